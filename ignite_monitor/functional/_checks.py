@@ -1,0 +1,63 @@
+"""Checks of arguments: TypeError for another type, ValueError for a number out of its range."""
+
+from __future__ import annotations
+
+import math
+from numbers import Integral, Real
+
+
+def check_real(name: str, value: object, *, above: float = -math.inf, below: float = math.inf) -> float:
+    """The argument as a float.
+
+    Args:
+        name: how the argument is called.
+        value: what was given for it.
+        above: what it has to be greater than.
+        below: what it has to be less than.
+
+    Raises:
+        TypeError: if it is not a real number.
+        ValueError: if it is NaN or not between the bounds.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"Argument {name} should be a number, but given {type(value)}")
+    number = float(value)
+    if not above < number < below:
+        bounds = [f"greater than {above:g}"] * (above > -math.inf) + [f"less than {below:g}"] * (below < math.inf)
+        raise ValueError(f"Argument {name} should be {' and '.join(bounds) or 'finite'}, but given {value}")
+    return number
+
+
+def check_count(name: str, value: object, *, least: int = 0) -> int:
+    """The argument as an int.
+
+    Args:
+        name: how the argument is called.
+        value: what was given for it.
+        least: the smallest number allowed.
+
+    Raises:
+        TypeError: if it is not an integer.
+        ValueError: if it is smaller than ``least``.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"Argument {name} should be an integer, but given {type(value)}")
+    if value < least:
+        raise ValueError(f"Argument {name} should be at least {least}, but given {value}")
+    return int(value)
+
+
+def check_type(name: str, value: object, kind: type, described: str) -> None:
+    """Refuse an argument of another type.
+
+    Args:
+        name: how the argument is called.
+        value: what was given for it.
+        kind: the type it has to be.
+        described: how messages call that type.
+
+    Raises:
+        TypeError: if it is of another type.
+    """
+    if not isinstance(value, kind):
+        raise TypeError(f"Argument {name} should be of type {described}, but given {type(value)}")

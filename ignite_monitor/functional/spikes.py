@@ -1,0 +1,120 @@
+"""Judging gradient norms one after the other: what is a spike, and what enters the statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ignite_monitor.functional._checks import check_count, check_type
+from ignite_monitor.functional.thresholds import ThresholdRule
+
+
+class Verdict(NamedTuple):
+    """What a :class:`SpikeDetector` says of one norm, all 0-dim tensors on its device.
+
+    Attributes:
+        norm: the norm.
+        threshold: what it was compared with, inf where nothing was judged.
+        spike: whether it is a spike.
+        nonfinite: whether it is inf or NaN.
+    """
+
+    norm: Tensor
+    threshold: Tensor
+    spike: Tensor
+    nonfinite: Tensor
+
+
+class SpikeDetector:
+    """Judges norms by a threshold rule and feeds the rule so that neither a spike nor a new level can blind it.
+
+    A norm is a spike if it exceeds the threshold that the rule derives from earlier norms, or if it is non-finite.
+    A finite spike enters the rule's statistics clipped to the threshold it exceeded; a non-finite norm does not enter.
+    At the ``max_consecutive_spikes``-th finite spike in a row the level has changed: the rule forgets what it knew,
+    takes that norm whole, and judges again once a norm has been under its new threshold.
+
+    Everything is a tensor on the norms' device, and nothing is read on the host.
+
+    Args:
+        rule: the threshold rule.
+        max_consecutive_spikes: how many finite spikes in a row mean a new level.
+        overflow_is_spike: whether a non-finite norm is a spike; False where a GradScaler looks after it.
+
+    Raises:
+        TypeError: if an argument is of another type.
+        ValueError: if ``max_consecutive_spikes`` is less than 1.
+    """
+
+    _COUNTS = ("spike_count", "nonfinite_count", "consecutive", "restarts", "suspended")
+
+    def __init__(
+        self, rule: ThresholdRule, *, max_consecutive_spikes: int = 10, overflow_is_spike: bool = True
+    ) -> None:
+        check_type("rule", rule, ThresholdRule, "ThresholdRule")
+        check_type("overflow_is_spike", overflow_is_spike, bool, "bool")
+        self.rule = rule
+        self.max_consecutive_spikes = check_count("max_consecutive_spikes", max_consecutive_spikes, least=1)
+        self.overflow_is_spike = overflow_is_spike
+        self.spike_count, self.nonfinite_count, self.consecutive, self.restarts, self.suspended = torch.zeros(
+            len(self._COUNTS), dtype=torch.float64
+        ).unbind()
+
+    def judge(self, norm: Tensor) -> Verdict:
+        """Compare a norm with what earlier norms allow; changes nothing.
+
+        Args:
+            norm: the norm, 0-dim floating point.
+        """
+        if norm.device != self.suspended.device or norm.dtype != self.suspended.dtype:
+            self._to(norm)
+        threshold = torch.where(self.suspended > 0, torch.inf, self.rule.threshold())
+        nonfinite = ~norm.isfinite()
+        spike = norm > threshold
+        spike = spike | nonfinite if self.overflow_is_spike else spike & ~nonfinite
+        return Verdict(norm, threshold, spike, nonfinite)
+
+    def observe(self, verdict: Verdict) -> None:
+        """Let a judged norm enter the counts and the statistics.
+
+        Args:
+            verdict: what :meth:`judge` said of it.
+        """
+        norm, threshold, spike, nonfinite = verdict
+        exceeded = spike & ~nonfinite
+        consecutive = torch.where(nonfinite, self.consecutive, (self.consecutive + 1.0) * exceeded)
+        new_level = consecutive >= self.max_consecutive_spikes
+        under = (norm <= self.rule.threshold()) & (self.rule.moments.count >= self.rule.warmup)
+        self.spike_count = self.spike_count + spike
+        self.nonfinite_count = self.nonfinite_count + nonfinite
+        self.consecutive = torch.where(new_level, 0.0, consecutive)
+        self.restarts = self.restarts + new_level
+        self.suspended = torch.where(new_level, 1.0, self.suspended * ~under)
+        self.rule.observe(torch.where(exceeded & ~new_level, threshold, norm), restart=new_level)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counts and the rule's state: tensors and a dict of tensors."""
+        return {name: getattr(self, name) for name in self._COUNTS} | {"rule": self.rule.state_dict()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from a saved state.
+
+        Args:
+            state_dict: what :meth:`state_dict` returned.
+
+        Raises:
+            ValueError: if it is not of a detector with a rule of the same kind.
+        """
+        missing = {*self._COUNTS, "rule"} ^ set(state_dict)
+        if missing:
+            raise ValueError(f"Argument state_dict should hold exactly {[*self._COUNTS, 'rule']}: {sorted(missing)}")
+        self.rule.load_state_dict(state_dict["rule"])
+        for name in self._COUNTS:
+            setattr(self, name, torch.as_tensor(state_dict[name], dtype=torch.float64))
+
+    def _to(self, reference: Tensor) -> None:
+        self.rule.to(reference)
+        for name in self._COUNTS:
+            setattr(self, name, getattr(self, name).to(reference))

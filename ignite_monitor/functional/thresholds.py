@@ -1,0 +1,215 @@
+"""Threshold rules: from the gradient norms seen so far, how large the next one may be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+from ignite_monitor.functional._checks import check_count, check_real
+from ignite_monitor.functional.moments import Moments
+
+State = dict[str, Tensor]
+
+
+class ThresholdRule:
+    """What every threshold rule shares: the running moments of the norms, warm-up, and a state that checkpoints.
+
+    A rule of your own overrides :meth:`__call__`; one that remembers more than the moments also extends
+    :meth:`empty` and :meth:`include`. All of a rule's state is tensors on the norms' device, and no method reads one
+    on the host, so that judging a norm never waits for the device.
+
+    Args:
+        warmup: how many norms go in before any is judged.
+        decay: weight of the past at every new norm, in (0, 1); None weighs all norms the same.
+
+    Raises:
+        TypeError: if an argument is not a number of the kind it should be.
+        ValueError: if an argument is out of its range.
+
+    Examples:
+        .. code-block:: python
+
+            class TwiceTheMean(ThresholdRule):
+                def __call__(self, mean, std, count):
+                    return 2 * mean
+
+            GradMonitor(model, optimizer, threshold=TwiceTheMean(warmup=50))
+    """
+
+    def __init__(self, *, warmup: int = 20, decay: float | None = None) -> None:
+        self.warmup = check_count("warmup", warmup)
+        self.decay = 1.0 if decay is None else check_real("decay", decay, above=0.0, below=1.0)
+        self.state = self.empty()
+
+    def __call__(self, mean: Tensor, std: Tensor, count: Tensor) -> Tensor | float:
+        """The largest norm that is no spike.
+
+        Args:
+            mean: (weighted) mean of the norms so far, 0-dim.
+            std: their (weighted) sample standard deviation, 0-dim; NaN before the second.
+            count: how many they are, 0-dim.
+
+        Raises:
+            NotImplementedError: if the rule does not override it.
+        """
+        raise NotImplementedError
+
+    def empty(self) -> State:
+        """The state before the first norm: name -> tensor on the CPU."""
+        return Moments.empty()._asdict()
+
+    def include(self, state: State, norm: Tensor) -> State:
+        """The state after one more norm, as new tensors.
+
+        Args:
+            state: the state before it.
+            norm: the norm, 0-dim.
+        """
+        return self._moments(state).include(norm, self.decay)._asdict()
+
+    @property
+    def moments(self) -> Moments:
+        """Running mean and spread of the norms that went in."""
+        return self._moments(self.state)
+
+    def threshold(self) -> Tensor:
+        """The largest norm that is no spike, 0-dim; inf as long as nothing is judged."""
+        moments = self.moments
+        limit = torch.as_tensor(self(moments.mean, moments.std, moments.count)).to(moments.mean)
+        judges = (moments.count >= self.warmup) & ~limit.isnan()
+        return torch.where(judges, limit, math.inf)
+
+    def observe(self, norm: Tensor, restart: Tensor | None = None) -> None:
+        """Take in one norm; a non-finite one changes nothing.
+
+        Args:
+            norm: the norm, 0-dim.
+            restart: 0-dim bool: whether to forget all earlier norms first.
+        """
+        state = self.state if restart is None else _select(restart, self._like(self.empty(), norm), self.state)
+        self.state = _select(norm.isfinite(), self.include(state, norm), state)
+
+    def to(self, reference: Tensor) -> None:
+        """Move the state to where a tensor is.
+
+        Args:
+            reference: a floating-point tensor of the device and dtype to compute in.
+        """
+        self.state = self._like(self.state, reference)
+
+    def state_dict(self) -> State:
+        """The state, name -> tensor."""
+        return dict(self.state)
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
+        """Continue from a saved state.
+
+        Args:
+            state_dict: what :meth:`state_dict` returned for a rule of the same kind.
+
+        Raises:
+            ValueError: if names or shapes differ from this rule's own.
+        """
+        own = self.empty()
+        shapes = {name: tuple(value.shape) for name, value in own.items()}
+        given = {name: tuple(torch.as_tensor(value).shape) for name, value in state_dict.items()}
+        if shapes != given:
+            raise ValueError(
+                f"Argument state_dict should hold {shapes} for {type(self).__name__}, but given {given}: "
+                "was it saved with another threshold rule?"
+            )
+        self.state = {name: torch.as_tensor(state_dict[name]).to(own[name].dtype) for name in own}
+
+    @staticmethod
+    def _moments(state: State) -> Moments:
+        return Moments(*(state[name] for name in Moments._fields))
+
+    @staticmethod
+    def _like(state: State, reference: Tensor) -> State:
+        return {
+            name: value.to(reference) if value.is_floating_point() else value.to(reference.device)
+            for name, value in state.items()
+        }
+
+    def __repr__(self) -> str:
+        decay = "" if self.decay == 1.0 else f", decay={self.decay}"
+        return f"{type(self).__name__}(warmup={self.warmup}{decay})"
+
+
+class MeanStdThreshold(ThresholdRule):
+    r"""A norm above :math:`\mu + k \sigma` is a spike.
+
+    :math:`\mu` and :math:`\sigma` are the mean and the sample standard deviation of the norms so far (Welford), with
+    ``decay`` exponentially weighted; see :class:`~ignite_monitor.functional.moments.Moments`.
+
+    Args:
+        k: how many standard deviations above the mean.
+        warmup: how many norms go in before any is judged, 2 at least.
+        decay: weight of the past at every new norm, in (0, 1); None weighs all norms the same.
+
+    Raises:
+        TypeError: if an argument is not a number of the kind it should be.
+        ValueError: if an argument is out of its range.
+    """
+
+    def __init__(self, k: float = 3.0, warmup: int = 20, decay: float | None = None) -> None:
+        self.k = check_real("k", k, above=0.0)
+        super().__init__(warmup=check_count("warmup", warmup, least=2), decay=decay)
+
+    def __call__(self, mean: Tensor, std: Tensor, count: Tensor) -> Tensor:
+        return mean + self.k * std
+
+
+class StaticThreshold(ThresholdRule):
+    """A norm above a fixed number is a spike, from the first one on.
+
+    Args:
+        value: the number, greater than 0.
+
+    Raises:
+        TypeError: if ``value`` is not a number.
+        ValueError: if ``value`` is not greater than 0.
+    """
+
+    def __init__(self, value: float) -> None:
+        self.value = check_real("value", value, above=0.0)
+        super().__init__(warmup=0)
+
+    def __call__(self, mean: Tensor, std: Tensor, count: Tensor) -> float:
+        return self.value
+
+
+class CallableThreshold(ThresholdRule):
+    """A norm above ``rule(mean, std, count)`` is a spike.
+
+    The function is asked from the third norm on, when a standard deviation exists; a longer warm-up is its own
+    business (it is given ``count``). It may return NaN or inf where it has no opinion.
+
+    Args:
+        rule: function of three 0-dim tensors that returns a number or a 0-dim tensor.
+
+    Raises:
+        TypeError: if ``rule`` is not callable, or does not return a number.
+    """
+
+    def __init__(self, rule: Callable[[Tensor, Tensor, Tensor], Tensor | float]) -> None:
+        if not callable(rule):
+            raise TypeError(f"Argument threshold should be a threshold rule or callable, but given {type(rule)}")
+        super().__init__(warmup=2)
+        answer = rule(*torch.tensor([1.0, 0.1, 100.0], dtype=torch.float64).unbind())
+        if not (isinstance(answer, Real) or (isinstance(answer, Tensor) and answer.ndim == 0)):
+            raise TypeError(
+                f"Argument threshold should return a number or a 0-dim tensor, but {rule} returned {type(answer)}"
+            )
+        self.rule = rule
+
+    def __call__(self, mean: Tensor, std: Tensor, count: Tensor) -> Tensor | float:
+        return self.rule(mean, std, count)
+
+
+def _select(condition: Tensor, chosen: State, other: State) -> State:
+    return {name: torch.where(condition, chosen[name], other[name]) for name in other}
