@@ -23,7 +23,7 @@ class Moments(NamedTuple):
         spread: :math:`\sum w_i (x_i - \mu)^2`.
     """
 
-    count: Tensor
+    count: Tensor  # type: ignore[assignment]  # in place of tuple.count
     weight: Tensor
     weight_squared: Tensor
     mean: Tensor

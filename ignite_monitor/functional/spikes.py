@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -18,12 +19,16 @@ class Verdict(NamedTuple):
     Attributes:
         norm: the norm.
         threshold: what it was compared with, inf where nothing was judged.
+        mean: mean of the norms that the threshold was derived from, NaN before the first.
+        std: their sample standard deviation, NaN before the second.
         spike: whether it is a spike.
         nonfinite: whether it is inf or NaN.
     """
 
     norm: Tensor
     threshold: Tensor
+    mean: Tensor
+    std: Tensor
     spike: Tensor
     nonfinite: Tensor
 
@@ -74,17 +79,24 @@ class SpikeDetector:
         nonfinite = ~norm.isfinite()
         spike = norm > threshold
         spike = spike | nonfinite if self.overflow_is_spike else spike & ~nonfinite
-        return Verdict(norm, threshold, spike, nonfinite)
+        moments = self.rule.moments
+        mean = torch.where(moments.count > 0, moments.mean, math.nan)
+        return Verdict(norm, threshold, mean, moments.std, spike, nonfinite)
 
-    def observe(self, verdict: Verdict) -> None:
+    def observe(self, verdict: Verdict, when: Tensor | None = None) -> None:
         """Let a judged norm enter the counts and the statistics.
 
         Args:
             verdict: what :meth:`judge` said of it.
+            when: 0-dim bool: whether to; None is true.
         """
-        norm, threshold, spike, nonfinite = verdict
-        exceeded = spike & ~nonfinite
-        consecutive = torch.where(nonfinite, self.consecutive, (self.consecutive + 1.0) * exceeded)
+        norm, threshold, _, _, spike, nonfinite = verdict
+        if when is not None:
+            norm = torch.where(when, norm, math.nan)  # which no statistics take in
+            spike, nonfinite = spike & when, nonfinite & when
+        finite = norm.isfinite()
+        exceeded = spike & finite
+        consecutive = torch.where(finite, (self.consecutive + 1.0) * exceeded, self.consecutive)
         new_level = consecutive >= self.max_consecutive_spikes
         under = (norm <= self.rule.threshold()) & (self.rule.moments.count >= self.rule.warmup)
         self.spike_count = self.spike_count + spike

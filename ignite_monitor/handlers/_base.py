@@ -1,0 +1,273 @@
+"""What every monitor shares: attaching, publishing, logging, letting go."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from ignite.base import Serializable
+from ignite.engine import Engine, Events, EventsList
+from ignite.engine.events import CallableEventWithFilter, RemovableEventHandle
+from ignite.handlers.base_logger import BaseLogger
+from ignite.handlers.tqdm_logger import ProgressBar
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+from ignite_monitor.events import MonitorEvents, Watch, register_events
+from ignite_monitor.functional._checks import check_type
+
+Handlers = list[tuple[MonitorEvents, Callable[..., Any]]]
+
+
+class Monitor(Serializable):
+    """Base of all monitors.
+
+    A monitor overrides :meth:`handlers`, whose handlers run in monitored iterations only, and calls
+    :meth:`publish`; what else it overrides, it extends.
+
+    Args:
+        model: the model to watch, as the train step uses it (wrapped, where it is wrapped).
+        prefix: what the names of its values start with, before a slash.
+
+    Raises:
+        TypeError: if an argument is of another type.
+        ValueError: if the model has no parameters, or some that no forward pass has initialized yet, or ``prefix``
+            holds what a tag can't.
+    """
+
+    def __init__(self, model: nn.Module, prefix: str) -> None:
+        check_type("model", model, nn.Module, "torch.nn.Module")
+        check_type("prefix", prefix, str, "str")
+        if not prefix or set(prefix) - set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_./"):
+            raise ValueError(f"Argument prefix should be letters, digits, '-', '_', '.' and '/', but given {prefix!r}")
+        parameters = list(model.parameters())
+        if not parameters:
+            raise ValueError("Argument model should have parameters, but it has none")
+        if any(isinstance(parameter, UninitializedParameter) for parameter in parameters):
+            raise ValueError("Argument model has lazy modules: run one forward pass before a monitor is made")
+        self.model = model
+        self.prefix = prefix
+        self.metrics: dict[str, Tensor] = {}
+        self.logger = logging.getLogger(f"{type(self).__module__}.{type(self).__name__}")
+        self._engine: weakref.ref[Engine] | None = None
+        self._watch: Watch | None = None
+        self._filters: list[Callable[[Engine, int], bool] | None] = []
+        self._log_handles: list[RemovableEventHandle] = []
+        self._armed = False
+        self._host: dict[str, float] | None = None
+
+    # What a monitor overrides
+
+    def handlers(self) -> Handlers:
+        """The events the monitor listens to, each with its method."""
+        return []
+
+    def claims(self) -> list[str]:
+        """Names in the engine's state that no other monitor on the engine may use."""
+        return [f"state.metrics['{self.prefix}/…']"]
+
+    def start_iteration(self, engine: Engine) -> None:
+        """Get ready for a monitored iteration.
+
+        Args:
+            engine: the engine.
+        """
+
+    def release(self) -> None:
+        """Let go of everything that belongs to the run that has ended."""
+
+    def clear(self, engine: Engine) -> None:
+        """Take this monitor's values out of the engine's state.
+
+        Args:
+            engine: the engine.
+        """
+        for name in self.metrics:
+            engine.state.metrics.pop(name, None)
+        self.metrics.clear()
+        self._host = None
+
+    # What users call
+
+    def attach(
+        self, engine: Engine, event: CallableEventWithFilter | EventsList = Events.ITERATION_STARTED
+    ) -> MonitorHandle:
+        """Start to watch an engine's iterations.
+
+        Args:
+            engine: the engine that trains the model.
+            event: ``Events.ITERATION_STARTED``, with any filter: ``Events.ITERATION_STARTED(every=10)``.
+
+        Returns:
+            A handle whose ``remove()`` detaches again; a ``with`` block does it at its end.
+
+        Raises:
+            TypeError: if ``engine`` is no Engine.
+            ValueError: if ``event`` is another event, the monitor is attached already, or another monitor on the
+                engine uses the same names.
+
+        Examples:
+            .. code-block:: python
+
+                with monitor.attach(trainer, Events.ITERATION_STARTED(every=10)):
+                    trainer.run(loader, max_epochs=5)
+        """
+        check_type("engine", engine, Engine, "ignite.engine.Engine")
+        events = list(event) if isinstance(event, EventsList) else [event]
+        if not events or any(each != Events.ITERATION_STARTED for each in events):
+            raise ValueError(f"Argument event should be Events.ITERATION_STARTED, filtered or not, but given {event}")
+        if self._attached_to() is not None:
+            raise ValueError(f"This {type(self).__name__} is attached already: detach() it first")
+        watch = Watch.of(engine)
+        watch.join(self, self.model, self.claims())
+        self._watch = watch
+        self._engine = weakref.ref(engine)
+        self._filters = [getattr(each, "filter", None) for each in events]
+        engine.add_event_handler(Events.ITERATION_STARTED, self._start)
+        for name, handler in self.handlers():
+            watch.listen(name, handler)
+        return MonitorHandle(self, engine)
+
+    def detach(self) -> None:
+        """Undo :meth:`attach` and :meth:`log_to`: no handler, hook, value or attribute stays on engine or model."""
+        engine = self._attached_to()
+        if engine is None or self._watch is None:
+            return
+        for handle in self._log_handles:
+            handle.remove()
+        self._log_handles.clear()
+        for name, handler in self.handlers():
+            self._watch.unlisten(name, handler)
+        engine.remove_event_handler(self._start, Events.ITERATION_STARTED)
+        self.release()
+        self.clear(engine)
+        self._armed = False
+        self._watch.leave(self, self.model, self.claims())
+        self._watch = self._engine = None
+
+    def log_to(
+        self,
+        logger: BaseLogger,
+        engine: Engine,
+        event: Any = Events.ITERATION_COMPLETED,
+        tag: str | None = None,
+    ) -> None:
+        """Write each monitored iteration's values to an Ignite logger, before or after :meth:`attach`.
+
+        Whatever the number of monitors, values and loggers on an engine: the values come to the host together, in
+        one transfer per iteration. Where no iteration was monitored nothing is written.
+
+        Args:
+            logger: any Ignite logger: ``TensorboardLogger``, ``WandBLogger``, ``MLflowLogger``, ``ProgressBar`` …
+            engine: the engine the monitor is attached to.
+            event: when to write, any event of the engine or of :class:`MonitorEvents`, filtered or not.
+            tag: what to put before the values' names; None for nothing.
+
+        Raises:
+            TypeError: if an argument is of another type.
+        """
+        check_type("logger", logger, BaseLogger, "ignite.handlers.base_logger.BaseLogger")
+        check_type("engine", engine, Engine, "ignite.engine.Engine")
+        if tag is not None:
+            check_type("tag", tag, str, "str or None")
+        register_events(engine)
+        if isinstance(logger, ProgressBar):
+            logger.attach(engine, output_transform=_Values(self, ""), event_name=event)
+            return
+        # Ignite's handlers always put a tag before a name: where the user wants none, it is the name's first part.
+        prefix = self.prefix if tag is None else ""
+        handle = logger.attach_output_handler(
+            engine, event, tag=tag or self.prefix, output_transform=_Values(self, prefix)
+        )
+        if isinstance(handle, RemovableEventHandle):
+            self._log_handles.append(handle)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from a saved state.
+
+        Args:
+            state_dict: what :meth:`state_dict` returned.
+
+        Raises:
+            TypeError: if it is no mapping.
+            ValueError: if it was saved by a monitor of another kind.
+        """
+        super().load_state_dict(state_dict)
+
+    # What a monitor calls
+
+    def publish(self, **values: Tensor) -> None:
+        """Put values where handlers and loggers find them, in ``metrics`` and in ``engine.state.metrics``.
+
+        Args:
+            values: name, without the prefix, -> 0-dim tensor.
+        """
+        engine = self._attached_to()
+        named = {f"{self.prefix}/{name}": value for name, value in values.items()}
+        self.metrics.update(named)
+        self._host = None
+        if engine is not None:
+            engine.state.metrics.update(named)
+
+    def on_host(self) -> dict[str, float]:
+        """This iteration's values as floats; those of all monitors on the engine come over in one transfer."""
+        if self._host is None:
+            members = [self] if self._watch is None else self._watch.members
+            stale = [member for member in members if member._host is None]
+            for member, values in zip(stale, _transfer([member.metrics for member in stale]), strict=True):
+                member._host = values
+        return self._host or {}
+
+    def _attached_to(self) -> Engine | None:
+        return self._engine() if self._engine is not None else None
+
+    def _start(self, engine: Engine) -> None:
+        self.clear(engine)
+        iteration = engine.state.iteration
+        self._armed = any(accepts is None or accepts(engine, iteration) for accepts in self._filters)
+        if self._armed and self._watch is not None:
+            self._watch.armed = True
+            self.start_iteration(engine)
+
+
+class MonitorHandle(RemovableEventHandle):
+    """Undoes :meth:`Monitor.attach`.
+
+    Args:
+        monitor: the monitor.
+        engine: the engine it is attached to.
+    """
+
+    def __init__(self, monitor: Monitor, engine: Engine) -> None:
+        super().__init__(Events.ITERATION_STARTED, monitor._start, engine)
+        self._monitor = weakref.ref(monitor)
+
+    def remove(self) -> None:
+        """Detach the monitor, if it is still attached to the engine."""
+        monitor, engine = self._monitor(), self.engine()
+        if monitor is not None and engine is not None and monitor._attached_to() is engine:
+            monitor.detach()
+
+
+class _Values:
+    """An ``output_transform`` that gives a monitor's values instead of the engine's output."""
+
+    def __init__(self, monitor: Monitor, prefix: str) -> None:
+        self._monitor = weakref.ref(monitor)
+        self._strip = len(prefix) + 1 if prefix else 0
+
+    def __call__(self, _: Any) -> dict[str, float]:
+        monitor = self._monitor()
+        return {} if monitor is None else {name[self._strip :]: value for name, value in monitor.on_host().items()}
+
+
+def _transfer(metrics: list[dict[str, Tensor]]) -> list[dict[str, float]]:
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for values in metrics:
+        for value in values.values():
+            by_device.setdefault(value.device, []).append(value.double() if value.device.type != "mps" else value)
+    numbers = {device: iter(torch.stack(values).tolist()) for device, values in by_device.items()}
+    return [{name: next(numbers[value.device]) for name, value in values.items()} for values in metrics]

@@ -1,0 +1,398 @@
+"""GradMonitor: the gradient's norm, and whether it is a spike, before the optimizer makes its step."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ignite.distributed as idist
+import torch
+from ignite.engine import Engine, State
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from ignite_monitor.events import MonitorEvents
+from ignite_monitor.functional._checks import check_count, check_real, check_type
+from ignite_monitor.functional.norms import combine, is_sharded, sharded_norm, total_norm
+from ignite_monitor.functional.spikes import SpikeDetector
+from ignite_monitor.functional.thresholds import CallableThreshold, MeanStdThreshold, ThresholdRule
+from ignite_monitor.handlers._base import Handlers, Monitor
+from ignite_monitor.handlers._gradient import JudgedGradient
+from ignite_monitor.handlers._skip import StepSkipper, check_skippable
+
+
+class GradMonitor(Monitor):
+    r"""Watches the norm of the gradient, and says before the optimizer's step whether it is a spike.
+
+    The norm is :math:`\lVert g \rVert_p` over all gradients that the coming step would use, reduced over ranks,
+    unscaled and not yet clipped; with gradient accumulation, of what has been accumulated. It is compared with a
+    threshold that a rule derives from earlier norms alone (by default their mean plus three standard deviations).
+    As soon as ``loss.backward()`` returns, ``engine.state.unhealthy_spike`` and ``engine.state.grad_norm`` speak of
+    the gradients it left:
+
+    ============================  ==========================================================================
+    in ``engine.state.metrics``   meaning (0-dim tensors)
+    ============================  ==========================================================================
+    ``grad/norm``                 norm of the gradient
+    ``grad/threshold``            the largest norm that is no spike; absent during the rule's warm-up
+    ``grad/mean``                 mean of the norms that the threshold was derived from
+    ``grad/std``                  their sample standard deviation; absent before the second
+    ``grad/spike``                1 if the norm is a spike, else 0
+    ``grad/spike_count``          spikes so far
+    ``grad/skipped_count``        optimizer steps that ``skip_step`` has left out so far
+    ``grad/nonfinite_count``      norms that were inf or NaN so far
+    ============================  ==========================================================================
+
+    With ``optimizer`` one norm per optimizer step enters the statistics, and one per spike whose step the train step
+    itself leaves out; without, one per iteration. A spike enters clipped to the threshold that it exceeded, a
+    non-finite norm not at all.
+
+    A non-finite norm is a spike, unless a ``scaler`` looks after it: then it is an overflow, counted but not
+    flagged, so that ``scaler.step()`` skips the step and ``scaler.update()`` lowers the scale.
+
+    Args:
+        model: the model, as the train step uses it (wrapped, where it is wrapped).
+        optimizer: the optimizer whose steps are judged. Its parameters alone count, where it does not hold all.
+        scaler: the GradScaler of the train step.
+        threshold: a threshold rule, of which a copy is taken, or a function ``(mean, std, count) -> threshold``.
+            By default ``MeanStdThreshold()``.
+        skip_step: whether to make the optimizer's ``step()`` do nothing at a spike: no update, no weight decay, no
+            momentum, no step count. Fused optimizers skip on the device; for others the flag is read on the host.
+        on_spike: function ``(engine, norm)``, called at a spike.
+        max_consecutive_spikes: how many spikes in a row mean a new level, from which the rule then starts afresh.
+        norm_type: p of the norm, greater than 0, ``math.inf`` allowed.
+        reduction: how the norms of several ranks make one. ``"mean"``: every rank has the same gradient (DDP), and
+            the result is the root mean square of the ranks' norms; ``"sum"``: each rank has another part of the
+            gradient, and the result is the norm of all. DTensor gradients (FSDP2, tensor parallel) are exact in
+            either. Without a process group nothing is communicated.
+        prefix: what the values' names start with. Also names ``engine.state.grad_norm``: ``{prefix}_norm``.
+        flag: the attribute of ``engine.state`` that says whether the gradient is a spike: False when an iteration
+            starts, a 0-dim bool tensor from the end of backward on.
+
+    Raises:
+        TypeError: if an argument is of another type.
+        ValueError: if an argument has a value it can't have, the optimizer holds none of the model's parameters, or
+            ``skip_step`` is asked for without an optimizer or with LBFGS.
+
+    Examples:
+        .. code-block:: python
+
+            def train_step(engine, batch):
+                optimizer.zero_grad()
+                loss = criterion(model(batch[0]), batch[1])
+                loss.backward()
+                if engine.state.unhealthy_spike:
+                    return loss.item()  # leaves the step out
+                optimizer.step()
+                return loss.item()
+
+            trainer = Engine(train_step)
+            monitor = GradMonitor(model, optimizer)
+            monitor.attach(trainer)
+            monitor.log_to(tensorboard_logger, trainer)
+    """
+
+    _state_dict_all_req_keys = ("detector", "skipped_count")
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        *,
+        scaler: GradScaler | None = None,
+        threshold: ThresholdRule | Callable[[Tensor, Tensor, Tensor], Tensor | float] | None = None,
+        skip_step: bool = False,
+        on_spike: Callable[[Engine, Tensor], Any] | None = None,
+        max_consecutive_spikes: int = 10,
+        norm_type: float = 2.0,
+        reduction: str = "mean",
+        prefix: str = "grad",
+        flag: str = "unhealthy_spike",
+    ) -> None:
+        super().__init__(model, prefix)
+        if optimizer is not None:
+            check_type("optimizer", optimizer, Optimizer, "torch.optim.Optimizer or None")
+            held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            if held.isdisjoint(id(parameter) for parameter in model.parameters()):
+                raise ValueError("Argument optimizer should hold parameters of model, but it holds none of them")
+        if scaler is not None:
+            check_type("scaler", scaler, GradScaler, "torch.amp.GradScaler or None")
+        check_type("skip_step", skip_step, bool, "bool")
+        if skip_step:
+            check_skippable(optimizer)
+        if on_spike is not None and not callable(on_spike):
+            raise TypeError(f"Argument on_spike should be callable or None, but given {type(on_spike)}")
+        if norm_type != math.inf:
+            norm_type = check_real("norm_type", norm_type, above=0.0)
+        if reduction not in ("mean", "sum"):
+            raise ValueError(f"Argument reduction should be 'mean' or 'sum', but given {reduction!r}")
+        check_type("flag", flag, str, "str")
+        if not flag.isidentifier() or hasattr(State(), flag):
+            raise ValueError(f"Argument flag should name an attribute that Ignite does not use, but given {flag!r}")
+        if threshold is None:
+            rule: ThresholdRule = MeanStdThreshold()
+        elif isinstance(threshold, ThresholdRule):
+            rule = copy.deepcopy(threshold)
+        else:
+            rule = CallableThreshold(threshold)
+
+        self.optimizer = optimizer
+        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self.on_spike = on_spike
+        self.norm_type = float(norm_type)
+        self.reduction = reduction
+        self.flag = flag
+        self._norm_attribute = f"{prefix.replace('/', '_').replace('-', '_').replace('.', '_')}_norm"
+        self._detector = SpikeDetector(
+            rule,
+            max_consecutive_spikes=check_count("max_consecutive_spikes", max_consecutive_spikes, least=1),
+            overflow_is_spike=self.scaler is None,
+        )
+        self._skipper = StepSkipper() if skip_step else None
+        self._skipped_count = torch.zeros((), dtype=torch.float64)
+        self._parameters: tuple[int, list[nn.Parameter]] = (-1, [])
+        self._gradient: JudgedGradient | None = None
+        self._stepped: JudgedGradient | None = None
+        self._known = 0  # how many norms are known to have gone into the rule
+        self._restarts = 0  # how many restarts of the rule have been reported
+        self._missing_reported = False
+
+    def state_dict(self) -> OrderedDict[str, Any]:
+        """Statistics and counts: dicts of tensors."""
+        return OrderedDict(detector=self._detector.state_dict(), skipped_count=self._skipped_count)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from a saved state.
+
+        Args:
+            state_dict: what :meth:`state_dict` returned.
+
+        Raises:
+            TypeError: if it is no mapping.
+            ValueError: if it was saved by another monitor, or by one with another kind of threshold rule.
+        """
+        super().load_state_dict(state_dict)
+        self._detector.load_state_dict(state_dict["detector"])
+        self._skipped_count = torch.as_tensor(state_dict["skipped_count"], dtype=torch.float64)
+        self._known = int(self._detector.rule.moments.count)
+        self._restarts = int(self._detector.restarts)
+
+    def on_host(self) -> dict[str, float]:
+        """This iteration's values as floats, without a threshold or spread that there is not yet."""
+        values = super().on_host()
+        return {name: value for name, value in values.items() if math.isfinite(value) or name.endswith("/norm")}
+
+    # What it listens to
+
+    def handlers(self) -> Handlers:
+        """The events the monitor listens to, each with its method."""
+        return [
+            (MonitorEvents.GRADIENTS_READY, self._on_gradients_ready),
+            (MonitorEvents.OPTIMIZER_STEP_STARTED, self._on_step_started),
+            (MonitorEvents.OPTIMIZER_STEP_COMPLETED, self._on_step_completed),
+            (MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed),
+        ]
+
+    def claims(self) -> list[str]:
+        """Names in the engine's state that no other monitor on the engine may use."""
+        return [*super().claims(), f"state.{self.flag}", f"state.{self._norm_attribute}"]
+
+    def clear(self, engine: Engine) -> None:
+        """Take this monitor's values out of the engine's state.
+
+        Args:
+            engine: the engine.
+        """
+        super().clear(engine)
+        setattr(engine.state, self.flag, False)
+        setattr(engine.state, self._norm_attribute, None)
+        self._stepped = None
+        if self._gradient is not None:
+            self._gradient.seen = False
+
+    def detach(self) -> None:
+        """Undo ``attach`` and ``log_to``: no handler, hook, value or attribute stays on engine or model."""
+        engine = self._attached_to()
+        super().detach()
+        if engine is not None:
+            delattr(engine.state, self.flag)
+            delattr(engine.state, self._norm_attribute)
+
+    def release(self) -> None:
+        """Let go of everything that belongs to the run that has ended."""
+        self._gradient = None
+        self._parameters = (-1, [])
+        if self._skipper is not None:
+            self._skipper.restore()
+        self._report_restarts(wait=True)
+
+    def _on_gradients_ready(self, engine: Engine) -> None:
+        if not self._armed or self._watch is None or id(self.model) not in self._watch.reached:
+            return
+        gradients = self._gradients()
+        if not gradients:
+            return
+        scale = None
+        if self.scaler is not None:
+            scale = self.scaler.scale(torch.ones((), device=gradients[0].device))
+        earlier = self._gradient
+        gradient = self._judge(engine, gradients, scale)
+        if earlier is not None and earlier.grew_into(gradients):
+            gradient.counted, gradient.announced = earlier.counted, earlier.announced
+        # Gradients that come after the optimizer's step may be another optimizer's: a GAN's generator sends some
+        # into its discriminator. They are news only once a step is made with them.
+        if self._stepped is None:
+            self._announce(engine, gradient)
+        if self._watch.closure and self._is_own_step():
+            self._skip(gradient)
+
+    def _on_step_started(self, engine: Engine) -> None:
+        if not self._armed or self._watch is None or not self._is_own_step() or self._watch.closure:
+            return
+        gradients = self._gradients()
+        if not gradients:
+            return
+        gradient = self._gradient
+        if gradient is None or gradient.used or not gradient.is_made_of(gradients):
+            # Set by hand since the last backward. Fused optimizers are given what to unscale them by.
+            gradient = self._judge(engine, gradients, getattr(self._watch.stepping, "grad_scale", None))
+        gradient.seen = True
+        self._announce(engine, gradient)
+        self._skip(gradient)
+
+    def _on_step_completed(self, engine: Engine) -> None:
+        if not self._armed or not self._is_own_step():
+            return
+        if self._skipper is not None:
+            self._skipper.restore()
+        gradient = self._gradient
+        if gradient is None or gradient.used:
+            return
+        gradient.used = True
+        self._stepped = gradient
+        if self.optimizer is not None:
+            self._detector.observe(gradient.verdict, None if gradient.counted is None else ~gradient.counted)
+            self._known += 1
+
+    def _on_train_step_completed(self, engine: Engine) -> None:
+        if not self._armed:
+            return
+        gradient = self._gradient
+        if gradient is None or not gradient.seen:
+            self._report_missing(engine)
+            return
+        verdict = gradient.verdict
+        if self.optimizer is None:
+            self._detector.observe(verdict)
+            self._known += 1
+        elif self._stepped is None:
+            # No step was made: because the gradient is a spike, or because more of it is to be accumulated.
+            counted = torch.zeros_like(verdict.spike) if gradient.counted is None else gradient.counted
+            gradient.counted = counted | verdict.spike | verdict.nonfinite
+            self._detector.observe(verdict, gradient.counted & ~counted)
+        self._show(engine, self._stepped or gradient)
+        self._report_restarts(wait=False)
+
+    # Its parts
+
+    def _gradients(self) -> list[Tensor]:
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        size = sum(len(group["params"]) for group in groups)
+        if size != self._parameters[0]:
+            held = {id(parameter) for group in groups for parameter in group["params"]}
+            own = [parameter for parameter in self.model.parameters() if not groups or id(parameter) in held]
+            self._parameters = (size, own)
+        return [parameter.grad for parameter in self._parameters[1] if parameter.grad is not None]
+
+    def _judge(self, engine: Engine, gradients: list[Tensor], scale: Tensor | None) -> JudgedGradient:
+        plain = [gradient for gradient in gradients if not is_sharded(gradient)]
+        sharded: list[Any] = [gradient for gradient in gradients if is_sharded(gradient)]
+        norms = []
+        if plain:
+            norms.append(_over_ranks(total_norm(plain, self.norm_type), self.norm_type, self.reduction))
+        if sharded:
+            norms.append(sharded_norm(sharded, self.norm_type))
+        norm = norms[0] if len(norms) == 1 else combine(norms, self.norm_type)
+        if scale is not None:
+            norm = norm / scale.to(norm.device)
+        self._gradient = JudgedGradient(self._detector.judge(norm), gradients, self._known)
+        self._show(engine, self._gradient)
+        return self._gradient
+
+    def _show(self, engine: Engine, gradient: JudgedGradient) -> None:
+        verdict = gradient.verdict
+        setattr(engine.state, self.flag, verdict.spike)
+        setattr(engine.state, self._norm_attribute, verdict.norm)
+        values = {"norm": verdict.norm, "spike": verdict.spike.to(verdict.norm.dtype)}
+        # What can't be known yet is left out.
+        if gradient.known >= 1:
+            values["mean"] = verdict.mean
+        if gradient.known >= 2:
+            values["std"] = verdict.std
+        if gradient.known >= self._detector.rule.warmup:
+            values["threshold"] = verdict.threshold
+        self.publish(
+            **values,
+            spike_count=self._detector.spike_count,
+            skipped_count=self._skipped_count,
+            nonfinite_count=self._detector.nonfinite_count,
+        )
+
+    def _is_own_step(self) -> bool:
+        stepping = None if self._watch is None else self._watch.stepping
+        # An optimizer that wraps another one has its param_groups.
+        return stepping is not None and (self.optimizer is None or stepping.param_groups is self.optimizer.param_groups)
+
+    def _announce(self, engine: Engine, gradient: JudgedGradient) -> None:
+        if gradient.announced or self._watch is None:
+            return
+        listened = self._watch.has_user_handlers(MonitorEvents.SPIKE_DETECTED)
+        if (listened or self.on_spike is not None) and gradient.is_spike():
+            gradient.announced = True
+            if self.on_spike is not None:
+                self.on_spike(engine, gradient.verdict.norm)
+            self._watch.fire(MonitorEvents.SPIKE_DETECTED)
+
+    def _skip(self, gradient: JudgedGradient) -> None:
+        if self._skipper is not None and self.optimizer is not None:
+            skipped = self._skipper.skip(self.optimizer, gradient.verdict.spike, gradient.is_spike)
+            self._skipped_count = self._skipped_count.to(skipped.device) + skipped
+
+    def _report_restarts(self, wait: bool) -> None:
+        more = self._detector.restarts > self._restarts
+        # What lies on the CPU can be looked at without waiting for anything.
+        if len(more.nonzero()) if more.device.type == "cpu" else wait and bool(more):
+            self._restarts = int(self._detector.restarts)
+            self._known = 1
+            self.logger.warning(
+                "%s: %d spikes in a row, so the gradient norm has a new level: the threshold rule starts afresh from it",
+                self.prefix,
+                self._detector.max_consecutive_spikes,
+            )
+
+    def _report_missing(self, engine: Engine) -> None:
+        if self._missing_reported or self._gradients():
+            return
+        self._missing_reported = True
+        self.logger.warning(
+            "%s: no gradient of the model was seen in iteration %d, so nothing is published. Either no backward() "
+            "reached the parameters that are watched, and model or optimizer is not the one that the train step "
+            "uses; or the model is not trained in every iteration: then attach with a filter.",
+            self.prefix,
+            engine.state.iteration,
+        )
+
+
+def _over_ranks(norm: Tensor, norm_type: float, reduction: str) -> Tensor:
+    world_size = idist.get_world_size()
+    if world_size == 1:
+        return norm
+    if reduction == "mean":
+        return torch.as_tensor(idist.all_reduce(norm**2) / world_size).sqrt()
+    if norm_type == math.inf:
+        return torch.as_tensor(idist.all_reduce(norm.clone(), op="MAX"))
+    return torch.as_tensor(idist.all_reduce(norm**norm_type)) ** (1.0 / norm_type)
