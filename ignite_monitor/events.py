@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from ignite.engine import Engine, Events
@@ -73,7 +73,7 @@ class Watch:
         closure: whether that step was given a closure, which runs backward inside of it.
     """
 
-    _of: weakref.WeakKeyDictionary[Engine, Watch] = weakref.WeakKeyDictionary()
+    _of: ClassVar[weakref.WeakKeyDictionary[Engine, Watch]] = weakref.WeakKeyDictionary()
 
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)

@@ -1,0 +1,48 @@
+# Every target makes what it needs: a Python of 3.10 or newer with pip is all that has to be there.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+BENCHMARKS = $(wildcard benchmarks/bench_*.py)
+
+export HYPOTHESIS_STORAGE_DIRECTORY := .cache/hypothesis
+
+.DEFAULT_GOAL := help
+.PHONY: help test demo lint format bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+test: $(READY) ## run the tests; PYTEST_ARGS is handed on to pytest
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+demo: $(READY) ## train a small model with a spike in it, and see it found
+	$(BIN)/python examples/spikes_custom_step.py
+
+lint: $(READY) ## check format, code, docstrings and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/flake8 ignite_monitor
+	$(BIN)/mypy
+
+format: $(READY) ## format the code, and mend what ruff can
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+bench: $(READY) ## run benchmarks/bench_*.py
+	@test -n "$(BENCHMARKS)" || echo "There are no benchmarks yet."
+	@set -e; for script in $(BENCHMARKS); do echo "$$script"; $(BIN)/python "$$script"; done
+
+clean: ## remove the environment, caches and builds
+	rm -rf $(VENV) .cache .hypothesis build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Where Python comes without ensurepip (Debian splits it off), its own pip puts one into the environment.
+$(READY): pyproject.toml setup.cfg constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed, but $(PYTHON) is " + sys.version.split()[0] + ": make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV) || { \
+	    $(PYTHON) -m venv --clear --without-pip $(VENV) && \
+	    $(PYTHON) -m pip install --target "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" pip; }
+	$(BIN)/python -m pip install 'pip>=22.3'
+	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev]'
+	@touch $@

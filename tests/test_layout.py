@@ -1,0 +1,138 @@
+"""Who imports whom, and what the package makes public."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import sys
+from pathlib import Path
+
+import pytest
+
+import ignite_monitor
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def imported(source: str, package: str) -> set[str]:
+    """Dotted names that a source imports; ``package`` is what its relative imports start from."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            ancestors = package.split(".")
+            base = ancestors[: len(ancestors) - node.level + 1] if node.level else []
+            base += [node.module] if node.module else []
+            names |= {".".join([*base, alias.name]) for alias in node.names}
+    return names
+
+
+def within(name: str, *packages: str) -> bool:
+    return any(f"{name}.".startswith(f"{package}.") for package in packages)
+
+
+def imports_of(*places: str) -> list[tuple[str, str]]:
+    """(file, imported name) for every Python file at the places, each of which is a folder or a file, or not there."""
+    found = []
+    for place in places:
+        for path in [*(ROOT / place).rglob("*.py"), (ROOT / place).with_suffix(".py")]:
+            if path.is_file():
+                file = path.relative_to(ROOT)
+                package = ".".join(file.parent.parts)
+                found += [(str(file), name) for name in sorted(imported(path.read_text(encoding="utf-8"), package))]
+    return found
+
+
+def goes_through_root(name: str) -> bool:
+    """Whether it is the package itself or a name that it exports, and no module or folder in it."""
+    root, _, rest = name.partition(".")
+    path = ROOT / root / rest.split(".")[0]
+    return root == "ignite_monitor" and not (rest and (path.is_dir() or path.with_suffix(".py").is_file()))
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("import torch.nn as nn", {"torch.nn"}),
+        ("from torch import Tensor, nn", {"torch.Tensor", "torch.nn"}),
+        ("from ignite_monitor import hdf5", {"ignite_monitor.hdf5"}),
+        ("from . import norms", {"ignite_monitor.functional.norms"}),
+        ("from .norms import norm", {"ignite_monitor.functional.norms.norm"}),
+        ("from ..handlers import GradMonitor", {"ignite_monitor.handlers.GradMonitor"}),
+        ("def f():\n    import math", {"math"}),
+    ],
+)
+def test_imports_are_resolved(source, names):
+    assert imported(source, package="ignite_monitor.functional") == names
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("ignite_monitor", True),
+        ("ignite_monitor.GradMonitor", True),
+        ("ignite_monitor.*", True),
+        ("ignite_monitor.functional.norms.norm", False),
+        ("ignite_monitor.handlers", False),
+        ("torch", False),
+    ],
+)
+def test_names_that_go_through_the_root(name, answer):
+    assert goes_through_root(name) is answer
+
+
+def test_functional_imports_torch_alone():
+    allowed = ("torch", "ignite_monitor.functional", *sys.stdlib_module_names)
+    found = imports_of("ignite_monitor/functional")
+    assert found
+    assert [(file, name) for file, name in found if not within(name, *allowed)] == []
+
+
+@pytest.mark.parametrize("layer", ["capture", "events", "hdf5", "cli", "plot"])
+def test_no_layer_below_the_handlers_imports_one(layer):
+    found = imports_of(f"ignite_monitor/{layer}")
+    assert [(file, name) for file, name in found if within(name, "ignite_monitor.handlers")] == []
+
+
+def test_modules_import_each_other_and_not_through_the_root():
+    """A name from the root would hide which layer it is of, and make the import circular."""
+    assert [(file, name) for file, name in imports_of("ignite_monitor") if goes_through_root(name)] == []
+
+
+def test_nothing_imports_the_tests():
+    found = imports_of("ignite_monitor", "examples", "benchmarks")
+    assert [(file, name) for file, name in found if within(name, "tests")] == []
+
+
+def test_all_is_sorted_and_complete():
+    public = {name for name, value in vars(ignite_monitor).items() if name[0] != "_" and not inspect.ismodule(value)}
+    exported = list(getattr(ignite_monitor, "__all__", []))
+    assert exported == sorted(set(exported))
+    assert {name for name in exported if name[0] != "_"} == public
+    assert [name for name in exported if not hasattr(ignite_monitor, name)] == []
+
+
+def test_public_methods_have_a_docstring_of_their_own_or_inherited():
+    modules = [
+        importlib.import_module(module.name)
+        for module in pkgutil.walk_packages(ignite_monitor.__path__, "ignite_monitor.")
+        if not module.name.endswith("__main__")
+    ]
+    classes = {
+        value
+        for module in modules
+        for name, value in vars(module).items()
+        if name[0] != "_" and inspect.isclass(value) and value.__module__ == module.__name__
+    }
+    methods = {
+        f"{kind.__module__}.{kind.__qualname__}.{name}": getattr(kind, name)
+        for kind in classes
+        for name, value in vars(kind).items()
+        if (name[0] != "_" or name == "__call__")
+        and (inspect.isfunction(value) or isinstance(value, (classmethod, staticmethod, property)))
+    }
+    assert methods
+    assert [name for name, method in methods.items() if not inspect.getdoc(method)] == []
