@@ -19,6 +19,7 @@ class Verdict(NamedTuple):
     Attributes:
         norm: the norm.
         threshold: what it was compared with, inf where nothing was judged.
+        limit: the rule's threshold, whether it was applied or not.
         mean: mean of the norms that the threshold was derived from, NaN before the first.
         std: their sample standard deviation, NaN before the second.
         spike: whether it is a spike.
@@ -27,6 +28,7 @@ class Verdict(NamedTuple):
 
     norm: Tensor
     threshold: Tensor
+    limit: Tensor
     mean: Tensor
     std: Tensor
     spike: Tensor
@@ -75,13 +77,12 @@ class SpikeDetector:
         """
         if norm.device != self.suspended.device or norm.dtype != self.suspended.dtype:
             self._to(norm)
-        threshold = torch.where(self.suspended > 0, torch.inf, self.rule.threshold())
+        limit, mean, std = self.rule.statistics()
+        threshold = torch.where(self.suspended > 0, math.inf, limit)
         nonfinite = ~norm.isfinite()
         spike = norm > threshold
         spike = spike | nonfinite if self.overflow_is_spike else spike & ~nonfinite
-        moments = self.rule.moments
-        mean = torch.where(moments.count > 0, moments.mean, math.nan)
-        return Verdict(norm, threshold, mean, moments.std, spike, nonfinite)
+        return Verdict(norm, threshold, limit, mean, std, spike, nonfinite)
 
     def observe(self, verdict: Verdict, when: Tensor | None = None) -> None:
         """Let a judged norm enter the counts and the statistics.
@@ -90,7 +91,7 @@ class SpikeDetector:
             verdict: what :meth:`judge` said of it.
             when: 0-dim bool: whether to; None is true.
         """
-        norm, threshold, _, _, spike, nonfinite = verdict
+        norm, threshold, limit, _, _, spike, nonfinite = verdict
         if when is not None:
             norm = torch.where(when, norm, math.nan)  # which no statistics take in
             spike, nonfinite = spike & when, nonfinite & when
@@ -98,7 +99,7 @@ class SpikeDetector:
         exceeded = spike & finite
         consecutive = torch.where(finite, (self.consecutive + 1.0) * exceeded, self.consecutive)
         new_level = consecutive >= self.max_consecutive_spikes
-        under = (norm <= self.rule.threshold()) & (self.rule.moments.count >= self.rule.warmup)
+        under = (norm <= limit) & (limit < math.inf)
         self.spike_count = self.spike_count + spike
         self.nonfinite_count = self.nonfinite_count + nonfinite
         self.consecutive = torch.where(new_level, 0.0, consecutive)

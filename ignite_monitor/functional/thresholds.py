@@ -19,8 +19,8 @@ class ThresholdRule:
     """What every threshold rule shares: the running moments of the norms, warm-up, and a state that checkpoints.
 
     A rule of your own overrides :meth:`__call__`; one that remembers more than the moments also extends
-    :meth:`empty` and :meth:`include`. All of a rule's state is tensors on the norms' device, and no method reads one
-    on the host, so that judging a norm never waits for the device.
+    :meth:`empty` and :meth:`include`. All of a rule's state is one floating-point vector on the norms' device, and no
+    method reads it on the host, so that judging a norm never waits for the device.
 
     Args:
         warmup: how many norms go in before any is judged.
@@ -43,7 +43,10 @@ class ThresholdRule:
     def __init__(self, *, warmup: int = 20, decay: float | None = None) -> None:
         self.warmup = check_count("warmup", warmup)
         self.decay = 1.0 if decay is None else check_real("decay", decay, above=0.0, below=1.0)
-        self.state = self.empty()
+        empty = self.empty()
+        self._shapes = {name: value.shape for name, value in empty.items()}
+        self._empty = _pack(empty)
+        self._set(self._empty)
 
     def __call__(self, mean: Tensor, std: Tensor, count: Tensor) -> Tensor | float:
         """The largest norm that is no spike.
@@ -59,29 +62,38 @@ class ThresholdRule:
         raise NotImplementedError
 
     def empty(self) -> State:
-        """The state before the first norm: name -> tensor on the CPU."""
+        """The state before the first norm: name -> float64 tensor of any shape on the CPU."""
         return Moments.empty()._asdict()
 
     def include(self, state: State, norm: Tensor) -> State:
-        """The state after one more norm, as new tensors.
+        """The state after one more norm, as new tensors of the same shapes.
 
         Args:
             state: the state before it.
             norm: the norm, 0-dim.
         """
-        return self._moments(state).include(norm, self.decay)._asdict()
+        return Moments(*(state[name] for name in Moments._fields)).include(norm, self.decay)._asdict()
+
+    def statistics(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What a norm is judged by, 0-dim each.
+
+        The largest norm that is no spike, inf as long as nothing is judged; the mean of the norms that went in, NaN
+        before the first; their sample standard deviation, NaN before the second.
+        """
+        moments = self.moments
+        std = moments.std
+        limit = torch.as_tensor(self(moments.mean, std, moments.count)).to(moments.mean)
+        judges = (moments.count >= self.warmup) & ~limit.isnan()
+        return torch.where(judges, limit, math.inf), torch.where(moments.count > 0, moments.mean, math.nan), std
 
     @property
     def moments(self) -> Moments:
         """Running mean and spread of the norms that went in."""
-        return self._moments(self.state)
+        return Moments(*(self.state[name] for name in Moments._fields))
 
     def threshold(self) -> Tensor:
         """The largest norm that is no spike, 0-dim; inf as long as nothing is judged."""
-        moments = self.moments
-        limit = torch.as_tensor(self(moments.mean, moments.std, moments.count)).to(moments.mean)
-        judges = (moments.count >= self.warmup) & ~limit.isnan()
-        return torch.where(judges, limit, math.inf)
+        return self.statistics()[0]
 
     def observe(self, norm: Tensor, restart: Tensor | None = None) -> None:
         """Take in one norm; a non-finite one changes nothing.
@@ -90,8 +102,9 @@ class ThresholdRule:
             norm: the norm, 0-dim.
             restart: 0-dim bool: whether to forget all earlier norms first.
         """
-        state = self.state if restart is None else _select(restart, self._like(self.empty(), norm), self.state)
-        self.state = _select(norm.isfinite(), self.include(state, norm), state)
+        before = self._vector if restart is None else torch.where(restart, self._empty, self._vector)
+        after = _pack(self.include(self._unpack(before), norm))
+        self._set(torch.where(norm.isfinite(), after, before))
 
     def to(self, reference: Tensor) -> None:
         """Move the state to where a tensor is.
@@ -99,11 +112,12 @@ class ThresholdRule:
         Args:
             reference: a floating-point tensor of the device and dtype to compute in.
         """
-        self.state = self._like(self.state, reference)
+        self._empty = self._empty.to(reference)
+        self._set(self._vector.to(reference))
 
     def state_dict(self) -> State:
         """The state, name -> tensor."""
-        return dict(self.state)
+        return {name: value.clone() for name, value in self.state.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
         """Continue from a saved state.
@@ -114,26 +128,23 @@ class ThresholdRule:
         Raises:
             ValueError: if names or shapes differ from this rule's own.
         """
-        own = self.empty()
-        shapes = {name: tuple(value.shape) for name, value in own.items()}
-        given = {name: tuple(torch.as_tensor(value).shape) for name, value in state_dict.items()}
-        if shapes != given:
+        values = {name: torch.as_tensor(value) for name, value in state_dict.items()}
+        own = {name: tuple(shape) for name, shape in self._shapes.items()}
+        given = {name: tuple(value.shape) for name, value in values.items()}
+        if own != given:
             raise ValueError(
-                f"Argument state_dict should hold {shapes} for {type(self).__name__}, but given {given}: "
+                f"Argument state_dict should hold {own} for {type(self).__name__}, but given {given}: "
                 "was it saved with another threshold rule?"
             )
-        self.state = {name: torch.as_tensor(state_dict[name]).to(own[name].dtype) for name in own}
+        self._set(_pack({name: values[name] for name in own}).to(self._empty))
 
-    @staticmethod
-    def _moments(state: State) -> Moments:
-        return Moments(*(state[name] for name in Moments._fields))
+    def _set(self, vector: Tensor) -> None:
+        self._vector = vector
+        self.state = self._unpack(vector)
 
-    @staticmethod
-    def _like(state: State, reference: Tensor) -> State:
-        return {
-            name: value.to(reference) if value.is_floating_point() else value.to(reference.device)
-            for name, value in state.items()
-        }
+    def _unpack(self, vector: Tensor) -> State:
+        parts = vector.split([shape.numel() for shape in self._shapes.values()])
+        return {name: part.view(shape) for (name, shape), part in zip(self._shapes.items(), parts, strict=True)}
 
     def __repr__(self) -> str:
         decay = "" if self.decay == 1.0 else f", decay={self.decay}"
@@ -211,5 +222,5 @@ class CallableThreshold(ThresholdRule):
         return self.rule(mean, std, count)
 
 
-def _select(condition: Tensor, chosen: State, other: State) -> State:
-    return {name: torch.where(condition, chosen[name], other[name]) for name in other}
+def _pack(state: State) -> Tensor:
+    return torch.cat([value.reshape(-1) for value in state.values()])
