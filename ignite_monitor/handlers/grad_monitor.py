@@ -369,7 +369,7 @@ class GradMonitor(Monitor):
             self._restarts = int(self._detector.restarts)
             self._known = 1
             self.logger.warning(
-                "%s: %d spikes in a row, so the gradient norm has a new level: the threshold rule starts afresh from it",
+                "%s: %d spikes in a row mean that the gradient norm has a new level: the rule starts afresh from it",
                 self.prefix,
                 self._detector.max_consecutive_spikes,
             )
