@@ -40,17 +40,19 @@ def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     Returns:
         A 0-dim float64 tensor (float32 on devices without float64) on the device of the first tensor.
     """
-    by_device: dict[torch.device, list[Tensor]] = {}
+    tensors = list(tensors)
     with torch.no_grad():
-        for tensor in tensors:
-            if tensor.layout != torch.strided or tensor.dtype.is_complex:
-                tensor = _as_dense_real(tensor, norm_type)
-            by_device.setdefault(tensor.device, []).append(tensor)
-        device = next(iter(by_device), torch.device("cpu"))
+        # Sets, and not a loop over the tensors: of hundreds of small ones the norms themselves take no longer.
+        layouts, dtypes = {tensor.layout for tensor in tensors}, {tensor.dtype for tensor in tensors}
+        if layouts - {torch.strided} or any(dtype.is_complex for dtype in dtypes):
+            tensors = [_as_dense_real(tensor, norm_type) for tensor in tensors]
+        devices = {tensor.device for tensor in tensors}
+        if len(devices) == 1:
+            return _norm_on_one_device(tensors, norm_type)
+        device = tensors[0].device if tensors else torch.device("cpu")
         dtype = wide_dtype(device)
-        norms = [_norm_on_one_device(group, norm_type).to(device, dtype) for group in by_device.values()]
-        if len(norms) == 1:
-            return norms[0]
+        groups = [[tensor for tensor in tensors if tensor.device == each] for each in devices]
+        norms = [_norm_on_one_device(group, norm_type).to(device, dtype) for group in groups]
         return combine(norms, norm_type) if norms else torch.zeros((), dtype=dtype, device=device)
 
 
@@ -159,7 +161,8 @@ def _as_dense_real(tensor: Tensor, norm_type: float) -> Tensor:
 
 
 def _norm_on_one_device(tensors: list[Tensor], norm_type: float) -> Tensor:
-    tensors = [tensor for tensor in tensors if tensor.numel()] or [torch.zeros(1, device=tensors[0].device)]
+    if not all(map(Tensor.numel, tensors)):
+        tensors = [tensor for tensor in tensors if tensor.numel()] or [torch.zeros(1, device=tensors[0].device)]
     wide = wide_dtype(tensors[0].device)
     if tensors[0].device.type != "cpu":
         # Reading memory takes longer than adding in float64, and no branch may depend on a value.
@@ -185,25 +188,28 @@ def _unit(largest: Tensor) -> Tensor:
 
 
 def _float32_norm(tensors: list[Tensor], norm_type: float) -> Tensor:
-    short: dict[torch.dtype, list[Tensor]] = {}
     norms: list[Tensor] = []
-    for tensor in tensors:
-        dtype = tensor.dtype
-        if not tensor.is_contiguous():  # sums take another way, with fewer digits
-            tensor = _flat(tensor)
-        if tensor.numel() > _LONGEST_SUM:
-            flat = tensor.view(-1)
-            whole = flat.numel() // _ROW * _ROW
-            rows = flat[:whole].view(-1, _ROW)
-            norms.append(torch.linalg.vector_norm(rows, norm_type, dim=1, dtype=_sum_dtype(dtype)))
-            tensor = flat[whole:]
-            if not tensor.numel():
-                continue
-        short.setdefault(dtype, []).append(tensor)
-    for dtype, group in short.items():
+    if not all(map(Tensor.is_contiguous, tensors)):  # sums take another way, with fewer digits
+        tensors = [tensor if tensor.is_contiguous() else _flat(tensor) for tensor in tensors]
+    sizes = list(map(Tensor.numel, tensors))
+    if max(sizes) > _LONGEST_SUM:
+        long = [tensor.view(-1) for tensor, size in zip(tensors, sizes, strict=True) if size > _LONGEST_SUM]
+        tensors = [tensor for tensor, size in zip(tensors, sizes, strict=True) if size <= _LONGEST_SUM]
+        for tensor in long:
+            rest = tensor.numel() % _ROW
+            norms.append(_row_norms(tensor[: tensor.numel() - rest].view(-1, _ROW), norm_type))
+            tensors += [tensor[-rest:]] * (rest > 0)
+    dtypes = {tensor.dtype for tensor in tensors}
+    for dtype in dtypes:
+        group = tensors if len(dtypes) == 1 else [tensor for tensor in tensors if tensor.dtype == dtype]
         norms.append(torch.stack(torch._foreach_norm(group, norm_type, dtype=_sum_dtype(dtype))))
-    norm: Tensor = torch.linalg.vector_norm(torch.cat([norm.double() for norm in norms]), norm_type)
+    norm: Tensor = torch.linalg.vector_norm(torch.cat([each.double() for each in norms]), norm_type)
     return norm
+
+
+def _row_norms(rows: Tensor, norm_type: float) -> Tensor:
+    norms: Tensor = torch.linalg.vector_norm(rows, norm_type, dim=1, dtype=_sum_dtype(rows.dtype))
+    return norms
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype | None:

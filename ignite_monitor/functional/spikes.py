@@ -96,16 +96,22 @@ class SpikeDetector:
         if when is not None:
             norm = torch.where(when, norm, math.nan)  # which no statistics take in
             spike, nonfinite = spike & when, nonfinite & when
+        self.spike_count = self.spike_count + spike
+        self.nonfinite_count = self.nonfinite_count + nonfinite
         finite = norm.isfinite()
+        under = (norm <= limit) & (limit < math.inf)
+        self.suspended = self.suspended * ~under
+        # What lies on the CPU can be looked at without waiting for anything, and most norms are no spikes.
+        if spike.device.type == "cpu" and not len(spike.nonzero()):
+            self.consecutive = self.consecutive * ~finite
+            self.rule.observe(norm)
+            return
         exceeded = spike & finite
         consecutive = torch.where(finite, (self.consecutive + 1.0) * exceeded, self.consecutive)
         new_level = consecutive >= self.max_consecutive_spikes
-        under = (norm <= limit) & (limit < math.inf)
-        self.spike_count = self.spike_count + spike
-        self.nonfinite_count = self.nonfinite_count + nonfinite
-        self.consecutive = torch.where(new_level, 0.0, consecutive)
+        self.consecutive = consecutive * ~new_level
         self.restarts = self.restarts + new_level
-        self.suspended = torch.where(new_level, 1.0, self.suspended * ~under)
+        self.suspended = torch.maximum(self.suspended, new_level.to(self.suspended.dtype))
         self.rule.observe(torch.where(exceeded & ~new_level, threshold, norm), restart=new_level)
 
     def __copy__(self) -> SpikeDetector:

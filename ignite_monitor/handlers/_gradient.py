@@ -41,16 +41,12 @@ class JudgedGradient:
         self.announced = False
         self._tensors = [weakref.ref(tensor) for tensor in tensors]
         self.statistics: dict[str, Tensor] = {}
+        self._versions = self._latest = _versions(tensors)
         self._is_spike: bool | None = None
-        self.remember(tensors)
 
-    def remember(self, tensors: Sequence[Tensor]) -> None:
-        """Take the tensors' present versions for those of this gradient.
-
-        Args:
-            tensors: a tensor per parameter.
-        """
-        self._versions = _versions(tensors)
+    def settle(self) -> None:
+        """Take for its own what :meth:`changes` has found last."""
+        self._versions = self._latest
 
     def is_made_of(self, tensors: Sequence[Tensor]) -> bool:
         """Whether these are its tensors, whatever has been done to them in place.
@@ -61,14 +57,15 @@ class JudgedGradient:
         return len(tensors) == len(self._tensors) and all(map(is_, [own() for own in self._tensors], tensors))
 
     def changes(self, tensors: Sequence[Tensor]) -> int | None:
-        """How often its tensors have been changed since they were last remembered, at most; None if replaced.
+        """How often its tensors have been changed since it was judged or settled, at most; None if replaced.
 
         Args:
             tensors: a tensor per parameter.
         """
         if not self.is_made_of(tensors):
             return None
-        return max(map(sub, _versions(tensors), self._versions), default=0)
+        self._latest = _versions(tensors)
+        return max(map(sub, self._latest, self._versions), default=0)
 
     def is_spike(self) -> bool:
         """Whether it is a spike, known on the host: the first call waits for the device."""

@@ -277,8 +277,7 @@ class GradMonitor(Monitor):
             gradient = self._judge(engine, gradients, getattr(self._watch.stepping, "grad_scale", None))
         else:
             self._settle(undo=True)  # where it is left over from an iteration that made no step
-            if changes:
-                gradient.remember(gradients)
+            gradient.settle()
         gradient.seen = True
         self._steps = True
         self._announce(engine, gradient)
@@ -317,7 +316,8 @@ class GradMonitor(Monitor):
             self._before = (copy.copy(self._detector), self._known)
             self._observe(gradient, gradient.verdict.spike | gradient.verdict.nonfinite)
             self._announce(engine, gradient)
-            gradient.remember(self._gradients())
+            if gradient.changes(self._gradients()) is not None:
+                gradient.settle()
         self._show(engine, gradient)
         self._report_restarts(wait=False)
 
