@@ -82,7 +82,7 @@ class StepSkipper:
 
 
 def _skips_on_device(optimizer: Optimizer) -> bool:
-    if not isinstance(optimizer, (Adam, AdamW, SGD, Adagrad)):
+    if type(optimizer) not in (Adam, AdamW, SGD, Adagrad):  # a subclass may do more in its step
         return False
     if not all(group.get("fused") for group in optimizer.param_groups):
         return False
