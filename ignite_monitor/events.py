@@ -150,7 +150,7 @@ class Watch:
             del Watch._of[engine]
 
     def listen(self, event: MonitorEvents, handler: Callable[..., Any]) -> None:
-        """Add a monitor's own handler to the engine.
+        """Add a monitor's own handler to the engine, before those of loggers and users, which look at its values.
 
         Args:
             event: the event.
@@ -159,6 +159,8 @@ class Watch:
         engine = self._engine()
         if engine is not None:
             engine.add_event_handler(event, handler)
+            handlers = engine._event_handlers[event]
+            handlers.insert(self._listening[event], handlers.pop())
             self._listening[event] += 1
 
     def unlisten(self, event: MonitorEvents, handler: Callable[..., Any]) -> None:
