@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -82,21 +82,31 @@ class FrozenParameters:
         """
         return self._lookout.heard(wait)
 
-    def report(
-        self, logger: logging.Logger, prefix: str, still: Sequence[float], is_rounded: Callable[[str], bool]
-    ) -> None:
+    def is_still(self, still: Sequence[float] | None = None) -> list[bool]:
+        """For each parameter whether it is frozen, whether it had the last step or not.
+
+        Args:
+            still: the counts, where they are on the host already.
+        """
+        if still is not None:
+            return [count >= self._patience for count in still]
+        return on_host(self.still >= self._patience)
+
+    def report(self, logger: logging.Logger, prefix: str, is_still: Sequence[bool], is_rounded: Sequence[bool]) -> None:
         """Warn of parameters that have frozen since the last time.
 
         Args:
             logger: where to.
             prefix: who warns.
-            still: the counts, on the host.
-            is_rounded: says of a name whether rounding may be why it stands still.
+            is_still: what :meth:`is_still` says.
+            is_rounded: for each parameter, whether rounding may be why it stands still.
         """
-        frozen = [name for name, count in zip(self._names, still, strict=True) if count >= self._patience]
+        frozen = {
+            name: rounded for name, still, rounded in zip(self._names, is_still, is_rounded, strict=True) if still
+        }
         new = [name for name in frozen if name not in self._reported]
         self._reported = set(frozen)
-        rounded = [name for name in new if is_rounded(name)]
+        rounded = [name for name in new if frozen[name]]
         rounding = (
             "; they have gradients, but rounding to their low precision leaves nothing of an update: "
             "keep float32 weights, or float32 copies of them"
@@ -132,3 +142,15 @@ class FrozenParameters:
             raise ValueError(f"Argument state_dict should be of this model, but its names are {list(names)[:3]} …")
         self.still = torch.tensor([saved.get(name, 0.0) for name in self._names], dtype=torch.float64)
         self._reported = {name for name, count in saved.items() if count >= self._patience}
+
+
+def on_host(mask: Tensor) -> list[bool]:
+    """A mask as a list. From a CPU no value is read, which counts as waiting to whoever looks for that.
+
+    Args:
+        mask: one-dimensional bool tensor.
+    """
+    if mask.device.type == "cpu":
+        return [len(each.nonzero()) > 0 for each in mask.split(1)] if len(mask) else []
+    values: list[bool] = mask.tolist()
+    return values

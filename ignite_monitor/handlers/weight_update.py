@@ -18,7 +18,7 @@ from ignite_monitor.events import MonitorEvents
 from ignite_monitor.functional._checks import check_count, check_real, check_type
 from ignite_monitor.functional.updates import order_statistics, update_ratios
 from ignite_monitor.handlers._base import Handlers, Monitor
-from ignite_monitor.handlers._frozen import FrozenParameters
+from ignite_monitor.handlers._frozen import FrozenParameters, on_host
 from ignite_monitor.handlers._train_step import SampledTrainStep, held_by, unknown_where
 
 
@@ -232,7 +232,7 @@ class WeightUpdateHandler(Monitor):
             engine: the engine.
         """
         if self._frozen.changed():
-            self._look()
+            self._warn()
         if self._step is None or not self._step.fits():
             self._sample(engine)
         if self._step is not None:
@@ -242,7 +242,7 @@ class WeightUpdateHandler(Monitor):
         """Let go of everything that belongs to the run that has ended."""
         self._step = None
         if self._frozen.changed(wait=True):
-            self._look()
+            self._warn()
         if self._monitored and not self._measured:
             self.logger.warning(
                 "%s: none of %d monitored iterations had an optimizer step with a gradient of the model, so no update "
@@ -297,8 +297,6 @@ class WeightUpdateHandler(Monitor):
         self._table, self._rows = torch.stack([norms, ratios, self._frozen.still]), None
         self._rounded = frozenset(self._step.rounded)
         self.publish(**values)
-        if norms.device.type == "cpu" and self._frozen.changed():
-            self._look()
 
     def _sample(self, engine: Engine) -> None:
         again = self._step is not None
@@ -337,14 +335,7 @@ class WeightUpdateHandler(Monitor):
         count = len(self._names)
         self._rows = [flat[i * count : (i + 1) * count] for i in range(3)]
         norms, ratios, still = self._rows
-        self._frozen.report(
-            self.logger,
-            self.prefix,
-            still,
-            is_rounded=lambda name: (
-                name in self._rounded and norms[self._names.index(name)] >= self.vanishing_grad_threshold
-            ),
-        )
+        self._warn()
         names = tags(self._names)
         by_norm = sorted((place for place in range(count) if norms[place] >= 0), key=lambda place: -norms[place])
         frozen = [place for place in range(count) if self._frozen.is_frozen(ratios[place], still[place])]
@@ -352,6 +343,18 @@ class WeightUpdateHandler(Monitor):
         return {f"topk_grad/{names[place]}": norms[place] for place in by_norm[: self.top_k]} | {
             f"topk_frozen/{names[place]}": still[place] for place in by_time[: self.top_k]
         }
+
+    def _warn(self) -> None:
+        if self._table is None:
+            return
+        if self._rows is not None:
+            has_gradient = [norm >= self.vanishing_grad_threshold for norm in self._rows[0]]
+            still = self._frozen.is_still(self._rows[2])
+        else:
+            has_gradient = on_host(self._table[0] >= self.vanishing_grad_threshold)
+            still = self._frozen.is_still()
+        rounded = [gradient and name in self._rounded for name, gradient in zip(self._names, has_gradient, strict=True)]
+        self._frozen.report(self.logger, self.prefix, still, rounded)
 
     def _look(self) -> list[list[float]] | None:
         if self._rows is None and self._table is not None:
