@@ -68,17 +68,17 @@ def order_statistics(values: Tensor) -> Tensor:
     one, the smallest value that at least 95 % of the values do not exceed (rank ceil(0.95 n)).
 
     Args:
-        values: one-dimensional.
+        values: of shape (…, n).
 
     Returns:
-        The four of them, NaN where there is no value.
+        The four of them, of shape (…, 4), NaN where there is no value.
     """
-    count = (~values.isnan()).sum()
-    ranks = torch.stack([(count + 1) // 2, count // 2 + 1, (95 * count + 99) // 100, torch.ones_like(count), count])
-    # Sorting puts NaN last; one more of it is there to be found where there are no values.
-    ordered = torch.cat([values.sort().values, values.new_full((1,), torch.nan)])
-    picked = ordered.gather(0, torch.where(count > 0, (ranks - 1).clamp(min=0), len(values)))
-    return torch.cat([(0.5 * (picked[0] + picked[1])).reshape(1), picked[2:]])
+    count = (~values.isnan()).sum(-1, keepdim=True)
+    ranks = torch.cat([(count + 1) // 2, count // 2 + 1, (95 * count + 99) // 100, count.clamp(max=1), count], -1)
+    # Sorting puts NaN last; rank 0, of no values, finds the one that is put before all.
+    ordered = torch.nn.functional.pad(values.sort(-1).values, (1, 0), value=torch.nan)
+    picked = ordered.gather(-1, torch.where(count > 0, ranks, 0))
+    return torch.cat([picked[..., :2].mean(-1, keepdim=True), picked[..., 2:]], -1)
 
 
 def _norm(values: Tensor, dtype: torch.dtype) -> Tensor:

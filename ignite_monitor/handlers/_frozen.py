@@ -43,14 +43,16 @@ class FrozenParameters:
             names: the names.
             like: a tensor of the device and dtype that ratios will have.
         """
-        still = upload(self.still, like.device).to(like.dtype) if self.still.device != like.device else self.still
+        still = self.still.to(like.dtype)
+        if still.device != like.device:
+            still = upload(still, like.device) if still.device.type == "cpu" else still.to(like.device)
         if list(names) != self._names:
             places = {name: place for place, name in enumerate(self._names)}
             # A place that is not there takes the zero at the end.
             taken = torch.tensor([places.get(name, len(places)) for name in names])
             still = torch.cat([still, still.new_zeros(1)])[upload(taken, still.device)]
             self._names = list(names)
-        self.still = still.to(like.dtype)
+        self.still = still
 
     def observe(self, ratios: Tensor, moved: Tensor) -> Tensor:
         """Count one step, and give for each parameter whether it had that step and is frozen.

@@ -276,24 +276,25 @@ class WeightUpdateHandler(Monitor):
         measured = self._step.completed()
         if measured is None:
             return
-        values: dict[str, Tensor] = {}
         norms = measured.gradients
         if measured.with_gradient is not None:
             norms = norms.masked_fill(norms.isnan(), math.inf)
             if self.scaler is not None:  # which looks after overflows
                 norms = norms.masked_fill(norms.isinf(), math.nan)
         norms = unknown_where(norms, measured.with_gradient)
-        if measured.with_gradient is not None:
-            values |= _sum_up("grad", norms)
-            values["vanishing_count"] = (norms < self.vanishing_grad_threshold).sum().to(norms.dtype)
-            values["exploding_count"] = (norms > self.exploding_grad_threshold).sum().to(norms.dtype)
         ratios = update_ratios(measured.changes, measured.weights, self.eps)
         ratios = unknown_where(ratios.masked_fill(ratios.isinf(), math.nan), measured.moved)
+        values: dict[str, Tensor] = {}
+        of_norms, of_ratios = order_statistics(torch.stack([norms, ratios])).unbind()
+        if measured.with_gradient is not None:
+            values |= _named("grad", of_norms)
+            values["vanishing_count"] = (norms < self.vanishing_grad_threshold).sum(dtype=norms.dtype)
+            values["exploding_count"] = (norms > self.exploding_grad_threshold).sum(dtype=norms.dtype)
         if measured.moved is not None:
             self._measured += 1
-            values |= _sum_up("update_ratio", ratios)
+            values |= _named("update_ratio", of_ratios)
             frozen = self._frozen.observe(ratios, measured.moved)
-            values["frozen_count"] = torch.where(measured.moved.any(), frozen.sum().to(ratios.dtype), math.nan)
+            values["frozen_count"] = torch.where(measured.moved.any(), frozen.sum(dtype=ratios.dtype), math.nan)
         self._table, self._rows = torch.stack([norms, ratios, self._frozen.still]), None
         self._rounded = frozenset(self._step.rounded)
         self.publish(**values)
@@ -366,9 +367,9 @@ class WeightUpdateHandler(Monitor):
         return self._rows
 
 
-def _sum_up(name: str, values: Tensor) -> dict[str, Tensor]:
-    statistics = order_statistics(values).unbind()
-    return {f"{name}_{kind}": each for kind, each in zip(("median", "p95", "min", "max"), statistics, strict=True)}
+def _named(name: str, statistics: Tensor) -> dict[str, Tensor]:
+    kinds = ("median", "p95", "min", "max")
+    return {f"{name}_{kind}": each for kind, each in zip(kinds, statistics.unbind(), strict=True)}
 
 
 def _check_threshold(name: str, value: object) -> float:

@@ -73,6 +73,11 @@ def test_order_statistics_with_infinity():
     assert order_statistics(torch.tensor([math.inf, 1.0, math.nan, 3.0])).tolist() == [3.0, math.inf, 1.0, math.inf]
 
 
+def test_order_statistics_of_rows():
+    rows = torch.tensor([[1.0, math.nan, 3.0], [5.0, 6.0, 7.0]])
+    assert torch.equal(order_statistics(rows), torch.stack([order_statistics(row) for row in rows]))
+
+
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_summed_values_have_the_norm_of_the_tensor(dims):
     generator = torch.Generator().manual_seed(0)
