@@ -203,6 +203,7 @@ class WeightUpdateHandler(Monitor):
         """
         super().load_state_dict(state_dict)
         self._frozen.load_state_dict(state_dict)
+        self._step = None  # the counts are on the CPU now: the next iteration takes them to the device
 
     def on_host(self) -> dict[str, float]:
         """This iteration's values as floats, without those that were not measured."""

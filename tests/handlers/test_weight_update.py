@@ -769,6 +769,21 @@ def test_parameter_added_after_attach(when, caplog):
     assert "4.weight" in handler.diagnostics
 
 
+def test_patience_stays_with_its_parameter_when_one_is_added_before_it():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handler = WeightUpdateHandler(model, optimizer, frozen_patience_steps=4)
+    run = Watched(model, still_step(model, optimizer, still=range(2, 9)), handler)
+
+    @run.engine.on(Events.ITERATION_COMPLETED(once=3))
+    def grow(_):
+        model[0].extra = nn.Parameter(torch.ones(2))
+
+    run.run(make_batches(6))
+    assert frozen_counts(run) == [0, 0, 0, 0, 1, 1]
+    assert [name for name, each in handler.diagnostics.items() if each.is_frozen] == ["3.weight"]
+
+
 def test_parameter_replaced_or_removed():
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
