@@ -84,6 +84,14 @@ TRAININGS = (
     Training("adam_high_lr", 32, 2, 64, "Adam", 1e-2),
     Training("adam_decayed", 256, 1, 8, "AdamW", 1e-3, 0, "rsqrt", {"weight_decay": 0.1}),
     Training("gpt_batch1", 32, 2, 1, "AdamW", 1e-3, 100, "linear"),
+    Training("gpt_linear", 40, 2, 8, "Adam", 2e-3, 200, "linear"),
+    Training("gpt_plain_sgd", 32, 4, 16, "SGD", 0.5, 0, "cosine"),
+    Training("gpt_rmsprop", 64, 2, 12, "RMSprop", 1e-3, 100),
+    Training("gpt_batch6", 48, 1, 6, "AdamW", 1e-3),
+    Training("mlp_rsqrt", 96, 2, 24, "SGD", 0.2, 0, "rsqrt"),
+    Training("mlp_nesterov", 48, 1, 48, "SGD", 0.05, 0, "linear", {"momentum": 0.9, "nesterov": True}),
+    Training("adam_deep", 96, 3, 32, "AdamW", 2e-3, 300, "linear"),
+    Training("adam_max", 48, 2, 12, "Adamax", 2e-3),
 )
 
 

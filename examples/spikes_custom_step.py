@@ -81,11 +81,13 @@ def main() -> None:
 
     @trainer.on(MonitorEvents.SPIKE_DETECTED)
     def report_spike(engine):
-        norm, threshold = engine.state.grad_norm, engine.state.metrics["grad/threshold"]
-        what = "the step is made all the same" if args.ignore_spikes else "the step is left out"
-        progress.log_message(
-            f"iteration {engine.state.iteration}: gradient norm {norm:.3g} exceeds its threshold {threshold:.3g}: {what}"
+        iteration, norm, threshold = (
+            engine.state.iteration,
+            engine.state.grad_norm,
+            engine.state.metrics["grad/threshold"],
         )
+        what = "the step is made all the same" if args.ignore_spikes else "the step is left out"
+        progress.log_message(f"iteration {iteration}: gradient norm {norm:.3g} exceeds {threshold:.3g}: {what}")
 
     evaluator = create_supervised_evaluator(model, metrics={"accuracy": Accuracy()})
     logger.attach_output_handler(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from ignite.engine import Engine, Events
@@ -32,7 +33,8 @@ class MonitorEvents(EventEnum):
       backward, before ``backward()`` returns. Under ``checkpoint(use_reentrant=True)`` once more for every
       checkpointed segment, the last time with the whole gradient.
     - SPIKE_DETECTED : a gradient norm exceeded its threshold.
-    - OPTIMIZER_STEP_STARTED : an optimizer that holds parameters of a monitored model is about to make its step.
+    - OPTIMIZER_STEP_STARTED : an optimizer that holds parameters of a monitored model is about to make its step; where
+      the step is given a closure, when that has returned for the first time.
     - OPTIMIZER_STEP_COMPLETED : it has returned from it.
     - TRAIN_STEP_COMPLETED : the train step has returned, ITERATION_COMPLETED is next; monitors publish here.
     """
@@ -68,27 +70,28 @@ class Watch:
 
     Attributes:
         armed: whether this iteration is monitored.
+        active: whether its train step is going on. What happens in handlers, or on other engines, is not watched.
         reached: while GRADIENTS_READY fires, the ids of the models that the backward reached.
+        unreduced: ids of the models that a backward of this iteration reached without reducing their gradients.
         stepping: while an optimizer makes its step, the optimizer.
-        closure: whether that step was given a closure, which runs backward inside of it.
     """
 
-    _of: ClassVar[weakref.WeakKeyDictionary[Engine, Watch]] = weakref.WeakKeyDictionary()
+    _ATTRIBUTE = "_ignite_monitor_watch"  # of the engine, which owns its watch
 
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)
         self._models: dict[int, _WatchedModel] = {}
         self._handles: list[Any] = []
         weakref.finalize(self, _remove_all, self._handles).atexit = False
-        self._train_step: Callable[..., Any] | None = None
+        self._installed = False
         self._members: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._listening: dict[MonitorEvents, int] = dict.fromkeys(MonitorEvents, 0)
-        self._claims: set[str] = set()
-        self.armed = False
+        self._listeners: dict[MonitorEvents, list[weakref.WeakMethod[Any]]] = {event: [] for event in MonitorEvents}
+        self._prefixes: set[str] = set()
+        self.armed = self.active = self._awaits_step = False
         self._tasks: dict[int, set[int]] = {}
         self.reached: frozenset[int] = frozenset()
+        self.unreduced: frozenset[int] = frozenset()
         self.stepping: Optimizer | None = None
-        self.closure = False
 
     # Who takes part
 
@@ -99,43 +102,43 @@ class Watch:
         Args:
             engine: the engine.
         """
-        watch = cls._of.get(engine)
+        watch: Watch | None = getattr(engine, cls._ATTRIBUTE, None)
         if watch is None:
             register_events(engine)
-            watch = cls._of[engine] = cls(engine)
+            watch = cls(engine)
+            setattr(engine, cls._ATTRIBUTE, watch)
             for event, handler in watch._own_handlers():
                 engine.add_event_handler(event, handler)
         return watch
 
-    def join(self, member: Member, model: nn.Module, claims: Iterable[str]) -> None:
+    def join(self, member: Member, model: nn.Module, prefix: str) -> None:
         """Take a monitor in.
 
         Args:
             member: the monitor.
             model: the model whose backward passes and optimizer steps it wants to hear of.
-            claims: names in the engine's state that are to be its own.
+            prefix: what the names of its values start with.
 
         Raises:
-            ValueError: if another monitor on this engine has claimed one of the names.
+            ValueError: if another monitor on this engine has that prefix.
         """
-        taken = self._claims.intersection(claims)
-        if taken:
-            raise ValueError(f"{', '.join(sorted(taken))} is already claimed by another monitor on this engine")
-        self._claims.update(claims)
+        if prefix in self._prefixes:
+            raise ValueError(f"Another monitor on this engine has the prefix {prefix!r}: give this one another prefix")
+        self._prefixes.add(prefix)
         self._members.add(member)
         self._models.setdefault(id(model), _WatchedModel(model)).monitors += 1
-        if self._train_step is not None:  # attached while a run is going on
-            self._install_model(self._models[id(model)])
+        if self._installed:  # attached while a run is going on
+            self._uninstall()
 
-    def leave(self, member: Member, model: nn.Module, claims: Iterable[str]) -> None:
+    def leave(self, member: Member, model: nn.Module, prefix: str) -> None:
         """Let a monitor go; with the last one everything goes.
 
         Args:
             member: the monitor.
             model: the model it joined with.
-            claims: the names it joined with.
+            prefix: the prefix it joined with.
         """
-        self._claims.difference_update(claims)
+        self._prefixes.discard(prefix)
         self._members.discard(member)
         watched = self._models[id(model)]
         watched.monitors -= 1
@@ -147,115 +150,159 @@ class Watch:
             self._uninstall()
             for event, handler in self._own_handlers():
                 engine.remove_event_handler(handler, event)
-            del Watch._of[engine]
+            delattr(engine, self._ATTRIBUTE)
 
-    def listen(self, event: MonitorEvents, handler: Callable[..., Any]) -> None:
-        """Add a monitor's own handler to the engine, before those of loggers and users, which look at its values.
-
-        Args:
-            event: the event.
-            handler: its handler.
-        """
-        engine = self._engine()
-        if engine is not None:
-            engine.add_event_handler(event, handler)
-            handlers = engine._event_handlers[event]
-            handlers.insert(self._listening[event], handlers.pop())
-            self._listening[event] += 1
-
-    def unlisten(self, event: MonitorEvents, handler: Callable[..., Any]) -> None:
-        """Remove a monitor's own handler from the engine.
+    def listen(self, event: MonitorEvents, handler: Callable[[Engine], Any]) -> None:
+        """Call a monitor's method at an event, before all other handlers.
 
         Args:
             event: the event.
-            handler: its handler.
+            handler: the bound method; the engine's other handlers keep its monitor alive.
         """
-        engine = self._engine()
-        if engine is not None:
-            engine.remove_event_handler(handler, event)
-            self._listening[event] -= 1
+        self._listeners[event].append(weakref.WeakMethod(handler))
 
-    def has_user_handlers(self, *events: MonitorEvents) -> bool:
+    def unlisten(self, event: MonitorEvents, handler: Callable[[Engine], Any]) -> None:
+        """Undo :meth:`listen`.
+
+        Args:
+            event: the event.
+            handler: the bound method.
+        """
+        self._listeners[event] = [each for each in self._listeners[event] if each() not in (None, handler)]
+
+    def has_handlers(self, *events: MonitorEvents) -> bool:
         """Whether anyone but the monitors listens to one of the events.
 
         Args:
             events: the events.
         """
         engine = self._engine()
-        if engine is None:
-            return False
-        handlers = engine._event_handlers
-        return any(event in handlers and len(handlers[event]) > self._listening[event] for event in events)
+        return engine is not None and any(engine._event_handlers.get(event) for event in events)
 
     @property
     def members(self) -> list[Any]:
         """The monitors attached to the engine."""
         return list(self._members)
 
+    def parameters(self, model: nn.Module) -> list[nn.Parameter]:
+        """The parameters that a model had when the iteration started.
+
+        Args:
+            model: a model that a monitor has joined with.
+        """
+        return self._models[id(model)].parameters
+
+    def shares(self, model: nn.Module) -> bool:
+        """Whether the optimizer whose step is going on holds parameters of a model.
+
+        Args:
+            model: a model that a monitor has joined with.
+        """
+        return self.stepping is not None and self._models[id(model)].shares(self.stepping)
+
     def fire(self, event: MonitorEvents) -> None:
-        """Fire an event on the engine.
+        """Call the monitors, and then everyone else who listens.
 
         Args:
             event: the event.
         """
         engine = self._engine()
-        if engine is not None:
+        if engine is None:
+            return
+        for listener in list(self._listeners[event]):
+            handler = listener()
+            if handler is not None:
+                handler(engine)
+        if event == MonitorEvents.TRAIN_STEP_COMPLETED:
+            self.active = False
+        if self.has_handlers(event):
             engine.fire_event(event)
 
     # A run
 
     def _own_handlers(self) -> list[tuple[Events, Callable[..., Any]]]:
-        ends = [(event, self._uninstall) for event in (Events.COMPLETED, Events.TERMINATE, Events.INTERRUPT)]
-        return [(Events.ITERATION_STARTED, self._start_iteration), *ends]
+        return [
+            (Events.ITERATION_STARTED, self._start_iteration),
+            (Events.COMPLETED, self._uninstall),
+            (Events.TERMINATE, self._uninstall),
+            (Events.INTERRUPT, self._interrupt),
+        ]
 
     def _start_iteration(self, engine: Engine) -> None:
-        if self._train_step is None:
+        if not self._installed:
             self._install(engine)
+        self._reset()
+        self._awaits_step = True
+        if self.has_handlers(*MonitorEvents):
+            self.arm()
+
+    def arm(self) -> None:
+        """Watch the train step of the iteration that is starting."""
+        if not self.armed:
+            self.armed = True
+            for watched in self._models.values():
+                if watched.refresh():
+                    self._install_model(watched)
+
+    def _interrupt(self) -> None:
+        # A run that is interrupted between ITERATION_STARTED and the train step goes on with the train step.
+        if not self._awaits_step:
+            self._uninstall()
+
+    def _reset(self) -> None:
         self._tasks.clear()
+        self.reached = self.unreduced = frozenset()
         self.stepping = None
-        self.armed = self.has_user_handlers(*MonitorEvents)
+        self.armed = self.active = self._awaits_step = False
 
     def _install(self, engine: Engine) -> None:
         for watched in self._models.values():
             self._install_model(watched)
+            # The finalizer of a dropped watch has to find these handles too.
+            self._handles.append(_Removable(watched.handles))
         watch = weakref.ref(self)
 
-        def step_started(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def step_started(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             owner = watch()
-            if owner is not None:
-                owner._on_step_started(optimizer, closure=[*args[1:], kwargs.get("closure")][0] is not None)
+            return None if owner is None else owner._on_step_started(optimizer, args, kwargs)
 
         def step_completed(optimizer: Optimizer, *_: Any) -> None:
             owner = watch()
             if owner is not None:
                 owner._on_step_completed(optimizer)
 
-        self._handles += [
-            register_optimizer_step_pre_hook(step_started),
-            register_optimizer_step_post_hook(step_completed),
-        ]
-        # The one way to know that a train step has returned, or raised, before anything else on the engine does.
-        train_step = engine._process_function
-
-        @functools.wraps(train_step)
-        def watched_train_step(engine: Engine, batch: Any) -> Any:
-            try:
-                output = train_step(engine, batch)
-            except BaseException:
-                owner = watch()
-                if owner is not None:
-                    owner._uninstall()
-                raise
+        def train_step(original: Callable[..., Any], engine: Engine, batch: Any) -> Any:
             owner = watch()
-            if owner is not None and owner.armed:
-                engine.fire_event(MonitorEvents.TRAIN_STEP_COMPLETED)
+            if owner is None:
+                return original(engine, batch)
+            owner.active, owner._awaits_step = owner.armed, False
+            output = original(engine, batch)
+            if owner.active:
+                owner.fire(MonitorEvents.TRAIN_STEP_COMPLETED)
             return output
 
-        self._train_step = engine._process_function = watched_train_step
+        def handle_exception(original: Callable[..., Any], error: BaseException) -> None:
+            owner = watch()
+            if owner is not None:
+                owner._uninstall()
+            original(error)
+
+        self._installed = True
+        self._handles += [
+            # A compiled step would trace into the hooks.
+            register_optimizer_step_pre_hook(torch.compiler.disable(step_started)),
+            register_optimizer_step_post_hook(torch.compiler.disable(step_completed)),
+            # The one way to know that a train step has returned before anything else on the engine does. And Ignite
+            # swallows exceptions as soon as anyone has ever listened to EXCEPTION_RAISED, so nobody here may.
+            _Patch(engine, "_process_function", train_step),
+            _Patch(engine, "_handle_exception", handle_exception),
+        ]
 
     def _install_model(self, watched: _WatchedModel) -> None:
+        _remove_all(watched.handles)
+        watched.refresh()
         hook = self._gradient_hook(watched)
-        for parameter in watched.model.parameters():
+        for parameter in watched.parameters:
             if not (parameter.is_floating_point() or parameter.is_complex()):
                 continue
             # A frozen parameter takes no hook, but may be unfrozen at any time, in the middle of a train step too.
@@ -265,18 +312,11 @@ class Watch:
             watched.handles.append(parameter.register_post_accumulate_grad_hook(hook))
             if frozen:
                 parameter.requires_grad_(False)
-        # The finalizer of a dropped watch has to find these handles too.
-        self._handles.append(_Removable(watched.handles))
 
     def _uninstall(self) -> None:
-        engine = self._engine()
-        if engine is not None and self._train_step is not None and engine._process_function is self._train_step:
-            engine._process_function = self._train_step.__wrapped__  # type: ignore[attr-defined]
-        self._train_step = None
+        self._installed = False
         _remove_all(self._handles)
-        self._tasks.clear()
-        self.stepping = None
-        self.armed = False
+        self._reset()
         for member in self._members:
             member.release()
 
@@ -294,7 +334,7 @@ class Watch:
             if task != last_task:
                 last_task = task
                 owner = watch()
-                if owner is not None and owner.armed:
+                if owner is not None and owner.active:
                     owner._on_first_gradient(task, key)
 
         return hook
@@ -322,21 +362,59 @@ class Watch:
     def _on_gradients_ready(self, task: int) -> None:
         reached = self._tasks.pop(task, set()) & self._models.keys()
         self.reached = frozenset(key for key in reached if self._models[key].reduces)
+        self.unreduced |= reached - self.reached
         if self.reached:
             self.fire(MonitorEvents.GRADIENTS_READY)
 
     # Optimizers
 
-    def _on_step_started(self, optimizer: Optimizer, closure: bool) -> None:
-        # A step inside a step is that of an optimizer which another one wraps.
-        if self.armed and self.stepping is None and any(model.shares(optimizer) for model in self._models.values()):
-            self.stepping, self.closure = optimizer, closure
+    def _on_step_started(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.active or (self.stepping is not None and _is_nested(optimizer)):
+            return None
+        if not any(model.shares(optimizer) for model in self._models.values()):
+            return None
+        self.stepping = optimizer
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(closure):
             self.fire(MonitorEvents.OPTIMIZER_STEP_STARTED)
+            return None
+        # The closure makes the gradients that the step is about to use.
+        closure = self._firing_once(closure)
+        return (args, kwargs | {"closure": closure}) if "closure" in kwargs else ((args[0], closure, *args[2:]), kwargs)
+
+    def _firing_once(self, closure: Callable[..., Any]) -> Callable[..., Any]:
+        watch = weakref.ref(self)
+        fired = False
+
+        @functools.wraps(closure)
+        def fire_after(*args: Any, **kwargs: Any) -> Any:
+            nonlocal fired
+            loss = closure(*args, **kwargs)
+            owner = watch()
+            if owner is not None and owner.active and not fired:
+                fired = True
+                owner.fire(MonitorEvents.OPTIMIZER_STEP_STARTED)
+            return loss
+
+        return fire_after
 
     def _on_step_completed(self, optimizer: Optimizer) -> None:
         if self.stepping is optimizer:
             self.fire(MonitorEvents.OPTIMIZER_STEP_COMPLETED)
             self.stepping = None
+
+
+def _is_nested(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's step is made inside of another one, as those of wrapped optimizers and base classes are.
+
+    If not, an earlier one has raised an error that the train step lives with.
+    """
+    hooked = getattr(type(optimizer).step, "__code__", None)  # the function around every step that calls its hooks
+    frame, steps = sys._getframe(), 0
+    while frame.f_back is not None:
+        frame = frame.f_back
+        steps += frame.f_code is hooked
+    return steps > 1
 
 
 class _WatchedModel:
@@ -346,8 +424,27 @@ class _WatchedModel:
         self.model = model
         self.monitors = 0
         self.handles: list[Any] = []
+        self.parameters: list[nn.Parameter] = []
         self._replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
         self._shared: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
+
+    def refresh(self) -> bool:
+        """Look at the model's parameters anew: whether there are others than at the last time."""
+        # In place of model.parameters(), which takes four times as long.
+        found: dict[int, nn.Parameter] = {}
+        seen, modules = {id(self.model)}, [self.model]
+        for module in modules:
+            found.update((id(each), each) for each in module._parameters.values() if each is not None)
+            for child in module._modules.values():
+                if child is not None and id(child) not in seen:
+                    seen.add(id(child))
+                    modules.append(child)
+        parameters = list(found.values())
+        if list(map(id, parameters)) == list(map(id, self.parameters)):
+            return False
+        self.parameters = parameters
+        self._shared.clear()
+        return True
 
     @property
     def reduces(self) -> bool:
@@ -363,10 +460,47 @@ class _WatchedModel:
         size = sum(len(group["params"]) for group in optimizer.param_groups)
         known = self._shared.get(optimizer)
         if known is None or known[0] != size:
-            own = {id(parameter) for parameter in self.model.parameters()}
+            own = {id(parameter) for parameter in self.parameters}
             held = (parameter for group in optimizer.param_groups for parameter in group["params"])
             known = self._shared[optimizer] = (size, any(id(parameter) in own for parameter in held))
         return known[1]
+
+
+class _Patch:
+    """Something callable of an engine, replaced until it is removed.
+
+    Args:
+        engine: the engine.
+        name: the attribute.
+        replacement: is called with the original, and what the original is called with.
+    """
+
+    def __init__(self, engine: Engine, name: str, replacement: Callable[..., Any]) -> None:
+        self._engine = weakref.ref(engine)
+        self._name = name
+        self._original = original = vars(engine).get(name)
+        if original is None:  # a method of its class, which must not hold the engine
+            method = getattr(type(engine), name)
+            owner = self._engine
+
+            def original(*args: Any) -> Any:
+                return method(owner(), *args)
+
+        @functools.wraps(original)
+        def patched(*args: Any) -> Any:
+            return replacement(original, *args)
+
+        self._patched = patched
+        setattr(engine, name, patched)
+
+    def remove(self) -> None:
+        engine = self._engine()
+        if engine is None or vars(engine).get(self._name) is not self._patched:
+            return
+        if self._original is None:
+            delattr(engine, self._name)
+        else:
+            setattr(engine, self._name, self._original)
 
 
 class _Removable:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,9 @@ _LONGEST_SUM = 16 * _ROW
 
 # Float32 squares are exact enough where the norm lies between these; outside of them they under- or overflow.
 _SAFE = (1e-9, 1e18)
+
+# What other powers do to numbers under- or overflows soon.
+_TAME = (1.0, 2.0, math.inf)
 
 
 def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
@@ -57,8 +61,12 @@ def combine(norms: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
         norms: 0-dim tensors on one device and of one dtype.
         norm_type: p.
     """
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)), norm_type)
-    return norm
+    values = torch.stack(list(norms))
+    if norm_type in _TAME:
+        norm: Tensor = torch.linalg.vector_norm(values, norm_type)
+        return norm
+    unit = _unit(values.max())
+    return unit * torch.as_tensor(torch.linalg.vector_norm(values / unit, norm_type))
 
 
 def sharded_norm(tensors: Iterable[DTensor], norm_type: float = 2.0) -> Tensor:
@@ -70,7 +78,6 @@ def sharded_norm(tensors: Iterable[DTensor], norm_type: float = 2.0) -> Tensor:
         tensors: at least one DTensor, placed alike on every rank.
         norm_type: p > 0 or ``math.inf``.
     """
-    from torch.distributed import ReduceOp, all_reduce
     from torch.distributed.tensor import Replicate
 
     groups: dict[tuple[Any, tuple[int, ...]], list[Tensor]] = {}
@@ -82,13 +89,34 @@ def sharded_norm(tensors: Iterable[DTensor], norm_type: float = 2.0) -> Tensor:
     norms = []
     for (mesh, dims), local in groups.items():
         norm = total_norm(local, norm_type)
-        if dims:
-            norm = norm if norm_type == math.inf else norm**norm_type
-            for dim in dims:
-                all_reduce(norm, ReduceOp.MAX if norm_type == math.inf else ReduceOp.SUM, group=mesh.get_group(dim))
-            norm = norm if norm_type == math.inf else norm ** (1.0 / norm_type)
+        for dim in dims:
+            norm = reduce_norm(norm, norm_type, partial(_all_reduce, mesh.get_group(dim)))
         norms.append(norm)
     return norms[0] if len(norms) == 1 else combine(norms, norm_type)
+
+
+def _all_reduce(group: Any, value: Tensor, largest: bool) -> Tensor:
+    value = value.clone()
+    torch.distributed.all_reduce(
+        value, torch.distributed.ReduceOp.MAX if largest else torch.distributed.ReduceOp.SUM, group=group
+    )
+    return value
+
+
+def reduce_norm(norm: Tensor, norm_type: float, all_reduce: Callable[[Tensor, bool], Tensor]) -> Tensor:
+    """The norm of a vector whose parts lie on several ranks, each of which knows the norm of its own.
+
+    Args:
+        norm: the norm of this rank's part, 0-dim.
+        norm_type: p.
+        all_reduce: gives the sum of a tensor over the ranks, or with True as its second argument the largest.
+    """
+    if norm_type == math.inf:
+        return all_reduce(norm, True)
+    if norm_type in _TAME:
+        return all_reduce(norm**norm_type, False) ** (1.0 / norm_type)
+    unit = _unit(all_reduce(norm, True))
+    return unit * all_reduce((norm / unit) ** norm_type, False) ** (1.0 / norm_type)
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -126,13 +154,25 @@ def _norm_on_one_device(tensors: list[Tensor], norm_type: float) -> Tensor:
     wide = wide_dtype(tensors[0].device)
     if tensors[0].device.type != "cpu":
         # Reading memory takes longer than adding in float64, and no branch may depend on a value.
-        return combine(torch._foreach_norm(tensors, norm_type, dtype=wide), norm_type)
-    if norm_type in (1.0, 2.0, math.inf):
+        return _wide_norm(tensors, norm_type, wide)
+    if norm_type in _TAME:
         norm = _float32_norm(tensors, norm_type)
         outside = ~((norm > _SAFE[0]) & (norm < _SAFE[1]))
         if not len(outside.nonzero()):
             return norm
-    return combine(torch._foreach_norm(tensors, norm_type, dtype=wide), norm_type)
+    return _wide_norm(tensors, norm_type, wide)
+
+
+def _wide_norm(tensors: list[Tensor], norm_type: float, dtype: torch.dtype) -> Tensor:
+    if norm_type in _TAME:
+        return combine(torch._foreach_norm(tensors, norm_type, dtype=dtype), norm_type)
+    unit = _unit(combine(torch._foreach_norm(tensors, math.inf, dtype=dtype), math.inf))
+    return unit * combine([torch.linalg.vector_norm(each.to(dtype) / unit, norm_type) for each in tensors], norm_type)
+
+
+def _unit(largest: Tensor) -> Tensor:
+    """What to divide by so that powers neither under- nor overflow: the largest absolute value, where there is one."""
+    return torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
 
 
 def _float32_norm(tensors: list[Tensor], norm_type: float) -> Tensor:

@@ -44,7 +44,7 @@ class RobustThreshold(ThresholdRule):
 
     _ORDER = 3
 
-    def __init__(self, k: float = 5.0, warmup: int = 20, decay: float | None = 0.99, least: float = 2.0) -> None:
+    def __init__(self, k: float = 5.25, warmup: int = 20, decay: float | None = 0.99, least: float = 2.0) -> None:
         self.k = check_real("k", k, above=0.0)
         self.least = check_real("least", least, above=0.0)
         super().__init__(warmup=check_count("warmup", warmup, least=2), decay=decay)

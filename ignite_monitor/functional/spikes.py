@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -107,6 +108,11 @@ class SpikeDetector:
         self.suspended = torch.where(new_level, 1.0, self.suspended * ~under)
         self.rule.observe(torch.where(exceeded & ~new_level, threshold, norm), restart=new_level)
 
+    def __copy__(self) -> SpikeDetector:
+        twin = object.__new__(type(self))
+        vars(twin).update(vars(self), rule=copy.copy(self.rule))
+        return twin
+
     def state_dict(self) -> dict[str, Any]:
         """Counts and the rule's state: tensors and a dict of tensors."""
         return {name: getattr(self, name) for name in self._COUNTS} | {"rule": self.rule.state_dict()}
@@ -120,12 +126,15 @@ class SpikeDetector:
         Raises:
             ValueError: if it is not of a detector with a rule of the same kind.
         """
-        missing = {*self._COUNTS, "rule"} ^ set(state_dict)
-        if missing:
-            raise ValueError(f"Argument state_dict should hold exactly {[*self._COUNTS, 'rule']}: {sorted(missing)}")
+        if set(state_dict) != {*self._COUNTS, "rule"}:
+            raise ValueError(f"Argument state_dict should hold {[*self._COUNTS, 'rule']}, but given {[*state_dict]}")
+        counts = {name: torch.as_tensor(state_dict[name], dtype=torch.float64) for name in self._COUNTS}
+        wrong = [name for name, count in counts.items() if count.ndim]
+        if wrong:
+            raise ValueError(f"Argument state_dict should hold a number as {wrong[0]}, but given {counts[wrong[0]]}")
         self.rule.load_state_dict(state_dict["rule"])
-        for name in self._COUNTS:
-            setattr(self, name, torch.as_tensor(state_dict[name], dtype=torch.float64))
+        for name, count in counts.items():
+            setattr(self, name, count)
 
     def _to(self, reference: Tensor) -> None:
         self.rule.to(reference)

@@ -128,6 +128,8 @@ class ThresholdRule:
         Raises:
             ValueError: if names or shapes differ from this rule's own.
         """
+        if not isinstance(state_dict, Mapping):
+            raise ValueError(f"Argument state_dict should be a dictionary of tensors, but given {type(state_dict)}")
         values = {name: torch.as_tensor(value) for name, value in state_dict.items()}
         own = {name: tuple(shape) for name, shape in self._shapes.items()}
         given = {name: tuple(value.shape) for name, value in values.items()}
@@ -198,20 +200,28 @@ class CallableThreshold(ThresholdRule):
     """A norm above ``rule(mean, std, count)`` is a spike.
 
     The function is asked from the third norm on, when a standard deviation exists; a longer warm-up is its own
-    business (it is given ``count``). It may return NaN or inf where it has no opinion.
+    business (it is given ``count``). It may return NaN or inf where it has no opinion. It is tried once, with a mean
+    of 1, a deviation of 0.1 and a count of 100, when the rule is made.
 
     Args:
         rule: function of three 0-dim tensors that returns a number or a 0-dim tensor.
 
     Raises:
-        TypeError: if ``rule`` is not callable, or does not return a number.
+        TypeError: if ``rule`` is no function of three tensors that returns a number.
+        ValueError: if it raises an error.
     """
 
     def __init__(self, rule: Callable[[Tensor, Tensor, Tensor], Tensor | float]) -> None:
-        if not callable(rule):
-            raise TypeError(f"Argument threshold should be a threshold rule or callable, but given {type(rule)}")
+        if not callable(rule) or isinstance(rule, type):
+            raise TypeError(f"Argument threshold should be a threshold rule or a function, but given {rule}")
         super().__init__(warmup=2)
-        answer = rule(*torch.tensor([1.0, 0.1, 100.0], dtype=torch.float64).unbind())
+        try:
+            answer = rule(*torch.tensor([1.0, 0.1, 100.0], dtype=torch.float64).unbind())
+        except Exception as error:
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(
+                f"Argument threshold should be a function of mean, std and count, but {rule} raised {error!r}"
+            ) from error
         if not (isinstance(answer, Real) or (isinstance(answer, Tensor) and answer.ndim == 0)):
             raise TypeError(
                 f"Argument threshold should return a number or a 0-dim tensor, but {rule} returned {type(answer)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Mapping
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 from ignite.base import Serializable
-from ignite.engine import Engine, Events, EventsList
+from ignite.engine import Engine, Events, EventsList, State
 from ignite.engine.events import CallableEventWithFilter, RemovableEventHandle
 from ignite.handlers.base_logger import BaseLogger
 from ignite.handlers.tqdm_logger import ProgressBar
@@ -56,8 +57,8 @@ class Monitor(Serializable):
         self._engine: weakref.ref[Engine] | None = None
         self._watch: Watch | None = None
         self._filters: list[Callable[[Engine, int], bool] | None] = []
-        self._log_handles: list[RemovableEventHandle] = []
-        self._armed = False
+        self._log_handlers: list[_AddedHandlers] = []
+        self._selected = False
         self._host: dict[str, float] | None = None
 
     # What a monitor overrides
@@ -66,9 +67,10 @@ class Monitor(Serializable):
         """The events the monitor listens to, each with its method."""
         return []
 
-    def claims(self) -> list[str]:
-        """Names in the engine's state that no other monitor on the engine may use."""
-        return [f"state.metrics['{self.prefix}/…']"]
+    @property
+    def attributes(self) -> list[str]:
+        """The attributes that the monitor sets on the engine's state."""
+        return []
 
     def start_iteration(self, engine: Engine) -> None:
         """Get ready for a monitored iteration.
@@ -101,10 +103,7 @@ class Monitor(Serializable):
         Args:
             engine: the engine.
         """
-        for name in self.metrics:
-            engine.state.metrics.pop(name, None)
-        self.metrics.clear()
-        self._host = None
+        self.retract()
 
     # What users call
 
@@ -121,9 +120,9 @@ class Monitor(Serializable):
             A handle whose ``remove()`` detaches again; a ``with`` block does it at its end.
 
         Raises:
-            TypeError: if ``engine`` is no Engine.
-            ValueError: if ``event`` is another event, the monitor is attached already, or another monitor on the
-                engine uses the same names.
+            TypeError: if ``engine`` is no Engine, or ``event`` no event.
+            ValueError: if ``event`` is another event, the monitor is attached already, or the names that it needs in
+                the engine's state are taken.
 
         Examples:
             .. code-block:: python
@@ -132,37 +131,42 @@ class Monitor(Serializable):
                     trainer.run(loader, max_epochs=5)
         """
         check_type("engine", engine, Engine, "ignite.engine.Engine")
-        events = list(event) if isinstance(event, EventsList) else [event]
+        events = _events(event)
         if not events or any(each != Events.ITERATION_STARTED for each in events):
             raise ValueError(f"Argument event should be Events.ITERATION_STARTED, filtered or not, but given {event}")
         if self._attached_to() is not None:
             raise ValueError(f"This {type(self).__name__} is attached already: detach() it first")
+        taken = [name for name in self.attributes if hasattr(engine.state, name)]
+        if taken:
+            raise ValueError(f"engine.state.{taken[0]} is already claimed, by another monitor or by code of your own")
         watch = Watch.of(engine)
-        watch.join(self, self.model, self.claims())
+        watch.join(self, self.model, self.prefix)
         self._watch = watch
         self._engine = weakref.ref(engine)
         self._filters = [getattr(each, "filter", None) for each in events]
         engine.add_event_handler(Events.ITERATION_STARTED, self._start)
         for name, handler in self.handlers():
             watch.listen(name, handler)
+        self.clear(engine)
         return MonitorHandle(self, engine)
 
     def detach(self) -> None:
         """Undo :meth:`attach` and :meth:`log_to`: no handler, hook, value or attribute stays on engine or model."""
+        while self._log_handlers:
+            self._log_handlers.pop().remove()
         engine = self._attached_to()
         if engine is None or self._watch is None:
             return
-        for handle in self._log_handles:
-            handle.remove()
-        self._log_handles.clear()
         for name, handler in self.handlers():
             self._watch.unlisten(name, handler)
         engine.remove_event_handler(self._start, Events.ITERATION_STARTED)
         self.release()
         self.clear(engine)
-        self._armed = False
-        self._watch.leave(self, self.model, self.claims())
+        self._selected = False
+        self._watch.leave(self, self.model, self.prefix)
         self._watch = self._engine = None
+        for attribute in self.attributes:
+            delattr(engine.state, attribute)
 
     def log_to(
         self,
@@ -184,22 +188,27 @@ class Monitor(Serializable):
 
         Raises:
             TypeError: if an argument is of another type.
+            ValueError: if ``event`` is not one that loggers can write at.
         """
         check_type("logger", logger, BaseLogger, "ignite.handlers.base_logger.BaseLogger")
         check_type("engine", engine, Engine, "ignite.engine.Engine")
         if tag is not None:
             check_type("tag", tag, str, "str or None")
+        for each in [event] if isinstance(event, str) else _events(event):
+            if each not in State.event_to_attr and each not in list(MonitorEvents):
+                raise ValueError(
+                    f"Argument event should be an event that counts epochs or iterations, but given {each}"
+                )
         register_events(engine)
+        added = _AddedHandlers(engine)
         if isinstance(logger, ProgressBar):
             logger.attach(engine, output_transform=_Values(self, ""), event_name=event)
-            return
-        # Ignite's handlers always put a tag before a name: where the user wants none, it is the name's first part.
-        prefix = self.prefix if tag is None else ""
-        handle = logger.attach_output_handler(
-            engine, event, tag=tag or self.prefix, output_transform=_Values(self, prefix)
-        )
-        if isinstance(handle, RemovableEventHandle):
-            self._log_handles.append(handle)
+        else:
+            # Ignite's handlers always put a tag before a name: where the user wants none, it is the name's first part.
+            values = _Values(self, "" if tag else self.prefix)
+            logger.attach_output_handler(engine, event, tag=tag or self.prefix, output_transform=values)
+        added.note(None if isinstance(logger, ProgressBar) else self)
+        self._log_handlers.append(added)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a saved state.
@@ -214,6 +223,15 @@ class Monitor(Serializable):
         super().load_state_dict(state_dict)
 
     # What a monitor calls
+
+    def retract(self) -> None:
+        """Take back what has been published in this iteration."""
+        engine = self._attached_to()
+        for name in self.metrics:
+            if engine is not None:
+                engine.state.metrics.pop(name, None)
+        self.metrics.clear()
+        self._host = None
 
     def publish(self, **values: Tensor) -> None:
         """Put values where handlers and loggers find them, in ``metrics`` and in ``engine.state.metrics``.
@@ -233,6 +251,11 @@ class Monitor(Serializable):
             for member, own in zip(stale, numbers, strict=True):
                 member._take_over(own)
         return self._host or {}
+
+    @property
+    def _armed(self) -> bool:
+        """Whether a train step is going on that this monitor watches."""
+        return self._selected and self._watch is not None and self._watch.active
 
     def _attached_to(self) -> Engine | None:
         return self._engine() if self._engine is not None else None
@@ -254,9 +277,9 @@ class Monitor(Serializable):
     def _start(self, engine: Engine) -> None:
         self.clear(engine)
         iteration = engine.state.iteration
-        self._armed = any(accepts is None or accepts(engine, iteration) for accepts in self._filters)
-        if self._armed and self._watch is not None:
-            self._watch.armed = True
+        self._selected = any(accepts is None or accepts(engine, iteration) for accepts in self._filters)
+        if self._selected and self._watch is not None:
+            self._watch.arm()
             self.start_iteration(engine)
 
 
@@ -279,6 +302,53 @@ class MonitorHandle(RemovableEventHandle):
             monitor.detach()
 
 
+class _AddedHandlers:
+    """The handlers that something adds to an engine between the making of this object and :meth:`note`.
+
+    Ignite's own handles do not tell two equal handlers from each other, and a progress bar gives none.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = weakref.ref(engine)
+        self._before = {event: len(handlers) for event, handlers in engine._event_handlers.items()}
+        self._added: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def note(self, monitor: Monitor | None) -> None:
+        """Take the handlers down; those of a monitor are called only where it has values.
+
+        For some loggers an empty record is a request to a server, or a step of its own. A filtered event would do as
+        well, but Ignite's filters close a reference cycle through the engine.
+        """
+        engine = self._engine()
+        if engine is None:
+            return
+        for event, handlers in engine._event_handlers.items():
+            for place in range(self._before.get(event, 0), len(handlers)):
+                handler, args, kwargs = handlers[place]
+                if monitor is not None:
+                    handlers[place] = (_where_monitored(handler, monitor), args, kwargs)
+                self._added.append((event, handlers[place]))
+
+    def remove(self) -> None:
+        engine = self._engine()
+        for event, added in self._added:
+            if engine is not None:
+                handlers = engine._event_handlers[event]
+                engine._event_handlers[event] = [handler for handler in handlers if handler is not added]
+        self._added.clear()
+
+
+def _where_monitored(handler: Callable[..., Any], monitor: Monitor) -> Callable[..., Any]:
+    owner = weakref.ref(monitor)
+
+    @functools.wraps(handler, updated=())
+    def handle(*args: Any, **kwargs: Any) -> Any:
+        monitor = owner()
+        return handler(*args, **kwargs) if monitor is not None and monitor.metrics else None
+
+    return handle
+
+
 class _Values:
     """An ``output_transform`` that gives a monitor's values instead of the engine's output."""
 
@@ -289,6 +359,12 @@ class _Values:
     def __call__(self, _: Any) -> dict[str, float]:
         monitor = self._monitor()
         return {} if monitor is None else {name[self._strip :]: value for name, value in monitor.on_host().items()}
+
+
+def _events(event: Any) -> list[CallableEventWithFilter]:
+    if not isinstance(event, (CallableEventWithFilter, EventsList)):
+        raise TypeError(f"Argument event should be an event of Ignite or of MonitorEvents, but given {type(event)}")
+    return list(event) if isinstance(event, EventsList) else [event]
 
 
 def _transfer(groups: list[list[Tensor]]) -> list[list[list[float]]]:

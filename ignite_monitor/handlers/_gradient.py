@@ -7,39 +7,50 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from ignite_monitor.functional.norms import is_sharded
 from ignite_monitor.functional.spikes import Verdict
 
 
 class JudgedGradient:
     """What is known of a gradient since backward, or since a train step set it by hand.
 
-    It is told from another one by the identity of its tensors, held by weak references: clipping and unscaling
-    change them in place, a train step that sets gradients by hand, or sets them to None, replaces them.
+    It is told from another one by its tensors, held by weak references, and their version counters: clipping and
+    unscaling change them in place; one more backward changes them once; a train step that sets gradients by hand, or
+    to None, replaces them.
 
     Args:
         verdict: what the detector said of its norm.
         tensors: the gradient, a tensor per parameter.
         known: how many norms the verdict is based on, as far as the host knows.
+        shared: whether the backward that made it reached other monitored models too.
 
     Attributes:
         verdict: what the detector said of its norm.
         known: how many norms the verdict is based on, as far as the host knows.
         seen: whether it was seen in the current iteration.
         used: whether an optimizer has made its step with it.
-        counted: 0-dim bool, whether the detector has observed it already; None if not.
+        foreign: whether it is what another optimizer's gradients have left over here.
         announced: whether it has been announced as a spike.
     """
 
-    def __init__(self, verdict: Verdict, tensors: Sequence[Tensor], known: int) -> None:
+    def __init__(self, verdict: Verdict, tensors: Sequence[Tensor], *, known: int, shared: bool = False) -> None:
         self.verdict = verdict
         self.known = known
         self.seen = True
         self.used = False
-        self.counted: Tensor | None = None
+        self.foreign = shared
         self.announced = False
         self._tensors = [weakref.ref(tensor) for tensor in tensors]
-        self._versions = [tensor._version for tensor in tensors]
         self._is_spike: bool | None = None
+        self.remember(tensors)
+
+    def remember(self, tensors: Sequence[Tensor]) -> None:
+        """Take the tensors' present versions for those of this gradient.
+
+        Args:
+            tensors: a tensor per parameter.
+        """
+        self._versions = [_version(tensor) for tensor in tensors]
 
     def is_made_of(self, tensors: Sequence[Tensor]) -> bool:
         """Whether these are its tensors, whatever has been done to them in place.
@@ -51,20 +62,25 @@ class JudgedGradient:
             own() is tensor for own, tensor in zip(self._tensors, tensors, strict=True)
         )
 
-    def grew_into(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether these are its tensors and one more backward has been added to them, with no zeroing in between.
+    def changes(self, tensors: Sequence[Tensor]) -> int | None:
+        """How often its tensors have been changed since they were last remembered, at most; None if replaced.
 
         Args:
             tensors: a tensor per parameter.
         """
-        return (
-            not self.used
-            and self.is_made_of(tensors)
-            and all(tensor._version - version <= 1 for tensor, version in zip(tensors, self._versions, strict=True))
-        )
+        if not self.is_made_of(tensors):
+            return None
+        return max(_version(tensor) - version for tensor, version in zip(tensors, self._versions, strict=True))
 
     def is_spike(self) -> bool:
         """Whether it is a spike, known on the host: the first call waits for the device."""
         if self._is_spike is None:
             self._is_spike = bool(self.verdict.spike)
         return self._is_spike
+
+
+def _version(tensor: Tensor) -> int:
+    # FSDP2 accumulates into the local part of a DTensor, whose own counter stays as it is.
+    if type(tensor) is not Tensor and is_sharded(tensor):
+        tensor = getattr(tensor, "_local_tensor", tensor)
+    return tensor._version

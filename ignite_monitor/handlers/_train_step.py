@@ -91,16 +91,16 @@ class SampledTrainStep:
             self._stepped.met_gradients(stepping)
         self._measure_gradient(scale)
 
-    def step_started(self, optimizer: Optimizer, closure: bool) -> None:
-        """An optimizer is about to make its step.
+    def step_started(self, optimizer: Optimizer, reduced: bool) -> None:
+        """An optimizer is about to make its step with the gradients that are there.
 
         Args:
             optimizer: the optimizer.
-            closure: whether backward runs inside of it.
+            reduced: whether they are the same on every rank.
         """
         self._optimizers.add(optimizer)
         self._stepped.started(optimizer)
-        if self._gradient is None and not closure:
+        if self._gradient is None and reduced:
             # Set by hand. Fused optimizers are given what to unscale them by.
             self._measure_gradient(getattr(optimizer, "grad_scale", None))
 

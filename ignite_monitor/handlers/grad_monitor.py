@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import ignite.distributed as idist
 import torch
 from ignite.engine import Engine, State
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ignite_monitor.events import MonitorEvents
 from ignite_monitor.functional._checks import check_count, check_real, check_type
-from ignite_monitor.functional.norms import combine, is_sharded, sharded_norm, total_norm
 from ignite_monitor.functional.spikes import SpikeDetector
 from ignite_monitor.functional.thresholds import CallableThreshold, MeanStdThreshold, ThresholdRule
 from ignite_monitor.handlers._base import Handlers, Monitor
 from ignite_monitor.handlers._gradient import JudgedGradient
+from ignite_monitor.handlers._ranks import gradient_norm
 from ignite_monitor.handlers._skip import StepSkipper, check_skippable
 
 
@@ -96,7 +97,7 @@ class GradMonitor(Monitor):
             monitor.log_to(tensorboard_logger, trainer)
     """
 
-    _state_dict_all_req_keys = ("detector", "skipped_count")
+    _state_dict_all_req_keys = ("detector", "skipped_count", "known")
 
     def __init__(
         self,
@@ -128,6 +129,7 @@ class GradMonitor(Monitor):
             raise TypeError(f"Argument on_spike should be callable or None, but given {type(on_spike)}")
         if norm_type != math.inf:
             norm_type = check_real("norm_type", norm_type, above=0.0)
+        check_type("reduction", reduction, str, "str")
         if reduction not in ("mean", "sum"):
             raise ValueError(f"Argument reduction should be 'mean' or 'sum', but given {reduction!r}")
         check_type("flag", flag, str, "str")
@@ -145,8 +147,13 @@ class GradMonitor(Monitor):
         self.on_spike = on_spike
         self.norm_type = float(norm_type)
         self.reduction = reduction
+        # DistributedDataParallel leaves the same gradients on every rank, and its join() bears no collective of ours.
+        replicated = any(isinstance(module, DistributedDataParallel) for module in model.modules())
+        self._reduction = None if replicated and reduction == "mean" else reduction
         self.flag = flag
-        self._norm_attribute = f"{prefix.replace('/', '_').replace('-', '_').replace('.', '_')}_norm"
+        self._norm_attribute = re.sub(r"\W", "_", prefix) + "_norm"
+        if flag == self._norm_attribute:
+            raise ValueError(f"Argument flag should not be {flag!r}, where the norm stands")
         self._detector = SpikeDetector(
             rule,
             max_consecutive_spikes=check_count("max_consecutive_spikes", max_consecutive_spikes, least=1),
@@ -154,16 +161,18 @@ class GradMonitor(Monitor):
         )
         self._skipper = StepSkipper() if skip_step else None
         self._skipped_count = torch.zeros((), dtype=torch.float64)
-        self._parameters: tuple[int, list[nn.Parameter]] = (-1, [])
-        self._gradient: JudgedGradient | None = None
-        self._stepped: JudgedGradient | None = None
+        self._own: tuple[list[nn.Parameter], int, list[nn.Parameter]] = ([], 0, [])
+        self._gradient: JudgedGradient | None = None  # the newest
+        self._stepped: JudgedGradient | None = None  # what the optimizer made its last step with in this iteration
+        self._steps = False  # whether the optimizer is making a step with the newest
+        self._before: tuple[SpikeDetector, int] | None = None  # what was known before a gradient that may still grow
         self._known = 0  # how many norms are known to have gone into the rule
         self._restarts = 0  # how many restarts of the rule have been reported
         self._missing_reported = False
 
     def state_dict(self) -> OrderedDict[str, Any]:
-        """Statistics and counts: dicts of tensors."""
-        return OrderedDict(detector=self._detector.state_dict(), skipped_count=self._skipped_count)
+        """Statistics and counts: tensors, dicts of tensors and a number."""
+        return OrderedDict(detector=self._detector.state_dict(), skipped_count=self._skipped_count, known=self._known)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a saved state.
@@ -176,9 +185,12 @@ class GradMonitor(Monitor):
             ValueError: if it was saved by another monitor, or by one with another kind of threshold rule.
         """
         super().load_state_dict(state_dict)
+        skipped_count = torch.as_tensor(state_dict["skipped_count"], dtype=torch.float64)
+        if skipped_count.ndim:
+            raise ValueError(f"Argument state_dict should hold a number as skipped_count, but given {skipped_count}")
+        known = check_count("state_dict['known']", state_dict["known"])
         self._detector.load_state_dict(state_dict["detector"])
-        self._skipped_count = torch.as_tensor(state_dict["skipped_count"], dtype=torch.float64)
-        self._known = int(self._detector.rule.moments.count)
+        self._skipped_count, self._known = skipped_count, known
         self._restarts = int(self._detector.restarts)
 
     def on_host(self) -> dict[str, float]:
@@ -197,9 +209,10 @@ class GradMonitor(Monitor):
             (MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed),
         ]
 
-    def claims(self) -> list[str]:
-        """Names in the engine's state that no other monitor on the engine may use."""
-        return [*super().claims(), f"state.{self.flag}", f"state.{self._norm_attribute}"]
+    @property
+    def attributes(self) -> list[str]:
+        """The attributes that the monitor sets on the engine's state."""
+        return [self.flag, self._norm_attribute]
 
     def clear(self, engine: Engine) -> None:
         """Take this monitor's values out of the engine's state.
@@ -210,22 +223,14 @@ class GradMonitor(Monitor):
         super().clear(engine)
         setattr(engine.state, self.flag, False)
         setattr(engine.state, self._norm_attribute, None)
-        self._stepped = None
+        self._stepped, self._steps = None, False
         if self._gradient is not None:
             self._gradient.seen = False
 
-    def detach(self) -> None:
-        """Undo ``attach`` and ``log_to``: no handler, hook, value or attribute stays on engine or model."""
-        engine = self._attached_to()
-        super().detach()
-        if engine is not None:
-            delattr(engine.state, self.flag)
-            delattr(engine.state, self._norm_attribute)
-
     def release(self) -> None:
         """Let go of everything that belongs to the run that has ended."""
-        self._gradient = None
-        self._parameters = (-1, [])
+        self._gradient = self._stepped = self._before = None
+        self._own = ([], 0, [])
         if self._skipper is not None:
             self._skipper.restore()
         self._report_restarts(wait=True)
@@ -234,35 +239,50 @@ class GradMonitor(Monitor):
         if not self._armed or self._watch is None or id(self.model) not in self._watch.reached:
             return
         gradients = self._gradients()
-        if not gradients:
+        earlier = self._gradient
+        changes = None if earlier is None else earlier.changes(gradients)
+        if not gradients or changes == 0:  # it reached other parameters of the model
             return
         scale = None
         if self.scaler is not None:
             scale = self.scaler.scale(torch.ones((), device=gradients[0].device))
-        earlier = self._gradient
-        gradient = self._judge(engine, gradients, scale)
-        if earlier is not None and earlier.grew_into(gradients):
-            gradient.counted, gradient.announced = earlier.counted, earlier.announced
-        # Gradients that come after the optimizer's step may be another optimizer's: a GAN's generator sends some
-        # into its discriminator. They are news only once a step is made with them.
-        if self._stepped is None:
+        # One more backward changes gradients once; where they have been set to zero in between, twice.
+        grew = earlier is not None and not earlier.used and changes == 1
+        self._settle(undo=grew)
+        gradient = self._judge(engine, gradients, scale, shared=len(self._watch.reached) > 1)
+        if earlier is not None and grew:
+            gradient.announced = earlier.announced
+        # A backward that reaches other models too may be theirs: a GAN's generator sends gradients through its
+        # discriminator. And what comes after the optimizer's step may be leftovers. Both wait for a step.
+        if self._stepped is None and not gradient.foreign:
             self._announce(engine, gradient)
-        if self._watch.closure and self._is_own_step():
-            self._skip(gradient)
 
     def _on_step_started(self, engine: Engine) -> None:
-        if not self._armed or self._watch is None or not self._is_own_step() or self._watch.closure:
+        if not self._armed or self._watch is None:
+            return
+        gradient, self._steps = self._gradient, False
+        if self._skipper is not None:
+            self._skipper.restore()  # from a step that raised an error
+        if not self._is_own_step():
+            if gradient is not None and self._stepped is not None:
+                gradient.foreign = True
             return
         gradients = self._gradients()
         if not gradients:
             return
-        gradient = self._gradient
-        if gradient is None or gradient.used or not gradient.is_made_of(gradients):
+        changes = None if gradient is None else gradient.changes(gradients)
+        if gradient is None or changes is None or (changes and (gradient.used or not gradient.seen)):
             # Set by hand since the last backward. Fused optimizers are given what to unscale them by.
+            self._settle(undo=False)
             gradient = self._judge(engine, gradients, getattr(self._watch.stepping, "grad_scale", None))
+        elif not gradient.seen:  # left over from an iteration that made no step
+            self._settle(undo=True)
         gradient.seen = True
+        self._steps = True
         self._announce(engine, gradient)
-        self._skip(gradient)
+        if self._skipper is not None and self._watch.stepping is not None:
+            skipped = self._skipper.skip(self._watch.stepping, gradient.verdict.spike, gradient.is_spike)
+            self._skipped_count = self._skipped_count.to(skipped.device) + skipped
 
     def _on_step_completed(self, engine: Engine) -> None:
         if not self._armed or not self._is_own_step():
@@ -270,112 +290,125 @@ class GradMonitor(Monitor):
         if self._skipper is not None:
             self._skipper.restore()
         gradient = self._gradient
-        if gradient is None or gradient.used:
+        if gradient is None or not self._steps:
             return
-        gradient.used = True
+        self._steps, gradient.used = False, True
+        gradient.remember(self._gradients())
         self._stepped = gradient
         if self.optimizer is not None:
-            self._detector.observe(gradient.verdict, None if gradient.counted is None else ~gradient.counted)
-            self._known += 1
+            self._observe(gradient)
 
     def _on_train_step_completed(self, engine: Engine) -> None:
-        if not self._armed:
+        if not self._armed or self._watch is None:
             return
         gradient = self._gradient
         if gradient is None or not gradient.seen:
-            self._report_missing(engine)
+            if id(self.model) not in self._watch.unreduced:
+                self._report_missing(engine)
             return
-        verdict = gradient.verdict
+        if self._stepped is not None and (gradient.used or gradient.foreign):
+            gradient = self._stepped
         if self.optimizer is None:
-            self._detector.observe(verdict)
-            self._known += 1
-        elif self._stepped is None:
-            # No step was made: because the gradient is a spike, or because more of it is to be accumulated.
-            counted = torch.zeros_like(verdict.spike) if gradient.counted is None else gradient.counted
-            gradient.counted = counted | verdict.spike | verdict.nonfinite
-            self._detector.observe(verdict, gradient.counted & ~counted)
-        self._show(engine, self._stepped or gradient)
+            self._observe(gradient)
+            self._announce(engine, gradient)
+        elif not gradient.used:
+            # No step was made with it: because it is a spike, or because more of it is to be accumulated.
+            self._before = (copy.copy(self._detector), self._known)
+            self._observe(gradient, gradient.verdict.spike | gradient.verdict.nonfinite)
+            self._announce(engine, gradient)
+            gradient.remember(self._gradients())
+        self._show(engine, gradient)
         self._report_restarts(wait=False)
 
     # Its parts
 
     def _gradients(self) -> list[Tensor]:
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
-        size = sum(len(group["params"]) for group in groups)
-        if size != self._parameters[0]:
-            held = {id(parameter) for group in groups for parameter in group["params"]}
-            own = [parameter for parameter in self.model.parameters() if not groups or id(parameter) in held]
-            self._parameters = (size, own)
-        return [parameter.grad for parameter in self._parameters[1] if parameter.grad is not None]
+        if self._watch is None:
+            return []
+        parameters = self._watch.parameters(self.model)
+        if self.optimizer is not None:
+            held = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+            if parameters is not self._own[0] or len(held) != self._own[1]:
+                ids = set(map(id, held))
+                self._own = (parameters, len(held), [each for each in parameters if id(each) in ids])
+            parameters = self._own[2]
+        return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
-    def _judge(self, engine: Engine, gradients: list[Tensor], scale: Tensor | None) -> JudgedGradient:
-        plain = [gradient for gradient in gradients if not is_sharded(gradient)]
-        sharded: list[Any] = [gradient for gradient in gradients if is_sharded(gradient)]
-        norms = []
-        if plain:
-            norms.append(_over_ranks(total_norm(plain, self.norm_type), self.norm_type, self.reduction))
-        if sharded:
-            norms.append(sharded_norm(sharded, self.norm_type))
-        norm = norms[0] if len(norms) == 1 else combine(norms, self.norm_type)
+    def _judge(
+        self, engine: Engine, gradients: list[Tensor], scale: Tensor | None, shared: bool = False
+    ) -> JudgedGradient:
+        norm = gradient_norm(gradients, self.norm_type, self._reduction)
         if scale is not None:
             norm = norm / scale.to(norm.device)
-        self._gradient = JudgedGradient(self._detector.judge(norm), gradients, self._known)
+        self._gradient = JudgedGradient(self._detector.judge(norm), gradients, known=self._known, shared=shared)
         self._show(engine, self._gradient)
         return self._gradient
+
+    def _observe(self, gradient: JudgedGradient, when: Tensor | None = None) -> None:
+        verdict = gradient.verdict
+        self._detector.observe(verdict, when)
+        if verdict.norm.device.type == "cpu":
+            self._known += len((~verdict.nonfinite if when is None else when & ~verdict.nonfinite).nonzero())
+        elif when is None:
+            self._known += 1
+
+    def _settle(self, undo: bool) -> None:
+        """The last iteration left a gradient without a step: take back that it was observed, or let it stand."""
+        if self._before is not None and undo:
+            self._detector, self._known = self._before
+        self._before = None
 
     def _show(self, engine: Engine, gradient: JudgedGradient) -> None:
         verdict = gradient.verdict
         setattr(engine.state, self.flag, verdict.spike)
         setattr(engine.state, self._norm_attribute, verdict.norm)
-        values = {"norm": verdict.norm, "spike": verdict.spike.to(verdict.norm.dtype)}
-        # What can't be known yet is left out.
-        if gradient.known >= 1:
-            values["mean"] = verdict.mean
-        if gradient.known >= 2:
-            values["std"] = verdict.std
-        if gradient.known >= self._detector.rule.warmup:
-            values["threshold"] = verdict.threshold
+        statistics = {"mean": (verdict.mean, 1), "std": (verdict.std, 2)}
+        statistics["threshold"] = (verdict.threshold, self._detector.rule.warmup)
+        self.retract()
         self.publish(
-            **values,
+            norm=verdict.norm,
+            spike=verdict.spike.to(verdict.norm.dtype),
             spike_count=self._detector.spike_count,
             skipped_count=self._skipped_count,
             nonfinite_count=self._detector.nonfinite_count,
+            # What there is not yet is left out. What lies on the CPU can be looked at without waiting for anything.
+            **{
+                name: value
+                for name, (value, least) in statistics.items()
+                if (len(value.isfinite().nonzero()) if value.device.type == "cpu" else gradient.known >= least)
+            },
         )
 
     def _is_own_step(self) -> bool:
-        stepping = None if self._watch is None else self._watch.stepping
+        if self._watch is None or self._watch.stepping is None:
+            return False
+        if self.optimizer is None:
+            return self._watch.shares(self.model)
         # An optimizer that wraps another one has its param_groups.
-        return stepping is not None and (self.optimizer is None or stepping.param_groups is self.optimizer.param_groups)
+        return self._watch.stepping.param_groups is self.optimizer.param_groups
 
     def _announce(self, engine: Engine, gradient: JudgedGradient) -> None:
         if gradient.announced or self._watch is None:
             return
-        listened = self._watch.has_user_handlers(MonitorEvents.SPIKE_DETECTED)
+        listened = self._watch.has_handlers(MonitorEvents.SPIKE_DETECTED)
         if (listened or self.on_spike is not None) and gradient.is_spike():
             gradient.announced = True
             if self.on_spike is not None:
                 self.on_spike(engine, gradient.verdict.norm)
             self._watch.fire(MonitorEvents.SPIKE_DETECTED)
 
-    def _skip(self, gradient: JudgedGradient) -> None:
-        if self._skipper is not None and self.optimizer is not None:
-            skipped = self._skipper.skip(self.optimizer, gradient.verdict.spike, gradient.is_spike)
-            self._skipped_count = self._skipped_count.to(skipped.device) + skipped
-
     def _report_restarts(self, wait: bool) -> None:
         more = self._detector.restarts > self._restarts
-        # What lies on the CPU can be looked at without waiting for anything.
         if len(more.nonzero()) if more.device.type == "cpu" else wait and bool(more):
             self._restarts = int(self._detector.restarts)
-            self._known = 1
             self.logger.warning(
-                "%s: %d spikes in a row, so the gradient norm has a new level: the threshold rule starts afresh from it",
+                "%s: %d spikes in a row mean that the gradient norm has a new level: the rule starts afresh from it",
                 self.prefix,
                 self._detector.max_consecutive_spikes,
             )
 
     def _report_missing(self, engine: Engine) -> None:
-        if self._missing_reported or self._gradients():
+        if self._missing_reported:
             return
         self._missing_reported = True
         self.logger.warning(
@@ -385,14 +418,3 @@ class GradMonitor(Monitor):
             self.prefix,
             engine.state.iteration,
         )
-
-
-def _over_ranks(norm: Tensor, norm_type: float, reduction: str) -> Tensor:
-    world_size = idist.get_world_size()
-    if world_size == 1:
-        return norm
-    if reduction == "mean":
-        return torch.as_tensor(idist.all_reduce(norm**2) / world_size).sqrt()
-    if norm_type == math.inf:
-        return torch.as_tensor(idist.all_reduce(norm.clone(), op="MAX"))
-    return torch.as_tensor(idist.all_reduce(norm**norm_type)) ** (1.0 / norm_type)

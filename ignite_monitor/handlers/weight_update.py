@@ -264,7 +264,7 @@ class WeightUpdateHandler(Monitor):
 
     def _on_step_started(self, engine: Engine) -> None:
         if self._armed and self._step is not None and self._watch is not None and self._watch.stepping is not None:
-            self._step.step_started(self._watch.stepping, self._watch.closure)
+            self._step.step_started(self._watch.stepping, reduced=id(self.model) not in self._watch.unreduced)
 
     def _on_step_completed(self, engine: Engine) -> None:
         if self._armed and self._step is not None and self._watch is not None and self._watch.stepping is not None:

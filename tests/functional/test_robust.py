@@ -36,7 +36,7 @@ def weighted_mean(values, decay):
     return (weights * values).sum() / weights.sum()
 
 
-def expected(norms, k=5.0, warmup=20, decay=0.99, least=2.0):
+def expected(norms, k=5.25, warmup=20, decay=0.99, least=2.0):
     """The formula, from the whole history at every norm; without restarts."""
     entered, excess, thresholds, spikes = [], [], [], []
     for norm in norms:

@@ -421,8 +421,7 @@ def test_step_that_grad_monitor_skipped_is_no_step(first, how):
         run.published[i].setdefault("frozen_count", math.nan)
         assert math.isnan(frozen_counts(run)[i])
         assert math.isnan(run.published[i].get("update_ratio_max", math.nan))
-        if how != "closure":  # there the gradients are hidden before backward returns
-            assert run.published[i]["grad_max"] == pytest.approx(max(run.norms[i].values()), rel=1e-5)
+        assert run.published[i]["grad_max"] == pytest.approx(max(run.norms[i].values()), rel=1e-5)
     assert [frozen_counts(run)[i] for i in (0, 1, 5, 6)] == [0] * 4
     run.check(0, 1, 5, 6)
 
@@ -917,7 +916,7 @@ def test_logger_on_train_step_completed_sees_this_iteration(log_first):
     for step in steps if log_first else reversed(steps):
         step()
     engine.run(make_batches(4))
-    assert [bool(named) for named in logged] == [False, True, False, True]
+    assert len(logged) == 2
     assert logged[-1] == {name: float(value) for name, value in handler.metrics.items()}
 
 

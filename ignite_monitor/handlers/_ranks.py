@@ -1,0 +1,54 @@
+"""The norm of a gradient that lies on several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import ignite.distributed as idist
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ignite_monitor.functional.norms import combine, is_sharded, reduce_norm, sharded_norm, total_norm
+
+
+def gradient_norm(gradients: Sequence[Tensor], norm_type: float, reduction: str | None) -> Tensor:
+    """The p-norm of a gradient over all ranks, the same on every rank.
+
+    Args:
+        gradients: this rank's gradients, at least one.
+        norm_type: p.
+        reduction: what the ranks' plain gradients are to each other: ``"mean"`` replicas, of whose norms the root
+            mean square is taken; ``"sum"`` parts of one; None the same to the last bit, so that nothing is
+            communicated. DTensors are exact in any.
+    """
+    plain = [gradient for gradient in gradients if not is_sharded(gradient)]
+    sharded: list[Any] = [gradient for gradient in gradients if is_sharded(gradient)]
+    norms = [_over_ranks(total_norm(plain, norm_type), norm_type, reduction)] if plain else []
+    norms += [sharded_norm(sharded, norm_type)] if sharded else []
+    return norms[0] if len(norms) == 1 else combine(norms, norm_type)
+
+
+def _over_ranks(norm: Tensor, norm_type: float, reduction: str | None) -> Tensor:
+    world_size = 1 if reduction is None else _world_size()
+    if world_size == 1:
+        return norm
+    if reduction == "mean":
+        return (_all_reduce(norm**2, False) / world_size).sqrt()
+    return reduce_norm(norm, norm_type, _all_reduce)
+
+
+def _world_size() -> int:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    # Ignite remembers a process group of torch's beyond its end.
+    return 1 if idist.model_name() in ("serial", "native-dist") else idist.get_world_size()
+
+
+def _all_reduce(value: Tensor, largest: bool) -> Tensor:
+    value = value.clone()
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(value, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
+        return value
+    return torch.as_tensor(idist.all_reduce(value, op="MAX" if largest else "SUM"))

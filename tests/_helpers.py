@@ -1,0 +1,91 @@
+"""What the tests share: a small problem, trainers over it, and a picture of everything a monitor may touch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from ignite.engine import Engine
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+
+Batch = tuple[Tensor, Tensor]
+
+torch.set_num_threads(1)  # of so little work each, more of them wait for each other
+
+
+def make_model(seed: int = 0, features: int = 6) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(features, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 3))
+
+
+def make_batches(
+    count: int, seed: int = 1, size: int = 8, features: int = 6, spikes: Iterable[int] = ()
+) -> list[Batch]:
+    """Batches of inputs and targets; those at the 1-based places ``spikes`` have huge targets."""
+    generator = torch.Generator().manual_seed(seed)
+    batches = []
+    for place in range(1, count + 1):
+        x, y = torch.randn(size, features, generator=generator), torch.randn(size, 3, generator=generator)
+        batches.append((x, y * 1000 if place in spikes else y))
+    return batches
+
+
+def make_step(model: nn.Module, optimizer: Optimizer) -> Callable[[Engine, Batch], Tensor]:
+    def train_step(engine: Engine, batch: Batch) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(batch[0]), batch[1])
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return train_step
+
+
+def make_trainer(lr: float = 0.05) -> tuple[nn.Module, Optimizer, Engine]:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    return model, optimizer, Engine(make_step(model, optimizer))
+
+
+def grad_norm(parameters: Iterable[Tensor]) -> float:
+    """The l2 norm of all gradients there are, in float64, one element after the other."""
+    total = sum(float(p.grad.detach().double().pow(2).sum()) for p in parameters if p.grad is not None)
+    return total**0.5
+
+
+def footprint(engine: Engine, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Everything that detaching has to put back, as plain comparable values."""
+    hooks = {
+        f"{name}.{kind}": len(getattr(module, kind))
+        for name, module in model.named_modules()
+        for kind in vars(module)
+        if kind.endswith(("_hooks", "_hooks_with_kwargs"))
+    }
+    for name, parameter in model.named_parameters():
+        for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            hooks[f"{name}.{kind}"] = len(getattr(parameter, kind) or ())
+        hooks[f"{name}.requires_grad"] = parameter.requires_grad
+    return {
+        "handlers": {event: list(handlers) for event, handlers in engine._event_handlers.items() if handlers},
+        "process_function": engine._process_function,
+        "state": sorted(vars(engine.state)),
+        "metrics": dict(engine.state.metrics),
+        "module": {name: sorted(vars(module)) for name, module in model.named_modules()},
+        "hooks": hooks,
+        "optimizer": {kind: len(value) for kind, value in vars(optimizer).items() if kind.endswith("_hooks")},
+        "optimizer attributes": sorted(vars(optimizer)),
+        "step": getattr(optimizer.step, "__func__", optimizer.step),
+        **{
+            kind: len(getattr(torch_optimizer, kind))
+            for kind in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+        },
+    }
+
+
+def hooks_only(picture: dict[str, Any]) -> dict[str, Any]:
+    """What has to be put back when a run ends, with the monitor still attached."""
+    return {key: value for key, value in picture.items() if key not in {"handlers", "state", "metrics"}}

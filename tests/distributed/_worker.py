@@ -1,0 +1,320 @@
+"""One rank of the runs that test_ranks.py looks at: ``python -m tests.distributed._worker FOLDER RANK NAME …``."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import ignite.distributed as idist
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from ignite.engine import Engine, Events
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ignite_monitor import GradMonitor, MonitorEvents
+from tests._helpers import make_batches
+
+WORLD = 2
+COUNT = 26
+SPIKE = 24
+
+
+class Net(nn.Module):
+    """Sizes that two ranks can't share evenly, one of them so small that a rank holds nothing of it."""
+
+    def __init__(self, unused: bool = False) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 5), nn.Linear(5, 3)
+        self.scale = nn.Parameter(torch.ones(1))
+        if unused:
+            self.unused = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x))) * self.scale
+
+
+def net(**kwargs) -> Net:
+    torch.manual_seed(0)
+    return Net(**kwargs)
+
+
+def batches(spike: int | None = None):
+    """Whole batches of 8; at ``spike`` the second half, which is rank 1's, has huge targets."""
+    made = make_batches(COUNT)
+    if spike is not None:
+        made[spike - 1][1][4:] *= 1000
+    return made
+
+
+def local(batch, rank: int | None):
+    return batch if rank is None else tuple(part[rank * 4 : rank * 4 + 4] for part in batch)
+
+
+def plain(value: Any) -> Any:
+    value = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return value.detach().clone()
+
+
+def train(
+    model: nn.Module,
+    rank: int | None,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    spike: int | None = None,
+    monitored: bool = True,
+    leave_out: int | None = None,
+    micro: int = 1,
+    quiet: Any = None,
+    watch: nn.Module | None = None,
+    **kwargs: Any,
+) -> dict[str, Any]:
+    """Train on one rank's halves of the batches (None: the whole), and say what was published.
+
+    With ``micro`` > 1 that many micro-batches are accumulated per iteration, all but the last under ``quiet()``.
+    """
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, weight_decay=0.1)
+    seen: list[dict[str, float]] = []
+    fired: list[int] = []
+
+    def train_step(engine: Engine, batch: Any) -> None:
+        if engine.state.iteration == leave_out:
+            return
+        optimizer.zero_grad()
+        x, y = local(batch, rank)
+        for part in range(micro):
+            silent = quiet is not None and part < micro - 1
+            with quiet() if silent else contextlib.nullcontext():
+                F.mse_loss(model(x[part::micro]), y[part::micro]).backward()
+            if monitored:
+                seen_norms.append(None if engine.state.grad_norm is None else float(engine.state.grad_norm))
+        optimizer.step()
+
+    seen_norms: list[float | None] = []
+    trainer = Engine(train_step)
+    if monitored:
+        monitor = GradMonitor(watch or model, optimizer, **kwargs)
+        monitor.attach(trainer)
+        trainer.add_event_handler(MonitorEvents.GRADIENTS_READY, lambda e: fired.append(e.state.iteration))
+        trainer.add_event_handler(
+            Events.ITERATION_COMPLETED,
+            lambda e: seen.append(
+                {**{k: float(v) for k, v in e.state.metrics.items()}, "flag": bool(e.state.unhealthy_spike)}
+            ),
+        )
+    trainer.run(batches(spike))
+    parameters = [plain(parameter) for parameter in model.parameters()]
+    return {"seen": seen, "fired": fired, "norms": seen_norms, "parameters": parameters}
+
+
+def ddp(unused: bool = False, **kwargs: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(net(unused=unused), **kwargs)
+
+
+def fsdp() -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = net()
+    mesh = init_device_mesh("cpu", (WORLD,))
+    fully_shard(model.first, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def skipping(make, **kwargs: Any):
+    def run(rank: int) -> dict[str, Any]:
+        def optimizer(model):
+            return kwargs["optimizer"](model.parameters()) if "optimizer" in kwargs else None
+
+        first, second = make(), make()
+        skipped = train(first, rank, optimizer=optimizer(first), spike=SPIKE, skip_step=True)
+        left_out = train(second, rank, optimizer=optimizer(second), spike=SPIKE, monitored=False, leave_out=SPIKE)
+        return {**skipped, "left out": left_out["parameters"]}
+
+    return run
+
+
+def no_sync(rank: int) -> dict[str, Any]:
+    model = ddp()
+    return train(model, rank, micro=2, quiet=model.no_sync)
+
+
+def no_sync_over_iterations(rank: int) -> dict[str, Any]:
+    """Two iterations to an optimizer step, the first of them under no_sync()."""
+    model = ddp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    seen = []
+
+    def train_step(engine, batch):
+        x, y = local(batch, rank)
+        first = engine.state.iteration % 2 == 1
+        if first:
+            optimizer.zero_grad()
+        with model.no_sync() if first else contextlib.nullcontext():
+            F.mse_loss(model(x), y).backward()
+        if not first:
+            optimizer.step()
+
+    trainer = Engine(train_step)
+    GradMonitor(model, optimizer).attach(trainer)
+    trainer.add_event_handler(
+        Events.ITERATION_COMPLETED, lambda e: seen.append({k: float(v) for k, v in e.state.metrics.items()})
+    )
+    trainer.run(batches())
+    return {"seen": seen}
+
+
+def fsdp_without_sync(rank: int) -> dict[str, Any]:
+    model = fsdp()
+
+    @contextlib.contextmanager
+    def quiet():
+        model.set_requires_gradient_sync(False)
+        yield
+        model.set_requires_gradient_sync(True)
+
+    return train(model, rank, micro=2, quiet=quiet)
+
+
+def different_parameters(rank: int, **kwargs: Any) -> dict[str, Any]:
+    """Each rank trains a model of its own on its own half."""
+    torch.manual_seed(rank)
+    own: list[list[torch.Tensor]] = []
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+
+    def train_step(_, batch):
+        optimizer.zero_grad()
+        x, y = local(batch, rank)
+        F.mse_loss(model(x), y).backward()
+        own.append(torch.cat([p.grad.flatten().double() for p in model.parameters()]))
+        optimizer.step()
+
+    trainer = Engine(train_step)
+    GradMonitor(model, optimizer, **kwargs).attach(trainer)
+    seen = []
+    trainer.add_event_handler(
+        Events.ITERATION_COMPLETED,
+        lambda e: seen.append(
+            {**{k: float(v) for k, v in e.state.metrics.items()}, "flag": bool(e.state.unhealthy_spike)}
+        ),
+    )
+    trainer.run(batches(SPIKE))
+    return {"seen": seen, "own": own}
+
+
+def auto_model(rank: int) -> dict[str, Any]:
+    model = idist.auto_model(net())
+    optimizer = idist.auto_optim(torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, weight_decay=0.1))
+    assert isinstance(model, DistributedDataParallel)
+    return train(model, rank, optimizer=optimizer, spike=SPIKE)
+
+
+def inner_model(rank: int) -> dict[str, Any]:
+    model = ddp()
+    return train(model, rank, watch=model.module, spike=SPIKE)
+
+
+def dropped(rank: int) -> dict[str, Any]:
+    """Nothing is detached, nothing is torn down: as a script ends that just stops."""
+    global kept
+    model = ddp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+
+    def train_step(engine, batch):
+        optimizer.zero_grad()
+        x, y = local(batch, rank)
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+    kept = trainer = Engine(train_step)
+    GradMonitor(model, optimizer, skip_step=True).attach(trainer)
+    trainer.run(batches())
+    return {}
+
+
+def uneven_inputs(rank: int) -> dict[str, Any]:
+    """DistributedDataParallel.join(): a rank that has run out of data shadows the collectives of the others."""
+    model = ddp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+
+    def train_step(engine, batch):
+        optimizer.zero_grad()
+        F.mse_loss(model(batch[0]), batch[1]).backward()
+        optimizer.step()
+
+    trainer = Engine(train_step)
+    GradMonitor(model, optimizer).attach(trainer)
+    with model.join():
+        trainer.run(batches()[: 3 + 2 * rank])
+    return {"iterations": trainer.state.iteration}
+
+
+def after_the_process_group(rank: int) -> dict[str, Any]:
+    """A training of its own on each rank, once the group is gone."""
+    train(ddp(), rank)
+    dist.destroy_process_group()
+    return train(net(), rank)
+
+
+def fused(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
+
+
+SCENARIOS: dict[str, Any] = {
+    "ddp": lambda rank: train(ddp(), rank, spike=SPIKE),
+    "ddp static_graph": lambda rank: train(ddp(static_graph=True), rank, spike=SPIKE),
+    "ddp find_unused_parameters": lambda rank: train(ddp(unused=True, find_unused_parameters=True), rank, spike=SPIKE),
+    "ddp gradient_as_bucket_view": lambda rank: train(ddp(gradient_as_bucket_view=True), rank, spike=SPIKE),
+    "ddp many buckets": lambda rank: train(ddp(bucket_cap_mb=1e-5), rank, spike=SPIKE),
+    "auto_model": auto_model,
+    "ddp, monitor of the inner model": inner_model,
+    "fsdp": lambda rank: train(fsdp(), rank, spike=SPIKE),
+    "ddp no_sync": no_sync,
+    "ddp no_sync over iterations": no_sync_over_iterations,
+    "ddp accumulation without no_sync": lambda rank: train(ddp(), rank, micro=2),
+    "ddp static_graph accumulation without no_sync": lambda rank: train(ddp(static_graph=True), rank, micro=2),
+    "fsdp without gradient sync": fsdp_without_sync,
+    "fsdp accumulation": lambda rank: train(fsdp(), rank, micro=2),
+    "skip ddp": skipping(ddp),
+    "skip ddp fused": skipping(ddp, optimizer=fused),
+    "skip fsdp": skipping(fsdp),
+    "skip fsdp fused": skipping(fsdp, optimizer=fused),
+    "sum": lambda rank: different_parameters(rank, reduction="sum"),
+    "sum inf": lambda rank: different_parameters(rank, reduction="sum", norm_type=float("inf")),
+    "mean": lambda rank: different_parameters(rank, reduction="mean"),
+    "uneven inputs": uneven_inputs,
+    "after the process group": after_the_process_group,
+    "dropped": dropped,
+    "detached": lambda rank: train(ddp(), rank) and {},
+}
+
+
+def main(folder: Path, rank: int, names: list[str]) -> None:
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    idist.get_world_size()  # asked before there is a group, as loggers do
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder / 'init'}",
+        rank=rank,
+        world_size=WORLD,
+        timeout=datetime.timedelta(seconds=20),
+    )
+    for name in names:
+        try:
+            result = SCENARIOS[name](rank)
+        except Exception:  # noqa: BLE001
+            result = {"error": traceback.format_exc()}
+        torch.save(result, folder / f"{name}.{rank}.pt")
+    if names != ["dropped"] and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

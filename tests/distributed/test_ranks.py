@@ -1,0 +1,225 @@
+"""Two ranks see what one process with the whole batch sees, and agree."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests._helpers import grad_norm
+from tests.distributed._worker import COUNT, SCENARIOS, SPIKE, WORLD, batches, net, train
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = [*SCENARIOS][: [*SCENARIOS].index("uneven inputs")]  # the others each have processes of their own
+WHOLE = [*(name for name in NAMES[: NAMES.index("ddp no_sync")])]
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
+
+
+def launch(folder: Path, names: list[str], timeout: float = 75.0) -> list[tuple[int, str]]:
+    """Run both ranks; their exit codes and what they wrote to stderr."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.distributed._worker", str(folder), str(rank), *names],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(WORLD)
+    ]
+    try:
+        errors = [rank.communicate(timeout=timeout)[1] for rank in ranks]
+        return [(rank.returncode, error) for rank, error in zip(ranks, errors, strict=True)]
+    finally:
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.kill()
+                rank.communicate()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    ends = launch(folder, NAMES)
+    assert [code for code, _ in ends] == [0, 0], ends
+    return folder
+
+
+@pytest.fixture
+def results(folder):
+    def load(name):
+        both = [torch.load(folder / f"{name}.{rank}.pt", weights_only=True) for rank in range(WORLD)]
+        for rank, result in enumerate(both):
+            if "error" in result:
+                pytest.fail(f"rank {rank}: {result['error']}")
+        return both
+
+    return load
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """One process with the whole batch."""
+    return train(net(), None, spike=SPIKE)
+
+
+def independent_norms(spike: int | None = None) -> list[float]:
+    """The gradient norms of a plain loop over the whole batches."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, weight_decay=0.1)
+    norms = []
+    for x, y in batches(spike):
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        norms.append(grad_norm(model.parameters()))
+        optimizer.step()
+    return norms
+
+
+def approx(value):
+    return pytest.approx(value, rel=2e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_every_rank_publishes_what_one_process_would(results, whole, name):
+    norms = independent_norms(SPIKE)
+    for result in results(name):
+        assert result["fired"] == list(range(1, COUNT + 1))
+        assert result["norms"] == approx(norms)
+        assert [seen["grad/norm"] for seen in result["seen"]] == approx(norms)
+        for place, (seen, expected) in enumerate(zip(result["seen"], whole["seen"], strict=True)):
+            assert seen.keys() == expected.keys()
+            assert seen == {
+                key: pytest.approx(value, rel=1e-3 if "std" in key else 2e-5) for key, value in expected.items()
+            }
+            if 2 <= place < SPIKE:
+                earlier = torch.tensor(norms[:place], dtype=torch.float64)
+                assert seen["grad/mean"] == approx(float(earlier.mean()))
+                assert seen["grad/std"] == pytest.approx(float(earlier.std()), rel=1e-3)
+            if 20 <= place < SPIKE:
+                assert seen["grad/threshold"] == approx(float(earlier.mean() + 3 * earlier.std()))
+
+
+@pytest.mark.parametrize("name", [*WHOLE, "sum", "mean"])
+def test_spike_in_one_ranks_batch_is_the_same_flag_on_both(results, name):
+    first, second = results(name)
+    assert [seen["flag"] for seen in first["seen"]] == [place == SPIKE for place in range(1, COUNT + 1)]
+    assert first["seen"] == second["seen"]  # to the last bit: a threshold must not fall between two ranks
+
+
+def test_no_sync_fires_once_with_the_accumulated_gradient(results):
+    norms = independent_norms()
+    for result in results("ddp no_sync"):
+        assert result["fired"] == list(range(1, COUNT + 1))
+        assert result["norms"][::2] == [None] * COUNT
+        # Two micro-batches, each a mean over half: their sum is twice the gradient of the whole.
+        assert result["seen"][0]["grad/norm"] == approx(2 * norms[0])
+        assert result["seen"][-1]["grad/spike_count"] <= 1
+
+
+def accumulated_norms() -> tuple[list[float], list[float]]:
+    """After the first of two micro-batches of both ranks, and after both."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, weight_decay=0.1)
+    halves: tuple[list[float], list[float]] = ([], [])
+    for x, y in batches():
+        optimizer.zero_grad()
+        for part in range(2):
+            F.mse_loss(model(x[part::2]), y[part::2]).backward()
+            halves[part].append(grad_norm(model.parameters()))
+        optimizer.step()
+    return halves
+
+
+@pytest.mark.parametrize(
+    ("name", "synchronised"),
+    [
+        ("ddp no_sync", False),
+        ("fsdp without gradient sync", False),
+        ("ddp accumulation without no_sync", True),
+        ("ddp static_graph accumulation without no_sync", True),
+        ("fsdp accumulation", True),
+    ],
+)
+def test_accumulation_within_an_iteration(results, name, synchronised):
+    halves = accumulated_norms()
+    for result in results(name):
+        assert [seen["grad/norm"] for seen in result["seen"]] == approx(halves[1])
+        assert result["norms"][1::2] == approx(halves[1])
+        assert result["norms"][::2] == (approx(halves[0]) if synchronised else [None] * COUNT)
+        assert len(result["fired"]) == COUNT * (2 if synchronised else 1)
+        # One observation per optimizer step.
+        earlier = torch.tensor(halves[1][:-1], dtype=torch.float64)
+        assert result["seen"][-1]["grad/mean"] == approx(float(earlier.mean()))
+
+
+def test_iterations_under_no_sync_publish_nothing(results):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    norms = []
+    for place, (x, y) in enumerate(batches()):
+        if place % 2 == 0:
+            optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        if place % 2:
+            norms.append(grad_norm(model.parameters()))
+            optimizer.step()
+    for result in results("ddp no_sync over iterations"):
+        assert result["seen"][::2] == [{}] * (COUNT // 2)
+        assert [seen["grad/norm"] for seen in result["seen"][1::2]] == approx(norms)
+        assert result["seen"][-1]["grad/mean"] == approx(sum(norms[:-1]) / len(norms[:-1]))
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("skip")])
+def test_skipped_step_leaves_the_parameters_as_leaving_the_batch_out_does(results, name):
+    first, second = results(name)
+    assert first["seen"][SPIKE - 1]["flag"]
+    assert first["seen"][-1]["grad/skipped_count"] == 1.0
+    for result in (first, second):
+        for ours, expected, other in zip(result["parameters"], result["left out"], first["parameters"], strict=True):
+            assert torch.equal(ours, expected)
+            assert torch.equal(ours, other)
+
+
+@pytest.mark.parametrize("name", ["sum", "sum inf", "mean"])
+def test_ranks_with_gradients_of_their_own(results, name):
+    both = results(name)
+    for place in range(COUNT):
+        gradients = torch.stack([result["own"][place] for result in both])
+        if name == "sum":
+            expected = float(gradients.square().sum().sqrt())
+        elif name == "mean":
+            expected = float((gradients.square().sum() / WORLD).sqrt())
+        else:
+            expected = float(gradients.abs().max())
+        for result in both:
+            assert result["seen"][place]["grad/norm"] == approx(expected)
+            assert math.isfinite(result["seen"][place]["grad/norm"])
+
+
+@pytest.mark.parametrize("name", ["dropped", "dropped again", "dropped a third time", "detached"])
+def test_processes_end_cleanly(tmp_path, name):
+    """A reducer that outlives its process group aborts the process at its exit, one time in a few."""
+    ends = launch(tmp_path, [name.split()[0]], timeout=60.0)
+    assert [code for code, _ in ends] == [0, 0], ends
+    assert not any("Traceback" in error or "terminate called" in error for _, error in ends), ends
+    for rank in range(WORLD):
+        assert torch.load(tmp_path / f"{name.split()[0]}.{rank}.pt", weights_only=True) == {}
+
+
+@pytest.mark.parametrize("name", ["uneven inputs", "after the process group"])
+def test_process_group_that_does_not_wait_for_a_monitor(tmp_path, name):
+    ends = launch(tmp_path, [name], timeout=60.0)
+    assert [code for code, _ in ends] == [0, 0], ends
+    for rank in range(WORLD):
+        result = torch.load(tmp_path / f"{name}.{rank}.pt", weights_only=True)
+        assert "error" not in result, result["error"]

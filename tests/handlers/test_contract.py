@@ -1,0 +1,811 @@
+"""What every handler promises: it leaves as it came, stays fresh, resumes, waits for nobody, and touches nothing.
+
+A new handler is one more line in ``HANDLERS``.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import pickle
+import sys
+import warnings
+import weakref
+from collections import Counter
+from pathlib import Path
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ignite.engine import Engine, Events
+from ignite.handlers import Checkpoint, DiskSaver, ProgressBar
+from ignite.handlers.base_logger import BaseLogger, BaseOutputHandler
+from ignite.handlers.clearml_logger import ClearMLLogger
+from ignite.handlers.clearml_logger import OutputHandler as ClearMLOutputHandler
+from ignite.handlers.mlflow_logger import MLflowLogger
+from ignite.handlers.mlflow_logger import OutputHandler as MLflowOutputHandler
+from ignite.handlers.neptune_logger import NeptuneLogger
+from ignite.handlers.neptune_logger import OutputHandler as NeptuneOutputHandler
+from ignite.handlers.polyaxon_logger import OutputHandler as PolyaxonOutputHandler
+from ignite.handlers.polyaxon_logger import PolyaxonLogger
+from ignite.handlers.tensorboard_logger import TensorboardLogger
+from ignite.handlers.wandb_logger import OutputHandler as WandBOutputHandler
+from ignite.handlers.wandb_logger import WandBLogger
+from torch import Tensor
+
+from ignite_monitor import GradMonitor, MeanStdThreshold, MonitorEvents, StaticThreshold, WeightUpdateHandler
+from tests._helpers import footprint, hooks_only, make_batches, make_model, make_step, make_trainer
+
+# name -> (model, optimizer) -> monitor
+HANDLERS = {
+    "GradMonitor": lambda model, optimizer: GradMonitor(model, optimizer),
+    "GradMonitor, no optimizer": lambda model, optimizer: GradMonitor(model, threshold=MeanStdThreshold(warmup=3)),
+    "GradMonitor, all spikes": lambda model, optimizer: GradMonitor(
+        model, optimizer, threshold=StaticThreshold(1e-3), max_consecutive_spikes=1000
+    ),
+    "GradMonitor, skip_step": lambda model, optimizer: GradMonitor(
+        model, optimizer, skip_step=True, threshold=StaticThreshold(1e9), on_spike=lambda engine, norm: None
+    ),
+    # Named values appear once others have been written, and are looked at in a test of their own.
+    "WeightUpdateHandler": lambda model, optimizer: WeightUpdateHandler(model, optimizer, top_k=0),
+    "WeightUpdateHandler, no optimizer": lambda model, optimizer: WeightUpdateHandler(model, sample_size=4, top_k=0),
+}
+FILTERS = {
+    "every": (lambda: Events.ITERATION_STARTED(every=3), [3, 6, 9, 12]),
+    "once": (lambda: Events.ITERATION_STARTED(once=2), [2]),
+    "callable": (lambda: Events.ITERATION_STARTED(lambda engine, event: event in (1, 5, 12)), [1, 5, 12]),
+    "list": (
+        lambda: Events.ITERATION_STARTED(every=4) | Events.ITERATION_STARTED(once=[1, 8]),
+        [1, 4, 8, 12],
+    ),
+    "none": (lambda: Events.ITERATION_STARTED, list(range(1, 13))),
+}
+
+
+@pytest.fixture(params=HANDLERS)
+def factory(request):
+    return HANDLERS[request.param]
+
+
+@pytest.fixture
+def setup(factory):
+    model, optimizer, trainer = make_trainer()
+    return model, optimizer, trainer, factory(model, optimizer)
+
+
+class ListHandler(BaseOutputHandler):
+    def __call__(self, engine, logger, event_name):
+        named = self._setup_output_metrics_state_attrs(engine, key_tuple=False)
+        logger.written.append((self.global_step_transform(engine, event_name), named))
+
+
+class ListLogger(BaseLogger):
+    """The smallest logger that Ignite's base class allows."""
+
+    def __init__(self):
+        self.written = []
+
+    def _create_output_handler(self, *args, **kwargs):
+        return ListHandler(*args, **kwargs)
+
+    def _create_opt_params_handler(self, *args, **kwargs):
+        raise NotImplementedError
+
+
+def values(monitor) -> dict[str, float]:
+    return {name: float(value) for name, value in monitor.metrics.items()}
+
+
+def same(ours, theirs) -> bool:
+    """Equal to the last bit, NaN included, whatever is nested in what."""
+    if isinstance(ours, Tensor):
+        return (
+            isinstance(theirs, Tensor)
+            and ours.dtype == theirs.dtype
+            and torch.equal(ours.nan_to_num(1.5e30), theirs.nan_to_num(1.5e30))
+        )
+    if isinstance(ours, dict):
+        return ours.keys() == theirs.keys() and all(same(ours[key], theirs[key]) for key in ours)
+    if isinstance(ours, (list, tuple)):
+        return len(ours) == len(theirs) and all(map(same, ours, theirs))
+    return ours == theirs or (isinstance(ours, float) and math.isnan(ours) and math.isnan(theirs))
+
+
+# Attaching and leaving
+
+
+def test_attach_twice_is_refused(setup):
+    _, _, trainer, monitor = setup
+    monitor.attach(trainer)
+    handlers = {event: list(handlers) for event, handlers in trainer._event_handlers.items()}
+    for engine in (trainer, Engine(lambda *_: None)):
+        with pytest.raises(ValueError, match="attached"):
+            monitor.attach(engine)
+        assert not any(engine._event_handlers.values()) or engine is trainer
+    assert {event: list(handlers) for event, handlers in trainer._event_handlers.items()} == handlers
+
+
+def test_same_names_twice_on_one_engine_are_refused_and_leave_nothing(factory):
+    model, optimizer, trainer = make_trainer()
+    factory(model, optimizer).attach(trainer)
+    before = footprint(trainer, model, optimizer)
+    with pytest.raises(ValueError, match=r"claimed|prefix"):
+        factory(model, optimizer).attach(trainer)
+    assert footprint(trainer, model, optimizer) == before
+
+
+@pytest.mark.parametrize(
+    "event", [Events.EPOCH_STARTED, Events.ITERATION_COMPLETED, MonitorEvents.GRADIENTS_READY, "x"]
+)
+def test_attach_to_another_event_is_refused_and_leaves_nothing(setup, event):
+    model, optimizer, trainer, monitor = setup
+    before = footprint(trainer, model, optimizer)
+    with pytest.raises((ValueError, TypeError), match="event"):
+        monitor.attach(trainer, event)
+    with pytest.raises(TypeError, match="engine"):
+        monitor.attach(model)
+    assert footprint(trainer, model, optimizer) == before
+    monitor.attach(trainer)
+
+
+@pytest.mark.parametrize("how", ["detach", "handle", "with", "detach before any run"])
+def test_leaves_everything_as_it_was(setup, how, tmp_path):
+    model, optimizer, trainer, monitor = setup
+    trainer.state.metrics["mine"] = 1.0
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda _: None)
+    trainer.run(make_batches(1))
+    before = footprint(trainer, model, optimizer)
+    with TensorboardLogger(log_dir=tmp_path) as logger:
+        handle = monitor.attach(trainer, Events.ITERATION_STARTED(every=2))
+        monitor.log_to(logger, trainer)
+        monitor.log_to(logger, trainer, MonitorEvents.GRADIENTS_READY(every=3), tag="b")
+        monitor.log_to(logger, trainer, Events.ITERATION_COMPLETED(every=3) | Events.COMPLETED, tag="c")
+        if how == "with":
+            with handle:
+                trainer.run(make_batches(4))
+        elif how != "detach before any run":
+            trainer.run(make_batches(4))
+        monitor.detach() if how.startswith("detach") else handle.remove()
+    after = footprint(trainer, model, optimizer)
+    # Ignite gives an engine whose events are registered the attributes that they count by; these were there.
+    assert after == before
+    assert monitor.metrics == {}
+    handle.remove()  # again: nothing to do
+    monitor.detach()
+    assert footprint(trainer, model, optimizer) == before
+
+
+def test_detaching_takes_the_progress_bar_handlers_along(setup):
+    model, optimizer, trainer, monitor = setup
+    before = footprint(trainer, model, optimizer)
+    monitor.attach(trainer)
+    monitor.log_to(ProgressBar(disable=True), trainer)
+    trainer.run(make_batches(2))
+    monitor.detach()
+    assert footprint(trainer, model, optimizer) == before
+
+
+def test_log_to_without_attach_is_undone_by_detach(setup):
+    model, optimizer, trainer, monitor = setup
+    before = footprint(trainer, model, optimizer)
+    monitor.log_to(ListLogger(), trainer)
+    monitor.detach()
+    assert footprint(trainer, model, optimizer) == before
+
+
+def test_attached_again_after_detaching(setup):
+    _, _, trainer, monitor = setup
+    for _ in range(3):
+        old = monitor.attach(trainer)
+        trainer.run(make_batches(3))
+        assert set(monitor.metrics) <= set(trainer.state.metrics)
+        assert monitor.metrics
+        monitor.detach()
+    other = Engine(trainer._process_function)
+    monitor.attach(other)
+    old.remove()  # belongs to an engine that it has left
+    other.run(make_batches(3))
+    assert monitor.metrics
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+@pytest.mark.parametrize(
+    "where",
+    ["forward", "after backward", "after step", "data", *(
+        event.name for event in (
+            Events.ITERATION_STARTED, Events.ITERATION_COMPLETED, Events.EPOCH_COMPLETED, Events.GET_BATCH_COMPLETED
+        )
+    )],
+)  # fmt: skip
+def test_exception_leaves_no_hook_and_the_next_run_works(factory, where, error):
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    broken = [True]
+
+    def fail(place):
+        if place == where and broken and (place == "EPOCH_COMPLETED" or trainer.state.iteration >= 2):
+            broken.clear()
+            raise error
+
+    def train_step(_, batch):
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(batch[0]), batch[1])
+        fail("forward")
+        loss.backward()
+        fail("after backward")
+        optimizer.step()
+        fail("after step")
+
+    class Data(list):
+        def __iter__(self):
+            for batch in super().__iter__():
+                fail("data")
+                yield batch
+
+    trainer = Engine(train_step)
+    monitor = factory(model, optimizer)
+    monitor.attach(trainer)
+    for event in (
+        Events.ITERATION_STARTED,
+        Events.ITERATION_COMPLETED,
+        Events.EPOCH_COMPLETED,
+        Events.GET_BATCH_COMPLETED,
+    ):
+        trainer.add_event_handler(event, lambda _, name: fail(name), event.name)
+    before = hooks_only(footprint(trainer, model, optimizer))
+    with pytest.raises(error):
+        trainer.run(Data(make_batches(4)))
+    after = hooks_only(footprint(trainer, model, optimizer))
+    trainer.state.max_epochs = None
+    published = []
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda _: published.append(bool(monitor.metrics)))
+    trainer.run(Data(make_batches(4)))
+    assert published == [True] * 4
+    assert after == before
+    assert hooks_only(footprint(trainer, model, optimizer)) == before
+
+
+def test_exception_swallowed_by_exception_raised_handler(setup):
+    model, optimizer, trainer, monitor = setup
+    monitor.attach(trainer)
+    trainer.add_event_handler(Events.EXCEPTION_RAISED, lambda *_: None)
+    before = hooks_only(footprint(trainer, model, optimizer))
+    trainer.run([*make_batches(2), None])
+    assert hooks_only(footprint(trainer, model, optimizer)) == before
+
+
+@pytest.mark.parametrize("how", ["completes", "terminate", "skip_completed", "max_iters", "legacy"])
+def test_end_of_a_run_leaves_no_hook(setup, how):
+    model, optimizer, trainer, monitor = setup
+    monitor.attach(trainer, Events.ITERATION_STARTED(every=2))
+    before = hooks_only(footprint(trainer, model, optimizer))
+    trainer.interrupt_resume_enabled = how != "legacy"
+    if how in ("terminate", "skip_completed"):
+        trainer.add_event_handler(
+            Events.ITERATION_COMPLETED(once=3), lambda e: e.terminate(skip_completed=how == "skip_completed")
+        )
+    trainer.run(make_batches(4), **({"max_iters": 3} if how == "max_iters" else {"max_epochs": 2}))
+    assert hooks_only(footprint(trainer, model, optimizer)) == before
+
+
+# A run
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_values_are_there_in_monitored_iterations_and_in_no_other(setup, name):
+    _, _, trainer, monitor = setup
+    trainer.state.metrics["mine"] = 1.0
+    event, expected = FILTERS[name]
+    monitor.attach(trainer, event())
+    seen = {at: [] for at in (Events.ITERATION_STARTED, MonitorEvents.GRADIENTS_READY, Events.ITERATION_COMPLETED)}
+    for at, iterations in seen.items():
+
+        @trainer.on(at)
+        def look(engine, iterations=iterations):
+            published = set(engine.state.metrics) - {"mine"}
+            assert published == set(monitor.metrics)
+            for key in published:
+                assert engine.state.metrics[key] is monitor.metrics[key]
+                assert isinstance(monitor.metrics[key], Tensor)
+                assert monitor.metrics[key].ndim == 0
+                assert not monitor.metrics[key].requires_grad
+            if published:
+                iterations.append(engine.state.iteration)
+
+    trainer.run(make_batches(6), max_epochs=2)
+    assert seen[Events.ITERATION_COMPLETED] == expected
+    assert seen[Events.ITERATION_STARTED] == []
+    assert set(seen[MonitorEvents.GRADIENTS_READY]) <= set(expected)
+
+
+def test_iteration_without_backward_publishes_nothing(setup):
+    _, _, trainer, monitor = setup
+    step = trainer._process_function
+    engine = Engine(lambda e, batch: step(e, batch) if e.state.iteration % 2 else None)
+    monitor.attach(engine)
+    published = []
+    engine.add_event_handler(Events.ITERATION_COMPLETED, lambda e: published.append(bool(e.state.metrics)))
+    engine.run(make_batches(4))
+    assert published == [True, False, True, False]
+
+
+def test_second_run_continues(factory):
+    """Two runs publish what one run over both their data does."""
+
+    def published(*runs):
+        model, optimizer, trainer = make_trainer()
+        monitor = factory(model, optimizer)
+        monitor.attach(trainer)
+        seen = []
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda _: seen.append(values(monitor)))
+        for batches in runs:
+            trainer.run(batches)
+        return seen
+
+    batches = make_batches(30)
+    assert same(published(batches[:12], batches[12:]), published(batches))
+
+
+@pytest.mark.parametrize("spikes", [(), (1, 2), (15, 24)], ids=["quiet", "early", "late"])
+@pytest.mark.parametrize("factor", [1e3, math.inf], ids=["large", "non-finite"])
+@pytest.mark.parametrize("cut", [1, 4, 20])
+def test_resumed_run_publishes_what_the_uninterrupted_one_does(factory, tmp_path, spikes, factor, cut):
+    batches = make_batches(30)
+    for place in spikes:
+        x, y = batches[place - 1]
+        batches[place - 1] = (x, y * factor)
+
+    def start():
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+        monitor = factory(model, optimizer)
+
+        def train_step(engine, batch):
+            torch.manual_seed(engine.state.iteration)  # for the dropout
+            optimizer.zero_grad()
+            F.mse_loss(model(batch[0]), batch[1]).backward()
+            if batch[1].abs().max() < 100 and not getattr(engine.state, "unhealthy_spike", False):
+                optimizer.step()
+
+        trainer = Engine(train_step)
+        monitor.attach(trainer)
+        seen = {}
+        trainer.add_event_handler(
+            Events.ITERATION_COMPLETED, lambda e: seen.update({e.state.iteration: values(monitor)})
+        )
+        return trainer, seen, {"model": model, "optimizer": optimizer, "trainer": trainer, "monitor": monitor}
+
+    trainer, whole, _ = start()
+    trainer.run(batches, max_epochs=1)
+
+    trainer, _, to_save = start()
+    saver = Checkpoint(to_save, DiskSaver(tmp_path, create_dir=True, require_empty=False), filename_pattern="c.pt")
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=cut), saver)
+    trainer.run(batches, max_epochs=1)
+
+    trainer, resumed, to_load = start()
+    Checkpoint.load_objects(to_load, torch.load(tmp_path / "c.pt", weights_only=True))
+    trainer.run(batches[cut:] + batches[:cut], max_epochs=1)
+    expected = {iteration: whole[iteration] for iteration in range(cut + 1, 31)}
+    assert sorted(resumed) == sorted(expected)
+    for iteration in expected:
+        assert resumed[iteration].keys() == expected[iteration].keys(), iteration
+        assert same(resumed[iteration], expected[iteration]), (iteration, resumed[iteration], expected[iteration])
+
+
+def test_what_is_not_known_yet_is_absent_after_non_finite_batches(setup):
+    """The first batches overflow; norms themselves may be published as they are."""
+    monitor = setup[-1]
+    trainer = Engine(
+        lambda _, batch: (monitor.model.zero_grad(), F.mse_loss(monitor.model(batch[0]), batch[1]).backward())
+    )
+    monitor.attach(trainer)
+    wrong = []
+
+    @trainer.on(Events.ITERATION_COMPLETED)
+    def look(engine):
+        wrong.extend(
+            (engine.state.iteration, name, float(value))
+            for name, value in engine.state.metrics.items()
+            if not name.endswith("/norm") and not name.startswith("monitor/grad_") and not value.isfinite()
+        )
+
+    batches = make_batches(8)
+    for place in (0, 1, 5):
+        batches[place] = (batches[place][0], batches[place][1] * math.inf)
+    trainer.run(batches)
+    assert wrong == []
+
+
+def test_state_dict_is_a_copy_that_later_iterations_do_not_change(setup):
+    _, _, trainer, monitor = setup
+    monitor.attach(trainer)
+    trainer.run(make_batches(5))
+    state = monitor.state_dict()
+    frozen = copy.deepcopy(state)
+    trainer.run(make_batches(5))
+    assert same(dict(state), dict(frozen))
+
+
+def test_load_state_dict_refuses_what_is_not_its_own_and_stays_as_it_was(setup):
+    _, _, trainer, monitor = setup
+    monitor.attach(trainer)
+    trainer.run(make_batches(5))
+    before = copy.deepcopy(monitor.state_dict())
+    with pytest.raises(TypeError):
+        monitor.load_state_dict([1])
+    for wrong in ({}, {"nonsense": 1}):
+        with pytest.raises(ValueError, match="state"):
+            monitor.load_state_dict(wrong)
+    assert same(dict(monitor.state_dict()), dict(before))
+
+
+@pytest.mark.parametrize("optimizer_of", [
+    lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
+    lambda p: torch.optim.AdamW(p, fused=True),
+], ids=["SGD", "fused AdamW"])  # fmt: skip
+@pytest.mark.parametrize("event", ["none", "every"])
+def test_training_is_untouched_to_the_last_bit(factory, optimizer_of, event, tmp_path):
+    def train(watched):
+        model = make_model()
+        optimizer = optimizer_of(model.parameters())
+        outputs, gradients = [], []
+
+        def train_step(_, batch):
+            optimizer.zero_grad()
+            out = model(batch[0])
+            F.mse_loss(out, batch[1]).backward()
+            gradients.append([p.grad.clone() for p in model.parameters()])
+            optimizer.step()
+            return out.detach().clone()
+
+        trainer = Engine(train_step)
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda e: outputs.append(e.state.output))
+        if watched:
+            monitor = factory(model, optimizer)
+            monitor.attach(trainer, FILTERS[event][0]())
+            with TensorboardLogger(log_dir=tmp_path) as logger:
+                monitor.log_to(logger, trainer)
+                trainer.run(make_batches(10), max_epochs=2)
+        else:
+            trainer.run(make_batches(10), max_epochs=2)
+        modes = [module.training for module in model.modules()]
+        flags = [(p.requires_grad, p._version) for p in model.parameters()]
+        left = [p.grad for p in model.parameters()]
+        state = [dict(model.state_dict()), optimizer.state_dict(), torch.get_rng_state()]
+        return [*state, outputs, gradients, left, modes, flags]
+
+    assert same(train(True), train(False))
+
+
+# References and memory
+
+
+def run_and_drop(factory, logger=None):
+    """What is alive of a run that was dropped without detaching, by weak references."""
+    model, optimizer, trainer = make_trainer()
+    monitor = factory(model, optimizer) if factory else None
+    if monitor is not None:
+        monitor.attach(trainer)
+    if monitor is not None and logger is not None:
+        monitor.log_to(logger, trainer)
+    trainer.run(make_batches(5))
+    parts = [model, optimizer, trainer, *([] if monitor is None else [monitor]), *model.parameters()]
+    references = [weakref.ref(part) for part in parts]
+    del model, optimizer, trainer, monitor, parts
+    return [type(ref()) for ref in references if ref() is not None]
+
+
+@pytest.mark.parametrize("logger", [None, ListLogger()], ids=["", "with logger"])
+def test_dropped_run_is_freed_by_reference_counting_alone(factory, logger):
+    run_and_drop(None), run_and_drop(factory, logger)  # the first use leaves reference cycles of torch's own
+    gc.collect()
+    gc.disable()
+    try:
+        without = run_and_drop(None)
+        assert run_and_drop(factory, logger) == without
+    finally:
+        gc.enable()
+
+
+def test_copies_made_during_a_run_carry_no_hook(setup):
+    """A snapshot of the best model, by deepcopy or pickle."""
+    model, optimizer, trainer, monitor = setup
+    monitor.attach(trainer)
+    copies = []
+
+    @trainer.on(Events.ITERATION_COMPLETED(once=2))
+    def snapshot(_):
+        copies.extend([copy.deepcopy(model), pickle.loads(pickle.dumps(model))])
+        copy.deepcopy(optimizer)
+        pickle.dumps(optimizer)
+
+    trainer.run(make_batches(3))
+    before = footprint(Engine(lambda *_: None), make_model(), optimizer)["hooks"]
+    assert [footprint(Engine(lambda *_: None), each, optimizer)["hooks"] for each in copies] == [before] * 2
+
+
+def test_memory_and_handlers_do_not_grow(setup):
+    model, optimizer, trainer, monitor = setup
+    monitor.attach(trainer, Events.ITERATION_STARTED(every=2))
+    counts = {}
+
+    @trainer.on(Events.ITERATION_COMPLETED)
+    def count(engine):
+        if engine.state.iteration in (100, 400):
+            gc.collect()
+            handlers = sum(map(len, engine._event_handlers.values()))
+            tensors = sum(issubclass(type(each), Tensor) for each in gc.get_objects())
+            counts[engine.state.iteration] = handlers, tensors, hooks_only(footprint(engine, model, optimizer))["hooks"]
+
+    trainer.run(make_batches(20), max_epochs=20)
+    assert counts[400] == counts[100]
+
+
+def test_no_tensor_of_the_run_is_kept_after_its_end(setup):
+    model, _, trainer, monitor = setup
+    monitor.attach(trainer)
+    trainer.run(make_batches(3))
+    kept = [weakref.ref(p.grad) for p in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    assert [ref() for ref in kept] == [None] * len(kept)
+
+
+# Loggers
+
+
+def scalars(path: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(path), size_guidance={"scalars": 0}).Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+@pytest.mark.parametrize("log_first", [False, True])
+@pytest.mark.parametrize("tag", [None, "train"])
+@pytest.mark.parametrize(
+    ("event", "written_at"),
+    [
+        (Events.ITERATION_COMPLETED, [3, 6, 9, 12]),
+        (Events.ITERATION_COMPLETED(every=2), [6, 12]),
+        (Events.EPOCH_COMPLETED, [1, 2]),
+        (MonitorEvents.TRAIN_STEP_COMPLETED, [3, 6, 9, 12]),
+    ],
+    ids=["iteration", "every 2", "epoch", "train step"],
+)
+def test_tensorboard(setup, tmp_path, log_first, tag, event, written_at):
+    _, _, trainer, monitor = setup
+    published: dict[int, dict[str, float]] = {}
+    with TensorboardLogger(log_dir=tmp_path) as logger:
+        if log_first:
+            monitor.log_to(logger, trainer, event, tag)
+        monitor.attach(trainer, Events.ITERATION_STARTED(every=3))
+        if not log_first:
+            monitor.log_to(logger, trainer, event, tag)
+        trainer.add_event_handler(
+            Events.ITERATION_COMPLETED, lambda e: published.update({e.state.iteration: values(monitor)})
+        )
+        trainer.run(make_batches(6), max_epochs=2)
+    expected: dict[str, list[tuple[int, float]]] = {}
+    for step in written_at:
+        for name, value in published[step * 6 if event == Events.EPOCH_COMPLETED else step].items():
+            if not math.isnan(value):
+                expected.setdefault(name if tag is None else f"{tag}/{name}", []).append((step, value))
+    got = scalars(tmp_path)
+    assert sorted(got) == sorted(expected)
+    for name in expected:
+        assert [step for step, _ in got[name]] == [step for step, _ in expected[name]]
+        assert [value for _, value in got[name]] == pytest.approx([value for _, value in expected[name]], rel=1e-6)
+
+
+@pytest.mark.parametrize("log_first", [False, True])
+def test_logger_on_gradients_ready_sees_this_backward(setup, tmp_path, log_first):
+    _, _, trainer, monitor = setup
+    with TensorboardLogger(log_dir=tmp_path) as logger:
+        if log_first:
+            monitor.log_to(logger, trainer, MonitorEvents.GRADIENTS_READY)
+        monitor.attach(trainer)
+        if not log_first:
+            monitor.log_to(logger, trainer, MonitorEvents.GRADIENTS_READY)
+        seen = []
+        trainer.add_event_handler(
+            MonitorEvents.GRADIENTS_READY, lambda e: seen.append((e.state.iteration, set(monitor.metrics)))
+        )
+        trainer.run(make_batches(4))
+    written = scalars(tmp_path)
+    for iteration, names in seen:
+        assert names == {name for name, points in written.items() if iteration in dict(points)}
+
+
+def spied(kind, handler, **attributes):
+    """A mock of a logger whose service is not there, with Ignite's real way of attaching and of making values."""
+    logger = MagicMock(spec=kind, **attributes)
+    logger.attach = lambda *args, **kwargs: kind.attach(logger, *args, **kwargs)
+    logger._create_output_handler = lambda *args, **kwargs: handler(*args, **kwargs)
+    logger.attach_output_handler = lambda *args, **kwargs: kind.attach_output_handler(logger, *args, **kwargs)
+    return logger
+
+
+@pytest.mark.parametrize("log_first", [False, True])
+@pytest.mark.parametrize("tag", [None, "train"])
+@pytest.mark.parametrize("service", ["wandb", "clearml", "neptune", "polyaxon", "mlflow"])
+def test_other_loggers(setup, service, tag, log_first, monkeypatch):
+    _, _, trainer, monitor = setup
+    got: dict[int, dict[str, float]] = {}
+
+    def note(step, named):
+        assert all(type(value) is float for value in named.values())
+        got.setdefault(step, {}).update(named)
+
+    if service == "wandb":
+        logger = spied(WandBLogger, WandBOutputHandler)
+        logger.log = lambda named, step, sync=None: note(step, named)
+    elif service == "polyaxon":
+        logger = spied(PolyaxonLogger, PolyaxonOutputHandler)
+        logger.log_metrics = lambda step, **named: note(step, named)
+    elif service == "neptune":
+        logger = spied(
+            NeptuneLogger,
+            NeptuneOutputHandler,
+            __getitem__=lambda _, key: MagicMock(append=lambda value, step: note(step, {key: value})),
+        )
+    elif service == "clearml":
+        logger = spied(ClearMLLogger, ClearMLOutputHandler)
+        logger.clearml_logger = MagicMock()
+        logger.clearml_logger.report_scalar = lambda title, series, iteration, value: note(
+            iteration, {f"{title}/{series}": value}
+        )
+    else:
+        validation = MagicMock(validate_param_and_metric_name=lambda name: True)
+        for name in ("mlflow", "mlflow.utils"):
+            monkeypatch.setitem(sys.modules, name, MagicMock())
+        monkeypatch.setitem(sys.modules, "mlflow.utils.validation", validation)
+        logger = spied(MLflowLogger, MLflowOutputHandler)
+        logger.log_metrics = lambda named, step: note(step, named)
+
+    published: dict[int, dict[str, float]] = {}
+    if log_first:
+        monitor.log_to(logger, trainer, tag=tag)
+    monitor.attach(trainer, Events.ITERATION_STARTED(every=2))
+    if not log_first:
+        monitor.log_to(logger, trainer, tag=tag)
+    trainer.add_event_handler(
+        Events.ITERATION_COMPLETED, lambda e: published.update({e.state.iteration: values(monitor)})
+    )
+    trainer.run(make_batches(6))
+    flat = {step: {name.replace(" ", "/"): value for name, value in named.items()} for step, named in got.items()}
+    start = "" if tag is None else f"{tag}/"
+    expected = {
+        step: {f"{start}{name}": value for name, value in named.items() if not math.isnan(value)}
+        for step, named in published.items()
+        if named
+    }
+    assert {step: named for step, named in flat.items() if named} == expected
+
+
+@pytest.mark.parametrize(
+    "event", [Events.ITERATION_COMPLETED, Events.ITERATION_COMPLETED(every=3)], ids=["all", "every"]
+)
+def test_logger_is_not_called_where_nothing_was_monitored(setup, event):
+    """An empty record is a request to the server for MLflow, and a step of its own for WandB."""
+    _, _, trainer, monitor = setup
+    logger = ListLogger()
+    monitor.attach(trainer, Events.ITERATION_STARTED(every=2))
+    monitor.log_to(logger, trainer, event)
+    trainer.run(make_batches(6))
+    assert [step for step, _ in logger.written] == (
+        [6] if event != Events.ITERATION_COMPLETED or event.filter else [2, 4, 6]
+    )
+
+
+@pytest.mark.parametrize("log_first", [False, True])
+def test_progress_bar(setup, log_first):
+    _, _, trainer, monitor = setup
+    bar = ProgressBar(disable=False, file=open(Path("/dev/null"), "w"))  # noqa: SIM115
+    shown = {}
+    bar_reset = bar._reset
+
+    def reset(pbar_total):
+        bar_reset(pbar_total)
+        bar.pbar.set_postfix = lambda named: shown.update({trainer.state.iteration: dict(named)})
+
+    bar._reset = reset
+    if log_first:
+        monitor.log_to(bar, trainer)
+    monitor.attach(trainer, Events.ITERATION_STARTED(every=2))
+    if not log_first:
+        monitor.log_to(bar, trainer)
+    published = {}
+    trainer.add_event_handler(
+        Events.ITERATION_COMPLETED, lambda e: published.update({e.state.iteration: values(monitor)})
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer.run(make_batches(6))
+    bar.tqdm_kwargs["file"].close()
+    assert sorted(step for step, named in shown.items() if named) == [2, 4, 6]
+    for step in (2, 4, 6):
+        expected = {name: value for name, value in published[step].items() if not math.isnan(value)}
+        assert {name: shown[step][name] for name in expected} == expected
+
+
+# Nobody waits
+
+
+@pytest.fixture
+def synchronisations(monkeypatch):
+    """Counts every way in which Python reads a tensor's value on the host."""
+    counts: Counter[str] = Counter()
+    readers = ["item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__complex__", "numpy", "__array__"]
+    readers += ["cpu", "nonzero", "is_nonzero", "equal", "allclose", "__contains__", "__format__", "__repr__"]
+
+    def counting(name, original):
+        def wrapped(self, *args, **kwargs):
+            counts[name] += 1
+            return original(self, *args, **kwargs)
+
+        return wrapped
+
+    for name in readers:
+        monkeypatch.setattr(Tensor, name, counting(name, getattr(Tensor, name)), raising=False)
+    return counts
+
+
+def quiet_trainer():
+    """A trainer whose optimizer reads no tensor on the host itself."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    return model, optimizer, Engine(make_step(model, optimizer))
+
+
+def test_nothing_is_read_on_the_host_without_loggers(factory, synchronisations):
+    def reads(watched):
+        model, optimizer, trainer = quiet_trainer()
+        if watched:
+            monitor = factory(model, optimizer)
+            # A function that wants to be told of spikes has to be asked on the host whether there is one.
+            if getattr(monitor, "on_spike", None) is not None or getattr(monitor, "_skipper", None) is not None:
+                pytest.skip("looks on the host, as its user asked")
+            monitor.attach(trainer)
+        synchronisations.clear()
+        trainer.run(make_batches(15), max_epochs=3)
+        return {name: count for name, count in synchronisations.items() if name != "nonzero"}
+
+    without = reads(False)
+    assert reads(True) == without
+
+
+def test_one_transfer_per_iteration_for_three_loggers_of_two_monitors(factory, synchronisations, tmp_path):
+    model, optimizer, trainer = quiet_trainer()
+    other_model, other_optimizer = make_model(3), None
+    other = GradMonitor(other_model, other_optimizer, prefix="other", flag="other_spike")
+    monitor = factory(model, optimizer)
+    looks = getattr(monitor, "_skipper", None) is not None
+    step = trainer._process_function
+
+    def train_step(engine, batch):
+        other_model.zero_grad()
+        F.mse_loss(other_model(batch[0]), batch[1]).backward()
+        return step(engine, batch)
+
+    engine = Engine(train_step)
+    reads = []
+    engine.add_event_handler(Events.ITERATION_STARTED, lambda _: synchronisations.clear())
+    loggers = [ListLogger() for _ in range(3)]
+    other.log_to(loggers[0], engine)
+    monitor.attach(engine)
+    other.attach(engine)
+    for logger in loggers:
+        monitor.log_to(logger, engine)
+        other.log_to(logger, engine, tag="again")
+    engine.add_event_handler(Events.ITERATION_COMPLETED, lambda _: reads.append(dict(synchronisations)))
+    engine.run(make_batches(6))
+    sizes = [len(named) for logger in loggers for _, named in logger.written]
+    assert min(sizes) > 3
+    assert len(sizes) == 7 * 6
+    for counts in reads:
+        counts.pop("nonzero", None)
+        assert counts.pop("tolist") == 1
+        assert sum(counts.values()) <= looks

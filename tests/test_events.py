@@ -1,0 +1,823 @@
+"""MonitorEvents: what fires when, for any train step."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ignite.engine import Engine, Events, create_supervised_trainer
+from ignite.handlers import LRScheduler
+from ignite.handlers.tensorboard_logger import TensorboardLogger
+from torch import nn
+from torch._dynamo.utils import counters
+
+from ignite_monitor import GradMonitor, MonitorEvents, StaticThreshold
+from tests._helpers import footprint, grad_norm, hooks_only, make_batches, make_model, make_step, make_trainer
+
+INSIDE = [
+    MonitorEvents.GRADIENTS_READY,
+    MonitorEvents.OPTIMIZER_STEP_STARTED,
+    MonitorEvents.OPTIMIZER_STEP_COMPLETED,
+    MonitorEvents.TRAIN_STEP_COMPLETED,
+]
+
+
+def record(engine: Engine, *events: MonitorEvents) -> list[str]:
+    """The names of the events fired from now on, in order; also what the train step itself appends."""
+    log: list[str] = []
+    for event in events or INSIDE:
+        engine.add_event_handler(event, lambda _, name: log.append(name), event.value)
+    return log
+
+
+def approx(value: float):
+    return pytest.approx(value, rel=1e-5)
+
+
+# Backward
+
+
+def test_gradients_ready_fires_once_before_backward_returns():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    log: list[str] = []
+
+    def train_step(engine, batch):
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(batch[0]), batch[1])
+        log.append("forward done")
+        loss.backward()
+        log.append("backward returned")
+        assert float(engine.state.grad_norm) == approx(grad_norm(model.parameters()))
+        optimizer.step()
+        log.append("step returned")
+
+    trainer = Engine(train_step)
+    GradMonitor(model).attach(trainer)
+    for event in INSIDE:
+        trainer.add_event_handler(event, lambda _, name: log.append(name), event.value)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda _: log.append("completed"))
+    trainer.run(make_batches(3))
+    one = [
+        "forward done", "gradients_ready", "backward returned", "optimizer_step_started", "optimizer_step_completed",
+        "step returned", "train_step_completed", "completed",
+    ]  # fmt: skip
+    assert log == one * 3
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_create_supervised_trainer(accumulation):
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    trainer = create_supervised_trainer(
+        model, optimizer, nn.MSELoss(), gradient_accumulation_steps=accumulation, deterministic=False
+    )
+    monitor = GradMonitor(model, optimizer)
+    monitor.attach(trainer)
+    log = record(trainer, *INSIDE[:3])
+    norms = []
+    trainer.add_event_handler(
+        MonitorEvents.GRADIENTS_READY, lambda e: norms.append((float(e.state.grad_norm), grad_norm(model.parameters())))
+    )
+    trainer.run(make_batches(4))
+    assert log.count("gradients_ready") == 4
+    assert log.count("optimizer_step_started") == log.count("optimizer_step_completed") == 4 // accumulation
+    assert [got for got, _ in norms] == [approx(expected) for _, expected in norms]
+
+
+def test_second_backward_in_an_iteration_fires_again_with_the_accumulated_gradient():
+    model = make_model()
+    seen = []
+
+    def train_step(engine, batch):
+        model.zero_grad()
+        for _ in range(2):
+            F.mse_loss(model(batch[0]), batch[1]).backward()
+            assert float(engine.state.grad_norm) == approx(grad_norm(model.parameters()))
+
+    trainer = Engine(train_step)
+    GradMonitor(model).attach(trainer)
+    trainer.add_event_handler(MonitorEvents.GRADIENTS_READY, lambda e: seen.append(e.state.iteration))
+    trainer.run(make_batches(3))
+    assert seen == [1, 1, 2, 2, 3, 3]
+
+
+def test_retain_graph_and_create_graph():
+    model = make_model()
+
+    def train_step(engine, batch):
+        model.zero_grad()
+        loss = F.mse_loss(model(batch[0]), batch[1])
+        (slope,) = torch.autograd.grad(loss, [model[4].weight], create_graph=True)  # reaches no .grad: no event
+        loss.backward(retain_graph=True)
+        (loss + slope.square().sum()).backward()
+        assert float(engine.state.grad_norm) == approx(grad_norm(model.parameters()))
+
+    trainer = Engine(train_step)
+    GradMonitor(model).attach(trainer)
+    log = record(trainer, MonitorEvents.GRADIENTS_READY)
+    trainer.run(make_batches(2))
+    assert len(log) == 4
+
+
+@pytest.mark.parametrize("how", ["inputs", "detached head", "frozen", "unfrozen inside the step"])
+def test_partial_backward(how):
+    model = make_model()
+    if how.endswith("frozen") or how.startswith("unfrozen"):
+        model[0].requires_grad_(False)
+
+    def train_step(engine, batch):
+        model.zero_grad()
+        if how.startswith("unfrozen"):
+            model[0].requires_grad_(True)
+        hidden = model[:3](batch[0])
+        loss = F.mse_loss(model[3:](hidden.detach() if how == "detached head" else hidden), batch[1])
+        loss.backward(inputs=[model[4].bias] if how == "inputs" else None)
+        assert float(engine.state.grad_norm) == approx(grad_norm(model.parameters()))
+
+    trainer = Engine(train_step)
+    GradMonitor(model).attach(trainer)
+    log = record(trainer, MonitorEvents.GRADIENTS_READY)
+    trainer.run(make_batches(2))
+    assert len(log) == 2
+
+
+def test_backward_that_reaches_nothing_of_the_model_fires_nothing():
+    model, other = make_model(), nn.Linear(6, 3)
+    trainer = Engine(lambda _, batch: F.mse_loss(other(batch[0]), batch[1]).backward())
+    monitor = GradMonitor(model)
+    monitor.attach(trainer)
+    log = record(trainer, MonitorEvents.GRADIENTS_READY)
+    trainer.run(make_batches(2))
+    assert log == []
+    assert trainer.state.metrics == {}
+
+
+def test_parameters_added_while_a_run_goes_on_are_seen():
+    """A model that grows, or whose head is replaced, between two epochs."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    trainer = Engine(make_step(model, optimizer))
+    monitor = GradMonitor(model)
+    monitor.attach(trainer)
+    norms = []
+
+    @trainer.on(Events.EPOCH_STARTED)
+    def grow(engine):
+        if engine.state.epoch == 2:
+            model[4] = nn.Linear(8, 3)
+            optimizer.add_param_group({"params": list(model[4].parameters())})
+
+    @trainer.on(Events.ITERATION_COMPLETED)
+    def compare(engine):
+        if "grad/norm" in monitor.metrics:  # right or absent
+            norms.append((float(monitor.metrics["grad/norm"]), grad_norm(model.parameters())))
+
+    trainer.run(make_batches(2), max_epochs=2)
+    assert len(norms) >= 2
+    assert [got for got, _ in norms] == [approx(expected) for _, expected in norms]
+
+
+def test_model_under_data_dependent_checkpointing():
+    from torch.utils.checkpoint import checkpoint
+
+    model = make_model()
+
+    def train_step(engine, batch):
+        model.zero_grad()
+        out = model[3:](checkpoint(model[:3], batch[0], use_reentrant=False))
+        F.mse_loss(out, batch[1]).backward()
+        assert float(engine.state.grad_norm) == approx(grad_norm(model.parameters()))
+
+    trainer = Engine(train_step)
+    GradMonitor(model).attach(trainer)
+    log = record(trainer, MonitorEvents.GRADIENTS_READY)
+    trainer.run(make_batches(2))
+    assert len(log) == 2
+
+
+# Several monitors, several models
+
+
+def test_two_monitors_on_one_model_share_one_event():
+    model, optimizer, trainer = make_trainer()
+    l2 = GradMonitor(model, optimizer)
+    largest = GradMonitor(model, norm_type=math.inf, prefix="max", flag="max_spike")
+    l2.attach(trainer, Events.ITERATION_STARTED(every=2))
+    largest.attach(trainer)
+    log = record(trainer)
+    published = []
+
+    @trainer.on(Events.ITERATION_COMPLETED)
+    def compare(engine):
+        published.append(("grad/norm" in engine.state.metrics, "max/norm" in engine.state.metrics))
+        assert float(engine.state.metrics["max/norm"]) == approx(
+            max(float(p.grad.abs().max()) for p in model.parameters())
+        )
+        if "grad/norm" in engine.state.metrics:
+            assert float(engine.state.metrics["grad/norm"]) == approx(grad_norm(model.parameters()))
+
+    trainer.run(make_batches(4))
+    assert log == [event.value for event in INSIDE] * 4
+    assert published == [(False, True), (True, True)] * 2
+
+
+def test_monitor_of_a_model_and_one_of_its_part():
+    model, _, trainer = make_trainer()
+    whole, head = GradMonitor(model), GradMonitor(model[4], prefix="head", flag="head_spike")
+    whole.attach(trainer)
+    head.attach(trainer)
+    log = record(trainer, MonitorEvents.GRADIENTS_READY)
+    trainer.run(make_batches(2))
+    assert len(log) == 2
+    assert float(whole.metrics["grad/norm"]) == approx(grad_norm(model.parameters()))
+    assert float(head.metrics["head/norm"]) == approx(grad_norm(model[4].parameters()))
+
+
+@pytest.mark.parametrize("generator_first", [False, True])
+@pytest.mark.parametrize("with_optimizers", [False, True])
+def test_gan(generator_first, with_optimizers):
+    """The generator's loss also puts gradients into the discriminator, which are no news for its monitor."""
+    generator, discriminator = nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizers = {model: torch.optim.SGD(model.parameters(), lr=0.1) for model in (generator, discriminator)}
+    used: dict[nn.Module, float] = {}
+
+    def update(model, loss):
+        optimizers[model].zero_grad()
+        loss.backward()
+        used[model] = grad_norm(model.parameters())
+        optimizers[model].step()
+
+    def train_step(_, batch):
+        def for_generator():
+            update(generator, -discriminator(generator(batch[0])).mean())
+
+        def for_discriminator():
+            fake = generator(batch[0]).detach()
+            update(discriminator, discriminator(fake).mean() - discriminator(batch[0]).mean())
+
+        steps = [for_generator, for_discriminator]
+        for step in steps if generator_first else reversed(steps):
+            step()
+
+    trainer = Engine(train_step)
+    monitors = {}
+    for model, name in ((generator, "g"), (discriminator, "d")):
+        monitors[model] = GradMonitor(
+            model, optimizers[model] if with_optimizers else None, prefix=name, flag=f"{name}_spike"
+        )
+        monitors[model].attach(trainer)
+    log = record(trainer)
+    expected: dict[str, list[float]] = {"g": [], "d": []}
+    got: dict[str, list[float]] = {"g": [], "d": []}
+
+    @trainer.on(Events.ITERATION_COMPLETED)
+    def compare(engine):
+        for model, name in ((generator, "g"), (discriminator, "d")):
+            expected[name].append(used[model])
+            got[name].append(float(engine.state.metrics[f"{name}/norm"]))
+
+    trainer.run(make_batches(4))
+    one = ["gradients_ready", "optimizer_step_started", "optimizer_step_completed"]
+    assert log == [*one, *one, "train_step_completed"] * 4
+    assert got["g"] == approx(expected["g"])
+    assert got["d"] == approx(expected["d"])
+
+
+def test_gan_statistics_of_each_monitor_are_of_its_own_steps_alone():
+    torch.manual_seed(0)
+    generator, discriminator = nn.Linear(6, 6), nn.Linear(6, 1)
+    models = {"g": generator, "d": discriminator}
+    optimizers = {name: torch.optim.SGD(model.parameters(), lr=0.1) for name, model in models.items()}
+    used: dict[str, list[float]] = {"g": [], "d": []}
+
+    def train_step(_, batch):
+        for name, loss in (
+            ("d", lambda: F.softplus(discriminator(generator(batch[0]).detach())).mean()),
+            ("g", lambda: 100 * F.softplus(-discriminator(generator(batch[0]))).mean()),
+        ):
+            optimizers[name].zero_grad()
+            loss().backward()
+            used[name].append(grad_norm(models[name].parameters()))
+            optimizers[name].step()
+
+    trainer = Engine(train_step)
+    spikes = []
+    for name, model in models.items():
+        monitor = GradMonitor(
+            model, optimizers[name], prefix=name, flag=f"{name}_spike", on_spike=lambda *_: spikes.append(1)
+        )
+        monitor.attach(trainer)
+    trainer.run(make_batches(15))
+    for name in models:
+        earlier = torch.tensor(used[name][:-1], dtype=torch.float64)
+        assert float(trainer.state.metrics[f"{name}/mean"]) == approx(float(earlier.mean()))
+        assert float(trainer.state.metrics[f"{name}/std"]) == pytest.approx(float(earlier.std()), rel=1e-4)
+
+
+# Handlers and loggers of the user's own
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "expected"),
+    [
+        ({"every": 3}, [3, 6, 9]),
+        ({"once": 4}, [4]),
+        ({"once": [2, 5]}, [2, 5]),
+        ({"before": 3}, [1, 2]),
+        ({"after": 8}, [9, 10]),
+        ({"event_filter": lambda engine, event: event % 4 == 1}, [1, 5, 9]),
+    ],
+)
+@pytest.mark.parametrize("event", INSIDE)
+def test_filters_count_iterations_also_where_no_monitor_watches(event, kwargs, expected):
+    model, _, trainer = make_trainer()
+    GradMonitor(model).attach(trainer, Events.ITERATION_STARTED(once=1000))
+    seen = []
+    trainer.add_event_handler(event(**kwargs), lambda e: seen.append(e.state.iteration))
+    trainer.run(make_batches(5), max_epochs=2)
+    assert seen == expected
+    assert trainer.state.metrics == {}
+
+
+def test_spike_detected_fires_before_the_step_of_that_iteration():
+    model, optimizer, trainer = make_trainer(lr=1e-6)
+    GradMonitor(model, optimizer, threshold=StaticThreshold(50.0)).attach(trainer)
+    log = record(trainer, *INSIDE, MonitorEvents.SPIKE_DETECTED)
+    seen = []
+    trainer.add_event_handler(MonitorEvents.SPIKE_DETECTED, lambda e: seen.append(e.state.iteration))
+    trainer.run(make_batches(4, spikes=[3]))
+    assert seen == [3]
+    third = [name for name in log if name != "gradients_ready"][6:]
+    assert third[:2] == ["spike_detected", "optimizer_step_started"]
+
+
+def test_logger_on_spike_detected_writes_spikes_alone(tmp_path, monkeypatch):
+    model, optimizer, trainer = make_trainer(lr=1e-6)
+    monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(50.0))
+    monitor.attach(trainer)
+    with TensorboardLogger(log_dir=tmp_path) as logger:
+        written = []
+        monkeypatch.setattr(logger.writer, "add_scalar", lambda key, value, step: written.append((key, value, step)))
+        monitor.log_to(logger, trainer, MonitorEvents.SPIKE_DETECTED)
+        trainer.run(make_batches(6, spikes=[2, 5]))
+    assert [(value, step) for key, value, step in written if key == "grad/spike"] == [(1.0, 2), (1.0, 5)]
+    assert all(value > 50 for key, value, _ in written if key == "grad/norm")
+
+
+def test_events_list_of_monitor_events():
+    model, _, trainer = make_trainer()
+    GradMonitor(model).attach(trainer)
+    seen = []
+
+    @trainer.on(MonitorEvents.GRADIENTS_READY(every=2) | MonitorEvents.OPTIMIZER_STEP_COMPLETED(once=1))
+    def note(engine):
+        seen.append(engine.state.iteration)
+
+    trainer.run(make_batches(4))
+    assert seen == [1, 2, 4]
+
+
+def test_user_handler_removed_again():
+    model, _, trainer = make_trainer()
+    GradMonitor(model).attach(trainer)
+    log: list[int] = []
+    with trainer.add_event_handler(MonitorEvents.GRADIENTS_READY, lambda e: log.append(e.state.iteration)):
+        trainer.run(make_batches(2))
+    trainer.run(make_batches(2))
+    assert log == [1, 2]
+
+
+@pytest.mark.parametrize("event", INSIDE)
+def test_logger_on_a_monitor_event(event, tmp_path, monkeypatch):
+    model, _, trainer = make_trainer()
+    GradMonitor(model).attach(trainer)
+    with TensorboardLogger(log_dir=tmp_path) as logger:
+        written = []
+        monkeypatch.setattr(logger.writer, "add_scalar", lambda key, value, step: written.append((key, step)))
+        logger.attach_output_handler(trainer, event(every=2), tag="a", output_transform=lambda _: {"one": 1.0})
+        logger.attach_opt_params_handler(trainer, event(once=3), optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        trainer.run(make_batches(4))
+    assert written == [("a/one", 2), ("lr/group_0", 3), ("a/one", 4)]
+
+
+def test_user_handler_runs_with_the_values_of_every_monitor_whatever_was_attached_first():
+    model, _, trainer = make_trainer()
+    GradMonitor(model, prefix="first", flag="first_spike").attach(trainer)
+    seen = []
+    trainer.add_event_handler(MonitorEvents.GRADIENTS_READY, lambda e: seen.append(sorted(e.state.metrics)))
+    GradMonitor(model, prefix="second", flag="second_spike").attach(trainer)
+    trainer.run(make_batches(1))
+    assert {"first/norm", "second/norm"} <= set(seen[0])
+
+
+# Optimizers
+
+
+@pytest.mark.parametrize("scheduler", [False, True])
+def test_two_optimizers_of_one_model_each_fire(scheduler):
+    model = make_model()
+    optimizers = [torch.optim.SGD(model[0].parameters(), lr=0.1), torch.optim.Adam(model[4].parameters())]
+    stray = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+
+    def train_step(_, batch):
+        model.zero_grad()
+        F.mse_loss(model(batch[0]), batch[1]).backward()
+        for optimizer in [*optimizers, stray]:
+            optimizer.step()
+
+    trainer = Engine(train_step)
+    if scheduler:
+        trainer.add_event_handler(
+            Events.ITERATION_COMPLETED, LRScheduler(torch.optim.lr_scheduler.StepLR(optimizers[0], 2))
+        )
+    GradMonitor(model).attach(trainer)
+    log = record(trainer, *INSIDE[1:3])
+    trainer.run(make_batches(3))
+    assert log == ["optimizer_step_started", "optimizer_step_completed"] * 2 * 3
+
+
+@pytest.mark.parametrize("when", ["before the run", "inside the run"])
+def test_scheduler_that_wraps_step(when):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = Engine(make_step(model, optimizer))
+    monitor = GradMonitor(model, optimizer)
+    monitor.attach(trainer)
+    log = record(trainer, *INSIDE[1:3])
+    if when == "before the run":
+        torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    else:
+        trainer.add_event_handler(
+            Events.EPOCH_STARTED, lambda _: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        )
+    trainer.run(make_batches(3))
+    assert log == ["optimizer_step_started", "optimizer_step_completed"] * 3
+
+
+def test_step_that_raises_and_is_retried_by_the_train_step():
+    """An optimizer that runs out of memory at its first step, which creates its state."""
+
+    class Flaky(torch.optim.SGD):
+        failures = 1
+
+        def step(self, closure=None):
+            if self.failures:
+                self.failures -= 1
+                raise RuntimeError("out of memory")
+            return super().step(closure)
+
+    model = make_model()
+    optimizer = Flaky(model.parameters(), lr=0.1)
+    used = []
+
+    def train_step(_, batch):
+        optimizer.zero_grad()
+        F.mse_loss(model(batch[0]), batch[1]).backward()
+        used.append(grad_norm(model.parameters()))
+        try:
+            optimizer.step()
+        except RuntimeError:
+            optimizer.step()
+
+    trainer = Engine(train_step)
+    monitor = GradMonitor(model, optimizer)
+    monitor.attach(trainer)
+    log = record(trainer, *INSIDE[1:3])
+    trainer.run(make_batches(3))
+    one = ["optimizer_step_started", "optimizer_step_completed"]
+    assert log == [one[0], *one, *one, *one]
+    assert float(monitor.metrics["grad/mean"]) == approx(sum(used[:2]) / 2)
+
+
+def test_skipped_step_that_raises_and_is_retried_is_skipped_again():
+    class Flaky(torch.optim.SGD):
+        fail = False
+
+        def step(self, closure=None):
+            if self.fail:
+                self.fail = False
+                raise RuntimeError("out of memory")
+            return super().step(closure)
+
+    model = make_model()
+    optimizer = Flaky(model.parameters(), lr=0.001)
+
+    def train_step(engine, batch):
+        optimizer.zero_grad()
+        F.mse_loss(model(batch[0]), batch[1]).backward()
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer.fail = engine.state.iteration == 2
+        try:
+            optimizer.step()
+        except RuntimeError:
+            optimizer.step()
+        changed = any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        assert changed is (engine.state.iteration != 2)
+        assert all(p.grad is not None for p in model.parameters())
+
+    trainer = Engine(train_step)
+    GradMonitor(model, optimizer, threshold=StaticThreshold(50.0), skip_step=True).attach(trainer)
+    trainer.run(make_batches(3, spikes=[2]))
+
+
+# torch.compile
+
+
+@pytest.mark.parametrize("given", ["compiled", "original"])
+def test_compiled_model_without_extra_recompiles(given):
+    def compiles(watched):
+        torch._dynamo.reset()
+        counters.clear()
+        model = make_model()
+        compiled = torch.compile(model, backend="aot_eager")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = Engine(make_step(compiled, optimizer))
+        log = None
+        if watched:
+            monitor = GradMonitor(compiled if given == "compiled" else model, optimizer)
+            monitor.attach(trainer, Events.ITERATION_STARTED(every=2))
+            log = record(trainer)
+            trainer.add_event_handler(
+                Events.ITERATION_COMPLETED(every=2),
+                lambda e: norms.append((float(e.state.metrics["grad/norm"]), grad_norm(model.parameters()))),
+            )
+        for _ in range(2):
+            trainer.run(make_batches(4), max_epochs=2)
+        return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()), log
+
+    norms: list[tuple[float, float]] = []
+    plain, watched = compiles(watched=False), compiles(watched=True)
+    assert watched[:2] == plain[:2]
+    assert watched[2] == [event.value for event in INSIDE] * 16
+    assert [got for got, _ in norms] == [approx(expected) for _, expected in norms]
+    assert len(norms) == 8
+
+
+def test_compiled_optimizer_step():
+    """What the fused kernels of a compiled step do not call can't be heard, and training goes on."""
+    torch._dynamo.reset()
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = torch.compile(optimizer.step, backend="aot_eager")
+
+    def train_step(engine, batch):
+        optimizer.zero_grad()
+        F.mse_loss(model(batch[0]), batch[1]).backward()
+        assert float(engine.state.grad_norm) == approx(grad_norm(model.parameters()))
+        step()
+
+    trainer = Engine(train_step)
+    GradMonitor(model, optimizer).attach(trainer)
+    log = record(trainer)
+    trainer.run(make_batches(3))
+    assert log == [event.value for event in INSIDE] * 3
+
+
+# Exceptions
+
+
+class Boom(torch.autograd.Function):
+    """Identity whose backward raises."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise RuntimeError("out of memory")
+
+
+@pytest.mark.parametrize("where", ["before the first gradient", "after some gradients"])
+def test_backward_that_raises_and_is_retried_by_the_train_step(where):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train_step(engine, batch):
+        optimizer.zero_grad()
+        out = Boom.apply(model(batch[0])) if where.startswith("before") else model[3:](Boom.apply(model[:3](batch[0])))
+        with pytest.raises(RuntimeError, match="out of memory"):
+            F.mse_loss(out, batch[1]).backward()
+        optimizer.zero_grad()
+        F.mse_loss(model(batch[0]), batch[1]).backward()
+        assert float(engine.state.grad_norm) == approx(grad_norm(model.parameters()))
+        optimizer.step()
+
+    trainer = Engine(train_step)
+    monitor = GradMonitor(model, optimizer)
+    monitor.attach(trainer)
+    log = record(trainer)
+    trainer.run(make_batches(3))
+    assert log == [event.value for event in INSIDE] * 3
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+@pytest.mark.parametrize("event", [*INSIDE, MonitorEvents.SPIKE_DETECTED])
+def test_exception_in_a_user_handler_propagates_and_leaves_no_hook(event, error):
+    model, optimizer, trainer = make_trainer(lr=1e-6)
+    GradMonitor(model, optimizer, threshold=StaticThreshold(50.0), skip_step=True).attach(trainer)
+    before = hooks_only(footprint(trainer, model, optimizer))
+
+    @trainer.on(event)
+    def fail(engine):
+        if engine.state.iteration == 2:
+            raise error("mine")
+
+    with pytest.raises(error, match="mine"):
+        trainer.run(make_batches(4, spikes=[2]))
+    assert hooks_only(footprint(trainer, model, optimizer)) == before
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_exception_in_a_user_handler_of_gradients_ready_can_be_caught_around_backward():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    calls = []
+
+    def train_step(engine, batch):
+        optimizer.zero_grad()
+        with pytest.raises(ZeroDivisionError):
+            F.mse_loss(model(batch[0]), batch[1]).backward()
+        optimizer.zero_grad()
+        F.mse_loss(model(batch[0]), batch[1]).backward()
+        assert float(engine.state.grad_norm) == approx(grad_norm(model.parameters()))
+        optimizer.step()
+
+    trainer = Engine(train_step)
+    GradMonitor(model, optimizer).attach(trainer)
+
+    @trainer.on(MonitorEvents.GRADIENTS_READY)
+    def fail(_):
+        calls.append(1)
+        if len(calls) % 2:
+            raise ZeroDivisionError
+
+    trainer.run(make_batches(2))
+    assert len(calls) == 4
+
+
+# Control of the engine from inside
+
+
+@pytest.mark.parametrize("event", INSIDE)
+@pytest.mark.parametrize(
+    ("action", "iterations"),
+    [
+        (lambda e: e.terminate(), [1, 2]),
+        (lambda e: e.terminate(skip_completed=True), [1, 2]),
+        (lambda e: e.terminate_epoch(), [1, 2, 3, 4]),
+        (lambda e: e.interrupt(), [1, 2]),
+    ],
+    ids=["terminate", "terminate skip_completed", "terminate_epoch", "interrupt"],
+)
+def test_control_from_inside_a_handler(event, action, iterations):
+    model, optimizer, trainer = make_trainer()
+    monitor = GradMonitor(model, optimizer)
+    monitor.attach(trainer)
+    before = hooks_only(footprint(trainer, model, optimizer))
+    seen = []
+    trainer.add_event_handler(
+        Events.ITERATION_COMPLETED, lambda e: seen.append((e.state.iteration, "grad/norm" in e.state.metrics))
+    )
+    handle = trainer.add_event_handler(event(once=2), action)
+    trainer.run(make_batches(2), max_epochs=2) if len(iterations) == 4 else trainer.run(make_batches(4))
+    assert seen == [(iteration, True) for iteration in iterations]
+    assert hooks_only(footprint(trainer, model, optimizer)) == before
+    handle.remove()
+    trainer.run(make_batches(4), max_epochs=3)  # goes on, or starts anew
+    assert all(published for _, published in seen)
+    assert hooks_only(footprint(trainer, model, optimizer)) == before
+
+
+@pytest.mark.parametrize("event", [Events.GET_BATCH_COMPLETED, Events.ITERATION_STARTED, Events.ITERATION_COMPLETED])
+def test_interrupted_run_goes_on_where_it_stopped(event):
+    """Interrupted at ITERATION_STARTED, it goes on with that iteration's train step, without the event."""
+    model, optimizer, trainer = make_trainer()
+    GradMonitor(model, optimizer).attach(trainer)
+    before = hooks_only(footprint(trainer, model, optimizer))
+    trainer.add_event_handler(event(lambda e, _: e.state.iteration == 2), lambda e: e.interrupt())
+    log = record(trainer)
+    published = []
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda e: published.append("grad/norm" in e.state.metrics))
+    trainer.run(make_batches(4))
+    trainer.run()
+    assert published == [True] * 4
+    assert log == [event.value for event in INSIDE] * 4
+    assert hooks_only(footprint(trainer, model, optimizer)) == before
+
+
+@pytest.mark.parametrize("event", [MonitorEvents.TRAIN_STEP_COMPLETED, Events.ITERATION_COMPLETED])
+@pytest.mark.parametrize("with_step", [False, True])
+def test_backward_in_a_handler_after_the_train_step_is_not_the_train_steps(event, with_step):
+    """A handler that looks at gradients of its own, or an engine that trains the same model for a moment."""
+
+    def published(disturbed):
+        model, optimizer, trainer = make_trainer(lr=0.0)
+        model.eval()
+        optimizer.param_groups[0]["momentum"] = 0.0
+        monitor = GradMonitor(model, optimizer)
+        monitor.attach(trainer)
+        seen = []
+
+        @trainer.on(event)
+        def saliency(engine):
+            if disturbed:
+                optimizer.zero_grad()
+                (1000 * F.mse_loss(model(engine.state.batch[0]), engine.state.batch[1])).backward()
+                if with_step:
+                    optimizer.step()
+
+        @trainer.on(Events.ITERATION_COMPLETED)
+        def look(engine):
+            seen.append({**{k: float(v) for k, v in monitor.metrics.items()}, "state": float(engine.state.grad_norm)})
+
+        trainer.run(make_batches(5))
+        return seen
+
+    assert published(disturbed=True) == published(disturbed=False)
+
+
+def test_evaluator_run_inside_a_handler():
+    model, optimizer, trainer = make_trainer()
+    GradMonitor(model, optimizer).attach(trainer)
+    evaluator = Engine(lambda _, batch: model(batch[0]).detach())
+    log = record(trainer)
+
+    for event in INSIDE:
+
+        @trainer.on(event)
+        def evaluate(_):
+            evaluator.run(make_batches(2))
+
+    trainer.run(make_batches(3))
+    assert log == [event.value for event in INSIDE] * 3
+
+
+def test_inner_engine_that_trains_another_monitored_model():
+    """Each engine hears of its own models alone (an inner loop of meta-learning, a test-time adaptation)."""
+    model, optimizer, trainer = make_trainer()
+    inner_model, inner_optimizer, inner = make_trainer()
+    GradMonitor(model, optimizer).attach(trainer)
+    GradMonitor(inner_model, inner_optimizer).attach(inner)
+    outer_log, inner_log = record(trainer), record(inner)
+    trainer.add_event_handler(MonitorEvents.OPTIMIZER_STEP_COMPLETED, lambda _: inner.run(make_batches(2)))
+    trainer.run(make_batches(3))
+    assert outer_log == [event.value for event in INSIDE] * 3
+    assert inner_log == [event.value for event in INSIDE] * 6
+
+
+@pytest.mark.parametrize("skip_step", [False, True])
+@pytest.mark.parametrize(
+    "event", [Events.ITERATION_STARTED, *INSIDE, MonitorEvents.SPIKE_DETECTED, Events.ITERATION_COMPLETED]
+)
+def test_handler_that_detaches_in_the_middle_of_an_iteration(event, skip_step):
+    model, optimizer, trainer = make_trainer(lr=1e-6)
+    before = footprint(trainer, model, optimizer)
+    rule = StaticThreshold(50.0)
+    monitor = GradMonitor(model, optimizer, threshold=rule, skip_step=skip_step)
+    other = GradMonitor(model, threshold=rule, prefix="other", flag="other_spike")
+    monitor.attach(trainer)
+    other_handle = other.attach(trainer)
+    handle = trainer.add_event_handler(event(once=2), lambda _: monitor.detach())
+    trainer.run(make_batches(4, spikes=[2]))
+    assert not hasattr(trainer.state, "unhealthy_spike")
+    assert float(trainer.state.metrics["other/norm"]) == approx(grad_norm(model.parameters()))
+    assert sorted(trainer.state.metrics) == sorted(other.metrics)
+    assert int(other.metrics["other/spike_count"]) == 1
+    handle.remove()
+    other_handle.remove()
+    picture = footprint(trainer, model, optimizer)
+    assert picture == {**before, "state": picture["state"]}
+
+
+def test_last_monitor_detached_inside_gradients_ready_leaves_nothing_at_once():
+    model, optimizer, trainer = make_trainer()
+    before = hooks_only(footprint(trainer, model, optimizer))
+    monitor = GradMonitor(model, optimizer)
+    monitor.attach(trainer)
+    log = record(trainer)
+    pictures = []
+
+    @trainer.on(MonitorEvents.GRADIENTS_READY(once=2))
+    def leave(_):
+        monitor.detach()
+        pictures.append(hooks_only(footprint(trainer, model, optimizer)))
+
+    trainer.run(make_batches(4))
+    assert pictures == [before]
+    assert log == [*(event.value for event in INSIDE), "gradients_ready"]
+    assert trainer.state.metrics == {}
+
+
+def test_attached_inside_a_running_iteration():
+    model, optimizer, trainer = make_trainer()
+    monitor = GradMonitor(model, optimizer)
+    published = []
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=2), lambda e: monitor.attach(e))
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda e: published.append("grad/norm" in e.state.metrics))
+    trainer.run(make_batches(4))
+    assert published[2:] == [True, True]
+    assert published[0] is False
