@@ -41,16 +41,14 @@ class Moments(NamedTuple):
             x: the number, a finite 0-dim tensor.
             decay: what the weight of every earlier number is multiplied by.
         """
+        count, delta = self.count + 1.0, x - self.mean
+        if decay == 1.0:  # all of these are n
+            mean = self.mean + delta / count
+            return Moments(count, count, count, mean, torch.addcmul(self.spread, delta, x - mean))
         weight = self.weight * decay + 1.0
-        delta = x - self.mean
         mean = self.mean + delta / weight
-        return Moments(
-            self.count + 1.0,
-            weight,
-            self.weight_squared * decay**2 + 1.0,
-            mean,
-            self.spread * decay + delta * (x - mean),
-        )
+        weight_squared = self.weight_squared * decay**2 + 1.0
+        return Moments(count, weight, weight_squared, mean, torch.addcmul(self.spread * decay, delta, x - mean))
 
     @property
     def std(self) -> Tensor:

@@ -119,15 +119,24 @@ def reduce_norm(norm: Tensor, norm_type: float, all_reduce: Callable[[Tensor, bo
     return unit * all_reduce((norm / unit) ** norm_type, False) ** (1.0 / norm_type)
 
 
+def any_sharded(tensors: Iterable[Tensor]) -> bool:
+    """Whether there is a DTensor among tensors.
+
+    Args:
+        tensors: the tensors.
+    """
+    # No DTensor exists before its module is imported, which takes a while.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and any(issubclass(kind, module.DTensor) for kind in set(map(type, tensors)))
+
+
 def is_sharded(tensor: Tensor) -> bool:
     """Whether a tensor is a DTensor.
 
     Args:
         tensor: the tensor.
     """
-    # No DTensor exists before its module is imported, which takes a while.
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+    return any_sharded((tensor,))
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:

@@ -45,6 +45,7 @@ class ThresholdRule:
         self.decay = 1.0 if decay is None else check_real("decay", decay, above=0.0, below=1.0)
         empty = self.empty()
         self._shapes = {name: value.shape for name, value in empty.items()}
+        self._only_numbers = not any(self._shapes.values())
         self._empty = _pack(empty)
         self._set(self._empty)
 
@@ -83,8 +84,8 @@ class ThresholdRule:
         moments = self.moments
         std = moments.std
         limit = torch.as_tensor(self(moments.mean, std, moments.count)).to(moments.mean)
-        judges = (moments.count >= self.warmup) & ~limit.isnan()
-        return torch.where(judges, limit, math.inf), torch.where(moments.count > 0, moments.mean, math.nan), std
+        limit = torch.where(moments.count >= self.warmup, limit, math.inf).nan_to_num(nan=math.inf, posinf=math.inf)
+        return limit, torch.where(moments.count > 0, moments.mean, math.nan), std
 
     @property
     def moments(self) -> Moments:
@@ -145,6 +146,8 @@ class ThresholdRule:
         self.state = self._unpack(vector)
 
     def _unpack(self, vector: Tensor) -> State:
+        if self._only_numbers:
+            return dict(zip(self._shapes, vector.unbind(), strict=True))
         parts = vector.split([shape.numel() for shape in self._shapes.values()])
         return {name: part.view(shape) for (name, shape), part in zip(self._shapes.items(), parts, strict=True)}
 
@@ -233,4 +236,7 @@ class CallableThreshold(ThresholdRule):
 
 
 def _pack(state: State) -> Tensor:
-    return torch.cat([value.reshape(-1) for value in state.values()])
+    values = list(state.values())
+    if any(value.ndim for value in values):
+        return torch.cat([value.reshape(-1) for value in values])
+    return torch.stack(values)

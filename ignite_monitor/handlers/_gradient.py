@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from operator import is_, sub
 
 from torch import Tensor
 
-from ignite_monitor.functional.norms import is_sharded
+from ignite_monitor.functional.norms import any_sharded
 from ignite_monitor.functional.spikes import Verdict
 
 
@@ -21,26 +22,25 @@ class JudgedGradient:
     Args:
         verdict: what the detector said of its norm.
         tensors: the gradient, a tensor per parameter.
-        known: how many norms the verdict is based on, as far as the host knows.
         shared: whether the backward that made it reached other monitored models too.
 
     Attributes:
         verdict: what the detector said of its norm.
-        known: how many norms the verdict is based on, as far as the host knows.
         seen: whether it was seen in the current iteration.
         used: whether an optimizer has made its step with it.
         foreign: whether it is what another optimizer's gradients have left over here.
         announced: whether it has been announced as a spike.
+        statistics: what its verdict is based on, as far as there is any: name -> 0-dim tensor.
     """
 
-    def __init__(self, verdict: Verdict, tensors: Sequence[Tensor], *, known: int, shared: bool = False) -> None:
+    def __init__(self, verdict: Verdict, tensors: Sequence[Tensor], *, shared: bool = False) -> None:
         self.verdict = verdict
-        self.known = known
         self.seen = True
         self.used = False
         self.foreign = shared
         self.announced = False
         self._tensors = [weakref.ref(tensor) for tensor in tensors]
+        self.statistics: dict[str, Tensor] = {}
         self._is_spike: bool | None = None
         self.remember(tensors)
 
@@ -50,7 +50,7 @@ class JudgedGradient:
         Args:
             tensors: a tensor per parameter.
         """
-        self._versions = [_version(tensor) for tensor in tensors]
+        self._versions = _versions(tensors)
 
     def is_made_of(self, tensors: Sequence[Tensor]) -> bool:
         """Whether these are its tensors, whatever has been done to them in place.
@@ -58,9 +58,7 @@ class JudgedGradient:
         Args:
             tensors: a tensor per parameter.
         """
-        return len(tensors) == len(self._tensors) and all(
-            own() is tensor for own, tensor in zip(self._tensors, tensors, strict=True)
-        )
+        return len(tensors) == len(self._tensors) and all(map(is_, [own() for own in self._tensors], tensors))
 
     def changes(self, tensors: Sequence[Tensor]) -> int | None:
         """How often its tensors have been changed since they were last remembered, at most; None if replaced.
@@ -70,7 +68,7 @@ class JudgedGradient:
         """
         if not self.is_made_of(tensors):
             return None
-        return max(_version(tensor) - version for tensor, version in zip(tensors, self._versions, strict=True))
+        return max(map(sub, _versions(tensors), self._versions), default=0)
 
     def is_spike(self) -> bool:
         """Whether it is a spike, known on the host: the first call waits for the device."""
@@ -79,8 +77,7 @@ class JudgedGradient:
         return self._is_spike
 
 
-def _version(tensor: Tensor) -> int:
-    # FSDP2 accumulates into the local part of a DTensor, whose own counter stays as it is.
-    if type(tensor) is not Tensor and is_sharded(tensor):
-        tensor = getattr(tensor, "_local_tensor", tensor)
-    return tensor._version
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    if any_sharded(tensors):  # FSDP2 accumulates into the local parts, and the counters of the whole stay as they are
+        return [getattr(tensor, "_local_tensor", tensor)._version for tensor in tensors]
+    return [tensor._version for tensor in tensors]

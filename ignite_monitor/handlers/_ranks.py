@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ignite_monitor.functional.norms import combine, is_sharded, reduce_norm, sharded_norm, total_norm
+from ignite_monitor.functional.norms import any_sharded, combine, is_sharded, reduce_norm, sharded_norm, total_norm
 
 
 def gradient_norm(gradients: Sequence[Tensor], norm_type: float, reduction: str | None) -> Tensor:
@@ -23,8 +23,10 @@ def gradient_norm(gradients: Sequence[Tensor], norm_type: float, reduction: str 
             mean square is taken; ``"sum"`` parts of one; None the same to the last bit, so that nothing is
             communicated. DTensors are exact in any.
     """
-    plain = [gradient for gradient in gradients if not is_sharded(gradient)]
-    sharded: list[Any] = [gradient for gradient in gradients if is_sharded(gradient)]
+    plain, sharded = gradients, list[Any]()
+    if any_sharded(gradients):
+        plain = [gradient for gradient in gradients if not is_sharded(gradient)]
+        sharded = [gradient for gradient in gradients if is_sharded(gradient)]
     norms = [_over_ranks(total_norm(plain, norm_type), norm_type, reduction)] if plain else []
     norms += [sharded_norm(sharded, norm_type)] if sharded else []
     return norms[0] if len(norms) == 1 else combine(norms, norm_type)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer
 
-from ignite_monitor.functional.norms import is_sharded
+from ignite_monitor.functional.norms import any_sharded
 
 
 def check_skippable(optimizer: Optimizer | None) -> None:
@@ -91,4 +91,4 @@ def _skips_on_device(optimizer: Optimizer) -> bool:
     ]
     # At its first step fused SGD takes momentum buffers into use even where it skips, and never fills them.
     # Fused kernels do not mix sharded parameters with a plain found_inf.
-    return all(parameter in optimizer.state and not is_sharded(parameter) for parameter in stepping)
+    return all(parameter in optimizer.state for parameter in stepping) and not any_sharded(stepping)

@@ -275,8 +275,10 @@ class GradMonitor(Monitor):
             # Set by hand since the last backward. Fused optimizers are given what to unscale them by.
             self._settle(undo=False)
             gradient = self._judge(engine, gradients, getattr(self._watch.stepping, "grad_scale", None))
-        elif not gradient.seen:  # left over from an iteration that made no step
-            self._settle(undo=True)
+        else:
+            self._settle(undo=True)  # where it is left over from an iteration that made no step
+            if changes:
+                gradient.remember(gradients)
         gradient.seen = True
         self._steps = True
         self._announce(engine, gradient)
@@ -293,7 +295,6 @@ class GradMonitor(Monitor):
         if gradient is None or not self._steps:
             return
         self._steps, gradient.used = False, True
-        gradient.remember(self._gradients())
         self._stepped = gradient
         if self.optimizer is not None:
             self._observe(gradient)
@@ -327,10 +328,11 @@ class GradMonitor(Monitor):
             return []
         parameters = self._watch.parameters(self.model)
         if self.optimizer is not None:
-            held = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-            if parameters is not self._own[0] or len(held) != self._own[1]:
-                ids = set(map(id, held))
-                self._own = (parameters, len(held), [each for each in parameters if id(each) in ids])
+            groups = self.optimizer.param_groups
+            size = sum(len(group["params"]) for group in groups)
+            if parameters is not self._own[0] or size != self._own[1]:
+                held = {id(parameter) for group in groups for parameter in group["params"]}
+                self._own = (parameters, size, [each for each in parameters if id(each) in held])
             parameters = self._own[2]
         return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
@@ -340,9 +342,18 @@ class GradMonitor(Monitor):
         norm = gradient_norm(gradients, self.norm_type, self._reduction)
         if scale is not None:
             norm = norm / scale.to(norm.device)
-        self._gradient = JudgedGradient(self._detector.judge(norm), gradients, known=self._known, shared=shared)
-        self._show(engine, self._gradient)
-        return self._gradient
+        verdict = self._detector.judge(norm)
+        gradient = self._gradient = JudgedGradient(verdict, gradients, shared=shared)
+        # What there is not yet is left out. What lies on the CPU can be looked at without waiting for anything.
+        for name, value, least in (
+            ("threshold", verdict.threshold, self._detector.rule.warmup),
+            ("mean", verdict.mean, 1),
+            ("std", verdict.std, 2),
+        ):
+            if len(value.isfinite().nonzero()) if value.device.type == "cpu" else self._known >= least:
+                gradient.statistics[name] = value
+        self._show(engine, gradient)
+        return gradient
 
     def _observe(self, gradient: JudgedGradient, when: Tensor | None = None) -> None:
         verdict = gradient.verdict
@@ -362,21 +373,14 @@ class GradMonitor(Monitor):
         verdict = gradient.verdict
         setattr(engine.state, self.flag, verdict.spike)
         setattr(engine.state, self._norm_attribute, verdict.norm)
-        statistics = {"mean": (verdict.mean, 1), "std": (verdict.std, 2)}
-        statistics["threshold"] = (verdict.threshold, self._detector.rule.warmup)
         self.retract()
         self.publish(
             norm=verdict.norm,
+            **gradient.statistics,
             spike=verdict.spike.to(verdict.norm.dtype),
             spike_count=self._detector.spike_count,
             skipped_count=self._skipped_count,
             nonfinite_count=self._detector.nonfinite_count,
-            # What there is not yet is left out. What lies on the CPU can be looked at without waiting for anything.
-            **{
-                name: value
-                for name, (value, least) in statistics.items()
-                if (len(value.isfinite().nonzero()) if value.device.type == "cpu" else gradient.known >= least)
-            },
         )
 
     def _is_own_step(self) -> bool:

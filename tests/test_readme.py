@@ -1,0 +1,105 @@
+"""What the README shows is run as it stands."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from ignite.engine import create_supervised_trainer
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import ignite_monitor
+from ignite_monitor import MonitorEvents
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```python\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
+
+
+def scalars(log_dir):
+    events = EventAccumulator(str(log_dir))
+    events.Reload()
+    return {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
+
+
+def test_first_example(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    namespace = {}
+    exec(compile(BLOCKS[0], "README.md", "exec"), namespace)
+    trainer = namespace["trainer"]
+    assert trainer.state.metrics["grad/spike_count"] >= 1
+    assert "tensor(" in capsys.readouterr().out
+
+
+def test_other_examples_run_on_a_trainer(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for block in BLOCKS[1:]:
+        trainer = create_supervised_trainer(model, optimizer, torch.nn.functional.mse_loss)
+        monitor = ignite_monitor.GradMonitor(
+            model, threshold=ignite_monitor.StaticThreshold(1e-6), prefix="x", flag="y"
+        )
+        monitor.attach(trainer)
+        exec(
+            compile(block, "README.md", "exec"),
+            dict(vars(ignite_monitor), trainer=trainer, model=model, optimizer=optimizer, torch=torch),
+        )
+        trainer.run([(torch.randn(4, 3), torch.randn(4, 1))] * 2)
+    assert (tmp_path / "spike_1.pt").exists()
+
+
+def test_tables_name_what_there_is():
+    keys = set(re.findall(r"`(grad/\w+)`", README))
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    trainer = create_supervised_trainer(model, optimizer, torch.nn.functional.mse_loss)
+    ignite_monitor.GradMonitor(model, optimizer).attach(trainer)
+    trainer.run([(torch.randn(4, 3), torch.randn(4, 1))] * 30)
+    assert keys == set(trainer.state.metrics)
+    assert {event.name for event in MonitorEvents} <= set(re.findall(r"`([A-Z_]+)`", README))
+    assert set(ignite_monitor.__all__) <= set(re.findall(r"\w+", README))
+
+
+def run_example(name, directory, *arguments):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, str(ROOT / "examples" / name), *arguments],
+        cwd=directory,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=True,
+    )
+
+
+def accuracies(output):
+    return [float(each) for each in re.findall(r"test accuracy ([\d.]+)", output)]
+
+
+@pytest.mark.parametrize(("arguments", "harmless"), [((), True), (("--ignore-spikes",), False)])
+def test_custom_step_example(tmp_path, arguments, harmless):
+    done = run_example("spikes_custom_step.py", tmp_path, *arguments)
+    output = done.stdout + done.stderr
+    assert "iteration 120: gradient norm" in output
+    assert "tensorboard --logdir runs/spikes_custom_step" in output
+    assert (accuracies(output)[-1] > 0.9) is harmless
+    written = scalars(tmp_path / "runs" / "spikes_custom_step")
+    assert written["grad/spike"][120] == 1.0
+    assert written["grad/norm"][120] > 100 * written["grad/threshold"][120]
+    assert len(written["grad/norm"]) == 220
+    assert min(written["grad/threshold"]) == 21
+
+
+@pytest.mark.parametrize(("arguments", "skipped"), [((), 6), (("--no-skip",), 0)])
+def test_skipped_example(tmp_path, arguments, skipped):
+    output = run_example("spikes_skipped.py", tmp_path, *arguments).stdout
+    assert f"Steps skipped: {skipped} of 220" in output
+    assert (accuracies(output)[-1] > 0.9) is bool(skipped)
