@@ -6,6 +6,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
@@ -80,6 +81,21 @@ class Monitor(Serializable):
 
     def release(self) -> None:
         """Let go of everything that belongs to the run that has ended."""
+
+    def carried(self) -> list[Tensor]:
+        """Tensors of any shape that come to the host whenever the values do, in the same transfer."""
+        return []
+
+    def receive(self, carried: list[list[float]]) -> dict[str, float]:
+        """Take in what :meth:`carried` gave, now that it is on the host.
+
+        Args:
+            carried: the tensors, flat.
+
+        Returns:
+            More values, name, without the prefix, -> number, that are known only now.
+        """
+        return {}
 
     def clear(self, engine: Engine) -> None:
         """Take this monitor's values out of the engine's state.
@@ -223,20 +239,17 @@ class Monitor(Serializable):
         Args:
             values: name, without the prefix, -> 0-dim tensor.
         """
-        engine = self._attached_to()
-        named = {f"{self.prefix}/{name}": value for name, value in values.items()}
-        self.metrics.update(named)
+        self._put({f"{self.prefix}/{name}": value for name, value in values.items()})
         self._host = None
-        if engine is not None:
-            engine.state.metrics.update(named)
 
     def on_host(self) -> dict[str, float]:
         """This iteration's values as floats; those of all monitors on the engine come over in one transfer."""
         if self._host is None:
             members = [self] if self._watch is None else self._watch.members
             stale = [member for member in members if member._host is None]
-            for member, values in zip(stale, _transfer([member.metrics for member in stale]), strict=True):
-                member._host = values
+            numbers = _transfer([[*member.metrics.values(), *member.carried()] for member in stale])
+            for member, own in zip(stale, numbers, strict=True):
+                member._take_over(own)
         return self._host or {}
 
     @property
@@ -246,6 +259,20 @@ class Monitor(Serializable):
 
     def _attached_to(self) -> Engine | None:
         return self._engine() if self._engine is not None else None
+
+    def _put(self, values: dict[str, Tensor]) -> None:
+        self.metrics.update(values)
+        engine = self._attached_to()
+        if engine is not None:
+            engine.state.metrics.update(values)
+
+    def _take_over(self, numbers: list[list[float]]) -> None:
+        count = len(self.metrics)
+        host = {name: number for name, (number,) in zip(self.metrics, numbers[:count], strict=True)}
+        late = {f"{self.prefix}/{name}": number for name, number in self.receive(numbers[count:]).items()}
+        if late:
+            self._put({name: torch.tensor(number, dtype=torch.float64) for name, number in late.items()})
+        self._host = host | late
 
     def _start(self, engine: Engine) -> None:
         self.clear(engine)
@@ -340,10 +367,12 @@ def _events(event: Any) -> list[CallableEventWithFilter]:
     return list(event) if isinstance(event, EventsList) else [event]
 
 
-def _transfer(metrics: list[dict[str, Tensor]]) -> list[dict[str, float]]:
+def _transfer(groups: list[list[Tensor]]) -> list[list[list[float]]]:
+    """The elements of groups of tensors, each flat, in one transfer per device."""
     by_device: dict[torch.device, list[Tensor]] = {}
-    for values in metrics:
-        for value in values.values():
-            by_device.setdefault(value.device, []).append(value.double() if value.device.type != "mps" else value)
-    numbers = {device: iter(torch.stack(values).tolist()) for device, values in by_device.items()}
-    return [{name: next(numbers[value.device]) for name, value in values.items()} for values in metrics]
+    for tensors in groups:
+        for tensor in tensors:
+            wide = tensor.double() if tensor.device.type != "mps" else tensor
+            by_device.setdefault(tensor.device, []).append(wide.reshape(-1))
+    numbers = {device: iter(torch.cat(tensors).tolist()) for device, tensors in by_device.items()}
+    return [[list(islice(numbers[tensor.device], tensor.numel())) for tensor in tensors] for tensors in groups]

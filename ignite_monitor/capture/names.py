@@ -1,0 +1,65 @@
+"""What modules and parameters are called in the user's own model, whatever it has been wrapped in."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+# Attributes that wrappers put a module under; no user calls a module so.
+_WRAPPED = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+
+
+def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """All modules with the names they have without wrappers; a wrapper itself has that of what it wraps.
+
+    Wrappers are those of torch: DistributedDataParallel, DataParallel, FullyShardedDataParallel, ``torch.compile``
+    and activation checkpointing. A module that the user calls ``module`` keeps its name.
+
+    Args:
+        model: the model.
+    """
+    clean = {"": ""}
+    for path, module in model.named_modules():
+        parent, _, last = path.rpartition(".")
+        if path:
+            within = clean[parent]
+            owner = model.get_submodule(parent)
+            wrapped = last in _WRAPPED or (
+                last == "module" and isinstance(owner, (DataParallel, DistributedDataParallel))
+            )
+            clean[path] = within if wrapped else f"{within}.{last}".lstrip(".")
+        yield clean[path], module
+
+
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Module]]:
+    """All parameters, each once and by its first name, with the modules that own them.
+
+    Args:
+        model: the model.
+    """
+    seen = set()
+    for name, module in named_modules(model):
+        for last, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield f"{name}.{last}".lstrip("."), parameter, module
+
+
+def tags(names: Iterable[str]) -> list[str]:
+    """Names as loggers keep them: of letters, digits, ``-``, ``_``, ``.`` and ``/``, each different.
+
+    Args:
+        names: the names.
+    """
+    found: dict[str, None] = {}
+    for name in names:
+        plain = tag = re.sub(r"[^A-Za-z0-9_./-]", "_", name)
+        more = 1
+        while tag in found:
+            more += 1
+            tag = f"{plain}_{more}"
+        found[tag] = None
+    return list(found)

@@ -1,0 +1,30 @@
+"""Norms of sparse gradients, without a synchronisation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def summed_values(sparse: Tensor) -> Tensor:
+    """The values of a sparse COO tensor, those at the same place summed.
+
+    ``coalesce()`` does it too, but waits for the device, since the size of its result depends on the indices. This
+    result keeps the size that is there, with zeros where several values have become one.
+
+    Args:
+        sparse: a sparse COO tensor, coalesced or not.
+
+    Returns:
+        A dense tensor, of the size of ``sparse._values()``, with the same norm as ``sparse``.
+    """
+    values = sparse._values()
+    if sparse.is_coalesced() or not len(values):
+        return values
+    indices = sparse._indices()
+    places = torch.zeros_like(indices[0])
+    for size, index in zip(sparse.shape, indices, strict=False):
+        places = places * size + index
+    ordered, order = places.sort()
+    first = torch.cat([torch.zeros_like(ordered[:1]), (ordered[1:] != ordered[:-1]).long()])
+    return torch.zeros_like(values).index_add_(0, first.cumsum(0), values[order])

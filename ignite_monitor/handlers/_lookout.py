@@ -1,0 +1,53 @@
+"""Learning on the host, without waiting for it, that something has happened on a device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Lookout:
+    """Carries one flag to the host: at once from the CPU, from a CUDA device when it gets there.
+
+    From other devices, which can't be asked whether a copy has arrived, only :meth:`heard` with ``wait`` learns it.
+    """
+
+    def __init__(self) -> None:
+        self._heard = False
+        self._flag: Tensor | None = None
+        self._sent: tuple[Tensor, torch.cuda.Event] | None = None
+
+    def tell(self, flag: Tensor) -> None:
+        """Something may have happened.
+
+        Args:
+            flag: 0-dim bool tensor: whether it has.
+        """
+        if flag.device.type == "cpu":
+            self._heard |= len(flag.reshape(1).nonzero()) > 0
+            return
+        self._flag = flag if self._flag is None else self._flag | flag
+        if flag.device.type == "cuda" and self._sent is None:
+            copy = torch.empty((), dtype=torch.bool, pin_memory=True)
+            copy.copy_(self._flag, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(flag.device))
+            self._sent = (copy, event)
+            self._flag = None
+
+    def heard(self, wait: bool = False) -> bool:
+        """Whether something has happened since this was last true, as far as is known by now.
+
+        Args:
+            wait: whether to wait for what is not known yet.
+        """
+        if self._sent is not None and (wait or self._sent[1].query()):
+            copy, event = self._sent
+            event.synchronize()
+            self._heard |= len(copy.reshape(1).nonzero()) > 0
+            self._sent = None
+        if wait and self._flag is not None:
+            self._heard |= bool(self._flag)
+            self._flag = None
+        heard, self._heard = self._heard, False
+        return heard

@@ -1,0 +1,53 @@
+"""Samples of parameters: which elements, and their norms."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ignite_monitor.capture.samples import ParameterSamples
+from ignite_monitor.functional.sampling import fnv1a_64, spread_indices
+
+
+def test_sampled_elements_are_those_of_the_name():
+    model = nn.Sequential(nn.Linear(30, 40), nn.Embedding(50, 4))
+    samples = ParameterSamples(model, 16)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    samples.keep_weights([parameter.detach() for parameter in model.parameters()])
+    changed = [parameter + torch.rand_like(parameter) for parameter in before]
+    weights, changes = samples.weights_and_changes(changed)
+    sizes = {"0.weight": 16, "0.bias": 16, "1.weight": 50}  # of the embedding one in each row
+    for place, (name, size) in enumerate(sizes.items()):
+        index = spread_indices(fnv1a_64(name), before[place].numel(), size)
+        kept = before[place].flatten()[index].double()
+        assert float(weights[place]) == pytest.approx(float(kept.norm()), rel=1e-6)
+        moved = (changed[place] - before[place]).flatten()[index].double()
+        assert float(changes[place]) == pytest.approx(float(moved.norm()), rel=1e-6)
+    rows = spread_indices(fnv1a_64("1.weight"), 200, 50) // 4
+    assert rows.tolist() == list(range(50))
+
+
+def test_gradient_norms_are_scaled_to_the_whole_parameter():
+    model = nn.Linear(30, 40)
+    samples = ParameterSamples(model, 16)
+    gradients = [torch.full_like(parameter, 2.0) for parameter in (model.weight.detach(), model.bias.detach())]
+    expected = [float(gradient.norm()) for gradient in gradients]
+    assert samples.gradient_norms(gradients, {}).tolist() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("change", ["none", "new parameter", "new module", "dtype", "replaced", "removed"])
+def test_fit(change):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    samples = ParameterSamples(model, None)
+    if change == "new parameter":
+        model[0].extra = nn.Parameter(torch.ones(1))
+    elif change == "new module":
+        model[1].append = nn.Linear(1, 1)
+    elif change == "dtype":
+        model.double()
+    elif change == "replaced":
+        model[0].weight = nn.Parameter(torch.ones(4, 3))
+    elif change == "removed":
+        model[1].bias = None
+    assert samples.fit() == (change == "none")

@@ -1,0 +1,87 @@
+"""Two ranks see what one process with the whole batch and the whole parameters sees, and agree."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed._weight_update_worker import COUNT, SCENARIOS, STILL, WORLD, net, train
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.distributed._weight_update_worker", str(folder), str(rank), *SCENARIOS],
+            cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(WORLD)
+    ]  # fmt: skip
+    try:
+        errors = [rank.communicate(timeout=150)[1] for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [0] * WORLD, errors
+    finally:
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.kill()
+                rank.communicate()
+    return folder
+
+
+@pytest.fixture
+def results(folder):
+    def load(name):
+        both = [torch.load(folder / f"{name}.{rank}.pt", weights_only=True) for rank in range(WORLD)]
+        for rank, result in enumerate(both):
+            if "error" in result:
+                pytest.fail(f"rank {rank}: {result['error']}")
+        return both
+
+    return load
+
+
+@pytest.mark.parametrize("name", [name for name in SCENARIOS if name != "fsdp skipped"])
+def test_both_ranks_publish_what_one_process_does(results, name):
+    whole = train(net(), None, None if "exact" in name else 20)
+    for result in results(name):
+        for i in range(COUNT):
+            # AdamW divides by gradients that are sums of another order
+            assert result["published"][i] == pytest.approx(whole["published"][i], rel=1e-3), i
+            for parameter, values in whole["diagnostics"][i].items():
+                assert result["diagnostics"][i][parameter] == pytest.approx(values, rel=1e-3), (i, parameter)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_both_ranks_agree_to_the_last_bit(results, name):
+    first, second = results(name)
+    assert repr(first) == repr(second)  # NaN is not equal to itself
+
+
+def test_one_of_the_parameters_freezes(results):
+    for result in results("fsdp"):
+        frozen = [values["monitor/frozen_count"] for values in result["published"]]
+        assert frozen == [float(i == STILL[-1]) for i in range(1, COUNT + 1)]
+        assert [values["still"][-1] for values in result["diagnostics"]] == frozen
+
+
+def test_a_skipped_step_is_none_on_either_rank(results):
+    for result in results("fsdp skipped"):
+        assert any("monitor/grad_max" in values for values in result["published"])
+        assert not any("monitor/frozen_count" in values for values in result["published"])
+
+
+@pytest.mark.parametrize(("name", "collectives"), [("ddp", 0), ("fsdp", COUNT), ("fsdp exact", COUNT)])
+def test_one_collective_for_all_sharded_parameters(results, name, collectives):
+    for result in results(name):
+        assert result["all_reduces"] == collectives
