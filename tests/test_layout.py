@@ -91,7 +91,7 @@ def test_functional_imports_torch_alone():
     assert [(file, name) for file, name in found if not within(name, *allowed)] == []
 
 
-@pytest.mark.parametrize("layer", ["capture", "events", "hdf5", "cli", "plot"])
+@pytest.mark.parametrize("layer", ["_hooks", "capture", "events", "hdf5", "cli", "plot", "watch"])
 def test_no_layer_below_the_handlers_imports_one(layer):
     found = imports_of(f"ignite_monitor/{layer}")
     assert [(file, name) for file, name in found if within(name, "ignite_monitor.handlers")] == []

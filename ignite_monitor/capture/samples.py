@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ignite_monitor.capture.names import named_parameters
-from ignite_monitor.functional.norms import is_sharded, wide_dtype
+from ignite_monitor.functional._devices import upload, wide_dtype
+from ignite_monitor.functional.norms import is_sharded
 from ignite_monitor.functional.sampling import fnv1a_64, spread_indices
 from ignite_monitor.functional.sparse import summed_values
 from ignite_monitor.functional.updates import row_norms
@@ -225,18 +226,6 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, fsdp.FSDPModule) and not all(map(is_sharded, module.parameters(recurse=False))):
             module.reshard()
-
-
-def upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor from the CPU on a device, without waiting for it.
-
-    Args:
-        tensor: the tensor.
-        device: the device.
-    """
-    if device.type == "cpu":
-        return tensor
-    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def _local(tensor: Any) -> Tensor:

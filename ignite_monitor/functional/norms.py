@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ignite_monitor.functional._devices import wide_dtype
+
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
@@ -139,15 +141,6 @@ def is_sharded(tensor: Tensor) -> bool:
         tensor: the tensor.
     """
     return any_sharded((tensor,))
-
-
-def wide_dtype(device: torch.device) -> torch.dtype:
-    """The widest floating-point dtype of a device.
-
-    Args:
-        device: the device.
-    """
-    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def _as_dense_real(tensor: Tensor, norm_type: float) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ignite_monitor.functional._checks import check_count, check_type
+from ignite_monitor.functional._devices import move_like
 from ignite_monitor.functional.thresholds import ThresholdRule
 
 
@@ -145,4 +146,4 @@ class SpikeDetector:
     def _to(self, reference: Tensor) -> None:
         self.rule.to(reference)
         for name in self._COUNTS:
-            setattr(self, name, getattr(self, name).to(reference))
+            setattr(self, name, move_like(getattr(self, name), reference))

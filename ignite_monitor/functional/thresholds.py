@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ignite_monitor.functional._checks import check_count, check_real
+from ignite_monitor.functional._devices import move_like
 from ignite_monitor.functional.moments import Moments
 
 State = dict[str, Tensor]
@@ -83,7 +84,8 @@ class ThresholdRule:
         """
         moments = self.moments
         std = moments.std
-        limit = torch.as_tensor(self(moments.mean, std, moments.count)).to(moments.mean)
+        limit = self(moments.mean, std, moments.count)
+        limit = limit.to(moments.mean) if isinstance(limit, Tensor) else torch.full_like(moments.mean, float(limit))
         limit = torch.where(moments.count >= self.warmup, limit, math.inf).nan_to_num(nan=math.inf, posinf=math.inf)
         return limit, torch.where(moments.count > 0, moments.mean, math.nan), std
 
@@ -113,8 +115,8 @@ class ThresholdRule:
         Args:
             reference: a floating-point tensor of the device and dtype to compute in.
         """
-        self._empty = self._empty.to(reference)
-        self._set(self._vector.to(reference))
+        self._empty = move_like(self._empty, reference)
+        self._set(move_like(self._vector, reference))
 
     def state_dict(self) -> State:
         """The state, name -> tensor."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ignite_monitor.functional.norms import wide_dtype
+from ignite_monitor.functional._devices import wide_dtype
 
 # Rows up to this length are cheap enough to be summed in float64.
 _SHORT = 1 << 14

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import weakref
 from collections.abc import Callable, Mapping
-from itertools import islice
 from typing import Any
 
 import torch
@@ -18,8 +16,10 @@ from ignite.handlers.tqdm_logger import ProgressBar
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from ignite_monitor.events import MonitorEvents, Watch, register_events
+from ignite_monitor.events import MonitorEvents, register_events
 from ignite_monitor.functional._checks import check_type
+from ignite_monitor.handlers._logging import AddedHandlers, LoggedValues, transfer
+from ignite_monitor.watch import Watch
 
 Handlers = list[tuple[MonitorEvents, Callable[..., Any]]]
 
@@ -57,7 +57,7 @@ class Monitor(Serializable):
         self._engine: weakref.ref[Engine] | None = None
         self._watch: Watch | None = None
         self._filters: list[Callable[[Engine, int], bool] | None] = []
-        self._log_handlers: list[_AddedHandlers] = []
+        self._log_handlers: list[AddedHandlers] = []
         self._selected = False
         self._host: dict[str, float] | None = None
 
@@ -200,12 +200,12 @@ class Monitor(Serializable):
                     f"Argument event should be an event that counts epochs or iterations, but given {each}"
                 )
         register_events(engine)
-        added = _AddedHandlers(engine)
+        added = AddedHandlers(engine)
         if isinstance(logger, ProgressBar):
-            logger.attach(engine, output_transform=_Values(self, ""), event_name=event)
+            logger.attach(engine, output_transform=LoggedValues(self, ""), event_name=event)
         else:
             # Ignite's handlers always put a tag before a name: where the user wants none, it is the name's first part.
-            values = _Values(self, "" if tag else self.prefix)
+            values = LoggedValues(self, "" if tag else self.prefix)
             logger.attach_output_handler(engine, event, tag=tag or self.prefix, output_transform=values)
         added.note(None if isinstance(logger, ProgressBar) else self)
         self._log_handlers.append(added)
@@ -247,7 +247,7 @@ class Monitor(Serializable):
         if self._host is None:
             members = [self] if self._watch is None else self._watch.members
             stale = [member for member in members if member._host is None]
-            numbers = _transfer([[*member.metrics.values(), *member.carried()] for member in stale])
+            numbers = transfer([[*member.metrics.values(), *member.carried()] for member in stale])
             for member, own in zip(stale, numbers, strict=True):
                 member._take_over(own)
         return self._host or {}
@@ -302,77 +302,7 @@ class MonitorHandle(RemovableEventHandle):
             monitor.detach()
 
 
-class _AddedHandlers:
-    """The handlers that something adds to an engine between the making of this object and :meth:`note`.
-
-    Ignite's own handles do not tell two equal handlers from each other, and a progress bar gives none.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = weakref.ref(engine)
-        self._before = {event: len(handlers) for event, handlers in engine._event_handlers.items()}
-        self._added: list[tuple[Any, tuple[Any, ...]]] = []
-
-    def note(self, monitor: Monitor | None) -> None:
-        """Take the handlers down; those of a monitor are called only where it has values.
-
-        For some loggers an empty record is a request to a server, or a step of its own. A filtered event would do as
-        well, but Ignite's filters close a reference cycle through the engine.
-        """
-        engine = self._engine()
-        if engine is None:
-            return
-        for event, handlers in engine._event_handlers.items():
-            for place in range(self._before.get(event, 0), len(handlers)):
-                handler, args, kwargs = handlers[place]
-                if monitor is not None:
-                    handlers[place] = (_where_monitored(handler, monitor), args, kwargs)
-                self._added.append((event, handlers[place]))
-
-    def remove(self) -> None:
-        engine = self._engine()
-        for event, added in self._added:
-            if engine is not None:
-                handlers = engine._event_handlers[event]
-                engine._event_handlers[event] = [handler for handler in handlers if handler is not added]
-        self._added.clear()
-
-
-def _where_monitored(handler: Callable[..., Any], monitor: Monitor) -> Callable[..., Any]:
-    owner = weakref.ref(monitor)
-
-    @functools.wraps(handler, updated=())
-    def handle(*args: Any, **kwargs: Any) -> Any:
-        monitor = owner()
-        return handler(*args, **kwargs) if monitor is not None and monitor.metrics else None
-
-    return handle
-
-
-class _Values:
-    """An ``output_transform`` that gives a monitor's values instead of the engine's output."""
-
-    def __init__(self, monitor: Monitor, prefix: str) -> None:
-        self._monitor = weakref.ref(monitor)
-        self._strip = len(prefix) + 1 if prefix else 0
-
-    def __call__(self, _: Any) -> dict[str, float]:
-        monitor = self._monitor()
-        return {} if monitor is None else {name[self._strip :]: value for name, value in monitor.on_host().items()}
-
-
 def _events(event: Any) -> list[CallableEventWithFilter]:
     if not isinstance(event, (CallableEventWithFilter, EventsList)):
         raise TypeError(f"Argument event should be an event of Ignite or of MonitorEvents, but given {type(event)}")
     return list(event) if isinstance(event, EventsList) else [event]
-
-
-def _transfer(groups: list[list[Tensor]]) -> list[list[list[float]]]:
-    """The elements of groups of tensors, each flat, in one transfer per device."""
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for tensors in groups:
-        for tensor in tensors:
-            wide = tensor.double() if tensor.device.type != "mps" else tensor
-            by_device.setdefault(tensor.device, []).append(wide.reshape(-1))
-    numbers = {device: iter(torch.cat(tensors).tolist()) for device, tensors in by_device.items()}
-    return [[list(islice(numbers[tensor.device], tensor.numel())) for tensor in tensors] for tensors in groups]

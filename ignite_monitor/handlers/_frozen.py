@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ignite_monitor.capture.samples import upload
+from ignite_monitor.functional._devices import upload
 from ignite_monitor.functional.updates import count_still
 from ignite_monitor.handlers._lookout import Lookout
 

@@ -27,13 +27,8 @@ class Lookout:
             self._heard |= len(flag.reshape(1).nonzero()) > 0
             return
         self._flag = flag if self._flag is None else self._flag | flag
-        if flag.device.type == "cuda" and self._sent is None:
-            copy = torch.empty((), dtype=torch.bool, pin_memory=True)
-            copy.copy_(self._flag, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(flag.device))
-            self._sent = (copy, event)
-            self._flag = None
+        if self._sent is None:
+            self._send()
 
     def heard(self, wait: bool = False) -> bool:
         """Whether something has happened since this was last true, as far as is known by now.
@@ -41,13 +36,27 @@ class Lookout:
         Args:
             wait: whether to wait for what is not known yet.
         """
+        self._receive(wait)
+        if wait and self._flag is not None:
+            self._send()
+            self._receive(wait)
+        if wait and self._flag is not None:  # on a device that nothing can be sent from
+            self._heard |= bool(self._flag)
+            self._flag = None
+        heard, self._heard = self._heard, False
+        return heard
+
+    def _send(self) -> None:
+        if self._flag is not None and self._flag.device.type == "cuda":
+            copy = torch.empty((), dtype=torch.bool, pin_memory=True)
+            copy.copy_(self._flag, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self._flag.device))
+            self._sent, self._flag = (copy, event), None
+
+    def _receive(self, wait: bool) -> None:
         if self._sent is not None and (wait or self._sent[1].query()):
             copy, event = self._sent
             event.synchronize()
             self._heard |= len(copy.reshape(1).nonzero()) > 0
             self._sent = None
-        if wait and self._flag is not None:
-            self._heard |= bool(self._flag)
-            self._flag = None
-        heard, self._heard = self._heard, False
-        return heard

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ignite_monitor.capture.samples import upload
+from ignite_monitor.functional._devices import upload
 
 
 class SteppedParameters:

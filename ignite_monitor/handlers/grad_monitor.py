@@ -18,10 +18,12 @@ from torch.optim import Optimizer
 
 from ignite_monitor.events import MonitorEvents
 from ignite_monitor.functional._checks import check_count, check_real, check_type
+from ignite_monitor.functional._devices import move_like
 from ignite_monitor.functional.spikes import SpikeDetector
 from ignite_monitor.functional.thresholds import CallableThreshold, MeanStdThreshold, ThresholdRule
 from ignite_monitor.handlers._base import Handlers, Monitor
 from ignite_monitor.handlers._gradient import JudgedGradient
+from ignite_monitor.handlers._lookout import Lookout
 from ignite_monitor.handlers._ranks import gradient_norm
 from ignite_monitor.handlers._skip import StepSkipper, check_skippable
 
@@ -167,7 +169,7 @@ class GradMonitor(Monitor):
         self._steps = False  # whether the optimizer is making a step with the newest
         self._before: tuple[SpikeDetector, int] | None = None  # what was known before a gradient that may still grow
         self._known = 0  # how many norms are known to have gone into the rule
-        self._restarts = 0  # how many restarts of the rule have been reported
+        self._lookout = Lookout()  # for restarts of the rule
         self._missing_reported = False
 
     def state_dict(self) -> OrderedDict[str, Any]:
@@ -191,7 +193,6 @@ class GradMonitor(Monitor):
         known = check_count("state_dict['known']", state_dict["known"])
         self._detector.load_state_dict(state_dict["detector"])
         self._skipped_count, self._known = skipped_count, known
-        self._restarts = int(self._detector.restarts)
 
     def on_host(self) -> dict[str, float]:
         """This iteration's values as floats, without a threshold or spread that there is not yet."""
@@ -283,7 +284,7 @@ class GradMonitor(Monitor):
         self._announce(engine, gradient)
         if self._skipper is not None and self._watch.stepping is not None:
             skipped = self._skipper.skip(self._watch.stepping, gradient.verdict.spike, gradient.is_spike)
-            self._skipped_count = self._skipped_count.to(skipped.device) + skipped
+            self._skipped_count = self._skipped_count + skipped
 
     def _on_step_completed(self, engine: Engine) -> None:
         if not self._armed or not self._is_own_step():
@@ -342,6 +343,8 @@ class GradMonitor(Monitor):
         norm = gradient_norm(gradients, self.norm_type, self._reduction)
         if scale is not None:
             norm = norm / scale.to(norm.device)
+        if self._skipped_count.device != norm.device:
+            self._skipped_count = move_like(self._skipped_count, norm)
         verdict = self._detector.judge(norm)
         gradient = self._gradient = JudgedGradient(verdict, gradients, shared=shared)
         # What there is not yet is left out. What lies on the CPU can be looked at without waiting for anything.
@@ -356,8 +359,10 @@ class GradMonitor(Monitor):
         return gradient
 
     def _observe(self, gradient: JudgedGradient, when: Tensor | None = None) -> None:
-        verdict = gradient.verdict
+        verdict, restarts = gradient.verdict, self._detector.restarts
         self._detector.observe(verdict, when)
+        if self._detector.restarts is not restarts:
+            self._lookout.tell(self._detector.restarts > restarts)
         if verdict.norm.device.type == "cpu":
             self._known += len((~verdict.nonfinite if when is None else when & ~verdict.nonfinite).nonzero())
         elif when is None:
@@ -402,9 +407,7 @@ class GradMonitor(Monitor):
             self._watch.fire(MonitorEvents.SPIKE_DETECTED)
 
     def _report_restarts(self, wait: bool) -> None:
-        more = self._detector.restarts > self._restarts
-        if len(more.nonzero()) if more.device.type == "cpu" else wait and bool(more):
-            self._restarts = int(self._detector.restarts)
+        if self._lookout.heard(wait):
             self.logger.warning(
                 "%s: %d spikes in a row mean that the gradient norm has a new level: the rule starts afresh from it",
                 self.prefix,

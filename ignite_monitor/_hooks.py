@@ -1,0 +1,164 @@
+"""What is put on models and engines while a run lasts, and comes off again."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable
+from itertools import chain
+from operator import is_
+from typing import Any
+
+from ignite.engine import Engine
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+
+class WatchedModel:
+    """A model, how many monitors watch it, and the hooks that are on its parameters.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.monitors = 0
+        self.handles: list[Any] = []
+        self.parameters: list[nn.Parameter] = []
+        # The dictionaries that its modules keep parameters and submodules in, and what was in them at the last look.
+        self._registries: list[dict[str, Any]] = []
+        self._members: list[Any] = []
+        self._replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+        self._shared: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
+
+    def refresh(self) -> bool:
+        """Look at the model's parameters anew: whether there are others than at the last time."""
+        members = list(chain.from_iterable(map(dict.values, self._registries)))
+        if len(members) == len(self._members) and members and all(map(is_, members, self._members)):
+            return False
+        modules = list(self.model.modules())
+        self._registries = [vars(each)[name] for each in modules for name in ("_parameters", "_modules")]
+        self._members = list(chain.from_iterable(map(dict.values, self._registries)))
+        self.parameters = list(self.model.parameters())
+        self._shared.clear()
+        return True
+
+    def install(self, hook: Callable[[Tensor], None]) -> None:
+        """Have a hook called whenever a gradient has been accumulated into one of the parameters.
+
+        Args:
+            hook: is given the parameter.
+        """
+        remove_all(self.handles)
+        self.refresh()
+        for parameter in self.parameters:
+            if not (parameter.is_floating_point() or parameter.is_complex()):
+                continue
+            # A frozen parameter takes no hook, but may be unfrozen at any time, in the middle of a train step too.
+            frozen = not parameter.requires_grad
+            if frozen:
+                parameter.requires_grad_(True)
+            self.handles.append(parameter.register_post_accumulate_grad_hook(hook))
+            if frozen:
+                parameter.requires_grad_(False)
+
+    @property
+    def reduces(self) -> bool:
+        """Whether backward leaves gradients reduced: not under ``no_sync()``."""
+        return all(replica.require_backward_grad_sync for replica in self._replicas)
+
+    def shares(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer holds parameters of the model.
+
+        Args:
+            optimizer: the optimizer.
+        """
+        size = sum(len(group["params"]) for group in optimizer.param_groups)
+        known = self._shared.get(optimizer)
+        if known is None or known[0] != size:
+            own = {id(parameter) for parameter in self.parameters}
+            held = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            known = self._shared[optimizer] = (size, any(id(parameter) in own for parameter in held))
+        return known[1]
+
+
+class Patch:
+    """Something callable of an engine, replaced until it is removed.
+
+    Args:
+        engine: the engine.
+        name: the attribute.
+        replacement: is called with the original, and what the original is called with.
+    """
+
+    def __init__(self, engine: Engine, name: str, replacement: Callable[..., Any]) -> None:
+        self._engine = weakref.ref(engine)
+        self._name = name
+        self._original = original = vars(engine).get(name)
+        if original is None:  # a method of its class, which must not hold the engine
+            method = getattr(type(engine), name)
+            owner = self._engine
+
+            def original(*args: Any) -> Any:
+                return method(owner(), *args)
+
+        @functools.wraps(original)
+        def patched(*args: Any) -> Any:
+            return replacement(original, *args)
+
+        self._patched = patched
+        setattr(engine, name, patched)
+
+    def remove(self) -> None:
+        """Put the original back."""
+        engine = self._engine()
+        if engine is None or vars(engine).get(self._name) is not self._patched:
+            return
+        if self._original is None:
+            delattr(engine, self._name)
+        else:
+            setattr(engine, self._name, self._original)
+
+
+class Removable:
+    """A list of handles as one handle.
+
+    Args:
+        handles: the list, which may change.
+    """
+
+    def __init__(self, handles: list[Any]) -> None:
+        self._handles = handles
+
+    def remove(self) -> None:
+        """Remove all of them."""
+        remove_all(self._handles)
+
+
+def remove_all(handles: list[Any]) -> None:
+    """Remove what handles stand for, and forget them.
+
+    Args:
+        handles: the handles, a list that is empty afterwards.
+    """
+    while handles:
+        handles.pop().remove()
+
+
+def is_nested(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's step is made inside of another one, as those of wrapped optimizers and base classes are.
+
+    If not, an earlier one has raised an error that the train step lives with.
+
+    Args:
+        optimizer: the optimizer.
+    """
+    hooked = getattr(type(optimizer).step, "__code__", None)  # the function around every step that calls its hooks
+    frame, steps = sys._getframe(), 0
+    while frame.f_back is not None:
+        frame = frame.f_back
+        steps += frame.f_code is hooked
+    return steps > 1

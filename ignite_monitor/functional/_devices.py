@@ -1,0 +1,40 @@
+"""Moving small tensors without waiting for a device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def upload(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor from the CPU on a device, without waiting for it.
+
+    Args:
+        tensor: the tensor.
+        device: the device.
+    """
+    if device.type == "cpu":
+        return tensor
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+
+def move_like(tensor: Tensor, reference: Tensor) -> Tensor:
+    """A tensor on another one's device and of its dtype, without waiting for either device.
+
+    Args:
+        tensor: the tensor.
+        reference: the other one.
+    """
+    tensor = tensor.to(reference.dtype)
+    if tensor.device.type == "cpu":
+        return upload(tensor, reference.device)
+    return tensor.to(reference.device, non_blocking=reference.device.type != "cpu")
+
+
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """The widest floating-point dtype of a device.
+
+    Args:
+        device: the device.
+    """
+    return torch.float32 if device.type == "mps" else torch.float64

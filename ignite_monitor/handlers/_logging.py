@@ -1,0 +1,108 @@
+"""From a monitor's values on the device to Ignite's loggers, in one transfer."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from itertools import islice
+from typing import Any, Protocol
+
+import torch
+from ignite.engine import Engine
+from torch import Tensor
+
+
+class HasValues(Protocol):
+    """What loggers have to know of a monitor."""
+
+    metrics: dict[str, Tensor]
+
+    def on_host(self) -> dict[str, float]:
+        """This iteration's values as floats."""
+
+
+class AddedHandlers:
+    """The handlers that something adds to an engine between the making of this object and :meth:`note`.
+
+    Ignite's own handles do not tell two equal handlers from each other, and a progress bar gives none.
+
+    Args:
+        engine: the engine.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = weakref.ref(engine)
+        self._before = {event: len(handlers) for event, handlers in engine._event_handlers.items()}
+        self._added: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def note(self, monitor: HasValues | None) -> None:
+        """Take the handlers down; those of a monitor are called only where it has values.
+
+        For some loggers an empty record is a request to a server, or a step of its own. A filtered event would do as
+        well, but Ignite's filters close a reference cycle through the engine.
+
+        Args:
+            monitor: the monitor; None if they are to be called always.
+        """
+        engine = self._engine()
+        if engine is None:
+            return
+        for event, handlers in engine._event_handlers.items():
+            for place in range(self._before.get(event, 0), len(handlers)):
+                handler, args, kwargs = handlers[place]
+                if monitor is not None:
+                    handlers[place] = (_where_monitored(handler, monitor), args, kwargs)
+                self._added.append((event, handlers[place]))
+
+    def remove(self) -> None:
+        """Remove the handlers from the engine."""
+        engine = self._engine()
+        for event, added in self._added:
+            if engine is not None:
+                handlers = engine._event_handlers[event]
+                engine._event_handlers[event] = [handler for handler in handlers if handler is not added]
+        self._added.clear()
+
+
+def _where_monitored(handler: Callable[..., Any], monitor: HasValues) -> Callable[..., Any]:
+    owner = weakref.ref(monitor)
+
+    @functools.wraps(handler, updated=())
+    def handle(*args: Any, **kwargs: Any) -> Any:
+        monitor = owner()
+        return handler(*args, **kwargs) if monitor is not None and monitor.metrics else None
+
+    return handle
+
+
+class LoggedValues:
+    """An ``output_transform`` that gives a monitor's values instead of the engine's output.
+
+    Args:
+        monitor: the monitor.
+        prefix: what to strip from the values' names.
+    """
+
+    def __init__(self, monitor: HasValues, prefix: str) -> None:
+        self._monitor = weakref.ref(monitor)
+        self._strip = len(prefix) + 1 if prefix else 0
+
+    def __call__(self, _: Any) -> dict[str, float]:
+        monitor = self._monitor()
+        return {} if monitor is None else {name[self._strip :]: value for name, value in monitor.on_host().items()}
+
+
+def transfer(groups: list[list[Tensor]]) -> list[list[list[float]]]:
+    """The elements of groups of tensors, each flat, in one transfer per device.
+
+    Args:
+        groups: lists of tensors of any shapes.
+    """
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for tensors in groups:
+        for tensor in tensors:
+            wide = tensor.double() if tensor.device.type != "mps" else tensor
+            by_device.setdefault(tensor.device, []).append(wide.reshape(-1))
+    numbers = {device: iter(torch.cat(tensors).tolist()) for device, tensors in by_device.items()}
+    return [[list(islice(numbers[tensor.device], tensor.numel())) for tensor in tensors] for tensors in groups]
