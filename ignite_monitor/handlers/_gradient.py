@@ -28,7 +28,9 @@ class JudgedGradient:
         verdict: what the detector said of its norm.
         seen: whether it was seen in the current iteration.
         used: whether an optimizer has made its step with it.
-        foreign: whether it is what another optimizer's gradients have left over here.
+        foreign: whether it may be what another optimizer's gradients have left over here.
+        taken: whether another optimizer has made its step with the backward that made it.
+        touched: whether it may have been set to zero, in place, since the train step.
         announced: whether it has been announced as a spike.
         statistics: what its verdict is based on, as far as there is any: name -> 0-dim tensor.
     """
@@ -38,6 +40,7 @@ class JudgedGradient:
         self.seen = True
         self.used = False
         self.foreign = shared
+        self.taken = self.touched = False
         self.announced = False
         self._tensors = [weakref.ref(tensor) for tensor in tensors]
         self.statistics: dict[str, Tensor] = {}
@@ -66,6 +69,19 @@ class JudgedGradient:
             return None
         self._latest = _versions(tensors)
         return max(map(sub, self._latest, self._versions), default=0)
+
+    def grew_into(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether one more backward has been added to it, with no zeroing in between.
+
+        Args:
+            tensors: a tensor per parameter, of parameters too that had no gradient before.
+        """
+        own = [tensor for tensor in (reference() for reference in self._tensors) if tensor is not None]
+        if self.used or self.touched or len(own) < len(self._tensors) or not set(map(id, own)) <= set(map(id, tensors)):
+            return False
+        # Another backward changes a gradient once; where it has been set to zero in between, twice.
+        changes = max(map(sub, _versions(own), self._versions), default=0)
+        return changes == 1 or (changes == 0 and len(tensors) > len(own))
 
     def is_spike(self) -> bool:
         """Whether it is a spike, known on the host: the first call waits for the device."""

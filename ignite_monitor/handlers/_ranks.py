@@ -33,15 +33,16 @@ def gradient_norm(gradients: Sequence[Tensor], norm_type: float, reduction: str 
 
 
 def _over_ranks(norm: Tensor, norm_type: float, reduction: str | None) -> Tensor:
-    world_size = 1 if reduction is None else _world_size()
-    if world_size == 1:
+    ranks = 1 if reduction is None else world_size()
+    if ranks == 1:
         return norm
     if reduction == "mean":
-        return (_all_reduce(norm**2, False) / world_size).sqrt()
+        return (_all_reduce(norm**2, False) / ranks).sqrt()
     return reduce_norm(norm, norm_type, _all_reduce)
 
 
-def _world_size() -> int:
+def world_size() -> int:
+    """How many ranks train."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
     # Ignite remembers a process group of torch's beyond its end.

@@ -19,12 +19,13 @@ from torch.optim import Optimizer
 from ignite_monitor.events import MonitorEvents
 from ignite_monitor.functional._checks import check_count, check_real, check_type
 from ignite_monitor.functional._devices import move_like
+from ignite_monitor.functional.norms import any_sharded, total_norm
 from ignite_monitor.functional.spikes import SpikeDetector
 from ignite_monitor.functional.thresholds import CallableThreshold, MeanStdThreshold, ThresholdRule
 from ignite_monitor.handlers._base import Handlers, Monitor
 from ignite_monitor.handlers._gradient import JudgedGradient
 from ignite_monitor.handlers._lookout import Lookout
-from ignite_monitor.handlers._ranks import gradient_norm
+from ignite_monitor.handlers._ranks import gradient_norm, world_size
 from ignite_monitor.handlers._skip import StepSkipper, check_skippable
 
 
@@ -166,7 +167,7 @@ class GradMonitor(Monitor):
         self._own: tuple[list[nn.Parameter], int, list[nn.Parameter]] = ([], 0, [])
         self._gradient: JudgedGradient | None = None  # the newest
         self._stepped: JudgedGradient | None = None  # what the optimizer made its last step with in this iteration
-        self._steps = False  # whether the optimizer is making a step with the newest
+        self._stepping: JudgedGradient | None = None  # what it is making a step with
         self._before: tuple[SpikeDetector, int] | None = None  # what was known before a gradient that may still grow
         self._known = 0  # how many norms are known to have gone into the rule
         self._lookout = Lookout()  # for restarts of the rule
@@ -193,6 +194,7 @@ class GradMonitor(Monitor):
         known = check_count("state_dict['known']", state_dict["known"])
         self._detector.load_state_dict(state_dict["detector"])
         self._skipped_count, self._known = skipped_count, known
+        self._before = None
 
     def on_host(self) -> dict[str, float]:
         """This iteration's values as floats, without a threshold or spread that there is not yet."""
@@ -224,13 +226,13 @@ class GradMonitor(Monitor):
         super().clear(engine)
         setattr(engine.state, self.flag, False)
         setattr(engine.state, self._norm_attribute, None)
-        self._stepped, self._steps = None, False
+        self._stepped = self._stepping = None
         if self._gradient is not None:
             self._gradient.seen = False
 
     def release(self) -> None:
         """Let go of everything that belongs to the run that has ended."""
-        self._gradient = self._stepped = self._before = None
+        self._gradient = self._stepped = self._stepping = self._before = None
         self._own = ([], 0, [])
         if self._skipper is not None:
             self._skipper.restore()
@@ -247,26 +249,26 @@ class GradMonitor(Monitor):
         scale = None
         if self.scaler is not None:
             scale = self.scaler.scale(torch.ones((), device=gradients[0].device))
-        # One more backward changes gradients once; where they have been set to zero in between, twice.
-        grew = earlier is not None and not earlier.used and changes == 1
+        grew = earlier is not None and earlier.grew_into(gradients)
         self._settle(undo=grew)
         gradient = self._judge(engine, gradients, scale, shared=len(self._watch.reached) > 1)
         if earlier is not None and grew:
             gradient.announced = earlier.announced
         # A backward that reaches other models too may be theirs: a GAN's generator sends gradients through its
         # discriminator. And what comes after the optimizer's step may be leftovers. Both wait for a step.
-        if self._stepped is None and not gradient.foreign:
+        # What a closure evaluates after its first time is no new gradient to step with.
+        if self._stepped is None and self._stepping is None and not gradient.foreign:
             self._announce(engine, gradient)
 
     def _on_step_started(self, engine: Engine) -> None:
         if not self._armed or self._watch is None:
             return
-        gradient, self._steps = self._gradient, False
+        gradient, self._stepping = self._gradient, None
         if self._skipper is not None:
             self._skipper.restore()  # from a step that raised an error
         if not self._is_own_step():
-            if gradient is not None and self._stepped is not None:
-                gradient.foreign = True
+            if gradient is not None and (gradient.foreign or self._stepped is not None):
+                gradient.foreign = gradient.taken = True
             return
         gradients = self._gradients()
         if not gradients:
@@ -279,8 +281,10 @@ class GradMonitor(Monitor):
         else:
             self._settle(undo=True)  # where it is left over from an iteration that made no step
             gradient.settle()
+            if not gradient.seen:
+                self._show(engine, gradient)
         gradient.seen = True
-        self._steps = True
+        self._stepping = gradient
         self._announce(engine, gradient)
         if self._skipper is not None and self._watch.stepping is not None:
             skipped = self._skipper.skip(self._watch.stepping, gradient.verdict.spike, gradient.is_spike)
@@ -291,10 +295,10 @@ class GradMonitor(Monitor):
             return
         if self._skipper is not None:
             self._skipper.restore()
-        gradient = self._gradient
-        if gradient is None or not self._steps:
+        gradient, self._stepping = self._stepping, None
+        if gradient is None or self._gradient is None:
             return
-        self._steps, gradient.used = False, True
+        self._gradient.used = gradient.used = True
         self._stepped = gradient
         if self.optimizer is not None:
             self._observe(gradient)
@@ -309,6 +313,9 @@ class GradMonitor(Monitor):
             return
         if self._stepped is not None and (gradient.used or gradient.foreign):
             gradient = self._stepped
+        elif gradient.taken:  # and this model's own optimizer made no step
+            self.clear(engine)
+            return
         if self.optimizer is None:
             self._observe(gradient)
             self._announce(engine, gradient)
@@ -317,8 +324,7 @@ class GradMonitor(Monitor):
             self._before = (copy.copy(self._detector), self._known)
             self._observe(gradient, gradient.verdict.spike | gradient.verdict.nonfinite)
             self._announce(engine, gradient)
-            if gradient.changes(self._gradients()) is not None:
-                gradient.settle()
+            self._look_at_what_is_left(gradient)
         self._show(engine, gradient)
         self._report_restarts(wait=False)
 
@@ -367,6 +373,19 @@ class GradMonitor(Monitor):
             self._known += len((~verdict.nonfinite if when is None else when & ~verdict.nonfinite).nonzero())
         elif when is None:
             self._known += 1
+
+    def _look_at_what_is_left(self, gradient: JudgedGradient) -> None:
+        left = self._gradients()
+        if not gradient.changes(left):  # it is as it was, or gone
+            return
+        # Clipped, or set to zero in place. Where that can't be known without waiting, or might be decided otherwise on
+        # another rank, it does not count as growing any more: an observation is never taken back wrongly.
+        gradient.settle()
+        gradient.touched = True
+        if gradient.verdict.norm.device.type == "cpu" and not any_sharded(left) and world_size() == 1:
+            gradient.touched = False
+            if not len(total_norm(left, math.inf).nonzero()):
+                self._gradient = self._before = None
 
     def _settle(self, undo: bool) -> None:
         """The last iteration left a gradient without a step: take back that it was observed, or let it stand."""

@@ -366,11 +366,104 @@ def test_closure_steps_are_judged_inside_the_step(optimizer_type):
 
         optimizer.step(closure)
 
-    monitor = GradMonitor(model, optimizer)
+    told = []
+    monitor = GradMonitor(
+        model, optimizer, threshold=StaticThreshold(1e-3), on_spike=lambda engine, norm: told.append(float(norm))
+    )
     recorder = train(step, make_batches(4), monitor)
-    last = dict(truth)
-    assert recorder.norms == pytest.approx([last[i] for i in range(1, 5)], **CLOSE)
+    first = dict(reversed(truth))  # what a closure evaluates later is the line search's
+    assert recorder.norms == told == pytest.approx([first[i] for i in range(1, 5)], **CLOSE)
+    assert recorder.of("grad/spike_count") == [1, 2, 3, 4]
     assert float(monitor.state_dict()["detector"]["rule"]["count"]) == 4
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("zero_at", ["start", "end"])
+def test_a_level_that_rises_for_good_never_stops_a_train_step_that_leaves_spikes_out(zero_at, set_to_none):
+    model, steps = make_model(), []
+    optimizer = sgd(model, lr=1e-6)
+
+    def step(engine, batch):
+        if zero_at == "start":
+            optimizer.zero_grad(set_to_none=set_to_none)
+        loss_of(model, batch).backward()
+        if not engine.state.unhealthy_spike:
+            optimizer.step()
+            steps.append(engine.state.iteration)
+        if zero_at == "end":
+            optimizer.zero_grad(set_to_none=set_to_none)
+
+    monitor = GradMonitor(model, optimizer, threshold=MeanStdThreshold(k=10.0), max_consecutive_spikes=6)
+    recorder = train(step, make_batches(90, spikes=range(31, 91), factor=1000), monitor)
+    assert steps == [*range(1, 31), *range(37, 91)]
+    assert recorder.of("grad/spike_count") == [0] * 30 + [1, 2, 3, 4, 5] + [6] * 55
+
+
+def test_a_gradient_that_grows_to_parameters_without_one_is_one_observation():
+    body, one, other = (nn.Linear(1, 1, bias=False) for _ in range(3))
+    model = nn.ModuleList([body, one, other])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+
+    def step(engine, batch):
+        first = engine.state.iteration % 2 == 1
+        if first:
+            optimizer.zero_grad()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(1.0)
+        (one if first else other)(body(batch)).sum().backward()
+        if not first:
+            optimizer.step()
+
+    monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(5.0))
+    recorder = train(step, [torch.full((1, 1), value) for value in (100.0, 1.0, 1.0, 1.0)], monitor)
+    assert recorder.of("grad/spike_count") == [1, 1, 1, 1]
+    assert float(monitor.state_dict()["detector"]["rule"]["count"]) == 2
+
+
+def test_a_gan_trained_in_alternating_iterations_counts_no_leftovers():
+    generator, discriminator = nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False)
+    optimizers = {each: torch.optim.SGD(each.parameters(), lr=1e-9) for each in (generator, discriminator)}
+
+    def step(engine, batch):
+        trained = discriminator if engine.state.iteration % 2 else generator
+        optimizers[trained].zero_grad()
+        fake = generator(batch)
+        loss = discriminator(fake.detach() if trained is discriminator else 1000 * fake).sum()
+        loss.backward()
+        optimizers[trained].step()
+
+    engine = Engine(step)
+    monitors = [
+        GradMonitor(each, optimizers[each], threshold=StaticThreshold(50.0), prefix=name, flag=f"{name}_spike")
+        for each, name in ((generator, "g"), (discriminator, "d"))
+    ]
+    told = []
+    monitors[1].on_spike = lambda engine, norm: told.append(engine.state.iteration)
+    for monitor in monitors:
+        monitor.attach(engine)
+    seen = []
+    engine.add_event_handler(
+        Events.ITERATION_COMPLETED,
+        lambda e: seen.append((sorted({name[0] for name in e.state.metrics}), bool(e.state.d_spike))),
+    )
+    engine.run([torch.ones(3, 2)] * 6)
+    assert seen == [(["d"], False), (["g"], False)] * 3
+    assert told == []
+    assert float(monitors[1].state_dict()["detector"]["rule"]["count"]) == 3
+
+
+def test_loading_a_state_while_a_gradient_may_still_grow_loses_nothing_of_it():
+    model = make_model()
+    optimizer = sgd(model, lr=1e-6)
+    monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(1e-3))
+    engine = Engine(lambda engine, batch: loss_of(model, batch).backward())
+    monitor.attach(engine)
+    saved = monitor.state_dict()
+    saved["detector"]["spike_count"] = torch.tensor(1000.0, dtype=torch.float64)
+    engine.add_event_handler(Events.ITERATION_COMPLETED(once=1), lambda: monitor.load_state_dict(saved))
+    engine.run(make_batches(2))
+    assert float(monitor.metrics["grad/spike_count"]) == 1001
 
 
 def test_an_event_and_callback_tell_of_every_judged_spike_before_the_optimizer_steps():
