@@ -43,6 +43,7 @@ $(READY): pyproject.toml setup.cfg constraints.txt
 	$(PYTHON) -m venv $(VENV) || { \
 	    $(PYTHON) -m venv --clear --without-pip $(VENV) && \
 	    $(PYTHON) -m pip install --target "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" pip; }
-	$(BIN)/python -m pip install 'pip>=22.3'
-	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev]'
+	@echo 'Installing into $(VENV), which takes a minute or two ...'
+	@$(BIN)/python -m pip install --quiet 'pip>=22.3'
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@

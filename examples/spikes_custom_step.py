@@ -46,9 +46,10 @@ def make_model() -> nn.Module:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train on digits with a damaged batch in between.")
     parser.add_argument("--ignore-spikes", action="store_true", help="make the step all the same")
-    parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--log-dir", default="runs/spikes_custom_step")
+    parser.add_argument("--epochs", type=int, default=5, help="how often to go through the data (default: 5)")
+    parser.add_argument("--log-dir", default="runs/spikes_custom_step", help="where TensorBoard finds the curves")
     args = parser.parse_args()
+    run = "spike_ignored" if args.ignore_spikes else "spike_left_out"
 
     torch.manual_seed(0)
     train_loader, test_loader = load_data()
@@ -70,13 +71,13 @@ def main() -> None:
         return {"loss": loss.item()}
 
     trainer = Engine(train_step)
-    progress = ProgressBar()
+    progress = ProgressBar(disable=None)  # not where nobody looks
     progress.attach(trainer, output_transform=lambda output: output)
 
     # These lines are all that the monitor needs.
     monitor = GradMonitor(model, optimizer, threshold=RobustThreshold())
     monitor.attach(trainer)
-    logger = TensorboardLogger(log_dir=args.log_dir)
+    logger = TensorboardLogger(log_dir=f"{args.log_dir}/{run}")
     monitor.log_to(logger, trainer)
 
     @trainer.on(MonitorEvents.SPIKE_DETECTED)
@@ -87,7 +88,7 @@ def main() -> None:
             engine.state.metrics["grad/threshold"],
         )
         what = "the step is made all the same" if args.ignore_spikes else "the step is left out"
-        progress.log_message(f"iteration {iteration}: gradient norm {norm:.3g} exceeds {threshold:.3g}: {what}")
+        progress.log_message(f"iteration {iteration}: spike, gradient norm {norm:.3g} exceeds {threshold:.3g}: {what}")
 
     evaluator = create_supervised_evaluator(model, metrics={"accuracy": Accuracy()})
     logger.attach_output_handler(
@@ -106,8 +107,9 @@ def main() -> None:
     trainer.run(train_loader, max_epochs=args.epochs)
     logger.close()
 
-    spikes = int(trainer.state.metrics["grad/spike_count"])
-    print(f"\nSpikes in {trainer.state.iteration} iterations: {spikes}. Norm, threshold and spikes are in TensorBoard:")
+    spikes, accuracy = int(trainer.state.metrics["grad/spike_count"]), evaluator.state.metrics["accuracy"]
+    print(f"\nSpikes in {trainer.state.iteration} iterations: {spikes}. Test accuracy at the end: {accuracy:.3f}.")
+    print("Norm, threshold and spikes are in TensorBoard:")
     print(f"    tensorboard --logdir {args.log_dir}")
 
 

@@ -31,7 +31,7 @@ def load_data() -> tuple[DataLoader, DataLoader]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train on digits with damaged batches that the handler skips.")
     parser.add_argument("--no-skip", action="store_true", help="make the step all the same")
-    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--epochs", type=int, default=5, help="how often to go through the data (default: 5)")
     args = parser.parse_args()
 
     torch.manual_seed(0)
@@ -46,7 +46,8 @@ def main() -> None:
         engine.state.batch = 1000 * torch.randn_like(images), targets
 
     def report(engine, norm):
-        print(f"iteration {engine.state.iteration}: gradient norm {norm:.3g}")
+        what = "the step is made all the same" if args.no_skip else "the step is skipped"
+        print(f"iteration {engine.state.iteration}: spike, gradient norm {norm:.3g}: {what}")
 
     monitor = GradMonitor(model, optimizer, threshold=RobustThreshold(), skip_step=not args.no_skip, on_spike=report)
     monitor.attach(trainer)

@@ -80,7 +80,7 @@ class SpikeDetector:
         if norm.device != self.suspended.device or norm.dtype != self.suspended.dtype:
             self._to(norm)
         limit, mean, std = self.rule.statistics()
-        threshold = torch.where(self.suspended > 0, math.inf, limit)
+        threshold = torch.where(self.suspended > 0, math.inf, limit) if _may_be_true(self.suspended) else limit
         nonfinite = ~norm.isfinite()
         spike = norm > threshold
         spike = spike | nonfinite if self.overflow_is_spike else spike & ~nonfinite
@@ -97,16 +97,16 @@ class SpikeDetector:
         if when is not None:
             norm = torch.where(when, norm, math.nan)  # which no statistics take in
             spike, nonfinite = spike & when, nonfinite & when
-        self.spike_count = self.spike_count + spike
         self.nonfinite_count = self.nonfinite_count + nonfinite
         finite = norm.isfinite()
-        under = (norm <= limit) & (limit < math.inf)
-        self.suspended = self.suspended * ~under
-        # What lies on the CPU can be looked at without waiting for anything, and most norms are no spikes.
-        if spike.device.type == "cpu" and not len(spike.nonzero()):
-            self.consecutive = self.consecutive * ~finite
+        if _may_be_true(self.suspended):
+            self.suspended = self.suspended * ~((norm <= limit) & (limit < math.inf))
+        if not _may_be_true(spike):
+            if _may_be_true(self.consecutive):
+                self.consecutive = self.consecutive * ~finite
             self.rule.observe(norm)
             return
+        self.spike_count = self.spike_count + spike
         exceeded = spike & finite
         consecutive = torch.where(finite, (self.consecutive + 1.0) * exceeded, self.consecutive)
         new_level = consecutive >= self.max_consecutive_spikes
@@ -147,3 +147,8 @@ class SpikeDetector:
         self.rule.to(reference)
         for name in self._COUNTS:
             setattr(self, name, move_like(getattr(self, name), reference))
+
+
+def _may_be_true(flag: Tensor) -> bool:
+    # What lies on the CPU can be looked at without waiting for anything.
+    return flag.device.type != "cpu" or len(flag.nonzero()) > 0

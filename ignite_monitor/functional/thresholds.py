@@ -179,7 +179,7 @@ class MeanStdThreshold(ThresholdRule):
         super().__init__(warmup=check_count("warmup", warmup, least=2), decay=decay)
 
     def __call__(self, mean: Tensor, std: Tensor, count: Tensor) -> Tensor:
-        return mean + self.k * std
+        return torch.add(mean, std, alpha=self.k)
 
 
 class StaticThreshold(ThresholdRule):

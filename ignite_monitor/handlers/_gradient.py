@@ -32,7 +32,7 @@ class JudgedGradient:
         taken: whether another optimizer has made its step with the backward that made it.
         touched: whether it may have been set to zero, in place, since the train step.
         announced: whether it has been announced as a spike.
-        statistics: what its verdict is based on, as far as there is any: name -> 0-dim tensor.
+        statistics: what is published of it: name -> 0-dim tensor.
     """
 
     def __init__(self, verdict: Verdict, tensors: Sequence[Tensor], *, shared: bool = False) -> None:

@@ -353,6 +353,7 @@ class GradMonitor(Monitor):
             self._skipped_count = move_like(self._skipped_count, norm)
         verdict = self._detector.judge(norm)
         gradient = self._gradient = JudgedGradient(verdict, gradients, shared=shared)
+        gradient.statistics = {"norm": norm, "spike": verdict.spike.to(norm.dtype)}
         # What there is not yet is left out. What lies on the CPU can be looked at without waiting for anything.
         for name, value, least in (
             ("threshold", verdict.threshold, self._detector.rule.warmup),
@@ -399,9 +400,7 @@ class GradMonitor(Monitor):
         setattr(engine.state, self._norm_attribute, verdict.norm)
         self.retract()
         self.publish(
-            norm=verdict.norm,
             **gradient.statistics,
-            spike=verdict.spike.to(verdict.norm.dtype),
             spike_count=self._detector.spike_count,
             skipped_count=self._skipped_count,
             nonfinite_count=self._detector.nonfinite_count,
