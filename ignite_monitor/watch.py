@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ignite_monitor._hooks import Patch, Removable, WatchedModel, is_nested, remove_all
+from ignite_monitor._hooks import Patch, WatchedModel, is_nested, remove_all
 from ignite_monitor.events import MonitorEvents, register_events
 
 # How often the callback at the end of backward queues itself anew, so as to run after those of
@@ -32,8 +32,9 @@ class Watch:
     """Fires :class:`MonitorEvents` on one engine; shared by all monitors attached to it.
 
     Its hooks exist from a run's first iteration to its end, whether it completes, is terminated or interrupted, or
-    the train step raises. The engine owns the watch; the watch knows the engine, and the hooks know the watch, by
-    weak references alone, so that a run that is dropped is freed as it would be without.
+    raises an error; those on parameters in monitored iterations alone. The engine owns the watch; the watch knows the
+    engine, and the hooks know the watch, by weak references alone, so that a run that is dropped is freed as it would
+    be without.
 
     Args:
         engine: the engine to fire on.
@@ -114,7 +115,7 @@ class Watch:
         watched.monitors -= 1
         if not watched.monitors:
             del self._models[id(model)]
-            remove_all(watched.handles)
+            watched.hook.remove()
         engine = self._engine()
         if not self._members and engine is not None:
             self._uninstall()
@@ -211,8 +212,8 @@ class Watch:
         if not self.armed:
             self.armed = True
             for watched in self._models.values():
-                if watched.refresh():
-                    watched.install(self._gradient_hook(watched))
+                if watched.refresh() or not watched.hook:
+                    watched.hook.put_on(watched.parameters, self._gradient_hook(watched))
 
     def _interrupt(self) -> None:
         # A run that is interrupted between ITERATION_STARTED and the train step goes on with the train step.
@@ -226,10 +227,8 @@ class Watch:
         self.armed = self.active = self._awaits_step = False
 
     def _install(self, engine: Engine) -> None:
-        for watched in self._models.values():
-            watched.install(self._gradient_hook(watched))
-            # The finalizer of a dropped watch has to find these handles too.
-            self._handles.append(Removable(watched.handles))
+        # The finalizer of a dropped watch has to find these too.
+        self._handles += [watched.hook for watched in self._models.values()]
         watch = weakref.ref(self)
 
         def step_started(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -246,6 +245,9 @@ class Watch:
             if owner is None:
                 return original(engine, batch)
             owner.active, owner._awaits_step = owner.armed, False
+            if not owner.armed:
+                for watched in owner._models.values():
+                    watched.hook.remove()
             output = original(engine, batch)
             if owner.active:
                 owner.fire(MonitorEvents.TRAIN_STEP_COMPLETED)
