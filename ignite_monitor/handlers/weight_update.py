@@ -167,7 +167,7 @@ class WeightUpdateHandler(Monitor):
         self._table: Tensor | None = None  # of the last monitored iteration: gradient norms, ratios, still
         self._rows: list[list[float]] | None = None  # the same on the host
         self._rounded: frozenset[str] = frozenset()
-        self._monitored = self._measured = 0
+        self._monitored = self._stepped = 0
 
     @property
     def diagnostics(self) -> dict[str, ParameterDiagnostics]:
@@ -244,7 +244,7 @@ class WeightUpdateHandler(Monitor):
         self._step = None
         if self._frozen.changed(wait=True):
             self._warn()
-        if self._monitored and not self._measured:
+        if self._monitored and not self._stepped:
             self.logger.warning(
                 "%s: none of %d monitored iterations had an optimizer step with a gradient of the model, so no update "
                 "ratio is published. Either model or optimizer is not the one that the train step uses, or only "
@@ -252,7 +252,7 @@ class WeightUpdateHandler(Monitor):
                 self.prefix,
                 self._monitored,
             )
-        self._monitored = self._measured = 0
+        self._monitored = self._stepped = 0
 
     def _on_gradients_ready(self, engine: Engine) -> None:
         if not self._armed or self._step is None or self._watch is None or id(self.model) not in self._watch.reached:
@@ -275,6 +275,7 @@ class WeightUpdateHandler(Monitor):
             return
         self._monitored += 1
         measured = self._step.completed()
+        self._stepped += self._step.stepped
         if measured is None:
             return
         norms = measured.gradients
@@ -292,7 +293,6 @@ class WeightUpdateHandler(Monitor):
             values["vanishing_count"] = (norms < self.vanishing_grad_threshold).sum(dtype=norms.dtype)
             values["exploding_count"] = (norms > self.exploding_grad_threshold).sum(dtype=norms.dtype)
         if measured.moved is not None:
-            self._measured += 1
             values |= _named("update_ratio", of_ratios)
             frozen = self._frozen.observe(ratios, measured.moved)
             values["frozen_count"] = torch.where(measured.moved.any(), frozen.sum(dtype=ratios.dtype), math.nan)

@@ -17,10 +17,13 @@ def test_sampled_elements_are_those_of_the_name():
     samples.keep_weights([parameter.detach() for parameter in model.parameters()])
     changed = [parameter + torch.rand_like(parameter) for parameter in before]
     weights, changes = samples.weights_and_changes(changed)
-    sizes = {"0.weight": 16, "0.bias": 16, "1.weight": 50}  # of the embedding one in each row
+    sizes = {"0.weight": 40, "0.bias": 16, "1.weight": 50}  # of tables one in each row
     for place, (name, size) in enumerate(sizes.items()):
         index = spread_indices(fnv1a_64(name), before[place].numel(), size)
-        kept = before[place].flatten()[index].double()
+        numel = before[place].numel()
+        widths = [(i + 1) * numel // size - i * numel // size for i in range(size)]
+        weigh = (torch.tensor(widths, dtype=torch.float64) * size / numel).sqrt()
+        kept = before[place].flatten()[index].double() * weigh
         assert float(weights[place]) == pytest.approx(float(kept.norm()), rel=1e-6)
         moved = (changed[place] - before[place]).flatten()[index].double()
         assert float(changes[place]) == pytest.approx(float(moved.norm()), rel=1e-6)
@@ -28,12 +31,21 @@ def test_sampled_elements_are_those_of_the_name():
     assert rows.tolist() == list(range(50))
 
 
+def norms_of(samples, gradients):
+    norms, positions, start = [], {}, 0
+    for places, piece in samples.gradient_norms(gradients):
+        norms.append(piece)
+        positions |= {place: start + at for place, at in places.items()}
+        start += len(piece)
+    return samples.ordered(norms, positions)
+
+
 def test_gradient_norms_are_scaled_to_the_whole_parameter():
     model = nn.Linear(30, 40)
     samples = ParameterSamples(model, 16)
-    gradients = [torch.full_like(parameter, 2.0) for parameter in (model.weight.detach(), model.bias.detach())]
-    expected = [float(gradient.norm()) for gradient in gradients]
-    assert samples.gradient_norms(gradients, {}).tolist() == pytest.approx(expected, rel=1e-6)
+    gradients = dict(enumerate(torch.full_like(each.detach(), 2.0) for each in (model.weight, model.bias)))
+    expected = [float(gradient.norm()) for gradient in gradients.values()]
+    assert norms_of(samples, gradients).tolist() == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("change", ["none", "new parameter", "new module", "dtype", "replaced", "removed"])
