@@ -25,7 +25,7 @@ def test_sampled_elements_are_those_of_the_name():
         weigh = (torch.tensor(widths, dtype=torch.float64) * size / numel).sqrt()
         kept = before[place].flatten()[index].double() * weigh
         assert float(weights[place]) == pytest.approx(float(kept.norm()), rel=1e-6)
-        moved = (changed[place] - before[place]).flatten()[index].double()
+        moved = (changed[place] - before[place]).flatten()[index].double() * weigh
         assert float(changes[place]) == pytest.approx(float(moved.norm()), rel=1e-6)
     rows = spread_indices(fnv1a_64("1.weight"), 200, 50) // 4
     assert rows.tolist() == list(range(50))

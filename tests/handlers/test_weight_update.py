@@ -1295,6 +1295,46 @@ def test_bad_arguments(arguments, error, name):
         WeightUpdateHandler(**{"model": make_model(), **arguments})
 
 
+@pytest.mark.parametrize(
+    ("damaged", "error"),
+    [
+        ({"names": 3}, TypeError),
+        ({"names": "abcd"}, TypeError),
+        ({"names": [1, 2]}, TypeError),
+        ({"still": "xx"}, TypeError),
+        ({"still": None}, TypeError),
+        ({"still": torch.tensor([math.nan, 0.0])}, ValueError),
+        ({"still": torch.tensor([0.0, -1.0])}, ValueError),
+        ({"still": torch.tensor([0.0, math.inf])}, ValueError),
+        ({"still": torch.zeros(3)}, ValueError),
+    ],
+)
+def test_damaged_state(damaged, error):
+    handler = WeightUpdateHandler(nn.Linear(2, 2))
+    with pytest.raises(error, match="state_dict"):
+        handler.load_state_dict(handler.state_dict() | damaged)
+
+
+def test_default_device_is_of_no_concern():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = make_batches(3)
+    torch.set_default_device("meta")
+    try:
+        handler = WeightUpdateHandler(model, optimizer, sample_size=8)
+        other = WeightUpdateHandler(model)
+        engine = Engine(plain_step(model, optimizer))
+        handler.attach(engine)
+        logged: list[dict[str, float]] = []
+        handler.log_to(wandb(logged), engine)
+        engine.run(batches, max_epochs=1)
+        other.load_state_dict(handler.state_dict())
+    finally:
+        torch.set_default_device(None)
+    assert all(0 < named["monitor/update_ratio_min"] < 1 for named in logged)
+    assert len(logged) == 3
+
+
 def test_arguments_after_the_second_are_keyword_only():
     model = make_model()
     with pytest.raises(TypeError):
