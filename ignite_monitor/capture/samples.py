@@ -229,9 +229,10 @@ class _Group:
         self._weights: Tensor | None = None
         if any(member.weight is not None for member in members):
             ones = torch.ones(width, dtype=torch.float64, device="cpu")
-            weights = torch.stack([ones if member.weight is None else member.weight for member in members])
-            if bool((weights == weights[:1]).all()):
-                weights = weights[:1]
+            sizes = {(member.parameter.numel(), is_sharded(member.parameter)) for member in members}
+            alike = len(sizes) == 1 and not is_sharded(members[0].parameter)
+            weighing = members[:1] if alike else members
+            weights = torch.stack([ones if member.weight is None else member.weight for member in weighing])
             self._weights = upload(weights.to(dtype.to_real()), device)
         self.before, self.now = (torch.zeros(len(members), width, dtype=dtype, device=device) for _ in range(2))
         # Rows in the shapes of what is copied to them.

@@ -63,3 +63,19 @@ def test_fit(change):
     elif change == "removed":
         model[1].bias = None
     assert samples.fit() == (change == "none")
+
+
+def test_elements_are_weighed_by_what_each_stands_for_in_a_group_of_several_sizes():
+    """Of ones the norm is exact only if the weights' squares add up to the number of elements."""
+    model = nn.ParameterList([torch.ones(*shape) for shape in ((24,), (16,), (30, 3, 1), (31,), (4, 4))])
+    samples = ParameterSamples(model, 16)
+    gradients = {place: each.detach().clone() for place, each in enumerate(model)}
+    expected = [float(each.numel()) ** 0.5 for each in model]
+    assert norms_of(samples, gradients).tolist() == pytest.approx(expected, rel=1e-6)
+    some = {place: gradients[place] for place in (1, 3)}
+    got = norms_of(samples, some).tolist()
+    assert [got[1], got[3]] == pytest.approx([expected[1], expected[3]], rel=1e-6)
+    assert got[0] != got[0]
+    weights, changes = samples.weights_and_changes([each.detach() for each in model])
+    assert weights.tolist() == [0.0] * 5
+    assert changes.tolist() == pytest.approx([4.0] * 5)  # the mean of 16 ones' weights is 1
