@@ -3,7 +3,7 @@
 Prints milliseconds per iteration, medians over one run in which the two take turns, and their ratio. Exits with 1
 where the handler takes more than 0.1 of the clones and norms on eight layers of 1024 x 1024.
 
-    python benchmarks/bench_weight_update.py [--device cuda]
+    PYTHONPATH=. python benchmarks/bench_weight_update.py [--device cuda] [--iterations 100]
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class Moments(NamedTuple):
     @classmethod
     def empty(cls) -> Moments:
         """The state before the first number, on the CPU."""
-        return cls(*torch.zeros(len(cls._fields), dtype=torch.float64).unbind())
+        return cls(*torch.zeros(len(cls._fields), dtype=torch.float64, device="cpu").unbind())
 
     def include(self, x: Tensor, decay: float = 1.0) -> Moments:
         """The state after one more number.

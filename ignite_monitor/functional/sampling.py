@@ -30,8 +30,9 @@ def spread_indices(seed: int, numel: int, count: int | None) -> Tensor:
     """Indices of a sample without repetition, spread evenly over a flattened tensor.
 
     The tensor is cut into ``count`` strata of equal length (to within one element), and of each stratum one element
-    is taken, at a place that the SplitMix64 mix of ``seed`` and the stratum's number gives. Of the mean square of the
-    elements such a sample of k gives an estimate with the relative standard error sqrt((kurtosis - 1) / k) or less.
+    is taken, at a place that the SplitMix64 mix of ``seed`` and the stratum's number gives. Each weighed by its
+    stratum's length (:func:`stratum_widths`), the squares of such a sample of k give an unbiased estimate of the
+    elements' mean square, with a relative standard error of about sqrt((kurtosis - 1) / k).
 
     Args:
         seed: any integer, of which the lowest 64 bits count.
@@ -46,12 +47,33 @@ def spread_indices(seed: int, numel: int, count: int | None) -> Tensor:
         [15, 34, 69, 85]
     """
     if count is None or count >= numel:
-        return torch.arange(numel)
-    places = torch.arange(count + 1)
+        return torch.arange(numel, device="cpu")
+    bounds = _bounds(numel, count)
+    numbers = torch.arange(1, count + 1, device="cpu")
+    return bounds[:-1] + (_mix(_signed(seed) + numbers * _signed(_GOLDEN)) & _signed(_MASK >> 1)) % bounds.diff()
+
+
+def stratum_widths(numel: int, count: int) -> Tensor:
+    """How many elements each one of a sample of :func:`spread_indices` stands for.
+
+    Args:
+        numel: how many elements the tensor has.
+        count: how many are taken, at most ``numel``.
+
+    Returns:
+        An int64 tensor of ``count`` numbers with the sum ``numel``, on the CPU.
+
+    Examples:
+        >>> stratum_widths(10, 4).tolist()
+        [2, 3, 2, 3]
+    """
+    return _bounds(numel, count).diff()
+
+
+def _bounds(numel: int, count: int) -> Tensor:
+    places = torch.arange(count + 1, device="cpu")
     # places * numel // count, without the product that may not fit 64 bits
-    bounds = places * (numel // count) + places * (numel % count) // count
-    starts, widths = bounds[:-1], bounds[1:] - bounds[:-1]
-    return starts + (_mix(_signed(seed) + places[1:] * _signed(_GOLDEN)) & _signed(_MASK >> 1)) % widths
+    return places * (numel // count) + places * (numel % count) // count
 
 
 def _mix(x: Tensor) -> Tensor:

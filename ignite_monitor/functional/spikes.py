@@ -68,7 +68,7 @@ class SpikeDetector:
         self.max_consecutive_spikes = check_count("max_consecutive_spikes", max_consecutive_spikes, least=1)
         self.overflow_is_spike = overflow_is_spike
         self.spike_count, self.nonfinite_count, self.consecutive, self.restarts, self.suspended = torch.zeros(
-            len(self._COUNTS), dtype=torch.float64
+            len(self._COUNTS), dtype=torch.float64, device="cpu"
         ).unbind()
 
     def judge(self, norm: Tensor) -> Verdict:

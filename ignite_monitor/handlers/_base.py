@@ -271,7 +271,7 @@ class Monitor(Serializable):
         host = {name: number for name, (number,) in zip(self.metrics, numbers[:count], strict=True)}
         late = {f"{self.prefix}/{name}": number for name, number in self.receive(numbers[count:]).items()}
         if late:
-            self._put({name: torch.tensor(number, dtype=torch.float64) for name, number in late.items()})
+            self._put({name: torch.tensor(number, dtype=torch.float64, device="cpu") for name, number in late.items()})
         self._host = host | late
 
     def _start(self, engine: Engine) -> None:

@@ -29,7 +29,7 @@ class FrozenParameters:
     """
 
     def __init__(self, names: Sequence[str], threshold: float, patience: int) -> None:
-        self.still = torch.zeros(len(names), dtype=torch.float64)
+        self.still = torch.zeros(len(names), dtype=torch.float64, device="cpu")
         self._names = list(names)
         self._threshold = threshold
         self._patience = patience
@@ -49,7 +49,7 @@ class FrozenParameters:
         if list(names) != self._names:
             places = {name: place for place, name in enumerate(self._names)}
             # A place that is not there takes the zero at the end.
-            taken = torch.tensor([places.get(name, len(places)) for name in names])
+            taken = torch.tensor([places.get(name, len(places)) for name in names], device="cpu")
             still = torch.cat([still, still.new_zeros(1)])[upload(taken, still.device)]
             self._names = list(names)
         self.still = still
@@ -134,16 +134,30 @@ class FrozenParameters:
             state_dict: what :meth:`state_dict` returned.
 
         Raises:
+            TypeError: if its names are no list of strings.
             ValueError: if it is damaged or of another model.
         """
-        names, counts = state_dict["names"], torch.as_tensor(state_dict["still"], dtype=torch.float64)
+        names = state_dict["names"]
+        if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+            raise TypeError(f"Argument state_dict should hold a list of names in 'names', but it holds {names!r}")
+        counts = _counts(state_dict["still"])
         if counts.shape != (len(names),):
             raise ValueError("Argument state_dict should hold one count in 'still' for each name in 'names'")
         saved = dict(zip(names, counts.tolist(), strict=True))
         if saved.keys().isdisjoint(self._names):
             raise ValueError(f"Argument state_dict should be of this model, but its names are {list(names)[:3]} …")
-        self.still = torch.tensor([saved.get(name, 0.0) for name in self._names], dtype=torch.float64)
+        self.still = torch.tensor([saved.get(name, 0.0) for name in self._names], dtype=torch.float64, device="cpu")
         self._reported = {name for name, count in saved.items() if count >= self._patience}
+
+
+def _counts(still: Any) -> Tensor:
+    try:
+        counts = torch.as_tensor(still, dtype=torch.float64, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"Argument state_dict should hold a tensor of counts in 'still': {error}") from error
+    if not bool((counts.isfinite() & (counts >= 0)).all()):
+        raise ValueError("Argument state_dict should hold counts in 'still', finite and not negative")
+    return counts
 
 
 def on_host(mask: Tensor) -> list[bool]:

@@ -48,7 +48,7 @@ class Lookout:
 
     def _send(self) -> None:
         if self._flag is not None and self._flag.device.type == "cuda":
-            copy = torch.empty((), dtype=torch.bool, pin_memory=True)
+            copy = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
             copy.copy_(self._flag, non_blocking=True)
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(self._flag.device))

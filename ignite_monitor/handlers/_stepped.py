@@ -21,21 +21,25 @@ class SteppedParameters:
 
     Args:
         places: id of a parameter -> its place; parameters that are not in it do not count.
+
+    Attributes:
+        any: whether a step was made for any parameter, if only with a learning rate of 0.
     """
 
     def __init__(self, places: Mapping[int, int]) -> None:
+        self.any = False
         self._places = places
         self._certain: set[int] = set()
         self._depending: list[tuple[list[int], Tensor]] = []
-        self._groups: list[tuple[list[tuple[int, Tensor, int]], Tensor | None]] = []
+        self._groups: list[tuple[list[tuple[int, Tensor, int]], Tensor | bool]] = []
         self._with_gradient: set[int] = set()
         self._found_inf: list[Tensor] = []
 
     def __bool__(self) -> bool:
         return bool(self._certain or self._depending)
 
-    def started(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to make its step.
+    def started(self, optimizer: Optimizer) -> list[int]:
+        """An optimizer is about to make its step; the places of its parameters.
 
         Args:
             optimizer: the optimizer.
@@ -44,9 +48,7 @@ class SteppedParameters:
         self._groups = []
         for group in optimizer.param_groups:
             rate = group.get("lr")
-            moves = rate != 0 if isinstance(rate, Tensor) else None
-            if moves is None and rate == 0:
-                continue
+            moves: Tensor | bool = rate != 0
             members = [
                 (self._places[id(parameter)], parameter, parameter._version)
                 for parameter in group["params"]
@@ -54,6 +56,7 @@ class SteppedParameters:
             ]
             self._groups.append((members, moves))
         self.met_gradients(optimizer)
+        return [place for members, _ in self._groups for place, _, _ in members]
 
     def met_gradients(self, optimizer: Optimizer) -> None:
         """The optimizer is about to use the gradients that are there now.
@@ -66,15 +69,15 @@ class SteppedParameters:
         }
         self._look_for_inf(optimizer)
 
-    def completed(self, optimizer: Optimizer) -> bool:
-        """The optimizer's step has returned; whether any of the parameters may have been moved by it.
+    def completed(self, optimizer: Optimizer) -> list[int]:
+        """The optimizer's step has returned; the places for which it was made, if only with a learning rate of 0.
 
         Args:
             optimizer: the optimizer.
         """
         self._look_for_inf(optimizer)
         made = ~torch.stack([found != 0 for found in self._found_inf]).any() if self._found_inf else None
-        any_moved = False
+        stepped: list[int] = []
         for members, moves in self._groups:
             # A hook of the user's may have zeroed the gradients; only then the version, which fused steps do not
             # raise, has to tell.
@@ -83,15 +86,18 @@ class SteppedParameters:
                 for place, parameter, version in members
                 if place in self._with_gradient and (parameter.grad is not None or parameter._version != version)
             ]
-            any_moved = any_moved or bool(moved)
+            stepped += moved
+            if not moved or moves is False:
+                continue
             if made is not None:
-                moves = made if moves is None else moves.to(made.device, non_blocking=True) & made
-            if moves is None:
+                moves = made if moves is True else moves.to(made.device, non_blocking=True) & made
+            if moves is True:
                 self._certain.update(moved)
-            elif moved:
+            else:
                 self._depending.append((moved, moves))
         self._groups = []
-        return any_moved
+        self.any = self.any or bool(stepped)
+        return stepped
 
     def mask(self, masks: HostMasks) -> Tensor:
         """For each parameter, whether it had a step: a bool tensor.
@@ -138,6 +144,6 @@ class HostMasks:
         if key not in self._masks:
             if len(self._masks) >= self._KEPT:
                 self._masks.clear()
-            mask = torch.tensor([place in key for place in range(self._size)], dtype=torch.bool)
+            mask = torch.tensor([place in key for place in range(self._size)], dtype=torch.bool, device="cpu")
             self._masks[key] = upload(mask, self._device)
         return self._masks[key]

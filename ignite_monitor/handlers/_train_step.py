@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import weakref
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ignite_monitor.capture.samples import ParameterSamples, reshard
+from ignite_monitor.handlers._gradient_norms import GradientNorms
 from ignite_monitor.handlers._stepped import HostMasks, SteppedParameters
 
 _NARROW = (torch.bfloat16, torch.float16)
@@ -57,10 +58,13 @@ class SampledTrainStep:
         self._measurable = {id(self.samples.parameters[place]): place for place in self.samples.measurable}
         self._narrow = [place for place, each in enumerate(self.samples.parameters) if each.dtype in _NARROW]
         self._masks = HostMasks(len(self.samples.names), self.samples.device)
-        self._places: dict[int, int] = {}
         self._stepped = SteppedParameters({})
-        self._gradient: tuple[Tensor, Tensor] | None = None
-        self._used: tuple[Tensor, Tensor] | None = None
+        self._gradients = GradientNorms(self.samples, {})
+
+    @property
+    def stepped(self) -> bool:
+        """Whether an optimizer's step was made for any parameter, if only with a learning rate of 0."""
+        return self._stepped.any
 
     def fits(self) -> bool:
         """Whether the model's parameters are still those that were sampled."""
@@ -72,12 +76,12 @@ class SampledTrainStep:
     @torch.no_grad()
     def start(self) -> None:
         """A train step is about to start: keep the weights' samples."""
-        self._places = self._measurable
+        places = self._measurable
         if self._optimizer is not None:
             held = held_by(self._optimizer)
-            self._places = {key: place for key, place in self._measurable.items() if key in held}
-        self._stepped = SteppedParameters(self._places)
-        self._gradient = self._used = None
+            places = {key: place for key, place in places.items() if key in held}
+        self._stepped = SteppedParameters(places)
+        self._gradients = GradientNorms(self.samples, places)
         self.samples.keep_weights(self._weights())
 
     def gradients_ready(self, scale: Tensor | None, stepping: Optimizer | None) -> None:
@@ -89,7 +93,7 @@ class SampledTrainStep:
         """
         if stepping is not None:
             self._stepped.met_gradients(stepping)
-        self._measure_gradient(scale)
+        self._gradients.gradients_ready(scale)
 
     def step_started(self, optimizer: Optimizer, reduced: bool) -> None:
         """An optimizer is about to make its step with the gradients that are there.
@@ -98,11 +102,13 @@ class SampledTrainStep:
             optimizer: the optimizer.
             reduced: whether they are the same on every rank.
         """
-        self._optimizers.add(optimizer)
-        self._stepped.started(optimizer)
-        if self._gradient is None and reduced:
-            # Set by hand. Fused optimizers are given what to unscale them by.
-            self._measure_gradient(getattr(optimizer, "grad_scale", None))
+        if optimizer not in self._optimizers:
+            self._optimizers.add(optimizer)
+            self._keep_copies(optimizer)
+        places = self._stepped.started(optimizer)
+        if reduced:
+            # Of those set by hand. Fused optimizers are given what to unscale them by.
+            self._gradients.step_started(places, getattr(optimizer, "grad_scale", None))
 
     def step_completed(self, optimizer: Optimizer) -> None:
         """The optimizer has returned from its step.
@@ -110,15 +116,12 @@ class SampledTrainStep:
         Args:
             optimizer: the optimizer.
         """
-        if self._stepped.completed(optimizer):
-            # Gradients of a later backward may be another optimizer's: a GAN's generator sends some into its
-            # discriminator. They are news only once a step is made with them.
-            self._used = self._gradient
+        self._gradients.step_completed(self._stepped.completed(optimizer))
 
     @torch.no_grad()
     def completed(self) -> Measured | None:
         """The train step has returned: what it did, or None if there was neither a gradient nor a step."""
-        samples, gradient = self.samples, self._used or self._gradient
+        samples, gradient = self.samples, self._gradients.result(self._masks)
         if gradient is None and not self._stepped:
             return None
         nothing = torch.zeros(len(samples.names), dtype=samples.dtype, device=samples.device)
@@ -131,46 +134,41 @@ class SampledTrainStep:
         norms, weights, changes = samples.over_ranks(torch.stack([norms, weights, changes])).unbind()
         return Measured(norms, with_gradient, weights, changes, moved)
 
-    @torch.no_grad()
-    def _measure_gradient(self, scale: Tensor | None) -> None:
-        gradients: list[Tensor | None] = [None] * len(self.samples.parameters)
-        sparse: dict[int, Tensor] = {}
-        found = []
-        for place in self._places.values():
-            parameter: Any = self.samples.parameters[place]
-            gradient = parameter.grad
-            if gradient is None:
-                continue
-            found.append(place)
-            if place in self.samples.sharded and gradient.placements != parameter.placements:
-                gradient = gradient.redistribute(placements=parameter.placements)
-            if gradient.layout == torch.strided:
-                gradients[place] = gradient
-            else:
-                sparse[place] = gradient
-        if found:
-            norms = self.samples.gradient_norms(gradients, sparse)
-            self._gradient = (norms if scale is None else norms / scale.to(norms), self._masks.of(found))
-
     def _weights(self) -> list[Tensor]:
         weights: list[Tensor] = list(self.samples.parameters)
         for place in self._narrow:
             weights[place] = self._precise(self.samples.names[place], self.samples.parameters[place])
         return weights
 
+    @torch.no_grad()
+    def _keep_copies(self, optimizer: Optimizer) -> None:
+        """Of an optimizer that is met for the first time, take its float32 copies of the weights for these."""
+        copies: list[Tensor | None] = [None] * len(self.samples.parameters)
+        for place in self._narrow:
+            copies[place] = _float32_copy(optimizer, self.samples.parameters[place])
+        if any(each is not None for each in copies):
+            self.samples.keep_weights(copies)
+
     def _precise(self, name: str, parameter: nn.Parameter) -> Tensor:
         for optimizer in self._optimizers:
-            for key, value in optimizer.state.get(parameter, {}).items():
-                if (
-                    isinstance(value, Tensor)
-                    and value.shape == parameter.shape
-                    and value.dtype in (torch.float32, torch.float64)
-                    and ("master" in str(key) or "fp32" in str(key))
-                ):
-                    self.rounded.discard(name)
-                    return value
+            copy = _float32_copy(optimizer, parameter)
+            if copy is not None:
+                self.rounded.discard(name)
+                return copy
         self.rounded.add(name)
         return parameter
+
+
+def _float32_copy(optimizer: Optimizer, parameter: nn.Parameter) -> Tensor | None:
+    for key, value in optimizer.state.get(parameter, {}).items():
+        if (
+            isinstance(value, Tensor)
+            and value.shape == parameter.shape
+            and value.dtype in (torch.float32, torch.float64)
+            and ("master" in str(key) or "fp32" in str(key))
+        ):
+            return value
+    return None
 
 
 def held_by(optimizer: Optimizer) -> set[int]:

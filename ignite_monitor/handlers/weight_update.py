@@ -23,10 +23,10 @@ from ignite_monitor.handlers._train_step import SampledTrainStep, held_by, unkno
 
 
 class ParameterDiagnostics(NamedTuple):
-    """What the last monitored iteration said of one parameter.
+    """What the last monitored iteration that had a gradient or a step said of one parameter.
 
     Attributes:
-        grad_norm: norm of its gradient; NaN if it had none.
+        grad_norm: norm of its gradient; NaN if it had none that is new.
         update_ratio: how much the train step moved it for its size; NaN if it had no step.
         is_vanishing: whether the norm is below ``vanishing_grad_threshold``.
         is_exploding: whether the norm is above ``exploding_grad_threshold``, or not finite.
@@ -49,7 +49,9 @@ class WeightUpdateHandler(Monitor):
 
     over sampled elements, where w is the weight when the iteration starts and w' when the train step has returned:
     momentum, weight decay, clipping and all steps of all optimizers are in it. Around 1e-3 is usual; it is
-    dimensionless. The gradient's norm is that of what backward left: unscaled, reduced over ranks, not yet clipped.
+    dimensionless. The gradient's norm is that of what backward left: unscaled, reduced over ranks, not yet clipped. It
+    is that of the parameter's own last step, or where it had none of its last backward; gradients left over from an
+    earlier iteration have none.
 
     ==================================  ====================================================================
     in ``engine.state.metrics``         meaning (0-dim tensors)
@@ -76,17 +78,18 @@ class WeightUpdateHandler(Monitor):
     ``frozen_patience_steps`` monitored steps in a row; a warning in the log names it. Only steps that were to move it
     count: with a gradient, ``requires_grad``, and a learning rate other than 0, and not those that a GradScaler or
     :class:`GradMonitor` leaves out. In an iteration without any, update ratios and ``frozen_count`` are absent, or
-    NaN where it is known on the device alone (a fused optimizer under a GradScaler). A parameter without a gradient
+    NaN where it is known on the device alone (a fused optimizer under a GradScaler). A parameter without a new gradient
     counts as neither vanishing nor exploding; a gradient that is not finite has the norm inf, or none with a
     ``scaler``, which looks after it.
 
     **Sampling.** Of parameters with more than ``sample_size`` elements that many are looked at, at places derived from
-    the parameter's name, the same in every run and on every rank; of an embedding one of each row, where it has more
-    rows than that. With ``sample_size=None``, and for smaller parameters, all is exact. Otherwise the ratio has a
-    relative standard error of about :math:`\sqrt{(\kappa_w + \kappa_{\Delta} - 2) / 4k}`, and a gradient's norm of
-    :math:`\sqrt{(\kappa_g - 1) / 4k}`, for a sample of k elements and kurtosis :math:`\kappa = E x^4 / (E x^2)^2`: 3 %
-    and 2 % for normally distributed ones (:math:`\kappa = 3`) and k = 1024, more where few elements hold most of the
-    norm. The median over many parameters is nearer than that. Norms of sparse gradients are exact.
+    the parameter's name, the same in every run and on every rank; of a two-dimensional one that has more rows than
+    that, one of each row, since it may be an embedding, of which a step moves few. With ``sample_size=None``, and for
+    smaller parameters, all is exact. Otherwise the ratio has a relative standard error of about :math:`\sqrt{(\kappa_w
+    + \kappa_{\Delta} - 2) / 4k}`, and a gradient's norm of :math:`\sqrt{(\kappa_g - 1) / 4k}`, for a sample of k
+    elements and kurtosis :math:`\kappa = E x^4 / (E x^2)^2`: 3 % and 2 % for normally distributed ones (:math:`\kappa
+    = 3`) and k = 1024, more where few elements hold most of the norm. The median over many parameters is nearer than
+    that. Norms of sparse gradients are exact.
 
     **Low precision.** Weights in bfloat16 or float16 move only by whole roundings (2\ :sup:`-8` of their size, or
     2\ :sup:`-11`), so the ratio is of what is left of an update after rounding: 0 for one that is lost, which does
@@ -167,11 +170,14 @@ class WeightUpdateHandler(Monitor):
         self._table: Tensor | None = None  # of the last monitored iteration: gradient norms, ratios, still
         self._rows: list[list[float]] | None = None  # the same on the host
         self._rounded: frozenset[str] = frozenset()
-        self._monitored = self._measured = 0
+        self._monitored = self._stepped = 0
 
     @property
     def diagnostics(self) -> dict[str, ParameterDiagnostics]:
-        """What the last monitored iteration said of every parameter, by name; brings it to the host."""
+        """What the last monitored iteration that had a gradient or a step said of every parameter, by name.
+
+        Brings it to the host.
+        """
         rows = self._look()
         if rows is None:
             nan = [math.nan] * len(self._names)
@@ -198,8 +204,8 @@ class WeightUpdateHandler(Monitor):
             state_dict: what :meth:`state_dict` returned.
 
         Raises:
-            TypeError: if it is no mapping.
-            ValueError: if it was saved by a monitor of another kind, or of another model.
+            TypeError: if it is no mapping, or holds something else than names and counts.
+            ValueError: if it was saved by a monitor of another kind, or of another model, or is damaged.
         """
         super().load_state_dict(state_dict)
         self._frozen.load_state_dict(state_dict)
@@ -244,7 +250,7 @@ class WeightUpdateHandler(Monitor):
         self._step = None
         if self._frozen.changed(wait=True):
             self._warn()
-        if self._monitored and not self._measured:
+        if self._monitored and not self._stepped:
             self.logger.warning(
                 "%s: none of %d monitored iterations had an optimizer step with a gradient of the model, so no update "
                 "ratio is published. Either model or optimizer is not the one that the train step uses, or only "
@@ -252,7 +258,7 @@ class WeightUpdateHandler(Monitor):
                 self.prefix,
                 self._monitored,
             )
-        self._monitored = self._measured = 0
+        self._monitored = self._stepped = 0
 
     def _on_gradients_ready(self, engine: Engine) -> None:
         if not self._armed or self._step is None or self._watch is None or id(self.model) not in self._watch.reached:
@@ -275,6 +281,7 @@ class WeightUpdateHandler(Monitor):
             return
         self._monitored += 1
         measured = self._step.completed()
+        self._stepped += self._step.stepped
         if measured is None:
             return
         norms = measured.gradients
@@ -292,7 +299,6 @@ class WeightUpdateHandler(Monitor):
             values["vanishing_count"] = (norms < self.vanishing_grad_threshold).sum(dtype=norms.dtype)
             values["exploding_count"] = (norms > self.exploding_grad_threshold).sum(dtype=norms.dtype)
         if measured.moved is not None:
-            self._measured += 1
             values |= _named("update_ratio", of_ratios)
             frozen = self._frozen.observe(ratios, measured.moved)
             values["frozen_count"] = torch.where(measured.moved.any(), frozen.sum(dtype=ratios.dtype), math.nan)

@@ -256,6 +256,39 @@ def test_sampled_ratio_and_norm_are_within_the_stated_error(sample_size):
     assert math.sqrt(statistics.fmean(x * x for x in off)) < 1.4 / math.sqrt(2 * sample_size)
 
 
+def test_sampled_norms_are_unbiased_where_the_sample_is_not_much_smaller_than_the_tensor():
+    """One tap of three has all the weight, and strata of one and two elements take turns with them."""
+    names = [f"layer{i}" for i in range(40)]
+    model = nn.ModuleDict({name: nn.Conv1d(512, 512, 3, groups=512, bias=False) for name in names})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(0)
+
+    def uneven(like):
+        values = 0.05 * torch.randn(like.shape, generator=generator)
+        values[:, 0, 1] = torch.randn(512, generator=generator)
+        return values
+
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.ones_like(parameter))
+
+    def train_step(_, batch):
+        for parameter in model.parameters():
+            parameter.grad = uneven(parameter)
+        optimizer.step()
+
+    handler = WeightUpdateHandler(model)
+    run = Watched(model, train_step, handler).run(range(1))
+    diagnostics = handler.diagnostics
+    x = model["layer0"].weight.grad
+    claim = math.sqrt((float(x.pow(4).mean() / x.square().mean() ** 2) - 1) / (4 * 1024))
+    norms = [diagnostics[n].grad_norm / norm(p.grad) - 1 for n, p in model.named_parameters()]
+    ratios = [diagnostics[n].update_ratio / ratio - 1 for n, ratio in run.ratios[0].items()]
+    for off in (norms, ratios):
+        assert math.sqrt(statistics.fmean(each * each for each in off)) < 1.2 * claim
+        assert abs(statistics.fmean(off)) < 3 * claim / math.sqrt(40)
+
+
 def test_sample_of_a_parameter_is_the_same_under_every_wrapping():
     def ratios(wrap):
         model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 5))
@@ -606,6 +639,181 @@ def test_of_two_backward_passes_the_one_that_the_step_used_counts():
     assert [values["grad_max"] for values in run.published] == pytest.approx(norms, rel=1e-5)
 
 
+def gradient_norms(handler):
+    return {name: each.grad_norm for name, each in handler.diagnostics.items()}
+
+
+def two_parts():
+    torch.manual_seed(0)
+    return nn.ModuleDict({"a": nn.Linear(4, 3, bias=False), "b": nn.Linear(4, 3, bias=False)})
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_gradient_left_over_from_an_earlier_iteration_has_no_norm(given):
+    """Tasks in turn, of which only the one whose turn it is has its head zeroed and stepped."""
+    model = two_parts()
+    optimizers = {name: torch.optim.SGD(part.parameters(), lr=0.1) for name, part in model.items()}
+    everything = torch.optim.SGD(model.parameters(), lr=0.1)
+    handler = WeightUpdateHandler(model, everything if given else None)
+    seen = []
+
+    def train_step(engine, batch):
+        name = "ab"[engine.state.iteration % 2]
+        optimizers[name].zero_grad()
+        model[name](torch.ones(2, 4)).square().sum().backward()
+        seen.append({f"{name}.weight": norm(model[name].weight.grad)})
+        optimizers[name].step()
+
+    engine = Engine(train_step)
+    handler.attach(engine)
+
+    @engine.on(Events.ITERATION_COMPLETED)
+    def look(_):
+        got = {name: value for name, value in gradient_norms(handler).items() if not math.isnan(value)}
+        assert got == pytest.approx(seen[-1])
+        assert float(handler.metrics["monitor/grad_min"]) == pytest.approx(min(seen[-1].values()))
+
+    engine.run(range(5))
+    assert len(seen) == 5
+
+
+def test_optimizer_that_steps_every_third_iteration_has_norms_in_these_alone():
+    model = two_parts()
+    handler = WeightUpdateHandler(model)
+    optimizers = {name: torch.optim.Adam(part.parameters()) for name, part in model.items()}
+
+    def train_step(engine, batch):
+        for name in "ab"[engine.state.iteration % 3 != 0 :]:
+            optimizers[name].zero_grad()
+            model[name](torch.ones(2, 4)).square().sum().backward()
+            optimizers[name].step()
+
+    engine, has_norm = Engine(train_step), []
+    handler.attach(engine)
+
+    @engine.on(Events.ITERATION_COMPLETED)
+    def look(_):
+        has_norm.append([not math.isnan(value) for value in gradient_norms(handler).values()])
+
+    engine.run(range(6))
+    assert has_norm == [[False, True], [False, True], [True, True]] * 2
+
+
+@pytest.mark.parametrize("none", [True, False])
+def test_two_optimizers_with_a_backward_each_in_one_iteration(none):
+    model, true = two_parts(), {}
+    optimizers = {name: torch.optim.SGD(part.parameters(), lr=0.1) for name, part in model.items()}
+
+    def train_step(_, batch):
+        for name, optimizer in optimizers.items():
+            model[name](torch.ones(2, 4)).square().sum().backward()
+            true[f"{name}.weight"] = norm(model[name].weight.grad)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=none)
+
+    handler = WeightUpdateHandler(model)
+    run = Watched(model, train_step, handler).run(range(3))
+    assert gradient_norms(handler) == pytest.approx(true)
+    assert run.published[-1]["vanishing_count"] == 0
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.0])
+def test_gan_with_one_handler_has_the_norms_of_each_models_own_step(rate):
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"G": nn.Linear(2, 3, bias=False), "D": nn.Linear(3, 1, bias=False)})
+    of_g = torch.optim.SGD(model["G"].parameters(), lr=0.1)
+    of_d = torch.optim.SGD(model["D"].parameters(), lr=rate)
+    true = {}
+
+    def train_step(_, batch):
+        fake = model["G"](torch.randn(8, 2))
+        of_d.zero_grad()
+        (model["D"](fake.detach()).square().mean() - model["D"](torch.ones(8, 3)).mean()).backward()
+        true["D.weight"] = norm(model["D"].weight.grad)
+        of_d.step()
+        of_g.zero_grad()
+        (-1e3 * model["D"](fake)).mean().backward()
+        true["G.weight"] = norm(model["G"].weight.grad)
+        of_g.step()
+
+    handler = WeightUpdateHandler(model)
+    Watched(model, train_step, handler).run(range(3))
+    assert gradient_norms(handler) == pytest.approx(true)
+
+
+@pytest.mark.parametrize("sample_size", [None, 8])
+def test_optimizers_that_step_in_backward(sample_size):
+    model, true = make_model(), {}
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
+
+    def step(parameter):
+        true[names[parameter]] = norm(parameter.grad)
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    handler = WeightUpdateHandler(model, sample_size=sample_size)
+    Watched(model, lambda _, batch: loss_of(model, batch).backward(), handler).run(make_batches(3))
+    exact = [name for name, parameter in model.named_parameters() if sample_size is None or parameter.numel() <= 8]
+    got = gradient_norms(handler)
+    assert {name: got[name] for name in exact} == pytest.approx({name: true[name] for name in exact})
+    assert got == pytest.approx(true, rel=0.9)
+
+
+def test_gradients_set_by_hand_after_a_backward():
+    model, norms = make_model(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train_step(_, batch):
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        for parameter in model.parameters():
+            parameter.grad = 1e-3 * parameter.grad
+        norms.append(max(norm(parameter.grad) for parameter in model.parameters()))
+        optimizer.step()
+
+    run = Watched(model, train_step, WeightUpdateHandler(model, optimizer)).run(make_batches(3))
+    assert [values["grad_max"] for values in run.published] == pytest.approx(norms, rel=1e-5)
+
+
+def test_zero_gradients_of_parameters_that_need_none_do_not_vanish():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train_step(engine, batch):
+        model[0].requires_grad_(engine.state.iteration < 2)
+        optimizer.zero_grad(set_to_none=False)
+        loss_of(model, batch).backward()
+        optimizer.step()
+
+    handler = WeightUpdateHandler(model, optimizer)
+    run = Watched(model, train_step, handler).run(make_batches(4))
+    assert [values["vanishing_count"] for values in run.published] == [0] * 4
+    assert math.isnan(handler.diagnostics["0.weight"].grad_norm)
+
+
+def test_gradients_are_each_measured_once_in_an_ordinary_iteration(monkeypatch):
+    from ignite_monitor.capture.samples import ParameterSamples
+
+    asked, original = [], ParameterSamples.gradient_norms
+    monkeypatch.setattr(
+        ParameterSamples, "gradient_norms", lambda self, g: asked.append(sorted(g)) or original(self, g)
+    )
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train_step(_, batch):
+        loss_of(model, batch).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+    Watched(model, train_step, WeightUpdateHandler(model)).run(make_batches(3)).check()
+    assert asked == [list(range(6))] * 3
+
+
 # Low precision
 
 
@@ -665,6 +873,32 @@ def test_bfloat16_with_a_master_copy_has_its_ratio(given, caplog):
     assert not caplog.records
 
 
+def test_master_copy_that_is_older_than_the_run(caplog):
+    model = make_model().to(torch.bfloat16)
+    optimizer = MasterSGD(model.parameters(), lr=1e-5)
+    batches = [(x.bfloat16(), y.bfloat16()) for x, y in make_batches(3)]
+    expected, got = [], []
+
+    def train_step(_, batch):
+        before = [
+            optimizer.state.get(p, {}).get("master_param", p.detach().float()).clone() for p in model.parameters()
+        ]
+        plain_step(model, optimizer)(_, batch)
+        after = [optimizer.state[p]["master_param"] for p in model.parameters()]
+        ratios = [norm(b.double() - a.double()) / (norm(a) + 1e-12) for a, b in zip(before, after, strict=True)]
+        expected.append(summary(ratios)["max"])
+
+    engine = Engine(train_step)
+    handler = WeightUpdateHandler(model)
+    handler.attach(engine)
+    engine.add_event_handler(
+        Events.ITERATION_COMPLETED, lambda _: got.append(float(handler.metrics["monitor/update_ratio_max"]))
+    )
+    for _ in range(3):
+        engine.run(batches, max_epochs=1)
+    assert got == pytest.approx(expected, rel=1e-3)
+
+
 # Unusual parameters
 
 
@@ -700,6 +934,46 @@ def test_empty_scalar_integer_and_complex_parameters():
     assert frozen_counts(run) == [0] * 4
     assert math.isnan(handler.diagnostics["empty"].update_ratio)
     assert math.isnan(handler.diagnostics["integer"].update_ratio)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.complex32], ids=str)
+def test_parameters_of_dtypes_that_torch_does_not_compute_with_are_left_alone(dtype):
+    model = make_model()
+    model.scaled = nn.Parameter(torch.zeros(2000).to(dtype), requires_grad=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    forward = nn.Sequential(*list(model)[:4])
+    handler = WeightUpdateHandler(model, sample_size=4)
+    run = Watched(forward, plain_step(forward, optimizer), handler).run(make_batches(2))
+    assert run.published[-1]["update_ratio_min"] > 0
+    assert math.isnan(handler.diagnostics["scaled"].update_ratio)
+
+
+@pytest.mark.parametrize("how", ["weight_norm", "bare"])
+def test_table_that_is_no_embeddings_weight(how):
+    torch.manual_seed(0)
+    model = (
+        nn.utils.parametrizations.weight_norm(nn.Embedding(5000, 8), dim=None) if how == "weight_norm" else nn.Module()
+    )
+    if how == "bare":
+        model.table = nn.Parameter(torch.randn(5000, 8))
+        model.forward = lambda x: F.embedding(x, model.table)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.ndim == 2], lr=0.1)
+
+    def train_step(_, batch):
+        optimizer.zero_grad()
+        model(torch.tensor([11, 2500])).square().sum().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():  # what the norm does to the other rows
+                mask = torch.zeros_like(parameter)
+                mask.view(len(mask) if mask.ndim else 1, -1)[[11, 2500] if mask.ndim else [0]] = 1
+                parameter.grad *= mask
+        optimizer.step()
+
+    handler = WeightUpdateHandler(model, sample_size=64, frozen_patience_steps=1)
+    run = Watched(model, train_step, handler).run(range(3))
+    assert frozen_counts(run) == [0] * 3
+    assert run.published[-1]["vanishing_count"] == 0
 
 
 @pytest.mark.parametrize("sample_size", [None, 16])
@@ -874,11 +1148,12 @@ def test_named_keys(top_k):
     assert {name: float(value) for name, value in run.engine.state.metrics.items()} == logged[-1]
 
 
-def test_nothing_is_read_on_the_host_without_a_logger(reads):
+@pytest.mark.parametrize("sample_size", [4, 1024])
+def test_nothing_is_read_on_the_host_without_a_logger(reads, sample_size):
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine = Engine(plain_step(model, optimizer))
-    WeightUpdateHandler(model, optimizer).attach(engine)
+    WeightUpdateHandler(model, optimizer, sample_size=sample_size).attach(engine)
     reads.clear()
     engine.run(make_batches(10))
     assert reads == {}
@@ -950,6 +1225,15 @@ def test_run_without_an_optimizer_step_says_so_once(caplog):
     assert "optimizer step" in record.getMessage()
 
 
+def test_learning_rate_of_0_throughout_is_no_reason_for_a_warning(caplog):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with caplog.at_level(logging.WARNING, LOGGER):
+        run = Watched(model, plain_step(model, optimizer), WeightUpdateHandler(model)).run(make_batches(3))
+    assert frozen_counts(run) == [None] * 3
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("sample_size", [8, None])
 def test_memory_is_that_of_the_sample_and_allocated_once(sample_size):
     model = nn.Sequential(nn.Linear(5, 300), nn.Linear(300, 300), nn.Linear(300, 3))
@@ -964,7 +1248,9 @@ def test_memory_is_that_of_the_sample_and_allocated_once(sample_size):
         groups = handler._step.samples._groups
         held.append([buffer.data_ptr() for group in groups for buffer in (group.before, group.now)])
         elements = sum(group.before.numel() + group.now.numel() for group in groups)
-        assert elements == 2 * sum(min(p.numel(), sample_size or p.numel()) for p in model.parameters())
+        assert elements == 2 * (
+            300 + 8 + 300 + 8 + 8 + 3 if sample_size else sum(p.numel() for p in model.parameters())
+        )
 
     engine.run(make_batches(3))
     assert held[0] == held[1] == held[2]
@@ -1010,6 +1296,46 @@ def test_model_of_several_dtypes():
 def test_bad_arguments(arguments, error, name):
     with pytest.raises(error, match=name):
         WeightUpdateHandler(**{"model": make_model(), **arguments})
+
+
+@pytest.mark.parametrize(
+    ("damaged", "error"),
+    [
+        ({"names": 3}, TypeError),
+        ({"names": "abcd"}, TypeError),
+        ({"names": [1, 2]}, TypeError),
+        ({"still": "xx"}, TypeError),
+        ({"still": None}, TypeError),
+        ({"still": torch.tensor([math.nan, 0.0])}, ValueError),
+        ({"still": torch.tensor([0.0, -1.0])}, ValueError),
+        ({"still": torch.tensor([0.0, math.inf])}, ValueError),
+        ({"still": torch.zeros(3)}, ValueError),
+    ],
+)
+def test_damaged_state(damaged, error):
+    handler = WeightUpdateHandler(nn.Linear(2, 2))
+    with pytest.raises(error, match="state_dict"):
+        handler.load_state_dict(handler.state_dict() | damaged)
+
+
+def test_default_device_is_of_no_concern():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = make_batches(3)
+    torch.set_default_device("meta")
+    try:
+        handler = WeightUpdateHandler(model, optimizer, sample_size=8)
+        other = WeightUpdateHandler(model)
+        engine = Engine(plain_step(model, optimizer))
+        handler.attach(engine)
+        logged: list[dict[str, float]] = []
+        handler.log_to(wandb(logged), engine)
+        engine.run(batches, max_epochs=1)
+        other.load_state_dict(handler.state_dict())
+    finally:
+        torch.set_default_device(None)
+    assert all(0 < named["monitor/update_ratio_min"] < 1 for named in logged)
+    assert len(logged) == 3
 
 
 def test_arguments_after_the_second_are_keyword_only():
