@@ -53,7 +53,7 @@ class RobustThreshold(ThresholdRule):
         return self._limit(self.state)
 
     def empty(self) -> State:
-        return super().empty() | {"upper": torch.zeros((), dtype=torch.float64)}
+        return super().empty() | {"upper": torch.zeros((), dtype=torch.float64, device="cpu")}
 
     def include(self, state: State, norm: Tensor) -> State:
         mean, limit = state["mean"], self._limit(state)

@@ -221,7 +221,7 @@ class CallableThreshold(ThresholdRule):
             raise TypeError(f"Argument threshold should be a threshold rule or a function, but given {rule}")
         super().__init__(warmup=2)
         try:
-            answer = rule(*torch.tensor([1.0, 0.1, 100.0], dtype=torch.float64).unbind())
+            answer = rule(*torch.tensor([1.0, 0.1, 100.0], dtype=torch.float64, device="cpu").unbind())
         except Exception as error:
             kind = TypeError if isinstance(error, TypeError) else ValueError
             raise kind(

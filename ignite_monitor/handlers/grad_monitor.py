@@ -163,7 +163,7 @@ class GradMonitor(Monitor):
             overflow_is_spike=self.scaler is None,
         )
         self._skipper = StepSkipper() if skip_step else None
-        self._skipped_count = torch.zeros((), dtype=torch.float64)
+        self._skipped_count = torch.zeros((), dtype=torch.float64, device="cpu")
         self._own: tuple[list[nn.Parameter], int, list[nn.Parameter]] = ([], 0, [])
         self._gradient: JudgedGradient | None = None  # the newest
         self._stepped: JudgedGradient | None = None  # what the optimizer made its last step with in this iteration
