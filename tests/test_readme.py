@@ -34,6 +34,7 @@ def test_first_example(tmp_path, monkeypatch, capsys):
     trainer = namespace["trainer"]
     assert capsys.readouterr().out == "1\n"
     assert trainer.state.metrics["grad/spike_count"] == 1
+    assert scalars(tmp_path / "runs" / "first")["grad/spike"][61] == 1.0
 
 
 def test_nothing_is_left_to_be_filled_in():
