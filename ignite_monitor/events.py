@@ -42,5 +42,5 @@ def register_events(engine: Engine) -> None:
     Args:
         engine: the engine.
     """
-    if not engine.has_registered_events(MonitorEvents.GRADIENTS_READY):
+    if MonitorEvents.GRADIENTS_READY not in engine._allowed_events:  # has_registered_events() is Ignite 0.5.2's
         engine.register_events(*MonitorEvents, event_to_attr=dict.fromkeys(MonitorEvents, "iteration"))
