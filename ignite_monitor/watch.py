@@ -194,8 +194,8 @@ class Watch:
     def _own_handlers(self) -> list[tuple[Events, Callable[..., Any]]]:
         return [
             (Events.ITERATION_STARTED, self._start_iteration),
-            (Events.COMPLETED, self._uninstall),
-            (Events.TERMINATE, self._uninstall),
+            (Events.COMPLETED, self._end),
+            (Events.TERMINATE, self._end),
             (Events.INTERRUPT, self._interrupt),
         ]
 
@@ -215,7 +215,10 @@ class Watch:
                 if watched.refresh() or not watched.hook:
                     watched.hook.put_on(watched.parameters, self._gradient_hook(watched))
 
-    def _interrupt(self) -> None:
+    def _end(self, engine: Engine) -> None:
+        self._uninstall()
+
+    def _interrupt(self, engine: Engine) -> None:
         # A run that is interrupted between ITERATION_STARTED and the train step goes on with the train step.
         if not self._awaits_step:
             self._uninstall()
