@@ -27,7 +27,8 @@ class NotComparableError(Exception):
 class Comparison(Protocol):
     """What there is to compare in a module's call with the same call of the reference.
 
-    Errors that :meth:`enter` and :meth:`leave` raise leave the call out, with a warning.
+    Its methods are called with gradients being recorded as in the model. Errors that :meth:`enter` and :meth:`leave`
+    raise leave the call out, with a warning.
     """
 
     def keep(
@@ -199,8 +200,7 @@ class ReferencePasses:
         if kept is None:
             return
         try:
-            with torch.no_grad():
-                current.begun[name] = self._comparison.enter(name, module, args, kwargs, kept), kept
+            current.begun[name] = self._comparison.enter(name, module, args, kwargs, kept), kept
         except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
             self._leave_out(name, error)
 
@@ -213,8 +213,7 @@ class ReferencePasses:
         if begun is None:
             return
         try:
-            with torch.no_grad():
-                result = self._comparison.leave(name, output, *begun)
+            result = self._comparison.leave(name, output, *begun)
         except Exception as error:  # noqa: BLE001 - as above
             self._leave_out(name, error)
             return
@@ -250,10 +249,11 @@ class _Pass:
     def _hold(self, name: str, tensor: Tensor) -> Tensor:
         if self._offload:
             return self._offloaded(tensor)
+        held = tensor.detach()
         if name in self._unstable:
-            return tensor.detach().clone()
-        self._versions.append((name, weakref.ref(tensor), _version(tensor)))
-        return tensor
+            return held.clone()
+        self._versions.append((name, weakref.ref(held), _version(held)))
+        return held
 
     def _offloaded(self, tensor: Tensor) -> Tensor:
         # The input of several modules is kept once.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel
 
-from ignite_monitor.capture.copies import detached_copy, frozen_copy
+from ignite_monitor.capture.copies import detached_copy, separate_copy
 from ignite_monitor.capture.names import named_modules, unwrapped
 from ignite_monitor.capture.rng import drawn_again
 from ignite_monitor.capture.structure import first_difference, first_difference_of_states, modules_by_name
@@ -61,7 +61,7 @@ class Reference:
                 raise ValueError("Argument reference should be another module than model, but given the same")
             self._refuse(first_difference(self.root, self.module))
         elif isinstance(reference, (str, os.PathLike)):
-            self.module, stripped = frozen_copy(self.root)
+            self.module, stripped = separate_copy(self.root)
             if stripped:
                 _logger.warning(
                     "The copy of the model that serves as its reference is without your forward hooks, on %s: if they "
@@ -121,26 +121,33 @@ class Reference:
     # Running it
 
     def follow(self) -> None:
-        """Move a copy that is its own to the devices that the model has been moved to."""
-        mine, theirs = next(self.root.parameters()), next(self.module.parameters())
-        if self._own and mine.device != theirs.device:
-            for theirs_module, ours in self._twins.items():
-                for each, copied in zip(_tensors(ours), _tensors(theirs_module), strict=True):
-                    copied.data = copied.to(each.device)
+        """Move a copy that is its own to where the model has been moved; frozen parameters are frozen in it too."""
+        if not self._own:
+            return
+        for copied, ours in self._twins.items():
+            for name, mine in ours._parameters.items():
+                theirs = copied._parameters[name]
+                if mine is None or theirs is None:
+                    continue
+                if theirs.device != mine.device:
+                    copied._apply(lambda tensor, device=mine.device: tensor.to(device), recurse=False)
+                    theirs = copied._parameters[name]
+                if theirs is not None and theirs.requires_grad != mine.requires_grad:
+                    theirs.requires_grad_(mine.requires_grad)
 
     def run(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What one of its modules, ``""`` the whole, makes of the model's inputs.
 
-        Draws the random numbers that the model is about to draw, with autocast and the training flags as the model
-        has them, and without gradients. Inputs, buffers of either, and random number generators are the same
-        afterwards.
+        Draws the random numbers that the model is about to draw, with autocast, training flags and the recording of
+        gradients as the model has them: what is computed depends on all of these, if only in its last bits. Inputs,
+        buffers of either, and random number generators are the same afterwards.
 
         Args:
             name: the module.
             args: positional arguments; they are copied.
             kwargs: keyword arguments; they are copied.
         """
-        with self._unnoticed(name), torch.no_grad():
+        with self._unnoticed(name):
             args, kwargs = detached_copy((args, kwargs))
             return self.modules[name](*args, **kwargs)
 

@@ -105,7 +105,8 @@ class _Layer:
     def keep(self, args: Args, kwargs: Kwargs, output: Any) -> list[Tensor | None]:
         return [_first(args, kwargs)]
 
-    def enter(self, module: nn.Module, args: Args, kwargs: Kwargs, kept: list[Tensor | None]) -> Norms:
+    @torch.no_grad()
+    def enter(self, module: nn.Module, args: Args, kwargs: Kwargs, kept: list[Tensor | None]) -> Any:
         x, reference_x = _first(args, kwargs), kept.pop()
         if x is None or reference_x is None:
             raise NotComparableError("no floating-point tensor is among its inputs")
@@ -207,7 +208,8 @@ class _Embedding(_Layer):
     def keep(self, args: Args, kwargs: Kwargs, output: Any) -> list[Tensor | None]:
         return []
 
-    def enter(self, module: nn.Module, args: Args, kwargs: Kwargs, kept: list[Tensor | None]) -> Norms:
+    @torch.no_grad()
+    def enter(self, module: nn.Module, args: Args, kwargs: Kwargs, kept: list[Tensor | None]) -> Any:
         rows = args[0] if args else kwargs["input"]
         weight, reference_weight = self._parameter(module, "weight")
         return self._of(0, _wide(F.embedding(rows, weight)) - _wide(F.embedding(rows, reference_weight)))
@@ -227,15 +229,16 @@ class _Evaluated(_Layer):
     def enter(self, module: nn.Module, args: Args, kwargs: Kwargs, kept: list[Tensor | None]) -> Any:
         x, reference_x = _first(args, kwargs), kept[0]
         kept[0] = None
+        # The inputs of the whole model are those of the reference.
+        crossed = _first((self._run(self._name, args, kwargs),), {}) if self._name else kept[1]
         norms: Norms = []
         if x is not None and reference_x is not None:
             _check(x, reference_x)
-            with _without_autocast(x):
+            with torch.no_grad(), _without_autocast(x):
                 norms = [*self._of(2, _wide(x)), *self._of(3, _wide(x) - _wide(reference_x))]
-        # The inputs of the whole model are those of the reference.
-        crossed = _first((self._run(self._name, args, kwargs),), {}) if self._name else kept[1]
-        return norms, crossed, x, None if x is None else x._version
+        return norms, None if crossed is None else crossed.detach(), x, None if x is None else x._version
 
+    @torch.no_grad()
     def leave(self, output: Any, entered: Any, kept: list[Tensor | None]) -> Norms:
         norms: Norms = entered[0]
         crossed, x, version = entered[1:]
@@ -262,8 +265,7 @@ def _layer(name: str, reference: Reference) -> _Layer:
 
 
 def _first(args: Args, kwargs: Kwargs) -> Tensor | None:
-    found = next((tensor for _, tensor in floating_tensors([*args, *kwargs.values()])), None)
-    return None if found is None else found.detach()
+    return next((tensor for _, tensor in floating_tensors([*args, *kwargs.values()])), None)
 
 
 def _check(values: Tensor, others: Tensor) -> None:
