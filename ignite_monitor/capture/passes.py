@@ -164,14 +164,18 @@ class ReferencePasses:
         self._current = self._run(args, kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Pass | None:
-        # Where something that was kept has been changed in place before the run was over, once more with copies.
+        # Once more with copies, where something that was kept has been changed in place before the run was over; and
+        # where the run makes a backward pass of its own, with what that needs.
         for _ in range(_ATTEMPTS):
             current = _Pass(self._offload, self._unstable)
+            saves = self._reference.saves
             try:
                 self._reference.follow()
                 with after_forward(self._theirs, self._keeping(current)):
                     self._reference.run("", args, kwargs)
             except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
+                if self._reference.saves != saves:
+                    continue
                 reason = f"the reference can't be run on the model's inputs ({type(error).__name__}: {error})"
                 self._say(f"{reason}, so nothing is compared")
                 return None

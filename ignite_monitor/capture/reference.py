@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -38,6 +39,7 @@ class Reference:
     Attributes:
         module: the reference.
         modules: its modules by name.
+        saves: whether a run saves tensors for a backward pass; True once one has failed for want of them.
         kept: whether it has to be saved with a run: it can't be given once more when that is resumed.
 
     Raises:
@@ -54,6 +56,7 @@ class Reference:
                     "use fully_shard or DistributedDataParallel"
                 )
         self.root = unwrapped(model)
+        self.saves = False
         self.kept = isinstance(reference, str) and reference == "init"
         if isinstance(reference, nn.Module):
             self.module = unwrapped(reference)
@@ -147,9 +150,23 @@ class Reference:
             args: positional arguments; they are copied.
             kwargs: keyword arguments; they are copied.
         """
-        with self._unnoticed(name):
+        with self._unnoticed(name), self._nothing_saved():
             args, kwargs = detached_copy((args, kwargs))
             return self.modules[name](*args, **kwargs)
+
+    def _nothing_saved(self) -> contextlib.AbstractContextManager[Any]:
+        """No backward pass of the reference will want what autograd saves, unless the forward pass has one in it."""
+        if self.saves:
+            return contextlib.nullcontext()
+        self_reference = weakref.ref(self)
+
+        def unpack(_: None) -> Tensor:
+            owner = self_reference()
+            if owner is not None:
+                owner.saves = True
+            raise RuntimeError("the reference makes a backward pass of its own")
+
+        return torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, unpack)
 
     @contextlib.contextmanager
     def _unnoticed(self, name: str) -> Iterator[None]:

@@ -233,6 +233,26 @@ def test_a_reference_that_fails_is_reported_once():
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_a_model_that_makes_a_backward_pass_in_its_forward():
+    class Force(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.energy = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+
+        def forward(self, x):
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)[0]
+
+    model = Force()
+    passes, recorder, warnings = watch(model)
+    with passes.watched():
+        for _ in range(2):
+            model(torch.ones(2, 3)).sum().backward()
+    assert [set(results) for results in recorder.passes] == [{"", "energy", "energy.0", "energy.1", "energy.2"}] * 2
+    assert recorder.differences()[""] == [0.0]
+    assert warnings == []
+
+
 @pytest.mark.parametrize("where", ["enter", "leave"])
 def test_errors_of_the_comparison_leave_the_call_out(where):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
