@@ -108,3 +108,14 @@ def test_skipped_example(tmp_path, arguments, skipped):
     output = run_example("spikes_skipped.py", tmp_path, *arguments).stdout
     assert f"Steps skipped: {skipped} of 220" in output
     assert (accuracies(output)[-1] > 0.9) is bool(skipped)
+
+
+def test_width_sweep_example(tmp_path):
+    arguments = ("--widths", "64", "128", "256", "512", "--steps", "6", "--output", "sweep.png")
+    output = run_example("rcc_width_sweep.py", tmp_path, *arguments).stdout
+    slopes = [float(each) for each in re.findall(r"width\^([+-][\d.]+) after one step", output)]
+    assert len(slopes) == 8
+    hidden, last = slopes[5:7], slopes[7]
+    assert max(map(abs, hidden)) < 0.2
+    assert 0.3 < last < 1.2
+    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")

@@ -92,7 +92,7 @@ class LayerChanges:
         """
         self.seen += 1
         for name, calls in results.items():
-            self.norms.setdefault(name, []).extend(norm for norms in calls for norm in norms)
+            self.norms.setdefault(name, []).extend(norm for norms in calls for norm in norms if norm[2])
 
 
 class _Layer:
