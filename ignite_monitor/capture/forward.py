@@ -59,6 +59,10 @@ def _nothing(*_: Any) -> None:
     pass
 
 
+def _no_hook() -> Callable[..., Any]:
+    return _nothing
+
+
 class _Hook:
     """A hook that does nothing in copies of its module that a train step makes."""
 
@@ -71,8 +75,8 @@ class _Hook:
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         return _nothing
 
-    def __reduce__(self) -> str:
-        return "_nothing"
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[()]]:
+        return _no_hook, ()
 
 
 # As ``register_forward_hook`` does it, for hundreds of modules at a tenth of the cost, which matters where hooks come

@@ -59,7 +59,6 @@ HANDLERS = {
     "WeightUpdateHandler": lambda model, optimizer: WeightUpdateHandler(model, optimizer, top_k=0),
     "WeightUpdateHandler, no optimizer": lambda model, optimizer: WeightUpdateHandler(model, sample_size=4, top_k=0),
     "RCCHandler": lambda model, optimizer: RCCHandler(model),
-    "RCCHandler, offload": lambda model, optimizer: RCCHandler(model, offload=True),
 }
 FILTERS = {
     "every": (lambda: Events.ITERATION_STARTED(every=3), [3, 6, 9, 12]),
