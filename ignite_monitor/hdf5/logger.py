@@ -19,7 +19,7 @@ from ignite.handlers.base_logger import BaseLogger
 from ignite_monitor.functional._checks import check_count
 from ignite_monitor.hdf5.clock import Clock
 from ignite_monitor.hdf5.handlers import OptimizerParamsHandler, OutputHandler
-from ignite_monitor.hdf5.layout import TROUBLE, import_h5py
+from ignite_monitor.hdf5.layout import TROUBLE, import_h5py, one_line
 from ignite_monitor.hdf5.values import flatten
 from ignite_monitor.hdf5.writer import Writer
 
@@ -90,11 +90,7 @@ class HDF5Logger(BaseLogger):
     def attach(
         self, engine: Engine, log_handler: Callable[..., Any], event_name: Any, *args: Any, **kwargs: Any
     ) -> RemovableEventHandle:
-        if engine not in self._engines and self._writer is not None:
-            engine.add_event_handler(Events.STARTED, self._start)
-            engine.add_event_handler(Events.ITERATION_STARTED, self._start_iteration)
-            engine.add_event_handler(Events.COMPLETED, self._complete)
-            self._engines.add(engine)
+        self._follow(engine)
         return super().attach(engine, log_handler, event_name, *args, **kwargs)
 
     def flush(self) -> None:
@@ -134,8 +130,9 @@ class HDF5Logger(BaseLogger):
             return
         names, numbers = flatten(values, self._leave_out)
         if names and self._writer is not None:
+            self._follow(engine)
             self._attempt(self._writer.add, step, tag, names, numbers, self._clock.place(engine))
-            if not self._clock.is_running:
+            if self._clock.is_time():
                 self.flush()
 
     @property
@@ -166,17 +163,30 @@ class HDF5Logger(BaseLogger):
         try:
             writing(*args)
         except TROUBLE as error:
-            self.logger.warning("Can't write to %s any more, and nothing more is logged there: %s", self.path, error)
+            self.logger.warning(
+                "Can't write to %s any more, and nothing more is logged there: %s", self.path, one_line(error)
+            )
             writer, self._writer = self._writer, None
             self._finalizer.detach()
             self._leave()
             if writer is not None:
                 writer.abandon()
 
+    def _follow(self, engine: Engine) -> None:
+        if engine not in self._engines and self._writer is not None:
+            self._engines.add(engine)
+            engine.add_event_handler(Events.STARTED, self._start)
+            # First of all, or an evaluation at the start of a training would not be known as one within it.
+            handlers = engine._event_handlers[Events.STARTED]
+            handlers.insert(0, handlers.pop())
+            engine.add_event_handler(Events.ITERATION_STARTED, self._start_iteration)
+            engine.add_event_handler(Events.COMPLETED, self._complete)
+
     def _start(self, engine: Engine) -> None:
         self._clock.start(engine)
 
     def _start_iteration(self) -> None:
+        self._clock.tick()
         if self._clock.is_time():
             self.flush()
 
@@ -214,11 +224,11 @@ def _open(path: Path, mode: str) -> Writer:
     except BlockingIOError:
         raise BlockingIOError(f"{path} is open in another program, or in another logger of this one") from None
     except OSError as error:
-        raise type(error)(f"Can't write {path}: {error}") from error
+        raise type(error)(f"Can't write {path}: {one_line(error)}") from error
 
 
 def _close(writer: Writer, logger: logging.Logger) -> None:
     try:
         writer.close()
     except TROUBLE as error:
-        logger.warning("The last iterations could not be written to %s: %s", writer.path, error)
+        logger.warning("The last iterations could not be written to %s: %s", writer.path, one_line(error))

@@ -57,7 +57,7 @@ class SwappedFile:
                 if mode != "w" and path.exists():
                     raise FileExistsError(path)
                 os.replace(self._shadow, path)
-            self._published = path.stat()
+            self._published = _identity(path)
         except BaseException:
             self.close()
             raise
@@ -104,6 +104,9 @@ class SwappedFile:
 
         HDF5 does not survive a disk that is full: the process ends in a segmentation fault. So the room that it may
         need is taken before, where an error is an error.
+
+        Raises:
+            OSError: if there is no room, or the shadow can't be opened although nobody else has it.
         """
         with self._shadow.open("r+b") as file:
             needed = (1 << 17) + sum(room_for(name, len(elements)) for name, _, elements in patch)
@@ -127,18 +130,22 @@ class SwappedFile:
         return True
 
     def _publish(self) -> bool:
-        """Swap the copies; False if the first could not be kept."""
+        """Swap the copies; False if the first could not be kept.
+
+        Raises:
+            FileExistsError: if the file is not the one that was put there.
+        """
         kept = True
         try:
-            if not os.path.samestat(self._published, self.path.stat()):
-                raise FileExistsError("another program has put another file in its place")
+            if _identity(self.path) != self._published:
+                raise FileExistsError("another program has changed it, or put another file in its place")
             shutil.copymode(self.path, self._shadow)
             os.link(self.path, self._spare)
         except FileExistsError:
             raise
         except OSError:  # it was removed, or there are no hard links here
             kept = False
-        published = self._shadow.stat()
+        published = _identity(self._shadow)
         os.replace(self._shadow, self.path)
         self._published = published
         if kept:
@@ -150,3 +157,8 @@ class SwappedFile:
             with contextlib.suppress(OSError):
                 path.unlink()
 
+
+def _identity(path: Path) -> tuple[int, int, int]:
+    """The size too, since the inode of a file that was removed is soon another's."""
+    found = path.stat()
+    return found.st_dev, found.st_ino, found.st_size

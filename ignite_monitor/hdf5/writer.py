@@ -58,6 +58,10 @@ class Writer:
     Args:
         path: the file.
         mode: ``"x"``, ``"w"`` or ``"a"``.
+
+    Raises:
+        ValueError: if the file to be continued is damaged or not one of HDF5Logger's.
+        OSError: if it can't be written.
     """
 
     def __init__(self, path: Path, mode: str) -> None:
