@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import operator
 import os
+import threading
 import warnings
 import weakref
 from collections.abc import Callable
@@ -79,6 +80,7 @@ class HDF5Logger(BaseLogger):
         self.logger = logging.getLogger(f"{type(self).__module__}.{type(self).__name__}")
         self._engines: weakref.WeakSet[Engine] = weakref.WeakSet()
         self._told: set[str] = set()
+        self._one_thread = threading.RLock()  # engines may run side by side
         self._is_closed = False
         self._writer: Writer | None = None
         if idist.get_rank() == 0:
@@ -95,18 +97,24 @@ class HDF5Logger(BaseLogger):
 
     def flush(self) -> None:
         """Write what waits in memory."""
-        if self._writer is not None and self._writer.waits:
-            self._attempt(self._writer.flush)
-            self._clock.written()
+        if self._writer is None or not self._writer.is_own:
+            return
+        with self._one_thread:
+            if self._writer is not None and self._writer.waits:
+                self._attempt(self._writer.flush)
+                self._clock.written()
 
     def close(self) -> None:
         """Write what waits, and let go of the file. What is logged from then on is lost, with one warning."""
         self._is_closed = True
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            self._finalizer.detach()
-            self._leave()
-            _close(writer, self.logger)
+        if self._writer is None or not self._writer.is_own:  # a lock may be another thread's, which was not forked
+            return
+        with self._one_thread:
+            writer, self._writer = self._writer, None
+            if writer is not None:
+                self._finalizer.detach()
+                self._leave()
+                _close(writer, self.logger)
 
     def write(self, engine: Engine, step: Any, values: dict[Any, Any], tag: str | None = None) -> None:
         """Append values to the file; for handlers of your own.
@@ -119,6 +127,7 @@ class HDF5Logger(BaseLogger):
 
         Raises:
             TypeError: if ``step`` is no integer.
+            ValueError: if it has more than 64 bits.
         """
         try:
             step = operator.index(step)
@@ -126,21 +135,24 @@ class HDF5Logger(BaseLogger):
             raise TypeError(
                 f"global_step must be int, got {type(step)}. Please check the output of global_step_transform."
             ) from None
+        if not -(2**63) <= step < 2**63:
+            raise ValueError(f"global_step must have 64 bits at most, but given {step}")
         if not self.is_writing:
             return
         names, numbers = flatten(values, self._leave_out)
-        if names and self._writer is not None:
-            self._follow(engine)
-            self._attempt(self._writer.add, step, tag, names, numbers, self._clock.place(engine))
-            if self._clock.is_time():
-                self.flush()
+        with self._one_thread:
+            if names and self._writer is not None:
+                self._follow(engine)
+                self._attempt(self._writer.add, step, tag, names, numbers, self._clock.place(engine))
+                if self._clock.is_time():
+                    self.flush()
 
     @property
     def is_writing(self) -> bool:
-        """Whether values are taken: not on other ranks, once the logger is closed, or after a write has failed."""
+        """Whether values are taken: not on other ranks, in forked processes, once it is closed, or a write has failed."""
         if self._writer is None and self._is_closed:
             self.warn_once("closed", f"{self.path} is closed, and nothing more is logged there")
-        return self._writer is not None and idist.get_rank() == 0
+        return self._writer is not None and self._writer.is_own and idist.get_rank() == 0
 
     def warn_once(self, about: str, message: str) -> None:
         """Give a warning, unless there was one about the same.
@@ -195,7 +207,7 @@ class HDF5Logger(BaseLogger):
         self.flush()
 
     def _leave(self) -> None:
-        own = {
+        own: dict[Events, Callable[..., None]] = {
             Events.STARTED: self._start,
             Events.ITERATION_STARTED: self._start_iteration,
             Events.COMPLETED: self._complete,

@@ -105,6 +105,10 @@ class SwappedFile:
         HDF5 does not survive a disk that is full: the process ends in a segmentation fault. So the room that it may
         need is taken before, where an error is an error.
 
+        Args:
+            patch: the patch.
+            locking: whether readers may have it open.
+
         Raises:
             OSError: if there is no room, or the shadow can't be opened although nobody else has it.
         """

@@ -82,6 +82,11 @@ class Writer:
         self._waiting = Waiting(sizes, len(names))
 
     @property
+    def is_own(self) -> bool:
+        """Whether it was made by this process, and not before it was forked off."""
+        return os.getpid() == self._process
+
+    @property
     def waits(self) -> bool:
         """Whether there is something to write."""
         return bool(self._waiting.rows)
@@ -110,7 +115,7 @@ class Writer:
         Raises:
             OSError: if that fails.
         """
-        if self._file is not None and self.waits and os.getpid() == self._process:
+        if self._file is not None and self.waits and self.is_own:
             patch, after = self._patch()
             self._file.write(patch)
             self._waiting = after
@@ -125,7 +130,7 @@ class Writer:
     def abandon(self) -> None:
         """Let go of the file and of what waits."""
         file, self._file = self._file, None
-        if file is not None and os.getpid() == self._process:
+        if file is not None and self.is_own:
             file.close()
         self._waiting, self._ids, self._lists = Waiting({}, 0), {}, OrderedDict()
 

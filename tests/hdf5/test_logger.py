@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 import tracemalloc
 import weakref
 
@@ -116,6 +117,14 @@ def test_a_step_that_is_no_integer(path, wrong):
             engine.run(range(1))
 
 
+def test_a_step_of_more_than_64_bits(path):
+    with HDF5Logger(path) as logger:
+        logger.write(engine_of(), 2**63 - 1, {"a": 1.0})
+        with pytest.raises(ValueError, match="global_step must have 64 bits at most"):
+            logger.write(engine_of(), 2**63, {"a": 1.0})
+    assert as_lists(path) == {"a": ([2**63 - 1], [1.0])}
+
+
 def test_a_handler_of_another_logger_is_refused(path):
     with HDF5Logger(path) as logger:
         handler = logger._create_output_handler("t", "all")
@@ -175,9 +184,10 @@ def test_what_is_no_number_is_warned_of_once(path):
 
 def test_a_metric_that_is_not_there_is_warned_of_once(path):
     engine = engine_of()
-    with HDF5Logger(path) as logger, pytest.warns(UserWarning, match="Metric typo is not in engine.state") as caught:
+    with HDF5Logger(path) as logger:
         log_output(logger, engine, metric_names=["typo"])
-        engine.run(range(5))
+        with pytest.warns(UserWarning, match=r"Metric typo is not in engine\.state") as caught:
+            engine.run(range(5))
     assert len(caught) == 1
     assert list(read_hdf5(path)) == ["train/loss"]
 
@@ -292,18 +302,19 @@ def _is_link(descriptor):
 
 
 def test_detaching_the_monitor_does_not_hide_the_start(path):
-    """The logger's own handler is neither the monitor's to take down nor to silence."""
+    """The logger's own handlers are neither the monitor's to take down nor to silence; and the user's are nobody's."""
     for mode, start in (("x", 0), ("a", 50)):
         model, optimizer, trainer = make_trainer()
-        monitor = GradMonitor(model, optimizer)
+        monitor, starts = GradMonitor(model, optimizer), []
+        trainer.add_event_handler(Events.STARTED, lambda starts=starts: starts.append(1))
         with HDF5Logger(path, mode) as logger:
             monitor.log_to(logger, trainer)
             monitor.attach(trainer, Events.ITERATION_STARTED(every=30 if start else 1))
-            if start:
-                trainer.load_state_dict({"iteration": start, "epoch_length": 100, "max_epochs": 1})
-                trainer.run(make_batches(100))
-            else:
-                trainer.run(make_batches(100))
+            trainer.load_state_dict({"iteration": start, "epoch_length": 100, "max_epochs": 1})
+            trainer.run(make_batches(100))
+            monitor.detach()
+            trainer.run(make_batches(10), max_epochs=2)
+        assert len(starts) == 2
     assert read_hdf5(path)["grad/norm"].steps.tolist() == [*range(1, 51), 60, 90]
 
 
@@ -363,6 +374,20 @@ def test_never_more_than_flush_every_iterations_wait(path, every):
     assert max(missing) <= 50
 
 
+def test_engines_in_threads_of_their_own(path):
+    with HDF5Logger(path, flush_every=2) as logger:
+        engines = [engine_of(lambda iteration: float(iteration)) for _ in range(3)]
+        for number, engine in enumerate(engines):
+            log_output(logger, engine, tag=str(number))
+        threads = [threading.Thread(target=engine.run, args=(range(100),)) for engine in engines]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    read = as_lists(path)
+    assert [read[f"{number}/output"][0] for number in range(3)] == [list(range(1, 101))] * 3
+
+
 def test_flush(path):
     engine = engine_of()
     with HDF5Logger(path) as logger:
@@ -374,6 +399,7 @@ def test_flush(path):
 def test_a_program_that_ends_with_an_error_and_forgets_to_close(path):
     script = f"""
 import sys
+import threading
 from ignite.engine import Engine, Events
 from ignite_monitor import HDF5Logger
 engine = Engine(lambda engine, batch: 0.5)
