@@ -149,7 +149,7 @@ class HDF5Logger(BaseLogger):
 
     @property
     def is_writing(self) -> bool:
-        """Whether values are taken: not on other ranks, in forked processes, once it is closed, or a write has failed."""
+        """Whether values are taken: not on other ranks, in forked processes, or after a close or failed write."""
         if self._writer is None and self._is_closed:
             self.warn_once("closed", f"{self.path} is closed, and nothing more is logged there")
         return self._writer is not None and self._writer.is_own and idist.get_rank() == 0

@@ -255,10 +255,13 @@ def test_ten_thousand_values_take_five_bytes_each(path):
     assert path.stat().st_size <= 5 * 200_000
 
 
-def test_memory_does_not_depend_on_the_number_of_iterations(path):
+@pytest.mark.parametrize("mode", ["x", "a"])
+def test_memory_does_not_depend_on_the_number_of_iterations(path, mode):
     engine = engine_of(lambda iteration: {"a": 0.5, **{f"top/{(iteration * 7 + k) % 50}": 1.0 for k in range(5)}})
     measured = []
-    with HDF5Logger(path) as logger:
+    if mode == "a":
+        run(path, 10, output=lambda iteration: {"a": 0.5})
+    with HDF5Logger(path, mode) as logger:
         log_output(logger, engine)
 
         @engine.on(Events.ITERATION_STARTED(event_filter=lambda _, iteration: iteration in {1001, 2001, 5001}))
@@ -306,7 +309,7 @@ def test_detaching_the_monitor_does_not_hide_the_start(path):
     for mode, start in (("x", 0), ("a", 50)):
         model, optimizer, trainer = make_trainer()
         monitor, starts = GradMonitor(model, optimizer), []
-        trainer.add_event_handler(Events.STARTED, lambda starts=starts: starts.append(1))
+        trainer.add_event_handler(Events.STARTED, lambda _, starts=starts: starts.append(1))
         with HDF5Logger(path, mode) as logger:
             monitor.log_to(logger, trainer)
             monitor.attach(trainer, Events.ITERATION_STARTED(every=30 if start else 1))

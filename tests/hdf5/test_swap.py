@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import os
 import shutil
+import signal
 
 import h5py
 import numpy as np
@@ -91,6 +95,49 @@ def test_leftovers_of_a_killed_writer(path):
     file.write(values(0, 1))
     file.close()
     assert held(path) == [1]
+    assert list(path.parent.iterdir()) == [path]
+
+
+STEPS = ["swap.create", "swap.shutil.copyfile", "swap.SwappedFile._is_free", "swap.SwappedFile._apply",
+         "swap.SwappedFile._publish", "swap.shutil.copymode", "swap.os.link", "swap.os.replace",
+         "lock.os.fstat"]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 4])
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("where", STEPS)
+def test_killed_at_every_step(path, where, after, number):
+    """Whatever the moment, there is a whole file or, before the first is there, none."""
+    *owner, name = where.split(".")
+    target = functools.reduce(getattr, owner[1:], importlib.import_module(f"ignite_monitor.hdf5.{owner[0]}"))
+    original, calls = getattr(target, name), []
+
+    def kill(*args, **kwargs):
+        calls.append(1)
+        result = original(*args, **kwargs) if after or len(calls) < number else None
+        if len(calls) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        setattr(target, name, kill)
+        file = SwappedFile(path, "x")
+        for count in range(6):
+            file.write(values(count, count))
+            os.write(write, b".")
+        os._exit(0)
+    os.close(write)
+    os.waitpid(child, 0)
+    with os.fdopen(read, "rb") as pipe:
+        written = len(pipe.read())
+    if written or path.exists():
+        assert held(path) in (list(range(written)), list(range(written + 1)))
+    file = SwappedFile(path, "a")
+    file.write(values(0, *range(8)))
+    file.close()
+    assert held(path) == list(range(8))
     assert list(path.parent.iterdir()) == [path]
 
 
