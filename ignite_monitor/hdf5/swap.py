@@ -57,7 +57,7 @@ class SwappedFile:
                 if mode != "w" and path.exists():
                     raise FileExistsError(path)
                 os.replace(self._shadow, path)
-            self._published = _identity(path)
+            self._published = {_identity(path)}
         except BaseException:
             self.close()
             raise
@@ -141,7 +141,7 @@ class SwappedFile:
         """
         kept = True
         try:
-            if _identity(self.path) != self._published:
+            if _identity(self.path) not in self._published:
                 raise FileExistsError("another program has changed it, or put another file in its place")
             shutil.copymode(self.path, self._shadow)
             os.link(self.path, self._spare)
@@ -149,9 +149,10 @@ class SwappedFile:
             raise
         except OSError:  # it was removed, or there are no hard links here
             kept = False
-        published = _identity(self._shadow)
+        next_one = _identity(self._shadow)
+        self._published.add(next_one)  # before it is put there: an interrupt may come right after
         os.replace(self._shadow, self.path)
-        self._published = published
+        self._published = {next_one}
         if kept:
             os.replace(self._spare, self._shadow)
         return kept
