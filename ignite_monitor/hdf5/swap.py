@@ -5,7 +5,9 @@ two copies, of which one has the name. What is new goes to the other, the shadow
 first. The first becomes the shadow, and gets what it lacks with the next write: nothing is ever copied as a whole.
 
 A reader that has the first copy open keeps it: what is open or has another name too is not written to, and a fresh copy
-is made instead.
+is made instead. A reader that opens it while it has the name, and locks it only once it is written again (it has to be
+stopped in between for as long as passes between two writes), gets a BlockingIOError from its lock and never half a
+file; :func:`~ignite_monitor.read_hdf5` tries again.
 """
 
 from __future__ import annotations
