@@ -106,6 +106,8 @@ class AttentionCalls(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_compiling():  # a part of the model that is compiled by itself, or flex_attention
+            return func(*args, **kwargs)
         self._thread.inside += 1
         try:
             result = func(*args, **kwargs)

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
@@ -100,11 +101,7 @@ def test_transformers(place, padded, watch):
     for implementation in ("sdpa", "eager"):
         config = copy.deepcopy(config)
         config._attn_implementation = implementation
-        models.append(
-            kind(config).train(
-                watch,
-            )
-        )
+        models.append(kind(config).train())
     model, eager = models[0], models[1].double()
     with torch.no_grad():
         for parameter in model.parameters():  # so that attention is far from even
@@ -590,6 +587,17 @@ def test_tensors_without_values_are_skipped_and_named():
         calls.skipped.clear()
         F.scaled_dot_product_attention(*x[:3].to("meta"))
         assert calls.skipped == {"here"}
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+def test_flex_attention_and_compiled_parts_run_as_ever():
+    x = inputs(1, 2, 16, 8)
+    compiled = torch.compile(lambda x: F.scaled_dot_product_attention(x, x, x) + 1, backend="eager")
+    plain = flex_attention(x, x, x), compiled(x)
+    with AttentionCalls(lambda: "here", ignore):
+        watched = flex_attention(x, x, x), compiled(x)
+    assert all(torch.equal(*pair) for pair in zip(plain, watched, strict=True))
+    assert clean()
 
 
 def test_nothing_keeps_it_alive():
