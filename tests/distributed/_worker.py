@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
-import sys
-import traceback
-from pathlib import Path
 from typing import Any
 
 import ignite.distributed as idist
@@ -19,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ignite_monitor import GradMonitor, MonitorEvents
 from tests._helpers import make_batches
+from tests.distributed._launch import WORLD, run_scenarios
 
-WORLD = 2
 COUNT = 26
 SPIKE = 24
 
@@ -295,26 +291,7 @@ SCENARIOS: dict[str, Any] = {
 }
 
 
-def main(folder: Path, rank: int, names: list[str]) -> None:
-    torch.set_num_threads(1)
+if __name__ == "__main__":
     torch.use_deterministic_algorithms(True)
     idist.get_world_size()  # asked before there is a group, as loggers do
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder / 'init'}",
-        rank=rank,
-        world_size=WORLD,
-        timeout=datetime.timedelta(seconds=20),
-    )
-    for name in names:
-        try:
-            result = SCENARIOS[name](rank)
-        except Exception:  # noqa: BLE001
-            result = {"error": traceback.format_exc()}
-        torch.save(result, folder / f"{name}.{rank}.pt")
-    if names != ["dropped"] and dist.is_initialized():
-        dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
+    run_scenarios(SCENARIOS, timeout=20.0, left_standing=["dropped"])
