@@ -22,7 +22,7 @@ def aside() -> Iterator[None]:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is what it shows: data on a device, and no DTensor, nested, meta or fake tensor or under ``vmap``.
+    """Whether a tensor is data on one device: no DTensor, nested, meta or fake tensor, and none under ``vmap``.
 
     Args:
         tensor: the tensor.

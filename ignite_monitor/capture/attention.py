@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode, _len_torch_function_stack, _pop_mode, _push_mode
+from torch._C import _len_torch_function_stack
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
 
 from ignite_monitor.capture.aside import aside, is_plain
+from ignite_monitor.capture.attention_arguments import READERS, AttentionArguments
 
 
 class AttentionCalls(TorchFunctionMode):
@@ -27,9 +26,12 @@ class AttentionCalls(TorchFunctionMode):
     other packages (``flash_attn``, xFormers), and attention inside scripted modules.
 
     It is a mode and not a replacement of the functions in their module: a mode sees a function that was imported by
-    name as well, it is of one thread alone, and compiled code that guards on those functions stays valid. As long as
-    a mode is on, ``nn.MultiheadAttention`` and ``nn.TransformerEncoder`` don't take their fast path, which rounds
-    otherwise and is for eval mode; so the mode is off while a module in eval mode runs.
+    name as well, it is of one thread alone, and compiled code that guards on those functions stays valid.
+
+    In eval mode ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` have a fast path, which rounds otherwise.
+    They leave it while a mode is on, and the latter also if it or a module in it has hooks of its own. For a frozen
+    part of a model in training to compute the same bits, enter with False for modules in eval mode, from hooks on all
+    modules (``torch.nn.modules.module.register_module_forward_pre_hook``).
 
     What the function raises is raised where the model calls attention. Calls repeated in backward, by activation
     checkpointing, are not handed on.
@@ -38,9 +40,9 @@ class AttentionCalls(TorchFunctionMode):
         current: gives the name of the module that is running, None if its calls don't count.
         on_call: is called with that name, ``query``, ``key``, ``value``, ``mask``, ``is_causal``, ``scale`` and
             ``enable_gqa``, as in ``scaled_dot_product_attention``, under ``no_grad`` and without autocast. Of
-            ``multi_head_attention_forward``, where they are not at hand, they are projected once more from its
-            arguments: what is not asked of is at most three matrix products, without the attention itself. Both are
-            held as they are given: a method of the owner would close a cycle.
+            ``multi_head_attention_forward``, which keeps them to itself, they are projected once more from its
+            arguments, three matrix products. Both functions are held as they are given: a method of the owner would
+            close a reference cycle.
 
     Attributes:
         skipped: names of modules with calls on tensors that have no values of their own here: DTensors, nested tensors,
@@ -49,16 +51,21 @@ class AttentionCalls(TorchFunctionMode):
     Examples:
         .. code-block:: python
 
+            from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
             names = []
             calls = AttentionCalls(lambda: names[-1], on_call)
 
-            def before(module, args):  # a forward pre-hook of every module
-                names.append(name_of[module])
+            def before(module, args):
+                names.append(name_of.get(module))
                 calls.enter(module.training)
 
-            def after(module, args, output):  # a forward hook, with always_call=True
+            def after(module, args, output):
                 calls.leave()
                 names.pop()
+
+            register_module_forward_pre_hook(before)
+            register_module_forward_hook(after, always_call=True)
     """
 
     def __init__(self, current: Callable[[], str | None], on_call: Callable[..., None]) -> None:
@@ -99,13 +106,15 @@ class AttentionCalls(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_compiling():  # a part of the model that is compiled by itself, or flex_attention
+            return func(*args, **kwargs)
         self._thread.inside += 1
         try:
             result = func(*args, **kwargs)
         finally:
             self._thread.inside -= 1
-        if func in _READERS:
-            self._report(_READERS[func], args, kwargs)
+        if func in READERS:
+            self._report(READERS[func], args, kwargs)
         return result
 
     def _switch(self) -> None:
@@ -118,7 +127,7 @@ class AttentionCalls(TorchFunctionMode):
             if on:
                 _put_on(self)
 
-    def _report(self, read: Callable[..., _Call], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _report(self, read: Callable[..., AttentionArguments], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch._C._current_graph_task_id() != -1:  # in backward
             return
         name = self._current()
@@ -166,91 +175,3 @@ def _take_off(mode: TorchFunctionMode) -> None:
     for each in reversed([_pop_mode() for _ in range(_len_torch_function_stack())]):
         if each is not mode:
             _push_mode(each)
-
-
-class _Call(NamedTuple):
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    mask: Tensor | None
-    is_causal: bool
-    scale: float | None
-    enable_gqa: bool
-
-
-def _read_scaled_dot_product(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> _Call:
-    return _Call(query, key, value, attn_mask, is_causal, scale, enable_gqa)
-
-
-_MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
-
-
-def _read_multi_head(*args: Any, **kwargs: Any) -> _Call:
-    bound = _MULTI_HEAD.bind(*args, **kwargs)
-    bound.apply_defaults()
-    call = SimpleNamespace(**bound.arguments)
-    if call.query.ndim == 2:
-        call.query, call.key, call.value = (each.unsqueeze(1) for each in (call.query, call.key, call.value))
-        call.key_padding_mask = None if call.key_padding_mask is None else call.key_padding_mask.unsqueeze(0)
-    query, key, value = _project(call)
-    # The hint stands for the mask where torch hands it on to the kernel, which is there alone.
-    is_causal = call.is_causal and call.key_padding_mask is None and not call.need_weights
-    mask = None if is_causal else _merge_masks(call, key.shape[-2])
-    return _Call(query, key, value, mask, is_causal, None, False)
-
-
-def _project(call: SimpleNamespace) -> list[Tensor]:
-    """Query, key and value of each head, of shape (batch, heads, L or S, E)."""
-    separate = (call.q_proj_weight, call.k_proj_weight, call.v_proj_weight)
-    weights = separate if call.use_separate_proj_weight else call.in_proj_weight.chunk(3)
-    biases = (None,) * 3 if call.in_proj_bias is None else call.in_proj_bias.chunk(3)
-    projected = []
-    for inputs, weight, bias, row, given in zip(
-        (call.query, call.key, call.value),
-        weights,
-        biases,
-        (None, call.bias_k, call.bias_v),
-        (None, call.static_k, call.static_v),
-        strict=True,
-    ):
-        if given is not None:
-            heads = given.unflatten(0, (-1, call.num_heads))
-        else:
-            sequence = F.linear(inputs, weight, bias)
-            if row is not None:
-                sequence = torch.cat([sequence, row.expand(1, *sequence.shape[1:])])
-            heads = sequence.unflatten(-1, (call.num_heads, -1)).permute(1, 2, 0, 3)
-        if call.add_zero_attn and inputs is not call.query:
-            heads = F.pad(heads, (0, 0, 0, 1))
-        projected.append(heads)
-    return projected
-
-
-def _merge_masks(call: SimpleNamespace, keys: int) -> Tensor | None:
-    """The two masks, in which True is left out, as one in which True takes part, or one to add."""
-    masks = []
-    if call.attn_mask is not None:
-        three = call.attn_mask.ndim == 3
-        masks.append(call.attn_mask.unflatten(0, (-1, call.num_heads)) if three else call.attn_mask[None, None])
-    if call.key_padding_mask is not None:
-        masks.append(call.key_padding_mask[:, None, None])
-    masks = [F.pad(mask, (0, keys - mask.shape[-1])) for mask in masks]  # what was appended to the keys takes part
-    if all(mask.dtype == torch.bool for mask in masks):
-        merged = ~masks[0] if masks else None
-        return merged if len(masks) < 2 else merged & ~masks[1]
-    return sum(mask if mask.is_floating_point() else torch.where(mask, -torch.inf, 0.0) for mask in masks)
-
-
-_READERS: dict[Callable[..., Any], Callable[..., _Call]] = {
-    F.scaled_dot_product_attention: _read_scaled_dot_product,
-    F.multi_head_attention_forward: _read_multi_head,
-}

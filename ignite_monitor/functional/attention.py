@@ -18,8 +18,8 @@ _BLOCK = 2**17
 _LARGEST_BLOCK = 2**24
 _PARTS = 64
 
-# Takes the place of -inf, which times 0 would be NaN. A probability of exp(-87), 1.6e-38, adds nothing to the others, and
-# smaller ones would no longer be normal numbers, with which exp() is several times slower.
+# Takes the place of -inf, which times 0 would be NaN. A probability of exp(-87), 1.6e-38, adds nothing to the others;
+# smaller ones would no longer be normal numbers in float32, of which exp() is several times slower.
 _LOWEST = -87.0
 
 
@@ -58,8 +58,8 @@ def attention_entropy(
     or of which a score is NaN or infinite, is left out. Nothing waits for a device, and no random number is drawn.
 
     Args:
-        query: of shape (batch ..., heads, L, E). With three dimensions (batch, L, E), or two, there is one head; or, with
-            ``enable_gqa``, three are (heads, L, E).
+        query: of shape (batch ..., heads, L, E). With three dimensions, (batch, L, E), or two there is one head; with
+            ``enable_gqa`` three are (heads, L, E).
         key: of shape (batch ..., heads, S, E); batch and heads broadcast with those of ``query``.
         mask: boolean, True where a key takes part, or floating-point and added to the scores; broadcast to
             (batch ..., heads, L, S).
