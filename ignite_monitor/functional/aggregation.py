@@ -45,7 +45,7 @@ class Aggregation:
             del values[:-1], weights[:-1]
         elif isinstance(how, str) and len(values) > _KEPT:
             kind, rows = _put_together(how, _stack(values)[None], [weights])
-            (_, numbers), = numbers_of({kind: ([name], rows)})
+            ((_, numbers),) = numbers_of({kind: ([name], rows)})
             values[:] = [numbers[0]]
             weights[:] = [sum(weights)]
 

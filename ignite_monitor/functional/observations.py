@@ -39,7 +39,9 @@ class Table(NamedTuple):
         zeros = torch.zeros(3, len(self.names), dtype=self.sums.dtype, device=self.sums.device)
         for units, (names, largest) in self.units.items():
             dead = (largest == 0).sum(1) if units else torch.zeros_like(largest[:, 0])
-            own = torch.stack([largest.amax(1).to(zeros), dead.to(zeros), torch.full_like(zeros[0, : len(names)], units)])
+            own = torch.stack(
+                [largest.amax(1).to(zeros), dead.to(zeros), torch.full_like(zeros[0, : len(names)], units)]
+            )
             if names == self.names:
                 zeros = own
             else:

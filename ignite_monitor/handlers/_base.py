@@ -45,7 +45,9 @@ class Monitor(Serializable):
     def __init__(self, model: nn.Module, prefix: str, families: Sequence[str] = ()) -> None:
         check_type("model", model, nn.Module, "torch.nn.Module")
         check_type("prefix", prefix, str, "str")
-        if not (prefix or families) or set(prefix) - set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_./"):
+        if not (prefix or families) or set(prefix) - set(
+            "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_./"
+        ):
             raise ValueError(f"Argument prefix should be letters, digits, '-', '_', '.' and '/', but given {prefix!r}")
         parameters = list(model.parameters())
         if not parameters:

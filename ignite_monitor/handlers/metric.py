@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from numbers import Real
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -119,6 +119,24 @@ class MetricSet:
                     f"Argument {argument} should hold functions, Metric or True, but given {type(metric)} for {name!r}"
                 )
 
+    def __bool__(self) -> bool:
+        return bool(self.own) or any(self.builtin)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether numbers are put together by a function of the user's, which needs all of them."""
+        return callable(self.aggregate) or any(callable(metric.aggregate) for metric in self.own.values())
+
+    def function_of(self, key: str) -> Callable[[Tensor], float | Tensor]:
+        """The function of the user's that puts numbers together.
+
+        Args:
+            key: what they are called, the metric's name at its end.
+        """
+        of_metric = (metric.aggregate for name, metric in self.own.items() if key.endswith(f"/{name}"))
+        function = next((each for each in of_metric if callable(each)), self.aggregate)
+        return cast("Callable[[Tensor], float | Tensor]", function)
+
     def of(self, name: str) -> list[tuple[str, Metric]]:
         """The user's own metrics for a module or parameter.
 
@@ -165,4 +183,4 @@ def as_number(value: Any, device: torch.device) -> Tensor:
         return value.detach().mean(dtype=wide_dtype(value.device))
     if isinstance(value, Real):
         return torch.full((), float(value), dtype=wide, device=device)
-    raise TypeError(f"a metric should return a number or a tensor, but it returned {type(value)}")
+    raise TypeError(f"A number or a tensor is needed, but given {type(value)}")
