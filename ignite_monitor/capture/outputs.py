@@ -35,11 +35,8 @@ def outputs(
     function_modes, dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
 
     def hand_on(name: str, output: Any) -> None:
-        # Nearly all modules return a single tensor.
-        tensors = [("", output)] if isinstance(output, Tensor) else floating_tensors(output)
-        for place, tensor in tensors:
-            if tensor.is_floating_point():
-                seen(name, place, tensor.detach())
+        for place, tensor in floating_tensors(output):
+            seen(name, place, tensor.detach())
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if not wanted():
@@ -49,8 +46,10 @@ def outputs(
             if function_modes() or dispatch_modes():
                 with aside():
                     hand_on(name, output)
-            else:
+            elif type(output) is not Tensor:
                 hand_on(name, output)
+            elif output.is_floating_point():  # what nearly all return, without the detour
+                seen(name, "", output.detach())
         if module is root:
             ended()
 

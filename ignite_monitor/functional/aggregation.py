@@ -70,8 +70,8 @@ class Aggregation:
         found: dict[str, list[tuple[list[str], Tensor]]] = {}
         for (how, _), names in alike.items():
             numbers = [self._numbers[name] for name in names]
-            values = _stack([value for _, own, _ in numbers for value in own]).view(len(names), -1)
-            kind, rows = _put_together(how, values, [weights for _, _, weights in numbers])
+            stacked = _stack([value for _, own, _ in numbers for value in own])
+            kind, rows = _put_together(how, stacked.view(len(names), -1), [weights for _, _, weights in numbers])
             found.setdefault(kind, []).append((names, rows))
         for several, rows in self._ratios.items():
             found.setdefault("ratio", []).append((list(several), rows))

@@ -132,13 +132,13 @@ class Observations:
         largest = {count: _largest_by_name(own) for count, own in by_count.items()}
         self._units = {(device, tuple(names), count): units for count, (names, units) in largest.items()}
         # In the order of the units, in which no row has to be moved as a rule.
-        names = list(dict.fromkeys(name for own, _ in largest.values() for name in own))
+        unique = list(dict.fromkeys(name for own, _ in largest.values() for name in own))
         rows = [name for _, own in self._sums for name in own]
         sums = torch.cat([_to(device, each) for each in self._sums.values()])
-        if rows != names:
-            zeros = torch.zeros(len(names), sums.shape[1], dtype=sums.dtype, device=device)
-            sums = zeros.index_add_(0, _places(rows, names, device), sums)
-        self._sums = {(device, tuple(names)): sums}
+        if rows != unique:
+            zeros = torch.zeros(len(unique), sums.shape[1], dtype=sums.dtype, device=device)
+            sums = zeros.index_add_(0, _places(rows, unique, device), sums)
+        self._sums = {(device, tuple(unique)): sums}
 
 
 def _to(device: torch.device, tensor: Tensor) -> Tensor:

@@ -66,11 +66,8 @@ def sum_up(tensors: Tensor, unit: int | None) -> Sums:
     if tensors.device.type == "cpu" and len(sums.isfinite().logical_not_().nonzero()):
         sums[:, 5] = sum(map(_count_nonfinite, pieces))
     rest = [place for place in range(1, tensors.ndim) if unit is None or place != unit + 1]
-    if rest:
-        # Not the norm for p = inf, which takes fifty times as long on the CPU.
-        units = torch.maximum(tensors.amax(rest), tensors.amin(rest).neg())
-    else:
-        units = tensors.abs()
+    # Not the norm for p = inf, which takes fifty times as long on the CPU.
+    units = torch.maximum(tensors.amax(rest), tensors.amin(rest).neg()) if rest else tensors.abs()
     return Sums(sums, units.reshape(len(tensors), -1).to(wide if units.dtype == wide else torch.float32))
 
 

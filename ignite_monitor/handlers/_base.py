@@ -266,7 +266,7 @@ class Monitor(Serializable):
             names: the names, without the prefix; none that is published by itself.
             values: the values, one-dimensional.
         """
-        table = [self._named(name) for name in names]
+        table = [self._named(name) for name in names] if self.prefix else list(names)
         self._put(dict(zip(table, values.unbind(), strict=True)))
         self._tables.append((table, values))
         self._host = None
@@ -293,8 +293,10 @@ class Monitor(Serializable):
         return f"{self.prefix}/{name}" if self.prefix else name
 
     def _singles(self) -> list[str]:
+        if len(self.metrics) == sum(len(names) for names, _ in self._tables):
+            return []
         tabled = {name for names, _ in self._tables for name in names}
-        return [name for name in self.metrics if name not in tabled] if tabled else list(self.metrics)
+        return [name for name in self.metrics if name not in tabled]
 
     def _published(self) -> list[Tensor]:
         return [*(values for _, values in self._tables), *(self.metrics[name] for name in self._singles())]

@@ -81,12 +81,11 @@ class ForwardMetrics:
         if not is_plain(tensor):
             self.skipped.add(tag)
             return
+        key = tag
         if place:
-            key = self._keys.get((tag, place))
-            if key is None:
+            key = self._keys.get((tag, place), "")
+            if not key:
                 key = self._keys[tag, place] = f"{tag}/{tags([place])[0]}"
-        else:
-            key = tag
         self.activation.see(key, self._names[tag], tensor)
 
     def _record(self, module: nn.Module | None, name: str, value: Any) -> None:

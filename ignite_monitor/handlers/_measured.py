@@ -147,7 +147,11 @@ class Measured:
             self._aggregation.add(f"{key}/{metric}", number, tensors[0].numel(), how)
 
     def _aggregated(self, everywhere: bool) -> Numbers:
-        """What functions of the user's make of a metric's numbers."""
+        """What functions of the user's make of a metric's numbers.
+
+        Raises:
+            RuntimeError: if one raises an error, which is its cause.
+        """
         values = {name: numbers for name, (_, numbers) in self._aggregation.values().items()}
         if everywhere and self.metrics.gathers:
             values = gathered(values)
