@@ -36,19 +36,16 @@ class Table(NamedTuple):
 
     def statistics(self) -> Tensor:
         """The statistics, of shape (names, 6), NaN where there is none."""
-        zeros = torch.zeros(3, len(self.names), dtype=self.sums.dtype, device=self.sums.device)
+        found = torch.zeros(3, len(self.names), dtype=self.sums.dtype, device=self.sums.device)
         for units, (names, largest) in self.units.items():
             dead = (largest == 0).sum(1) if units else torch.zeros_like(largest[:, 0])
-            own = torch.stack(
-                [largest.amax(1).to(zeros), dead.to(zeros), torch.full_like(zeros[0, : len(names)], units)]
-            )
-            if names == self.names:
-                zeros = own
-            else:
-                places = _places(names, self.names, zeros.device)
-                zeros[0, places] = torch.maximum(zeros[0, places], own[0])
-                zeros[1:, places] += own[1:]
-        return statistics(self.sums, *zeros)
+            own = [largest.amax(1).to(found), dead.to(found), torch.full_like(found[0, : len(names)], units)]
+            if len(self.units) == 1 and names == self.names:
+                return statistics(self.sums, *own)
+            places = _places(names, self.names, found.device)
+            found[0, places] = torch.maximum(found[0, places], own[0])
+            found[1:, places] += torch.stack(own[1:])
+        return statistics(self.sums, *found)
 
 
 class Observations:
