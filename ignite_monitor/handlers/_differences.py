@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ignite_monitor.capture.aside import is_plain
 from ignite_monitor.capture.tensors import floating_tensors
+from ignite_monitor.functional._devices import upload
 from ignite_monitor.handlers._measured import Measured
 
 
@@ -97,3 +99,20 @@ class OutputComparison:
         self._begun.clear()
         if self.measured is not None:
             self.measured.pass_ended()
+
+
+def without(found: tuple[list[str], Tensor], incomplete: Collection[str]) -> tuple[list[str], Tensor]:
+    """Names and numbers, but for the differences of some modules.
+
+    Args:
+        found: names and numbers.
+        incomplete: the modules' tags.
+    """
+    names, numbers = found
+    starts = tuple(f"activation_difference/{tag}/" for tag in incomplete)
+    kept = [place for place, name in enumerate(names) if not name.startswith(starts)] if starts else []
+    if not starts or len(kept) == len(names):
+        return found
+    return [names[place] for place in kept], numbers[
+        upload(torch.tensor(kept, dtype=torch.int64, device="cpu"), numbers.device)
+    ]

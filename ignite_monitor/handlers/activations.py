@@ -28,7 +28,7 @@ from ignite_monitor.functional._devices import move_like
 from ignite_monitor.functional.aggregation import Aggregate
 from ignite_monitor.functional.statistics import STATISTICS
 from ignite_monitor.handlers._base import Handlers, Monitor
-from ignite_monitor.handlers._differences import OutputComparison
+from ignite_monitor.handlers._differences import OutputComparison, without
 from ignite_monitor.handlers._forward_metrics import ForwardMetrics
 from ignite_monitor.handlers._gradient_metrics import GradientMetrics, whole_tensor
 from ignite_monitor.handlers._measured import Measured, Numbers, put_together
@@ -42,10 +42,88 @@ Metrics = Mapping[str, Any] | bool | None
 
 
 class ActivationHandler(Monitor):
-    r"""Publishes statistics of what the modules of a model return, and of its parameters and gradients, by name.
+    r"""Publishes statistics of what the modules of a model return, of attention, parameters and gradients, by name.
+
+    ==============================================  ==================================================================
+    ``activation/{module}/{metric}``                of a module's output
+    ``activation/{module}/{place}/{metric}``        of each floating-point tensor in an output that is a tuple, dict or
+                                                    dataclass; the place is a position, key or field
+    ``activation/{module}/{name}``                  what the model records itself, see :func:`record`
+    ``activation/{module}/head_{i}/query/{metric}`` of what attention is computed from, also ``key`` and ``value``
+    ``attention_entropy/{module}/head_{i}``         how widely attention spreads, in nats
+    ``gradient/{parameter}/{metric}``               of the gradient, unscaled and not yet clipped
+    ``gradient_after_clip/{parameter}/{metric}``    of what the optimizer's step is made with, where it differs
+    ``parameter/{parameter}/{metric}``              of the weights that the iteration starts with
+    ``activation_difference/{module}/{metric}``     of a module's output less that of the reference
+    ``parameter_difference/{parameter}/{metric}``   of the weights less those of the reference
+    ==============================================  ==================================================================
+
+    Names are those in the model without wrappers, the whole model is ``_root_``; what tags can't hold is ``_``. Under
+    ``True``, or as ``{"mean": True}`` beside functions of your own, there is a built-in set:
+
+    - mean, std (of a sample), max_abs: of all elements,
+    - l2_norm: the mean of the norms of the vectors along the last dimension,
+    - dead_fraction: of activations, which part of the units is 0 throughout the iteration. Units are the features in
+      the last dimension; where there are four and more dimensions the channels in the second; where there is but one,
+      none,
+    - nonfinite_count: elements that are inf or NaN. Where there are any, the others are left out: absent on the CPU and
+      in loggers, NaN in ``metrics`` on other devices, where one would have to wait to know.
+
+    **Aggregation.** All forward passes and micro-batches of an iteration make one number, as if they were one batch.
+    Numbers of the user's own functions are averaged, weighted by the tensors' numbers of elements, or as ``aggregate``
+    says; one that is not finite is left out. Not seen are passes in eval mode of the whole model, passes under
+    :meth:`paused`, and what activation checkpointing repeats.
+
+    **Gradients** are measured after each backward, so they are there though the step zeroes them, accumulated where
+    they accumulate; with several steps in an iteration they are those of the first.
+
+    **Errors** in a user's function are raised in the train step, as a RuntimeError that names metric, module and shape,
+    with the original error as its cause.
+
+    **Several ranks.** Numbers of forward passes are those over the batches of all ranks, also where not every rank
+    reaches every module, so the handler has to be attached on all of them; it takes two collectives an iteration. What
+    a rank meets for the first time is published from the next monitored iteration on. ``"last"`` is the mean of the
+    ranks' last numbers. Of sharded parameters and gradients (DTensors) the whole is gathered, one after the other.
+    Under ``join()`` nothing is published of forward passes.
+
+    **Compiled models** run eagerly in monitored iterations, and as ever in the others.
 
     Args:
         model: the model, as the train step uses it (wrapped, where it is wrapped).
+        activations: True, or name -> function, :class:`Metric`, or True for a built-in one; a function is given a
+            detached tensor and returns a number, or a tensor whose mean counts.
+        parameters: likewise, of parameters.
+        gradients: likewise, of gradients.
+        activation_differences: likewise; functions are given two tensors, the second one the reference's.
+        parameter_differences: likewise.
+        reference: what to compare with: ``"init"`` for a frozen copy of the model as it is now, a module of the same
+            structure, or the path of a file with a state_dict. It is run in monitored iterations, before the model, on
+            the same inputs and with the same random numbers.
+        include: a regular expression; only modules and parameters in whose name it is found are looked at.
+        exclude: a regular expression; those in whose name it is found are not.
+        attention: whether to look at attention: ``scaled_dot_product_attention`` and ``nn.MultiheadAttention``.
+        aggregate: how numbers of own functions make one: ``"mean"``, ``"sum"``, ``"max"``, ``"min"``, ``"last"``, or a
+            function of a tensor that holds them.
+        offload: whether the reference's outputs wait in the host's memory.
+        scaler: the GradScaler of the train step.
+        prefix: what to put before all names; several handlers on one engine need different ones.
+
+    Raises:
+        TypeError: if an argument is of another type.
+        ValueError: if an argument has a value it can't have.
+
+    Examples:
+        .. code-block:: python
+
+            handler = ActivationHandler(
+                model,
+                activations={"dead_fraction": True, "large": lambda x: x.abs() > 6},
+                gradients={"norm": Metric(torch.norm, include="weight")},
+                attention=True,
+            )
+            handler.attach(trainer, Events.ITERATION_STARTED(every=100))
+            handler.log_to(tensorboard_logger, trainer)
+            trainer.run(loader, max_epochs=5)
     """
 
     _state_dict_all_req_keys = ("reference",)
@@ -218,6 +296,9 @@ class ActivationHandler(Monitor):
         if not self._armed or self._forward is None:
             return
         found, self._of_parameters = self._of_forward() + self._of_parameters, []
+        if self._comparison is not None:
+            found = [without(each, self._comparison.incomplete) for each in found]
+            self._comparison.measured = None
         if self._gradients is not None:
             before, after = self._gradients.numbers()
             found += before + after
@@ -227,7 +308,7 @@ class ActivationHandler(Monitor):
                 "nothing is measured of tensors that have no values of their own here (DTensors, nested or sparse "
                 f"tensors, tensors under vmap), in {', '.join(sorted(self._forward.skipped))}"
             )
-        if found:
+        if any(names for names, _ in found):
             self._publish(*put_together(found))
 
     def _publish(self, names: list[str], values: Tensor) -> None:
