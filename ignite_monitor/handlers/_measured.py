@@ -149,6 +149,9 @@ class Measured:
     def _aggregated(self, everywhere: bool) -> Numbers:
         """What functions of the user's make of a metric's numbers.
 
+        Args:
+            everywhere: whether of those of all ranks.
+
         Raises:
             RuntimeError: if one raises an error, which is its cause.
         """

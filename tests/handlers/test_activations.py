@@ -501,6 +501,45 @@ def test_attention_per_head(kwargs):
             assert found == pytest.approx(expected([tensor[:, i]]), rel=1e-5)
 
 
+# Loggers
+
+
+def test_tensorboard_has_every_name_as_it_is(tmp_path):
+    from ignite.handlers.tensorboard_logger import TensorboardLogger
+
+    from tests.handlers.test_contract import scalars
+
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.ModuleDict({"a b": nn.Linear(6, 4), "a_b": nn.Linear(6, 4)})
+
+        def forward(self, x):
+            return {"x y": self.inner["a b"](x) + self.inner["a_b"](x)}
+
+    model = Odd()
+    handler = ActivationHandler(
+        model, activations=True, gradients=True, parameters=True, parameter_differences=True, reference="init"
+    )
+
+    def step(engine, x):
+        model(x)["x y"].sum().backward()
+
+    engine = Engine(step)
+    with TensorboardLogger(log_dir=tmp_path) as logger:
+        handler.log_to(logger, engine)
+        handler.attach(engine)
+        engine.run([data()])
+    assert {name: points[0][1] for name, points in scalars(tmp_path).items()} == pytest.approx(
+        {name: float(value) for name, value in handler.metrics.items()}, rel=1e-6
+    )
+    families = {name.partition("/")[0] for name in handler.metrics}
+    assert families == {"activation", "gradient", "parameter", "parameter_difference"}
+    assert {"activation/inner.a_b/mean", "activation/inner.a_b_2/mean", "activation/_root_/x_y/mean"} <= {
+        *handler.metrics
+    }
+
+
 # Leaving training as it is
 
 
