@@ -7,6 +7,7 @@ from ignite_monitor.functional.thresholds import MeanStdThreshold, StaticThresho
 from ignite_monitor.handlers.activations import ActivationHandler
 from ignite_monitor.handlers.grad_monitor import GradMonitor
 from ignite_monitor.handlers.metric import Metric
+from ignite_monitor.handlers.rcc import RCCHandler
 from ignite_monitor.handlers.weight_update import ParameterDiagnostics, WeightUpdateHandler
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "Metric",
     "MonitorEvents",
     "ParameterDiagnostics",
+    "RCCHandler",
     "RobustThreshold",
     "StaticThreshold",
     "ThresholdRule",

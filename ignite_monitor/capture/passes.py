@@ -20,8 +20,15 @@ _CALL = nn.Module._call_impl.__code__
 _ATTEMPTS = 3
 
 
+class NotComparableError(Exception):
+    """Why a call can't be compared; its message completes "it is not compared: …"."""
+
+
 class Comparison(Protocol):
-    """What there is to compare in a module's call with the same call of the reference."""
+    """What there is to compare in a module's call with the same call of the reference.
+
+    Errors that :meth:`enter` and :meth:`leave` raise leave the call out, with a warning.
+    """
 
     def keep(
         self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -128,15 +135,19 @@ class ReferencePasses:
         finally:
             self._paused -= 1
 
-    def warn(self, reason: str) -> None:
-        """Say why something can't be compared, once.
+    @property
+    def warned(self) -> bool:
+        """Whether there has been a reason why something can't be compared."""
+        return bool(self._warned)
 
-        Args:
-            reason: the reason.
-        """
+    def _say(self, reason: str) -> None:
         if reason not in self._warned:
             self._warned.add(reason)
             self._warn(reason)
+
+    def _leave_out(self, name: str, error: Exception) -> None:
+        reason = error if isinstance(error, NotComparableError) else f"{type(error).__name__}: {error}"
+        self._say(f"{name or 'the root module'} is not compared: {reason}")
 
     def _start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if (
@@ -161,7 +172,7 @@ class ReferencePasses:
                     self._reference.run("", args, kwargs)
             except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
                 reason = f"the reference can't be run on the model's inputs ({type(error).__name__}: {error})"
-                self.warn(f"{reason}, so nothing is compared")
+                self._say(f"{reason}, so nothing is compared")
                 return None
             changed = current.changed()
             if not changed:
@@ -185,9 +196,13 @@ class ReferencePasses:
             return
         name = self._ours[module]
         kept = current.take(name)
-        if kept is not None:
+        if kept is None:
+            return
+        try:
             with torch.no_grad():
                 current.begun[name] = self._comparison.enter(name, module, args, kwargs, kept), kept
+        except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
+            self._leave_out(name, error)
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         current = self._seen()
@@ -195,11 +210,16 @@ class ReferencePasses:
             return
         name = self._ours[module]
         begun = current.begun.pop(name, None)
-        if begun is not None:
+        if begun is None:
+            return
+        try:
             with torch.no_grad():
                 result = self._comparison.leave(name, output, *begun)
-            if result is not None:
-                current.results.setdefault(name, []).append(result)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._leave_out(name, error)
+            return
+        if result is not None:
+            current.results.setdefault(name, []).append(result)
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         current = self._seen()
@@ -208,7 +228,7 @@ class ReferencePasses:
         self._current = None
         for name in current.unpaired():
             current.results.pop(name, None)
-            self.warn(f"{name or 'the root module'} is called other than in the reference, so it is not compared")
+            self._leave_out(name, NotComparableError("it is called other than in the reference"))
         self._comparison.passed(current.results)
 
 

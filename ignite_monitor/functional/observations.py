@@ -16,8 +16,8 @@ from ignite_monitor.functional.statistics import statistics, sum_up, unit_dimens
 _SMALL = 2**16
 _HELD = 2**20
 
-# How many series of names are kept apart before they are merged.
-_SERIES = 64
+# How many units are kept apart, of names in another order each time, before they are merged.
+_UNITS = 2**20
 
 
 class Table(NamedTuple):
@@ -62,6 +62,7 @@ class Observations:
         # By series of names, which may hold one more than once, and number of units.
         self._sums: dict[tuple[torch.device, tuple[str, ...]], Tensor] = {}
         self._units: dict[tuple[torch.device, tuple[str, ...], int], Tensor] = {}
+        self._kept = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Observe a tensor, which may be changed in place afterwards.
@@ -72,7 +73,7 @@ class Observations:
         """
         size = tensor.numel()
         if size > _SMALL:
-            self.add_all([name], tensor.unsqueeze(0))
+            self._sum_up([name], tensor.unsqueeze(0))
         elif size:
             kind = (tensor.shape, tensor.dtype, tensor.device)
             waiting = self._waiting.get(kind)
@@ -85,31 +86,29 @@ class Observations:
                 self.flush()
 
     def add_all(self, names: Sequence[str], tensors: Tensor) -> None:
-        """Observe tensors of one shape.
+        """Observe tensors of one shape, which may be changed in place afterwards.
 
         Args:
             names: what each belongs to.
             tensors: of shape (names, ...), without a gradient.
         """
-        if not tensors.numel():
-            return
-        shape = tensors.shape[1:]
-        unit = unit_dimension(shape) if self._with_units else None
-        sums, units = sum_up(tensors, unit)
-        series = (tensors.device, tuple(names))
-        known = self._sums.get(series)
-        self._sums[series] = sums if known is None else known + sums
-        kind = (*series, 0 if unit is None else shape[unit])
-        known = self._units.get(kind)
-        self._units[kind] = units if known is None else torch.maximum(known, units)
-        if len(self._units) > _SERIES:
-            self._merge()
+        size = tensors.numel()
+        if size > _SMALL:
+            self._sum_up(names, tensors)
+        elif size:
+            kind = (tensors.shape[1:], tensors.dtype, tensors.device, "several")
+            waiting = self._waiting.setdefault(kind, ([], []))
+            waiting[0].extend(names)
+            waiting[1].append(tensors.clone())
+            self._held += size * tensors.element_size()
+            if self._held > _HELD:
+                self.flush()
 
     def flush(self) -> None:
         """Take the sums of the tensors that wait for it."""
         waiting, self._waiting, self._held = self._waiting, {}, 0
-        for names, tensors in waiting.values():
-            self.add_all(names, torch.stack(tensors))
+        for kind, (names, tensors) in waiting.items():
+            self._sum_up(names, torch.cat(tensors) if len(kind) > 3 else torch.stack(tensors))
 
     def table(self) -> Table | None:
         """What has been observed; None if nothing has."""
@@ -119,6 +118,21 @@ class Observations:
         self._merge()
         (((_, names), sums),) = self._sums.items()
         return Table(list(names), sums, {count: (list(own), each) for (_, own, count), each in self._units.items()})
+
+    def _sum_up(self, names: Sequence[str], tensors: Tensor) -> None:
+        shape = tensors.shape[1:]
+        unit = unit_dimension(shape) if self._with_units else None
+        sums, units = sum_up(tensors, unit)
+        series = (tensors.device, tuple(names))
+        known = self._sums.get(series)
+        self._sums[series] = sums if known is None else known + sums
+        kind = (*series, 0 if unit is None else shape[unit])
+        known = self._units.get(kind)
+        self._units[kind] = units if known is None else torch.maximum(known, units)
+        if known is None:
+            self._kept += units.numel()
+            if self._kept > _UNITS:
+                self._merge()
 
     def _merge(self) -> None:
         """Make a single series of all, with each name once, and one of each number of units."""
@@ -136,6 +150,7 @@ class Observations:
             zeros = torch.zeros(len(unique), sums.shape[1], dtype=sums.dtype, device=device)
             sums = zeros.index_add_(0, _places(rows, unique, device), sums)
         self._sums = {(device, tuple(unique)): sums}
+        self._kept = 0
 
 
 def _to(device: torch.device, tensor: Tensor) -> Tensor:

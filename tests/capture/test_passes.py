@@ -218,7 +218,7 @@ def test_calls_that_do_not_pair_are_left_out():
             model(torch.ones(2, 2))
     assert [set(results) for results in recorder.passes] == [{"", "gate"}] * 3
     assert sorted(warnings) == [
-        f"{name} is called other than in the reference, so it is not compared" for name in ("expert", "other")
+        f"{name} is not compared: it is called other than in the reference" for name in ("expert", "other")
     ]
 
 
@@ -233,6 +233,24 @@ def test_a_reference_that_fails_is_reported_once():
     assert len(warnings) == 1
     assert "the reference can't be run on the model's inputs" in warnings[0]
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("where", ["enter", "leave"])
+def test_errors_of_the_comparison_leave_the_call_out(where):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    passes, recorder, warnings = watch(model)
+    original = getattr(recorder, where)
+
+    def fails(name, *rest):
+        return original(name, *rest) if name != "1" else 1 / 0
+
+    setattr(recorder, where, fails)
+    with passes.watched():
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+    assert [set(results) for results in recorder.passes] == [{"", "0"}] * 2
+    assert warnings == ["1 is not compared: ZeroDivisionError: division by zero"]
+    assert passes.warned
 
 
 def test_shared_modules_of_model_and_reference():

@@ -111,7 +111,7 @@ def test_what_is_seen_is_a_copy():
 
 def test_names_that_come_in_another_order_each_time(monkeypatch):
     """A model with conditional parts; few series are kept apart."""
-    monkeypatch.setattr(observations, "_SERIES", 3)
+    monkeypatch.setattr(observations, "_UNITS", 10)
     parts: dict[str, list[Tensor]] = {name: [] for name in "abcd"}
     seen = Observations()
     for i in range(12):

@@ -40,6 +40,7 @@ from ignite_monitor import (
     GradMonitor,
     MeanStdThreshold,
     MonitorEvents,
+    RCCHandler,
     StaticThreshold,
     WeightUpdateHandler,
 )
@@ -60,6 +61,8 @@ HANDLERS = {
     "ActivationHandler": lambda model, optimizer: ActivationHandler(model, activations=True),
     "ActivationHandler, gradients": lambda model, optimizer: ActivationHandler(model, gradients=True),
     "WeightUpdateHandler, no optimizer": lambda model, optimizer: WeightUpdateHandler(model, sample_size=4, top_k=0),
+    "RCCHandler": lambda model, optimizer: RCCHandler(model),
+    "RCCHandler, offload": lambda model, optimizer: RCCHandler(model, offload=True),
 }
 FILTERS = {
     "every": (lambda: Events.ITERATION_STARTED(every=3), [3, 6, 9, 12]),
