@@ -84,7 +84,8 @@ class ActivationHandler(Monitor):
     reaches every module, so the handler has to be attached on all of them; it takes two collectives an iteration. What
     a rank meets for the first time is published from the next monitored iteration on. ``"last"`` is the mean of the
     ranks' last numbers. Of sharded parameters and gradients (DTensors) the whole is gathered, one after the other.
-    Under ``join()`` nothing is published of forward passes.
+    A function as ``aggregate`` takes all numbers to the host there. Under ``join()`` nothing is published of forward
+    passes.
 
     **Compiled models** run eagerly in monitored iterations, and as ever in the others.
 
