@@ -108,3 +108,12 @@ def test_skipped_example(tmp_path, arguments, skipped):
     output = run_example("spikes_skipped.py", tmp_path, *arguments).stdout
     assert f"Steps skipped: {skipped} of 220" in output
     assert (accuracies(output)[-1] > 0.9) is bool(skipped)
+
+
+def test_activations_example(tmp_path):
+    output = run_example("activations_gpt.py", tmp_path, "--iterations", "50").stdout
+    assert "iteration 50: loss" in output
+    written = scalars(tmp_path / "runs" / "activations_gpt")
+    assert {f"attention_entropy/blocks.2.attention/head_{i}" for i in range(4)} <= set(written)
+    dead = [written[f"activation/blocks.{i}.mlp.1/dead_fraction"][50] for i in range(3)]
+    assert dead[1] > max(dead[0], dead[2])

@@ -28,8 +28,8 @@ def is_plain(tensor: Tensor) -> bool:
         tensor: the tensor.
     """
     return (
-        type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
-        and tensor.layout == torch.strided
+        (type(tensor) is Tensor or type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__)
+        and tensor.layout is torch.strided
         and not tensor.is_nested
         and not tensor.is_meta
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)

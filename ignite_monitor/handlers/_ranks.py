@@ -1,4 +1,4 @@
-"""The norm of a gradient that lies on several ranks."""
+"""The norm of a gradient, and sums, that lie on several ranks."""
 
 from __future__ import annotations
 
@@ -47,6 +47,15 @@ def world_size() -> int:
         return dist.get_world_size()
     # Ignite remembers a process group of torch's beyond its end.
     return 1 if idist.model_name() in ("serial", "native-dist") else idist.get_world_size()
+
+
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """The sum of the ranks' tensors, in one collective; without other ranks the tensor itself.
+
+    Args:
+        values: a tensor of one shape on all ranks.
+    """
+    return values if world_size() == 1 else _all_reduce(values, False)
 
 
 def _all_reduce(value: Tensor, largest: bool) -> Tensor:

@@ -35,7 +35,15 @@ from ignite.handlers.wandb_logger import OutputHandler as WandBOutputHandler
 from ignite.handlers.wandb_logger import WandBLogger
 from torch import Tensor
 
-from ignite_monitor import GradMonitor, MeanStdThreshold, MonitorEvents, StaticThreshold, WeightUpdateHandler
+from ignite_monitor import (
+    ActivationHandler,
+    GradMonitor,
+    MeanStdThreshold,
+    MonitorEvents,
+    RCCHandler,
+    StaticThreshold,
+    WeightUpdateHandler,
+)
 from tests._helpers import footprint, hooks_only, make_batches, make_model, make_step, make_trainer
 
 # name -> (model, optimizer) -> monitor
@@ -50,7 +58,11 @@ HANDLERS = {
     ),
     # Named values appear once others have been written, and are looked at in a test of their own.
     "WeightUpdateHandler": lambda model, optimizer: WeightUpdateHandler(model, optimizer, top_k=0),
+    "ActivationHandler": lambda model, optimizer: ActivationHandler(model, activations=True),
+    "ActivationHandler, gradients": lambda model, optimizer: ActivationHandler(model, gradients=True),
     "WeightUpdateHandler, no optimizer": lambda model, optimizer: WeightUpdateHandler(model, sample_size=4, top_k=0),
+    "RCCHandler": lambda model, optimizer: RCCHandler(model),
+    "RCCHandler, offload": lambda model, optimizer: RCCHandler(model, offload=True),
 }
 FILTERS = {
     "every": (lambda: Events.ITERATION_STARTED(every=3), [3, 6, 9, 12]),

@@ -1,0 +1,76 @@
+"""Copies that share nothing with what they are copied from."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+T = TypeVar("T")
+
+
+def detached_copy(value: T, shared: Iterable[Any] = ()) -> T:
+    """A deep copy, in which tensors that are parts of a graph stand alone.
+
+    Whatever holds the tensors is copied with them: containers, caches of keys and values, random number generators.
+
+    Args:
+        value: anything that ``copy.deepcopy`` can copy, tensors that require gradients included.
+        shared: objects that are not copied.
+    """
+    with _DetachedTensors():
+        return copy.deepcopy(value, {id(each): each for each in shared})
+
+
+def frozen_copy(model: nn.Module) -> tuple[nn.Module, list[str]]:
+    """A copy of a model that nothing trains, and the names of the modules that have lost forward hooks by it.
+
+    Functions that a user has registered as forward hooks are left out: they would be called for the copy as well, and
+    may well keep for the training what they see. Those of torch and transformers are part of how a module works.
+
+    Args:
+        model: the model.
+
+    Raises:
+        ValueError: if it can't be copied.
+    """
+    own = [hook for module in model.modules() for hook in _hooks(module).values() if not _of_library(hook)]
+    try:
+        frozen = detached_copy(model, own)
+    except Exception as error:
+        raise ValueError(
+            f"Argument reference should be a module, since model, a {type(model).__name__}, can't be copied: {error}"
+        ) from error
+    frozen.requires_grad_(False)
+    stripped = []
+    for name, module in frozen.named_modules():
+        lost = [key for key, hook in _hooks(module).items() if not _of_library(hook)]
+        for kind, key in lost:
+            for place in (kind, f"{kind}_with_kwargs", f"{kind}_always_called"):
+                getattr(module, place, {}).pop(key, None)
+        if lost:
+            stripped.append(name or "the root module")
+    return frozen, stripped
+
+
+def _hooks(module: nn.Module) -> dict[tuple[str, int], Any]:
+    kinds = ("_forward_pre_hooks", "_forward_hooks")
+    return {(kind, key): hook for kind in kinds for key, hook in getattr(module, kind).items()}
+
+
+def _of_library(hook: Any) -> bool:
+    where = getattr(hook, "__module__", None) or type(hook).__module__
+    return where.partition(".")[0] in ("torch", "transformers")
+
+
+class _DetachedTensors(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__deepcopy__:
+            tensor, memo = args
+            if id(tensor) not in memo:
+                memo[id(tensor)] = tensor.detach().clone()
+            return memo[id(tensor)]
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,83 @@
+"""What modules compute of an input and a weight: those that are linear in both, and the dimension of their features."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+LinearMap = Callable[[Tensor, Tensor], Tensor]
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_OVER_CHANNELS = (
+    nn.modules.batchnorm._NormBase,  # BatchNorm and InstanceNorm
+    nn.GroupNorm,
+    nn.PReLU,
+)
+
+
+def is_plain(module: nn.Module, *kinds: type[nn.Module]) -> bool:
+    """Whether a module computes what one of the kinds does, with a weight that is its own parameter.
+
+    Those with a forward of their own are not, nor those whose weight is computed: by a parametrization, or by what
+    weight or spectral norm put in their place.
+
+    Args:
+        module: the module.
+        kinds: classes of torch.
+    """
+    if "forward" in vars(module) or module._parameters.get("weight") is None:
+        return False
+    kind = type(module)
+    return any(
+        isinstance(module, each)
+        and kind.forward is each.forward
+        and getattr(kind, "_conv_forward", None) is getattr(each, "_conv_forward", None)
+        for each in kinds
+    )
+
+
+def linear_map(module: nn.Module) -> Callable[[tuple[Any, ...], dict[str, Any]], LinearMap] | None:
+    """How to get, from the arguments of a call, what a module computes of an input and a weight, bias apart.
+
+    None if it is not one of Linear, convolutions, transposed convolutions, and Conv1D of transformers.
+
+    Args:
+        module: the module.
+    """
+    if is_plain(module, nn.Linear):
+        return lambda args, kwargs: F.linear
+    if is_plain(module, *_CONVOLUTIONS):
+        convolve: Any = module._conv_forward
+        return lambda args, kwargs: lambda x, weight: convolve(x, weight, None)
+    if is_plain(module, *_TRANSPOSED):
+        return lambda args, kwargs: _transposed(module, *args, **kwargs)
+    kind = type(module)
+    if f"{kind.__module__}.{kind.__qualname__}" == "transformers.pytorch_utils.Conv1D" and is_plain(module, kind):
+        return lambda args, kwargs: torch.matmul
+    return None
+
+
+def feature_dim(module: nn.Module) -> int:
+    """The dimension that holds the features in a module's inputs and outputs.
+
+    Args:
+        module: the module.
+    """
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return -len(module.kernel_size) - 1
+    return 1 if isinstance(module, _OVER_CHANNELS) else -1
+
+
+def _transposed(module: Any, input: Tensor, output_size: list[int] | None = None) -> LinearMap:
+    dims = len(module.kernel_size)
+    settings = (list(each) for each in (module.stride, module.padding, module.kernel_size))
+    padding = module._output_padding(input, output_size, *settings, dims, list(module.dilation))
+    function: Any = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[dims - 1]
+    return lambda x, weight: function(
+        x, weight, None, module.stride, module.padding, padding, module.groups, module.dilation
+    )

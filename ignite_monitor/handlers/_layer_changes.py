@@ -1,0 +1,288 @@
+"""What the calls of a model's layers, beside those of a reference, say of weights and inputs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ignite_monitor.capture.linear_maps import feature_dim, is_plain, linear_map
+from ignite_monitor.capture.passes import NotComparableError
+from ignite_monitor.capture.reference import Reference
+from ignite_monitor.capture.tensors import floating_tensors
+from ignite_monitor.functional.coordinate_check import (
+    Change,
+    linear_change,
+    normalized_change,
+    output_change,
+    sum_of_norms,
+)
+from ignite_monitor.functional.norms import is_sharded
+
+QUANTITIES = ("weight_update", "input_drift", "input", "input_change", "output_change")
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+Norms = list[tuple[int, Tensor, int]]  # places, see :class:`LayerChanges`, sums of norms and their numbers
+
+
+class LayerChanges:
+    """Measures the calls of a model's layers, for :class:`ReferencePasses`.
+
+    Every layer has a place for each of :data:`QUANTITIES`, and one more for each without the bias.
+
+    Args:
+        reference: the reference.
+        layers: the names of the layers.
+
+    Attributes:
+        norms: of each layer, sums of norms and how many they are of.
+        seen: how many forward passes there were.
+    """
+
+    def __init__(self, reference: Reference, layers: Sequence[str]) -> None:
+        self._layers = {name: _layer(name, reference) for name in layers}
+        self.norms: dict[str, Norms] = {}
+        self.seen = 0
+
+    def keep(self, name: str, module: nn.Module, args: Args, kwargs: Kwargs, output: Any) -> list[Tensor | None]:
+        """The input, and of those that have to be evaluated the output.
+
+        Args:
+            name: the layer.
+            module: the reference's module.
+            args: positional arguments.
+            kwargs: keyword arguments.
+            output: what it returned.
+        """
+        return self._layers[name].keep(args, kwargs, output)
+
+    def enter(self, name: str, module: nn.Module, args: Args, kwargs: Kwargs, kept: list[Tensor | None]) -> Any:
+        """What can be measured before a layer runs: its weights are whole, its inputs still as it gets them.
+
+        Args:
+            name: the layer.
+            module: the model's module.
+            args: positional arguments.
+            kwargs: keyword arguments.
+            kept: what was kept of the reference.
+        """
+        return self._layers[name].enter(module, args, kwargs, kept)
+
+    def leave(self, name: str, output: Any, entered: Any, kept: list[Tensor | None]) -> Norms:
+        """The norms of a call.
+
+        Args:
+            name: the layer.
+            output: what the model's module returned.
+            entered: what :meth:`enter` returned.
+            kept: what was kept of the reference.
+        """
+        return self._layers[name].leave(output, entered, kept)
+
+    def passed(self, results: dict[str, list[Any]]) -> None:
+        """Take the norms of a forward pass in.
+
+        Args:
+            results: of each layer, what :meth:`leave` returned.
+        """
+        self.seen += 1
+        for name, calls in results.items():
+            self.norms.setdefault(name, []).extend(norm for norms in calls for norm in norms)
+
+
+class _Layer:
+    """A layer whose change is known before it runs, and of which only the input is kept."""
+
+    def __init__(self, reference: nn.Module) -> None:
+        self._reference = reference
+        self._dim = feature_dim(reference)
+
+    def keep(self, args: Args, kwargs: Kwargs, output: Any) -> list[Tensor | None]:
+        return [_first(args, kwargs)]
+
+    def enter(self, module: nn.Module, args: Args, kwargs: Kwargs, kept: list[Tensor | None]) -> Norms:
+        x, reference_x = _first(args, kwargs), kept.pop()
+        if x is None or reference_x is None:
+            raise NotComparableError("no floating-point tensor is among its inputs")
+        _check(x, reference_x)
+        weight, reference_weight = self._parameter(module, "weight")
+        bias = self._parameter(module, "bias") if module._parameters.get("bias") is not None else None
+        with _without_autocast(x):
+            dtype = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
+            weights = weight.to(dtype), reference_weight.to(dtype)
+            return self._norms(module, (args, kwargs), x.to(dtype), reference_x.to(dtype), weights, bias)
+
+    def leave(self, output: Any, entered: Any, kept: list[Tensor | None]) -> Norms:
+        norms: Norms = entered
+        return norms
+
+    def _norms(
+        self,
+        module: nn.Module,
+        call: tuple[Args, Kwargs],
+        x: Tensor,
+        reference_x: Tensor,
+        weights: tuple[Tensor, Tensor],
+        bias: tuple[Tensor, Tensor] | None,
+    ) -> Norms:
+        raise NotImplementedError
+
+    def _parameter(self, module: nn.Module, name: str) -> tuple[Tensor, Tensor]:
+        ours, theirs = getattr(module, name), getattr(self._reference, name)
+        if is_sharded(ours):
+            raise NotComparableError(f"its {name} is sharded while it runs")
+        # Mixed precision of fully_shard rounds weights; the reference's are rounded alike.
+        return ours, theirs.to(ours.dtype)
+
+    def _pair(self, change: Change, change_of_bias: Tensor | None) -> Norms:
+        """Norms of a change without the bias, and with it."""
+        plain = [*self._of(0, change.weight_update), *self._of(1, change.input_drift), *self._of(4, change.output)]
+        if change_of_bias is None:
+            return plain
+        whole = Change(change.weight_update + change_of_bias, change.input_drift)
+        return [
+            *self._of(0, whole.weight_update),
+            plain[1],
+            *self._of(4, whole.output),
+            *_without_bias(plain),
+        ]
+
+    def _of(self, place: int, values: Tensor) -> Norms:
+        dim = self._dim if -values.ndim <= self._dim < values.ndim else -1
+        return [(place, *sum_of_norms(values, dim))]
+
+
+class _Linear(_Layer):
+    def _norms(
+        self,
+        module: nn.Module,
+        call: tuple[Args, Kwargs],
+        x: Tensor,
+        reference_x: Tensor,
+        weights: tuple[Tensor, Tensor],
+        bias: tuple[Tensor, Tensor] | None,
+    ) -> Norms:
+        bound = linear_map(module)
+        if bound is None:
+            raise NotComparableError("its forward has been replaced since the handler was made")
+        input_change = x - reference_x
+        inputs = [*self._of(2, x), *self._of(3, input_change)]
+        change = linear_change(bound(*call), *weights, input_change, x)
+        if bias is None:
+            return inputs + self._pair(change, None)
+        moved = _wide(bias[0]) - _wide(bias[1])
+        shape = [1] * (-self._dim - 1)
+        return inputs + _without_bias(inputs) + self._pair(change, moved.reshape(-1, *shape))
+
+
+class _Normalization(_Layer):
+    def _norms(
+        self,
+        module: nn.Module,
+        call: tuple[Args, Kwargs],
+        x: Tensor,
+        reference_x: Tensor,
+        weights: tuple[Tensor, Tensor],
+        bias: tuple[Tensor, Tensor] | None,
+    ) -> Norms:
+        settings: Any = module
+        normalized, change = normalized_change(
+            x, reference_x, settings.normalized_shape, settings.eps, centred=isinstance(module, nn.LayerNorm)
+        )
+        norms = [*self._of(2, x), *self._of(3, x - reference_x)]
+        norms += _without_bias([*self._of(2, normalized), *self._of(3, change)])
+        parts = linear_change(torch.mul, *weights, change, normalized)
+        if bias is not None:
+            return norms + self._pair(parts, _wide(bias[0]) - _wide(bias[1]))
+        without = self._pair(parts, None)
+        return norms + without + _without_bias(without)
+
+
+class _Embedding(_Layer):
+    def keep(self, args: Args, kwargs: Kwargs, output: Any) -> list[Tensor | None]:
+        return []
+
+    def enter(self, module: nn.Module, args: Args, kwargs: Kwargs, kept: list[Tensor | None]) -> Norms:
+        rows = args[0] if args else kwargs["input"]
+        weight, reference_weight = self._parameter(module, "weight")
+        return self._of(0, _wide(F.embedding(rows, weight)) - _wide(F.embedding(rows, reference_weight)))
+
+
+class _Evaluated(_Layer):
+    """Any other layer: the reference's is evaluated on the model's inputs."""
+
+    def __init__(self, name: str, reference: Reference) -> None:
+        super().__init__(reference.modules[name])
+        self._name = name
+        self._run = reference.run
+
+    def keep(self, args: Args, kwargs: Kwargs, output: Any) -> list[Tensor | None]:
+        return [_first(args, kwargs), _first((output,), {})]
+
+    def enter(self, module: nn.Module, args: Args, kwargs: Kwargs, kept: list[Tensor | None]) -> Any:
+        x, reference_x = _first(args, kwargs), kept[0]
+        kept[0] = None
+        norms: Norms = []
+        if x is not None and reference_x is not None:
+            _check(x, reference_x)
+            with _without_autocast(x):
+                norms = [*self._of(2, _wide(x)), *self._of(3, _wide(x) - _wide(reference_x))]
+        # The inputs of the whole model are those of the reference.
+        crossed = _first((self._run(self._name, args, kwargs),), {}) if self._name else kept[1]
+        return norms, crossed, x, None if x is None else x._version
+
+    def leave(self, output: Any, entered: Any, kept: list[Tensor | None]) -> Norms:
+        norms: Norms = entered[0]
+        crossed, x, version = entered[1:]
+        output, reference_output = _first((output,), {}), kept[1]
+        if output is None or crossed is None or reference_output is None:
+            raise NotComparableError("no floating-point tensor is in its output")
+        if x is not None and x._version != version:
+            raise NotComparableError("it changes its input in place")
+        _check(output, crossed)
+        _check(output, reference_output)
+        with _without_autocast(output):
+            change = output_change(_wide(output), _wide(crossed), _wide(reference_output))
+            parts = self._pair(change, None)
+        return norms + (parts if norms else parts[:1])
+
+
+def _layer(name: str, reference: Reference) -> _Layer:
+    module = reference.modules[name]
+    if is_plain(module, nn.Embedding) and getattr(module, "max_norm", None) is None:
+        return _Embedding(module)
+    if is_plain(module, nn.LayerNorm, nn.RMSNorm):
+        return _Normalization(module)
+    return _Linear(module) if linear_map(module) is not None else _Evaluated(name, reference)
+
+
+def _first(args: Args, kwargs: Kwargs) -> Tensor | None:
+    found = next((tensor for _, tensor in floating_tensors([*args, *kwargs.values()])), None)
+    return None if found is None else found.detach()
+
+
+def _check(values: Tensor, others: Tensor) -> None:
+    if is_sharded(values) or values.is_nested or values.layout != torch.strided:
+        raise NotComparableError("its tensors are sharded, nested or sparse")
+    if values.shape != others.shape:
+        raise NotComparableError(f"its tensors are {tuple(values.shape)}, in the reference {tuple(others.shape)}")
+
+
+def _without_bias(norms: Norms) -> Norms:
+    return [(place + len(QUANTITIES), total, count) for place, total, count in norms]
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def _without_autocast(values: Tensor) -> contextlib.AbstractContextManager[Any]:
+    kind = values.device.type
+    if not torch.is_autocast_enabled(kind):
+        return contextlib.nullcontext()
+    return torch.autocast(kind, enabled=False)
