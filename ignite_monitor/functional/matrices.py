@@ -27,15 +27,17 @@ class Matrices:
     Attributes:
         frobenius: the Frobenius norms, wide floating point of shape (B,); NaN for a matrix that is not finite.
         n: the order of WᵀW, or of WWᵀ where that is smaller.
+        rounding: what float arithmetic may add to the relative errors of norms.
     """
 
     def __init__(self, matrices: Tensor, all_reduce: AllReduce | None = None) -> None:
         self._all_reduce = all_reduce
         self.dtype, self.device = matrices.dtype, matrices.device
-        self.batch, self.rows, columns = matrices.shape
+        self.batch, rows, columns = matrices.shape
         # Shared rows are never the narrow side: then everything but products would have to be shared out as well.
-        self._by_columns = columns <= self.rows or all_reduce is not None
-        self.n = columns if self._by_columns else self.rows
+        self._by_columns = columns <= rows or all_reduce is not None
+        self.n = columns if self._by_columns else rows
+        self.rounding = 64 * torch.finfo(self.dtype).eps
         frobenius = self._frobenius(matrices)
         largest = torch.ones_like(frobenius)
         if not self._is_tame(frobenius):
@@ -55,15 +57,15 @@ class Matrices:
         self._unit = self._divisor.flatten().to(frobenius.dtype) * largest
 
     def gram(self, vectors: Tensor) -> Tensor:
-        """WᵀWV, or WWᵀV.
+        """VWᵀW, or VWWᵀ.
 
         Args:
-            vectors: V, of shape (B, n, any).
+            vectors: V, of shape (B, any, n).
         """
+        # Of the ways to order these products the ones that the CPU is quick at.
         if not self._by_columns:
-            return self._matrices @ (vectors.mT @ self._matrices / self._divisor).mT / self._divisor
-        images = self._matrices @ vectors / self._divisor
-        product = (images.mT @ self._matrices).mT / self._divisor
+            return (self._matrices @ (vectors @ self._matrices).mT).mT / self._divisor**2
+        product = (self._matrices @ vectors.mT).mT @ self._matrices / self._divisor**2
         return product if self._all_reduce is None else self._all_reduce(product, False)
 
     def whole_gram(self) -> Tensor:

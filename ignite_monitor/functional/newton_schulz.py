@@ -1,4 +1,4 @@
-r"""The spectral norm by way of the polar factor, which Newton–Schulz iterations approximate: quick, and biased.
+r"""The spectral norm by way of the polar factor, which Newton-Schulz iterations approximate: quick, and biased.
 
 With W = UΣVᵀ the polar factor is Q = UVᵀ, and QᵀW = VΣVᵀ has the singular values of W for eigenvalues. The iterations
 start from W/‖W‖_F and make singular values grow by a constant factor at first, so small ones do not get to 1 in a few

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ignite_monitor.functional._devices import wide_dtype
 from ignite_monitor.functional._precision import full_precision
-from ignite_monitor.functional.block_lanczos import PROBES, WARM, WIDTH, BlockLanczos
+from ignite_monitor.functional.block_lanczos import PROBES, WIDTH, BlockLanczos
 from ignite_monitor.functional.dominant import dominant
 from ignite_monitor.functional.matrices import Matrices
 from ignite_monitor.functional.newton_schulz import ns3_accurate, ns5_fast
@@ -18,10 +18,10 @@ METHODS = ("power", "ns5-fast", "ns3-accurate", "svd")
 TOLERANCE = 1e-3
 
 # Up to this order WᵀW itself is small enough to be looked at.
-_SMALL = 8 * WIDTH
+_SMALL = 256
 _MOST_STEPS = 64
 # After how many steps it is worth looking whether the bound is good enough.
-_CHECKS = {7, 9, 11, 14, 18, 23, 30, 40, 52, _MOST_STEPS}
+_CHECKS = {5, 9, 11, 14, 18, 23, 30, 40, 52}
 
 
 class SpectralNorms(NamedTuple):
@@ -31,7 +31,7 @@ class SpectralNorms(NamedTuple):
         norms: of shape (B,); NaN for a matrix that is not finite.
         errors: what their relative errors do not exceed, of shape (B,); NaN where nothing is known.
         frobenius: the Frobenius norms, of shape (B,).
-        vectors: what to start the next measurement with, of shape (B, n, WARM); None if it needs nothing.
+        vectors: what to start the next measurement with, of shape (B, WARM, n); None if it needs nothing.
         steps: how many products with WᵀW, of blocks of vectors, there were.
     """
 
@@ -46,12 +46,12 @@ def power(matrices: Matrices, vectors: Tensor | None, generator: torch.Generator
     r"""Spectral norms by power iteration on WᵀW from known vectors, accelerated: see :class:`BlockLanczos`.
 
     The norm is :math:`\lVert W v\rVert` for the best vector v of the Krylov space, so never too large but by rounding,
-    and its error is bounded by what :class:`BlockLanczos` excludes. Matrices of which one side has 128 numbers or less
+    and its error is bounded by what :class:`BlockLanczos` excludes. Matrices of which one side is 256 or less
     need neither vectors nor steps: see :func:`dominant`.
 
     Args:
         matrices: the matrices.
-        vectors: of the last measurement, of shape (B, n, WARM); None for random ones.
+        vectors: of the last measurement, of shape (B, WARM, n); None for random ones.
         generator: for the random vectors, on the matrices' device; the same on every rank.
         steps: how many to make; None for as many as bring the bound to 1e-3, which has to look at it on the host.
     """
@@ -63,10 +63,10 @@ def power(matrices: Matrices, vectors: Tensor | None, generator: torch.Generator
             upper, vector = found.upper, found.vector
         else:
             random = torch.randn(
-                matrices.batch, n, PROBES if vectors is not None else WIDTH,
+                matrices.batch, PROBES if vectors is not None else WIDTH, n,
                 generator=generator, dtype=matrices.dtype, device=matrices.device,
             )  # fmt: skip
-            start = random if vectors is None else torch.cat([vectors, random], 2)
+            start = random if vectors is None else torch.cat([vectors, random], 1)
             most = min(n // WIDTH - 1, _MOST_STEPS if steps is None else steps)
             lanczos = BlockLanczos(matrices.gram, start, most)
             for step in range(1, most + 1):
@@ -75,18 +75,17 @@ def power(matrices: Matrices, vectors: Tensor | None, generator: torch.Generator
                     leading = lanczos.leading()
                     if step == most or not len((leading.upper > (1 + TOLERANCE) ** 2 * leading.lower).nonzero()):
                         break
-            made, kept, upper, vector = lanczos.steps, leading.vectors, leading.upper, leading.vectors[..., 0]
+            made, kept, upper, vector = lanczos.steps, leading.vectors, leading.upper, leading.vectors[:, 0]
         norms = matrices.lengths(vector)
-        rounding = torch.finfo(matrices.dtype).eps * (32 + max(matrices.rows, n) ** 0.5)
-        errors = upper.to(norms.dtype).sqrt() / norms - 1 + rounding
+        errors = upper.to(norms.dtype).sqrt() / norms - 1 + matrices.rounding
         is_zero = matrices.frobenius == 0
-        errors = torch.where(is_zero, 0.0, errors.clamp(min=rounding))
+        errors = torch.where(is_zero, 0.0, errors.clamp(min=matrices.rounding))
         unscaled = matrices.unscaled(torch.where(is_zero, 0.0, norms))
         return SpectralNorms(unscaled, errors + 0 * unscaled, matrices.frobenius, kept, made)
 
 
 def newton_schulz(matrices: Matrices, method: str, generator: torch.Generator, dtype: torch.dtype) -> SpectralNorms:
-    """Spectral norms by one of the two Newton–Schulz methods.
+    """Spectral norms by one of the two Newton-Schulz methods.
 
     Args:
         matrices: the matrices, with all of their rows.
@@ -119,9 +118,7 @@ def svd(matrices: Matrices) -> SpectralNorms:
         matrices: the matrices, with all of their rows.
     """
     with full_precision(matrices.device):
-        whole = matrices.whole()
-        norms = torch.linalg.svdvals(whole)[:, 0]
+        norms = torch.linalg.svdvals(matrices.whole())[:, 0]
         norms = matrices.unscaled(norms.to(wide_dtype(matrices.device)))
-        rounding = torch.finfo(whole.dtype).eps * (32 + max(whole.shape[1:]) ** 0.5)
-        errors = torch.where(matrices.frobenius == 0, 0.0, rounding) + 0 * norms
+        errors = torch.where(matrices.frobenius == 0, 0.0, matrices.rounding) + 0 * norms
         return SpectralNorms(norms, errors, matrices.frobenius, None, 0)
