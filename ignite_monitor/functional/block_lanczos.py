@@ -27,13 +27,13 @@ class Leading(NamedTuple):
     Attributes:
         lower: a lower bound of it, of shape (B,).
         upper: an upper bound, of shape (B,).
-        vectors: orthonormal rows, of shape (B, WARM, n): the first approximates its eigenvector best, all together
-            the leading eigenspace.
+        coordinates: of vectors in the space's basis, of shape (B, WARM, any): the first has the lower bound for its
+            Rayleigh quotient, all together span the leading eigenspace approximately.
     """
 
     lower: Tensor
     upper: Tensor
-    vectors: Tensor
+    coordinates: Tensor
 
 
 class BlockLanczos:
@@ -87,7 +87,7 @@ class BlockLanczos:
         # Where the space is exhausted nothing but rounding remains of some rows, with any direction inside or outside
         # of it. So they get one, as small as rounding. Once is not enough for orthogonality in floating point.
         following = _orthonormal(block + self._dither(coefficients))[0]
-        following = _orthonormal(following - (following @ basis.mT) @ basis)[0]
+        following = _orthonormal(following - (basis @ following.mT).mT @ basis)[0]
         self._couplings.append((following @ block.mT).to(self._probes.dtype))
         self._basis[:, size + WIDTH : size + 2 * WIDTH] = following
         self.steps += 1
@@ -101,9 +101,17 @@ class BlockLanczos:
         # Warm and random vectors mixed, so that a direction that the warm ones have no part of is found as well.
         mixed = found.power[:, :WARM] + found.power[:, WARM:WIDTH]
         chosen = torch.cat([found.vector.unsqueeze(1), mixed[:, : WARM - 1]], 1)
-        vectors = _orthonormal(chosen @ self._basis[:, :size])[0]
         upper = self._excluded(projected.to(self._probes.dtype), found.upper.to(self._probes.dtype))
-        return Leading(found.lower, upper, vectors)
+        return Leading(found.lower, upper, chosen)
+
+    def vectors(self, leading: Leading) -> Tensor:
+        """Orthonormal rows in the order of their coordinates, of shape (B, WARM, n).
+
+        Args:
+            leading: what :meth:`leading` returned last.
+        """
+        basis = self._basis[:, : leading.coordinates.shape[2]]
+        return _orthonormal(leading.coordinates @ basis)[0]
 
     def _dither(self, coefficients: Tensor) -> Tensor:
         size = 4 * torch.finfo(coefficients.dtype).eps * torch.linalg.matrix_norm(coefficients, keepdim=True)

@@ -75,7 +75,8 @@ def power(matrices: Matrices, vectors: Tensor | None, generator: torch.Generator
                     leading = lanczos.leading()
                     if step == most or not len((leading.upper > (1 + TOLERANCE) ** 2 * leading.lower).nonzero()):
                         break
-            made, kept, upper, vector = lanczos.steps, leading.vectors, leading.upper, leading.vectors[:, 0]
+            made, kept, upper = lanczos.steps, lanczos.vectors(leading), leading.upper
+            vector = kept[:, 0]
         norms = matrices.lengths(vector)
         errors = upper.to(norms.dtype).sqrt() / norms - 1 + matrices.rounding
         is_zero = matrices.frobenius == 0
