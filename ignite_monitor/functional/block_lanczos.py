@@ -87,7 +87,9 @@ class BlockLanczos:
         # Where the space is exhausted nothing but rounding remains of some rows, with any direction inside or outside
         # of it. So they get one, as small as rounding. Once is not enough for orthogonality in floating point.
         following = _orthonormal(block + self._dither(coefficients))[0]
-        following = _orthonormal(following - (basis @ following.mT).mT @ basis)[0]
+        for _ in range(2):
+            following = following - (basis @ following.mT).mT @ basis
+        following = _orthonormal(following)[0]
         self._couplings.append((following @ block.mT).to(self._probes.dtype))
         self._basis[:, size + WIDTH : size + 2 * WIDTH] = following
         self.steps += 1
@@ -110,7 +112,7 @@ class BlockLanczos:
         Args:
             leading: what :meth:`leading` returned last.
         """
-        basis = self._basis[:, : leading.coordinates.shape[2]]
+        basis: Tensor = self._basis[:, : leading.coordinates.shape[2]]
         return _orthonormal(leading.coordinates @ basis)[0]
 
     def _dither(self, coefficients: Tensor) -> Tensor:
@@ -147,5 +149,7 @@ class BlockLanczos:
 
 def _orthonormal(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Orthonormal rows that span the same, and R with ``rows.mT == orthonormal.mT @ R``."""
+    q: Tensor
+    r: Tensor
     q, r = torch.linalg.qr(rows.mT)
     return q.mT, r

@@ -67,7 +67,7 @@ class Matrices:
             vectors: V, of shape (B, any, n).
         """
         # Of the ways to order these products the ones that the CPU is quick at.
-        parts = self._matrices.split(self._part, 1 if self._by_columns else 2)
+        parts: tuple[Tensor, ...] = self._matrices.split(self._part, 1 if self._by_columns else 2)
         if not self._by_columns:
             product = parts[0] @ (vectors @ parts[0]).mT
             for part in parts[1:]:

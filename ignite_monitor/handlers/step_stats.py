@@ -13,6 +13,7 @@ from ignite.engine import Engine
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ignite_monitor.capture.eager import eager
 from ignite_monitor.capture.flops import FlopCount
 from ignite_monitor.capture.samples import is_measurable, reshard
 from ignite_monitor.events import MonitorEvents
@@ -46,10 +47,10 @@ class StepStatsHandler(Monitor):
     On CUDA time is taken by events on the device, and the first three are known once these have passed: they appear
     when values come to the host, that is when a logger writes. On devices other than CPU and CUDA they are absent.
 
-    **FLOPs.** Where the peak is known or given, ``torch.utils.flop_counter.FlopCounterMode`` counts the operations of
-    one train step, the first that is monitored, forward and backward, recomputation by activation checkpointing
-    included; compiled models run eagerly in it. The first three values are absent in that iteration, which counting
-    slows down. The count stands for all later ones, so batches should be alike. The peak is that of dense matrix
+    **FLOPs.** Where the peak is known or given, the operations of one train step are counted, the first that is
+    monitored, by the formulas of ``torch.utils.flop_counter``: forward and backward, recomputation by activation
+    checkpointing included. Compiled models run eagerly in it, and the first three values are absent, since counting
+    slows it down. The count stands for all later steps, so batches should be alike. The peak is that of dense matrix
     products in the dtype that most operations are made in.
 
     Args:
@@ -142,7 +143,7 @@ class StepStatsHandler(Monitor):
         self._rates = [_copied(group["lr"], device) for group in self.optimizer.param_groups]
         if self.flops is None and (self.peak_flops is not None or _is_listed(device)):
             self._count = FlopCount()
-            return [self._count]
+            return [eager(), self._count]
         if device.type not in ("cpu", "cuda"):
             return []
         self._clock = StepClock(device)
@@ -162,7 +163,9 @@ class StepStatsHandler(Monitor):
         if not self._armed:
             return
         if self._count is not None:
-            self.flops, self._dtype = self._count.total, str(self._count.dtype).removeprefix("torch.")
+            counts = self._count.counts
+            self.flops = sum(counts.values())
+            self._dtype = str(max(counts, key=lambda dtype: counts[dtype], default="")).removeprefix("torch.")
         reshard(self.model)
         parameters = [each for each in self.model.parameters() if is_measurable(each)]
         values: dict[str, Tensor] = {f"lr/group_{i}": rate for i, rate in enumerate(self._rates)}

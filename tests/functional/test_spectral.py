@@ -139,6 +139,15 @@ def test_fixed_number_of_steps_is_kept_to_and_its_bound_is_honest(generator):
     assert found.errors < 0.1
 
 
+@pytest.mark.parametrize("rank", [0, 1, 5, 25])
+def test_steps_beyond_what_there_is_to_find_do_no_harm(rank, generator):
+    matrix = torch.randn(1, 400, rank) @ torch.randn(1, rank, 301)
+    for steps in (5, 12, 17, 30):
+        found = power(Matrices(matrix), None, generator, steps)
+        check(found, matrix)
+        check(power(Matrices(matrix), found.vectors, generator, steps), matrix)
+
+
 def test_zero_is_zero_exactly(generator):
     for shape in [*SHAPES, (1, 1), (5, 1)]:
         for found in (
