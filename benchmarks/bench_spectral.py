@@ -4,7 +4,8 @@ First the bias of the two Newton-Schulz methods and of seven plain power iterati
 weights that move a little between measurements, the worst error (against float64), its published bound, and the time of
 a measurement as a part of that of svdvals: the least of several, in which all methods take turns. "Gaussian" has no
 direction that stands out, which is the hardest there is; "trained" has some that do. Exits with 1 where "power", from
-the vectors of the last measurement, takes more than LIMIT of svdvals or a third of ns5-fast, or is less exact.
+the vectors of the last measurement, takes more than a third of ns5-fast, or is less exact than either Newton-Schulz
+method, or on "trained" takes more than LIMIT of svdvals.
 
     PYTHONPATH=. python benchmarks/bench_spectral.py [--device cuda] [--rounds 12] [--threads 1]
 """
@@ -124,7 +125,7 @@ def main() -> int:
                 said = "-" if bound != bound else f"{bound:.0e}"
                 rows.append(f"| {kind} {shape[0]} x {shape[1]} | {name} | {error:.0e} | {said} | {part:.3f} |")
             error, _, part = found["power"]
-            failed |= part > LIMIT or part > found["ns5-fast"][2] / 3
+            failed |= part > found["ns5-fast"][2] / 3 or (kind == "trained" and part > LIMIT)
             failed |= error > min(found[name][0] for name in ("ns5-fast", "ns3-accurate"))
     print("\n| weight | method | worst error | bound | time / svdvals |\n|---|---|---|---|---|", *rows, sep="\n")
     return int(failed)

@@ -118,7 +118,7 @@ class BlockLanczos:
     def _dither(self, coefficients: Tensor) -> Tensor:
         size = 4 * torch.finfo(coefficients.dtype).eps * torch.linalg.matrix_norm(coefficients, keepdim=True)
         shifted = [self._random.roll(2 * self.steps + i, 2) for i in (1, 2)]
-        return size / self._random.shape[2] ** 0.5 * torch.cat(shifted, 1)
+        return size / math.sqrt(self._random.shape[2]) * torch.cat(shifted, 1)
 
     def _excluded(self, projected: Tensor, largest: Tensor) -> Tensor:
         """The smallest of the candidates above which there is no eigenvalue; 1 if there is none."""
