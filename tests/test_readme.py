@@ -103,6 +103,7 @@ def test_custom_step_example(tmp_path, arguments, harmless):
     assert min(written["grad/threshold"]) == 21
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch without Muon")
 @pytest.mark.parametrize(("arguments", "norm", "update"), [((), 3.1, 0.024), (("--muon-lr", "0.2"), 27, 0.24)])
 def test_muon_example(tmp_path, arguments, norm, update):
     output = run_example("spectral_muon.py", tmp_path, *arguments).stdout

@@ -116,7 +116,7 @@ class BlockLanczos:
         return _orthonormal(leading.coordinates @ basis)[0]
 
     def _dither(self, coefficients: Tensor) -> Tensor:
-        size = 4 * torch.finfo(coefficients.dtype).eps * torch.linalg.matrix_norm(coefficients, keepdim=True)
+        size: Tensor = 4 * torch.finfo(coefficients.dtype).eps * torch.linalg.matrix_norm(coefficients, keepdim=True)
         shifted = [self._random.roll(2 * self.steps + i, 2) for i in (1, 2)]
         return size / math.sqrt(self._random.shape[2]) * torch.cat(shifted, 1)
 

@@ -191,6 +191,7 @@ def test_no_step_no_update(batches, how):
     assert set(numbers(handler)) == KEYS | {"weight_condition_max", "weight_condition_median"}
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch without Muon")
 def test_hidden_matrices_of_muon(batches):
     model = nn.Sequential(
         nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 32, bias=False), nn.ReLU(), nn.Linear(32, 10), nn.Linear(10, 10)
