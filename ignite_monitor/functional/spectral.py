@@ -73,7 +73,8 @@ def power(matrices: Matrices, vectors: Tensor | None, generator: torch.Generator
                 lanczos.extend()
                 if step == most or (steps is None and step in _CHECKS):
                     leading = lanczos.leading()
-                    if step == most or not len((leading.upper > (1 + TOLERANCE) ** 2 * leading.lower).nonzero()):
+                    is_wide = (leading.upper > (1 + TOLERANCE) ** 2 * leading.lower) & (matrices.frobenius > 0)
+                    if step == most or not len(is_wide.nonzero()):
                         break
             made, kept, upper = lanczos.steps, lanczos.vectors(leading), leading.upper
             vector = kept[:, 0]
