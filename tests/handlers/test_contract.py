@@ -59,8 +59,7 @@ HANDLERS = {
     # Named values appear once others have been written, and are looked at in a test of their own.
     "WeightUpdateHandler": lambda model, optimizer: WeightUpdateHandler(model, optimizer, top_k=0),
     "WeightUpdateHandler, no optimizer": lambda model, optimizer: WeightUpdateHandler(model, sample_size=4, top_k=0),
-    "SpectralNormHandler": lambda model, optimizer: SpectralNormHandler(model, top_k=0),
-    "SpectralNormHandler, updates": lambda model, optimizer: SpectralNormHandler(
+    "SpectralNormHandler": lambda model, optimizer: SpectralNormHandler(
         model, updates=True, per_parameter=True, top_k=0
     ),
     "StepStatsHandler": lambda model, optimizer: StepStatsHandler(model, optimizer, peak_flops=1e12),
