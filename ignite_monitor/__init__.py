@@ -8,6 +8,8 @@ from ignite_monitor.handlers.activations import ActivationHandler
 from ignite_monitor.handlers.grad_monitor import GradMonitor
 from ignite_monitor.handlers.metric import Metric
 from ignite_monitor.handlers.rcc import RCCHandler
+from ignite_monitor.handlers.spectral_norm import SpectralNormHandler
+from ignite_monitor.handlers.step_stats import StepStatsHandler
 from ignite_monitor.handlers.weight_update import ParameterDiagnostics, WeightUpdateHandler
 from ignite_monitor.hdf5.logger import HDF5Logger
 from ignite_monitor.hdf5.reader import read_hdf5
@@ -22,7 +24,9 @@ __all__ = [
     "ParameterDiagnostics",
     "RCCHandler",
     "RobustThreshold",
+    "SpectralNormHandler",
     "StaticThreshold",
+    "StepStatsHandler",
     "ThresholdRule",
     "WeightUpdateHandler",
     "read_hdf5",

@@ -103,6 +103,16 @@ def test_custom_step_example(tmp_path, arguments, harmless):
     assert min(written["grad/threshold"]) == 21
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch without Muon")
+@pytest.mark.parametrize(("arguments", "norm", "update"), [((), 3.1, 0.024), (("--muon-lr", "0.2"), 27, 0.24)])
+def test_muon_example(tmp_path, arguments, norm, update):
+    output = run_example("spectral_muon.py", tmp_path, *arguments).stdout
+    norms, updates = zip(*re.findall(r"muon +largest norm +([\d.]+), of an update ([\d.]+)", output), strict=True)
+    assert float(norms[-1]) == pytest.approx(norm, rel=0.1)
+    assert all(float(each) == pytest.approx(update, rel=0.05) for each in updates)
+    assert (accuracies(output)[-1] > 0.93) is (not arguments)
+
+
 @pytest.mark.parametrize(("arguments", "skipped"), [((), 6), (("--no-skip",), 0)])
 def test_skipped_example(tmp_path, arguments, skipped):
     output = run_example("spikes_skipped.py", tmp_path, *arguments).stdout
