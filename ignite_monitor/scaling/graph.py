@@ -141,8 +141,8 @@ class LayerGraph:
             return
         relation = "at least" if node.kind == "readout" else "equal to"
         raise ValueError(
-            f"Layer {node.name} should have a + b {relation} {wanted:g}, with which the outputs of {node.kind} layers do "
-            f"not grow or vanish with width from the start, but has {node.a:g} + {node.b:g}"
+            f"Layer {node.name} should have a + b {relation} {wanted:g}, with which the outputs of {node.kind} layers "
+            f"neither grow nor vanish with width from the start, but has {node.a:g} + {node.b:g}"
         )
 
 

@@ -153,7 +153,8 @@ def _check_feasible(graph: LayerGraph, minima: Mapping[Variable, list[Term]]) ->
         guilty = [each for each in fixed if smallest_r(each)[1] != name] or list(fixed)
         pins = ", ".join(f"{fixed[each]:g} in {each}" for each in guilty)
         raise InfeasibleError(
-            f"With c fixed at {pins}, the change of the output of {name} grows as width to the power of {-value:g}, whatever the learning rates of the other layers"
+            f"With c fixed at {pins}, the change of the output of {name} grows as width to the power of {-value:g}, "
+            "whatever the learning rates of the other layers"
         )
 
 

@@ -153,5 +153,5 @@ def _layer(grown: _Grown, seen: tuple[int, int] | None) -> tuple[int, str] | Non
 def _refuse(grown: _Grown, keys: list[str]) -> None:
     raise ValueError(
         f"It is not known how {grown.name or 'the model'} ({type(grown.module).__name__}) uses what grows with width "
-        f"in {', '.join(keys)}: wrap it in a ParametrizedModule by hand, or make it of Linear, convolution and Embedding"
+        f"in {', '.join(keys)}: wrap it in a ParametrizedModule by hand, or make it of Linear, Conv and Embedding"
     )
