@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +27,9 @@ class Member(Protocol):
 
     def release(self) -> None:
         """Let go of everything that belongs to the run that has ended."""
+
+    def contexts(self) -> list[AbstractContextManager[Any]]:
+        """What to have around the train step that is about to start."""
 
 
 class Watch:
@@ -251,7 +255,10 @@ class Watch:
             if not owner.armed:
                 for watched in owner._models.values():
                     watched.hook.remove()
-            output = original(engine, batch)
+            with ExitStack() as around:
+                for context in owner._contexts():
+                    around.enter_context(context)
+                output = original(engine, batch)
             if owner.active:
                 owner.fire(MonitorEvents.TRAIN_STEP_COMPLETED)
             return output
@@ -272,6 +279,9 @@ class Watch:
             Patch(engine, "_process_function", train_step),
             Patch(engine, "_handle_exception", handle_exception),
         ]
+
+    def _contexts(self) -> list[AbstractContextManager[Any]]:
+        return [context for member in self._members for context in member.contexts()] if self.active else []
 
     def _uninstall(self) -> None:
         self._installed = False

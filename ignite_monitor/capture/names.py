@@ -34,6 +34,16 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield clean[path], module
 
 
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The user's own model in whatever it has been wrapped in.
+
+    Args:
+        model: the model.
+    """
+    # A wrapper comes before what it wraps, by the same name.
+    return [module for name, module in named_modules(model) if not name][-1]
+
+
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Module]]:
     """All parameters, each once and by its first name, with the modules that own them.
 

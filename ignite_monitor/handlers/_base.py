@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -78,6 +79,10 @@ class Monitor(Serializable):
         Args:
             engine: the engine.
         """
+
+    def contexts(self) -> list[AbstractContextManager[Any]]:
+        """What to have around the train step that is about to start, where the monitor is armed."""
+        return []
 
     def release(self) -> None:
         """Let go of everything that belongs to the run that has ended."""

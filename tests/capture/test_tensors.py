@@ -1,0 +1,50 @@
+"""Which tensors are found in what modules return."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict, namedtuple
+
+import pytest
+import torch
+from transformers.modeling_outputs import CausalLMOutput
+
+from ignite_monitor.capture.tensors import floating_tensors
+
+A, B, SCALAR = torch.ones(2), torch.ones(3, dtype=torch.bfloat16), torch.tensor(1.0)
+TOKENS = torch.ones(2, dtype=torch.long)
+
+
+@dataclasses.dataclass
+class Output:
+    logits: torch.Tensor
+    hidden: tuple[torch.Tensor, ...] = ()
+    cache: object = None
+
+
+Pair = namedtuple("Pair", "first second")
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        (A, [("", A)]),
+        ((A, B), [("0", A), ("1", B)]),
+        (Pair(A, SCALAR), [("0", A), ("1", SCALAR)]),
+        ([A, (TOKENS, B)], [("0", A), ("1/1", B)]),
+        ({"x": A, "tokens": TOKENS, 3: {"y": B}}, [("x", A), ("3/y", B)]),
+        (OrderedDict(a=None, b=SCALAR), [("b", SCALAR)]),
+        (Output(A, (B, SCALAR), object()), [("logits", A), ("hidden/0", B), ("hidden/1", SCALAR)]),
+        (CausalLMOutput(loss=SCALAR, logits=A), [("loss", SCALAR), ("logits", A)]),
+        (CausalLMOutput(logits=A), [("logits", A)]),
+        (Output, []),
+        (None, []),
+        ("text", []),
+        (TOKENS, []),
+    ],
+    ids=str,
+)
+def test_places(output, expected):
+    found = list(floating_tensors(output))
+    assert [place for place, _ in found] == [place for place, _ in expected]
+    assert all(ours is theirs for (_, ours), (_, theirs) in zip(found, expected, strict=True))
