@@ -4,7 +4,7 @@ from ignite_monitor.scaling.graph import ALIGNMENTS, PRESETS, Alignment, LayerGr
 from ignite_monitor.scaling.module import ParametrizedModule
 from ignite_monitor.scaling.parametrization import Parametrization, ParametrizedLayer
 from ignite_monitor.scaling.solver import InfeasibleError, Solution, solve
-from ignite_monitor.scaling.tracing import TracingError, trace_graph
+from ignite_monitor.scaling.tracing import TracingError
 from ignite_monitor.scaling.widths import parametrize
 
 __all__ = [
@@ -22,5 +22,4 @@ __all__ = [
     "chain",
     "parametrize",
     "solve",
-    "trace_graph",
 ]

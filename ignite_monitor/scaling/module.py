@@ -129,6 +129,8 @@ class ParametrizedModule(nn.Module):
                 f"Argument module should have {'no weights' if weights else 'weights, parameters of two dimensions'} "
                 f"as a layer of type {layer_type!r}, but given {module}"
             )
+        if layer_type == "attention" and not b is c is None:
+            raise ValueError(f"Arguments b and c should be None for a layer without weights, but given {b} and {c}")
         self.module = module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

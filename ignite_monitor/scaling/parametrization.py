@@ -159,14 +159,30 @@ class Parametrization:
         for layer in self.layers.values():
             if layer.c is None:
                 continue
-            bias_c = self.solution.bias_c[layer.name]
-            for bias, c, held in ((False, layer.c, layer.weights), (True, bias_c, layer.biases)):
+            for bias, held in ((False, layer.weights), (True, layer.biases)):
                 params = [parameter for parameter in held.values() if id(parameter) not in taken]
                 taken |= {id(parameter) for parameter in params}
                 if params:
+                    c = self.exponent(layer.name, bias=bias)
                     groups.append(self._group(layer.name, params, layer.fan_in, c, bias))
         rest = [parameter for parameter in self.model.parameters() if id(parameter) not in taken]
         return [*groups, *([self._group("_other", rest, 1, 0.0, False)] if rest else [])]
+
+    def exponent(self, layer_name: str, *, bias: bool = False, solution: Solution | None = None) -> float:
+        """The learning-rate exponent of one of the :attr:`param_groups`.
+
+        Args:
+            layer_name: the group's "layer_name".
+            bias: the group's "bias".
+            solution: what :meth:`solve` returned; None for the one the parametrization was made with.
+
+        Raises:
+            KeyError: if there is no such layer, or it has no weights.
+        """
+        if layer_name == "_other":
+            return 0.0
+        solution = solution or self.solution
+        return solution.bias_c[layer_name] if bias else solution.c[self.graph[layer_name].shares or layer_name]
 
     def solve(self, alignment: Mapping[str, Any] | None = None) -> Solution:
         """The exponents for other alignments; nothing is changed by it.

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
+from ignite_monitor.capture.eager import eager
 from ignite_monitor.capture.names import named_modules, named_parameters
 from ignite_monitor.scaling._operations import LIKE, junction_of
 from ignite_monitor.scaling.graph import LayerGraph, Node
@@ -65,17 +66,35 @@ def trace_graph(model: nn.Module, layers: Iterable[tuple[nn.Module, Node]], samp
         TracingError: if a layer is not used, or takes its input from where it can't be followed.
     """
     layers = list(layers)
+    tracer = _traced(model, layers, sample_input)
+    used = {node.name for node in tracer.nodes}
+    unused = [layer.name for _, layer in layers if layer.name not in used]
+    if unused:
+        raise TracingError(f"With sample_input the model does not run {', '.join(unused)}")
+    return LayerGraph(tracer.nodes)
+
+
+def attention_scales(
+    model: nn.Module, layers: Iterable[tuple[nn.Module, Node]], sample_input: Any
+) -> list[tuple[str, int, float]]:
+    """Where a model calls ``scaled_dot_product_attention``, with the dimension of a head and the scale there.
+
+    Args:
+        model: the model.
+        layers: modules, and what is known of each as a node without inputs.
+        sample_input: an input, as in :func:`trace_graph`.
+    """
+    return _traced(model, list(layers), sample_input).scales
+
+
+def _traced(model: nn.Module, layers: list[tuple[nn.Module, Node]], sample_input: Any) -> _Tracer:
     with untouched(model), ExitStack() as stack:
         tracer = _Tracer(model, layers)
         for handle in tracer.watch():
             stack.callback(handle.remove)
         stack.enter_context(tracer)
         run(model, sample_input)
-    used = {node.name for node in tracer.nodes}
-    unused = [layer.name for _, layer in layers if layer.name not in used]
-    if unused:
-        raise TracingError(f"With sample_input the model does not run {', '.join(unused)}")
-    return LayerGraph(tracer.nodes)
+    return tracer
 
 
 def run(model: nn.Module, sample_input: Any) -> Any:
@@ -92,7 +111,7 @@ def run(model: nn.Module, sample_input: Any) -> Any:
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """A model in evaluation mode, which is afterwards as it was, as are all random number generators.
+    """A model that runs eagerly and in evaluation mode, and is afterwards as it was, like all random numbers.
 
     Args:
         model: the model.
@@ -104,7 +123,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
     numpy = sys.modules.get("numpy")
     numpy_state = None if numpy is None else numpy.random.get_state()
     try:
-        with torch.random.fork_rng(cuda), torch.no_grad():
+        with torch.random.fork_rng(cuda), torch.no_grad(), eager():
             model.eval()
             yield
     finally:
@@ -125,6 +144,7 @@ class _Tracer(TorchFunctionMode):
     def __init__(self, model: nn.Module, layers: list[tuple[nn.Module, Node]]) -> None:
         super().__init__()
         self.nodes: list[Node] = []
+        self.scales: list[tuple[str, int, float]] = []
         self._model = model
         self._layers = {id(module): layer for module, layer in layers}
         self._names: dict[str, int] = {}
@@ -199,6 +219,9 @@ class _Tracer(TorchFunctionMode):
             raise TracingError(f"The graph can't be traced: {self._where(name)} makes numbers of activations")
         if self._inputs:  # inside a layer
             return result
+        if name == "scaled_dot_product_attention":
+            size = args[0].shape[-1]
+            self.scales.append((self._where(name), size, kwargs.get("scale") or size**-0.5))
         outputs = args[:1] if name == "__setitem__" else _tensors(result)
         if outputs:
             given = _tensors((args, kwargs))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,10 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from ignite_monitor.capture.names import named_modules
-from ignite_monitor.functional._checks import check_type
+from ignite_monitor.functional._checks import check_count, check_type
 from ignite_monitor.scaling.module import Multiplier, multiplier_of
 from ignite_monitor.scaling.parametrization import Parametrization
-from ignite_monitor.scaling.tracing import run, untouched
+from ignite_monitor.scaling.tracing import attention_scales, run, untouched
+
+_logger = logging.getLogger(__name__)
 
 _OUT_FIRST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _IN_FIRST = (nn.Embedding, nn.EmbeddingBag, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -31,7 +34,7 @@ def parametrize(
 
     Products of activations, as in attention, get no multiplier, and the solution supposes that their changes do not
     grow with width: that the dimension of a head does not grow, or that :math:`q k^\top` is divided by it and not by
-    its root.
+    its root. There is a warning where ``scaled_dot_product_attention`` is seen to do otherwise.
 
     Args:
         make_model: makes the model at a width.
@@ -58,7 +61,9 @@ def parametrize(
             parametrization = parametrize(make_model, widths=(32, 256), sample_input=torch.zeros(1, 64))
             optimizer = torch.optim.Adam(parametrization.param_groups)
     """
-    if not isinstance(widths, (tuple, list)) or len(widths) != 2 or not widths[0] < widths[1]:
+    if not isinstance(widths, (tuple, list)) or len(widths) != 2:
+        raise TypeError(f"Argument widths should be a small and a large width, but given {widths!r}")
+    if check_count("widths", widths[0], least=1) >= check_count("widths", widths[1]):
         raise ValueError(f"Argument widths should be a small and a large width, but given {widths!r}")
     with torch.random.fork_rng(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()):
         small = make_model(widths[0])
@@ -71,7 +76,30 @@ def parametrize(
     for module, layer in found:
         if layer is not None:
             module.register_forward_hook(Multiplier(*layer))
-    return Parametrization(model, sample_input=sample_input, **options)
+    parametrization = Parametrization(model, sample_input=sample_input, **options)
+    _check_attention(small, parametrization, sample_input)
+    return parametrization
+
+
+def _check_attention(small: nn.Module, parametrization: Parametrization, sample_input: Any) -> None:
+    nodes = {name: parametrization.graph[name]._replace(inputs=(), shares=None) for name in parametrization.layers}
+    scales = []
+    for model in (small, parametrization.model):
+        layers = [(module, nodes[name]) for name, module in named_modules(model) if name in nodes]
+        scales.append(attention_scales(model, layers, sample_input))
+    for (name, size, scale), (_, larger, other) in zip(*scales, strict=False):
+        if larger > size and other * larger > 1.05 * scale * size:
+            _logger.warning(
+                "%s: the heads grow with width, from %d to %d, but scores are divided by less than that, from %.3g to "
+                "%.3g. Where queries and keys align, they will grow with width; give it a scale that is proportional "
+                "to 1 / the head's dimension.",
+                name,
+                size,
+                larger,
+                1 / scale,
+                1 / other,
+            )
+            return
 
 
 class _Grown(NamedTuple):

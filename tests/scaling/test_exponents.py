@@ -11,7 +11,7 @@ from ignite_monitor.scaling import LayerGraph, Node
 from ignite_monitor.scaling.exponents import evaluate, terms
 from ignite_monitor.scaling.graph import Alignment
 
-WIDTHS = (64, 256, 1024)
+WIDTHS = (32, 128, 512)
 
 
 def slope(measure):

@@ -49,7 +49,7 @@ def test_groups_hold_every_parameter_once():
     held = [id(parameter) for group in parametrization.param_groups for parameter in group["params"]]
     assert sorted(held) == sorted(map(id, parametrization.model.parameters()))
     optimizer = torch.optim.AdamW(parametrization.param_groups)
-    assert [group["layer_name"] for group in optimizer.param_groups][0] == "tokens"
+    assert optimizer.param_groups[0]["layer_name"] == "tokens"
     torch.load(io.BytesIO(saved(optimizer.state_dict())), weights_only=True)
 
 
@@ -204,7 +204,7 @@ def test_tied_weights_have_one_group():
         for layer in parametrization.layers.values():
             assert torch.equal(layer.initial_weight("module.weight"), model.tokens.module.weight)
         torch.optim.Adam(parametrization.param_groups)
-    with pytest.raises(ValueError, match="tokens and head share their weights, .* but they have 8 and 8, and 0 and 0"):
+    with pytest.raises(ValueError, match=r"tokens and head share their weights, .* but they have 8 and 8, and 0 and 0"):
         Parametrization(Tied(), ab_overrides=PRESETS["standard"])
     with pytest.raises(ValueError, match="different c"):
         Parametrization(Tied(), c_overrides={"tokens": 0.5, "head": 0.75})
@@ -252,6 +252,7 @@ def test_module_with_other_outputs():
         ({"width_dim": 0}, ValueError, "width_dim should be at least 1"),
         ({"layer_type": "output"}, ValueError, "layer_type should be one of"),
         ({"layer_type": "attention"}, ValueError, "should have no weights as a layer of type 'attention'"),
+        ({"module": torch.matmul, "layer_type": "attention", "c": 1.0}, ValueError, "b and c should be None"),
         ({"a": "1"}, TypeError, "a should be a number"),
         ({"b": math.inf}, ValueError, "b should be finite"),
         ({"module": nn.ReLU()}, ValueError, "should have weights"),
@@ -291,6 +292,8 @@ def test_wrong_arguments(model, arguments, error, match):
 
 
 def test_tracing_errors_are_the_users_to_see():
-    model = nn.Sequential(_models.mlp(4, _models.wrapped)[0], nn.Linear(4, 4), _models.wrapped(nn.Linear(4, 1), 4, "readout"))
+    model = nn.Sequential(
+        _models.mlp(4, _models.wrapped)[0], nn.Linear(4, 4), _models.wrapped(nn.Linear(4, 1), 4, "readout")
+    )
     with pytest.raises(TracingError, match=r"1\.weight"):
         Parametrization(model, sample_input=X)

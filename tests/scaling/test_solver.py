@@ -1,8 +1,8 @@
 r"""The exponents that come out, against closed forms, a mixed-integer program and enumeration.
 
 Closed forms for a chain of an embedding, one or more hidden layers and a readout, with alignment :math:`(\alpha, 1/2,
-\alpha)`. Nothing is gained by r > 0: where it enters, it does so with the sign that :math:`u = \alpha` and :math:`\omega =
-1/2` make useless. So every layer's own term is 0:
+\alpha)`. With :math:`u = \alpha` and :math:`\omega = 1/2` the terms with :math:`r_\text{in}` allow whatever r >= 0
+before them, so nothing is gained by r > 0, and every layer's own term is 0:
 
 Adam: :math:`c_1 = -a_1,\; c_h = \alpha - a_h,\; c_L = \alpha - a_L`.
 
@@ -66,7 +66,11 @@ def test_presets(case, expected, hidden):
 def test_formula_for_any_split_of_a_and_b(alignment, optimizer_type):
     alpha = ALIGNMENTS[alignment].alpha
     for a, s in itertools.product((-0.5, 0.0, 0.75), (0.5, 0.75, 1.5)):
-        nodes = [Node("in", "embedding", (), a, -a), Node("h", "hidden", (), a, 0.5 - a), Node("out", "readout", (), a, s - a)]
+        nodes = [
+            Node("in", "embedding", (), a, -a),
+            Node("h", "hidden", (), a, 0.5 - a),
+            Node("out", "readout", (), a, s - a),
+        ]
         adam = (-a, alpha - a, alpha - a)
         sgd = (-2 * a - s, alpha - 2 * a - s, max(alpha, s) - 2 * a)
         found = solve(chain(nodes), alignment, optimizer_type=optimizer_type)
@@ -323,7 +327,9 @@ def test_fixed_exponents_stay():
 
 def test_infeasible_names_layer_and_pin():
     graph = chain([source(), hidden("fast", c=0.25), hidden("slow", c=1.5), readout("out")])
-    with pytest.raises(InfeasibleError, match=r"0\.25 in fast, the change of the output of fast grows .* power of 0\.75"):
+    with pytest.raises(
+        InfeasibleError, match=r"0\.25 in fast, the change of the output of fast grows .* power of 0\.75"
+    ):
         solve(graph)
     graph = chain([source()._replace(c=0.5), hidden("h", c=2.0), readout("out")])
     with pytest.raises(InfeasibleError, match=r"c fixed at 0\.5 in in, the change of the output of h .* power of 0\.1"):
@@ -370,7 +376,10 @@ def test_feature_learning_that_can_not_be():
     ("nodes", "match"),
     [
         ([source(), hidden("h", "in")], "h reaches no readout"),
-        ([source(), readout("out", "in"), source("again")._replace(inputs=("out",)), readout("end", "again")], "hands back"),
+        (
+            [source(), readout("out", "in"), source("again")._replace(inputs=("out",)), readout("end", "again")],
+            "hands back",
+        ),
     ],
 )
 def test_gradients_that_are_not_known(nodes, match):

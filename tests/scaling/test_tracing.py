@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ignite_monitor.scaling import Node, ParametrizedModule, TracingError, trace_graph
+from ignite_monitor.scaling import Node, ParametrizedModule, TracingError
 from ignite_monitor.scaling.module import multiplier_of
+from ignite_monitor.scaling.tracing import trace_graph
 from tests.scaling import _models
 
 
@@ -206,7 +207,9 @@ def scripted(x, y):
 
 
 LOST = {
-    r"last takes its input from fft_fft, an operation that is not known": lambda model, left, right: torch.fft.fft(left).real,
+    r"last takes its input from fft_fft, an operation that is not known": lambda model, left, right: (
+        torch.fft.fft(left).real
+    ),
     r"from linear, with the parameter weight": lambda model, left, right: F.linear(left, model.weight),
     r"from matmul, with the parameter weight": lambda model, left, right: left @ (2 * model.weight.T),
     r"from matmul, with the parameter first\.module\.weight": lambda model, left, right: (
@@ -236,7 +239,9 @@ def test_names_module_of_unknown_operation():
         def forward(self, x):
             return torch.linalg.qr(x).R
 
-    model = nn.Sequential(_models.wrapped(nn.Linear(6, 8), 8, "embedding"), Odd(), _models.wrapped(nn.Linear(8, 3), 8, "readout"))
+    model = nn.Sequential(
+        _models.wrapped(nn.Linear(6, 8), 8, "embedding"), Odd(), _models.wrapped(nn.Linear(8, 3), 8, "readout")
+    )
     with pytest.raises(TracingError, match=r"2 takes its input from 1\.linalg_qr"):
         traced(model, X)
 
@@ -246,7 +251,9 @@ def test_layer_that_was_forgotten():
     model = nn.Sequential(nn.Linear(6, n), nn.ReLU(), _models.wrapped(nn.Linear(n, n), n, "hidden"))
     with pytest.raises(TracingError, match=r"2 takes its input from the parameter 0\.weight, which is in no layer"):
         traced(model, X)
-    model = nn.Sequential(_models.mlp(n, _models.wrapped)[0], nn.Linear(n, n), _models.wrapped(nn.Linear(n, 3), n, "readout"))
+    model = nn.Sequential(
+        _models.mlp(n, _models.wrapped)[0], nn.Linear(n, n), _models.wrapped(nn.Linear(n, 3), n, "readout")
+    )
     with pytest.raises(TracingError, match=r"2 takes its input from 1\.linear, with the parameter 1\.weight"):
         traced(model, X)
 

@@ -45,7 +45,9 @@ def test_the_same_as_wrapped_by_hand(case, options):
         assert multiplier_of(layer.module).value == multiplier_of(other.module).value == layer.fan_in**-layer.a
     assert len(found.param_groups) == len(by_hand.param_groups)
     for ours, theirs in zip(found.param_groups, by_hand.param_groups, strict=True):
-        assert {key: ours[key] for key in ours if key != "params"} == {key: theirs[key] for key in theirs if key != "params"}
+        assert {key: ours[key] for key in ours if key != "params"} == {
+            key: theirs[key] for key in theirs if key != "params"
+        }
         assert [each.shape for each in ours["params"]] == [each.shape for each in theirs["params"]]
     # And with the same weights the same function.
     names = {name: name.replace(".module.", ".") for name in by_hand.model.state_dict()}
@@ -83,7 +85,9 @@ def test_convolutions():
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_llama(tied):
-    found = parametrize(lambda n: _models.llama(n, tied=tied), widths=(32, 64), sample_input={"input_ids": _models.TOKENS})
+    found = parametrize(
+        lambda n: _models.llama(n, tied=tied), widths=(32, 64), sample_input={"input_ids": _models.TOKENS}
+    )
     kinds = {name: (each.layer_type, each.fan_in) for name, each in found.layers.items()}
     assert kinds["model.embed_tokens"] == ("embedding", 64)
     assert kinds["model.layers.1.self_attn.k_proj"] == ("hidden", 64)
@@ -178,7 +182,8 @@ def other_parameters(n):
     ("make", "widths", "error", "match"),
     [
         (_models.mlp, (16, 8), ValueError, "a small and a large width"),
-        (_models.mlp, 8, ValueError, "a small and a large width"),
+        (_models.mlp, 8, TypeError, "a small and a large width"),
+        (_models.mlp, (8.0, 16.0), TypeError, "widths should be an integer"),
         (_models.mlp, (8, 8), ValueError, "a small and a large width"),
         (lambda n: n, (8, 16), TypeError, "make_model should be of type a function that returns"),
         (lambda n: nn.Linear(6, 3), (8, 16), ValueError, "whose weights grow with width, but none does"),
@@ -194,6 +199,32 @@ def test_models_it_can_not_compare(make, widths, error, match):
     sample_input = torch.zeros(2, dtype=torch.long) if match.endswith("uses") else X
     with pytest.raises(error, match=match):
         parametrize(make, widths=widths, sample_input=sample_input)
+
+
+@pytest.mark.parametrize(
+    ("heads", "scale", "warns"),
+    [
+        (lambda n: n // 4, lambda size: None, False),
+        (lambda n: 2, lambda size: None, True),
+        (lambda n: 2, lambda size: 3 / size, False),
+        (lambda n: 2, lambda size: 0.5, True),
+    ],
+)
+def test_attention_that_grows_is_told(heads, scale, warns, caplog):
+    class Model(nn.Module):
+        def __init__(self, n):
+            super().__init__()
+            self.first, self.last = nn.Linear(6, 3 * n), nn.Linear(n, 3)
+            self.heads = heads(n)
+
+        def forward(self, x):
+            q, k, v = self.first(x).unflatten(-1, (3, self.heads, -1)).unbind(-3)
+            return self.last(nn.functional.scaled_dot_product_attention(q, k, v, scale=scale(q.shape[-1])).flatten(-2))
+
+    parametrize(Model, widths=(8, 16), sample_input=X[None])
+    assert [record.message.startswith("scaled_dot_product_attention: the heads grow") for record in caplog.records] == [
+        True
+    ] * warns
 
 
 def test_wrong_options_are_the_parametrizations():
