@@ -196,7 +196,7 @@ class _Tracer(TorchFunctionMode):
         if label.lost is not None:
             what = label.lost
         elif label.node is None and label.outside is not None and layer.kind != "embedding":
-            what = f"the parameter {label.outside}, which is in no layer"
+            what = f"the parameter {label.outside} outside of a layer"
         elif label.node is None and layer.kind == "attention":
             what = "no layer"
         if what is not None:
@@ -243,7 +243,7 @@ class _Tracer(TorchFunctionMode):
             return label
         if label.node is None:
             return Label(outside=weight)
-        return Label(lost=f"{where}, with the parameter {weight}, which is in no layer")
+        return Label(lost=f"{where}, with the parameter {weight} outside of a layer")
 
     def _join(self, kind: str, name: str, labels: list[Label]) -> Label:
         for label in labels:

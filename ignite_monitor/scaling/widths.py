@@ -72,10 +72,13 @@ def parametrize(
         check_type("make_model", made, nn.Module, "a function that returns a torch.nn.Module")
     growing = _growing(small, model)
     shapes = _shapes_seen(model, [grown.module for grown in growing], sample_input)
-    found = [(grown.module, _layer(grown, shapes.get(id(grown.module)))) for grown in growing]
-    for module, layer in found:
+    used = {id(weight) for grown in growing if id(grown.module) in shapes for weight, _ in grown.weights.values()}
+    for grown in growing:
+        # One that does not run may still lend its weights to others, as T5's shared embedding does.
+        lends = id(grown.module) not in shapes and used.issuperset(id(weight) for weight, _ in grown.weights.values())
+        layer = None if lends else _layer(grown, shapes.get(id(grown.module)))
         if layer is not None:
-            module.register_forward_hook(Multiplier(*layer))
+            grown.module.register_forward_hook(Multiplier(*layer))
     parametrization = Parametrization(model, sample_input=sample_input, **options)
     _check_attention(small, parametrization, sample_input)
     return parametrization
@@ -135,13 +138,13 @@ def _growing(small: nn.Module, large: nn.Module) -> list[_Grown]:
     return found
 
 
-def _shapes_seen(model: nn.Module, modules: list[nn.Module], sample_input: Any) -> dict[int, tuple[int, int]]:
-    """The last dimensions of what modules take and return."""
-    seen: dict[int, tuple[int, int]] = {}
+def _shapes_seen(model: nn.Module, modules: list[nn.Module], sample_input: Any) -> dict[int, tuple[int, int] | None]:
+    """The last dimensions of what modules take and return, of those that run; None where it is no single tensor."""
+    seen: dict[int, tuple[int, int] | None] = {}
 
     def look(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if args and isinstance(args[0], Tensor) and isinstance(output, Tensor) and args[0].ndim and output.ndim:
-            seen[id(module)] = (args[0].shape[-1], output.shape[-1])
+        single = args and isinstance(args[0], Tensor) and isinstance(output, Tensor) and args[0].ndim and output.ndim
+        seen[id(module)] = (args[0].shape[-1], output.shape[-1]) if single else None
 
     with untouched(model):
         handles = [module.register_forward_hook(look) for module in modules]

@@ -80,13 +80,13 @@ def test_hidden_layer_with_full_alignment(c, r_in):
 
 def gradient_size(n, spread, attention):
     """The size of the gradient with respect to the queries or the values of one head, behind a muP readout."""
-    tokens = 8
+    tokens = 32
     x = normal(tokens, n)
     q, k, v = (x @ normal(n, n) * n**-0.5 for _ in range(3))
     target = q if attention else v
     target.requires_grad_()
     out = torch.softmax(q @ k.T * n**-spread, dim=-1) @ v
-    (out[0] @ normal(n) / n).backward()
+    (normal(tokens) @ (out @ normal(n) / n)).backward()
     return rms(target.grad)
 
 

@@ -215,7 +215,7 @@ LOST = {
     r"from matmul, with the parameter first\.module\.weight": lambda model, left, right: (
         left @ model.first.module.weight @ model.weight[:6]
     ),
-    r"the parameter weight, which is in no layer": lambda model, left, right: torch.ones(8) @ model.weight,
+    r"the parameter weight outside of a layer": lambda model, left, right: torch.ones(8) @ model.weight,
     r"an operation that torch does not show": lambda model, left, right: scripted(left, right),
     r"does not show \(a scripted function, or one in numpy\)": lambda model, left, right: torch.from_numpy(
         left.numpy() + 1
@@ -249,7 +249,7 @@ def test_names_module_of_unknown_operation():
 def test_layer_that_was_forgotten():
     n = 8
     model = nn.Sequential(nn.Linear(6, n), nn.ReLU(), _models.wrapped(nn.Linear(n, n), n, "hidden"))
-    with pytest.raises(TracingError, match=r"2 takes its input from the parameter 0\.weight, which is in no layer"):
+    with pytest.raises(TracingError, match=r"2 takes its input from the parameter 0\.weight outside of a layer"):
         traced(model, X)
     model = nn.Sequential(
         _models.mlp(n, _models.wrapped)[0], nn.Linear(n, n), _models.wrapped(nn.Linear(n, 3), n, "readout")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from ignite_monitor.scaling import PRESETS, Parametrization, parametrize
+from ignite_monitor.scaling import PRESETS, Parametrization, TracingError, parametrize
 from ignite_monitor.scaling.module import multiplier_of
 from tests.scaling import _models
 
@@ -119,6 +119,27 @@ def test_weights_of_other_modules_by_what_they_take_and_give():
         ("hidden", 16),
         ("readout", 32),
     ]
+
+
+def test_module_that_only_lends_its_weights():
+    class Lending(Idle):
+        def __init__(self, n):
+            super().__init__(n)
+            self.tokens.weight = self.shared.weight
+
+    found = parametrize(Lending, widths=(8, 16), sample_input=_models.TOKENS)
+    assert list(found.layers) == ["tokens", "head"]
+    with pytest.raises(TracingError, match="does not run shared"):
+        parametrize(Idle, widths=(8, 16), sample_input=_models.TOKENS)
+
+
+class Idle(nn.Module):
+    def __init__(self, n):
+        super().__init__()
+        self.shared, self.tokens, self.head = nn.Embedding(11, n), nn.Embedding(11, n), nn.Linear(n, 11)
+
+    def forward(self, x):
+        return self.head(self.tokens(x))
 
 
 def outputs(model):
