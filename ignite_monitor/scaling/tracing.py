@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ignite_monitor.capture.eager import eager
 from ignite_monitor.capture.names import named_modules, named_parameters
@@ -93,6 +94,7 @@ def _traced(model: nn.Module, layers: list[tuple[nn.Module, Node]], sample_input
         for handle in tracer.watch():
             stack.callback(handle.remove)
         stack.enter_context(tracer)
+        stack.enter_context(tracer.made)
         run(model, sample_input)
     return tracer
 
@@ -140,11 +142,29 @@ def untouched(model: nn.Module) -> Iterator[None]:
             numpy.random.set_state(numpy_state)
 
 
+class _Made(TorchDispatchMode):
+    """Keeps whatever any operation makes, those too that a function mode is not shown."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tensors: dict[int, Tensor] = {}
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return _storage(tensor) in self._tensors
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in _tensors(result):
+            self._tensors.setdefault(_storage(tensor), tensor)
+        return result
+
+
 class _Tracer(TorchFunctionMode):
     def __init__(self, model: nn.Module, layers: list[tuple[nn.Module, Node]]) -> None:
         super().__init__()
         self.nodes: list[Node] = []
         self.scales: list[tuple[str, int, float]] = []
+        self.made = _Made()
         self._model = model
         self._layers = {id(module): layer for module, layer in layers}
         self._names: dict[str, int] = {}
@@ -154,8 +174,6 @@ class _Tracer(TorchFunctionMode):
         # Tensors are kept while tracing, so that no other gets the id of one.
         self._labels: dict[int, tuple[Tensor, Label]] = {}
         self._written: dict[int, tuple[Any, Label]] = {}
-        for tensor in _tensors([vars(module) for module in model.modules()], depth=1):
-            self._put(tensor, CONSTANT)
         for name, parameter, _ in named_parameters(model):
             self._put(parameter, Label(weight=name) if parameter.ndim > 1 else CONSTANT)
 
@@ -215,8 +233,8 @@ class _Tracer(TorchFunctionMode):
         name = getattr(func, "__name__", str(func))
         if name in {"__get__", "__set__"}:
             name = func.__self__.__name__ if name == "__get__" else "__setitem__"
-        if name == "tolist" and not self._inputs and self._get(args[0]).node is not None:
-            raise TracingError(f"The graph can't be traced: {self._where(name)} makes numbers of activations")
+        if name in {"tolist", "numpy", "__array__"} and not self._inputs and self._get(args[0]).node is not None:
+            raise TracingError(f"The graph can't be traced: {self._where(name)} takes activations out of torch")
         if self._inputs:  # inside a layer
             return result
         if name == "scaled_dot_product_attention":
@@ -277,8 +295,8 @@ class _Tracer(TorchFunctionMode):
         written = self._written.get(_storage(tensor)) if self._written else None
         if found is not None:
             label = found[1]
-        elif tensor.is_floating_point() and written is None:
-            label = Label(lost="an operation that torch does not show (a scripted function, or one in numpy)")
+        elif written is None and tensor.is_floating_point() and tensor in self.made:
+            label = Label(lost="an operation that torch does not show")
         else:
             label = CONSTANT
         if written is None or label == written[1]:

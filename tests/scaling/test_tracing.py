@@ -56,6 +56,7 @@ class Model(nn.Module):
 
 
 X = torch.randn(2, 5, 6)
+ELSEWHERE = torch.ones(8)
 
 
 def test_mlp():
@@ -135,7 +136,13 @@ class Twice(torch.autograd.Function):
         return gradient * 2
 
 
+@torch.jit.script
+def scripted(x, y):
+    return torch.sigmoid(x) * y + 1
+
+
 BOTH = {
+    "script": lambda model, left, right: scripted(left, right),
     "add": lambda model, left, right: left + right,
     "sub": lambda model, left, right: 1 - left.sub(right),
     "in place": in_place,
@@ -185,6 +192,8 @@ ONE = {
     "new": lambda model, left, right: left + right.new_ones(8),
     "own norm": lambda model, left, right: left / left.std(-1, keepdim=True),
     "constants": lambda model, left, right: left * torch.arange(8.0) + model.latent,
+    "a constant from elsewhere": lambda model, left, right: left * ELSEWHERE + torch.from_numpy(np.ones(8)).float(),
+    "a number": lambda model, left, right: left * left.abs().max().item(),
     "seen for a moment": lambda model, left, right: (right.tanh(), left)[1],
 }
 
@@ -201,12 +210,13 @@ def test_products_and_sums_are_told_apart():
     assert {graph[each].kind for each in graph[total].inputs} == {"hidden", "product"}
 
 
-@torch.jit.script
-def scripted(x, y):
-    return x * y
+def unseen(model, left, right):
+    with torch._C.DisableTorchFunction():
+        return left * right
 
 
 LOST = {
+    r"from an operation that torch does not show": unseen,
     r"last takes its input from fft_fft, an operation that is not known": lambda model, left, right: (
         torch.fft.fft(left).real
     ),
@@ -216,11 +226,9 @@ LOST = {
         left @ model.first.module.weight @ model.weight[:6]
     ),
     r"the parameter weight outside of a layer": lambda model, left, right: torch.ones(8) @ model.weight,
-    r"an operation that torch does not show": lambda model, left, right: scripted(left, right),
-    r"does not show \(a scripted function, or one in numpy\)": lambda model, left, right: torch.from_numpy(
-        left.numpy() + 1
-    ),
-    r"tolist makes numbers of activations": lambda model, left, right: torch.tensor(left.tolist()),
+    r"numpy takes activations out of torch": lambda model, left, right: torch.from_numpy(left.numpy() + 1),
+    r"__array__ takes activations": lambda model, left, right: torch.tensor(np.asarray(left)),
+    r"tolist takes activations out of torch": lambda model, left, right: torch.tensor(left.tolist()),
     r"multi_head_attention_forward, an operation": lambda model, left, right: nn.MultiheadAttention(8, 2)(
         left, right, right
     )[0],
@@ -228,7 +236,6 @@ LOST = {
 
 
 @pytest.mark.parametrize(("match", "between"), LOST.items())
-@pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_what_can_not_be_followed_is_named(match, between):
     with pytest.raises(TracingError, match=match):
         traced(Model(between), X)
@@ -256,6 +263,18 @@ def test_layer_that_was_forgotten():
     )
     with pytest.raises(TracingError, match=r"2 takes its input from 1\.linear, with the parameter 1\.weight"):
         traced(model, X)
+
+
+def test_compiled_models():
+    graph = traced(torch.compile(_models.mlp(8, _models.wrapped), backend="eager"), X)
+    assert [node.kind for node in graph.nodes] == ["embedding", "hidden", "readout"]
+    model = _models.Transformer(16, _models.wrapped)
+    expected = edges(traced(model, _models.TOKENS))
+    for block in model.blocks:
+        block.compile(backend="eager")
+    with torch.no_grad():
+        model(_models.TOKENS)
+    assert edges(traced(model, _models.TOKENS)) == expected
 
 
 def test_what_comes_after_the_last_layer_may_be_anything():
