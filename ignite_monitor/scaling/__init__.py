@@ -3,7 +3,8 @@
 from ignite_monitor.scaling.graph import ALIGNMENTS, PRESETS, Alignment, LayerGraph, Node, chain
 from ignite_monitor.scaling.module import ParametrizedModule
 from ignite_monitor.scaling.parametrization import Parametrization, ParametrizedLayer
-from ignite_monitor.scaling.solver import InfeasibleError, Solution, solve
+from ignite_monitor.scaling.program import InfeasibleError
+from ignite_monitor.scaling.solver import Solution, solve
 from ignite_monitor.scaling.tracing import TracingError
 from ignite_monitor.scaling.widths import parametrize
 

@@ -129,7 +129,7 @@ class ParametrizedModule(nn.Module):
                 f"Argument module should have {'no weights' if weights else 'weights, parameters of two dimensions'} "
                 f"as a layer of type {layer_type!r}, but given {module}"
             )
-        if layer_type == "attention" and not b is c is None:
+        if layer_type == "attention" and (b, c) != (None, None):
             raise ValueError(f"Arguments b and c should be None for a layer without weights, but given {b} and {c}")
         self.module = module
 
@@ -152,8 +152,8 @@ def draw_weights(weight: Tensor, std: float, seed: int, padding_idx: int | None 
         seed: of the random numbers.
         padding_idx: a row that is 0.
     """
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.empty(weight.shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    drawn = torch.empty(weight.shape, dtype=torch.float32, device="cpu").normal_(0.0, std, generator=generator)
     if padding_idx is not None:
         drawn[padding_idx] = 0.0
     return drawn.to(device=weight.device, dtype=weight.dtype)

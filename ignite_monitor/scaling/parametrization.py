@@ -68,6 +68,8 @@ class Parametrization:
     which they move the layer's output at the rate of the whole layer. Parameters outside of the layers (norms, position
     embeddings) keep their values and learn at ``lr_prefactor``.
 
+    A checkpoint holds no multipliers: make the parametrization first, and load the weights into the model then.
+
     Overrides are mappings, in which a layer is looked up by its name, then by the last part of its name, then by its
     type. They prevail over what a :class:`ParametrizedModule` says, and that over the defaults.
 

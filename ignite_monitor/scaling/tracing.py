@@ -2,9 +2,9 @@
 
 Layers are opaque; between them every operation of torch is seen, and what it makes carries the label of what it was
 made of: the node whose output it follows, to within operations that keep the exponent of its change. That is what
-norms, activation functions, shapes, casts, dropout and masks do. Where two nodes meet, a junction is made. Products
-summed over what may be the width (``matmul``, ``einsum``, attention) are "contractions", as large in their change as
-their inputs: :mod:`ignite_monitor.scaling.exponents` says what that supposes.
+norms, activation functions, shapes, casts, dropout and masks do. Where two nodes meet, a junction is made. Sums over
+what may be the width, of one node or of products of two (``matmul``, ``einsum``, attention: "contractions"), are taken
+to be as large in their change as their inputs: :mod:`ignite_monitor.scaling.exponents` says what that supposes.
 
 Labels are lost in operations that are not known, or that torch doesn't show. It is an error only if a layer takes its
 input from there: a loss inside the model may be anything.
@@ -12,10 +12,8 @@ input from there: a loss inside the model may be anything.
 
 from __future__ import annotations
 
-import random
-import sys
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -24,8 +22,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ignite_monitor.capture.eager import eager
 from ignite_monitor.capture.names import named_modules, named_parameters
+from ignite_monitor.scaling._forward import run, untouched
 from ignite_monitor.scaling._operations import LIKE, junction_of
 from ignite_monitor.scaling.graph import LayerGraph, Node
 
@@ -97,49 +95,6 @@ def _traced(model: nn.Module, layers: list[tuple[nn.Module, Node]], sample_input
         stack.enter_context(tracer.made)
         run(model, sample_input)
     return tracer
-
-
-def run(model: nn.Module, sample_input: Any) -> Any:
-    """What the model returns.
-
-    Args:
-        model: the model.
-        sample_input: a tensor, a tuple of arguments, or a dict of keyword arguments.
-    """
-    if isinstance(sample_input, Mapping):
-        return model(**sample_input)
-    return model(*sample_input) if isinstance(sample_input, (tuple, list)) else model(sample_input)
-
-
-@contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """A model that runs eagerly and in evaluation mode, and is afterwards as it was, like all random numbers.
-
-    Args:
-        model: the model.
-    """
-    attributes = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
-    values = [(buffer, buffer.clone()) for _, _, held in attributes for buffer in held.values() if buffer is not None]
-    cuda = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    state = random.getstate()
-    numpy = sys.modules.get("numpy")
-    numpy_state = None if numpy is None else numpy.random.get_state()
-    try:
-        with torch.random.fork_rng(cuda), torch.no_grad(), eager():
-            model.eval()
-            yield
-    finally:
-        for module, held, buffers in attributes:
-            vars(module).clear()
-            vars(module).update(held)
-            module._buffers.clear()
-            module._buffers.update(buffers)
-        with torch.no_grad():
-            for buffer, value in values:
-                buffer.copy_(value)
-        random.setstate(state)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)
 
 
 class _Made(TorchDispatchMode):

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from ignite_monitor.capture.names import named_modules
 from ignite_monitor.functional._checks import check_count, check_type
+from ignite_monitor.scaling._forward import run, untouched
 from ignite_monitor.scaling.module import Multiplier, multiplier_of
 from ignite_monitor.scaling.parametrization import Parametrization
-from ignite_monitor.scaling.tracing import attention_scales, run, untouched
+from ignite_monitor.scaling.tracing import attention_scales
 
 _logger = logging.getLogger(__name__)
 

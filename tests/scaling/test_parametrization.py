@@ -89,6 +89,20 @@ def test_initial_weights_come_back_from_their_seeds():
     assert not before[0].module.weight[2].any()
 
 
+def test_weights_lie_where_the_model_does():
+    model = _models.mlp(8, _models.wrapped)
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        Parametrization(model)
+        assert (
+            Parametrization(_models.mlp(8, _models.wrapped), sample_input=X.to("meta")).model[0].module.weight.is_meta
+        )
+    first = model[0].module.weight.clone()
+    torch.manual_seed(0)
+    Parametrization(model)
+    assert torch.equal(first, model[0].module.weight)
+
+
 def test_seed_of_torch_decides():
     def weights(seed):
         torch.manual_seed(seed)
