@@ -36,7 +36,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm1(x)
-        x = x + self.out(F.scaled_dot_product_attention(self.q(y), self.k(y), self.v(y)))
+        mixed = F.scaled_dot_product_attention(self.q(y), self.k(y), self.v(y), scale=1 / y.shape[-1])
+        x = x + self.out(mixed)
         y = self.norm2(x)
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
 

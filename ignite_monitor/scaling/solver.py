@@ -83,8 +83,11 @@ def solve(
     check_optimizer_type(optimizer_type)
     if not graph.layers:
         raise ValueError("Argument graph should have at least one layer with weights")
-    minima = terms(graph, _per_node(graph, alignment), optimizer_type)
+    alignments = _per_node(graph, alignment)
+    minima = terms(graph, alignments, optimizer_type)
     _check_feasible(graph, minima)
+    if feature_learning:
+        _check_features(graph, alignments)
     program = LinearProgram(graph, minima)
     c = program.minimise()
     values = evaluate(minima, c)
@@ -128,6 +131,16 @@ def _per_node(graph: LayerGraph, alignment: object) -> dict[str, Alignment]:
     if missing := sorted({name for name in named.values() if name not in alignment}):
         raise ValueError(f"Argument alignment should have every layer, but lacks {missing}")
     return {node: as_alignment(f"alignment of {name}", alignment[name]) for node, name in named.items()}
+
+
+def _check_features(graph: LayerGraph, alignment: Mapping[str, Alignment]) -> None:
+    for node in graph.nodes:
+        if node.kind == "readout" and node.inputs and node.a + node.b < alignment[node.name].omega - TOLERANCE:
+            raise InfeasibleError(
+                f"Feature learning is not possible before {node.name}: with omega {alignment[node.name].omega:g} and "
+                f"a + b = {node.a + node.b:g}, its output only stays bounded if the change of its input vanishes with "
+                "width"
+            )
 
 
 def _check_feasible(graph: LayerGraph, minima: Mapping[Variable, list[Term]]) -> None:

@@ -41,7 +41,7 @@ def parametrize(
         make_model: makes the model at a width.
         widths: a small width, with which the large is only compared, and the width of the model to train.
         sample_input: an input for either, a tuple of arguments, or a dict of keyword arguments, with which the graph of
-            layers is traced.
+            layers is traced; or, where inputs grow too, a function that makes one for a width.
         options: more arguments of :class:`Parametrization`.
 
     Returns:
@@ -62,6 +62,8 @@ def parametrize(
             parametrization = parametrize(make_model, widths=(32, 256), sample_input=torch.zeros(1, 64))
             optimizer = torch.optim.Adam(parametrization.param_groups)
     """
+    if isinstance(make_model, nn.Module) or not callable(make_model):
+        raise TypeError(f"Argument make_model should be a function of the width, but given {type(make_model)}")
     if not isinstance(widths, (tuple, list)) or len(widths) != 2:
         raise TypeError(f"Argument widths should be a small and a large width, but given {widths!r}")
     if check_count("widths", widths[0], least=1) >= check_count("widths", widths[1]):
@@ -72,7 +74,8 @@ def parametrize(
     for made in (small, model):
         check_type("make_model", made, nn.Module, "a function that returns a torch.nn.Module")
     growing = _growing(small, model)
-    shapes = _shapes_seen(model, [grown.module for grown in growing], sample_input)
+    inputs = sample_input(widths[1]) if callable(sample_input) else sample_input
+    shapes = _shapes_seen(model, [grown.module for grown in growing], inputs)
     used = {id(weight) for grown in growing if id(grown.module) in shapes for weight, _ in grown.weights.values()}
     for grown in growing:
         # One that does not run may still lend its weights to others, as T5's shared embedding does.
@@ -80,18 +83,25 @@ def parametrize(
         layer = None if lends else _layer(grown, shapes.get(id(grown.module)))
         if layer is not None:
             grown.module.register_forward_hook(Multiplier(*layer))
-    parametrization = Parametrization(model, sample_input=sample_input, **options)
-    _check_attention(small, parametrization, sample_input)
+    parametrization = Parametrization(model, sample_input=inputs, **options)
+    scales = _attention_scales(model, parametrization, inputs)
+    if scales:
+        inputs = sample_input(widths[0]) if callable(sample_input) else sample_input
+        _check_attention(_attention_scales(small, parametrization, inputs), scales)
     return parametrization
 
 
-def _check_attention(small: nn.Module, parametrization: Parametrization, sample_input: Any) -> None:
+Scales = list[tuple[str, int, float]]
+
+
+def _attention_scales(model: nn.Module, parametrization: Parametrization, sample_input: Any) -> Scales:
     nodes = {name: parametrization.graph[name]._replace(inputs=(), shares=None) for name in parametrization.layers}
-    scales = []
-    for model in (small, parametrization.model):
-        layers = [(module, nodes[name]) for name, module in named_modules(model) if name in nodes]
-        scales.append(attention_scales(model, layers, sample_input))
-    for (name, size, scale), (_, larger, other) in zip(*scales, strict=False):
+    layers = [(module, nodes[name]) for name, module in named_modules(model) if name in nodes]
+    return attention_scales(model, layers, sample_input)
+
+
+def _check_attention(small: Scales, large: Scales) -> None:
+    for (name, size, scale), (_, larger, other) in zip(small, large, strict=False):
         if larger > size and other * larger > 1.05 * scale * size:
             _logger.warning(
                 "%s: the heads grow with width, from %d to %d, but scores are divided by less than that, from %.3g to "

@@ -344,7 +344,7 @@ def test_feature_learning_on_random_graphs():
         alignment |= {f"out{n}": (0.5, 0.5, 1.5) for n in range(3)}
         expected = mixed_integer(graph, alignment, "adam", zero={"all"})
         if expected is None:
-            with pytest.raises(InfeasibleError, match="readouts' inputs"):
+            with pytest.raises(InfeasibleError, match=r"readouts' inputs|not possible before"):
                 solve(graph, alignment, feature_learning=True)
             continue
         found = solve(graph, alignment, feature_learning=True)
@@ -368,8 +368,11 @@ def test_feature_learning_by_hand():
 
 def test_feature_learning_that_can_not_be():
     graph = chain([source(), hidden("h"), readout("out")])
-    with pytest.raises(InfeasibleError, match="readouts' inputs"):
+    with pytest.raises(InfeasibleError, match=r"not possible before out: with omega 1\.2 and a \+ b = 1"):
         solve(graph, {"h": "full", "out": TIGHT}, feature_learning=True)
+    graph = chain([source()._replace(c=0.7), hidden("h", c=1.1), readout("out")])
+    with pytest.raises(InfeasibleError, match="let the readouts' inputs change"):
+        solve(graph, feature_learning=True)
 
 
 @pytest.mark.parametrize(

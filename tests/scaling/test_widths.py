@@ -121,6 +121,29 @@ def test_weights_of_other_modules_by_what_they_take_and_give():
     ]
 
 
+def growing_inputs(n):
+    return nn.Sequential(nn.Linear(n, n), nn.Unflatten(-1, (4, -1)), Mixing(), nn.Flatten(), nn.Linear(n, 3))
+
+
+class Mixing(nn.Module):
+    def forward(self, x):
+        return nn.functional.scaled_dot_product_attention(x, x, x, scale=1 / x.shape[-1])
+
+
+def test_inputs_that_grow_with_width():
+    found = parametrize(growing_inputs, widths=(8, 16), sample_input=lambda n: torch.zeros(2, n))
+    assert found.solution.c == pytest.approx({"0": 1.0, "4": 0.5})
+
+
+def test_attention_with_weights_of_its_own():
+    with pytest.raises(ValueError, match=r"how self_attn \(MultiheadAttention\) uses what grows .* in in_proj_weight"):
+        parametrize(
+            lambda n: nn.TransformerEncoderLayer(n, 2, batch_first=True),
+            widths=(8, 16),
+            sample_input=lambda n: torch.zeros(1, 3, n),
+        )
+
+
 def test_module_that_only_lends_its_weights():
     class Lending(Idle):
         def __init__(self, n):
@@ -202,6 +225,7 @@ def other_parameters(n):
 @pytest.mark.parametrize(
     ("make", "widths", "error", "match"),
     [
+        (_models.mlp(8), (8, 16), TypeError, "make_model should be a function of the width"),
         (_models.mlp, (16, 8), ValueError, "a small and a large width"),
         (_models.mlp, 8, TypeError, "a small and a large width"),
         (_models.mlp, (8.0, 16.0), TypeError, "widths should be an integer"),
