@@ -59,6 +59,12 @@ def test_other_examples_run_on_a_trainer(tmp_path, monkeypatch):
     assert (tmp_path / "spike_1.pt").exists()
 
 
+def test_width_scaling_example(capsys):
+    (block,) = [block for block in BLOCKS if "parametrize(" in block]
+    exec(compile(block, "README.md", "exec"), {})
+    assert capsys.readouterr().out == "{'0': 0.5, '2': 1.0, '4': 0.5}\n"
+
+
 def test_tables_name_what_there_is():
     keys = set(re.findall(r"`(grad/\w+)`", README))
     model = torch.nn.Linear(3, 1)
