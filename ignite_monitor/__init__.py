@@ -5,9 +5,12 @@ from ignite_monitor.functional.robust import RobustThreshold
 from ignite_monitor.functional.thresholds import MeanStdThreshold, StaticThreshold, ThresholdRule
 from ignite_monitor.handlers.grad_monitor import GradMonitor
 from ignite_monitor.handlers.weight_update import ParameterDiagnostics, WeightUpdateHandler
+from ignite_monitor.hdf5.logger import HDF5Logger
+from ignite_monitor.hdf5.reader import read_hdf5
 
 __all__ = [
     "GradMonitor",
+    "HDF5Logger",
     "MeanStdThreshold",
     "MonitorEvents",
     "ParameterDiagnostics",
@@ -15,4 +18,5 @@ __all__ = [
     "StaticThreshold",
     "ThresholdRule",
     "WeightUpdateHandler",
+    "read_hdf5",
 ]

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from ignite.engine import Engine
+from ignite.handlers.base_logger import BaseLogger
 from torch import Tensor
 
 
@@ -51,6 +52,8 @@ class AddedHandlers:
         for event, handlers in engine._event_handlers.items():
             for place in range(self._before.get(event, 0), len(handlers)):
                 handler, args, kwargs = handlers[place]
+                if monitor is not None and isinstance(getattr(handler, "__self__", None), BaseLogger):
+                    continue  # its own business: it sees a run begin and end
                 if monitor is not None:
                     handlers[place] = (_where_monitored(handler, monitor), args, kwargs)
                 self._added.append((event, handlers[place]))
