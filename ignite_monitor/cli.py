@@ -28,7 +28,7 @@ JSON_KEYS = """\
   healthy      true, false, or null where no monitor's metric is in the file
   looked_at    what there was to judge by, in words
   findings     [{kind, severity (problem, warning, note), text, metrics, iterations, values}], most important first
-  metrics      {name: {first, last, min, max, count, nonfinite, first_step, last_step}}
+  metrics      {name: {first, last, min, max, values, nonfinite, first_step, last_step}}
 A number that is NaN or infinite is null.
 """
 
@@ -110,10 +110,10 @@ examples:
   ignite-monitor demo
   ignite-monitor demo -o runs/mine --iterations 1000
 
-Needs no network, and takes about half a minute.""",
+Needs no network, and takes less than half a minute.""",
     )
     demo.add_argument("-o", "--output", default="runs/demo", metavar="DIR", help="where to write (default: runs/demo)")
-    demo.add_argument("--iterations", type=int, default=300, metavar="N", help="for how long to train (default: 300)")
+    demo.add_argument("--iterations", type=int, default=500, metavar="N", help="for how long to train (default: 500)")
 
     summary = _command(
         commands,
@@ -226,7 +226,7 @@ def _plot(chosen: argparse.Namespace) -> None:
     if not shown.panels:
         raise BadInput(f"none of the {len(run)} metrics in {chosen.run} matches {chosen.metrics!r}")
     with _one_line(str(output)):
-        draw(shown, output, title=chosen.run, log=chosen.log)
+        draw(shown, output, title=Path(chosen.run).name, log=chosen.log)
     print(f"{output}: {len(shown.panels)} panels")
 
 
@@ -248,7 +248,7 @@ def _print_json(value: dict[str, Any]) -> None:
 
 def _read(path: str) -> dict[str, Series]:
     with _one_line(path):
-        from ignite_monitor.hdf5 import read_hdf5
+        from ignite_monitor.hdf5.reader import read_hdf5
         from ignite_monitor.report.series import tidy
 
         run = read_hdf5(path)
@@ -270,7 +270,15 @@ def _progress(names: list[str]) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _one_line(path: str) -> Iterator[None]:
-    """Turn what bad input raises into one line that names the file."""
+    """Turn what bad input raises into one line that names the file.
+
+    Args:
+        path: the file.
+
+    Raises:
+        BadInput: if that is what was raised.
+        BrokenPipeError: if the reader of the output has gone.
+    """
     try:
         yield
     except BrokenPipeError:

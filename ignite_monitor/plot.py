@@ -61,7 +61,7 @@ def draw(picture: Picture, path: str | Path, title: str = "", log: bool = False)
     count = len(picture.panels)
     columns = min(count, 2 if count <= 8 else 3 if count <= 24 else 4)
     rows = math.ceil(count / columns)
-    style = {"font.size": 8.5, "axes.titlesize": 9.5, "axes.spines.top": False, "axes.spines.right": False}
+    style: Any = {"font.size": 8.5, "axes.titlesize": 9.5, "axes.spines.top": False, "axes.spines.right": False}
     with context("default"), matplotlib.rc_context(style), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a font without a letter of a name
         figure = Figure(figsize=(0.4 + 5.2 * columns, 0.5 + 2.75 * rows), dpi=110, layout="constrained")
@@ -82,18 +82,9 @@ def _panel(axes: Axes, panel: Panel, picture: Picture, log: bool) -> None:
     _scale(axes, values, log)
     colours = max(line.colour for line in panel.lines) + 1
     if panel.band is not None:
-        low, high = (thinned(each, POINTS) for each in panel.band)
-        floor = axes.get_yscale() == "log"
-        bottom, top = panel.band[0].values, panel.band[1].values
-        if len(low.steps) == len(panel.band[0].steps):
-            axes.fill_between(
-                panel.band[0].steps,
-                np.where((bottom > 0) | (not floor), bottom, np.nan),
-                np.where(np.isfinite(top), top, np.nan),
-                color=COLOURS[0],
-                alpha=0.1,
-                linewidth=0,
-            )
+        low, high = (each.values for each in panel.band)
+        visible = np.isfinite(low) & np.isfinite(high) & ((low > 0) | (axes.get_yscale() != "log"))
+        axes.fill_between(panel.band[0].steps, low, high, where=visible, color=COLOURS[0], alpha=0.1, linewidth=0)
     handles = [_line(axes, line, _colour(line.colour, colours), len(lines)) for line in lines]
     _bad_values(axes, lines)
     _spikes(axes, panel, picture, steps)
@@ -118,7 +109,9 @@ def _drawable(series: Series) -> Series:
     far = np.isfinite(sizes) & (sizes != 0) & ((sizes > LARGEST) | (sizes < 1 / LARGEST))
     if not far.any():
         return series
-    return Series(series.steps, np.where(far, np.sign(series.values) * np.clip(sizes, 1 / LARGEST, LARGEST), series.values))
+    return Series(
+        series.steps, np.where(far, np.sign(series.values) * np.clip(sizes, 1 / LARGEST, LARGEST), series.values)
+    )
 
 
 def _scale(axes: Axes, values: Array, log: bool) -> None:
@@ -245,5 +238,3 @@ def _telling(lines: list[Line], places: list[int]) -> dict[int, str]:
 def _shown(text: str, length: int) -> str:
     text = printable(text)
     return text if len(text) <= length else f"{text[: length // 3]}…{text[-(length - length // 3 - 1) :]}"
-
-

@@ -60,7 +60,9 @@ def _has_collapsed(series: Series) -> bool:
     if len(series.values) < 2:
         return False
     end = last_quarter(series).end(1.0)
-    return end < limits.COLLAPSED_ENTROPY and float(series.values.max()) > limits.ENTROPY_FALL * limits.COLLAPSED_ENTROPY
+    return (
+        end < limits.COLLAPSED_ENTROPY and float(series.values.max()) > limits.ENTROPY_FALL * limits.COLLAPSED_ENTROPY
+    )
 
 
 def _onset(series: Series) -> int:
@@ -70,9 +72,7 @@ def _onset(series: Series) -> int:
 
 
 def _nonfinite(group: Group) -> Iterator[Finding]:
-    places = {
-        module: series.where(~(series.values == 0)) for module, series in group.each("nonfinite_count").items()
-    }
+    places = {module: series.where(~(series.values == 0)) for module, series in group.each("nonfinite_count").items()}
     places = {module: at for module, at in places.items() if len(at)}
     if not places:
         return

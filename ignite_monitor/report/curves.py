@@ -12,7 +12,9 @@ from ignite_monitor.report.families import Group
 from ignite_monitor.report.finding import Finding, steps
 from ignite_monitor.report.series import Array, Series, iterations, number, printable
 
-SMALLER_IS_BETTER = re.compile(r"(^|[^a-z])(\w*loss|nll|perplexity|ppl|error|mse|mae|rmse|wer|cer)([^a-z]|$)", re.IGNORECASE)
+SMALLER_IS_BETTER = re.compile(
+    r"(^|[^a-z])(\w*loss|nll|perplexity|ppl|error|mse|mae|rmse|wer|cer)([^a-z]|$)", re.IGNORECASE
+)
 LARGER_IS_BETTER = re.compile(
     r"(^|[^a-z])(acc|accuracy|top\d|f1|precision|recall|auc|auroc|roc_auc|bleu|rouge|iou|miou|dice|map|psnr|ssim|r2|"
     r"reward|return)([^a-z]|$)",
@@ -44,7 +46,7 @@ def curve_findings(group: Group) -> Iterator[Finding]:
 
 def _nonfinite(name: str, series: Series) -> Iterator[Finding]:
     bad = series.where(~np.isfinite(series.values))
-    if not len(bad) or len(bad) == len(series.steps) and direction(name) >= 0:
+    if not len(bad) or (len(bad) == len(series.steps) and direction(name) >= 0):
         return
     stays = not np.isfinite(series.values[-1])
     good = series.finite.steps

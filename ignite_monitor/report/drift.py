@@ -29,8 +29,13 @@ def drift_findings(group: Group) -> Iterator[Finding]:
         text = f"Of what changed the layers' outputs since the start, {100 * share:.0f} % is their own weights' doing "
         text += f"(median of {len(both)} layers, {group.root}), the rest their inputs' drift."
         if drifting:
-            named = [f"{printable(each)} ({number(both[each][1], 2)} against {number(both[each][0], 2)})" for each in drifting]
-            text += f" Input drift outweighs weight update by more than {number(limits.DRIFT_FACTOR)} in {listed(named)}."
+            named = [
+                f"{printable(each)} ({number(both[each][1], 2)} against {number(both[each][0], 2)})"
+                for each in drifting
+            ]
+            text += (
+                f" Input drift outweighs weight update by more than {number(limits.DRIFT_FACTOR)} in {listed(named)}."
+            )
         yield Finding(
             "input_drift",
             "note",

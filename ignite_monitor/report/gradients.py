@@ -30,7 +30,7 @@ def gradient_findings(group: Group, weights: Sequence[Group]) -> Iterator[Findin
     unseen = _total(group, "spike_count") - len(flagged)
     if len(finite) or unseen > 0:
         yield _spikes(group, norm, finite, max(0, unseen), weights)
-    yield from _new_levels(group, spike)
+    yield from _new_levels(group, spike, bad)
 
 
 def _nonfinite(group: Group, norm: Series, at: Array) -> Iterator[Finding]:
@@ -112,18 +112,18 @@ def _aftermath(norm: Series, at: Array, factors: Array) -> float:
     return max(ratios)
 
 
-def _new_levels(group: Group, spike: Series) -> Iterator[Finding]:
+def _new_levels(group: Group, spike: Series, bad: Array) -> Iterator[Finding]:
     begins, length = [], 0
-    for step, flag in zip(spike.steps, spike.values, strict=True):
-        length = length + 1 if flag > 0 else 0
+    for step, flag in zip(spike.steps, (spike.values > 0) & ~np.isin(spike.steps, bad), strict=True):
+        length = length + 1 if flag else 0
         if length == limits.SPIKES_IN_A_ROW:
             begins.append(step)
     if begins:
         yield Finding(
             "level_change",
             "warning",
-            f"{limits.SPIKES_IN_A_ROW} spikes in a row or more ({group.name('spike')}), up to {iterations(begins)}: the "
-            "norm's level has changed, and a rule of GradMonitor's starts afresh there.",
+            f"{limits.SPIKES_IN_A_ROW} spikes in a row or more ({group.name('spike')}), up to {iterations(begins)}: "
+            "the norm's level has changed, and a rule of GradMonitor's starts afresh there.",
             (group.name("spike"),),
             steps(begins),
         )
@@ -135,7 +135,8 @@ def _skipped(group: Group, count: int) -> str:
         return ""
     if skipped < count:
         return f"The handler skipped {skipped} steps."
-    return "The handler skipped the step." if skipped == 1 else f"The handler skipped all {skipped} steps."
+    told = {1: "the step", 2: "both steps"}.get(skipped, f"all {skipped} steps")
+    return f"The handler skipped {told}."
 
 
 def _stepped(weights: Sequence[Group], at: Array) -> str:

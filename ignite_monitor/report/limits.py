@@ -50,7 +50,7 @@ COLLAPSED_ENTROPY = 0.1
 """In nats: a head that gives 98 % of its attention to one place has 0.1."""
 
 ENTROPY_FALL = 5.0
-"""By what factor entropy has to have fallen: a head that was sharp from the beginning was made so, it did not collapse."""
+"""By what factor entropy has to have fallen: a head that was sharp from the beginning did not collapse."""
 
 DRIFT_FACTOR = 3.0
 """How much larger input drift has to be than weight update for a layer to be named. In a trained network both are of

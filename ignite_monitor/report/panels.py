@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -201,7 +202,7 @@ def _spectral(group: Group) -> Iterator[Panel]:
 
 
 def _own(group: Group) -> Iterator[Panel]:
-    run = {name: series for name, series in group.scalars.values()}
+    run = dict(group.scalars.values())
     panels: dict[str, list[str]] = {}
     for part in (_last_word, _first_word):
         panels = {}
@@ -255,7 +256,7 @@ def thinned(series: Series, points: int) -> Series:
         return series
     edges = np.linspace(0, count, points + 1).astype(int)
     keep: list[int] = []
-    for first, end in zip(edges[:-1], edges[1:], strict=True):
+    for first, end in pairwise(edges):
         values = series.values[first:end]
         bad = np.flatnonzero(~np.isfinite(values))
         if len(bad) == len(values):
@@ -291,7 +292,9 @@ def short(labels: list[str], length: int = 36) -> list[str]:
             common += 1
         common -= common and any(part[common].isdecimal() for part in parts)  # h.0, not 0
     cut = [("…" if common else "") + ".".join(part[common:]) for part in parts]
-    return [each if len(each) <= length else f"{each[: length // 3]}…{each[-(length - length // 3 - 1) :]}" for each in cut]
+    return [
+        each if len(each) <= length else f"{each[: length // 3]}…{each[-(length - length // 3 - 1) :]}" for each in cut
+    ]
 
 
 def _plain(values: Array) -> Array:

@@ -84,7 +84,7 @@ class Statistics(NamedTuple):
         last: its last value.
         min: its smallest finite value; NaN if it has none.
         max: its largest finite value; NaN if it has none.
-        count: how many values it has.
+        values: how many values it has.
         nonfinite: how many of them are NaN or infinite.
         first_step: where it begins.
         last_step: where it ends.
@@ -94,7 +94,7 @@ class Statistics(NamedTuple):
     last: float
     min: float
     max: float
-    count: int
+    values: int
     nonfinite: int
     first_step: int
     last_step: int

@@ -41,18 +41,31 @@ def summary_text(summary: Summary, every: bool = False) -> list[RenderableType]:
             f": iterations {summary.first} to {summary.last}, {count} metric{'s' * (count != 1)}",
         ),
         Text(),
-        _verdict(summary),
+        *findings_text(summary),
+        Text(),
     ]
-    parts += [_finding(finding) for finding in summary.findings]
-    if summary.looked_at:
-        parts.append(Text(f"Looked at: {printable('; '.join(summary.looked_at))}.", style="dim"))
-    parts.append(Text())
     rows = list(summary.metrics.items())
     kept = rows if every else rows[:ROWS]
     header = ("metric", "first", "last", "min", "max", "count")
     parts.append(_table(header, ([name, *_numbers(numbers)] for name, numbers in kept)))
     if len(kept) < count:
-        parts.append(Text(f"{count - len(kept)} of {count} metrics are not in the table: --all shows them.", style="dim"))
+        parts.append(
+            Text(f"{count - len(kept)} of {count} metrics are not in the table: --all shows them.", style="dim")
+        )
+    return parts
+
+
+def findings_text(summary: Summary) -> list[RenderableType]:
+    """What happened in a run, to be printed.
+
+    Args:
+        summary: the run's summary.
+    """
+    from rich.text import Text
+
+    parts = [_verdict(summary), *(_finding(finding) for finding in summary.findings)]
+    if summary.looked_at:
+        parts.append(Text(f"Looked at: {printable('; '.join(summary.looked_at))}.", style="dim"))
     return parts
 
 
@@ -173,7 +186,8 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> RenderableTy
 
 def _numbers(numbers: Statistics) -> list[str]:
     bad = f" ({numbers.nonfinite} not finite)" if numbers.nonfinite else ""
-    return [*(_cell(each) for each in numbers[:4]), f"{numbers.count}{bad}"]
+    ends = [number(each) for each in (numbers.first, numbers.last)]
+    return [*ends, _cell(numbers.min), _cell(numbers.max), f"{numbers.values}{bad}"]
 
 
 def _difference(each: Difference) -> list[str]:

@@ -24,7 +24,7 @@ def weight_findings(group: Group) -> Iterator[Finding]:
     for metric, where in what.items():
         series = group.get(metric)
         if series is not None and persists(series.finite, 0.0):
-            count = int(round(last_quarter(series.finite).end(1.0, 10**9)))
+            count = round(last_quarter(series.finite).end(1.0))
             yield Finding(
                 metric.replace("_count", "_gradients"),
                 "warning",
