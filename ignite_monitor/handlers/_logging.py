@@ -34,7 +34,7 @@ class AddedHandlers:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)
-        self._before = {event: len(handlers) for event, handlers in engine._event_handlers.items()}
+        self._before = {id(handler) for handlers in engine._event_handlers.values() for handler in handlers}
         self._added: list[tuple[Any, tuple[Any, ...]]] = []
 
     def note(self, monitor: HasValues | None) -> None:
@@ -50,8 +50,9 @@ class AddedHandlers:
         if engine is None:
             return
         for event, handlers in engine._event_handlers.items():
-            for place in range(self._before.get(event, 0), len(handlers)):
-                handler, args, kwargs = handlers[place]
+            for place, (handler, args, kwargs) in enumerate(handlers):
+                if id(handlers[place]) in self._before:
+                    continue
                 if monitor is not None and isinstance(getattr(handler, "__self__", None), BaseLogger):
                     continue  # its own business: it sees a run begin and end
                 if monitor is not None:

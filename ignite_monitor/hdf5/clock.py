@@ -57,13 +57,17 @@ class Clock:
         running = self._running_engine()
         if running is None or (running is not engine and not self.is_running):
             self._begin(engine, max(0, engine.state.iteration - 1))  # nobody saw it start
-            running = engine
+            self.is_running, running = True, engine
         return Place(self._run, self._start, running.state.iteration, running is not engine)
 
-    def is_time(self) -> bool:
-        """Whether what waits should be written, asked at the start of every iteration."""
+    def tick(self) -> None:
+        """An iteration of any of the engines starts."""
         self._iterations += 1
-        return self._iterations >= self._flush_every or time.monotonic() - self._written > SECONDS
+
+    def is_time(self) -> bool:
+        """Whether what waits should be written."""
+        late = time.monotonic() - self._written > SECONDS
+        return late or self._iterations >= self._flush_every or not self.is_running
 
     def written(self) -> None:
         """What waits has been written."""

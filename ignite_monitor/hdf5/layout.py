@@ -30,10 +30,10 @@ from numpy.typing import NDArray
 
 FORMAT, VERSION = "ignite_monitor", 1
 
-ROW = np.dtype([(field, "<i8") for field in "step iteration time run nested ids values count".split()])
+ROW = np.dtype([(field, "<i8") for field in ["step", "iteration", "time", "run", "nested", "ids", "values", "count"]])
 EXACT = np.dtype([("place", "<i8"), ("value", "<f8")])
 
-TROUBLE = (OSError, RuntimeError, ValueError, KeyError)  # what h5py raises, depending on where a file is damaged
+TROUBLE = (OSError, RuntimeError, ValueError, LookupError)  # what h5py raises, depending on where a file is damaged
 
 
 class Column(NamedTuple):
@@ -94,6 +94,8 @@ def opened(path: Path) -> Iterator[Any]:
     Raises:
         FileNotFoundError: if it is not there.
         ValueError: if it is damaged, or was not written by HDF5Logger.
+        BlockingIOError: if it is being written just now, which can only be where it was opened before and locked after
+            it was replaced.
     """
     h5py = import_h5py()
     if path.is_dir():
@@ -105,10 +107,19 @@ def opened(path: Path) -> Iterator[Any]:
             yield file
     except BlockingIOError:
         raise
-    except (*TROUBLE, IndexError) as error:
+    except TROUBLE as error:
         if str(error).startswith(str(path)):
             raise
-        raise ValueError(f"{path} is no HDF5 file, or a damaged one: {error}") from error
+        raise ValueError(f"{path} is no HDF5 file, or a damaged one: {one_line(error)}") from error
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, in one line, which HDF5 does not.
+
+    Args:
+        error: the error.
+    """
+    return " ".join(str(error).split())
 
 
 def _check(path: Path, file: Any) -> None:

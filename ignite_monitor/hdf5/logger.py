@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import operator
 import os
+import threading
 import warnings
 import weakref
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from ignite.handlers.base_logger import BaseLogger
 from ignite_monitor.functional._checks import check_count
 from ignite_monitor.hdf5.clock import Clock
 from ignite_monitor.hdf5.handlers import OptimizerParamsHandler, OutputHandler
-from ignite_monitor.hdf5.layout import TROUBLE, import_h5py
+from ignite_monitor.hdf5.layout import TROUBLE, import_h5py, one_line
 from ignite_monitor.hdf5.values import flatten
 from ignite_monitor.hdf5.writer import Writer
 
@@ -79,6 +80,7 @@ class HDF5Logger(BaseLogger):
         self.logger = logging.getLogger(f"{type(self).__module__}.{type(self).__name__}")
         self._engines: weakref.WeakSet[Engine] = weakref.WeakSet()
         self._told: set[str] = set()
+        self._one_thread = threading.RLock()  # engines may run side by side
         self._is_closed = False
         self._writer: Writer | None = None
         if idist.get_rank() == 0:
@@ -90,27 +92,29 @@ class HDF5Logger(BaseLogger):
     def attach(
         self, engine: Engine, log_handler: Callable[..., Any], event_name: Any, *args: Any, **kwargs: Any
     ) -> RemovableEventHandle:
-        if engine not in self._engines and self._writer is not None:
-            engine.add_event_handler(Events.STARTED, self._start)
-            engine.add_event_handler(Events.ITERATION_STARTED, self._start_iteration)
-            engine.add_event_handler(Events.COMPLETED, self._complete)
-            self._engines.add(engine)
+        self._follow(engine)
         return super().attach(engine, log_handler, event_name, *args, **kwargs)
 
     def flush(self) -> None:
         """Write what waits in memory."""
-        if self._writer is not None and self._writer.waits:
-            self._attempt(self._writer.flush)
-            self._clock.written()
+        if self._writer is None or not self._writer.is_own:
+            return
+        with self._one_thread:
+            if self._writer is not None and self._writer.waits:
+                self._attempt(self._writer.flush)
+                self._clock.written()
 
     def close(self) -> None:
         """Write what waits, and let go of the file. What is logged from then on is lost, with one warning."""
         self._is_closed = True
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            self._finalizer.detach()
-            self._leave()
-            _close(writer, self.logger)
+        if self._writer is None or not self._writer.is_own:  # a lock may be another thread's, which was not forked
+            return
+        with self._one_thread:
+            writer, self._writer = self._writer, None
+            if writer is not None:
+                self._finalizer.detach()
+                self._leave()
+                _close(writer, self.logger)
 
     def write(self, engine: Engine, step: Any, values: dict[Any, Any], tag: str | None = None) -> None:
         """Append values to the file; for handlers of your own.
@@ -123,6 +127,7 @@ class HDF5Logger(BaseLogger):
 
         Raises:
             TypeError: if ``step`` is no integer.
+            ValueError: if it has more than 64 bits.
         """
         try:
             step = operator.index(step)
@@ -130,20 +135,24 @@ class HDF5Logger(BaseLogger):
             raise TypeError(
                 f"global_step must be int, got {type(step)}. Please check the output of global_step_transform."
             ) from None
+        if not -(2**63) <= step < 2**63:
+            raise ValueError(f"global_step must have 64 bits at most, but given {step}")
         if not self.is_writing:
             return
         names, numbers = flatten(values, self._leave_out)
-        if names and self._writer is not None:
-            self._attempt(self._writer.add, step, tag, names, numbers, self._clock.place(engine))
-            if not self._clock.is_running:
-                self.flush()
+        with self._one_thread:
+            if names and self._writer is not None:
+                self._follow(engine)
+                self._attempt(self._writer.add, step, tag, names, numbers, self._clock.place(engine))
+                if self._clock.is_time():
+                    self.flush()
 
     @property
     def is_writing(self) -> bool:
-        """Whether values are taken: not on other ranks, once the logger is closed, or after a write has failed."""
+        """Whether values are taken: not on other ranks, in forked processes, or after a close or failed write."""
         if self._writer is None and self._is_closed:
             self.warn_once("closed", f"{self.path} is closed, and nothing more is logged there")
-        return self._writer is not None and idist.get_rank() == 0
+        return self._writer is not None and self._writer.is_own and idist.get_rank() == 0
 
     def warn_once(self, about: str, message: str) -> None:
         """Give a warning, unless there was one about the same.
@@ -166,17 +175,30 @@ class HDF5Logger(BaseLogger):
         try:
             writing(*args)
         except TROUBLE as error:
-            self.logger.warning("Can't write to %s any more, and nothing more is logged there: %s", self.path, error)
+            self.logger.warning(
+                "Can't write to %s any more, and nothing more is logged there: %s", self.path, one_line(error)
+            )
             writer, self._writer = self._writer, None
             self._finalizer.detach()
             self._leave()
             if writer is not None:
                 writer.abandon()
 
+    def _follow(self, engine: Engine) -> None:
+        if engine not in self._engines and self._writer is not None:
+            self._engines.add(engine)
+            engine.add_event_handler(Events.STARTED, self._start)
+            # First of all, or an evaluation at the start of a training would not be known as one within it.
+            handlers = engine._event_handlers[Events.STARTED]
+            handlers.insert(0, handlers.pop())
+            engine.add_event_handler(Events.ITERATION_STARTED, self._start_iteration)
+            engine.add_event_handler(Events.COMPLETED, self._complete)
+
     def _start(self, engine: Engine) -> None:
         self._clock.start(engine)
 
     def _start_iteration(self) -> None:
+        self._clock.tick()
         if self._clock.is_time():
             self.flush()
 
@@ -185,7 +207,7 @@ class HDF5Logger(BaseLogger):
         self.flush()
 
     def _leave(self) -> None:
-        own = {
+        own: dict[Events, Callable[..., None]] = {
             Events.STARTED: self._start,
             Events.ITERATION_STARTED: self._start_iteration,
             Events.COMPLETED: self._complete,
@@ -214,11 +236,11 @@ def _open(path: Path, mode: str) -> Writer:
     except BlockingIOError:
         raise BlockingIOError(f"{path} is open in another program, or in another logger of this one") from None
     except OSError as error:
-        raise type(error)(f"Can't write {path}: {error}") from error
+        raise type(error)(f"Can't write {path}: {one_line(error)}") from error
 
 
 def _close(writer: Writer, logger: logging.Logger) -> None:
     try:
         writer.close()
     except TROUBLE as error:
-        logger.warning("The last iterations could not be written to %s: %s", writer.path, error)
+        logger.warning("The last iterations could not be written to %s: %s", writer.path, one_line(error))

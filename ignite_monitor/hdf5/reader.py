@@ -102,6 +102,7 @@ def read_hdf5(path: str | os.PathLike[str], metrics: str | re.Pattern[str] | Non
         TypeError: if ``path`` is no path, or ``metrics`` no regular expression.
         FileNotFoundError: if the file is not there.
         ValueError: if it is damaged, or not one of HDF5Logger's.
+        BlockingIOError: if another program than an HDF5Logger is writing it.
         ModuleNotFoundError: if h5py is not installed.
 
     Examples:

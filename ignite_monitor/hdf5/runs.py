@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+REMEMBERED = 1024  # lists of names that have been compared
+
 
 class Place(NamedTuple):
     """Where in which run a row is written: see :mod:`ignite_monitor.hdf5.layout`. The run began after ``start``."""
@@ -87,6 +89,8 @@ class EarlierRuns:
         key = place.run, place.nested, list_number
         found = []
         if key not in self._compared:
+            if len(self._compared) >= REMEMBERED:
+                self._compared.clear()
             self._compared.add(key)
             found = [TakenBack(run, place.start) for run in self._newly_continued(place, step, ids)]
         if place.iteration == place.start:

@@ -5,7 +5,9 @@ two copies, of which one has the name. What is new goes to the other, the shadow
 first. The first becomes the shadow, and gets what it lacks with the next write: nothing is ever copied as a whole.
 
 A reader that has the first copy open keeps it: what is open or has another name too is not written to, and a fresh copy
-is made instead.
+is made instead. A reader that opens it while it has the name, and locks it only once it is written again (it has to be
+stopped in between for as long as passes between two writes), gets a BlockingIOError from its lock and never half a
+file; :func:`~ignite_monitor.read_hdf5` tries again.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ class SwappedFile:
                 if mode != "w" and path.exists():
                     raise FileExistsError(path)
                 os.replace(self._shadow, path)
-            self._published = path.stat()
+            self._published = {_identity(path)}
         except BaseException:
             self.close()
             raise
@@ -104,6 +106,13 @@ class SwappedFile:
 
         HDF5 does not survive a disk that is full: the process ends in a segmentation fault. So the room that it may
         need is taken before, where an error is an error.
+
+        Args:
+            patch: the patch.
+            locking: whether readers may have it open.
+
+        Raises:
+            OSError: if there is no room, or the shadow can't be opened although nobody else has it.
         """
         with self._shadow.open("r+b") as file:
             needed = (1 << 17) + sum(room_for(name, len(elements)) for name, _, elements in patch)
@@ -127,20 +136,25 @@ class SwappedFile:
         return True
 
     def _publish(self) -> bool:
-        """Swap the copies; False if the first could not be kept."""
+        """Swap the copies; False if the first could not be kept.
+
+        Raises:
+            FileExistsError: if the file is not the one that was put there.
+        """
         kept = True
         try:
-            if not os.path.samestat(self._published, self.path.stat()):
-                raise FileExistsError("another program has put another file in its place")
+            if _identity(self.path) not in self._published:
+                raise FileExistsError("another program has changed it, or put another file in its place")
             shutil.copymode(self.path, self._shadow)
             os.link(self.path, self._spare)
         except FileExistsError:
             raise
         except OSError:  # it was removed, or there are no hard links here
             kept = False
-        published = self._shadow.stat()
+        next_one = _identity(self._shadow)
+        self._published.add(next_one)  # before it is put there: an interrupt may come right after
         os.replace(self._shadow, self.path)
-        self._published = published
+        self._published = {next_one}
         if kept:
             os.replace(self._spare, self._shadow)
         return kept
@@ -150,3 +164,8 @@ class SwappedFile:
             with contextlib.suppress(OSError):
                 path.unlink()
 
+
+def _identity(path: Path) -> tuple[int, int, int]:
+    """The size too, since the inode of a file that was removed is soon another's."""
+    found = path.stat()
+    return found.st_dev, found.st_ino, found.st_size

@@ -97,4 +97,5 @@ def needs_float64(values: Numbers) -> NDArray[np.bool_]:
     with np.errstate(over="ignore", invalid="ignore"):
         changed = values.astype(np.float32) != values
         size = np.abs(values)
-        return changed & np.isfinite(values) & ((size > limits.max) | (size < limits.tiny) | (values == np.rint(values)))
+        other = (size > limits.max) | (size < limits.tiny) | (values == np.rint(values))
+    return np.asarray(changed & other & np.isfinite(values))

@@ -58,6 +58,10 @@ class Writer:
     Args:
         path: the file.
         mode: ``"x"``, ``"w"`` or ``"a"``.
+
+    Raises:
+        ValueError: if the file to be continued is damaged or not one of HDF5Logger's.
+        OSError: if it can't be written.
     """
 
     def __init__(self, path: Path, mode: str) -> None:
@@ -76,6 +80,11 @@ class Writer:
         self._ids = {name: number for number, name in enumerate(names)}
         self._lists: OrderedDict[tuple[str | None, tuple[str, ...]], NameList] = OrderedDict()
         self._waiting = Waiting(sizes, len(names))
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it was made by this process, and not before it was forked off."""
+        return os.getpid() == self._process
 
     @property
     def waits(self) -> bool:
@@ -106,7 +115,7 @@ class Writer:
         Raises:
             OSError: if that fails.
         """
-        if self._file is not None and self.waits and os.getpid() == self._process:
+        if self._file is not None and self.waits and self.is_own:
             patch, after = self._patch()
             self._file.write(patch)
             self._waiting = after
@@ -121,7 +130,7 @@ class Writer:
     def abandon(self) -> None:
         """Let go of the file and of what waits."""
         file, self._file = self._file, None
-        if file is not None and os.getpid() == self._process:
+        if file is not None and self.is_own:
             file.close()
         self._waiting, self._ids, self._lists = Waiting({}, 0), {}, OrderedDict()
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
-import sys
-import traceback
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,8 +12,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_monitor import GradMonitor, StaticThreshold, WeightUpdateHandler
+from tests.distributed._launch import WORLD, run_scenarios
 
-WORLD = 2
 COUNT = 6
 STILL = (3, 4, 5)
 
@@ -99,7 +95,7 @@ def fsdp(mesh_shape: tuple[int, ...] = (WORLD,)) -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
-def all_reduces(function) -> tuple[Any, int]:
+def counted(function) -> dict[str, Any]:
     """What a function returns, and how many collectives of the handler's it has made."""
     made = 0
     original = dist.all_reduce
@@ -111,7 +107,7 @@ def all_reduces(function) -> tuple[Any, int]:
 
     dist.all_reduce = counting
     try:
-        return function(), made
+        return function() | {"all_reduces": made}
     finally:
         dist.all_reduce = original
 
@@ -127,22 +123,7 @@ SCENARIOS = {
 }
 
 
-def main() -> None:
-    folder, rank, names = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD,
-        timeout=datetime.timedelta(seconds=60),
-    )  # fmt: skip
-    for name in names:
-        try:
-            result, made = all_reduces(lambda name=name: SCENARIOS[name](rank))
-            result["all_reduces"] = made
-        except Exception:  # noqa: BLE001
-            result = {"error": traceback.format_exc()}
-        torch.save(result, folder / f"{name}.{rank}.pt")
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    run_scenarios(
+        {name: lambda rank, scenario=scenario: counted(lambda: scenario(rank)) for name, scenario in SCENARIOS.items()}
+    )

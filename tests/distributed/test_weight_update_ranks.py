@@ -2,53 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-from tests.distributed._weight_update_worker import COUNT, SCENARIOS, STILL, WORLD, net, train
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.distributed._launch import launched
+from tests.distributed._weight_update_worker import COUNT, SCENARIOS, STILL, net, train
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.distributed._weight_update_worker", str(folder), str(rank), *SCENARIOS],
-            cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(WORLD)
-    ]  # fmt: skip
-    try:
-        errors = [rank.communicate(timeout=150)[1] for rank in ranks]
-        assert [rank.returncode for rank in ranks] == [0] * WORLD, errors
-    finally:
-        for rank in ranks:
-            if rank.poll() is None:
-                rank.kill()
-                rank.communicate()
-    return folder
-
-
-@pytest.fixture
-def results(folder):
-    def load(name):
-        both = [torch.load(folder / f"{name}.{rank}.pt", weights_only=True) for rank in range(WORLD)]
-        for rank, result in enumerate(both):
-            if "error" in result:
-                pytest.fail(f"rank {rank}: {result['error']}")
-        return both
-
-    return load
+def results(tmp_path_factory):
+    return launched("_weight_update_worker", tmp_path_factory.mktemp("ranks"), SCENARIOS)
 
 
 @pytest.mark.parametrize("name", [name for name in SCENARIOS if name != "fsdp skipped"])
