@@ -70,12 +70,15 @@ class Group:
         return f"{self.root}/{metric}"
 
     def each(self, metric: str) -> dict[str, Series]:
-        """Layer or parameter -> its series.
+        """Layer or parameter -> its series; of a layer that RCCHandler has with and without its bias, with it.
 
         Args:
             metric: the metric.
         """
-        return {item: series for item, (_, series) in self.items.get(metric, {}).items()}
+        found = {item: series for item, (_, series) in self.items.get(metric, {}).items()}
+        if self.kind == "rcc":
+            found = {item: found[item] for item in found if item.removesuffix(".weight") not in found.keys() - {item}}
+        return found
 
 
 def groups(run: Mapping[str, Series]) -> list[Group]:

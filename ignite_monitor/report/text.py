@@ -6,15 +6,21 @@ import io
 import math
 import sys
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from ignite_monitor.report.compare import Comparison, Difference
 from ignite_monitor.report.finding import Finding
 from ignite_monitor.report.series import Statistics, listed, number, printable
 from ignite_monitor.report.summary import Summary
 
-if TYPE_CHECKING:
+try:
+    from rich import box
     from rich.console import Console, RenderableType
+    from rich.table import Table
+    from rich.text import Text
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError("This needs rich: pip install 'ignite-monitor[cli]'", name="rich") from error
+
 
 ROWS = 30
 """How many rows a table has where all are not asked for."""
@@ -32,8 +38,6 @@ def summary_text(summary: Summary, every: bool = False) -> list[RenderableType]:
         summary: the summary.
         every: whether the table holds every metric.
     """
-    from rich.text import Text
-
     count = len(summary.metrics)
     parts: list[RenderableType] = [
         Text.assemble(
@@ -61,8 +65,6 @@ def findings_text(summary: Summary) -> list[RenderableType]:
     Args:
         summary: the run's summary.
     """
-    from rich.text import Text
-
     parts = [_verdict(summary), *(_finding(finding) for finding in summary.findings)]
     if summary.looked_at:
         parts.append(Text(f"Looked at: {printable('; '.join(summary.looked_at))}.", style="dim"))
@@ -76,8 +78,6 @@ def comparison_text(comparison: Comparison, every: bool = False) -> list[Rendera
         comparison: the comparison.
         every: whether the table holds every metric.
     """
-    from rich.text import Text
-
     parts: list[RenderableType] = []
     for which, letter in enumerate("AB"):
         parts.append(
@@ -120,9 +120,6 @@ def show(parts: Iterable[RenderableType], stream: TextIO | None = None) -> None:
     Args:
         parts: what to print.
         stream: where to; None for the standard output.
-
-    Raises:
-        ModuleNotFoundError: if rich is not installed.
     """
     stream = stream or sys.stdout
     target = io.StringIO()
@@ -136,7 +133,6 @@ def show(parts: Iterable[RenderableType], stream: TextIO | None = None) -> None:
 
 
 def _console(target: TextIO, terminal: bool) -> Console:
-    from rich.console import Console
 
     if not terminal:
         return Console(file=target, width=100_000, color_system=None, force_terminal=False, legacy_windows=False)
@@ -146,7 +142,6 @@ def _console(target: TextIO, terminal: bool) -> Console:
 
 
 def _verdict(summary: Summary) -> RenderableType:
-    from rich.text import Text
 
     if summary.healthy is None:
         return Text("No monitor's metrics are in this file, so there is little to judge by.", style="yellow")
@@ -158,8 +153,6 @@ def _verdict(summary: Summary) -> RenderableType:
 
 
 def _finding(finding: Finding) -> RenderableType:
-    from rich.table import Table
-    from rich.text import Text
 
     sign, style = STYLES[finding.severity]
     grid = Table.grid(padding=(0, 1))
@@ -171,14 +164,11 @@ def _finding(finding: Finding) -> RenderableType:
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> RenderableType:
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), show_edge=False, pad_edge=False)
     table.add_column(header[0], overflow="fold", min_width=12)
     for name in header[1:]:
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right", no_wrap=name != "count")
     for name, *cells in rows:
         table.add_row(Text(printable(name)), *(Text(cell) for cell in cells))
     return table

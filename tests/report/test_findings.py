@@ -54,7 +54,13 @@ def test_an_empty_run_has_no_findings():
 
 def test_what_was_looked_at_is_told():
     told = " ".join(looked_at(tidy(runs.healthy())))
-    for words in ("200 gradient norms (grad/norm, 1", "weight updates in 40", "3 modules", "3 attention heads", "3 layers"):
+    for words in (
+        "200 gradient norms (grad/norm, 1",
+        "weight updates in 40",
+        "3 modules",
+        "3 attention heads",
+        "3 layers",
+    ):
         assert words in told
     assert looked_at(tidy({"train/loss": runs.series([1, 2])})) == []
 
@@ -67,7 +73,12 @@ def test_a_spike_is_told_with_iteration_and_numbers():
     assert finding.severity == "warning"
     assert finding.iterations == (120,)
     assert finding.values["worst_factor"] == pytest.approx(10.0)
-    for words in ("1 gradient spike (grad/norm)", "iteration 120.", "was 60, 10 times its threshold of 6", "skipped the step"):
+    for words in (
+        "1 gradient spike (grad/norm)",
+        "iteration 120.",
+        "was 60, 10 times its threshold of 6",
+        "skipped the step",
+    ):
         assert words in finding.text
 
 
@@ -266,7 +277,10 @@ def test_dead_units(dead, severity):
 
 def test_since_when_half_of_the_units_are_dead():
     values = np.where(np.arange(40) < 20, 0.1, 0.8)
-    run = {"t/activation/a/dead_fraction": runs.series(values, 5), "t/activation/b/dead_fraction": runs.series([0.9] * 40)}
+    run = {
+        "t/activation/a/dead_fraction": runs.series(values, 5),
+        "t/activation/b/dead_fraction": runs.series([0.9] * 40),
+    }
     text = only(run, "dead_units").text
     assert "b 90 % from the beginning and a 80 % (half of them since iteration 105)" in text
     assert "(t/activation/" in text
@@ -335,6 +349,11 @@ def test_drift_is_set_against_weight_update():
     assert "mid (" not in finding.text
 
 
+def test_layers_with_and_without_their_bias_count_once():
+    assert "median of 2 layers" in only(rcc(**{"a": (1, 1), "a.weight": (1, 1), "b": (1, 1)}), "input_drift").text
+    assert "median of 2 layers" in only(rcc(**{"a.weight": (1, 1), "b": (1, 1)}), "input_drift").text
+
+
 @pytest.mark.parametrize(("factor", "count"), [(50, 0), (200, 1), (0.02, 0), (0.005, 1)])
 def test_layers_whose_update_is_far_from_the_others(factor, count):
     findings = found(rcc(a=(1, 1), b=(1, 1), c=(1, 1), d=(1, 1), far=(factor, 1)), "weight_update_outlier")
@@ -370,7 +389,9 @@ def test_a_metric_that_never_had_a_value_is_no_loss():
     assert found({"val/f1": runs.series([math.nan] * 5)}) == []
 
 
-@pytest.mark.parametrize(("end", "kind"), [(1.8, None), (2.3, "loss_rose_again"), (2.6, "loss_rose_again"), (6.0, "loss_rose")])
+@pytest.mark.parametrize(
+    ("end", "kind"), [(1.8, None), (2.3, "loss_rose_again"), (2.6, "loss_rose_again"), (6.0, "loss_rose")]
+)
 def test_a_loss_that_loses_what_it_gained(end, kind):
     values = np.concatenate([np.linspace(3, 1, 100), np.linspace(1, end, 50), np.full(50, end)])
     kinds = [finding.kind for finding in found({"train/loss": runs.series(values + 0.02 * runs.noise(200))})]
