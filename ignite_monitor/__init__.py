@@ -7,6 +7,7 @@ from ignite_monitor.handlers.grad_monitor import GradMonitor
 from ignite_monitor.handlers.weight_update import ParameterDiagnostics, WeightUpdateHandler
 from ignite_monitor.hdf5.logger import HDF5Logger
 from ignite_monitor.hdf5.reader import read_hdf5
+from ignite_monitor.tensorboard import tensorboard_layout
 
 __all__ = [
     "GradMonitor",
@@ -19,4 +20,5 @@ __all__ = [
     "ThresholdRule",
     "WeightUpdateHandler",
     "read_hdf5",
+    "tensorboard_layout",
 ]

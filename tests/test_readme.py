@@ -53,7 +53,7 @@ def test_other_examples_run_on_a_trainer(tmp_path, monkeypatch):
         monitor.attach(trainer)
         exec(
             compile(block, "README.md", "exec"),
-            dict(vars(ignite_monitor), trainer=trainer, model=model, optimizer=optimizer, torch=torch),
+            dict(vars(ignite_monitor), trainer=trainer, monitor=monitor, model=model, optimizer=optimizer, torch=torch),
         )
         trainer.run([(torch.randn(4, 3), torch.randn(4, 1))] * 2)
     assert (tmp_path / "spike_1.pt").exists()
