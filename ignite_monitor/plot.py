@@ -79,7 +79,7 @@ def _panel(axes: Axes, panel: Panel, picture: Picture, log: bool) -> None:
     left_out = len(panel.lines) - len(lines)
     steps = np.concatenate([line.series.steps for line in lines])
     values = np.concatenate([line.series.finite.values for line in lines])
-    _scale(axes, values, log)
+    _scale(axes, values, log, panel.limits)
     colours = max(line.colour for line in panel.lines) + 1
     if panel.band is not None:
         low, high = (each.values for each in panel.band)
@@ -97,8 +97,6 @@ def _panel(axes: Axes, panel: Panel, picture: Picture, log: bool) -> None:
     axes.grid(visible=True, color="#e6e8eb", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.margins(x=0.02)
-    if panel.limits is not None and not log:
-        axes.set_ylim(*panel.limits)
     if len(np.unique(steps)) == 1:
         axes.set_xticks([int(steps[0])])
 
@@ -114,13 +112,15 @@ def _drawable(series: Series) -> Series:
     )
 
 
-def _scale(axes: Axes, values: Array, log: bool) -> None:
+def _scale(axes: Axes, values: Array, log: bool, limits: tuple[float, float] | None) -> None:
     from matplotlib.ticker import LogFormatterSciNotation, MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]))
     sizes = np.abs(values[values != 0])
     if not len(values):
         axes.set_yticks([])
+    elif limits is not None and not log:
+        axes.set_ylim(*limits)
     elif not len(sizes):
         axes.set_ylim(-0.05, 1)
         axes.set_yticks([0, 1])

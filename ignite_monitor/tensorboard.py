@@ -54,7 +54,9 @@ def tensorboard_layout(*monitors: Monitor) -> Layout:
         check_type("monitors", monitor, Monitor, "ignite_monitor monitors")
         charts = next((CHARTS[kind] for kind in type(monitor).__mro__ if kind in CHARTS), {})
         # TensorBoard matches from a tag's beginning, so that only the end has to be marked.
-        start = f"(.*/)?{re.escape(monitor.prefix)}"
+        start = f"(.*/)?{re.escape(monitor.prefix)}/" if monitor.prefix else "(.*/)?"
         if charts:
-            layout[monitor.prefix] = {title: ["Multiline", [f"{start}/({names})$"]] for title, names in charts.items()}
+            layout[monitor.prefix or type(monitor).__name__] = {
+                title: ["Multiline", [f"{start}({names})$"]] for title, names in charts.items()
+            }
     return layout

@@ -17,6 +17,11 @@ from ignite_monitor.report.series import Array, Series, natural
 TWO_STYLES = 6
 """Of how many layers at most solid and dashed lines can be told from each other."""
 
+HEAD = re.compile(r"/head_\d+/(query|key|value)$")
+
+SHARE = (-0.02, 1.02)
+"""The scale of what is between 0 and 1."""
+
 OWN_PANELS = 12
 """How many panels the user's own metrics have at most."""
 
@@ -158,11 +163,14 @@ def _lines(items: Mapping[str, Series], style: str = "solid") -> list[Line]:
 
 def _per_layer(group: Group) -> Iterator[Panel]:
     for metric in sorted(group.items):
-        items = group.each(metric)
-        quiet = metric == "nonfinite_count" and not any((series.values != 0).any() for series in items.values())
-        if not quiet:
-            limits = (-0.02, 1.02) if metric == "dead_fraction" else None
-            yield Panel(f"{group.root}: {metric}", _lines(items), group.kind, limits=limits)
+        every = group.each(metric)
+        heads = {item: series for item, series in every.items() if HEAD.search(item)}
+        modules = {item: series for item, series in every.items() if item not in heads}
+        for items, of in ((modules, ""), (heads, " of each head's query, key and value")):
+            quiet = metric == "nonfinite_count" and not any((series.values != 0).any() for series in items.values())
+            if not quiet:
+                limits = SHARE if metric == "dead_fraction" else None
+                yield Panel(f"{group.root}: {metric}{of}", _lines(items), group.kind, limits=limits)
     yield Panel(group.root, _scalars(group, *group.scalars), group.kind)
 
 
@@ -182,7 +190,8 @@ def _rcc(group: Group) -> Iterator[Panel]:
         yield Panel(f"{group.root}: weight update", _lines(update), "rcc")
         yield Panel(f"{group.root}: input drift", _lines(drift), "rcc")
     for metric in ("weight_share", "output_change", "input_change"):
-        yield Panel(f"{group.root}: {metric}", _lines(group.each(metric)), "rcc")
+        limits = SHARE if metric == "weight_share" else None
+        yield Panel(f"{group.root}: {metric}", _lines(group.each(metric)), "rcc", limits=limits)
     yield Panel(f"{group.root}: over layers", _scalars(group, *sorted(group.scalars)), "rcc")
 
 
@@ -290,7 +299,7 @@ def short(labels: list[str], length: int = 36) -> list[str]:
     if len(labels) > 1 and Counter(labels).most_common(1)[0][1] == 1:
         while all(len(part) > common + 1 and part[common] == parts[0][common] for part in parts):
             common += 1
-        common -= common and any(part[common].isdecimal() for part in parts)  # h.0, not 0
+        common -= common and any(part[common][:1].isdecimal() for part in parts)  # h.0, not 0
     cut = [("…" if common else "") + ".".join(part[common:]) for part in parts]
     return [
         each if len(each) <= length else f"{each[: length // 3]}…{each[-(length - length // 3 - 1) :]}" for each in cut

@@ -64,6 +64,14 @@ def test_many_layers_have_panels_for_update_and_drift():
     }
 
 
+def test_heads_have_panels_of_their_own():
+    run = {f"activation/{item}/std": runs.series([1, 2]) for item in ("h.0.mlp", "h.0/head_0/query", "h.0/head_0/key")}
+    assert {title: len(panel.lines) for title, panel in panels(run).items()} == {
+        "activation: std": 1,
+        "activation: std of each head's query, key and value": 2,
+    }
+
+
 def test_layers_are_in_the_order_of_their_numbers():
     run = {f"activation/h.{i}/std": runs.series([1]) for i in (10, 9, 0, 100)}
     assert [line.label for line in panels(run)["activation: std"].lines] == ["h.0", "h.9", "h.10", "h.100"]
