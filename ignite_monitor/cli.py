@@ -62,24 +62,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0, or 2 where the input is bad, with one line on the standard error.
     """
+    if sys.stdout is None:  # closed by the caller
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     parser = _parser()
     chosen = parser.parse_args(arguments)
     try:
-        if chosen.command is None:
-            parser.print_help()
-        else:
-            chosen.command(chosen)
-        sys.stdout.flush()
+        with _one_line("the output"):
+            if chosen.command is None:
+                parser.print_help()
+            else:
+                chosen.command(chosen)
+            sys.stdout.flush()
     except BrokenPipeError:
-        # Whoever read has seen enough; nothing is left to be flushed at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _give_up_output()  # whoever read has seen enough
     except BadInput as error:
-        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+        _give_up_output()
+        print(f"{PROGRAM}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"{PROGRAM}: interrupted", file=sys.stderr)
         return 130
     return 0
+
+
+def _give_up_output() -> None:
+    """Let nothing be left that is flushed at exit, which would fail once more."""
+    with contextlib.suppress(OSError, ValueError):  # a stream that is no file
+        try:
+            sys.stdout.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> Parser:
@@ -204,10 +216,9 @@ def _summary(chosen: argparse.Namespace) -> None:
     summary = summarise(chosen.run, _read(chosen.run))
     if chosen.json:
         return _print_json(as_json(summary))
-    with _one_line(chosen.run):
-        from ignite_monitor.report.text import show, summary_text
+    from ignite_monitor.report.text import show, summary_text
 
-        return show(summary_text(summary, chosen.all))
+    return show(summary_text(summary, chosen.all))
 
 
 def _plot(chosen: argparse.Namespace) -> None:
@@ -236,10 +247,9 @@ def _compare(chosen: argparse.Namespace) -> None:
     comparison = compare((chosen.first, chosen.second), (_read(chosen.first), _read(chosen.second)))
     if chosen.json:
         return _print_json(as_json(comparison))
-    with _one_line(chosen.first):
-        from ignite_monitor.report.text import comparison_text, show
+    from ignite_monitor.report.text import comparison_text, show
 
-        return show(comparison_text(comparison, chosen.all))
+    return show(comparison_text(comparison, chosen.all))
 
 
 def _print_json(value: dict[str, Any]) -> None:

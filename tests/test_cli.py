@@ -169,6 +169,20 @@ def test_a_reader_that_has_seen_enough(files):
     assert process.wait() == 0
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full is Linux's")
+@pytest.mark.parametrize("option", ["--json", "--all"])
+def test_output_that_can_not_be_written(files, option):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "ignite_monitor", "summary", str(files / "hurt.h5"), option],
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert (done.returncode, done.stderr) == (2, "ignite-monitor: error: the output: No space left on device\n")
+
+
 # Compare
 
 
@@ -226,6 +240,7 @@ def test_plot_does_not_overwrite_the_run(files, tmp_path, capsys):
     [
         (["summary", "missing.h5"], "missing.h5"),
         (["summary", "."], "directory"),
+        (["summary", "two\nlines"], "two lines"),
         (["summary", "foreign.h5"], "foreign.h5"),
         (["summary", "nothing.h5"], "nothing.h5"),
         (["summary", "cut.h5"], "cut.h5"),
