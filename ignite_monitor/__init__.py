@@ -13,6 +13,7 @@ from ignite_monitor.handlers.step_stats import StepStatsHandler
 from ignite_monitor.handlers.weight_update import ParameterDiagnostics, WeightUpdateHandler
 from ignite_monitor.hdf5.logger import HDF5Logger
 from ignite_monitor.hdf5.reader import read_hdf5
+from ignite_monitor.tensorboard import tensorboard_layout
 
 __all__ = [
     "ActivationHandler",
@@ -31,4 +32,5 @@ __all__ = [
     "WeightUpdateHandler",
     "read_hdf5",
     "record",
+    "tensorboard_layout",
 ]

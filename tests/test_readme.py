@@ -51,11 +51,13 @@ def test_other_examples_run_on_a_trainer(tmp_path, monkeypatch):
             model, threshold=ignite_monitor.StaticThreshold(1e-6), prefix="x", flag="y"
         )
         monitor.attach(trainer)
-        exec(
-            compile(block, "README.md", "exec"),
-            dict(vars(ignite_monitor), trainer=trainer, model=model, optimizer=optimizer, torch=torch),
+        namespace = dict(
+            vars(ignite_monitor), trainer=trainer, monitor=monitor, model=model, optimizer=optimizer, torch=torch
         )
+        exec(compile(block, "README.md", "exec"), namespace)
         trainer.run([(torch.randn(4, 3), torch.randn(4, 1))] * 2)
+        if "logger" in namespace:
+            namespace["logger"].close()
     assert (tmp_path / "spike_1.pt").exists()
 
 
