@@ -17,7 +17,7 @@ test: $(READY) ## run the tests; PYTEST_ARGS is handed on to pytest
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 demo: $(READY) ## train a small model with a spike in it, and see it found
-	$(BIN)/python examples/spikes_custom_step.py
+	$(BIN)/ignite-monitor demo
 
 lint: $(READY) ## check format, code, docstrings and types
 	$(BIN)/ruff format --check .

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol
 
@@ -86,34 +86,38 @@ class Watch:
                 engine.add_event_handler(event, handler)
         return watch
 
-    def join(self, member: Member, model: nn.Module, prefix: str) -> None:
+    def join(self, member: Member, model: nn.Module, prefixes: Iterable[str]) -> None:
         """Take a monitor in.
 
         Args:
             member: the monitor.
             model: the model whose backward passes and optimizer steps it wants to hear of.
-            prefix: what the names of its values start with.
+            prefixes: what the names of its values start with.
 
         Raises:
-            ValueError: if another monitor on this engine has that prefix.
+            ValueError: if another monitor on this engine has one of these prefixes.
         """
-        if prefix in self._prefixes:
-            raise ValueError(f"Another monitor on this engine has the prefix {prefix!r}: give this one another prefix")
-        self._prefixes.add(prefix)
+        prefixes = set(prefixes)
+        taken = sorted(prefixes & self._prefixes)
+        if taken:
+            raise ValueError(
+                f"Another monitor on this engine has the prefix {taken[0]!r}: give this one another prefix"
+            )
+        self._prefixes |= prefixes
         self._members.add(member)
         self._models.setdefault(id(model), WatchedModel(model)).monitors += 1
         if self._installed:  # attached while a run is going on
             self._uninstall()
 
-    def leave(self, member: Member, model: nn.Module, prefix: str) -> None:
+    def leave(self, member: Member, model: nn.Module, prefixes: Iterable[str]) -> None:
         """Let a monitor go; with the last one everything goes.
 
         Args:
             member: the monitor.
             model: the model it joined with.
-            prefix: the prefix it joined with.
+            prefixes: the prefixes it joined with.
         """
-        self._prefixes.discard(prefix)
+        self._prefixes.difference_update(prefixes)
         self._members.discard(member)
         watched = self._models[id(model)]
         watched.monitors -= 1

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import ignite_monitor
+from ignite_monitor import scaling
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -91,10 +92,31 @@ def test_functional_imports_torch_alone():
     assert [(file, name) for file, name in found if not within(name, *allowed)] == []
 
 
-@pytest.mark.parametrize("layer", ["_hooks", "capture", "events", "hdf5", "cli", "plot", "watch"])
+@pytest.mark.parametrize("layer", ["_hooks", "capture", "events", "hdf5", "cli", "plot", "report", "watch"])
 def test_no_layer_below_the_handlers_imports_one(layer):
     found = imports_of(f"ignite_monitor/{layer}")
     assert [(file, name) for file, name in found if within(name, "ignite_monitor.handlers")] == []
+
+
+def test_only_scaling_imports_scaling():
+    """It needs SciPy, so a user who never scales a model never comes across it."""
+    found = [(file, name) for file, name in imports_of("ignite_monitor") if within(name, "ignite_monitor.scaling")]
+    assert found
+    assert [(file, name) for file, name in found if not file.startswith("ignite_monitor/scaling/")] == []
+
+
+def test_reports_are_of_numbers_and_know_no_torch():
+    found = imports_of("ignite_monitor/report", "ignite_monitor/plot", "ignite_monitor/cli")
+    assert found
+    assert [(file, name) for file, name in found if within(name, "torch", "ignite")] == []
+
+
+def test_only_the_demo_trains_for_the_command_line():
+    """It alone imports handlers, and is imported when it is asked for, not with the command line."""
+    source = ast.parse((ROOT / "ignite_monitor" / "cli.py").read_text(encoding="utf-8"))
+    at_once = {node.module for node in source.body if isinstance(node, ast.ImportFrom)}
+    assert "ignite_monitor.demo" not in at_once
+    assert [name for name in at_once if within(name, "ignite_monitor")] == []
 
 
 def test_modules_import_each_other_and_not_through_the_root():
@@ -107,12 +129,13 @@ def test_nothing_imports_the_tests():
     assert [(file, name) for file, name in found if within(name, "tests")] == []
 
 
-def test_all_is_sorted_and_complete():
-    public = {name for name, value in vars(ignite_monitor).items() if name[0] != "_" and not inspect.ismodule(value)}
-    exported = list(getattr(ignite_monitor, "__all__", []))
-    assert exported == sorted(set(exported))
+@pytest.mark.parametrize("package", [ignite_monitor, scaling])
+def test_all_is_sorted_and_complete(package):
+    public = {name for name, value in vars(package).items() if name[0] != "_" and not inspect.ismodule(value)}
+    exported = list(getattr(package, "__all__", []))
+    assert exported == sorted(set(exported), key=lambda name: (not name.isupper(), name[0].islower(), name))
     assert {name for name in exported if name[0] != "_"} == public
-    assert [name for name in exported if not hasattr(ignite_monitor, name)] == []
+    assert [name for name in exported if not hasattr(package, name)] == []
 
 
 def test_public_methods_have_a_docstring_of_their_own_or_inherited():

@@ -27,14 +27,19 @@ def scalars(log_dir):
     return {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
 
 
-def test_first_example(tmp_path, monkeypatch, capsys):
+def test_first_examples(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     namespace = {}
-    exec(compile(BLOCKS[0], "README.md", "exec"), namespace)
-    trainer = namespace["trainer"]
-    assert capsys.readouterr().out == "1\n"
-    assert trainer.state.metrics["grad/spike_count"] == 1
+    for block, printed, metrics in zip(
+        BLOCKS, ["1\n", "1\n", ""], [{"grad/spike_count"}, {"grad/skipped_count"}, set()], strict=False
+    ):
+        exec(compile(block, "README.md", "exec"), namespace)
+        assert capsys.readouterr().out == printed
+        assert all(namespace["trainer"].state.metrics[name] == 1 for name in metrics)
     assert scalars(tmp_path / "runs" / "first")["grad/spike"][61] == 1.0
+    written = scalars(tmp_path / "runs" / "second")
+    assert {"grad/norm", "monitor/update_ratio_median", "activation/_root_/std"} <= written.keys()
+    assert list(written["activation/_root_/std"]) == [100]
 
 
 def test_nothing_is_left_to_be_filled_in():
@@ -45,18 +50,26 @@ def test_other_examples_run_on_a_trainer(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for block in BLOCKS[1:]:
+    for block in BLOCKS[3:]:
         trainer = create_supervised_trainer(model, optimizer, torch.nn.functional.mse_loss)
         monitor = ignite_monitor.GradMonitor(
             model, threshold=ignite_monitor.StaticThreshold(1e-6), prefix="x", flag="y"
         )
         monitor.attach(trainer)
-        exec(
-            compile(block, "README.md", "exec"),
-            dict(vars(ignite_monitor), trainer=trainer, model=model, optimizer=optimizer, torch=torch),
+        namespace = dict(
+            vars(ignite_monitor), trainer=trainer, monitor=monitor, model=model, optimizer=optimizer, torch=torch
         )
+        exec(compile(block, "README.md", "exec"), namespace)
         trainer.run([(torch.randn(4, 3), torch.randn(4, 1))] * 2)
+        if "logger" in namespace:
+            namespace["logger"].close()
     assert (tmp_path / "spike_1.pt").exists()
+
+
+def test_width_scaling_example(capsys):
+    (block,) = [block for block in BLOCKS if "parametrize(" in block]
+    exec(compile(block, "README.md", "exec"), {})
+    assert capsys.readouterr().out == "{'0': 0.5, '2': 1.0, '4': 0.5}\n"
 
 
 def test_tables_name_what_there_is():
@@ -103,11 +116,30 @@ def test_custom_step_example(tmp_path, arguments, harmless):
     assert min(written["grad/threshold"]) == 21
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch without Muon")
+@pytest.mark.parametrize(("arguments", "norm", "update"), [((), 3.1, 0.024), (("--muon-lr", "0.2"), 27, 0.24)])
+def test_muon_example(tmp_path, arguments, norm, update):
+    output = run_example("spectral_muon.py", tmp_path, *arguments).stdout
+    norms, updates = zip(*re.findall(r"muon +largest norm +([\d.]+), of an update ([\d.]+)", output), strict=True)
+    assert float(norms[-1]) == pytest.approx(norm, rel=0.1)
+    assert all(float(each) == pytest.approx(update, rel=0.05) for each in updates)
+    assert (accuracies(output)[-1] > 0.93) is (not arguments)
+
+
 @pytest.mark.parametrize(("arguments", "skipped"), [((), 6), (("--no-skip",), 0)])
 def test_skipped_example(tmp_path, arguments, skipped):
     output = run_example("spikes_skipped.py", tmp_path, *arguments).stdout
     assert f"Steps skipped: {skipped} of 220" in output
     assert (accuracies(output)[-1] > 0.9) is bool(skipped)
+
+
+def test_activations_example(tmp_path):
+    output = run_example("activations_gpt.py", tmp_path, "--iterations", "50").stdout
+    assert "iteration 50: loss" in output
+    written = scalars(tmp_path / "runs" / "activations_gpt")
+    assert {f"attention_entropy/blocks.2.attention/head_{i}" for i in range(4)} <= set(written)
+    dead = [written[f"activation/blocks.{i}.mlp.1/dead_fraction"][50] for i in range(3)]
+    assert dead[1] > max(dead[0], dead[2])
 
 
 def test_width_sweep_example(tmp_path):

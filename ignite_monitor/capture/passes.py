@@ -27,8 +27,8 @@ class NotComparableError(Exception):
 class Comparison(Protocol):
     """What there is to compare in a module's call with the same call of the reference.
 
-    Its methods are called with gradients being recorded as in the model. Errors that :meth:`enter` and :meth:`leave`
-    raise leave the call out, with a warning.
+    :meth:`keep` and :meth:`enter` are called with gradients being recorded as in the model. Errors that :meth:`enter`
+    and :meth:`leave` raise leave the call out, with a warning.
     """
 
     def keep(
@@ -217,7 +217,8 @@ class ReferencePasses:
         if begun is None:
             return
         try:
-            result = self._comparison.leave(name, output, *begun)
+            with torch.no_grad():
+                result = self._comparison.leave(name, output, *begun)
         except Exception as error:  # noqa: BLE001 - as above
             self._leave_out(name, error)
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -34,6 +34,7 @@ class Monitor(Serializable):
     Args:
         model: the model to watch, as the train step uses it (wrapped, where it is wrapped).
         prefix: what the names of its values start with, before a slash.
+        families: what comes next in every name, one of these; with them the prefix may be empty.
 
     Raises:
         TypeError: if an argument is of another type.
@@ -41,10 +42,12 @@ class Monitor(Serializable):
             holds what a tag can't.
     """
 
-    def __init__(self, model: nn.Module, prefix: str) -> None:
+    def __init__(self, model: nn.Module, prefix: str, families: Sequence[str] = ()) -> None:
         check_type("model", model, nn.Module, "torch.nn.Module")
         check_type("prefix", prefix, str, "str")
-        if not prefix or set(prefix) - set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_./"):
+        if not (prefix or families) or set(prefix) - set(
+            "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_./"
+        ):
             raise ValueError(f"Argument prefix should be letters, digits, '-', '_', '.' and '/', but given {prefix!r}")
         parameters = list(model.parameters())
         if not parameters:
@@ -53,6 +56,8 @@ class Monitor(Serializable):
             raise ValueError("Argument model has lazy modules: run one forward pass before a monitor is made")
         self.model = model
         self.prefix = prefix
+        # What its names start with, so that none is another monitor's, and loggers have a tag for each.
+        self.families = [self._named(family) for family in families] or [prefix]
         self.metrics: dict[str, Tensor] = {}
         self.logger = logging.getLogger(f"{type(self).__module__}.{type(self).__name__}")
         self._engine: weakref.ref[Engine] | None = None
@@ -61,6 +66,7 @@ class Monitor(Serializable):
         self._log_handlers: list[AddedHandlers] = []
         self._selected = False
         self._host: dict[str, float] | None = None
+        self._tables: list[tuple[list[str], Tensor]] = []
 
     # What a monitor overrides
 
@@ -145,7 +151,7 @@ class Monitor(Serializable):
         if taken:
             raise ValueError(f"engine.state.{taken[0]} is already claimed, by another monitor or by code of your own")
         watch = Watch.of(engine)
-        watch.join(self, self.model, self.prefix)
+        watch.join(self, self.model, self.families)
         self._watch = watch
         self._engine = weakref.ref(engine)
         self._filters = [getattr(each, "filter", None) for each in events]
@@ -168,7 +174,7 @@ class Monitor(Serializable):
         self.release()
         self.clear(engine)
         self._selected = False
-        self._watch.leave(self, self.model, self.prefix)
+        self._watch.leave(self, self.model, self.families)
         self._watch = self._engine = None
         for attribute in self.attributes:
             delattr(engine.state, attribute)
@@ -208,11 +214,16 @@ class Monitor(Serializable):
         added = AddedHandlers(engine)
         if isinstance(logger, ProgressBar):
             logger.attach(engine, output_transform=LoggedValues(self, ""), event_name=event)
+            added.note()
+        elif tag:
+            logger.attach_output_handler(engine, event, tag=tag, output_transform=LoggedValues(self, ""))
+            added.note(self)
         else:
             # Ignite's handlers always put a tag before a name: where the user wants none, it is the name's first part.
-            values = LoggedValues(self, "" if tag else self.prefix)
-            logger.attach_output_handler(engine, event, tag=tag or self.prefix, output_transform=values)
-        added.note(None if isinstance(logger, ProgressBar) else self)
+            for family in self.families:
+                values = LoggedValues(self, family)
+                logger.attach_output_handler(engine, event, tag=family, output_transform=values)
+                added.note(self, family)
         self._log_handlers.append(added)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -236,6 +247,7 @@ class Monitor(Serializable):
             if engine is not None:
                 engine.state.metrics.pop(name, None)
         self.metrics.clear()
+        self._tables.clear()
         self._host = None
 
     def publish(self, **values: Tensor) -> None:
@@ -244,7 +256,19 @@ class Monitor(Serializable):
         Args:
             values: name, without the prefix, -> 0-dim tensor.
         """
-        self._put({f"{self.prefix}/{name}": value for name, value in values.items()})
+        self._put({self._named(name): value for name, value in values.items()})
+        self._host = None
+
+    def publish_table(self, names: Sequence[str], values: Tensor) -> None:
+        """Put many values where :meth:`publish` puts single ones, which come to the host as one.
+
+        Args:
+            names: the names, without the prefix; none that is published by itself.
+            values: the values, one-dimensional.
+        """
+        table = [self._named(name) for name in names] if self.prefix else list(names)
+        self._put(dict(zip(table, values.unbind(), strict=True)))
+        self._tables.append((table, values))
         self._host = None
 
     def on_host(self) -> dict[str, float]:
@@ -252,7 +276,7 @@ class Monitor(Serializable):
         if self._host is None:
             members = [self] if self._watch is None else self._watch.members
             stale = [member for member in members if member._host is None]
-            numbers = transfer([[*member.metrics.values(), *member.carried()] for member in stale])
+            numbers = transfer([[*member._published(), *member.carried()] for member in stale])
             for member, own in zip(stale, numbers, strict=True):
                 member._take_over(own)
         return self._host or {}
@@ -265,6 +289,18 @@ class Monitor(Serializable):
     def _attached_to(self) -> Engine | None:
         return self._engine() if self._engine is not None else None
 
+    def _named(self, name: str) -> str:
+        return f"{self.prefix}/{name}" if self.prefix else name
+
+    def _singles(self) -> list[str]:
+        if len(self.metrics) == sum(len(names) for names, _ in self._tables):
+            return []
+        tabled = {name for names, _ in self._tables for name in names}
+        return [name for name in self.metrics if name not in tabled]
+
+    def _published(self) -> list[Tensor]:
+        return [*(values for _, values in self._tables), *(self.metrics[name] for name in self._singles())]
+
     def _put(self, values: dict[str, Tensor]) -> None:
         self.metrics.update(values)
         engine = self._attached_to()
@@ -272,9 +308,11 @@ class Monitor(Serializable):
             engine.state.metrics.update(values)
 
     def _take_over(self, numbers: list[list[float]]) -> None:
-        count = len(self.metrics)
-        host = {name: number for name, (number,) in zip(self.metrics, numbers[:count], strict=True)}
-        late = {f"{self.prefix}/{name}": number for name, number in self.receive(numbers[count:]).items()}
+        names = [*(names for names, _ in self._tables), *([name] for name in self._singles())]
+        host: dict[str, float] = {}
+        for several, own in zip(names, numbers, strict=False):
+            host.update(zip(several, own, strict=True))
+        late = {self._named(name): number for name, number in self.receive(numbers[len(names) :]).items()}
         if late:
             self._put({name: torch.tensor(number, dtype=torch.float64, device="cpu") for name, number in late.items()})
         self._host = host | late

@@ -236,7 +236,6 @@ class _Evaluated(_Layer):
                 norms = [*self._of(2, _wide(x)), *self._of(3, _wide(x) - _wide(reference_x))]
         return norms, None if crossed is None else crossed.detach(), x, None if x is None else x._version
 
-    @torch.no_grad()
     def leave(self, output: Any, entered: Any, kept: list[Tensor | None]) -> Norms:
         norms: Norms = entered[0]
         crossed, x, version = entered[1:]

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from ignite.engine import Engine
+from ignite.handlers.base_logger import BaseLogger
 from torch import Tensor
 
 
@@ -33,27 +34,32 @@ class AddedHandlers:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)
-        self._before = {event: len(handlers) for event, handlers in engine._event_handlers.items()}
+        self._before = {id(handler) for handlers in engine._event_handlers.values() for handler in handlers}
         self._added: list[tuple[Any, tuple[Any, ...]]] = []
 
-    def note(self, monitor: HasValues | None) -> None:
-        """Take the handlers down; those of a monitor are called only where it has values.
+    def note(self, monitor: HasValues | None = None, family: str = "") -> None:
+        """Take the handlers down that are new; those of a monitor are called only where it has values.
 
         For some loggers an empty record is a request to a server, or a step of its own. A filtered event would do as
         well, but Ignite's filters close a reference cycle through the engine.
 
         Args:
             monitor: the monitor; None if they are to be called always.
+            family: what the names of the values start with; empty for any.
         """
         engine = self._engine()
         if engine is None:
             return
         for event, handlers in engine._event_handlers.items():
-            for place in range(self._before.get(event, 0), len(handlers)):
-                handler, args, kwargs = handlers[place]
+            for place, (handler, args, kwargs) in enumerate(handlers):
+                if id(handlers[place]) in self._before:
+                    continue
+                if monitor is not None and isinstance(getattr(handler, "__self__", None), BaseLogger):
+                    continue  # its own business: it sees a run begin and end
                 if monitor is not None:
-                    handlers[place] = (_where_monitored(handler, monitor), args, kwargs)
+                    handlers[place] = (_where_monitored(handler, monitor, family), args, kwargs)
                 self._added.append((event, handlers[place]))
+            self._before |= {id(handler) for handler in handlers}
 
     def remove(self) -> None:
         """Remove the handlers from the engine."""
@@ -65,13 +71,16 @@ class AddedHandlers:
         self._added.clear()
 
 
-def _where_monitored(handler: Callable[..., Any], monitor: HasValues) -> Callable[..., Any]:
+def _where_monitored(handler: Callable[..., Any], monitor: HasValues, family: str) -> Callable[..., Any]:
     owner = weakref.ref(monitor)
+    start = f"{family}/" if family else ""
 
     @functools.wraps(handler, updated=())
     def handle(*args: Any, **kwargs: Any) -> Any:
         monitor = owner()
-        return handler(*args, **kwargs) if monitor is not None and monitor.metrics else None
+        if monitor is None or not any(name.startswith(start) for name in monitor.metrics):
+            return None
+        return handler(*args, **kwargs)
 
     return handle
 
@@ -81,16 +90,19 @@ class LoggedValues:
 
     Args:
         monitor: the monitor.
-        prefix: what to strip from the values' names.
+        family: what the names of the values start with, which is stripped from them; empty for all values.
     """
 
-    def __init__(self, monitor: HasValues, prefix: str) -> None:
+    def __init__(self, monitor: HasValues, family: str) -> None:
         self._monitor = weakref.ref(monitor)
-        self._strip = len(prefix) + 1 if prefix else 0
+        self._start = f"{family}/" if family else ""
 
     def __call__(self, _: Any) -> dict[str, float]:
         monitor = self._monitor()
-        return {} if monitor is None else {name[self._strip :]: value for name, value in monitor.on_host().items()}
+        if monitor is None:
+            return {}
+        host, start = monitor.on_host(), self._start
+        return {name[len(start) :]: value for name, value in host.items() if name.startswith(start)}
 
 
 def transfer(groups: list[list[Tensor]]) -> list[list[list[float]]]:

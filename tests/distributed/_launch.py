@@ -21,6 +21,7 @@ WORLD = 2
 
 def launch(worker: str, folder: Path, names: Iterable[str], timeout: float = 150.0) -> list[tuple[int, str]]:
     """Run a worker's scenarios on both ranks; their exit codes and what they wrote to stderr."""
+    folder.mkdir(exist_ok=True)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(

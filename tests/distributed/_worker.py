@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 from typing import Any
 
 import ignite.distributed as idist
@@ -219,6 +221,23 @@ def inner_model(rank: int) -> dict[str, Any]:
 def dropped(rank: int) -> dict[str, Any]:
     """Nothing is detached, nothing is torn down: as a script ends that just stops."""
     global kept
+    kept = ddp_trainer(rank, watched=True)[0]
+    return {}
+
+
+def freed(rank: int) -> dict[str, Any]:
+    """What is alive of a run that was dropped without detaching, with monitors and without."""
+    alive = {}
+    gc.disable()
+    for watched in (False, False, True):  # the first use leaves reference cycles of torch's own
+        parts = [weakref.ref(part) for part in ddp_trainer(rank, watched)]
+        alive[watched] = [part() is not None for part in parts]
+    gc.enable()
+    return {"bare": alive[False], "watched": alive[True]}
+
+
+def ddp_trainer(rank: int, watched: bool) -> tuple[Engine, nn.Module, nn.Module]:
+    """A trainer that has run, its model, and that without its wrapper."""
     model = ddp()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
 
@@ -228,10 +247,11 @@ def dropped(rank: int) -> dict[str, Any]:
         F.mse_loss(model(x), y).backward()
         optimizer.step()
 
-    kept = trainer = Engine(train_step)
-    GradMonitor(model, optimizer, skip_step=True).attach(trainer)
+    trainer = Engine(train_step)
+    if watched:
+        GradMonitor(model, optimizer, skip_step=True).attach(trainer)
     trainer.run(batches())
-    return {}
+    return trainer, model, model.module
 
 
 def uneven_inputs(rank: int) -> dict[str, Any]:
@@ -284,6 +304,7 @@ SCENARIOS: dict[str, Any] = {
     "sum": lambda rank: different_parameters(rank, reduction="sum"),
     "sum inf": lambda rank: different_parameters(rank, reduction="sum", norm_type=float("inf")),
     "mean": lambda rank: different_parameters(rank, reduction="mean"),
+    "freed": freed,
     "uneven inputs": uneven_inputs,
     "after the process group": after_the_process_group,
     "dropped": dropped,

@@ -1,0 +1,310 @@
+"""ignite-monitor: looking at a run from the command line."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from ignite_monitor.report.series import Series
+
+PROGRAM = "ignite-monitor"
+MANY = 500
+"""From how many metrics on reading them takes long enough for a progress bar."""
+
+JSON_KEYS = """\
+--json prints one object:
+  version      1; raised when a key changes
+  file         the run's file
+  iterations   {first, last}
+  healthy      true, false, or null where no monitor's metric is in the file
+  looked_at    what there was to judge by, in words
+  findings     [{kind, severity (problem, warning, note), text, metrics, iterations, values}], most important first
+  metrics      {name: {first, last, min, max, values, nonfinite, first_step, last_step}}
+A number that is NaN or infinite is null.
+"""
+
+COMPARE_KEYS = """\
+--json prints one object:
+  version          1; raised when a key changes
+  compared_until   the last iteration that both have
+  runs             [A, B], each {file, last_iteration, findings, only_here}; findings as in summary --json
+  metrics          {name: {a, b, best_a, best_b, relative, matters}} of those in both, what differs most first
+A number that is NaN or infinite is null.
+"""
+
+
+class BadInput(Exception):  # noqa: N818
+    """What the user gave can't be used; its text is one line."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        arguments: its words; None for those the process was given.
+
+    Returns:
+        The exit code: 0, or 2 where the input is bad, with one line on the standard error.
+    """
+    if sys.stdout is None:  # closed by the caller
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    parser = _parser()
+    chosen = parser.parse_args(arguments)
+    try:
+        with _one_line("the output"):
+            if chosen.command is None:
+                parser.print_help()
+            else:
+                chosen.command(chosen)
+            sys.stdout.flush()
+    except BrokenPipeError:
+        _give_up_output()  # whoever read has seen enough
+    except BadInput as error:
+        _give_up_output()
+        print(f"{PROGRAM}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"{PROGRAM}: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _give_up_output() -> None:
+    """Let nothing be left that is flushed at exit, which would fail once more."""
+    with contextlib.suppress(OSError, ValueError):  # a stream that is no file
+        try:
+            sys.stdout.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog=PROGRAM,
+        description="See what happened in a training run.",
+        epilog="""\
+examples:
+  ignite-monitor demo                               train a small model and see what is recorded
+  ignite-monitor summary runs/demo/run.h5           what happened, in words
+  ignite-monitor plot runs/demo/run.h5 -o run.png   and in a picture
+  ignite-monitor compare first.h5 second.h5         two runs side by side
+
+A run's file is written by HDF5Logger. ignite-monitor COMMAND --help says more.""",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {_version()}")
+    parser.set_defaults(command=None)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
+
+    demo = _command(
+        commands,
+        "demo",
+        _demo,
+        "train a small model on real data with a damaged batch in it, watched by every handler",
+        """\
+examples:
+  ignite-monitor demo
+  ignite-monitor demo -o runs/mine --iterations 1000
+
+Needs no network, and takes less than half a minute.""",
+    )
+    demo.add_argument("-o", "--output", default="runs/demo", metavar="DIR", help="where to write (default: runs/demo)")
+    demo.add_argument("--iterations", type=int, default=500, metavar="N", help="for how long to train (default: 500)")
+
+    summary = _command(
+        commands,
+        "summary",
+        _summary,
+        "say what happened in a run, most important first",
+        f"""\
+examples:
+  ignite-monitor summary runs/demo/run.h5
+  ignite-monitor summary runs/demo/run.h5 --all | less
+  ignite-monitor summary runs/demo/run.h5 --json | jq '.findings[].text'
+
+{JSON_KEYS}""",
+    )
+    _run_argument(summary, "run", "RUN.h5")
+    summary.add_argument("--all", action="store_true", help="every metric in the table")
+    summary.add_argument("--json", action="store_true", help="for machines")
+
+    plot = _command(
+        commands,
+        "plot",
+        _plot,
+        "draw a run: panels by family, spikes marked",
+        """\
+examples:
+  ignite-monitor plot runs/demo/run.h5 -o run.png
+  ignite-monitor plot runs/demo/run.h5 -o norms.pdf --metrics '^grad/'
+  ignite-monitor plot runs/demo/run.h5 -o layers.png --metrics 'blocks\\.0.*(l2_norm|dead)' --log""",
+    )
+    _run_argument(plot, "run", "RUN.h5")
+    plot.add_argument(
+        "-o", "--output", metavar="FILE", help="where to write: .png, .pdf or .svg (default: RUN.png beside RUN.h5)"
+    )
+    plot.add_argument("--metrics", metavar="REGEX", help="only metrics whose name matches somewhere")
+    plot.add_argument("--log", action="store_true", help="a logarithmic scale in every panel")
+
+    compare = _command(
+        commands,
+        "compare",
+        _compare,
+        "two runs side by side, what differs most first",
+        f"""\
+examples:
+  ignite-monitor compare runs/small_lr.h5 runs/large_lr.h5
+  ignite-monitor compare a.h5 b.h5 --json | jq '.metrics["train/loss"]'
+
+Where one run is longer, each metric is compared up to the last step that both have.
+
+{COMPARE_KEYS}""",
+    )
+    _run_argument(compare, "first", "A.h5")
+    _run_argument(compare, "second", "B.h5")
+    compare.add_argument("--all", action="store_true", help="every metric in the table")
+    compare.add_argument("--json", action="store_true", help="for machines")
+    return parser
+
+
+def _command(
+    commands: Any, name: str, command: Callable[[argparse.Namespace], None], does: str, epilog: str
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=does,
+        description=f"{does[0].upper()}{does[1:]}.",
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(command=command)
+    return parser
+
+
+def _run_argument(parser: argparse.ArgumentParser, name: str, metavar: str) -> None:
+    parser.add_argument(name, metavar=metavar, help="a run's file, as HDF5Logger writes it")
+
+
+def _demo(chosen: argparse.Namespace) -> None:
+    from ignite_monitor.demo import LEAST, run_demo
+
+    if chosen.iterations < LEAST:
+        raise BadInput(f"argument --iterations should be at least {LEAST}, but given {chosen.iterations}")
+    with _one_line(chosen.output):
+        run_demo(Path(chosen.output), chosen.iterations)
+
+
+def _summary(chosen: argparse.Namespace) -> None:
+    from ignite_monitor.report.summary import as_json, summarise
+
+    summary = summarise(chosen.run, _read(chosen.run))
+    if chosen.json:
+        return _print_json(as_json(summary))
+    from ignite_monitor.report.text import show, summary_text
+
+    return show(summary_text(summary, chosen.all))
+
+
+def _plot(chosen: argparse.Namespace) -> None:
+    from ignite_monitor.plot import draw
+    from ignite_monitor.report.panels import picture
+
+    try:
+        selection = re.compile(chosen.metrics) if chosen.metrics is not None else None
+    except re.error as error:
+        raise BadInput(f"argument --metrics: {chosen.metrics!r} is no regular expression: {error}") from None
+    output = Path(chosen.output or Path(chosen.run).with_suffix(".png"))
+    if output.exists() and Path(chosen.run).exists() and output.samefile(chosen.run):
+        raise BadInput(f"{output} is the run itself, and would be overwritten")
+    run = _read(chosen.run)
+    shown = picture(run, selection)
+    if not shown.panels:
+        raise BadInput(f"none of the {len(run)} metrics in {chosen.run} matches {chosen.metrics!r}")
+    with _one_line(str(output)):
+        draw(shown, output, title=Path(chosen.run).name, log=chosen.log)
+    print(f"{output}: {len(shown.panels)} panels")
+
+
+def _compare(chosen: argparse.Namespace) -> None:
+    from ignite_monitor.report.compare import as_json, compare
+
+    comparison = compare((chosen.first, chosen.second), (_read(chosen.first), _read(chosen.second)))
+    if chosen.json:
+        return _print_json(as_json(comparison))
+    from ignite_monitor.report.text import comparison_text, show
+
+    return show(comparison_text(comparison, chosen.all))
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    print(json.dumps(value, indent=2, allow_nan=False))
+
+
+def _read(path: str) -> dict[str, Series]:
+    with _one_line(path):
+        from ignite_monitor.hdf5.reader import read_hdf5
+        from ignite_monitor.report.series import tidy
+
+        run = read_hdf5(path)
+        tidied = tidy({name: run[name] for name in _progress(list(run))})
+        if not tidied:
+            raise BadInput(f"{path} holds no metrics: nothing was written to it yet")
+        return tidied
+
+
+def _progress(names: list[str]) -> Iterator[str]:
+    if len(names) < MANY or not sys.stderr.isatty():
+        yield from names
+        return
+    from rich.console import Console
+    from rich.progress import track
+
+    yield from track(names, "Reading", console=Console(stderr=True), transient=True)
+
+
+@contextlib.contextmanager
+def _one_line(path: str) -> Iterator[None]:
+    """Turn what bad input raises into one line that names the file.
+
+    Args:
+        path: the file.
+
+    Raises:
+        BadInput: if that is what was raised.
+        BrokenPipeError: if the reader of the output has gone.
+    """
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except (OSError, ValueError, ImportError) as error:
+        text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        text = " ".join(text.split())
+        raise BadInput(text if path in text or isinstance(error, ImportError) else f"{path}: {text}") from None
+
+
+def _version() -> str:
+    try:
+        return version(PROGRAM)
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

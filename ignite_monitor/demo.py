@@ -1,0 +1,269 @@
+"""A small training to look at: a GPT learns Python, one batch is damaged, and every handler watches."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+import shutil
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from ignite.engine import Engine, Events
+from ignite.handlers.base_logger import BaseLogger
+from torch import Tensor, nn
+
+from ignite_monitor.events import MonitorEvents
+from ignite_monitor.functional.robust import RobustThreshold
+from ignite_monitor.handlers._base import Monitor
+from ignite_monitor.handlers.activations import ActivationHandler
+from ignite_monitor.handlers.grad_monitor import GradMonitor
+from ignite_monitor.handlers.rcc import RCCHandler
+from ignite_monitor.handlers.spectral_norm import SpectralNormHandler
+from ignite_monitor.handlers.step_stats import StepStatsHandler
+from ignite_monitor.handlers.weight_update import WeightUpdateHandler
+from ignite_monitor.hdf5.logger import HDF5Logger
+from ignite_monitor.report.series import number
+from ignite_monitor.tensorboard import tensorboard_layout
+
+LEAST = 60
+"""With fewer iterations the damaged batch would come in the threshold's warm-up."""
+CHARACTERS, CONTEXT, BATCH, WIDTH, HEADS, BLOCKS = 128, 64, 16, 64, 4, 2
+MOST_BYTES = 2**20
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Block(nn.Module):
+    """A transformer's block: causal attention and a perceptron, each beside a residual connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.projection = nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.ReLU(), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The block's output.
+
+        Args:
+            x: (batch, characters, width).
+        """
+        parts = self.qkv(self.norm_1(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        attended = nn.functional.scaled_dot_product_attention(parts[0], parts[1], parts[2], is_causal=True)
+        x = x + self.projection(attended.transpose(1, 2).flatten(2))
+        return torch.add(x, self.mlp(self.norm_2(x)))
+
+
+class TinyGPT(nn.Module):
+    """Predicts the next character."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.characters = nn.Embedding(CHARACTERS, WIDTH)
+        self.places = nn.Embedding(CONTEXT, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, CHARACTERS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The logits of each next character.
+
+        Args:
+            x: numbers of characters, (batch, characters).
+        """
+        x = self.characters(x) + self.places.weight[: x.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def run_demo(directory: Path, iterations: int) -> None:
+    """Train, and say what happens, where the results are and what to do with them.
+
+    Args:
+        directory: where to write; files that are there stay.
+        iterations: for how long to train, :data:`LEAST` at least.
+
+    Raises:
+        ModuleNotFoundError: if h5py or rich is not installed.
+        OSError: if the directory can't be written.
+    """
+    from ignite_monitor.hdf5.reader import read_hdf5
+    from ignite_monitor.report.series import tidy
+    from ignite_monitor.report.summary import summarise
+    from ignite_monitor.report.text import findings_text, show
+
+    directory.mkdir(parents=True, exist_ok=True)
+    file = _free_name(directory)
+    torch.manual_seed(0)
+    torch.set_num_threads(1)  # threads that wait for each other cost such a small model more than they add
+    text = _text()
+    model = TinyGPT()
+    size = sum(parameter.numel() for parameter in model.parameters())
+    damaged = max(LEAST - 10, 2 * iterations // 3)
+    _say(
+        f"A GPT of {BLOCKS} blocks and {size:,} parameters learns {len(text) / 1e6:.1f} MB of Python's own sources, "
+        f"for {iterations} iterations.\nThe batch of iteration {damaged} is damaged: nothing but zeros.\n"
+    )
+    with HDF5Logger(file, "x") as logger:
+        _train(model, text, iterations, damaged, [logger, *_tensorboard(directory / "tensorboard" / file.stem)])
+    summary = summarise(str(file), tidy(read_hdf5(file)))
+    _say("\nWhat the file says of the run:")
+    show(findings_text(summary))
+    picture = file.with_suffix(".png")
+    _say(f"\nEverything is in {directory}. Look at it:")
+    _say(f"    {_program()} summary {shlex.quote(str(file))}")
+    _say(f"    {_program()} plot {shlex.quote(str(file))} -o {shlex.quote(str(picture))}")
+    if importlib.util.find_spec("tensorboard"):
+        _say(f"    {_beside('tensorboard')} --logdir {shlex.quote(str(directory / 'tensorboard'))}")
+    else:
+        _say("    (with TensorBoard too: pip install 'ignite-monitor[tensorboard]', and run the demo again)")
+
+
+def _monitors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[Monitor, Any]]:
+    """Every handler, and in which iterations it watches."""
+    now_and_then: list[Monitor] = [
+        WeightUpdateHandler(model, optimizer),
+        ActivationHandler(model, activations=True, attention=True),
+        RCCHandler(model),
+        SpectralNormHandler(model, updates=True),
+        StepStatsHandler(model, optimizer),
+    ]
+    always = GradMonitor(model, optimizer, threshold=RobustThreshold(), skip_step=True)
+    return [(always, Events.ITERATION_STARTED)] + [(each, Events.ITERATION_STARTED(every=5)) for each in now_and_then]
+
+
+def _train(model: nn.Module, text: Tensor, iterations: int, damaged: int, loggers: list[BaseLogger]) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    train_text, test_text = text[: -len(text) // 10], text[-len(text) // 10 :]
+    test_batch = next(_batches(test_text, damaged=-1, seed=1))
+
+    def train_step(engine: Engine, batch: Batch) -> None:
+        optimizer.zero_grad()
+        loss = _loss(model, batch)
+        loss.backward()
+        optimizer.step()  # at a spike GradMonitor makes it do nothing
+        engine.state.metrics["loss"] = loss.item()
+
+    def evaluate(engine: Engine, batch: Batch) -> None:
+        model.eval()
+        with torch.no_grad():
+            engine.state.metrics["loss"] = _loss(model, batch).item()
+        model.train()
+
+    trainer, evaluator = Engine(train_step), Engine(evaluate)
+    monitors = _monitors(model, optimizer)
+    for monitor, event in monitors:
+        monitor.attach(trainer, event)
+    for logger in loggers:
+        for monitor, _ in monitors:
+            monitor.log_to(logger, trainer)
+        logger.attach_output_handler(trainer, Events.ITERATION_COMPLETED, tag="train", metric_names=["loss"])
+        logger.attach_output_handler(
+            evaluator,
+            Events.COMPLETED,
+            tag="test",
+            metric_names=["loss"],
+            global_step_transform=lambda *_: trainer.state.iteration,
+        )
+        if hasattr(logger, "add_custom_scalars"):
+            logger.add_custom_scalars(tensorboard_layout(*(monitor for monitor, _ in monitors)))
+
+    @trainer.on(MonitorEvents.SPIKE_DETECTED)
+    def report_spike(engine: Engine) -> None:
+        norm, threshold = (float(engine.state.metrics[f"grad/{name}"]) for name in ("norm", "threshold"))
+        _say(
+            f"iteration {engine.state.iteration:4d}: SPIKE, gradient norm {number(norm, 3)} exceeds "
+            f"{number(threshold, 3)}: the step is skipped"
+        )
+
+    @trainer.on(Events.ITERATION_COMPLETED(every=max(1, iterations // 5)))
+    def report(engine: Engine) -> None:
+        evaluator.run([test_batch])
+        losses = [each.state.metrics["loss"] for each in (engine, evaluator)]
+        _say(f"iteration {engine.state.iteration:4d}: loss {losses[0]:.3f}, on unseen code {losses[1]:.3f}")
+
+    trainer.run(_batches(train_text, damaged), max_epochs=1, epoch_length=iterations)
+    for monitor, _ in monitors:
+        monitor.detach()
+    for logger in loggers:
+        logger.close()
+
+
+def _loss(model: nn.Module, batch: Batch) -> Tensor:
+    inputs, targets = batch
+    return nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+
+
+def _text() -> Tensor:
+    """The numbers of the characters of the standard library's sources.
+
+    Raises:
+        FileNotFoundError: if this Python comes without them.
+    """
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    found, size = [], 0
+    for path in sorted(folder.glob("*.py")):
+        found.append(path.read_bytes())
+        size += len(found[-1])
+        if size > MOST_BYTES:
+            break
+    if size < 100 * CONTEXT:
+        raise FileNotFoundError(f"The standard library's sources are not in {folder}")
+    return torch.frombuffer(bytearray(b"".join(found)), dtype=torch.uint8).long().clamp(max=CHARACTERS - 1)
+
+
+def _batches(text: Tensor, damaged: int, seed: int = 0) -> Iterator[Batch]:
+    generator = torch.Generator().manual_seed(seed)
+    iteration = 0
+    while True:
+        iteration += 1
+        starts = torch.randint(len(text) - CONTEXT - 1, (BATCH, 1), generator=generator)
+        piece = text[starts + torch.arange(CONTEXT + 1)]
+        if iteration == damaged:
+            piece = torch.zeros_like(piece)
+        yield piece[:, :-1], piece[:, 1:]
+
+
+def _tensorboard(directory: Path) -> list[BaseLogger]:
+    if importlib.util.find_spec("tensorboard") is None:
+        return []
+    from ignite.handlers.tensorboard_logger import TensorboardLogger
+
+    return [TensorboardLogger(log_dir=str(directory))]
+
+
+def _free_name(directory: Path) -> Path:
+    """The first of run.h5, run_2.h5, … that is not there."""
+    file, count = directory / "run.h5", 1
+    while file.exists():
+        count += 1
+        file = directory / f"run_{count}.h5"
+    return file
+
+
+def _program() -> str:
+    """How this program was called, to be called again."""
+    if Path(sys.argv[0]).name == "__main__.py":
+        return "python -m ignite_monitor"
+    return _beside("ignite-monitor")
+
+
+def _beside(program: str) -> str:
+    """A program of this environment, as one types it."""
+    path = Path(sys.executable).with_name(program)
+    found = shutil.which(program)
+    if found and (not path.exists() or os.path.samefile(found, path)):
+        return program
+    return shlex.quote(os.path.relpath(path)) if path.exists() else program
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)

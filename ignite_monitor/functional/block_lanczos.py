@@ -1,0 +1,155 @@
+"""Block Lanczos from known and from random vectors: the largest eigenvalue, and what it can't exceed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ignite_monitor.functional._devices import wide_dtype
+from ignite_monitor.functional.dominant import dominant
+
+WARM = PROBES = 8
+WIDTH = WARM + PROBES
+
+# The squared length of 8 independent standard normal numbers is smaller once in 100,000 times.
+_LEAST_SQUARE = 0.2553
+# How far above the largest Ritz value an eigenvalue is looked for, relatively; nearer ones drown in float32's rounding.
+_ABOVE = [2.4e-4 * 2**i for i in range(13)]
+
+
+class Leading(NamedTuple):
+    """What a Krylov space says of the largest eigenvalue of each operator.
+
+    Attributes:
+        lower: a lower bound of it, of shape (B,).
+        upper: an upper bound, of shape (B,).
+        coordinates: of vectors in the space's basis, of shape (B, WARM, any): the first has the lower bound for its
+            Rayleigh quotient, all together span the leading eigenspace approximately.
+    """
+
+    lower: Tensor
+    upper: Tensor
+    coordinates: Tensor
+
+
+class BlockLanczos:
+    r"""A Krylov space of symmetric positive semidefinite operators A of order n, grown step by step.
+
+    After k steps its orthonormal basis Q, in blocks of which the first is :math:`Q E_1`, satisfies
+
+    .. math:: A Q = Q T + Q_+ B E_k^\top, \qquad T = Q^\top A Q.
+
+    The residual of a Ritz vector says that there is an eigenvalue nearby, not that it is the largest. What says this
+    are the random vectors :math:`\Omega = Q E_1 R` among those that the space starts with: let u be a unit eigenvector
+    whose eigenvalue λ exceeds those of T. Then :math:`y = Q^\top u` solves :math:`(\lambda - T) y = E_k B^\top z`
+    with :math:`z = Q_+^\top u`, so that
+
+    .. math:: \Omega^\top u = R^\top E_1^\top y = R^\top E_1^\top (\lambda - T)^{-1} E_k B^\top z, \qquad
+        \lVert z\rVert \le 1.
+
+    On the left are 8 independent standard normal numbers, since Ω knows nothing of A; once in 100,000 times their sum
+    of squares is smaller than 0.2553. So no λ at which the matrix on the right has a norm below :math:`\sqrt{0.2553}`
+    is an eigenvalue, and that norm falls exponentially with k.
+
+    Args:
+        gram: V -> VA for V of shape (B, WIDTH, n), with eigenvalues of 1 at most.
+        start: of shape (B, WIDTH, n): WARM rows of any kind, then PROBES standard normal ones that are independent of A
+            and of these.
+        steps: how many steps there may be at most; ``(steps + 1) * WIDTH`` is at most n.
+
+    Attributes:
+        steps: how many there have been.
+    """
+
+    def __init__(self, gram: Callable[[Tensor], Tensor], start: Tensor, steps: int) -> None:
+        batch, _, n = start.shape
+        self._gram = gram
+        self._basis = start.new_empty(batch, (steps + 1) * WIDTH, n)
+        self._projected = start.new_zeros(batch, steps * WIDTH, steps * WIDTH)
+        self._couplings: list[Tensor] = []
+        self._random = start[:, WARM:]
+        self._basis[:, :WIDTH], coordinates = _orthonormal(start)
+        self._probes = coordinates[..., WARM:].to(wide_dtype(start.device))
+        self.steps = 0
+
+    def extend(self) -> None:
+        """Add a block to the space."""
+        size = self.steps * WIDTH
+        basis = self._basis[:, : size + WIDTH]
+        block = self._gram(basis[:, size:])
+        coefficients = basis @ block.mT
+        block = block - coefficients.mT @ basis
+        self._projected[:, : size + WIDTH, size : size + WIDTH] = coefficients
+        # Where the space is exhausted nothing but rounding remains of some rows, with any direction inside or outside
+        # of it. So they get one, as small as rounding. Once is not enough for orthogonality in floating point.
+        following = _orthonormal(block + self._dither(coefficients))[0]
+        for _ in range(2):
+            following = following - (basis @ following.mT).mT @ basis
+        following = _orthonormal(following)[0]
+        self._couplings.append((following @ block.mT).to(self._probes.dtype))
+        self._basis[:, size + WIDTH : size + 2 * WIDTH] = following
+        self.steps += 1
+
+    def leading(self) -> Leading:
+        """The largest eigenvalue, as far as this space knows."""
+        size = self.steps * WIDTH
+        upper_half = self._projected[:, :size, :size].triu()
+        projected = upper_half + upper_half.triu(1).mT
+        found = dominant(projected)
+        # Warm and random vectors mixed, so that a direction that the warm ones have no part of is found as well.
+        mixed = found.power[:, :WARM] + found.power[:, WARM:WIDTH]
+        chosen = torch.cat([found.vector.unsqueeze(1), mixed[:, : WARM - 1]], 1)
+        upper = self._excluded(projected.to(self._probes.dtype), found.upper.to(self._probes.dtype))
+        return Leading(found.lower, upper, chosen)
+
+    def vectors(self, leading: Leading) -> Tensor:
+        """Orthonormal rows in the order of their coordinates, of shape (B, WARM, n).
+
+        Args:
+            leading: what :meth:`leading` returned last.
+        """
+        basis: Tensor = self._basis[:, : leading.coordinates.shape[2]]
+        return _orthonormal(leading.coordinates @ basis)[0]
+
+    def _dither(self, coefficients: Tensor) -> Tensor:
+        size: Tensor = 4 * torch.finfo(coefficients.dtype).eps * torch.linalg.matrix_norm(coefficients, keepdim=True)
+        shifted = [self._random.roll(2 * self.steps + i, 2) for i in (1, 2)]
+        return size / math.sqrt(self._random.shape[2]) * torch.cat(shifted, 1)
+
+    def _excluded(self, projected: Tensor, largest: Tensor) -> Tensor:
+        """The smallest of the candidates above which there is no eigenvalue; 1 if there is none."""
+        above = torch.stack([torch.full_like(largest, each) for each in _ABOVE], 1)
+        candidates = largest[:, None].clamp(min=1e-30) * (1 + above)
+        identity = torch.eye(WIDTH, dtype=projected.dtype, device=projected.device)
+        # (λ − T)⁻¹ by block elimination, with Schur complements of the blocks on the diagonal, all positive definite:
+        # the blocks of y are y_j = S_j y_(j+1), and the last one is S_k z.
+        product = self._probes.mT[:, None]
+        schur = squares = torch.zeros_like(identity)
+        for i, coupling in enumerate(self._couplings):
+            at = slice(i * WIDTH, (i + 1) * WIDTH)
+            pivot = candidates[..., None, None] * identity - projected[:, None, at, at] - schur
+            solved = torch.linalg.solve_ex(pivot, coupling.mT[:, None].expand_as(pivot))[0]
+            product = product @ solved
+            schur = coupling[:, None] @ solved
+            squares = solved.mT @ (solved + squares @ solved)
+        square = product @ torch.linalg.solve_ex(identity + squares, product.mT)[0]
+        # Its largest eigenvalue from above: the 16th root of the trace of the 16th power.
+        for _ in range(3):
+            square = square @ square
+        norms = square.square().sum((2, 3)) ** (1 / 32)
+        rounding = 8 * torch.finfo(self._basis.dtype).eps * torch.linalg.matrix_norm(self._probes)
+        possible = ~(norms + rounding[:, None] / above < math.sqrt(_LEAST_SQUARE))
+        following = torch.cat([candidates[:, 1:], torch.ones_like(candidates[:, :1])], 1)
+        return torch.where(possible, following, candidates[:, :1]).amax(1).clamp(max=1.0)
+
+
+def _orthonormal(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Orthonormal rows that span the same, and R with ``rows.mT == orthonormal.mT @ R``."""
+    q: Tensor
+    r: Tensor
+    q, r = torch.linalg.qr(rows.mT)
+    return q.mT, r

@@ -1,0 +1,184 @@
+"""Statistics of named tensors that come one after the other, small ones taken together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ignite_monitor.functional._devices import upload
+from ignite_monitor.functional.statistics import statistics, sum_up, unit_dimension
+
+# Tensors of at most so many elements are copied, and their sums taken with those of others, until the copies take up
+# so many bytes: an operation on a small tensor takes longer than the arithmetic in it.
+_SMALL = 2**16
+_HELD = 2**20
+
+# How many units are kept apart, of names in another order each time, before they are merged.
+_UNITS = 2**20
+
+
+class Table(NamedTuple):
+    """What has been observed of each name.
+
+    Attributes:
+        names: the names, each once.
+        sums: as in :class:`~ignite_monitor.functional.statistics.Sums`, a row for each name.
+        units: number of units -> the names of which tensors with so many were seen, and their units as in
+            :class:`~ignite_monitor.functional.statistics.Sums`. With 0 it is a single one of tensors that have none.
+    """
+
+    names: list[str]
+    sums: Tensor
+    units: dict[int, tuple[list[str], Tensor]]
+
+    def statistics(self) -> Tensor:
+        """The statistics, of shape (names, 6), NaN where there is none."""
+        found = torch.zeros(3, len(self.names), dtype=self.sums.dtype, device=self.sums.device)
+        for units, (names, largest) in self.units.items():
+            dead = (largest == 0).sum(1) if units else torch.zeros_like(largest[:, 0])
+            own = [largest.amax(1).to(found), dead.to(found), torch.full_like(found[0, : len(names)], units)]
+            if len(self.units) == 1 and names == self.names:
+                return statistics(self.sums, *own)
+            places = _places(names, self.names, found.device)
+            found[0, places] = torch.maximum(found[0, places], own[0])
+            found[1:, places] += torch.stack(own[1:])
+        return statistics(self.sums, *found)
+
+
+class Observations:
+    """Adds up the sums of tensors by name.
+
+    Args:
+        with_units: whether the tensors have a batch, and with it units that may be dead.
+    """
+
+    def __init__(self, with_units: bool = True) -> None:
+        self._with_units = with_units
+        self._waiting: dict[Any, tuple[list[str], list[Tensor]]] = {}
+        self._held = 0
+        # By series of names, which may hold one more than once, and number of units.
+        self._sums: dict[tuple[torch.device, tuple[str, ...]], Tensor] = {}
+        self._units: dict[tuple[torch.device, tuple[str, ...], int], Tensor] = {}
+        self._kept = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Observe a tensor, which may be changed in place afterwards.
+
+        Args:
+            name: what it belongs to.
+            tensor: the tensor, without a gradient.
+        """
+        size = tensor.numel()
+        if size > _SMALL:
+            self._sum_up([name], tensor.unsqueeze(0))
+        elif size:
+            kind = (tensor.shape, tensor.dtype, tensor.device)
+            waiting = self._waiting.get(kind)
+            if waiting is None:
+                waiting = self._waiting[kind] = ([], [])
+            waiting[0].append(name)
+            waiting[1].append(tensor.clone())
+            self._held += size * tensor.element_size()
+            if self._held > _HELD:
+                self.flush()
+
+    def add_all(self, names: Sequence[str], tensors: Tensor) -> None:
+        """Observe tensors of one shape, which may be changed in place afterwards.
+
+        Args:
+            names: what each belongs to.
+            tensors: of shape (names, ...), without a gradient.
+        """
+        size = tensors.numel()
+        if size > _SMALL:
+            self._sum_up(names, tensors)
+        elif size:
+            kind = (tensors.shape[1:], tensors.dtype, tensors.device, "several")
+            waiting = self._waiting.setdefault(kind, ([], []))
+            waiting[0].extend(names)
+            waiting[1].append(tensors.clone())
+            self._held += size * tensors.element_size()
+            if self._held > _HELD:
+                self.flush()
+
+    def flush(self) -> None:
+        """Take the sums of the tensors that wait for it."""
+        waiting, self._waiting, self._held = self._waiting, {}, 0
+        for kind, (names, tensors) in waiting.items():
+            self._sum_up(names, torch.cat(tensors) if len(kind) > 3 else torch.stack(tensors))
+
+    def table(self) -> Table | None:
+        """What has been observed; None if nothing has."""
+        self.flush()
+        if not self._sums:
+            return None
+        self._merge()
+        (((_, names), sums),) = self._sums.items()
+        return Table(list(names), sums, {count: (list(own), each) for (_, own, count), each in self._units.items()})
+
+    def _sum_up(self, names: Sequence[str], tensors: Tensor) -> None:
+        shape = tensors.shape[1:]
+        unit = unit_dimension(shape) if self._with_units else None
+        sums, units = sum_up(tensors, unit)
+        series = (tensors.device, tuple(names))
+        known = self._sums.get(series)
+        self._sums[series] = sums if known is None else known + sums
+        kind = (*series, 0 if unit is None else shape[unit])
+        known = self._units.get(kind)
+        self._units[kind] = units if known is None else torch.maximum(known, units)
+        if known is None:
+            self._kept += units.numel()
+            if self._kept > _UNITS:
+                self._merge()
+
+    def _merge(self) -> None:
+        """Make a single series of all, with each name once, and one of each number of units."""
+        device = next(iter(self._sums))[0]
+        by_count: dict[int, list[tuple[tuple[str, ...], Tensor]]] = {}
+        for (_, names, count), units in self._units.items():
+            by_count.setdefault(count, []).append((names, _to(device, units)))
+        largest = {count: _largest_by_name(own) for count, own in by_count.items()}
+        self._units = {(device, tuple(names), count): units for count, (names, units) in largest.items()}
+        # In the order of the units, in which no row has to be moved as a rule.
+        unique = list(dict.fromkeys(name for own, _ in largest.values() for name in own))
+        rows = [name for _, own in self._sums for name in own]
+        sums = torch.cat([_to(device, each) for each in self._sums.values()])
+        if rows != unique:
+            zeros = torch.zeros(len(unique), sums.shape[1], dtype=sums.dtype, device=device)
+            sums = zeros.index_add_(0, _places(rows, unique, device), sums)
+        self._sums = {(device, tuple(unique)): sums}
+        self._kept = 0
+
+
+def _to(device: torch.device, tensor: Tensor) -> Tensor:
+    return tensor.to(device, non_blocking=device.type != "cpu")
+
+
+def _places(names: Iterable[str], among: Iterable[str], device: torch.device) -> Tensor:
+    place = {name: i for i, name in enumerate(among)}
+    return upload(torch.tensor([place[name] for name in names], dtype=torch.int64, device="cpu"), device)
+
+
+def _largest_by_name(series: list[tuple[tuple[str, ...], Tensor]]) -> tuple[list[str], Tensor]:
+    """Each name once, with the elementwise maxima of its rows."""
+    rows = torch.cat([units for _, units in series])
+    rounds: list[dict[str, int]] = []
+    seen: dict[str, int] = {}
+    for place, name in enumerate(name for names, _ in series for name in names):
+        times = seen[name] = seen.get(name, -1) + 1
+        if times == len(rounds):
+            rounds.append({})
+        rounds[times][name] = place
+    names = list(rounds[0])
+    if len(rounds) == 1:
+        return names, rows
+    # Not scatter_reduce, which deterministic algorithms forbid on CUDA.
+    index = [upload(torch.tensor([*each.values()], device="cpu"), rows.device) for each in rounds]
+    largest = rows[index[0]]
+    for again, places in zip(rounds[1:], index[1:], strict=True):
+        own = _places(again, names, rows.device)
+        largest[own] = torch.maximum(largest[own], rows[places])
+    return names, largest

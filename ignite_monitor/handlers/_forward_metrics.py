@@ -1,0 +1,147 @@
+"""Metrics of what the modules of a model return, compute attention from, and record."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ignite_monitor.capture.aside import is_plain
+from ignite_monitor.capture.attention import AttentionCalls
+from ignite_monitor.capture.forward import after_forward, before_forward, is_recomputation, running_module
+from ignite_monitor.capture.names import tags
+from ignite_monitor.capture.outputs import outputs
+from ignite_monitor.capture.record import recording
+from ignite_monitor.capture.reference import is_reference_run
+from ignite_monitor.functional.attention import attention_entropy
+from ignite_monitor.handlers._measured import Measured
+from ignite_monitor.handlers.metric import MetricSet
+
+
+class ForwardMetrics:
+    """What the forward passes of an iteration say.
+
+    Args:
+        root: the whole model.
+        modules: the modules to look at, and what their numbers are called.
+        names: tag -> name of the module.
+        metrics: what to measure of outputs, and of queries, keys and values.
+        attention: whether to look at attention calls.
+        pauses: as long as there are any, nothing is looked at.
+
+    Attributes:
+        activation: of outputs and attention heads, and what is recorded.
+        entropy: of attention.
+        skipped: tags of modules with tensors that can't be measured.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        modules: Mapping[nn.Module, str],
+        names: Mapping[str, str],
+        metrics: MetricSet,
+        attention: bool,
+        pauses: Sequence[None],
+    ) -> None:
+        self._root = root
+        self._modules = modules
+        self._names = names
+        self._metrics = metrics
+        self._attention = attention
+        self._keys: dict[tuple[str, str], str] = {}
+        self.activation = Measured("activation", metrics, units=True)
+        self.entropy = Measured("attention_entropy", MetricSet("attention", {}, (), "mean"))
+        self._pauses = pauses
+        self.skipped: set[str] = set()
+
+    def start(self) -> None:
+        """Forget the last iteration's numbers."""
+        self.activation.clear()
+        self.entropy.clear()
+        self.skipped.clear()
+
+    def contexts(self) -> list[AbstractContextManager[Any]]:
+        """What to have around a train step, for it to be looked at."""
+        around: list[AbstractContextManager[Any]] = [recording(self._record)]
+        if self._metrics:
+            around.append(outputs(self._modules, self._root, self._wanted, self._see, self.activation.pass_ended))
+        if self._attention:
+            around.append(self._attention_calls())
+        return around
+
+    def _wanted(self) -> bool:
+        return not self._pauses and self._root.training and not is_recomputation() and not is_reference_run()
+
+    def _see(self, tag: str, place: str, tensor: Tensor) -> None:
+        if not is_plain(tensor):
+            self.skipped.add(tag)
+            return
+        key = tag
+        if place:
+            key = self._keys.get((tag, place), "")
+            if not key:
+                key = self._keys[tag, place] = f"{tag}/{tags([place])[0]}"
+        self.activation.see(key, self._names[tag], tensor)
+
+    def _record(self, module: nn.Module | None, name: str, value: Any) -> None:
+        tag = None if module is None else self._modules.get(module)
+        if tag is not None and self._wanted():
+            device = next(self._root.parameters()).device
+            with torch.no_grad():
+                self.activation.record(f"{tag}/{tags([name])[0]}", value, device)
+
+    @contextlib.contextmanager
+    def _attention_calls(self) -> Iterator[None]:
+        calls = AttentionCalls(self._running, self._see_attention)
+
+        def before(*_: Any) -> None:
+            calls.enter(self._wanted())
+
+        def after(*_: Any) -> None:
+            calls.leave()
+
+        try:
+            with calls, before_forward([self._root], before), after_forward([self._root], after):
+                yield
+        finally:
+            calls.close()
+            self.skipped |= calls.skipped
+
+    def _running(self) -> str | None:
+        if not self._wanted():
+            return None
+        module = running_module()
+        return None if module is None else self._modules.get(module)
+
+    def _see_attention(
+        self,
+        tag: str,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        is_causal: bool,
+        scale: float | None,
+        enable_gqa: bool,
+    ) -> None:
+        entropy = attention_entropy(query, key, mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+        self.entropy.add_ratios([f"{tag}/head_{i}" for i in range(len(entropy.total))], *entropy)
+        if self._metrics:
+            for kind, tensor in (("query", query), ("key", key), ("value", value)):
+                heads = _by_head(tensor, enable_gqa)
+                keys = [f"{tag}/head_{i}/{kind}" for i in range(len(heads))]
+                self.activation.see_all(keys, self._names[tag], heads)
+
+
+def _by_head(tensor: Tensor, enable_gqa: bool) -> Tensor:
+    """Of shape (heads, batch, positions, features); as in ``attention_entropy``, few dimensions are of one head."""
+    if tensor.ndim < 4:
+        place = 0 if enable_gqa else -3
+        for _ in range(4 - tensor.ndim):
+            tensor = tensor.unsqueeze(place)
+    return tensor.movedim(-3, 0).flatten(1, -3)

@@ -1,0 +1,191 @@
+"""What metrics say of tensors of one kind in one iteration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ignite_monitor.functional._devices import upload, wide_dtype
+from ignite_monitor.functional.aggregation import Aggregation, numbers_of
+from ignite_monitor.functional.observations import Observations, Table
+from ignite_monitor.functional.statistics import STATISTICS
+from ignite_monitor.handlers._over_ranks import Rows, gathered
+from ignite_monitor.handlers.metric import MetricSet, as_number, call_metric
+
+Numbers = list[tuple[list[str], Tensor]]
+
+_KINDS = ("ratio", "sum", "max", "min")
+
+
+class Measured:
+    """Collects what metrics say of the tensors of one kind.
+
+    Args:
+        family: what the names of the numbers start with.
+        metrics: the metrics.
+        units: whether the tensors have a batch, and thus units that may be dead.
+    """
+
+    def __init__(self, family: str, metrics: MetricSet, *, units: bool = False) -> None:
+        self.family = family
+        self.metrics = metrics
+        self._columns = [place for place, wanted in enumerate(metrics.builtin) if wanted]
+        self._units = units
+        self._table_names: tuple[list[str], list[str]] = ([], [])  # of the last table, and of its numbers
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what has been seen."""
+        self._observations = Observations(self._units)
+        self._aggregation = Aggregation()
+
+    def wants(self, name: str) -> bool:
+        """Whether there is anything to measure of a module or parameter.
+
+        Args:
+            name: its name.
+        """
+        return bool(self._columns or self.metrics.of(name))
+
+    def see(self, key: str, name: str, *tensors: Tensor) -> None:
+        """Measure a tensor, or its difference from another one.
+
+        Args:
+            key: what its numbers are called.
+            name: the module or parameter that it belongs to.
+            tensors: the tensor, detached; of a difference also what to subtract.
+        """
+        if self._columns:
+            self._observations.add(key, tensors[0] if len(tensors) == 1 else _difference(*tensors))
+        if self.metrics.own:
+            self._call(key, name, tensors)
+
+    def see_all(self, keys: Sequence[str], name: str, tensors: Tensor) -> None:
+        """Measure tensors of one shape that belong to one module.
+
+        Args:
+            keys: what their numbers are called.
+            name: the module.
+            tensors: of shape (keys, ...), detached.
+        """
+        if self._columns:
+            self._observations.add_all(keys, tensors)
+        if self.metrics.own:
+            for key, tensor in zip(keys, tensors, strict=True):
+                self._call(key, name, (tensor,))
+
+    def record(self, key: str, value: object, device: torch.device) -> None:
+        """Take in a value that is no metric's.
+
+        Args:
+            key: what it is called.
+            value: a number, or a tensor, of which the mean counts.
+            device: where numbers go.
+        """
+        weight = value.numel() if isinstance(value, Tensor) else 1
+        self._aggregation.add(key, as_number(value, device), weight, self.metrics.aggregate)
+
+    def add_ratios(self, keys: Sequence[str], totals: Tensor, counts: Tensor) -> None:
+        """Take in sums, and what to divide them by.
+
+        Args:
+            keys: what the ratios are called.
+            totals: the sums.
+            counts: what to divide by.
+        """
+        self._aggregation.add_ratios(keys, totals, counts)
+
+    def pass_ended(self) -> None:
+        """A forward pass has ended: the next one is likely to show the same tensors, in the same order."""
+        self._observations.flush()
+
+    # What it has come to
+
+    def rows(self) -> tuple[Rows, Rows]:
+        """All there is, as rows to add up over ranks, and rows of which to take the largest numbers."""
+        sums: Rows = {}
+        maxima: Rows = {}
+        table = self._observations.table()
+        if table is not None:
+            sums[self.family, "table"] = (table.names, table.sums)
+            for count, units in table.units.items():
+                maxima[self.family, "units", count] = units
+        for kind, part in self._aggregation.parts().items():
+            (maxima if kind in ("max", "min") else sums)[self.family, kind] = part
+        return sums, maxima
+
+    def numbers(self, sums: Rows, maxima: Rows, everywhere: bool = False) -> Numbers:
+        """Names and their numbers, NaN where there is none.
+
+        Args:
+            sums: the first of :meth:`rows`, of this rank or of all.
+            maxima: the second.
+            everywhere: whether they are of all ranks.
+        """
+        found: Numbers = []
+        if (self.family, "table") in sums:
+            names, rows = sums[self.family, "table"]
+            units = {kind[2]: each for kind, each in maxima.items() if kind[:2] == (self.family, "units")}
+            values = Table(names, rows, units).statistics()
+            if len(self._columns) < len(STATISTICS):
+                values = torch.stack([values[:, place] for place in self._columns], 1)
+            if names != self._table_names[0]:
+                kinds = [STATISTICS[place] for place in self._columns]
+                self._table_names = (names, [f"{self.family}/{name}/{kind}" for name in names for kind in kinds])
+            found.append((self._table_names[1], values.flatten()))
+        parts = {kind[1]: each for kind, each in (sums | maxima).items() if kind[0] == self.family}
+        for several, numbers in numbers_of({kind: parts[kind] for kind in _KINDS if kind in parts}):
+            found.append(([f"{self.family}/{name}" for name in several], numbers))
+        return found + self._aggregated(everywhere)
+
+    def _call(self, key: str, name: str, tensors: tuple[Tensor, ...]) -> None:
+        for metric, each in self.metrics.of(name):
+            number = call_metric(each, f"Metric {metric!r} of {self.family}/{key}", tensors)
+            how = each.aggregate or self.metrics.aggregate
+            self._aggregation.add(f"{key}/{metric}", number, tensors[0].numel(), how)
+
+    def _aggregated(self, everywhere: bool) -> Numbers:
+        """What functions of the user's make of a metric's numbers.
+
+        Args:
+            everywhere: whether of those of all ranks.
+
+        Raises:
+            RuntimeError: if one raises an error, which is its cause.
+        """
+        values = {name: numbers for name, (_, numbers) in self._aggregation.values().items()}
+        if everywhere and self.metrics.gathers:
+            values = gathered(values)
+        found: Numbers = []
+        for name, numbers in values.items():
+            how = self.metrics.function_of(name)
+            try:
+                number = as_number(how(numbers), numbers.device)
+            except Exception as error:
+                raise RuntimeError(f"The aggregate of {self.family}/{name} failed: {error}") from error
+            found.append(([f"{self.family}/{name}"], number.reshape(1)))
+        return found
+
+
+def put_together(found: Numbers) -> tuple[list[str], Tensor]:
+    """All names and numbers, the later ones of a name in place of the earlier ones, on the device of the first.
+
+    Args:
+        found: names and numbers, at least one.
+    """
+    device = found[0][1].device
+    names = [name for several, _ in found for name in several]
+    wide = wide_dtype(device)
+    numbers = torch.cat([each.to(device, wide, non_blocking=device.type != "cpu") for _, each in found])
+    places = {name: place for place, name in enumerate(names)}
+    if len(places) == len(names):
+        return names, numbers
+    return list(places), numbers[upload(torch.tensor([*places.values()], device="cpu"), device)]
+
+
+def _difference(current: Tensor, reference: Tensor) -> Tensor:
+    # Of float16 the difference would be rounded, and bfloat16's more so.
+    dtype = torch.promote_types(torch.promote_types(current.dtype, reference.dtype), torch.float32)
+    return current.to(dtype) - reference.to(dtype)

@@ -1,0 +1,178 @@
+"""Reading what an HDF5Logger wrote."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ignite_monitor.hdf5.layout import import_h5py, opened, read_names, read_rows
+
+RETRIES = 50
+COMMON = 8
+
+Places = NDArray[np.int64]
+
+
+class Series(NamedTuple):
+    """The values of one name and the steps they were written with, in the order of writing."""
+
+    steps: NDArray[np.int64]
+    values: NDArray[np.float64]
+
+
+class Recording(Mapping[str, Series]):
+    """What a file holds: name -> (steps, values), in the order in which the names appeared.
+
+    Args:
+        series: name -> (steps, values).
+        times: name -> when they were written.
+    """
+
+    def __init__(self, series: dict[str, Series], times: dict[str, NDArray[np.datetime64]]) -> None:
+        self._series, self._times = series, times
+
+    def __getitem__(self, name: str) -> Series:
+        return self._series[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._series)
+
+    def __len__(self) -> int:
+        return len(self._series)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {len(self)} names: {', '.join(list(self)[:5])}{', …' * (len(self) > 5)}>"
+
+    def times(self, name: str) -> NDArray[np.datetime64]:
+        """When the values of a name were written, in UTC, to the millisecond.
+
+        Args:
+            name: the name.
+
+        Raises:
+            KeyError: if there is none such.
+        """
+        return self._times[name]
+
+    def to_pandas(self) -> Any:
+        """A ``pandas.DataFrame`` with the columns ``name`` (categorical), ``step``, ``value`` and ``time``.
+
+        One column per name is made of it by ``frame.pivot_table("value", "step", "name", observed=True)``, which puts
+        NaN where nothing was written.
+
+        Raises:
+            ModuleNotFoundError: if pandas is not installed.
+        """
+        try:
+            import pandas
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                "to_pandas needs pandas. Install it with: pip install pandas", name="pandas"
+            ) from error
+        series = self._series.values()
+        codes = np.repeat(np.arange(len(self)), [len(each.steps) for each in series])
+        columns = {
+            "name": pandas.Categorical.from_codes(codes, categories=list(self)),
+            "step": np.concatenate([np.empty(0, np.int64), *(each.steps for each in series)]),
+            "value": np.concatenate([np.empty(0), *(each.values for each in series)]),
+            "time": np.concatenate([np.empty(0, "datetime64[ms]"), *self._times.values()]),
+        }
+        return pandas.DataFrame(columns)
+
+
+def read_hdf5(path: str | os.PathLike[str], metrics: str | re.Pattern[str] | None = None) -> Recording:
+    """Read a file that an :class:`~ignite_monitor.HDF5Logger` has written or is writing.
+
+    Args:
+        path: the file.
+        metrics: a regular expression; only names in which it is found are read.
+
+    Returns:
+        A mapping: name -> (steps, values), two NumPy arrays of int64 and float64 with what was written and no more.
+        ``to_pandas()`` makes a data frame of it.
+
+    Raises:
+        TypeError: if ``path`` is no path, or ``metrics`` no regular expression.
+        FileNotFoundError: if the file is not there.
+        ValueError: if it is damaged, or not one of HDF5Logger's.
+        BlockingIOError: if another program than an HDF5Logger is writing it.
+        ModuleNotFoundError: if h5py is not installed.
+
+    Examples:
+        .. code-block:: python
+
+            steps, norms = read_hdf5("run.h5")["grad/norm"]
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"Argument path should be of type str or os.PathLike, but given {type(path)}")
+    if metrics is not None and not isinstance(metrics, (str, re.Pattern)):
+        raise TypeError(f"Argument metrics should be a regular expression, but given {type(metrics)}")
+    try:
+        pattern = re.compile(metrics or "")
+    except re.error as error:
+        raise ValueError(f"Argument metrics should be a regular expression, but given {metrics!r}: {error}") from None
+    import_h5py()
+    for _ in range(RETRIES):
+        try:
+            return _read(Path(path), pattern)
+        except BlockingIOError:  # opened just before it became the shadow
+            time.sleep(0.01)
+    return _read(Path(path), pattern)
+
+
+def _read(path: Path, pattern: re.Pattern[str]) -> Recording:
+    with opened(path) as file:
+        rows, ids, names = read_rows(file), file["ids"][()], read_names(file)
+        wanted = np.array([pattern.search(name) is not None for name in names], bool)
+        values = file["values"][()].astype(np.float64)
+        exact = file["exact"][()]
+        values[exact["place"]] = exact["value"]
+        series: dict[str, Series] = {}
+        times: dict[str, NDArray[np.datetime64]] = {}
+        for number, of_rows, places in _in_order(rows, ids, wanted):
+            series[names[number]] = Series(rows["step"][of_rows], values[rows["values"][of_rows] + places])
+            times[names[number]] = rows["time"][of_rows].astype("datetime64[ms]")
+    return Recording(series, times)
+
+
+def _in_order(
+    rows: NDArray[Any], ids: NDArray[np.int32], wanted: NDArray[np.bool_]
+) -> Iterator[tuple[int, Places, Places]]:
+    """For each wanted name its number, the rows that have it, and its place in each of them."""
+    parts: dict[int, list[tuple[Places, Places]]] = {}
+    for number, of_rows, places in _places(rows, ids):
+        if wanted[number]:
+            parts.setdefault(number, []).append((of_rows, places))
+    for number in sorted(parts):
+        of_rows, places = (np.concatenate(part) for part in zip(*parts[number], strict=True))
+        in_time = np.argsort(of_rows, kind="stable")
+        yield number, of_rows[in_time], places[in_time]
+
+
+def _places(rows: NDArray[Any], ids: NDArray[np.int32]) -> Iterator[tuple[int, Places, Places]]:
+    """(number of a name, the rows that have it, its place in each of them), several times for a name."""
+    if not len(rows):
+        return
+    lists, which, uses = np.unique(rows[["ids", "count"]], return_inverse=True, return_counts=True)
+    by_list = np.split(np.argsort(which, kind="stable"), np.cumsum(uses)[:-1])
+    for (start, count), of_rows in zip(lists.tolist(), by_list, strict=True):
+        if len(of_rows) >= COMMON:
+            for place, number in enumerate(ids[start : start + count].tolist()):
+                yield number, of_rows, np.full(len(of_rows), place)
+    # Where every row has names of its own, a look at each list would take longer than sorting all values by name.
+    rare = np.flatnonzero(uses[which] < COMMON)
+    if len(rare):
+        counts = rows["count"][rare]
+        of_values = np.repeat(rare, counts)
+        places = np.arange(len(of_values)) - np.repeat(np.cumsum(counts) - counts, counts)
+        numbers = ids[rows["ids"][of_values] + places]
+        order = np.argsort(numbers, kind="stable")
+        for same in np.split(order, np.flatnonzero(np.diff(numbers[order])) + 1):
+            yield int(numbers[same[0]]), of_values[same], places[same]

@@ -1,0 +1,113 @@
+"""Which rows of earlier runs a resumed run takes the place of.
+
+A run that is resumed from iteration n repeats what an earlier one did after n. The earlier one is known by its names:
+both write some of the same. Names that are written from within a run (an evaluator's) are told from those of an engine
+that runs alone, so that a later evaluation takes nothing away from the training.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+REMEMBERED = 1024  # lists of names that have been compared
+
+
+class Place(NamedTuple):
+    """Where in which run a row is written: see :mod:`ignite_monitor.hdf5.layout`. The run began after ``start``."""
+
+    run: int
+    start: int
+    iteration: int
+    nested: bool
+
+
+class TakenBack(NamedTuple):
+    """Rows of a run after an iteration; or, where a step is given, of this step and iteration, with these names."""
+
+    run: int
+    iteration: int
+    step: int | None = None
+    ids: NDArray[np.int32] | None = None
+
+    def among(self, rows: NDArray[Any], ids: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """Which of the rows it is.
+
+        Args:
+            rows: all rows.
+            ids: the numbers of names that they refer to.
+        """
+        of_run = (rows["run"] == self.run) & (rows["count"] > 0)
+        if self.ids is None:
+            return of_run & (rows["iteration"] > self.iteration)  # type: ignore[no-any-return]
+        found = of_run & (rows["iteration"] == self.iteration) & (rows["step"] == self.step)
+        for place in np.flatnonzero(found):
+            first, count = rows["ids"][place], rows["count"][place]
+            found[place] = np.isin(ids[first : first + count], self.ids).all()
+        return found  # type: ignore[no-any-return]
+
+
+class EarlierRun(NamedTuple):
+    """What one run wrote, its own values or those of engines within it."""
+
+    run: int
+    nested: bool
+    ids: NDArray[np.int32]
+    last_step: int
+
+
+class EarlierRuns:
+    """The runs in a file that is continued.
+
+    Args:
+        rows: its rows.
+        ids: the numbers of names that they refer to.
+    """
+
+    def __init__(self, rows: NDArray[Any], ids: NDArray[np.int32]) -> None:
+        self._runs = []
+        self._compared: set[tuple[int, bool, int]] = set()
+        self._continued: set[tuple[int, int]] = set()
+        kinds, which = np.unique(rows[["run", "nested"]], return_inverse=True)
+        for number, (run, nested) in enumerate(kinds.tolist()):
+            own = rows[which == number]
+            lists = np.unique(own[["ids", "count"]]).tolist()
+            used = np.unique(np.concatenate([ids[first : first + count] for first, count in lists]))
+            self._runs.append(EarlierRun(run, bool(nested), used, int(own["step"].max())))
+
+    def taken_back(self, place: Place, step: int, ids: NDArray[np.int32], list_number: int) -> list[TakenBack]:
+        """What a new row takes the place of.
+
+        Args:
+            place: where the row is written.
+            step: its step.
+            ids: the numbers of its names.
+            list_number: the same for every row with these names.
+        """
+        key = place.run, place.nested, list_number
+        found = []
+        if key not in self._compared:
+            if len(self._compared) >= REMEMBERED:
+                self._compared.clear()
+            self._compared.add(key)
+            found = [TakenBack(run, place.start) for run in self._newly_continued(place, step, ids)]
+        if place.iteration == place.start:
+            # Written between two iterations (at EPOCH_STARTED), and perhaps before the end of the earlier run too.
+            runs = [run for new, run in self._continued if new == place.run]
+            found += [TakenBack(run, place.start, step, ids) for run in runs]
+        return found
+
+    def _newly_continued(self, place: Place, step: int, ids: NDArray[np.int32]) -> list[int]:
+        runs = [
+            earlier.run
+            for earlier in self._runs
+            if earlier.nested == place.nested
+            and (place.run, earlier.run) not in self._continued
+            # From the very beginning: again, or something else, whose steps go on?
+            and (place.start > 0 or earlier.last_step >= step)
+            and np.isin(ids, earlier.ids).any()
+        ]
+        self._continued |= {(place.run, run) for run in runs}
+        return runs

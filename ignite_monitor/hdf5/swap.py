@@ -1,0 +1,171 @@
+"""Appending to an HDF5 file such that there is a complete, closed file under its name at every moment.
+
+HDF5 files are not written in one piece, and a process that is killed within leaves one that doesn't open. So there are
+two copies, of which one has the name. What is new goes to the other, the shadow, which is closed and renamed over the
+first. The first becomes the shadow, and gets what it lacks with the next write: nothing is ever copied as a whole.
+
+A reader that has the first copy open keeps it: what is open or has another name too is not written to, and a fresh copy
+is made instead. A reader that opens it while it has the name, and locks it only once it is written again (it has to be
+stopped in between for as long as passes between two writes), gets a BlockingIOError from its lock and never half a
+file; :func:`~ignite_monitor.read_hdf5` tries again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from ignite_monitor.hdf5.layout import create, import_h5py, room_for
+from ignite_monitor.hdf5.lock import Lock
+
+try:
+    import fcntl
+except ModuleNotFoundError:  # Windows
+    fcntl = None  # type: ignore[assignment, unused-ignore]
+
+Patch = list[tuple[str, int, NDArray[Any]]]
+"""What to put where: dataset, first place, elements. Applying it twice does no harm."""
+
+
+class SwappedFile:
+    """The file, which nobody else writes until it is closed.
+
+    Args:
+        path: the file.
+        mode: ``"x"``, ``"w"`` or ``"a"``.
+
+    Raises:
+        FileExistsError: if it is there, in mode ``"x"``.
+        BlockingIOError: if another writer has it.
+        OSError: if it can't be written.
+    """
+
+    def __init__(self, path: Path, mode: str) -> None:
+        self.path = path
+        self._shadow, self._spare = (path.with_name(f".{path.name}.{end}") for end in ("shadow", "spare"))
+        self._behind: Patch | None = None  # what the shadow lacks; None: there is no shadow that can be relied on
+        if mode == "x" and path.exists():
+            raise FileExistsError(path)
+        self._lock = Lock(path.with_name(f".{path.name}.lock"))
+        try:
+            self._discard()
+            if mode == "w" or not path.exists():
+                create(self._shadow)
+                if mode != "w" and path.exists():
+                    raise FileExistsError(path)
+                os.replace(self._shadow, path)
+            self._published = {_identity(path)}
+        except BaseException:
+            self.close()
+            raise
+
+    def write(self, patch: Patch) -> None:
+        """Put a patch into the file.
+
+        Args:
+            patch: the patch.
+
+        Raises:
+            OSError: if that fails. The file is then as it was.
+        """
+        behind, self._behind = self._behind, None
+        try:
+            if behind is None or not self._is_free() or not self._apply([*behind, *patch], locking=True):
+                self._discard()
+                shutil.copyfile(self.path, self._shadow)
+                self._apply(patch, locking=False)
+            kept = self._publish()
+        except BaseException:
+            self._discard()
+            raise
+        if kept:
+            self._behind = patch
+
+    def close(self) -> None:
+        """Leave nothing but the file."""
+        self._discard()
+        self._lock.release()
+
+    def _is_free(self) -> bool:
+        """Whether the shadow is open nowhere else, which HDF5 says by its locks, and has no other name."""
+        try:
+            with self._shadow.open("r+b") as file:
+                if fcntl is not None:
+                    fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return os.fstat(file.fileno()).st_nlink == 1
+        except OSError:
+            return False
+
+    def _apply(self, patch: Patch, *, locking: bool) -> bool:
+        """Put a patch into the shadow; False if a reader has opened it just now.
+
+        HDF5 does not survive a disk that is full: the process ends in a segmentation fault. So the room that it may
+        need is taken before, where an error is an error.
+
+        Args:
+            patch: the patch.
+            locking: whether readers may have it open.
+
+        Raises:
+            OSError: if there is no room, or the shadow can't be opened although nobody else has it.
+        """
+        with self._shadow.open("r+b") as file:
+            needed = (1 << 17) + sum(room_for(name, len(elements)) for name, _, elements in patch)
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), file.seek(0, os.SEEK_END), needed)
+            else:
+                file.seek(0, os.SEEK_END)
+                file.write(bytes(needed))
+        try:
+            opened = import_h5py().File(self._shadow, "r+", libver=("v110", "v110"), locking=locking)
+        except OSError:
+            if locking:
+                return False
+            raise
+        with opened:
+            for name, first, elements in patch:
+                dataset = opened[name]
+                if first + len(elements) > len(dataset):
+                    dataset.resize((first + len(elements),))
+                dataset[first : first + len(elements)] = elements
+        return True
+
+    def _publish(self) -> bool:
+        """Swap the copies; False if the first could not be kept.
+
+        Raises:
+            FileExistsError: if the file is not the one that was put there.
+        """
+        kept = True
+        try:
+            if _identity(self.path) not in self._published:
+                raise FileExistsError("another program has changed it, or put another file in its place")
+            shutil.copymode(self.path, self._shadow)
+            os.link(self.path, self._spare)
+        except FileExistsError:
+            raise
+        except OSError:  # it was removed, or there are no hard links here
+            kept = False
+        next_one = _identity(self._shadow)
+        self._published.add(next_one)  # before it is put there: an interrupt may come right after
+        os.replace(self._shadow, self.path)
+        self._published = {next_one}
+        if kept:
+            os.replace(self._spare, self._shadow)
+        return kept
+
+    def _discard(self) -> None:
+        for path in (self._shadow, self._spare):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def _identity(path: Path) -> tuple[int, int, int]:
+    """The size too, since the inode of a file that was removed is soon another's."""
+    found = path.stat()
+    return found.st_dev, found.st_ino, found.st_size

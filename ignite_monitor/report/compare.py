@@ -1,0 +1,159 @@
+"""Two runs side by side."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ignite_monitor.report.curves import direction
+from ignite_monitor.report.families import groups
+from ignite_monitor.report.finding import Finding
+from ignite_monitor.report.findings import find
+from ignite_monitor.report.series import Series, natural
+from ignite_monitor.report.summary import VERSION, findings_json, plain
+
+MATTERS = 0.05
+"""By what share of their size two values have to differ to matter."""
+
+NOISE = 2.0
+"""How many times their spread within the runs they have to differ."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A metric in two runs.
+
+    Attributes:
+        name: its name.
+        a: the median of its last tenth in the first run.
+        b: in the second.
+        best_a: its best value in the first run, the smallest of a loss, the largest of an accuracy; NaN if its name
+            does not tell.
+        best_b: in the second.
+        relative: how far the second is from the first, by the larger size of the two; NaN if one has no finite value.
+        matters: whether it is more than noise.
+        own: whether it is a metric of the user's.
+    """
+
+    name: str
+    a: float
+    b: float
+    best_a: float
+    best_b: float
+    relative: float
+    matters: bool
+    own: bool
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two runs side by side.
+
+    Attributes:
+        files: the runs' files.
+        last: their last iterations.
+        until: up to which iteration they were compared, the last that both have.
+        findings: what happened in each.
+        differences: of the metrics that are in both; what differs most comes first, the user's own before the rest.
+        only: the names of the metrics that only the one has, and only the other.
+    """
+
+    files: tuple[str, str]
+    last: tuple[int, int]
+    until: int
+    findings: tuple[list[Finding], list[Finding]]
+    differences: list[Difference]
+    only: tuple[list[str], list[str]]
+
+
+def compare(files: tuple[str, str], runs: tuple[Mapping[str, Series], Mapping[str, Series]]) -> Comparison:
+    """Two runs side by side, up to the last iteration that both have.
+
+    Args:
+        files: the runs' files.
+        runs: name -> series, of each.
+    """
+    first, second = runs
+    last = (_last(first), _last(second))
+    own = {name for run in runs for group in groups(run) if group.kind == "other" for name, _ in group.scalars.values()}
+    both = [name for name in first if name in second]
+    differences = [_difference(name, first[name], second[name], name in own) for name in both]
+    differences.sort(key=lambda each: (not each.matters, not each.own, -_size(each), natural(each.name)))
+    only = ([name for name in first if name not in second], [name for name in second if name not in first])
+    return Comparison(files, last, min(last), (find(first), find(second)), differences, only)
+
+
+def as_json(comparison: Comparison) -> dict[str, Any]:
+    """A comparison as JSON's own types; numbers that are not finite are None.
+
+    Args:
+        comparison: the comparison.
+    """
+    return {
+        "version": VERSION,
+        "compared_until": comparison.until,
+        "runs": [
+            {
+                "file": comparison.files[which],
+                "last_iteration": comparison.last[which],
+                "findings": findings_json(comparison.findings[which]),
+                "only_here": comparison.only[which],
+            }
+            for which in (0, 1)
+        ],
+        "metrics": {
+            each.name: plain(
+                {
+                    "a": each.a,
+                    "b": each.b,
+                    "best_a": each.best_a,
+                    "best_b": each.best_b,
+                    "relative": each.relative,
+                    "matters": each.matters,
+                }
+            )
+            for each in comparison.differences
+        },
+    }
+
+
+def _last(run: Mapping[str, Series]) -> int:
+    watched = [series for group in groups(run) if group.kind != "other" for _, series in group.scalars.values()]
+    return max(int(series.steps[-1]) for series in watched or run.values())
+
+
+def _difference(name: str, a: Series, b: Series, own: bool) -> Difference:
+    until = min(a.steps[-1], b.steps[-1])
+    a, b = (Series(*(part[each.steps <= until] for part in each)) for each in (a, b))
+    if not len(a.steps) or not len(b.steps):
+        return Difference(name, math.nan, math.nan, math.nan, math.nan, math.nan, False, own)
+    ends = [each.end() if np.isfinite(each.values[-1]) else float(each.values[-1]) for each in (a, b)]
+    finite = all(map(math.isfinite, ends))
+    size = max(map(abs, ends))
+    gap = abs(ends[1] - ends[0]) if finite else math.nan
+    relative = (ends[1] - ends[0]) / size if finite and size else 0.0 if finite else math.nan
+    noise = max(_spread(a), _spread(b))
+    matters = (gap > MATTERS * size and gap > NOISE * noise) if finite else repr(ends[0]) != repr(ends[1])
+    return Difference(name, ends[0], ends[1], _best(name, a), _best(name, b), relative, matters, own)
+
+
+def _spread(series: Series) -> float:
+    """The usual distance of the values in the last tenth from their median."""
+    values = series.finite.values
+    values = values[-max(1, min(50, math.ceil(0.1 * len(values)))) :]
+    return float(np.median(np.abs(values - np.median(values)))) if len(values) else 0.0
+
+
+def _best(name: str, series: Series) -> float:
+    values, better = series.finite.values, direction(name)
+    if not better or not len(values):
+        return math.nan
+    return float(values.min() if better < 0 else values.max())
+
+
+def _size(difference: Difference) -> float:
+    return math.inf if math.isnan(difference.relative) else abs(difference.relative)

@@ -1,0 +1,69 @@
+"""From where on something is worth a word. All of them stand here, each with its reason."""
+
+from __future__ import annotations
+
+SPIKE_FACTOR = 2.0
+"""How far above its threshold a norm is more than noise. The rules raise 1 to 5 alarms per 1,000 iterations on healthy
+runs, nearly all within a factor of 2; damaged batches are mostly beyond it."""
+
+SPIKE_RATE = 0.01
+"""What share of iterations with norms just above the threshold is still noise: twice the rules' own false alarms."""
+
+SPIKES_IN_A_ROW = 10
+"""GradMonitor's default of ``max_consecutive_spikes``: that many in a row are a new level and no outlier."""
+
+AFTERMATH_FACTOR = 3.0
+"""How much larger the norms after a spike have to be than those before it, for the spike to have done damage. Medians
+of 20 norms of a healthy run differ by less than 2, warm-up apart."""
+
+AFTERMATH_WINDOW = 20
+"""How many norms on either side of a spike are compared: as many as the threshold rules take for their warm-up."""
+
+OVERFLOW_RATE = 0.05
+"""What share of overflows a GradScaler makes while it looks for its scale. Afterwards it is about 1 in 2,000; one in 20
+means that the scale falls as often as it rises."""
+
+OVERFLOW_ALLOWANCE = 20
+"""Overflows that say nothing, whatever their share: halving 65,536 down to 1 takes 16."""
+
+PERSISTENT_SHARE = 0.5
+"""In what share of the last quarter of a run something has to be so, to be so at its end."""
+
+LARGE_UPDATE = 0.1
+"""A median update ratio that is too large: usual is 1e-3, and at 0.1 a weight is replaced within ten steps."""
+
+SMALL_UPDATE = 1e-6
+"""A median update ratio that is too small: a thousandth of what is usual, 1e5 steps for a change of a tenth."""
+
+UPDATE_SPREAD = 1e3
+"""How many times the median ratio is far from it. Parameters that begin at zero, biases and norms, reach 100 times the
+median of a healthy run."""
+
+DEAD_FRACTION = 0.5
+"""A layer with half of its units dead over the whole batch has lost half of its width; healthy ReLU layers stay below
+0.3, with batches of a few samples."""
+
+MOSTLY_DEAD_FRACTION = 0.9
+"""A layer of which a tenth is left passes hardly anything on."""
+
+COLLAPSED_ENTROPY = 0.1
+"""In nats: a head that gives 98 % of its attention to one place has 0.1."""
+
+ENTROPY_FALL = 5.0
+"""By what factor entropy has to have fallen: a head that was sharp from the beginning did not collapse."""
+
+DRIFT_FACTOR = 3.0
+"""How much larger input drift has to be than weight update for a layer to be named. In a trained network both are of
+one order."""
+
+LAYER_SPREAD = 100.0
+"""How many times the median over layers a layer's own weight update is far from it; widths alone explain 10."""
+
+LOST_GAIN = 0.5
+"""What share of what a loss had gained it has to lose again, to be worth a word; noise at a plateau is far below."""
+
+LOSS_POINTS = 10
+"""From how many points on a loss has a course."""
+
+SPECTRAL_GROWTH = 10.0
+"""How many times the largest spectral norm has to have grown; in a healthy run it grows by 2 to 5."""

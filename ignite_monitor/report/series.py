@@ -1,0 +1,215 @@
+"""A metric's series, what is said of it in numbers, and how names and numbers are written."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Array: TypeAlias = npt.NDArray[Any]
+
+
+class Series(NamedTuple):
+    """A metric over the run.
+
+    Attributes:
+        steps: the iterations at which it was written, in ascending order.
+        values: its values there, in float64; NaN and infinities as they were written.
+    """
+
+    steps: Array
+    values: Array
+
+    @property
+    def finite(self) -> Series:
+        """Its finite part."""
+        keep = np.isfinite(self.values)
+        return self if keep.all() else Series(self.steps[keep], self.values[keep])
+
+    def at(self, steps: Array) -> Array:
+        """Its values at steps, NaN where there is none.
+
+        Args:
+            steps: the steps.
+        """
+        if not len(self.steps):
+            return np.full(len(steps), math.nan)
+        places = np.minimum(np.searchsorted(self.steps, steps), len(self.steps) - 1)
+        return np.where(self.steps[places] == steps, self.values[places], math.nan)
+
+    def where(self, condition: Array) -> Array:
+        """The steps at which a condition holds.
+
+        Args:
+            condition: a boolean for every step.
+        """
+        return np.asarray(self.steps[condition])
+
+    def start(self, share: float = 0.1, at_most: int = 50) -> float:
+        """The median of its first finite values, NaN if it has none.
+
+        Args:
+            share: how much of it to take.
+            at_most: how many values at most.
+        """
+        values = self.finite.values
+        return float(np.median(values[: _count(values, share, at_most)])) if len(values) else math.nan
+
+    def end(self, share: float = 0.1, at_most: int = 50) -> float:
+        """The median of its last finite values, NaN if it has none.
+
+        Args:
+            share: how much of it to take.
+            at_most: how many values at most.
+        """
+        values = self.finite.values
+        return float(np.median(values[-_count(values, share, at_most) :])) if len(values) else math.nan
+
+    @property
+    def last(self) -> float:
+        """Its last finite value, NaN if it has none."""
+        values = self.finite.values
+        return float(values[-1]) if len(values) else math.nan
+
+
+class Statistics(NamedTuple):
+    """A series in a line of a table.
+
+    Attributes:
+        first: its first value, finite or not.
+        last: its last value.
+        min: its smallest finite value; NaN if it has none.
+        max: its largest finite value; NaN if it has none.
+        values: how many values it has.
+        nonfinite: how many of them are NaN or infinite.
+        first_step: where it begins.
+        last_step: where it ends.
+    """
+
+    first: float
+    last: float
+    min: float
+    max: float
+    values: int
+    nonfinite: int
+    first_step: int
+    last_step: int
+
+
+def statistics(series: Series) -> Statistics:
+    """A series in numbers.
+
+    Args:
+        series: the series, with one value at least.
+    """
+    steps, values = series
+    finite = series.finite.values
+    return Statistics(
+        float(values[0]),
+        float(values[-1]),
+        float(finite.min()) if len(finite) else math.nan,
+        float(finite.max()) if len(finite) else math.nan,
+        len(values),
+        len(values) - len(finite),
+        int(steps[0]),
+        int(steps[-1]),
+    )
+
+
+def tidy(run: Mapping[str, Sequence[Any]]) -> dict[str, Series]:
+    """A run's metrics as series in ascending order of steps, sorted by name, without those that have no value.
+
+    Args:
+        run: name -> (steps, values, …), as :func:`~ignite_monitor.hdf5.read_hdf5` returns it.
+    """
+    tidied = {}
+    for name in sorted(run, key=natural):
+        steps, values = np.asarray(run[name][0]), np.asarray(run[name][1], dtype=np.float64)
+        if len(steps) > 1 and (np.diff(steps) < 0).any():
+            order = np.argsort(steps, kind="stable")
+            steps, values = steps[order], values[order]
+        if len(steps):
+            tidied[name] = Series(steps, values)
+    return tidied
+
+
+def natural(name: str) -> list[tuple[int, int, str]]:
+    """A key that sorts ``layers.2`` before ``layers.10``.
+
+    Args:
+        name: the name.
+    """
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d+)", name)]
+
+
+def number(value: float, digits: int = 4) -> str:
+    """A number as people write it.
+
+    Args:
+        value: the number.
+        digits: how many significant digits.
+    """
+    if math.isfinite(value) and value == int(value) and abs(value) < 1e6:
+        return str(int(value))
+    return f"{value:.{digits}g}"
+
+
+def times(factor: float) -> str:
+    """How many times as large something is.
+
+    Args:
+        factor: the ratio.
+    """
+    if factor >= 1e6:
+        return f"{factor:.2g} times"
+    return f"{factor:.0f} times" if factor >= 10 else f"{factor:.2g} times"
+
+
+def printable(name: str) -> str:
+    """A name that is safe to send to a terminal.
+
+    Args:
+        name: the name, which comes out of a file.
+    """
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in name)
+
+
+def listed(words: Iterable[str], at_most: int = 5) -> str:
+    """Words in a sentence: ``a, b and 3 more``.
+
+    Args:
+        words: the words.
+        at_most: how many of them to name.
+    """
+    words = list(words)
+    named = words[:at_most] if len(words) > at_most + 1 else words
+    left = len(words) - len(named)
+    if left:
+        return f"{', '.join(named)} and {left} more"
+    return f"{', '.join(named[:-1])} and {named[-1]}" if len(named) > 1 else "".join(named)
+
+
+def iterations(steps: Iterable[int], at_most: int = 6) -> str:
+    """Steps in a sentence: ``iteration 7``, ``iterations 7, 20-25 and 90``.
+
+    Args:
+        steps: the steps, in ascending order.
+        at_most: how many numbers and ranges to name.
+    """
+    ranges: list[list[int]] = []
+    for step in map(int, steps):
+        if ranges and step == ranges[-1][1] + 1:
+            ranges[-1][1] = step
+        else:
+            ranges.append([step, step])
+    words = [str(first) if first == last else f"{first}-{last}" for first, last in ranges]
+    plural = len(ranges) > 1 or any(first != last for first, last in ranges)
+    return f"iteration{'s' * plural} {listed(words, at_most)}"
+
+
+def _count(values: Array, share: float, at_most: int) -> int:
+    return max(1, min(at_most, math.ceil(share * len(values))))

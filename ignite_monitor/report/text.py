@@ -1,0 +1,196 @@
+"""Summaries and comparisons for a terminal, a pipe or a file."""
+
+from __future__ import annotations
+
+import io
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from typing import TextIO
+
+from ignite_monitor.report.compare import Comparison, Difference
+from ignite_monitor.report.finding import Finding
+from ignite_monitor.report.series import Statistics, listed, number, printable
+from ignite_monitor.report.summary import Summary
+
+try:
+    from rich import box
+    from rich.console import Console, RenderableType
+    from rich.table import Table
+    from rich.text import Text
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError("This needs rich: pip install 'ignite-monitor[cli]'", name="rich") from error
+
+
+ROWS = 30
+"""How many rows a table has where all are not asked for."""
+
+NARROWEST = 64
+"""A terminal narrower than that breaks lines by itself: numbers would be cut."""
+
+STYLES = {"problem": ("✗", "bold red"), "warning": ("!", "yellow"), "note": ("·", "cyan")}
+
+
+def summary_text(summary: Summary, every: bool = False) -> list[RenderableType]:
+    """A summary to be printed.
+
+    Args:
+        summary: the summary.
+        every: whether the table holds every metric.
+    """
+    count = len(summary.metrics)
+    parts: list[RenderableType] = [
+        Text.assemble(
+            (printable(summary.file), "bold"),
+            f": iterations {summary.first} to {summary.last}, {count} metric{'s' * (count != 1)}",
+        ),
+        Text(),
+        *findings_text(summary),
+        Text(),
+    ]
+    rows = list(summary.metrics.items())
+    kept = rows if every else rows[:ROWS]
+    header = ("metric", "first", "last", "min", "max", "count")
+    parts.append(_table(header, ([name, *_numbers(numbers)] for name, numbers in kept)))
+    if len(kept) < count:
+        parts.append(
+            Text(f"{count - len(kept)} of {count} metrics are not in the table: --all shows them.", style="dim")
+        )
+    return parts
+
+
+def findings_text(summary: Summary) -> list[RenderableType]:
+    """What happened in a run, to be printed.
+
+    Args:
+        summary: the run's summary.
+    """
+    parts = [_verdict(summary), *(_finding(finding) for finding in summary.findings)]
+    if summary.looked_at:
+        parts.append(Text(f"Looked at: {printable('; '.join(summary.looked_at))}.", style="dim"))
+    return parts
+
+
+def comparison_text(comparison: Comparison, every: bool = False) -> list[RenderableType]:
+    """A comparison to be printed.
+
+    Args:
+        comparison: the comparison.
+        every: whether the table holds every metric.
+    """
+    parts: list[RenderableType] = []
+    for which, letter in enumerate("AB"):
+        parts.append(
+            Text.assemble(
+                (f"{letter} ", "bold"),
+                (printable(comparison.files[which]), "bold"),
+                f": to iteration {comparison.last[which]}",
+            )
+        )
+        findings = comparison.findings[which]
+        parts += [_finding(finding) for finding in findings]
+        if not findings:
+            parts.append(Text("  nothing unusual", style="green"))
+        parts.append(Text())
+    unequal = comparison.last[0] != comparison.last[1]
+    differences = comparison.differences
+    matter = sum(each.matters for each in differences)
+    if differences:
+        until = f", up to iteration {comparison.until} where one is longer" if unequal else ""
+        parts.append(Text(f"{matter} of {len(differences)} metrics that are in both differ by more than noise{until}:"))
+        kept = differences if every else differences[: max(ROWS, 0)]
+        header = ("metric", "A", "B", "B to A", "best A", "best B")
+        parts.append(_table(header, (_difference(each) for each in kept)))
+        if len(kept) < len(differences):
+            left = len(differences) - len(kept)
+            parts.append(Text(f"{left} more metrics are not in the table: --all shows them.", style="dim"))
+        parts.append(Text("A and B are medians of a metric's last tenth.", style="dim"))
+    else:
+        parts.append(Text("No metric is in both."))
+    for letter, names in zip("AB", comparison.only, strict=True):
+        if names:
+            told = listed(map(printable, names), len(names) if every else 8)
+            parts.append(Text(f"Only in {letter} ({len(names)}): {told}"))
+    return parts
+
+
+def show(parts: Iterable[RenderableType], stream: TextIO | None = None) -> None:
+    """Print to a stream: in colour and in its width on a terminal, plain and as wide as need be elsewhere.
+
+    Args:
+        parts: what to print.
+        stream: where to; None for the standard output.
+    """
+    stream = stream or sys.stdout
+    target = io.StringIO()
+    out = _console(target, stream.isatty())
+    for part in parts:
+        out.print(part)
+    text = target.getvalue()
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    lines = [line.rstrip() for line in text.encode(encoding, "replace").decode(encoding).splitlines()]
+    stream.write("\n".join(lines) + "\n")
+
+
+def _console(target: TextIO, terminal: bool) -> Console:
+
+    if not terminal:
+        return Console(file=target, width=100_000, color_system=None, force_terminal=False, legacy_windows=False)
+    out = Console(file=target, force_terminal=True)
+    out.width = max(out.width, NARROWEST)
+    return out
+
+
+def _verdict(summary: Summary) -> RenderableType:
+
+    if summary.healthy is None:
+        return Text("No monitor's metrics are in this file, so there is little to judge by.", style="yellow")
+    if summary.healthy:
+        return Text("Healthy: nothing in this run needs attention.", style="bold green")
+    counts = {kind: sum(finding.severity == kind for finding in summary.findings) for kind in ("problem", "warning")}
+    told = [f"{count} {kind}{'s' * (count > 1)}" for kind, count in counts.items() if count]
+    return Text(f"Needs attention: {' and '.join(told)}.", style="bold red" if counts["problem"] else "bold yellow")
+
+
+def _finding(finding: Finding) -> RenderableType:
+
+    sign, style = STYLES[finding.severity]
+    grid = Table.grid(padding=(0, 1))
+    grid.add_column(no_wrap=True)
+    grid.add_column(no_wrap=True, min_width=7)
+    grid.add_column(overflow="fold")
+    grid.add_row(Text(f" {sign}", style=style), Text(finding.severity, style=style), Text(finding.text))
+    return grid
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> RenderableType:
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), show_edge=False, pad_edge=False)
+    table.add_column(header[0], overflow="fold", min_width=12)
+    for name in header[1:]:
+        table.add_column(name, justify="right", no_wrap=name != "count")
+    for name, *cells in rows:
+        table.add_row(Text(printable(name)), *(Text(cell) for cell in cells))
+    return table
+
+
+def _numbers(numbers: Statistics) -> list[str]:
+    bad = f" ({numbers.nonfinite} not finite)" if numbers.nonfinite else ""
+    ends = [number(each) for each in (numbers.first, numbers.last)]
+    return [*ends, _cell(numbers.min), _cell(numbers.max), f"{numbers.values}{bad}"]
+
+
+def _difference(each: Difference) -> list[str]:
+    ratio = each.b / each.a if each.a and math.isfinite(each.a) and math.isfinite(each.b) else math.nan
+    if not math.isfinite(ratio):
+        change = ""
+    elif 0.5 <= ratio <= 2:
+        change = f"{100 * (ratio - 1):+.1f} %"
+    else:
+        change = f"x {ratio:.3g}"
+    best = ["" if math.isnan(value) else _cell(value) for value in (each.best_a, each.best_b)]
+    return [f"{each.name}{'' if each.matters else '  (noise)'}", _cell(each.a), _cell(each.b), change, *best]
+
+
+def _cell(value: float) -> str:
+    return "-" if math.isnan(value) else number(value)

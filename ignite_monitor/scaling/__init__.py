@@ -1,0 +1,26 @@
+"""Width scaling: learning rates, multipliers and initial weights that keep training the same at any width."""
+
+from ignite_monitor.scaling.graph import ALIGNMENTS, PRESETS, Alignment, LayerGraph, Node, chain
+from ignite_monitor.scaling.module import ParametrizedModule
+from ignite_monitor.scaling.parametrization import Parametrization, ParametrizedLayer
+from ignite_monitor.scaling.program import InfeasibleError
+from ignite_monitor.scaling.solver import Solution, solve
+from ignite_monitor.scaling.tracing import TracingError
+from ignite_monitor.scaling.widths import parametrize
+
+__all__ = [
+    "ALIGNMENTS",
+    "PRESETS",
+    "Alignment",
+    "InfeasibleError",
+    "LayerGraph",
+    "Node",
+    "Parametrization",
+    "ParametrizedLayer",
+    "ParametrizedModule",
+    "Solution",
+    "TracingError",
+    "chain",
+    "parametrize",
+    "solve",
+]

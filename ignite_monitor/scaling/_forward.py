@@ -1,0 +1,57 @@
+"""One forward pass of a model, for what can be seen in it."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ignite_monitor.capture.eager import eager
+
+
+def run(model: nn.Module, sample_input: Any) -> Any:
+    """What the model returns.
+
+    Args:
+        model: the model.
+        sample_input: a tensor, a tuple of arguments, or a dict of keyword arguments.
+    """
+    if isinstance(sample_input, Mapping):
+        return model(**sample_input)
+    return model(*sample_input) if isinstance(sample_input, (tuple, list)) else model(sample_input)
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """A model that runs eagerly and in evaluation mode, and is afterwards as it was, like all random numbers.
+
+    Args:
+        model: the model.
+    """
+    attributes = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+    values = [(buffer, buffer.clone()) for _, _, held in attributes for buffer in held.values() if buffer is not None]
+    cuda = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    state = random.getstate()
+    numpy = sys.modules.get("numpy")
+    numpy_state = None if numpy is None else numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(cuda), torch.no_grad(), eager():
+            model.eval()
+            yield
+    finally:
+        for module, held, buffers in attributes:
+            vars(module).clear()
+            vars(module).update(held)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+        with torch.no_grad():
+            for buffer, value in values:
+                buffer.copy_(value)
+        random.setstate(state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)

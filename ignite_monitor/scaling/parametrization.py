@@ -1,0 +1,281 @@
+"""A model whose initial weights, multipliers and learning rates are powers of its width."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ignite_monitor.capture.names import named_modules
+from ignite_monitor.functional._checks import check_real, check_type
+from ignite_monitor.functional.sampling import fnv1a_64
+from ignite_monitor.scaling._overrides import check_ab, overridden
+from ignite_monitor.scaling.graph import PRESETS, Alignment, Node, as_alignment, chain, tied
+from ignite_monitor.scaling.module import Multiplier, draw_weights, multiplier_of
+from ignite_monitor.scaling.solver import Solution, check_optimizer_type, solve
+from ignite_monitor.scaling.tracing import trace_graph
+
+
+@dataclass(frozen=True)
+class ParametrizedLayer:
+    """What is known of one layer of a :class:`Parametrization`.
+
+    Attributes:
+        name: its name in the model.
+        module: the module, a :class:`ParametrizedModule` or one that :func:`parametrize` found.
+        layer_type: "embedding", "hidden", "readout" or "attention".
+        fan_in: n, the width that exponents are of.
+        a: the multiplier's exponent.
+        b: the initial standard deviation's exponent.
+        c: the learning rate's exponent as it was solved for when the parametrization was made; None without weights.
+        std: the initial weights' standard deviation.
+        weights: the parameters of two or more dimensions, by their name in the module.
+        biases: its other parameters, by their name in the module.
+        seeds: of the initial weights, by their name in the module.
+    """
+
+    name: str
+    module: nn.Module
+    layer_type: str
+    fan_in: int
+    a: float
+    b: float
+    c: float | None
+    std: float
+    weights: dict[str, nn.Parameter]
+    biases: dict[str, nn.Parameter]
+    seeds: dict[str, int]
+
+    def initial_weight(self, name: str) -> Tensor:
+        """The initial value of one of the weights, drawn once more from its seed.
+
+        Args:
+            name: one of the names in ``weights``.
+        """
+        return draw_weights(self.weights[name], self.std, self.seeds[name], _padding_idx(self.module, name))
+
+
+class Parametrization:
+    r"""Initialises a model and gives it multipliers and learning rates that are powers of its width.
+
+    A layer of width n (arXiv:2407.05872) multiplies its output by :math:`n^{-a}`, starts from weights of standard
+    deviation ``std_prefactor`` :math:`\cdot\, n^{-b}` and zero biases, and learns at ``lr_prefactor``
+    :math:`\cdot\, n^{-c}`. (a, b) are those of muP if nothing else is given (:data:`PRESETS`); c are the smallest with
+    which nothing grows with width (:func:`ignite_monitor.scaling.solve`). Biases have exponents of their own, with
+    which they move the layer's output at the rate of the whole layer. Parameters outside of the layers (norms, position
+    embeddings) keep their values and learn at ``lr_prefactor``.
+
+    A checkpoint holds no multipliers: make the parametrization first, and load the weights into the model then.
+
+    Overrides are mappings, in which a layer is looked up by its name, then by the last part of its name, then by its
+    type. They prevail over what a :class:`ParametrizedModule` says, and that over the defaults.
+
+    Args:
+        model: the model, in which the layers are ParametrizedModules. Weights are drawn anew, from a seed that is taken
+            from torch's default generator.
+        optimizer_type: "adam" for Adam, AdamW and others whose update does not depend on the gradient's size, or "sgd".
+        alignment: "full", "no", or (alpha, omega, u) for all layers.
+        lr_prefactor: the learning rate at width 1.
+        std_prefactor: the weights' standard deviation at width 1.
+        ab_overrides: (a, b).
+        c_overrides: exponents of learning rates that are not to be solved for.
+        alignment_overrides: alignments, as for ``alignment``.
+        sample_input: an input, a tuple of arguments or a dict of keyword arguments for the model, with which the graph
+            of layers is traced; None for a chain in the order of the modules.
+        feature_learning: whether the readouts' inputs have to change by as much at any width.
+
+    Raises:
+        TypeError: if an argument is of another type.
+        ValueError: if an argument has a value it can't have, an override fits no layer, or there is no solution.
+        RuntimeError: if the graph can't be traced.
+
+    Attributes:
+        model: the model.
+        optimizer_type: as given.
+        lr_prefactor: as given; :attr:`param_groups` are made with it.
+        layers: name -> :class:`ParametrizedLayer`.
+        graph: the :class:`LayerGraph`.
+        alignment: name -> :class:`Alignment`, as the solution supposed it.
+        solution: the :class:`Solution`.
+
+    Examples:
+        .. code-block:: python
+
+            parametrization = Parametrization(model, lr_prefactor=0.01, sample_input=torch.zeros(1, 64))
+            optimizer = torch.optim.Adam(parametrization.param_groups)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        optimizer_type: str = "adam",
+        alignment: str | tuple[float, float, float] = "full",
+        lr_prefactor: float = 1e-3,
+        std_prefactor: float = 1.0,
+        ab_overrides: Mapping[str, tuple[float, float]] | None = None,
+        c_overrides: Mapping[str, float] | None = None,
+        alignment_overrides: Mapping[str, Any] | None = None,
+        sample_input: Any = None,
+        feature_learning: bool = False,
+    ) -> None:
+        check_type("model", model, nn.Module, "torch.nn.Module")
+        self.model = model
+        self.optimizer_type = check_optimizer_type(optimizer_type)
+        self.lr_prefactor = check_real("lr_prefactor", lr_prefactor, above=0.0)
+        std_prefactor = check_real("std_prefactor", std_prefactor, above=0.0)
+        self.feature_learning = feature_learning
+        default = as_alignment("alignment", alignment)
+
+        found = _find_layers(model)
+        types = {name: hook.layer_type for name, (_, hook) in found.items()}
+        ab = overridden("ab_overrides", ab_overrides, types, check_ab)
+        c = overridden("c_overrides", c_overrides, types, check_real)
+        alignments = overridden("alignment_overrides", alignment_overrides, types, as_alignment)
+        self.alignment: dict[str, Alignment] = {name: alignments.get(name, default) for name in types}
+        layers = [
+            (module, Node(name, hook.layer_type, (), *ab.get(name, _own_ab(hook)), c.get(name, hook.c)))
+            for name, (module, hook) in found.items()
+        ]
+        if sample_input is None:
+            graph = chain(layer for _, layer in layers)
+        else:
+            graph = trace_graph(model, layers, sample_input)
+        self.graph = tied(graph, {layer.name: dict(module.named_parameters()) for module, layer in layers})
+        self.solution = self.solve()
+        self.layers = self._make_layers(found, std_prefactor)
+        self._initialise()
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Groups for an optimizer: of each layer its weights, and its biases, and all other parameters.
+
+        Each has "params", "lr", "layer_name" ("_other" for the last), "fan_in", "c", and "bias", whether it is of
+        biases: ``lr = lr_prefactor * fan_in ** -c``.
+        """
+        groups = []
+        taken: set[int] = set()
+        for layer in self.layers.values():
+            if layer.c is None:
+                continue
+            for bias, held in ((False, layer.weights), (True, layer.biases)):
+                params = [parameter for parameter in held.values() if id(parameter) not in taken]
+                taken |= {id(parameter) for parameter in params}
+                if params:
+                    c = self.exponent(layer.name, bias=bias)
+                    groups.append(self._group(layer.name, params, layer.fan_in, c, bias))
+        rest = [parameter for parameter in self.model.parameters() if id(parameter) not in taken]
+        return [*groups, *([self._group("_other", rest, 1, 0.0, False)] if rest else [])]
+
+    def exponent(self, layer_name: str, *, bias: bool = False, solution: Solution | None = None) -> float:
+        """The learning-rate exponent of one of the :attr:`param_groups`.
+
+        Args:
+            layer_name: the group's "layer_name".
+            bias: the group's "bias".
+            solution: what :meth:`solve` returned; None for the one the parametrization was made with.
+
+        Raises:
+            KeyError: if there is no such layer, or it has no weights.
+        """
+        if layer_name == "_other":
+            return 0.0
+        solution = solution or self.solution
+        return solution.bias_c[layer_name] if bias else solution.c[self.graph[layer_name].shares or layer_name]
+
+    def solve(self, alignment: Mapping[str, Any] | None = None) -> Solution:
+        """The exponents for other alignments; nothing is changed by it.
+
+        Args:
+            alignment: name -> alignment; layers that are not in it keep theirs.
+
+        Raises:
+            ValueError: if there is no solution, or a layer is not known.
+        """
+        unknown = sorted(set(alignment or ()) - set(self.alignment))
+        if unknown:
+            raise ValueError(f"Argument alignment should name layers, but given {unknown}")
+        return solve(
+            self.graph,
+            self.alignment | dict(alignment or {}),
+            optimizer_type=self.optimizer_type,
+            feature_learning=self.feature_learning,
+        )
+
+    def _group(self, name: str, params: list[nn.Parameter], fan_in: int, c: float, bias: bool) -> dict[str, Any]:
+        lr = self.lr_prefactor * fan_in**-c
+        return {"params": params, "lr": lr, "layer_name": name, "fan_in": fan_in, "c": c, "bias": bias}
+
+    def _make_layers(
+        self, found: Mapping[str, tuple[nn.Module, Multiplier]], std_prefactor: float
+    ) -> dict[str, ParametrizedLayer]:
+        base = int(torch.randint(2**62, (), device="cpu"))
+        seeds: dict[int, int] = {}
+        layers: dict[str, ParametrizedLayer] = {}
+        for name, (module, hook) in found.items():
+            node = self.graph[name]
+            parameters = dict(module.named_parameters())
+            weights = {key: each for key, each in parameters.items() if each.ndim > 1}
+            for key, weight in weights.items():
+                seeds.setdefault(id(weight), (base ^ fnv1a_64(f"{name}.{key}")) >> 1)
+            layers[name] = ParametrizedLayer(
+                name=name,
+                module=module,
+                layer_type=hook.layer_type,
+                fan_in=hook.width,
+                a=node.a,
+                b=node.b,
+                c=self.solution.c.get(node.shares or name),
+                std=std_prefactor * hook.width**-node.b,
+                weights=weights,
+                biases={key: each for key, each in parameters.items() if each.ndim < 2},
+                seeds={key: seeds[id(weight)] for key, weight in weights.items()},
+            )
+            shared = layers.get(node.shares or "")
+            if shared is not None and (shared.std, shared.fan_in) != (layers[name].std, layers[name].fan_in):
+                raise ValueError(
+                    f"Layers {shared.name} and {name} share their weights, so both should have the same width and b, "
+                    f"but they have {shared.fan_in} and {layers[name].fan_in}, and {shared.b:g} and {layers[name].b:g}"
+                )
+        return layers
+
+    @torch.no_grad()
+    def _initialise(self) -> None:
+        for layer in self.layers.values():
+            for key, weight in layer.weights.items():
+                weight.copy_(layer.initial_weight(key))
+            for key, bias in layer.biases.items():
+                if key.endswith("bias"):
+                    bias.zero_()
+            hook = multiplier_of(layer.module)
+            if hook is not None:
+                hook.value = float(layer.fan_in) ** -layer.a
+
+
+def _find_layers(model: nn.Module) -> dict[str, tuple[nn.Module, Multiplier]]:
+    found: dict[str, tuple[nn.Module, Multiplier]] = {}
+    inside: dict[int, str] = {}
+    for name, module in named_modules(model):
+        hook = multiplier_of(module)
+        if hook is None:
+            continue
+        if id(module) in inside:
+            raise ValueError(f"Layer {name} is a part of layer {inside[id(module)]}: no layer may hold another")
+        inside |= dict.fromkeys(map(id, module.modules()), name)
+        found[name] = (module, hook)
+    if not found:
+        raise ValueError("Argument model should have at least one ParametrizedModule, but has none")
+    return found
+
+
+def _own_ab(hook: Multiplier) -> tuple[float, float]:
+    a, b = PRESETS["mup"][hook.layer_type]
+    return (a if hook.a is None else hook.a, b if hook.b is None else hook.b)
+
+
+def _padding_idx(module: nn.Module, name: str) -> int | None:
+    owner = module.get_submodule(name.rpartition(".")[0])
+    return getattr(owner, "padding_idx", None)

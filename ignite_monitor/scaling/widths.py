@@ -1,0 +1,199 @@
+"""A parametrization of a model that was written without one, found by comparing two widths of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ignite_monitor.capture.names import named_modules
+from ignite_monitor.functional._checks import check_count, check_type
+from ignite_monitor.scaling._forward import run, untouched
+from ignite_monitor.scaling.module import Multiplier, multiplier_of
+from ignite_monitor.scaling.parametrization import Parametrization
+from ignite_monitor.scaling.tracing import attention_scales
+
+_logger = logging.getLogger(__name__)
+
+_OUT_FIRST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_IN_FIRST = (nn.Embedding, nn.EmbeddingBag, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+def parametrize(
+    make_model: Callable[[int], nn.Module], widths: tuple[int, int], *, sample_input: Any, **options: Any
+) -> Parametrization:
+    r"""A model with the multipliers, initial weights and learning rates of its width, without an edit of its code.
+
+    The model is made at two widths. A module's weight is that of an embedding if only its outputs grow from one to the
+    other, of a readout if only its inputs do, and of a hidden layer if both. n is the fan-in (with the size of a
+    convolution's kernel), of an embedding the number of its outputs. Parameters without a weight that grows (norms,
+    position embeddings that are added) stay as they are, at ``lr_prefactor``. Multipliers are forward hooks, which are
+    copied, pickled and compiled with the model: compile it afterwards.
+
+    Products of activations, as in attention, get no multiplier, and the solution supposes that their changes do not
+    grow with width: that the dimension of a head does not grow, or that :math:`q k^\top` is divided by it and not by
+    its root. There is a warning where ``scaled_dot_product_attention`` is seen to do otherwise.
+
+    Args:
+        make_model: makes the model at a width.
+        widths: a small width, with which the large is only compared, and the width of the model to train.
+        sample_input: an input for either, a tuple of arguments, or a dict of keyword arguments, with which the graph of
+            layers is traced; or, where inputs grow too, a function that makes one for a width.
+        options: more arguments of :class:`Parametrization`.
+
+    Returns:
+        The parametrization, with the model of the larger width in its ``model``.
+
+    Raises:
+        TypeError: if an argument is of another type.
+        ValueError: if the two models differ in more than sizes, nothing in them grows, or something does whose place
+            among the layers is not known.
+
+    Examples:
+        .. code-block:: python
+
+            def make_model(width):
+                return nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 10))
+
+
+            parametrization = parametrize(make_model, widths=(32, 256), sample_input=torch.zeros(1, 64))
+            optimizer = torch.optim.Adam(parametrization.param_groups)
+    """
+    if isinstance(make_model, nn.Module) or not callable(make_model):
+        raise TypeError(f"Argument make_model should be a function of the width, but given {type(make_model)}")
+    if not isinstance(widths, (tuple, list)) or len(widths) != 2:
+        raise TypeError(f"Argument widths should be a small and a large width, but given {widths!r}")
+    if check_count("widths", widths[0], least=1) >= check_count("widths", widths[1]):
+        raise ValueError(f"Argument widths should be a small and a large width, but given {widths!r}")
+    with torch.random.fork_rng(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()):
+        small = make_model(widths[0])
+    model = make_model(widths[1])
+    for made in (small, model):
+        check_type("make_model", made, nn.Module, "a function that returns a torch.nn.Module")
+    growing = _growing(small, model)
+    inputs = sample_input(widths[1]) if callable(sample_input) else sample_input
+    shapes = _shapes_seen(model, [grown.module for grown in growing], inputs)
+    used = {id(weight) for grown in growing if id(grown.module) in shapes for weight, _ in grown.weights.values()}
+    for grown in growing:
+        # One that does not run may still lend its weights to others, as T5's shared embedding does.
+        lends = id(grown.module) not in shapes and used.issuperset(id(weight) for weight, _ in grown.weights.values())
+        layer = None if lends else _layer(grown, shapes.get(id(grown.module)))
+        if layer is not None:
+            grown.module.register_forward_hook(Multiplier(*layer))
+    parametrization = Parametrization(model, sample_input=inputs, **options)
+    scales = _attention_scales(model, parametrization, inputs)
+    if scales:
+        inputs = sample_input(widths[0]) if callable(sample_input) else sample_input
+        _check_attention(_attention_scales(small, parametrization, inputs), scales)
+    return parametrization
+
+
+Scales = list[tuple[str, int, float]]
+
+
+def _attention_scales(model: nn.Module, parametrization: Parametrization, sample_input: Any) -> Scales:
+    nodes = {name: parametrization.graph[name]._replace(inputs=(), shares=None) for name in parametrization.layers}
+    layers = [(module, nodes[name]) for name, module in named_modules(model) if name in nodes]
+    return attention_scales(model, layers, sample_input)
+
+
+def _check_attention(small: Scales, large: Scales) -> None:
+    for (name, size, scale), (_, larger, other) in zip(small, large, strict=False):
+        if larger > size and other * larger > 1.05 * scale * size:
+            _logger.warning(
+                "%s: the heads grow with width, from %d to %d, but scores are divided by less than that, from %.3g to "
+                "%.3g. Where queries and keys align, they will grow with width; give it a scale that is proportional "
+                "to 1 / the head's dimension.",
+                name,
+                size,
+                larger,
+                1 / scale,
+                1 / other,
+            )
+            return
+
+
+class _Grown(NamedTuple):
+    """A module with weights that grow: for each dimension, whether it does."""
+
+    name: str
+    module: nn.Module
+    weights: dict[str, tuple[nn.Parameter, tuple[bool, ...]]]
+
+
+def _growing(small: nn.Module, large: nn.Module) -> list[_Grown]:
+    modules = list(named_modules(small)), list(named_modules(large))
+    if [(name, type(module)) for name, module in modules[0]] != [(name, type(module)) for name, module in modules[1]]:
+        raise ValueError(
+            "Argument make_model should make models that differ in sizes alone, but they have other modules"
+        )
+    found = []
+    for (name, before), (_, after) in zip(*modules, strict=True):
+        if multiplier_of(after) is not None:
+            raise ValueError(f"Argument make_model should make a model without ParametrizedModules, but {name} is one")
+        weights = {}
+        ours, theirs = dict(before.named_parameters(recurse=False)), dict(after.named_parameters(recurse=False))
+        if {key: each.ndim for key, each in ours.items()} != {key: each.ndim for key, each in theirs.items()}:
+            raise ValueError(f"Argument make_model should make models that differ in sizes alone, but {name} differs")
+        for key, parameter in theirs.items():
+            grows = tuple(one != other for one, other in zip(ours[key].shape, parameter.shape, strict=True))
+            if parameter.ndim > 1 and any(grows):
+                weights[key] = (parameter, grows)
+        if weights:
+            found.append(_Grown(name, after, weights))
+    if not found:
+        raise ValueError("Argument make_model should make a model whose weights grow with width, but none does")
+    return found
+
+
+def _shapes_seen(model: nn.Module, modules: list[nn.Module], sample_input: Any) -> dict[int, tuple[int, int] | None]:
+    """The last dimensions of what modules take and return, of those that run; None where it is no single tensor."""
+    seen: dict[int, tuple[int, int] | None] = {}
+
+    def look(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        single = args and isinstance(args[0], Tensor) and isinstance(output, Tensor) and args[0].ndim and output.ndim
+        seen[id(module)] = (args[0].shape[-1], output.shape[-1]) if single else None
+
+    with untouched(model):
+        handles = [module.register_forward_hook(look) for module in modules]
+        try:
+            run(model, sample_input)
+        finally:
+            for handle in handles:
+                handle.remove()
+    return seen
+
+
+def _layer(grown: _Grown, seen: tuple[int, int] | None) -> tuple[int, str] | None:
+    """Width and layer type of a module; None if it has no weight that activations are multiplied by."""
+    module = grown.module
+    if set(grown.weights) != {"weight"}:
+        matrices = [key for key, (_, grows) in grown.weights.items() if sum(grows) > 1]
+        if matrices:
+            _refuse(grown, matrices)
+        return None
+    weight, grows = grown.weights["weight"]
+    if isinstance(module, _OUT_FIRST) or (weight.ndim == 2 and seen == (weight.shape[1], weight.shape[0])):
+        output = 0
+    elif isinstance(module, _IN_FIRST) or (weight.ndim == 2 and seen == (weight.shape[0], weight.shape[1])):
+        output = 1
+    else:
+        if sum(grows) > 1:
+            _refuse(grown, ["weight"])
+        return None
+    grows_in = any(grew for place, grew in enumerate(grows) if place != output)
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and grows_in:
+        _refuse(grown, ["weight"])
+    if grows_in:
+        return weight.numel() // weight.shape[output], "hidden" if grows[output] else "readout"
+    return weight.shape[output], "embedding"
+
+
+def _refuse(grown: _Grown, keys: list[str]) -> None:
+    raise ValueError(
+        f"It is not known how {grown.name or 'the model'} ({type(grown.module).__name__}) uses what grows with width "
+        f"in {', '.join(keys)}: wrap it in a ParametrizedModule by hand, or make it of Linear, Conv and Embedding"
+    )

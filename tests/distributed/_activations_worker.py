@@ -1,0 +1,103 @@
+"""One rank of the runs that test_activations_ranks.py looks at."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from ignite.engine import Engine, Events
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ignite_monitor import ActivationHandler, Metric, record
+from tests.distributed._launch import WORLD, run_scenarios
+
+COUNT = 6
+SPLIT = 3  # of 8 rows the first rank has so many
+
+
+class Net(nn.Module):
+    """The second expert is for batches that hold a large number, as only the last rows of the later ones do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.relu = nn.Linear(4, 6), nn.ReLU()
+        self.experts = nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)])
+
+    def forward(self, x):
+        y = self.relu(self.layer(x))
+        record("rows", len(x))
+        out = self.experts[0](y)
+        return out + self.experts[1](y) if x.max() > 50 else out
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def batches() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    made = [torch.randn(8, 4, generator=generator) for _ in range(COUNT)]
+    for batch in made[3:]:
+        batch[7] = 100.0
+    return made
+
+
+METRICS = {
+    "mean": True,
+    "std": True,
+    "dead_fraction": True,
+    "max_abs": True,
+    "nonfinite_count": True,
+    "abs": torch.abs,
+    "total": Metric(torch.sum, aggregate="sum"),
+    "smallest": Metric(torch.min, aggregate="min"),
+    "count": Metric(len, aggregate=lambda values: values.sum()),
+}
+
+
+def train(model: nn.Module, rank: int | None, learn: bool = False) -> dict[str, Any]:
+    """Train on one rank's share of the batches (None: the whole), and say what was published."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 if learn else 0.0)
+
+    def train_step(engine, x):
+        optimizer.zero_grad()
+        own = x if rank is None else x[:SPLIT] if rank == 0 else x[SPLIT:]
+        model(own).square().mean().backward()
+        optimizer.step()
+
+    engine = Engine(train_step)
+    ActivationHandler(
+        model, activations=METRICS, gradients={"norm": torch.norm}, parameters={"max_abs": True, "norm": torch.norm}
+    ).attach(engine)
+    published: list[dict[str, float]] = []
+    engine.add_event_handler(
+        Events.ITERATION_COMPLETED,
+        lambda e: published.append({name: float(value) for name, value in e.state.metrics.items()}),
+    )
+    engine.run(batches())
+    return {"published": published}
+
+
+def dense() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+
+
+def fsdp() -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(dense(), mesh=init_device_mesh("cpu", (WORLD,)))
+
+
+SCENARIOS = {
+    "ddp": lambda rank: train(DistributedDataParallel(net(), find_unused_parameters=True), rank),
+    "ddp learning": lambda rank: train(DistributedDataParallel(net(), find_unused_parameters=True), rank, learn=True),
+    "fsdp": lambda rank: train(fsdp(), rank),
+}
+
+
+if __name__ == "__main__":
+    run_scenarios(SCENARIOS)

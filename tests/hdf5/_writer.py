@@ -1,0 +1,54 @@
+"""A run that goes on until its process is killed."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import h5py  # noqa: F401  so that a process that is forked off has it
+import torch
+import torch.distributed as distributed
+from ignite.engine import Engine, Events
+from ignite.metrics import Average
+
+from ignite_monitor import HDF5Logger, read_hdf5
+
+
+def step(engine: Engine, batch: int) -> dict[str, Any]:
+    iteration = engine.state.iteration
+    named: dict[str, Any] = {f"m{i}": iteration + i / 16 for i in range(20)}
+    if iteration % 3 == 0:
+        named["rare"] = torch.tensor(float(iteration))
+    if iteration > 100:
+        named[f"top/{iteration % 17}"] = float(iteration)
+    return named
+
+
+def write_forever(path: Path, mode: str, start: int, completed: Any) -> None:
+    """Log every iteration after ``start``; ``completed.value`` is the number of the last one."""
+    engine = Engine(step)
+    logger = HDF5Logger(path, mode)
+    logger.attach_output_handler(engine, Events.ITERATION_COMPLETED, output_transform=lambda output: output)
+
+    @engine.on(Events.STARTED | Events.ITERATION_COMPLETED)
+    def count() -> None:
+        completed.value = engine.state.iteration
+
+    engine.load_state_dict({"iteration": start, "epoch_length": 10**9, "max_epochs": 1})
+    engine.run(itertools.count(start))
+
+
+def log_on_rank(path: Path, rank: int, wrong: Any) -> None:
+    """One of two ranks: both attach the logger and compute, one writes."""
+    distributed.init_process_group("gloo", init_method=f"file://{path}.store", rank=rank, world_size=2)
+    engine = Engine(lambda engine, batch: float(batch + 10 * rank))
+    Average().attach(engine, "average")
+    with HDF5Logger(path) as logger:
+        logger.attach_output_handler(engine, Events.ITERATION_COMPLETED, tag="train", output_transform=lambda x: x)
+        logger.attach_output_handler(engine, Events.EPOCH_COMPLETED, tag="train", metric_names=["average"])
+        engine.run(range(4))
+    distributed.barrier()
+    read = read_hdf5(path)
+    wrong.value = read["train/output"].values.tolist() != [0, 1, 2, 3] or read["train/average"].values.tolist() != [6.5]
+    distributed.destroy_process_group()

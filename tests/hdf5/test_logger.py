@@ -1,0 +1,446 @@
+"""What goes in by an HDF5Logger comes out by read_hdf5."""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import subprocess
+import sys
+import threading
+import tracemalloc
+import weakref
+
+import h5py
+import ignite.distributed as idist
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from ignite.engine import Events
+from ignite.handlers import global_step_from_engine
+from ignite.metrics import Average
+
+from ignite_monitor import GradMonitor, HDF5Logger, read_hdf5
+from ignite_monitor.hdf5 import clock
+from tests._helpers import footprint, make_batches, make_trainer
+from tests.hdf5._runs import ENVIRONMENT, as_lists, engine_of, log_output, run
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "run.h5"
+
+
+# What Ignite's loggers can do
+
+
+def test_output_metrics_and_state_attributes(path):
+    trainer = engine_of(lambda iteration: float(iteration))
+    Average().attach(trainer, "average")
+    trainer.state.alpha = 0.5
+    with HDF5Logger(path) as logger:
+        log_output(logger, trainer, metric_names="all", state_attributes=["alpha"])
+        log_output(logger, trainer, Events.EPOCH_COMPLETED, tag="epoch", metric_names=["average"])
+        log_output(logger, trainer, Events.ITERATION_COMPLETED(every=2), tag=None, state_attributes=["alpha"])
+        trainer.run(range(4), max_epochs=2)
+    read = as_lists(path)
+    iterations = list(range(1, 9))
+    assert read["train/output"] == (iterations, [float(i) for i in iterations])
+    assert read["train/alpha"] == (iterations, [0.5] * 8)
+    assert read["train/average"] == ([5, 6, 7, 8], [2.5] * 4)
+    assert read["epoch/average"] == ([1, 2], [2.5, 6.5])
+    assert read["output"] == ([2, 4, 6, 8], [2.0, 4.0, 6.0, 8.0])
+    assert set(read) == {
+        "train/output",
+        "train/alpha",
+        "train/average",
+        "epoch/average",
+        "epoch/output",
+        "output",
+        "alpha",
+    }
+
+
+def test_optimizer_parameters(path):
+    _, optimizer, trainer = make_trainer(lr=0.25)
+    with HDF5Logger(path) as logger:
+        logger.attach_opt_params_handler(trainer, Events.ITERATION_STARTED, optimizer=optimizer)
+        logger.attach_opt_params_handler(trainer, Events.ITERATION_STARTED(every=2), optimizer, "momentum", tag="t")
+        trainer.run(make_batches(4))
+    assert as_lists(path) == {
+        "lr/group_0": ([1, 2, 3, 4], [0.25] * 4),
+        "t/momentum/group_0": ([2, 4], [float(np.float32(0.9))] * 2),
+    }
+
+
+def test_several_events_and_a_step_of_ones_own(path):
+    trainer, evaluator = engine_of(), engine_of(lambda iteration: {"accuracy": 0.5})
+    trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run(range(3)))
+    with HDF5Logger(path) as logger:
+        log_output(logger, trainer, Events.ITERATION_COMPLETED(every=2) | Events.EPOCH_COMPLETED)
+        log_output(
+            logger,
+            evaluator,
+            Events.COMPLETED,
+            tag="valid",
+            global_step_transform=global_step_from_engine(trainer, Events.ITERATION_COMPLETED),
+        )
+        trainer.run(range(4), max_epochs=2)
+    read = as_lists(path)
+    assert read["valid/accuracy"] == ([4, 8], [0.5, 0.5])
+    assert read["train/loss"][0] == [2, 4, 1, 6, 8, 2]
+
+
+def test_a_monitor(path):
+    model, optimizer, trainer = make_trainer()
+    monitor, published = GradMonitor(model, optimizer), []
+    with HDF5Logger(path) as logger:
+        monitor.log_to(logger, trainer)
+        monitor.attach(trainer, Events.ITERATION_STARTED(every=3))
+        trainer.add_event_handler(
+            Events.ITERATION_COMPLETED(every=3), lambda: published.append(float(monitor.metrics["grad/norm"].float()))
+        )
+        trainer.run(make_batches(90))
+    read = as_lists(path)
+    assert read["grad/norm"] == (list(range(3, 91, 3)), published)
+    assert read["grad/threshold"][0] == list(range(63, 91, 3))  # absent while warming up
+
+
+@pytest.mark.parametrize("wrong", [1.5, "2", None])
+def test_a_step_that_is_no_integer(path, wrong):
+    engine = engine_of()
+    with HDF5Logger(path) as logger:
+        log_output(logger, engine, global_step_transform=lambda *_: wrong)
+        with pytest.raises(TypeError, match="global_step must be int"):
+            engine.run(range(1))
+
+
+def test_a_step_of_more_than_64_bits(path):
+    with HDF5Logger(path) as logger:
+        logger.write(engine_of(), 2**63 - 1, {"a": 1.0})
+        with pytest.raises(ValueError, match="global_step must have 64 bits at most"):
+            logger.write(engine_of(), 2**63, {"a": 1.0})
+    assert as_lists(path) == {"a": ([2**63 - 1], [1.0])}
+
+
+def test_a_handler_of_another_logger_is_refused(path):
+    with HDF5Logger(path) as logger:
+        handler = logger._create_output_handler("t", "all")
+        params = logger._create_opt_params_handler(make_trainer()[1])
+    for each in (handler, params):
+        with pytest.raises(RuntimeError, match="works only with HDF5Logger"):
+            each(engine_of(), object(), Events.ITERATION_COMPLETED)
+
+
+# Values
+
+
+def test_late_and_rare_names_hold_only_what_was_written(path):
+    def output(iteration):
+        named = {"loss": float(iteration)}
+        if iteration % 7 == 0:
+            named["rare"] = torch.tensor(float(iteration))
+        if iteration > 150:
+            named = {"late": iteration, **named}
+        return named
+
+    run(path, 200, output=output)
+    read = as_lists(path)
+    assert read["train/loss"] == (list(range(1, 201)), [float(i) for i in range(1, 201)])
+    assert read["train/rare"] == (list(range(7, 201, 7)), [float(i) for i in range(7, 201, 7)])
+    assert read["train/late"] == (list(range(151, 201)), [float(i) for i in range(151, 201)])
+    assert list(read) == ["train/loss", "train/rare", "train/late"]
+
+
+def test_precision(path):
+    """float32, but for what that would turn into another number."""
+    exact = [1e300, -1e-50, 5e-324, 1.7976931348623157e308, 2.0**53 - 1, 16_777_217, -(2**40) - 1, 1e-40]
+    kept = [0.0, -0.0, math.inf, -math.inf, math.nan, 16_777_216, 0.5, 3.0]
+    rounded = [0.1, math.pi, 1 / 3, 1e-30, 123_456.789]
+    values = [*exact, *kept, *rounded]
+    run(path, len(values), output=lambda iteration: values[iteration - 1])
+    _, read = read_hdf5(path)["train/output"]
+    assert read.dtype == np.float64
+    assert read.tobytes() == np.array([*exact, *kept, *map(np.float32, rounded)], np.float64).tobytes()
+
+
+def test_names_of_every_kind(path):
+    names = ["a b", "ä/é", "line\nfeed", 'quote"', "nul\0", "\ud800", "a\\b", "x" * 5000, "", "日本"]
+    run(path, 2, output=lambda _: dict.fromkeys(names, 1.0))
+    assert list(read_hdf5(path)) == [f"train/{name}" if name else "train" for name in names]
+
+
+def test_what_is_no_number_is_warned_of_once(path):
+    with pytest.warns(UserWarning, match="HDF5Logger can not log metrics") as caught:
+        run(path, 20, output=lambda iteration: {"loss": 1.0, "text": "no", "image": torch.zeros(2, 2)})
+    assert list(read_hdf5(path)) == ["train/loss"]
+    assert [str(each.message) for each in caught] == [
+        "HDF5Logger can not log metrics value type <class 'str'>: text",
+        "HDF5Logger can not log metrics of shape (2, 2): image",
+    ]
+
+
+def test_a_metric_that_is_not_there_is_warned_of_once(path):
+    engine = engine_of()
+    with HDF5Logger(path) as logger:
+        log_output(logger, engine, metric_names=["typo"])
+        with pytest.warns(UserWarning, match=r"Metric typo is not in engine\.state") as caught:
+            engine.run(range(5))
+    assert len(caught) == 1
+    assert list(read_hdf5(path)) == ["train/loss"]
+
+
+def test_the_same_name_twice_in_a_write_is_one_value(path):
+    run(path, 3, output=lambda iteration: {"a/b": 1.0, "a": {"b": 2.0}})
+    assert as_lists(path) == {"train/a/b": ([1, 2, 3], [2.0] * 3)}
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(
+        st.one_of(
+            st.none(),
+            st.dictionaries(st.text(max_size=3), st.floats(allow_nan=False, width=32), min_size=1, max_size=5),
+            st.dictionaries(st.sampled_from("abc"), st.integers(-(2**53), 2**53).map(float), min_size=1),
+        ),
+        max_size=30,
+    ),
+    st.integers(1, 9),
+)
+def test_any_writes_and_reopenings(tmp_path, writes, flush_every):
+    """None closes and continues."""
+    path, engine = tmp_path / "any.h5", engine_of()
+    expected: dict[str, tuple[list[int], list[float]]] = {}
+    logger = HDF5Logger(path, "w", flush_every=flush_every)
+    for step, named in enumerate(writes, 1):
+        if named is None:
+            logger.close()
+            assert as_lists(path) == expected
+            logger = HDF5Logger(path, "a", flush_every=flush_every)
+            continue
+        engine.state.iteration = step
+        logger.write(engine, step, named)
+        for name, value in named.items():
+            steps, values = expected.setdefault(name, ([], []))
+            steps.append(step)
+            values.append(value)
+    logger.close()
+    assert as_lists(path) == expected
+
+
+# The file
+
+
+def test_plain_datasets_for_other_programs(path):
+    run(path, 100)
+    with h5py.File(path, "r") as file:
+        for dataset in file.values():
+            assert dataset.chunks
+            assert dataset.compression == "gzip"
+            assert dataset.fletcher32
+            assert dataset.maxshape == (None,)
+
+
+def test_small_and_rare_writes_stay_small(path):
+    run(path, 1000, output=lambda iteration: {f"m{i}": torch.rand(()) for i in range(10)})
+    assert path.stat().st_size < 6 * 10_000
+
+
+def test_ten_thousand_values_take_five_bytes_each(path):
+    generator = np.random.default_rng(0)
+    names = [f"activation/layer.{i}/mean" for i in range(10_000)]
+    run(path, 20, output=lambda _: dict(zip(names, generator.lognormal(0, 9, 10_000).tolist(), strict=True)))
+    assert path.stat().st_size <= 5 * 200_000
+
+
+@pytest.mark.parametrize("mode", ["x", "a"])
+def test_memory_does_not_depend_on_the_number_of_iterations(path, mode):
+    engine = engine_of(lambda iteration: {"a": 0.5, **{f"top/{(iteration * 7 + k) % 50}": 1.0 for k in range(5)}})
+    measured = []
+    if mode == "a":
+        run(path, 10, output=lambda iteration: {"a": 0.5})
+    with HDF5Logger(path, mode) as logger:
+        log_output(logger, engine)
+
+        @engine.on(Events.ITERATION_STARTED(event_filter=lambda _, iteration: iteration in {1001, 2001, 5001}))
+        def measure():
+            if not measured:
+                tracemalloc.start()
+            gc.collect()
+            measured.append(tracemalloc.get_traced_memory()[0])
+
+        engine.run(range(5100), max_epochs=1)
+    tracemalloc.stop()
+    assert measured[2] - measured[1] < 50_000
+    assert len(read_hdf5(path)["train/a"].steps) == 5100
+
+
+def test_closing_leaves_nothing_behind_but_what_was_attached(path):
+    model, optimizer, trainer = make_trainer()
+    before = footprint(trainer, model, optimizer)
+    monitor = GradMonitor(model, optimizer)
+    logger = HDF5Logger(path, "a")
+    handle = log_output(logger, trainer)
+    monitor.log_to(logger, trainer)
+    monitor.attach(trainer)
+    trainer.run(make_batches(3))
+    logger.close()
+    logger.close()
+    with pytest.warns(UserWarning, match=r"run\.h5 is closed, and nothing more is logged there") as caught:
+        trainer.run(make_batches(3), max_epochs=2)
+    assert len(caught) == 1
+    monitor.detach()
+    handle.remove()
+    assert footprint(trainer, model, optimizer) == before
+    assert [each.name for each in path.parent.iterdir()] == ["run.h5"]
+    descriptors = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_link(fd)]
+    assert not [each for each in descriptors if each.startswith(str(path.parent))]
+    assert read_hdf5(path)["grad/norm"].steps.tolist() == [1, 2, 3]
+
+
+def _is_link(descriptor):
+    return os.path.islink(f"/proc/self/fd/{descriptor}")
+
+
+def test_detaching_the_monitor_does_not_hide_the_start(path):
+    """The logger's own handlers are neither the monitor's to take down nor to silence; and the user's are nobody's."""
+    for mode, start in (("x", 0), ("a", 50)):
+        model, optimizer, trainer = make_trainer()
+        monitor, starts = GradMonitor(model, optimizer), []
+        trainer.add_event_handler(Events.STARTED, lambda _, starts=starts: starts.append(1))
+        with HDF5Logger(path, mode) as logger:
+            monitor.log_to(logger, trainer)
+            monitor.attach(trainer, Events.ITERATION_STARTED(every=30 if start else 1))
+            trainer.load_state_dict({"iteration": start, "epoch_length": 100, "max_epochs": 1})
+            trainer.run(make_batches(100))
+            monitor.detach()
+            trainer.run(make_batches(10), max_epochs=2)
+        assert len(starts) == 2
+    assert read_hdf5(path)["grad/norm"].steps.tolist() == [*range(1, 51), 60, 90]
+
+
+def test_a_dropped_logger_writes_what_waits_and_is_freed(path):
+    engine = engine_of()
+    logger = HDF5Logger(path)
+    log_output(logger, engine)
+    engine.run(range(20), max_epochs=2)
+    engine.state.iteration = 41
+    logger.write(engine, 41, {"x": 1.0})
+    gone = weakref.ref(logger)
+    del logger, engine
+    assert gone() is None
+    assert read_hdf5(path)["x"].steps.tolist() == [41]
+
+
+def test_a_finished_run_can_be_read_before_closing(path):
+    trainer, logger = engine_of(), HDF5Logger(path)
+    log_output(logger, trainer)
+    log_output(logger, trainer, Events.COMPLETED, tag="end")
+    trainer.run(range(7), max_epochs=2)
+    read = as_lists(path)
+    assert read["train/loss"][0] == list(range(1, 15))
+    assert read["end/loss"][0] == [2]
+    logger.close()
+
+
+def test_slow_iterations_are_written_in_time(path, monkeypatch):
+    now, seen = [0.0], []
+    monkeypatch.setattr(clock.time, "monotonic", lambda: now[0])
+    engine = engine_of()
+    with HDF5Logger(path) as logger:
+        log_output(logger, engine)
+
+        @engine.on(Events.ITERATION_STARTED)
+        def wait():
+            now[0] += 4.0
+            seen.append(len(as_lists(path).get("train/loss", ((), ()))[0]))
+
+        engine.run(range(10), max_epochs=1)
+    assert seen == [0, 0, 0, 3, 3, 3, 6, 6, 6, 9]
+
+
+@pytest.mark.parametrize("every", [1, 3, 20, 49, 50, 51, 100])
+def test_never_more_than_flush_every_iterations_wait(path, every):
+    engine, missing = engine_of(), []
+    with HDF5Logger(path) as logger:
+        log_output(logger, engine, Events.ITERATION_COMPLETED(every=every))
+
+        @engine.on(Events.ITERATION_STARTED(every=7))
+        def look():
+            read = as_lists(path)
+            first_missing = (max(read["train/loss"][0]) if read else 0) + every
+            missing.append(engine.state.iteration - first_missing)
+
+        engine.run(range(300), max_epochs=1)
+    assert max(missing) <= 50
+
+
+def test_engines_in_threads_of_their_own(path):
+    with HDF5Logger(path, flush_every=2) as logger:
+        engines = [engine_of(lambda iteration: float(iteration)) for _ in range(3)]
+        for number, engine in enumerate(engines):
+            log_output(logger, engine, tag=str(number))
+        threads = [threading.Thread(target=engine.run, args=(range(100),)) for engine in engines]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    read = as_lists(path)
+    assert [read[f"{number}/output"][0] for number in range(3)] == [list(range(1, 101))] * 3
+
+
+def test_flush(path):
+    engine = engine_of()
+    with HDF5Logger(path) as logger:
+        logger.write(engine, 1, {"a": 1.0})
+        logger.flush()
+        assert as_lists(path) == {"a": ([1], [1.0])}
+
+
+def test_a_program_that_ends_with_an_error_and_forgets_to_close(path):
+    script = f"""
+import sys
+import threading
+from ignite.engine import Engine, Events
+from ignite_monitor import HDF5Logger
+engine = Engine(lambda engine, batch: 0.5)
+logger = HDF5Logger({str(path)!r})
+logger.attach_output_handler(engine, Events.ITERATION_COMPLETED, output_transform=lambda output: output)
+@engine.on(Events.ITERATION_COMPLETED(once=30))
+def end():
+    raise KeyError
+engine.run(range(100))
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script], stderr=subprocess.DEVNULL, env=ENVIRONMENT)
+    assert read_hdf5(path)["output"].steps.tolist() == list(range(1, 31))
+
+
+# Ranks, and what need not be installed
+
+
+def test_other_ranks_do_nothing(path, monkeypatch):
+    monkeypatch.setattr(idist, "get_rank", lambda: 1)
+    run(path, 10)
+    assert not path.exists()
+
+
+def test_without_h5py(path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "h5py", None)
+    for use in (HDF5Logger, read_hdf5):
+        with pytest.raises(ModuleNotFoundError, match=r"pip install 'ignite-monitor\[hdf5\]'"):
+            use(path)
+
+
+def test_importing_the_package_does_not_import_h5py():
+    script = "import sys, ignite_monitor; print([name for name in ('h5py', 'pandas', 'fcntl') if name in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=ENVIRONMENT,
+    )
+    assert "h5py" not in done.stdout
+    assert "pandas" not in done.stdout

@@ -1,0 +1,201 @@
+"""Several processes: one that is killed, one that reads while another writes, two ranks, forked ones."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from ignite.engine import Engine, Events
+
+from ignite_monitor import HDF5Logger, read_hdf5
+from tests.hdf5._writer import log_on_rank, step, write_forever
+
+# Its processes have imported everything, and are ready in milliseconds.
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["tests.hdf5._writer"])
+
+
+@contextmanager
+def writing(path: Path, mode: str, start: int = 0):
+    """A process that writes until it is killed, and the number of iterations it has completed."""
+    completed = PROCESSES.Value("q", -1, lock=False)
+    process = PROCESSES.Process(target=write_forever, args=(path, mode, start, completed))
+    process.start()
+    try:
+        yield process, completed
+    finally:
+        process.kill()
+        process.join()
+        process.close()
+
+
+def open_plainly(path: Path) -> h5py.File:
+    """Again, where the few milliseconds between two writes were too few between a reader's opening and its lock."""
+    for _ in range(2):
+        with suppress(BlockingIOError):
+            return h5py.File(path, "r")
+    return h5py.File(path, "r")
+
+
+def check(path: Path, completed: int) -> int:
+    """The last step; all values are right and none is missing but the last 50 iterations."""
+    with open_plainly(path) as file:
+        assert set(file) == {"names", "ids", "values", "exact", "rows"}
+    read = read_hdf5(path)
+    last = int(read["m0"].steps[-1]) if "m0" in read else 0
+    assert completed - last <= 50
+    for i in range(20) if last else ():
+        steps, values = read[f"m{i}"]
+        assert steps.tolist() == list(range(1, last + 1))
+        assert values.tolist() == [step + i / 16 for step in range(1, last + 1)]
+    if last >= 3:
+        assert read["rare"].steps.tolist() == list(range(3, last + 1, 3))
+    tops = [step for name, series in read.items() if name.startswith("top/") for step in series.steps.tolist()]
+    assert sorted(tops) == list(range(101, last + 1))
+    return last
+
+
+def test_killed_at_twenty_random_moments_and_resumed(tmp_path):
+    chance, path, last = random.Random(0), tmp_path / "run.h5", 0
+    for turn in range(20):
+        if turn % 5 == 0:
+            path.unlink(missing_ok=True)
+            last = 0
+        start = max(0, last - chance.randrange(30))
+        with writing(path, "a", start) as (process, completed):
+            wanted = start + chance.randrange(1, 400)
+            while completed.value < wanted:
+                assert process.is_alive()
+            time.sleep(chance.random() / 200)
+            process.kill()
+            process.join()
+            assert process.exitcode == -signal.SIGKILL
+            last = check(path, completed.value)
+    with HDF5Logger(path, "a"):
+        pass
+    assert [each.name for each in tmp_path.iterdir()] == ["run.h5"]
+
+
+def test_killed_while_the_file_is_made(tmp_path):
+    chance, made = random.Random(1), []
+    for turn in range(20):
+        path = tmp_path / f"{turn}.h5"
+        with writing(path, "x") as (process, completed):
+            while not list(tmp_path.glob(f".{turn}.h5*")) and not path.exists():
+                assert process.is_alive()
+            time.sleep(chance.random() / 100)
+            process.kill()
+            process.join()
+            made.append(path.exists())
+            if path.exists():
+                check(path, completed.value)
+    assert any(made)
+
+
+def test_read_while_it_is_written(tmp_path):
+    path, seen = tmp_path / "run.h5", [0]
+    with writing(path, "x") as (process, completed):
+        while completed.value < 0:
+            assert process.is_alive()
+        end = time.monotonic() + 2
+        while time.monotonic() < end:
+            seen.append(check(path, completed.value))
+    assert seen == sorted(seen)
+    assert len(set(seen)) > 5
+
+
+@pytest.mark.parametrize("where", ["another process", "the same process"])
+def test_a_reader_that_never_closes_is_not_disturbed(tmp_path, where):
+    path = tmp_path / "run.h5"
+    write = writing if where == "another process" else writing_here
+    with write(path, "x") as (process, completed):
+        while completed.value < 500:
+            process.is_alive()
+        with open_plainly(path) as file:
+            before = {name: file[name][()] for name in file}
+            begin = completed.value
+            while completed.value < begin + 500:
+                process.is_alive()
+            with open_plainly(path) as later:
+                assert len(later["rows"]) > len(before["rows"])
+            for name, elements in before.items():
+                np.testing.assert_array_equal(file[name][()], elements)
+        process.kill()
+        process.join()
+        check(path, completed.value)
+
+
+class Here:
+    """Like a process, but it gets no further than asked."""
+
+    def __init__(self, engine, logger):
+        self._engine, self._logger, self.value = engine, logger, 0
+
+    def is_alive(self):
+        self._engine.run(range(10), max_epochs=self._engine.state.epoch + 1)
+        self.value = self._engine.state.iteration
+
+    def kill(self):
+        pass
+
+    def join(self):
+        self._logger.flush()
+
+
+@contextmanager
+def writing_here(path, mode):
+    engine = Engine(step)
+    with HDF5Logger(path, mode) as logger:
+        logger.attach_output_handler(engine, Events.ITERATION_COMPLETED, output_transform=lambda output: output)
+        here = Here(engine, logger)
+        here.is_alive()
+        yield here, here
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
+def test_rank_zero_writes(tmp_path):
+    wrong = [PROCESSES.Value("b", 2, lock=False) for _ in range(2)]
+    ranks = [
+        PROCESSES.Process(target=log_on_rank, args=(tmp_path / "run.h5", rank, wrong[rank]), daemon=True)
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(timeout=100)
+    assert [rank.exitcode for rank in ranks] == [0, 0]
+    assert [each.value for each in wrong] == [0, 0]
+    assert sorted(each.name for each in tmp_path.iterdir() if "store" not in each.name) == ["run.h5"]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_process_does_not_write(tmp_path):
+    """As those of a DataLoader are: they hold a copy of what waits to be written."""
+    engine, logger = Engine(lambda engine, batch: None), HDF5Logger(tmp_path / "run.h5")
+    engine.state.iteration = 1
+    logger.write(engine, 1, {"a": 1.0})
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(write)
+        logger.close()
+        os.read(read, 1)
+        os._exit(0)
+    os.close(read)
+    assert read_hdf5(tmp_path / "run.h5") == {}
+    with pytest.raises(BlockingIOError):
+        HDF5Logger(tmp_path / "run.h5", "a")
+    logger.close()
+    assert read_hdf5(tmp_path / "run.h5")["a"].values.tolist() == [1.0]
+    HDF5Logger(tmp_path / "run.h5", "a").close()  # the forked process, still there, does not hold it
+    os.close(write)
+    assert os.waitpid(child, 0)[1] == 0

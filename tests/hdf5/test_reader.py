@@ -1,0 +1,74 @@
+"""What read_hdf5 gives, and what it refuses."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import re
+import sys
+
+import numpy as np
+import pytest
+
+from ignite_monitor import HDF5Logger, read_hdf5
+from tests.hdf5._runs import run
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "run.h5"
+
+
+def test_to_pandas(path):
+    pytest.importorskip("pandas")
+    run(path, 4, output=lambda i: {"a": i / 2, **({"b": math.nan} if i == 3 else {})})
+    frame = read_hdf5(path).to_pandas()
+    assert frame.columns.tolist() == ["name", "step", "value", "time"]
+    assert frame["name"].astype(str).tolist() == ["train/a"] * 4 + ["train/b"]
+    assert frame["step"].tolist() == [1, 2, 3, 4, 3]
+    assert frame["value"].tolist()[:4] == [0.5, 1.0, 1.5, 2.0]
+    assert math.isnan(frame["value"].tolist()[4])
+    wide = frame.pivot_table("value", "step", "name", observed=True)
+    assert wide["train/a"].tolist() == [0.5, 1.0, 1.5, 2.0]
+    with HDF5Logger(path, "w"):
+        pass
+    assert len(read_hdf5(path).to_pandas()) == 0
+
+
+def test_without_pandas(path, monkeypatch):
+    run(path, 1)
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ModuleNotFoundError, match="pip install pandas"):
+        read_hdf5(path).to_pandas()
+
+
+def test_metrics_by_regular_expression(path):
+    run(path, 3, output=lambda i: {"a/norm": 1.0, "a/std": 2.0, "b/norm": 3.0})
+    assert list(read_hdf5(path, "norm$")) == ["train/a/norm", "train/b/norm"]
+    assert list(read_hdf5(path, re.compile("A/", re.IGNORECASE))) == ["train/a/norm", "train/a/std"]
+    assert list(read_hdf5(path, "nothing")) == []
+    with pytest.raises(ValueError, match=r"Argument metrics should be a regular expression, but given '\('"):
+        read_hdf5(path, "(")
+    with pytest.raises(TypeError, match="Argument metrics should be a regular expression"):
+        read_hdf5(path, 3)
+
+
+def test_times(path):
+    before = np.datetime64(datetime.datetime.now(datetime.timezone.utc).replace(tzinfo=None), "ms")
+    run(path, 10)
+    after = np.datetime64(datetime.datetime.now(datetime.timezone.utc).replace(tzinfo=None), "ms")
+    times = read_hdf5(path).times("train/loss")
+    assert len(times) == 10
+    assert (np.diff(times) >= np.timedelta64(0)).all()
+    assert before <= times[0]
+    assert times[-1] <= after
+
+
+def test_a_recording_is_a_mapping_that_says_what_it_holds(path):
+    run(path, 3, output=lambda i: dict.fromkeys("abcdefg", 1.0))
+    recording = read_hdf5(path)
+    assert repr(recording) == "<Recording of 7 names: train/a, train/b, train/c, train/d, train/e, …>"
+    assert "train/a" in recording
+    assert "a" not in recording
+    steps, values = recording["train/g"]
+    assert (steps.dtype, values.dtype) == (np.int64, np.float64)

@@ -1,0 +1,335 @@
+"""What is refused, and what goes wrong during a run."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import logging
+import os
+import resource
+import shutil
+import subprocess
+
+import h5py
+import numpy as np
+import pytest
+from ignite.engine import Events
+
+from ignite_monitor import HDF5Logger, read_hdf5
+from tests.hdf5._runs import as_lists, engine_of, log_output, run
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "run.h5"
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "error", "message"),
+    [
+        ((3,), {}, TypeError, "Argument path should be of type str or os.PathLike"),
+        (("a.h5", "r"), {}, ValueError, "Argument mode should be one of 'x', 'w' and 'a', but given 'r'"),
+        (("a.h5", None), {}, ValueError, "Argument mode should be"),
+        (("a.h5",), {"flush_every": 0}, ValueError, "Argument flush_every should be at least 1"),
+        (("a.h5",), {"flush_every": 1.5}, TypeError, "Argument flush_every should be an integer"),
+        (("absent/a.h5",), {}, FileNotFoundError, r"The directory of .*absent/a\.h5 is not there"),
+        ((".", "w"), {}, IsADirectoryError, "is a directory"),
+    ],
+)
+def test_wrong_arguments(tmp_path, monkeypatch, args, kwargs, error, message):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(error, match=message):
+        HDF5Logger(*args, **kwargs)
+    assert list(tmp_path.iterdir()) == []
+
+
+def damaged(path, kind):
+    run(path, 100)
+    data = path.read_bytes()
+    if kind == "text":
+        data = b"no HDF5\n" * 1000
+    elif kind == "empty":
+        data = b""
+    elif kind == "cut":
+        data = data[: len(data) // 2]
+    elif kind == "head only":
+        data = data[:50]
+    path.write_bytes(data)
+    if kind == "foreign":
+        with h5py.File(path, "w") as file:
+            file["x"] = [1]
+    elif kind == "later version":
+        with h5py.File(path, "r+") as file:
+            file.attrs["version"] = 9
+
+
+@pytest.mark.parametrize("kind", ["text", "empty", "cut", "head only", "foreign", "later version"])
+def test_a_foreign_or_damaged_file(path, kind):
+    damaged(path, kind)
+    before = path.read_bytes()
+    for use in (read_hdf5, lambda path: HDF5Logger(path, "a")):
+        with pytest.raises(ValueError, match=r"run\.h5 (is|was) ") as caught:
+            use(path)
+        assert len(str(caught.value).splitlines()) == 1
+    assert path.read_bytes() == before
+    run(path, 3, "w")
+    assert as_lists(path)["train/loss"][0] == [1, 2, 3]
+
+
+def test_a_flipped_bit_is_an_error_and_never_another_number(path):
+    run(path, 200, output=lambda i: {"a": i / 7, "b": 2**30 + i, **({"late": 1.0} if i > 90 else {})})
+    data, whole = path.read_bytes(), as_lists(path)
+    errors = []
+    for place in np.random.default_rng(0).permutation(len(data))[:300].tolist():
+        path.write_bytes(data[:place] + bytes([data[place] ^ (1 << place % 8)]) + data[place + 1 :])
+        try:
+            assert as_lists(path) == whole  # where nothing stands
+        except ValueError as error:
+            errors.append(str(error))
+    assert len(errors) > 50
+    assert {str(path) in error and "\n" not in error for error in errors} == {True}
+
+
+def test_no_file(path):
+    with pytest.raises(FileNotFoundError, match=r"run\.h5"):
+        read_hdf5(path)
+    with pytest.raises(TypeError, match="Argument path should be of type str or"):
+        read_hdf5(3)
+    with pytest.raises(ValueError, match="is a directory"):
+        read_hdf5(path.parent)
+
+
+@pytest.mark.parametrize("mode", ["a", "w"])
+def test_a_second_writer_is_refused(path, mode):
+    first, engine = HDF5Logger(path), engine_of()
+    log_output(first, engine)
+    with pytest.raises(BlockingIOError, match=r"run\.h5 is open in another program"):
+        HDF5Logger(path, mode)
+    engine.run(range(5))
+    first.close()
+    assert as_lists(path)["train/loss"][0] == [1, 2, 3, 4, 5]
+    HDF5Logger(path, mode).close()
+
+
+def test_a_directory_that_can_not_be_written_to():
+    with pytest.raises(FileNotFoundError, match=r"The directory of /dev/full/a\.h5 is not there"):
+        HDF5Logger("/dev/full/a.h5")
+    with pytest.raises(OSError, match=r"Can't write /proc/a\.h5"):
+        HDF5Logger("/proc/a.h5")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+@pytest.mark.parametrize("mode", ["x", "a"])
+def test_a_directory_without_permission(tmp_path, mode):
+    if mode == "a":
+        run(tmp_path / "run.h5", 3)
+    tmp_path.chmod(0o500)
+    try:
+        with pytest.raises(PermissionError, match=r"Can't write .*run\.h5"):
+            HDF5Logger(tmp_path / "run.h5", mode)
+    finally:
+        tmp_path.chmod(0o700)
+
+
+# While a run is going on
+
+
+def train_with(path, happens, at, count=300, mode="x", **kwargs):
+    """What happens at an iteration; all of them are run all the same. The file's steps."""
+    engine, completed = engine_of(), []
+    with HDF5Logger(path, mode, flush_every=10, **kwargs) as logger:
+        log_output(logger, engine)
+        engine.add_event_handler(Events.ITERATION_COMPLETED, lambda: completed.append(1))
+        engine.add_event_handler(Events.ITERATION_STARTED(once=at), happens)
+        engine.run(range(count), max_epochs=1)
+    assert len(completed) == count
+
+
+def warned_once(caplog, path):
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.message.startswith(f"Can't write to {path} any more, and nothing more is logged there: ")
+    assert len(record.message.splitlines()) == 1
+    return record.message
+
+
+def test_the_directory_is_removed(tmp_path, caplog):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    train_with(folder / "run.h5", lambda: shutil.rmtree(folder), 101)
+    assert "No such file" in warned_once(caplog, folder / "run.h5")
+
+
+def test_the_file_is_removed(path, caplog):
+    """What the other copy holds is not lost with it."""
+    train_with(path, path.unlink, 101)
+    assert not caplog.records
+    assert as_lists(path)["train/loss"][0] == list(range(1, 301))
+
+
+def test_the_file_is_moved_away(path):
+    moved = path.with_name("moved.h5")
+    train_with(path, lambda: path.rename(moved), 101)
+    assert as_lists(path)["train/loss"][0] == list(range(1, 301))
+    assert as_lists(moved)["train/loss"][0] == list(range(1, 100))
+
+
+def test_another_file_takes_its_place(path, caplog):
+    def replace():
+        path.unlink()
+        path.write_text("mine")
+
+    train_with(path, replace, 101)
+    assert path.read_text() == "mine"
+    assert "another program has changed it, or put another file in its place" in warned_once(caplog, path)
+    assert [each.name for each in path.parent.iterdir()] == ["run.h5"]
+
+
+def test_a_second_name_is_not_written_to(path):
+    second = path.with_name("snapshot.h5")
+    train_with(path, lambda: os.link(path, second), 101)
+    before = as_lists(second)["train/loss"][0]
+    assert before == list(range(1, len(before) + 1))
+    assert len(before) < 110
+    assert as_lists(path)["train/loss"][0] == list(range(1, 301))
+
+
+def test_the_mode_of_the_file_stays(path):
+    train_with(path, lambda: path.chmod(0o640), 101)
+    assert path.stat().st_mode & 0o777 == 0o640
+
+
+def test_no_hard_links(path, monkeypatch):
+    def link(*_):
+        raise PermissionError(1, os.strerror(1))
+
+    monkeypatch.setattr(os, "link", link)
+    train_with(path, lambda: None, 101)
+    assert as_lists(path)["train/loss"][0] == list(range(1, 301))
+    assert [each.name for each in path.parent.iterdir()] == ["run.h5"]
+
+
+@contextlib.contextmanager
+def file_size(limit):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("limit", [0, 10_000, 300_000, 2_000_000])
+def test_a_disk_that_is_full(path, caplog, limit):
+    """A limit on the size of files, which the system enforces as it does that of a disk."""
+    with contextlib.ExitStack() as limits:
+        train_with(path, lambda: limits.enter_context(file_size(limit)), 101)
+    if limit < 2_000_000:
+        assert "File too large" in warned_once(caplog, path)
+        assert as_lists(path)["train/loss"][0] == list(range(1, 100))
+    else:
+        assert as_lists(path)["train/loss"][0] == list(range(1, 301))
+    assert [each.name for each in path.parent.iterdir()] == ["run.h5"]
+    run(path, 400, "a", start=90)
+    assert as_lists(path)["train/loss"][0] == list(range(1, 401))
+
+
+@pytest.mark.parametrize("size", [100, 200, 500, 600, 800, 1100, 1500])
+def test_a_small_disk_is_full_at_some_time(tmp_path, size):
+    """The process is one of its own: HDF5 itself does not survive this."""
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}k", "tmpfs", str(tmp_path)], capture_output=True)
+    if done.returncode:
+        pytest.skip("only root can make a small disk")
+    try:
+        end = os.fork()
+        if end == 0:
+            os._exit(fill(tmp_path / "run.h5"))
+        assert os.waitstatus_to_exitcode(os.waitpid(end, 0)[1]) == 0
+        assert [each.name for each in tmp_path.iterdir()] in ([], ["run.h5"])
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def fill(path):
+    logging.disable()
+    engine = engine_of(lambda iteration: [iteration / (i + 1) for i in range(1000)])
+    try:
+        logger = HDF5Logger(path)
+    except OSError as error:
+        return 0 if "No space left on device" in str(error) and str(path) in str(error) else 1
+    log_output(logger, engine)
+    engine.run(range(1000))
+    logger.close()
+    steps = as_lists(path)["train/output/0"][0] if "train/output/0" in read_hdf5(path) else []
+    return 0 if engine.state.iteration == 1000 and steps == list(range(1, len(steps) + 1)) else 2
+
+
+def test_no_room_for_the_first_byte(path):
+    with file_size(1000), pytest.raises(OSError, match=r"Can't write .*run\.h5: .*File too large"):
+        HDF5Logger(path)
+    assert list(path.parent.iterdir()) == []
+
+
+# Interrupts
+
+
+WHERE = [
+    "swap.SwappedFile._is_free",
+    "swap.SwappedFile._apply",
+    "swap.SwappedFile.write",
+    "swap._identity",
+    "swap.shutil.copymode",
+    "swap.os.link",
+    "swap.os.replace",
+    "swap.import_h5py",
+    "swap.os.posix_fallocate",
+    "writer.Writer._patch",
+    "writer.islice",
+    "writer.needs_float64",
+]
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("where", WHERE)
+def test_interrupted_while_it_writes(path, monkeypatch, caplog, where, number, after):
+    """Ctrl-C in a notebook, where training then goes on with the same logger: nothing is lost, twice or misnamed."""
+    calls, engine = [], engine_of(lambda iteration: {f"{iteration % 7}": iteration % 7, "step": iteration})
+    *owner, name = f"ignite_monitor.hdf5.{where}".split(".")
+    target = functools.reduce(getattr, owner[3:], importlib.import_module(".".join(owner[:3])))
+    original = getattr(target, name)
+
+    def interrupt(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == number and not after:
+            raise KeyboardInterrupt
+        result = original(*args, **kwargs)
+        if len(calls) == number:
+            raise KeyboardInterrupt
+        return result
+
+    with HDF5Logger(path, flush_every=10) as logger:
+        log_output(logger, engine, tag=None)
+        engine.add_event_handler(
+            Events.ITERATION_STARTED(once=45), lambda: monkeypatch.setattr(target, name, interrupt)
+        )
+        with contextlib.suppress(KeyboardInterrupt):
+            engine.run(range(90))
+        assert calls
+        monkeypatch.undo()
+        again = engine_of(lambda iteration: {f"{iteration % 7}": iteration % 7, "again": iteration})
+        log_output(logger, again, tag=None)
+        again.run(range(40))
+    assert [record for record in caplog.records if "hdf5" in record.name] == []
+    read = as_lists(path)
+    assert read["step"][0] == list(range(1, len(read["step"][0]) + 1))
+    assert len(read["step"][0]) >= engine.state.iteration - 1
+    assert read["again"][0] == list(range(1, 41))
+    for own in ("step", "again"):
+        steps, values = read.pop(own)
+        assert values == steps
+    for name, (steps, values) in read.items():
+        assert values == [float(name)] * len(steps)
+        assert {step % 7 for step in steps} == {int(name)}
+    assert [each.name for each in path.parent.iterdir()] == ["run.h5"]

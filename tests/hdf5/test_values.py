@@ -1,0 +1,133 @@
+"""Names as Ignite gives them, values as they were, one transfer per device."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections import Counter, namedtuple
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from ignite.engine import Engine
+from ignite.handlers.base_logger import BaseOutputHandler
+from torch import Tensor
+
+from ignite_monitor.hdf5.values import flatten, needs_float64
+
+Pair = namedtuple("Pair", "left right")
+
+LOGGED = {
+    "int": 3,
+    "float": 0.1,
+    "bool": True,
+    "numpy": np.float32(1.5),
+    "fraction": Fraction(1, 4),
+    "0-dim": torch.tensor(2.5),
+    "0-dim int": torch.tensor(2**53 - 1),
+    "0-dim bool": torch.tensor(True),
+    "bfloat16": torch.tensor(0.1, dtype=torch.bfloat16),
+    "requires grad": torch.tensor(0.5, requires_grad=True),
+    "1-dim": torch.arange(3.0, dtype=torch.float64) / 3,
+    "1-dim grad": torch.ones(2, requires_grad=True),
+    "one": torch.tensor([4.0]),
+    "dict": {"a": 1, "b": {"c": torch.tensor(7), "d": [1, 2.5, {"e": 3}]}},
+    "tuple": (1, torch.tensor(2.0)),
+    "named": Pair(1.0, torch.ones(2)),
+    "empty": {},
+    "none of it": torch.zeros(0),
+    "nan": math.nan,
+    "inf": torch.tensor(-math.inf),
+}
+
+
+class Flattened(BaseOutputHandler):
+    def __call__(self, engine, logger, event_name):
+        raise NotImplementedError
+
+
+def unexpected(name, value):
+    raise AssertionError(name)
+
+
+@pytest.mark.parametrize("keys", [list(LOGGED), *([key] for key in LOGGED)], ids=lambda keys: keys[0])
+def test_names_and_values_are_ignites(keys):
+    named = {key: LOGGED[key] for key in keys}
+    engine = Engine(lambda engine, batch: None)
+    engine.state.metrics = named
+    expected = Flattened("", "all")._setup_output_metrics_state_attrs(engine, key_tuple=False)
+    names, values = flatten(named, unexpected)
+    assert names == tuple(name[1:] for name in expected)
+    assert values.dtype == np.float64
+    np.testing.assert_array_equal(values, [float(value) for value in expected.values()])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "text",
+        None,
+        b"bytes",
+        torch.ones(2, 2),
+        np.ones((2, 2)),
+        1j,
+        torch.tensor(1j),
+        np.complex64(1),
+        10**400,
+        object(),
+    ],
+    ids=str,
+)
+def test_what_is_no_number_is_left_out_and_told(value):
+    told = []
+    names, values = flatten({"a": 1.0, "x": {"y": value}, "b": torch.tensor(2.0)}, lambda name, _: told.append(name))
+    assert names == ("a", "b")
+    assert values.tolist() == [1.0, 2.0]
+    assert told == ["x/y"]
+
+
+def test_arrays_and_keys_of_other_types():
+    names, values = flatten({0: np.array([1, 2]), 1.5: np.array(3.0), "t": {("a", 1): np.bool_(True)}}, unexpected)
+    assert names == ("0/0", "0/1", "1.5", "t/('a', 1)")
+    assert values.tolist() == [1, 2, 3, 1]
+
+
+def test_one_transfer_whatever_the_number_of_values(monkeypatch):
+    counts: Counter[str] = Counter()
+
+    def counting(name, original):
+        def wrapped(self, *args, **kwargs):
+            counts[name] += 1
+            return original(self, *args, **kwargs)
+
+        return wrapped
+
+    for reader in ["item", "tolist", "cpu", "__float__", "__bool__", "__int__", "numpy", "__array__"]:
+        monkeypatch.setattr(Tensor, reader, counting(reader, getattr(Tensor, reader)))
+    values = [torch.tensor(float(i), dtype=[torch.float32, torch.float64, torch.int64][i % 3]) for i in range(300)]
+    _, numbers = flatten({"a": values, "b": torch.ones(50), **{str(i): v for i, v in enumerate(values)}}, unexpected)
+    assert numbers.tolist() == [*range(300), *[1] * 50, *range(300)]
+    assert counts == {"cpu": 1, "numpy": 1}
+
+
+@given(st.lists(st.floats(width=64) | st.integers(-(2**63), 2**63).map(float), min_size=1))
+def test_what_is_kept_in_float64(values):
+    for value, exact in zip(values, needs_float64(np.array(values)).tolist(), strict=True):
+        if math.isnan(value) or math.isinf(value) or math.isinf(single := _single(value)):
+            assert exact is math.isfinite(value)
+        elif value == int(value):
+            assert exact is (single != value)
+        elif exact:
+            assert abs(value) < 2.0**-126
+        else:
+            assert abs(single - value) <= 2.0**-24 * abs(value)
+
+
+def _single(value):
+    try:
+        return struct.unpack("f", struct.pack("f", value))[0]
+    except OverflowError:
+        return math.copysign(math.inf, value)

@@ -1,0 +1,72 @@
+"""Series with known answers, as a run's file gives them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def series(values, every=1, start=None):
+    """(steps, values): one value every so many iterations."""
+    values = np.asarray(values, dtype=np.float64)
+    first = every if start is None else start
+    return first + every * np.arange(len(values)), values
+
+
+def noise(count, seed=0):
+    return np.random.default_rng(seed).standard_normal(count)
+
+
+def grad(norms, spikes=(), thresholds=6.0, skipped=True, root="grad", every=1):
+    """What GradMonitor writes; ``spikes`` are places in ``norms`` counted from 1."""
+    norms = np.asarray(norms, dtype=np.float64)
+    flags = np.zeros(len(norms))
+    flags[np.asarray(list(spikes), dtype=int) - 1] = 1
+    counts = flags.cumsum()
+    return {
+        f"{root}/norm": series(norms, every),
+        f"{root}/threshold": series(np.broadcast_to(thresholds, norms.shape), every),
+        f"{root}/spike": series(flags, every),
+        f"{root}/spike_count": series(counts, every),
+        f"{root}/skipped_count": series(counts * skipped, every),
+        f"{root}/nonfinite_count": series((~np.isfinite(norms)).cumsum(), every),
+    }
+
+
+def calm_norms(count=200, seed=0):
+    return 1 + 3 * np.exp(-np.arange(count) / 20) + 0.1 * np.abs(noise(count, seed))
+
+
+def with_spike(at, size=60.0, count=200):
+    norms = calm_norms(count)
+    norms[np.asarray(at) - 1] = size
+    return norms
+
+
+def weights(count=40, every=5, frozen=0, median=1e-3, spread=30.0, root="monitor"):
+    """What WeightUpdateHandler writes; ``frozen`` is frozen_count, a number or one for every iteration."""
+    factors = {"median": 1.0, "p95": spread / 3, "max": spread, "min": 1 / spread}
+    ratios = np.broadcast_to(median, (count,)) * np.exp(0.1 * noise(count))
+    run = {f"{root}/update_ratio_{which}": series(ratios * factor, every) for which, factor in factors.items()}
+    run |= {f"{root}/grad_{which}": series(ratios * factor, every) for which, factor in factors.items()}
+    for name, values in (("frozen", frozen), ("vanishing", 0), ("exploding", 0)):
+        run[f"{root}/{name}_count"] = series(np.broadcast_to(values, (count,)), every)
+    return run
+
+
+def healthy(count=200):
+    """A run of every monitor, in which nothing went wrong."""
+    monitored = count // 5
+    run = grad(calm_norms(count)) | weights(monitored)
+    run["train/loss"] = series(1 + 3 * np.exp(-np.arange(count) / 50) + 0.1 * noise(count))
+    run["val/accuracy"] = series(np.linspace(0.2, 0.8, 5), count // 5)
+    for layer in range(3):
+        name = f"blocks.{layer}.mlp"
+        run[f"activation/{name}/dead_fraction"] = series(0.2 + 0.05 * noise(monitored), 5)
+        run[f"activation/{name}/nonfinite_count"] = series(np.zeros(monitored), 5)
+        run[f"activation/{name}/l2_norm"] = series(5 + 0.1 * noise(monitored), 5)
+        run[f"attention_entropy/blocks.{layer}.attn/head_0"] = series(2.5 + 0.1 * noise(monitored), 5)
+        run[f"rcc/weight_update/{name}"] = series(np.linspace(0, 2, monitored), 5)
+        run[f"rcc/input_drift/{name}"] = series(np.linspace(0, 3, monitored), 5)
+    run["spectral/norm_max"] = series(np.linspace(2, 6, monitored), 5)
+    run["step/time_ms"] = series(12 + noise(count))
+    return run

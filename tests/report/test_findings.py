@@ -1,0 +1,440 @@
+"""Series with known answers, on either side of every threshold."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import numpy as np
+import pytest
+
+from ignite_monitor.report import limits
+from ignite_monitor.report.finding import SEVERITIES
+from ignite_monitor.report.findings import ORDER, find, healthy, looked_at
+from ignite_monitor.report.series import tidy
+from tests.report import _runs as runs
+
+
+def found(run, *kinds):
+    """The findings, of the given kinds alone where some are given."""
+    return [finding for finding in find(tidy(run)) if not kinds or finding.kind in kinds]
+
+
+def only(run, kind):
+    findings = found(run, kind)
+    assert len(findings) == 1, findings
+    return findings[0]
+
+
+# A healthy run
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 20, 200, 2000])
+def test_a_healthy_run_is_healthy(count):
+    run = {name: (steps[:count], values[:count]) for name, (steps, values) in runs.healthy(max(count, 25)).items()}
+    assert healthy(found(run)), found(run)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_noise_raises_no_alarm(seed):
+    """Losses at a plateau, norms that drift: twenty different ones."""
+    random = np.random.default_rng(seed)
+    norms = np.exp(0.3 * random.standard_normal(500)) * np.linspace(1, 3, 500)
+    run = runs.grad(norms, thresholds=100.0)
+    run["train/loss"] = runs.series(2 + np.exp(-np.arange(500) / 60) + 0.3 * random.standard_normal(500))
+    run["flat/loss"] = runs.series(0.7 + 0.2 * random.standard_normal(500))
+    run["GAN/generator"] = runs.series(random.standard_normal(500).cumsum())
+    assert found(run) == []
+
+
+def test_an_empty_run_has_no_findings():
+    assert found({}) == []
+    assert looked_at(tidy({})) == []
+
+
+def test_what_was_looked_at_is_told():
+    told = " ".join(looked_at(tidy(runs.healthy())))
+    for words in (
+        "200 gradient norms (grad/norm, 1",
+        "weight updates in 40",
+        "3 modules",
+        "3 attention heads",
+        "3 layers",
+    ):
+        assert words in told
+    assert looked_at(tidy({"train/loss": runs.series([1, 2])})) == []
+
+
+# Spikes
+
+
+def test_a_spike_is_told_with_iteration_and_numbers():
+    finding = only(runs.grad(runs.with_spike([120]), [120]), "spikes")
+    assert finding.severity == "warning"
+    assert finding.iterations == (120,)
+    assert finding.values["worst_factor"] == pytest.approx(10.0)
+    for words in (
+        "1 gradient spike (grad/norm)",
+        "iteration 120.",
+        "was 60, 10 times its threshold of 6",
+        "skipped the step",
+    ):
+        assert words in finding.text
+
+
+def test_of_several_spikes_the_largest_is_told():
+    norms = runs.with_spike([50, 90])
+    norms[89] = 90.0
+    finding = only(runs.grad(norms, [50, 90]), "spikes")
+    assert "2 gradient spikes (grad/norm): iterations 50 and 90." in finding.text
+    assert "The largest, in iteration 90, was 90, 15 times its threshold of 6." in finding.text
+    assert "skipped both steps" in finding.text
+
+
+@pytest.mark.parametrize(("size", "severity"), [(11.9, "note"), (12.1, "warning")])
+def test_a_lone_norm_just_above_the_threshold_is_noise(size, severity):
+    finding = only(runs.grad(runs.with_spike([120], size), [120]), "spikes")
+    assert finding.severity == severity
+    assert ("noise" in finding.text) is (severity == "note")
+
+
+@pytest.mark.parametrize(("count", "severity"), [(2, "note"), (3, "warning")])
+def test_many_norms_just_above_the_threshold_are_not(count, severity):
+    at = range(40, 40 + 30 * count, 30)
+    assert only(runs.grad(runs.with_spike(list(at), 7.0), at), "spikes").severity == severity
+
+
+def test_steps_that_were_made_all_the_same_are_known_from_the_weights():
+    run = runs.grad(runs.with_spike([50, 52, 100]), [50, 52, 100], skipped=False) | runs.weights()
+    left_out = run["monitor/update_ratio_max"][0] != 100
+    run |= {name: tuple(part[left_out] for part in run[name]) for name in run if "update_ratio" in name}
+    text = only(run, "spikes").text
+    assert "The step was made all the same in iteration 50." in text
+    assert "The step was left out in iteration 100." in text
+    assert "52 " not in text.split("threshold")[1]  # nobody watched the weights there
+
+
+def test_without_the_weights_nothing_is_claimed():
+    text = only(runs.grad(runs.with_spike([50]), [50], skipped=False), "spikes").text
+    assert "skipped no step (a train step that looks at the flag may have)" in text
+
+
+@pytest.mark.parametrize(("factor", "severity"), [(2.5, "warning"), (3.5, "problem")])
+def test_norms_that_stay_large_after_a_spike_are_damage(factor, severity):
+    norms = np.ones(200)
+    norms[100:] = factor
+    norms[99] = 60
+    finding = only(runs.grad(norms, [100]), "spikes")
+    assert finding.severity == severity
+    assert finding.values["aftermath_factor"] == pytest.approx(factor)
+
+
+def test_spikes_in_iterations_that_are_not_in_the_file_are_counted():
+    run = runs.grad(runs.with_spike([50, 120]), [50, 120])
+    for name in run:
+        steps, values = run[name]
+        run[name] = (steps[steps % 100 == 0], values[steps % 100 == 0])
+    finding = only(run, "spikes")
+    assert finding.values["count"] == 2
+    assert "2 gradient spikes (grad/norm), all in iterations that are not in the file." in finding.text
+    run["grad/spike"][1][0] = 1
+    assert "1 of them in iterations that are not in the file" in only(run, "spikes").text
+
+
+@pytest.mark.parametrize(("length", "told"), [(9, False), (10, True), (25, True)])
+def test_spikes_in_a_row_are_a_new_level(length, told):
+    norms = np.ones(200)
+    norms[100 : 100 + length] = 60
+    findings = found(runs.grad(norms, range(101, 101 + length)), "level_change")
+    assert [finding.iterations for finding in findings] == [(110,)] * told
+
+
+@pytest.mark.parametrize("root", ["grad", "train/grad", "generator", "a/b/discriminator"])
+def test_prefix_and_tag_are_the_users(root):
+    finding = only(runs.grad(runs.with_spike([120]), [120], root=root), "spikes")
+    assert f"({root}/norm)" in finding.text
+    assert finding.metrics == (f"{root}/spike", f"{root}/norm")
+
+
+def test_two_monitors_each_have_their_own_findings():
+    run = runs.grad(runs.with_spike([50]), [50], root="g") | runs.grad(runs.with_spike([90]), [90], root="d")
+    assert sorted(finding.iterations for finding in found(run, "spikes")) == [(50,), (90,)]
+
+
+# Norms that are not finite
+
+
+def test_a_gradient_that_is_not_finite_and_no_scaler():
+    norms = runs.calm_norms()
+    norms[[49, 50]] = math.nan, math.inf
+    findings = found(runs.grad(norms, [50, 51]))
+    assert [finding.kind for finding in findings] == ["nonfinite_gradients"]
+    assert "2 gradients with inf or NaN in them (grad/norm): iterations 50-51." in findings[0].text
+    assert findings[0].severity == "warning"
+
+
+def test_gradients_that_stay_so_are_a_problem():
+    norms = runs.calm_norms()
+    norms[150:] = math.nan
+    finding = only(runs.grad(norms, range(151, 201)), "nonfinite_gradients")
+    assert finding.severity == "problem"
+    assert "no finite norm since iteration 150" in finding.text
+
+
+@pytest.mark.parametrize(("count", "severity"), [(1, "note"), (20, "note"), (21, "warning")])
+def test_overflows_are_the_scalers_business_unless_they_are_many(count, severity):
+    norms = runs.calm_norms()
+    norms[:count] = math.inf
+    finding = only(runs.grad(norms), "overflows")
+    assert finding.severity == severity
+    assert finding.values["count"] == count
+    norms = runs.calm_norms(2000)
+    norms[:100:4] = math.inf  # 25 of 2,000 are few
+    assert only(runs.grad(norms), "overflows").severity == "note"
+
+
+def test_a_run_of_nothing_but_nan():
+    run = runs.grad(np.full(50, math.nan), range(1, 51)) | {"train/loss": runs.series(np.full(50, math.nan))}
+    assert {finding.severity for finding in found(run)} == {"problem"}
+    assert [finding.kind for finding in found(run)] == ["nonfinite_metric", "nonfinite_gradients"]
+
+
+# Weights
+
+
+def test_frozen_parameters_are_named_with_their_beginning():
+    frozen = np.zeros(40)
+    frozen[22:] = 1
+    frozen[30:] = 2
+    run = runs.weights(frozen=frozen)
+    run["monitor/topk_frozen/blocks.0.weight"] = runs.series(np.arange(3, 21), 5, start=5 * 23)
+    run["monitor/topk_frozen/head.bias"] = runs.series(np.arange(3, 13), 5, start=5 * 31)
+    finding = only(run, "frozen_parameters")
+    assert finding.severity == "problem"
+    # The third monitored step without a move is the 23rd monitored iteration, so the first is the 21st.
+    assert "2 parameters no longer move (monitor/frozen_count): " in finding.text
+    assert "blocks.0.weight since iteration 105 and head.bias since iteration 145" in finding.text
+    assert finding.iterations == (105, 145)
+
+
+def test_frozen_parameters_beyond_the_named_are_counted():
+    run = runs.weights(frozen=7)
+    run["monitor/topk_frozen/head.bias"] = runs.series(np.arange(100, 140), 5)
+    text = only(run, "frozen_parameters").text
+    assert "7 parameters no longer move" in text
+    assert "head.bias since iteration 5 and 6 more" in text
+    assert "first in iteration 5" in only(runs.weights(frozen=7), "frozen_parameters").text
+
+
+def test_parameters_that_move_again_are_a_note():
+    frozen = np.zeros(40)
+    frozen[10:13] = 3
+    finding = only(runs.weights(frozen=frozen), "frozen_for_a_while")
+    assert finding.severity == "note"
+    assert "Up to 3 parameters stood still in iterations 55, 60 and 65" in finding.text
+    assert found(runs.weights(frozen=frozen), "frozen_parameters") == []
+
+
+@pytest.mark.parametrize(
+    ("median", "kind"),
+    [(0.2, "large_updates"), (0.05, None), (1e-3, None), (5e-6, None), (5e-7, "small_updates")],
+)
+def test_update_ratios_too_large_or_small(median, kind):
+    assert [finding.kind for finding in found(runs.weights(median=median))] == [kind] * (kind is not None)
+
+
+@pytest.mark.parametrize(("spread", "count"), [(500, 0), (2000, 2)])
+def test_a_parameter_that_moves_far_more_or_less_than_the_others(spread, count):
+    findings = found(runs.weights(spread=spread), "update_ratio_outlier")
+    assert len(findings) == count
+    assert all("about 2e+03 times" in finding.text or "2000 times" in finding.text for finding in findings)
+
+
+@pytest.mark.parametrize(("share", "count"), [(0.4, 0), (0.6, 1)])
+@pytest.mark.parametrize("what", ["vanishing", "exploding"])
+def test_gradients_beyond_the_thresholds_to_the_end(what, share, count):
+    run = runs.weights()
+    values = np.zeros(40)
+    values[40 - round(10 * share) :] = 4
+    run[f"monitor/{what}_count"] = runs.series(values, 5)
+    findings = found(run, f"{what}_gradients")
+    assert len(findings) == count
+    assert all("4 parameters with a gradient norm" in finding.text for finding in findings)
+
+
+# Activations and attention
+
+
+@pytest.mark.parametrize(("dead", "severity"), [(0.45, None), (0.55, "warning"), (0.95, "problem")])
+def test_dead_units(dead, severity):
+    values = np.linspace(0.1, dead, 40)
+    values[30:] = dead
+    run = {"activation/blocks.0.mlp.1/dead_fraction": runs.series(values, 5)}
+    findings = found(run, "dead_units")
+    assert [finding.severity for finding in findings] == [severity] * (severity is not None)
+    assert all(f"blocks.0.mlp.1 {100 * dead:.0f} %" in finding.text for finding in findings)
+
+
+def test_since_when_half_of_the_units_are_dead():
+    values = np.where(np.arange(40) < 20, 0.1, 0.8)
+    run = {
+        "t/activation/a/dead_fraction": runs.series(values, 5),
+        "t/activation/b/dead_fraction": runs.series([0.9] * 40),
+    }
+    text = only(run, "dead_units").text
+    assert "b 90 % from the beginning and a 80 % (half of them since iteration 105)" in text
+    assert "(t/activation/" in text
+
+
+def test_activations_that_are_not_finite():
+    counts = np.zeros(40)
+    counts[7] = 3
+    quiet = runs.series(np.zeros(40), 5)
+    run = {"activation/a/nonfinite_count": quiet, "activation/b/nonfinite_count": runs.series(counts, 5)}
+    finding = only(run, "nonfinite_activations")
+    assert (finding.severity, finding.iterations) == ("warning", (40,))
+    assert "first in b: iteration 40." in finding.text
+    counts[7:] = 3
+    assert only(run, "nonfinite_activations").severity == "problem"
+
+
+@pytest.mark.parametrize(("end", "collapsed"), [(0.12, False), (0.08, True)])
+def test_attention_that_collapsed(end, collapsed):
+    values = np.linspace(2.5, end, 30)
+    values = np.concatenate([values, np.full(10, end)])
+    steady = runs.series(np.full(40, 2.0), 5)
+    run = {f"attention_entropy/h.0.attn/head_{head}": steady for head in range(12)}
+    run["attention_entropy/h.0.attn/head_3"] = runs.series(values, 5)
+    findings = found(run, "attention_collapse")
+    assert len(findings) == collapsed
+    for finding in findings:
+        assert finding.severity == "warning"
+        assert "1 of 12 attention heads collapsed" in finding.text
+        assert "h.0.attn head 3 (since iteration" in finding.text
+        onset = int(re.search(r"since iteration (\d+)", finding.text)[1])
+        assert values[onset // 5 - 1] < limits.COLLAPSED_ENTROPY <= values[onset // 5 - 2]
+
+
+def test_heads_that_were_sharp_from_the_beginning_did_not_collapse():
+    assert found({"attention_entropy/a/head_0": runs.series(np.full(40, 0.01), 5)}) == []
+    assert found({"attention_entropy/a/head_0": runs.series(np.linspace(0.3, 0.01, 40), 5)}) == []
+
+
+def test_when_half_of_the_heads_collapse_it_is_a_problem():
+    falling = runs.series([2.0] * 20 + [0.01] * 20, 5)
+    run = {f"attention_entropy/a/head_{head}": falling for head in (2, 10)}
+    finding = only(run, "attention_collapse")
+    assert finding.severity == "problem"
+    assert "a heads 2 and 10 (since iteration 105)" in finding.text
+
+
+# Coordinate check, spectral norms
+
+
+def rcc(**layers):
+    run = {}
+    for layer, (update, drift) in layers.items():
+        run[f"rcc/weight_update/{layer}"] = runs.series(np.linspace(0, update, 200))
+        if drift is not None:
+            run[f"rcc/input_drift/{layer}"] = runs.series(np.linspace(0, drift, 200))
+    return run
+
+
+def test_drift_is_set_against_weight_update():
+    finding = only(rcc(embedding=(1.0, None), low=(1.0, 1.0), mid=(1.0, 2.9), top=(1.0, 3.1)), "input_drift")
+    assert finding.severity == "note"
+    assert finding.values["weight_share"] == pytest.approx(1 / 3.9)
+    assert "26 % is their own weights' doing (median of 3 layers, rcc)" in finding.text
+    assert "top (3" in finding.text
+    assert "mid (" not in finding.text
+
+
+def test_layers_with_and_without_their_bias_count_once():
+    assert "median of 2 layers" in only(rcc(**{"a": (1, 1), "a.weight": (1, 1), "b": (1, 1)}), "input_drift").text
+    assert "median of 2 layers" in only(rcc(**{"a.weight": (1, 1), "b": (1, 1)}), "input_drift").text
+
+
+@pytest.mark.parametrize(("factor", "count"), [(50, 0), (200, 1), (0.02, 0), (0.005, 1)])
+def test_layers_whose_update_is_far_from_the_others(factor, count):
+    findings = found(rcc(a=(1, 1), b=(1, 1), c=(1, 1), d=(1, 1), far=(factor, 1)), "weight_update_outlier")
+    assert len(findings) == count
+    assert all("far (" in finding.text and "a (" not in finding.text for finding in findings)
+
+
+@pytest.mark.parametrize(("end", "count"), [(9, 0), (11, 1)])
+def test_spectral_norms_that_grow(end, count):
+    values = np.concatenate([np.linspace(1, end, 20), np.full(20, end)])
+    assert len(found({"spectral/norm_max": runs.series(values, 5)}, "spectral_growth")) == count
+
+
+# The user's own metrics
+
+
+def test_a_loss_that_becomes_nan_and_stays_so():
+    values = np.linspace(3, 1, 100)
+    values[60:] = math.nan
+    finding = only({"train/loss": runs.series(values)}, "nonfinite_metric")
+    assert finding.severity == "problem"
+    assert "train/loss is NaN from iteration 61 to the end (40 of 100 values)" in finding.text
+
+
+def test_a_loss_that_is_inf_once():
+    values = np.linspace(3, 1, 100)
+    values[60] = math.inf
+    finding = only({"train/loss": runs.series(values)}, "nonfinite_metric")
+    assert (finding.severity, finding.iterations) == ("warning", (61,))
+
+
+def test_a_metric_that_never_had_a_value_is_no_loss():
+    assert found({"val/f1": runs.series([math.nan] * 5)}) == []
+
+
+@pytest.mark.parametrize(
+    ("end", "kind"), [(1.8, None), (2.3, "loss_rose_again"), (2.6, "loss_rose_again"), (6.0, "loss_rose")]
+)
+def test_a_loss_that_loses_what_it_gained(end, kind):
+    values = np.concatenate([np.linspace(3, 1, 100), np.linspace(1, end, 50), np.full(50, end)])
+    kinds = [finding.kind for finding in found({"train/loss": runs.series(values + 0.02 * runs.noise(200))})]
+    assert kinds == [kind] * (kind is not None)
+
+
+def test_what_is_better_when_larger_is_no_loss():
+    values = np.concatenate([np.linspace(3, 1, 100), np.full(100, 3)])
+    assert found({"val/accuracy": runs.series(values), "weird": runs.series(values)}) == []
+
+
+# Order and form
+
+
+def test_the_most_important_comes_first():
+    norms = runs.with_spike([50])
+    run = runs.grad(norms, [50]) | runs.weights(frozen=2) | rcc(a=(1, 5))
+    run["train/loss"] = runs.series(np.concatenate([np.linspace(3, 1, 100), np.full(100, math.nan)]))
+    kinds = [finding.kind for finding in found(run)]
+    assert kinds == ["nonfinite_metric", "frozen_parameters", "spikes", "input_drift"]
+
+
+def test_every_finding_has_a_known_kind_severity_and_metrics():
+    run = runs.grad(runs.with_spike([50], math.nan), [50]) | runs.weights(frozen=2, median=0.5, spread=1e4)
+    run |= rcc(a=(1, 5), b=(1, 1), c=(1, 1), d=(1e5, 1)) | {"activation/x/dead_fraction": runs.series([1.0] * 5)}
+    findings = found(run)
+    assert len(findings) > 5
+    for finding in findings:
+        assert finding.kind in ORDER
+        assert finding.severity in SEVERITIES
+        assert set(finding.metrics) <= set(run)
+        assert all(type(each) is int for each in finding.iterations)
+        assert all(math.isfinite(value) for value in finding.values.values())
+        assert re.search(r"[.]$", finding.text)
+
+
+def test_control_characters_in_names_stay_out_of_the_words():
+    run = {"\x1b[31mloss": runs.series([1.0, math.nan])}
+    assert "\x1b" not in only(run, "nonfinite_metric").text
+
+
+def test_steps_that_are_out_of_order_are_put_into_it():
+    steps, values = runs.series(np.arange(10.0))
+    tidied = tidy({"a": (steps[::-1], values[::-1]), "empty": ([], [])})
+    assert list(tidied) == ["a"]
+    assert tidied["a"].values.tolist() == values.tolist()

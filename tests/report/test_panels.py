@@ -1,0 +1,120 @@
+"""What a figure shows, without drawing it."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import numpy as np
+import pytest
+
+from ignite_monitor.report.panels import OWN_PANELS, decades, picture, short, thinned
+from ignite_monitor.report.series import Series, tidy
+from tests.report import _runs as runs
+
+
+def panels(run, pattern=None):
+    return {panel.title: panel for panel in picture(tidy(run), re.compile(pattern) if pattern else None).panels}
+
+
+def test_every_metric_of_a_run_is_in_a_panel():
+    run = runs.healthy()
+    shown = {line.label for panel in panels(run).values() for line in panel.lines}
+    shown |= {f"{panel.title}/{line.label}" for panel in panels(run).values() for line in panel.lines}
+    for words in ("norm", "threshold", "update_ratio_median", "frozen_count", "blocks.2.mlp", "train/loss", "norm_max"):
+        assert words in shown
+    assert {"grad: gradient norm", "rcc: weight update against input drift", "step/time_ms"} <= set(panels(run))
+
+
+def test_spikes_are_marked_at_their_norms():
+    run = runs.grad(runs.with_spike([50]), [50])
+    assert picture(tidy(run)).spikes == (50,)
+    marked = panels(run)["grad: gradient norm"].marked
+    assert (marked.steps.tolist(), marked.values.tolist()) == ([50], [60])
+    assert "grad: counts so far" in panels(run)
+    assert "grad: counts so far" not in panels(runs.healthy())
+
+
+def test_a_selection_shows_what_matches_and_nothing_else():
+    assert list(panels(runs.healthy(), "^grad/norm$")) == ["grad: gradient norm"]
+    assert [line.label for line in panels(runs.healthy(), "^grad/norm$")["grad: gradient norm"].lines] == ["norm"]
+    assert list(panels(runs.healthy(), r"blocks\.1.*dead")) == ["activation: dead_fraction"]
+    assert panels(runs.healthy(), "no such") == {}
+
+
+def test_metrics_of_the_same_name_share_a_panel():
+    names = ("train/loss", "val/loss", "lr/group_0", "lr/group_1", "val/accuracy")
+    shown = panels({name: runs.series([1, 2]) for name in names})
+    assert {title: len(panel.lines) for title, panel in shown.items()} == {"loss": 2, "lr": 2, "val/accuracy": 1}
+    assert next(iter(shown)) == "loss"
+
+
+@pytest.mark.parametrize("count", [OWN_PANELS, OWN_PANELS + 1, 500])
+def test_the_users_own_metrics_have_a_limited_number_of_panels_and_all_are_there(count):
+    shown = panels({f"a{i}/b{i}": runs.series([1, 2]) for i in range(count)})
+    assert len(shown) == min(count, OWN_PANELS)
+    assert sum(len(panel.lines) for panel in shown.values()) == count
+
+
+def test_many_layers_have_panels_for_update_and_drift():
+    run = {f"rcc/{what}/l{i}": runs.series([1, 2]) for what in ("weight_update", "input_drift") for i in range(9)}
+    assert {title: len(panel.lines) for title, panel in panels(run).items()} == {
+        "rcc: weight update": 9,
+        "rcc: input drift": 9,
+    }
+
+
+def test_heads_have_panels_of_their_own():
+    run = {f"activation/{item}/std": runs.series([1, 2]) for item in ("h.0.mlp", "h.0/head_0/query", "h.0/head_0/key")}
+    assert {title: len(panel.lines) for title, panel in panels(run).items()} == {
+        "activation: std": 1,
+        "activation: std of each head's query, key and value": 2,
+    }
+
+
+def test_layers_are_in_the_order_of_their_numbers():
+    run = {f"activation/h.{i}/std": runs.series([1]) for i in (10, 9, 0, 100)}
+    assert [line.label for line in panels(run)["activation: std"].lines] == ["h.0", "h.9", "h.10", "h.100"]
+
+
+def test_counts_of_values_that_are_not_finite_have_a_panel_only_when_there_are_some():
+    assert "activation: nonfinite_count" not in panels(runs.healthy())
+    assert "activation: nonfinite_count" in panels({"activation/a/nonfinite_count": runs.series([0, 1])})
+
+
+def test_thinned_series_keep_their_extremes_and_their_holes():
+    values = runs.noise(100_000)
+    values[31_337], values[77_777], values[55_555] = 1e6, -1e6, math.nan
+    thin = thinned(Series(*runs.series(values)), 1000)
+    assert len(thin.steps) < 3000
+    assert (np.diff(thin.steps) > 0).all()
+    assert {31_338, 77_778, 55_556} <= set(thin.steps.tolist())
+    short_one = Series(*runs.series([1.0, math.nan]))
+    assert thinned(short_one, 1000) is short_one
+    assert np.isnan(thinned(Series(*runs.series([math.nan] * 5000)), 100).values).all()
+
+
+def test_decades():
+    assert decades(np.array([0.0, 1e-3, -5.0, 1e4])) == pytest.approx(7)
+    assert decades(np.array([])) == decades(np.zeros(3)) == 0
+
+
+@pytest.mark.parametrize(
+    ("labels", "shortened"),
+    [
+        (["h.0.mlp", "h.1.mlp"], ["h.0.mlp", "h.1.mlp"]),
+        (["t.h.0.mlp", "t.h.1.mlp"], ["…h.0.mlp", "…h.1.mlp"]),
+        (["model.encoder.attn", "model.encoder.mlp"], ["…attn", "…mlp"]),
+        (["alone.here"], ["alone.here"]),
+        ([], []),
+    ],
+)
+def test_short_labels(labels, shortened):
+    assert short(labels) == shortened
+
+
+def test_long_labels_keep_both_ends():
+    (label,) = short(["a" * 50 + "_the_end"], length=20)
+    assert len(label) == 20
+    assert label.startswith("aaaa")
+    assert label.endswith("_the_end")

@@ -1,0 +1,347 @@
+"""The command line: what it prints, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from ignite.engine import Engine, Events
+
+from ignite_monitor import HDF5Logger, read_hdf5
+from ignite_monitor.cli import main
+from tests.report import _runs as runs
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def write(path, run):
+    """A file with a run's series, written as a training writes it."""
+    last = max(int(steps[-1]) for steps, _ in run.values())
+    points = {name: dict(zip(steps.tolist(), values.tolist(), strict=True)) for name, (steps, values) in run.items()}
+    trainer = Engine(lambda engine, batch: None)
+
+    @trainer.on(Events.ITERATION_COMPLETED)
+    def publish(engine):
+        step = engine.state.iteration
+        engine.state.metrics = {name: values[step] for name, values in points.items() if step in values}
+
+    with HDF5Logger(path) as logger:
+        logger.attach_output_handler(trainer, Events.ITERATION_COMPLETED, tag=None, metric_names="all")
+        trainer.run([0], epoch_length=last)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("files")
+    healthy = runs.healthy(60)
+    write(directory / "healthy.h5", healthy)
+    hurt = healthy | runs.grad(runs.with_spike([50], count=60), [50])
+    hurt["train/loss"] = runs.series(np.where(np.arange(60) < 55, hurt["train/loss"][1], np.nan))
+    hurt["[bold]not markup[/] :smile:"] = runs.series([1, np.inf])
+    write(directory / "hurt.h5", hurt)
+    HDF5Logger(directory / "empty.h5").close()
+    (directory / "foreign.h5").write_text("This is a letter.\n")
+    (directory / "nothing.h5").write_bytes(b"")
+    whole = (directory / "healthy.h5").read_bytes()
+    (directory / "cut.h5").write_bytes(whole[: len(whole) // 2])
+    with h5py.File(directory / "other.h5", "w") as other:
+        other["x"] = [1, 2]
+    return directory
+
+
+def run(*arguments, directory=None, **options):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | options.pop("environment", {})
+    return subprocess.run(
+        [sys.executable, "-m", "ignite_monitor", *map(str, arguments)],
+        cwd=directory,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        **options,
+    )
+
+
+# Summary
+
+
+def test_summary_of_a_healthy_run(files, capsys):
+    assert main(["summary", str(files / "healthy.h5")]) == 0
+    output = capsys.readouterr().out
+    assert "iterations 1 to 60" in output
+    assert "Healthy: nothing in this run needs attention." in output
+    assert "Looked at: 60 gradient norms" in output
+
+
+def test_summary_of_a_run_with_a_spike(files, capsys):
+    assert main(["summary", str(files / "hurt.h5")]) == 0
+    output = capsys.readouterr().out
+    assert "Needs attention: 1 problem and 2 warnings." in output
+    assert output.index("train/loss is NaN from iteration 56 to the end") < output.index("iteration 50. It was 60")
+    assert "[bold]not markup[/] :smile:" in output
+
+
+def test_piped_output_is_plain_and_not_cut(files):
+    done = run("summary", files / "hurt.h5", "--all", environment={"COLUMNS": "40"})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\x1b" not in done.stdout
+    values = read_hdf5(files / "hurt.h5")
+    for name in values:
+        (row,) = [line for line in done.stdout.splitlines() if line.startswith(f"{name} ")]
+        first, last = row[len(name) :].split()[:2]
+        assert float(first) == pytest.approx(values[name].values[0], rel=1e-3, nan_ok=True)
+        assert float(last) == pytest.approx(values[name].values[-1], rel=1e-3, nan_ok=True)
+
+
+def test_what_the_output_cannot_encode_is_replaced(files):
+    done = run("summary", files / "hurt.h5", environment={"PYTHONIOENCODING": "ascii"})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "train/loss" in done.stdout
+
+
+def test_a_terminal_has_colours_and_whole_numbers(files):
+    """In forty columns too."""
+    program = (
+        "import pty, sys; sys.exit(pty.spawn([sys.executable, '-m', 'ignite_monitor', 'summary', sys.argv[1]]) >> 8)"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TERM": "xterm-256color", "COLUMNS": "40"}
+    environment.pop("NO_COLOR", None)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(files / "hurt.h5")],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0
+    assert "\x1b[" in done.stdout
+    assert re.search(r"\b3\.7\d+\b|\b4\.\d{3}\b", done.stdout)
+    assert "…" not in done.stdout
+
+
+def test_the_table_is_cut_and_says_so(files, capsys):
+    main(["summary", str(files / "healthy.h5")])
+    cut = capsys.readouterr().out
+    main(["summary", str(files / "healthy.h5"), "--all"])
+    whole = capsys.readouterr().out
+    count = len(read_hdf5(files / "healthy.h5"))
+    assert f"{count - 30} of {count} metrics are not in the table: --all shows them." in cut
+    assert len(whole.splitlines()) - len(cut.splitlines()) == count - 30 - 1
+
+
+def test_summary_for_machines(files):
+    done = run("summary", files / "hurt.h5", "--json")
+    assert done.returncode == 0
+    summary = json.loads(done.stdout, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert set(summary) == {"version", "file", "iterations", "healthy", "looked_at", "findings", "metrics"}
+    assert summary["iterations"] == {"first": 1, "last": 60}
+    assert summary["healthy"] is False
+    assert [finding["kind"] for finding in summary["findings"][:3]] == [
+        *("nonfinite_metric", "nonfinite_metric", "spikes")
+    ]
+    assert set(summary["findings"][0]) == {"kind", "severity", "text", "metrics", "iterations", "values"}
+    assert summary["findings"][2]["iterations"] == [50]
+    assert summary["metrics"]["train/loss"]["last"] is None
+    assert summary["metrics"]["grad/norm"]["max"] == 60
+    assert set(summary["metrics"]["grad/norm"]) == {
+        *("first", "last", "min", "max", "values", "nonfinite", "first_step", "last_step")
+    }
+
+
+def test_a_reader_that_has_seen_enough(files):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ignite_monitor", "summary", str(files / "healthy.h5"), "--all"],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    process.stdout.close()
+    with process.stderr as errors:
+        assert errors.read() == b""
+    assert process.wait() == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full is Linux's")
+@pytest.mark.parametrize("option", ["--json", "--all"])
+def test_output_that_can_not_be_written(files, option):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "ignite_monitor", "summary", str(files / "hurt.h5"), option],
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert (done.returncode, done.stderr) == (2, "ignite-monitor: error: the output: No space left on device\n")
+
+
+# Compare
+
+
+def test_compare(files, capsys):
+    assert main(["compare", str(files / "healthy.h5"), str(files / "hurt.h5")]) == 0
+    output = capsys.readouterr().out
+    assert output.index("A ") < output.index("nothing unusual" if "nothing unusual" in output else "note")
+    assert "1 gradient spike (grad/norm): iteration 50" in output
+    assert "Only in B (1): [bold]not markup[/] :smile:" in output
+    assert main(["compare", str(files / "healthy.h5"), str(files / "healthy.h5")]) == 0
+    assert re.search(r"^0 of \d+ metrics that are in both differ", capsys.readouterr().out, flags=re.MULTILINE)
+
+
+def test_compare_for_machines(files, capsys):
+    assert main(["compare", str(files / "healthy.h5"), str(files / "hurt.h5"), "--json"]) == 0
+    comparison = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert set(comparison) == {"version", "compared_until", "runs", "metrics"}
+    assert [each["last_iteration"] for each in comparison["runs"]] == [60, 60]
+    assert comparison["runs"][1]["only_here"] == ["[bold]not markup[/] :smile:"]
+    assert comparison["metrics"]["train/loss"]["b"] is None
+    assert comparison["metrics"]["train/loss"]["matters"] is True
+    assert comparison["metrics"]["val/accuracy"]["matters"] is False
+
+
+# Plot
+
+
+def test_plot(files, tmp_path, capsys):
+    output = tmp_path / "norms.png"
+    assert main(["plot", str(files / "hurt.h5"), "-o", str(output), "--metrics", "^grad/", "--log"]) == 0
+    assert output.read_bytes().startswith(b"\x89PNG")
+    assert "2 panels" in capsys.readouterr().out
+
+
+def test_plot_stands_beside_the_run_by_default(files, tmp_path):
+    copy = tmp_path / "run.h5"
+    copy.write_bytes((files / "hurt.h5").read_bytes())
+    assert main(["plot", str(copy), "--metrics", "loss"]) == 0
+    assert (tmp_path / "run.png").exists()
+
+
+def test_plot_does_not_overwrite_the_run(files, tmp_path, capsys):
+    copy = tmp_path / "run.h5"
+    copy.write_bytes((files / "hurt.h5").read_bytes())
+    assert main(["plot", str(copy), "-o", str(copy)]) == 2
+    assert "would be overwritten" in capsys.readouterr().err
+    assert copy.read_bytes() == (files / "hurt.h5").read_bytes()
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["summary", "missing.h5"], "missing.h5"),
+        (["summary", "."], "directory"),
+        (["summary", "two\nlines"], "two lines"),
+        (["summary", "foreign.h5"], "foreign.h5"),
+        (["summary", "nothing.h5"], "nothing.h5"),
+        (["summary", "cut.h5"], "cut.h5"),
+        (["summary", "other.h5"], "HDF5Logger"),
+        (["summary", "empty.h5"], "holds no metrics"),
+        (["summary", "empty.h5", "--json"], "holds no metrics"),
+        (["compare", "healthy.h5", "missing.h5"], "missing.h5"),
+        (["compare", "foreign.h5", "healthy.h5"], "foreign.h5"),
+        (["plot", "missing.h5", "-o", "x.png"], "missing.h5"),
+        (["plot", "healthy.h5", "-o", "x.png", "--metrics", "("], "regular expression"),
+        (["plot", "healthy.h5", "-o", "x.png", "--metrics", "no such"], "matches 'no such'"),
+        (["plot", "healthy.h5", "-o", "no/such/x.png"], "no/such/x.png"),
+        (["plot", "healthy.h5", "-o", "x.docx"], "x.docx"),
+        (["plot", "healthy.h5", "-o", "."], "."),
+        (["demo", "-o", "healthy.h5"], "healthy.h5"),
+        (["demo", "--iterations", "3"], "--iterations"),
+    ],
+)
+def test_bad_input_is_told_in_one_line(files, monkeypatch, capsys, arguments, said):
+    monkeypatch.chdir(files)
+    before = sorted(files.iterdir())
+    assert main(arguments) == 2
+    output, error = capsys.readouterr()
+    assert output == ""
+    assert error.count("\n") == 1
+    assert error.startswith("ignite-monitor: error: ")
+    assert said in error
+    assert sorted(files.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["summary"], ["sumary", "x"], ["summary", "a", "b"], ["plot", "x", "--colour"], ["demo", "--iterations", "many"]],
+)
+def test_bad_arguments_are_told_in_one_line(capsys, arguments):
+    with pytest.raises(SystemExit) as left:
+        main(arguments)
+    assert left.value.code == 2
+    output, error = capsys.readouterr()
+    assert output == ""
+    assert error.count("\n") == 1
+    assert "--help" in error
+
+
+def test_the_process_ends_with_2(files):
+    done = run("summary", files / "foreign.h5")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+
+
+@pytest.mark.parametrize("module", ["h5py", "rich", "matplotlib"])
+def test_without_what_it_needs_the_extra_is_named(files, monkeypatch, capsys, module):
+    for name in [name for name in sys.modules if name.split(".")[0] == module]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.delitem(sys.modules, "ignite_monitor.report.text", raising=False)
+    command = ["plot", "-o", str(files / "x.png")] if module == "matplotlib" else ["summary"]
+    assert main([*command, str(files / "healthy.h5")]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert re.search(r"pip install 'ignite-monitor\[(cli|hdf5)\]'", error)
+
+
+# Help
+
+
+@pytest.mark.parametrize("command", [[], ["demo"], ["summary"], ["plot"], ["compare"]])
+def test_help_has_examples(capsys, command):
+    with pytest.raises(SystemExit) as left:
+        main([*command, "--help"])
+    assert left.value.code == 0
+    assert "examples:\n  ignite-monitor" in capsys.readouterr().out
+
+
+def test_without_a_command_there_is_help(capsys):
+    assert main([]) == 0
+    assert "commands:" in capsys.readouterr().out
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["--version"])
+    assert left.value.code == 0
+    assert capsys.readouterr().out.startswith("ignite-monitor ")
+
+
+# Demo
+
+
+def test_demo(tmp_path):
+    (tmp_path / "run.h5").write_text("somebody's own")
+    done = run("demo", "-o", tmp_path, "--iterations", 60)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run.h5").read_text() == "somebody's own"
+    assert "iteration   50: SPIKE" in done.stdout
+    assert "1 gradient spike (grad/norm): iteration 50." in done.stdout
+    recording = read_hdf5(tmp_path / "run_2.h5")
+    assert recording["grad/skipped_count"].values[-1] == 1
+    assert len(recording["train/loss"].steps) == 60
+    assert list((tmp_path / "tensorboard" / "run_2").iterdir())
+    commands = re.findall(r"^    (?:python -m ignite_monitor) (.*)$", done.stdout, flags=re.MULTILINE)
+    assert [command.split()[0] for command in commands] == ["summary", "plot"]
+    for command in commands:
+        assert main(command.split()) == 0
+    assert (tmp_path / "run_2.png").exists()
