@@ -21,7 +21,7 @@ TOLERANCE = 1e-3
 _SMALL = 256
 _MOST_STEPS = 64
 # After how many steps it is worth looking whether the bound is good enough.
-_CHECKS = {5, 9, 11, 14, 18, 23, 30, 40, 52}
+_CHECKS = {3, 5, 7, 8, 9, 11, 13, 16, 20, 25, 31, 40, 52}
 
 
 class SpectralNorms(NamedTuple):
@@ -71,11 +71,11 @@ def power(matrices: Matrices, vectors: Tensor | None, generator: torch.Generator
             lanczos = BlockLanczos(matrices.gram, start, most)
             for step in range(1, most + 1):
                 lanczos.extend()
-                if step == most or (steps is None and step in _CHECKS):
-                    leading = lanczos.leading()
-                    is_wide = (leading.upper > (1 + TOLERANCE) ** 2 * leading.lower) & (matrices.frobenius > 0)
-                    if step == most or not len(is_wide.nonzero()):
+                if steps is None and step in _CHECKS:
+                    is_wide = lanczos.may_exceed(TOLERANCE) & (matrices.frobenius > 0)
+                    if not len(is_wide.nonzero()):
                         break
+            leading = lanczos.leading()
             made, kept, upper = lanczos.steps, lanczos.vectors(leading), leading.upper
             vector = kept[:, 0]
         norms = matrices.lengths(vector)
