@@ -148,26 +148,28 @@ class BlockLanczos:
     def _is_possible(self, above: list[float]) -> tuple[Tensor, Tensor]:
         """For each candidate, of which there may be an eigenvalue at or above it; and the candidates."""
         found = self._largest()
-        projected = self._tridiagonal.to(self._probes.dtype)
         lower = found.lower.to(self._probes.dtype).clamp(min=1e-30)
         candidates = torch.stack([lower * (1 + each) ** 2 for each in above], 1)
-        identity = torch.eye(WIDTH, dtype=projected.dtype, device=projected.device)
+        count = candidates.numel()
+        blocks = self._tridiagonal.unflatten(2, (-1, WIDTH)).unflatten(1, (-1, WIDTH)).diagonal(dim1=1, dim2=3)
+        blocks = blocks.permute(3, 0, 1, 2).to(lower.dtype)[:, :, None]
+        couplings = torch.stack(self._couplings)[:, :, None].expand(-1, -1, len(above), -1, -1).flatten(1, 2)
+        identity = torch.eye(WIDTH, dtype=lower.dtype, device=lower.device)
+        pivots = (candidates[..., None, None] * identity - blocks).flatten(1, 2)
         # (λ − T)⁻¹ by block elimination, with Schur complements of the blocks on the diagonal, all positive definite:
         # the blocks of y are y_j = S_j y_(j+1), and the last one is S_k z.
-        product = self._probes.mT[:, None]
-        schur = squares = torch.zeros_like(identity)
-        for i, coupling in enumerate(self._couplings):
-            at = slice(i * WIDTH, (i + 1) * WIDTH)
-            pivot = candidates[..., None, None] * identity - projected[:, None, at, at] - schur
-            solved = torch.linalg.solve_ex(pivot, coupling.mT[:, None].expand_as(pivot))[0]
-            product = product @ solved
-            schur = coupling[:, None] @ solved
-            squares = solved.mT @ (solved + squares @ solved)
-        square = product @ torch.linalg.solve_ex(identity + squares, product.mT)[0]
+        product = self._probes.mT.repeat_interleave(len(above), 0)
+        schur = squares = torch.zeros_like(identity).expand(count, -1, -1)
+        for pivot, coupling in zip(pivots.unbind(), couplings.unbind(), strict=True):
+            solved = torch.linalg.solve_ex(pivot - schur, coupling.mT)[0]
+            product = product.bmm(solved)
+            schur = coupling.bmm(solved)
+            squares = solved.mT.bmm(torch.baddbmm(solved, squares, solved))
+        square = product.bmm(torch.linalg.solve_ex(identity + squares, product.mT)[0])
         # Its largest eigenvalue from above: the 16th root of the trace of the 16th power.
         for _ in range(3):
-            square = square @ square
-        norms = square.square().sum((2, 3)) ** (1 / 32)
+            square = square.bmm(square)
+        norms = square.square().sum((1, 2)).view_as(candidates) ** (1 / 32)
         # How far λ − T is from being singular; where it may be, anything is possible.
         gaps = (candidates / found.upper.to(lower.dtype)[:, None] - 1).clamp(min=0)
         rounding = 8 * torch.finfo(self._basis.dtype).eps * torch.linalg.matrix_norm(self._probes)
