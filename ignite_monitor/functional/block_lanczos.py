@@ -70,7 +70,7 @@ class BlockLanczos:
         batch, _, n = start.shape
         self._gram = gram
         self._basis = start.new_empty(batch, (steps + 1) * WIDTH, n)
-        self._projected = start.new_zeros(batch, steps * WIDTH, steps * WIDTH)
+        self._projected = start.new_empty(batch, steps * WIDTH, steps * WIDTH)
         self._couplings: list[Tensor] = []
         self._random = start[:, WARM:]
         self._basis[:, :WIDTH], coordinates = _orthonormal(start)
@@ -136,7 +136,7 @@ class BlockLanczos:
 
     def _largest(self) -> Dominant:
         if self._dominant is None:
-            upper_half = self._tridiagonal.triu()
+            upper_half = self._tridiagonal.triu()  # below it there may be anything
             self._dominant = dominant(upper_half + upper_half.triu(1).mT)
         return self._dominant
 
