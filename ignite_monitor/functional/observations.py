@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ignite_monitor.functional._devices import upload
-from ignite_monitor.functional.stacks import Stack, Stacks
+from ignite_monitor.functional.stacks import Stacks
 from ignite_monitor.functional.statistics import statistics, sum_up, unit_dimension
 
 # Tensors of at most so many elements are copied, and their sums taken with those of others: an operation on a small
@@ -75,17 +75,14 @@ class Observations:
             name: what it belongs to.
             tensor: the tensor, without a gradient.
         """
-        stack = self._stacks.of(tensor)
-        if stack is None:
-            size = tensor.numel()
-            if size > _SMALL:
-                self._sum_up([name], tensor.unsqueeze(0))
-                return
-            if not size:
-                return
-        if stack is None or len(stack.names) == stack.room:
-            stack = self._with_room(tensor, 1)
-        stack.add(name, tensor)
+        if self._stacks.add(name, tensor):
+            return
+        size = tensor.numel()
+        if size > _SMALL:
+            self._sum_up([name], tensor.unsqueeze(0))
+        elif size:
+            self._make_room(tensor, 1)
+            self._stacks.add(name, tensor)
 
     def add_all(self, names: Sequence[str], tensors: Tensor) -> None:
         """Observe tensors of one shape, which may be changed in place afterwards.
@@ -97,11 +94,9 @@ class Observations:
         size = tensors.numel()
         if size > _SMALL:
             self._sum_up(names, tensors)
-        elif size:
-            stack = self._stacks.of(tensors[0])
-            if stack is None or len(stack.names) + len(names) > stack.room:
-                stack = self._with_room(tensors[0], len(names))
-            stack.add_all(names, tensors)
+        elif size and not self._stacks.add_all(names, tensors):
+            self._make_room(tensors[0], len(names))
+            self._stacks.add_all(names, tensors)
 
     def flush(self) -> None:
         """Take the sums of the tensors that wait for it."""
@@ -117,11 +112,9 @@ class Observations:
         (((_, names), sums),) = self._sums.items()
         return Table(list(names), sums, {count: (list(own), each) for (_, own, count), each in self._units.items()})
 
-    def _with_room(self, like: Tensor, rows: int) -> Stack:
-        taken, stack = self._stacks.grow(like, rows)
-        for names, tensors in taken:
+    def _make_room(self, like: Tensor, rows: int) -> None:
+        for names, tensors in self._stacks.grow(like, rows):
             self._sum_up(names, tensors)
-        return stack
 
     def _sum_up(self, names: Sequence[str], tensors: Tensor) -> None:
         shape = tensors.shape[1:]

@@ -28,42 +28,28 @@ class Stack:
 
     Args:
         like: a tensor of the shape, dtype and device.
-        rows: how many there is room for.
+        room: how many there is room for.
+
+    Attributes:
+        tensor: the copies, of shape (room, ...).
+        rows: the same, one by one.
+        names: what the copies belong to, fewer than there are rows.
+        bytes: what it takes up.
     """
 
-    def __init__(self, like: Tensor, rows: int) -> None:
+    def __init__(self, like: Tensor, room: int) -> None:
         dtype = stacked_dtype(like)
         with torch.inference_mode(False):  # what is made in it can't be written to outside of it
-            self._tensor = torch.empty(rows, *like.shape, dtype=dtype, device=like.device)
-            self._rows = self._tensor.unbind()
+            self.tensor = torch.empty(room, *like.shape, dtype=dtype, device=like.device)
+            self.rows = self.tensor.unbind()
         self.names: list[str] = []
-        self.room = rows
-        self.bytes = self._tensor.numel() * dtype.itemsize
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Copy a tensor.
-
-        Args:
-            name: what it belongs to.
-            tensor: the tensor.
-        """
-        self._rows[len(self.names)].copy_(tensor)
-        self.names.append(name)
-
-    def add_all(self, names: Sequence[str], tensors: Tensor) -> None:
-        """Copy several.
-
-        Args:
-            names: what each belongs to.
-            tensors: of shape (names, ...).
-        """
-        self._tensor[len(self.names) : len(self.names) + len(names)].copy_(tensors)
-        self.names += names
+        self.room = room
+        self.bytes = self.tensor.numel() * dtype.itemsize
 
     def take(self) -> tuple[list[str], Tensor]:
         """Names and tensors, of shape (names, ...), which stay as they are until the next one is added."""
         names, self.names = self.names, []
-        return names, self._tensor[: len(names)]
+        return names, self.tensor[: len(names)]
 
 
 class Stacks:
@@ -72,15 +58,35 @@ class Stacks:
     def __init__(self) -> None:
         self._stacks: dict[tuple[torch.Size, torch.dtype, torch.device], Stack] = {}
 
-    def of(self, tensor: Tensor) -> Stack | None:
-        """The stack for tensors like this one; None if there is none yet.
+    def add(self, name: str, tensor: Tensor) -> bool:
+        """Copy a tensor, if there is room for it.
 
         Args:
+            name: what it belongs to.
             tensor: the tensor.
         """
-        return self._stacks.get((tensor.shape, tensor.dtype, tensor.device))
+        stack = self._stacks.get((tensor.shape, tensor.dtype, tensor.device))
+        if stack is None or (place := len(stack.names)) == stack.room:
+            return False
+        stack.rows[place].copy_(tensor)
+        stack.names.append(name)
+        return True
 
-    def grow(self, like: Tensor, rows: int) -> tuple[list[tuple[list[str], Tensor]], Stack]:
+    def add_all(self, names: Sequence[str], tensors: Tensor) -> bool:
+        """Copy several, if there is room for them.
+
+        Args:
+            names: what each belongs to.
+            tensors: of shape (names, ...).
+        """
+        stack = self._stacks.get((tensors.shape[1:], tensors.dtype, tensors.device))
+        if stack is None or (end := len(stack.names) + len(names)) > stack.room:
+            return False
+        stack.tensor[len(stack.names) : end].copy_(tensors)
+        stack.names += names
+        return True
+
+    def grow(self, like: Tensor, rows: int) -> list[tuple[list[str], Tensor]]:
         """Make room for more tensors of a shape.
 
         Args:
@@ -88,7 +94,7 @@ class Stacks:
             rows: how many to have room for at least.
 
         Returns:
-            What had to be taken out, as :meth:`take` gives it, and the stack.
+            What had to be taken out for it, as :meth:`take` gives it.
         """
         key = (like.shape, like.dtype, like.device)
         old = self._stacks.get(key)
@@ -96,13 +102,13 @@ class Stacks:
         most = _STACK_BYTES // (like.numel() * stacked_dtype(like).itemsize)
         wanted = max(rows, min(most, _ROWS if old is None else 2 * old.room))
         if old is not None and old.room >= wanted:
-            return taken, old
+            return taken
         stack = Stack(like, wanted)
         if stack.bytes + sum(each.bytes for each in self._stacks.values()) > _BYTES:
             taken += self.take()
             self._stacks.clear()
         self._stacks[key] = stack
-        return taken, stack
+        return taken
 
     def take(self) -> Iterator[tuple[list[str], Tensor]]:
         """What has been added, by stack."""
