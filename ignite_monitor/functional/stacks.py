@@ -58,6 +58,11 @@ class Stacks:
     def __init__(self) -> None:
         self._stacks: dict[tuple[torch.Size, torch.dtype, torch.device], Stack] = {}
 
+    @property
+    def bytes(self) -> int:
+        """What all stacks take up."""
+        return sum(each.bytes for each in self._stacks.values())
+
     def add(self, name: str, tensor: Tensor) -> bool:
         """Copy a tensor, if there is room for it.
 
@@ -104,7 +109,7 @@ class Stacks:
         if old is not None and old.room >= wanted:
             return taken
         stack = Stack(like, wanted)
-        if stack.bytes + sum(each.bytes for each in self._stacks.values()) > _BYTES:
+        if stack.bytes + self.bytes > _BYTES:
             taken += self.take()
             self._stacks.clear()
         self._stacks[key] = stack
