@@ -1,6 +1,8 @@
 """Width scaling: learning rates, multipliers and initial weights that keep training the same at any width."""
 
+from ignite_monitor.scaling.alignment_handler import AlignmentHandler
 from ignite_monitor.scaling.graph import ALIGNMENTS, PRESETS, Alignment, LayerGraph, Node, chain
+from ignite_monitor.scaling.maxp import MaxPScheduler
 from ignite_monitor.scaling.module import ParametrizedModule
 from ignite_monitor.scaling.parametrization import Parametrization, ParametrizedLayer
 from ignite_monitor.scaling.program import InfeasibleError
@@ -12,8 +14,10 @@ __all__ = [
     "ALIGNMENTS",
     "PRESETS",
     "Alignment",
+    "AlignmentHandler",
     "InfeasibleError",
     "LayerGraph",
+    "MaxPScheduler",
     "Node",
     "Parametrization",
     "ParametrizedLayer",
