@@ -1,6 +1,8 @@
 """Width scaling: learning rates, multipliers and initial weights that keep training the same at any width."""
 
 from ignite_monitor.scaling.alignment_handler import AlignmentHandler
+from ignite_monitor.scaling.coordinate_check import coordinate_check
+from ignite_monitor.scaling.coordinate_result import CoordinateCheck, Record, Slope
 from ignite_monitor.scaling.graph import ALIGNMENTS, PRESETS, Alignment, LayerGraph, Node, chain
 from ignite_monitor.scaling.maxp import MaxPScheduler
 from ignite_monitor.scaling.module import ParametrizedModule
@@ -15,6 +17,7 @@ __all__ = [
     "PRESETS",
     "Alignment",
     "AlignmentHandler",
+    "CoordinateCheck",
     "InfeasibleError",
     "LayerGraph",
     "MaxPScheduler",
@@ -22,9 +25,12 @@ __all__ = [
     "Parametrization",
     "ParametrizedLayer",
     "ParametrizedModule",
+    "Record",
+    "Slope",
     "Solution",
     "TracingError",
     "chain",
+    "coordinate_check",
     "parametrize",
     "solve",
 ]

@@ -46,14 +46,11 @@ class AlignmentMeasurement:
     ) -> None:
         self.layers = list(layers)
         self._reference = reference
+        self._warn = warn
+        self._watched = 0
         self._rows = {name: row for row, names in enumerate(layers.values()) for name in names}
         self._calls = _Calls(reference, sample_size)
         self.passes = ReferencePasses(reference, self._rows, self._calls, warn)
-
-    @property
-    def seen(self) -> bool:
-        """Whether there has been a forward pass, or a reason why none could be measured."""
-        return self._calls.seen or self.passes.warned
 
     def clear(self) -> None:
         """Forget what has been measured."""
@@ -61,7 +58,17 @@ class AlignmentMeasurement:
 
     def contexts(self) -> list[AbstractContextManager[Any]]:
         """What to have around a train step in which to measure."""
+        self._watched += 1
         return [eager(), self.passes.watched()]
+
+    def release(self) -> None:
+        """The run has ended: warn if it had nothing to measure."""
+        self.clear()
+        if self._watched and not self._calls.seen and not self.passes.warned:
+            self._warn(
+                f"none of {self._watched} monitored iterations had a forward pass of the whole model in training mode, "
+                "so nothing is measured"
+            )
 
     def result(self) -> Tensor:
         """The alignments since :meth:`clear`, over all ranks: a row for each layer, NaN where there is none.

@@ -53,8 +53,8 @@ class AlignmentHandler(Monitor):
 
     **Layers** are Linear, convolutions and transposed convolutions with a fan-in (times the size of a convolution's
     kernel) of more than 1. A table, as an Embedding, adds nothing up, and so has none. Of a Parametrization its hidden
-    layers and readouts count, by their names in it: the fan-in of an embedding does not grow with the width. Multipliers
-    and biases have no part in it. A row is a vector of features, of a convolution a whole sample.
+    layers and readouts count, by their names in it: the fan-in of an embedding does not grow with the width.
+    Multipliers and biases have no part in it. A row is a vector of features, of a convolution a whole sample.
 
     **Cost** of a monitored iteration: a forward pass of the reference without gradients, and three products of each
     weight with ``sample_size`` rows; of other iterations nothing. Training is not touched: the reference draws the same
@@ -131,7 +131,6 @@ class AlignmentHandler(Monitor):
         layer_tags = tags(name or "_root_" for name in layers)
         self._keys = [f"{term}/{tag}" for tag in layer_tags for term in TERMS]
         self._keys += [f"{term}_{statistic}" for statistic in ("mean", "min", "max") for term in TERMS]
-        self._monitored = 0
 
     def paused(self) -> AbstractContextManager[None]:
         """A context in which forward passes are not seen."""
@@ -182,18 +181,10 @@ class AlignmentHandler(Monitor):
             engine: the engine.
         """
         self._measurement.clear()
-        self._monitored += 1
 
     def release(self) -> None:
         """Let go of everything that belongs to the run that has ended."""
-        self._measurement.clear()
-        if self._monitored and not self._measurement.seen:
-            self.logger.warning(
-                "%s: none of %d monitored iterations had a forward pass of the whole model in training mode, so "
-                "nothing is published",
-                self.prefix,
-                self._monitored,
-            )
+        self._measurement.release()
 
     def _on_train_step_completed(self, engine: Engine) -> None:
         if not self._armed:

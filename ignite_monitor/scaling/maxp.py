@@ -196,7 +196,7 @@ class MaxPScheduler(Monitor):
 
     def release(self) -> None:
         """Let go of everything that belongs to the run that has ended."""
-        self._measurement.clear()
+        self._measurement.release()
 
     def _is_due(self) -> bool:
         steps = self._steps - self._warmup_steps
