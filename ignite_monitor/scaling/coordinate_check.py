@@ -119,6 +119,13 @@ def _train(
 ) -> Iterator[dict[str, list[float]]]:
     """What the layers' outputs are like in each step.
 
+    Args:
+        make_model: as for :func:`coordinate_check`.
+        make_batch: likewise.
+        train_step: likewise, or the default one.
+        width: the width.
+        seed: the seed.
+
     Raises:
         TypeError: if ``make_model`` makes something else.
         ValueError: if nothing was seen.

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 NAMES = {
     "activation": "output",
     "change": "change of the output",
-    "weight_update": "... by the layer's weights",
-    "input_drift": "... by what reaches it",
+    "weight_update": "change by the layer's weights",
+    "input_drift": "change by what reaches it",
 }
 STEEP = "#d1242f"
 
@@ -58,9 +58,14 @@ def draw(result: CoordinateCheck, path: str | os.PathLike[str]) -> None:
         for place, quantity in enumerate(result.quantities):
             _values(axes[0, place], result, quantity, palette)
             _slopes(axes[1, place], result, quantity, palette)
+        limits = [each.get_xlim() for each in axes[1]]
+        for each in axes[1]:
+            each.set_xlim(min(-0.6, *(low for low, _ in limits)), max(0.6, *(high for _, high in limits)))
         axes[0, 0].set_ylabel("root mean square")
         figure.suptitle(
-            f"Coordinate check after {result.last_step} steps: what is flat does not depend on the width", fontsize=11
+            f"Coordinate check after step {result.last_step}: what is flat does not depend on the width\n"
+            f"Dots are trainings. Circled slopes are beyond ±{FLAT}, by more than two standard errors.",
+            fontsize=10,
         )
         figure.savefig(path, format=Path(path).suffix[1:].lower() or "png")
 
@@ -103,10 +108,8 @@ def _slopes(axes: Axes, result: CoordinateCheck, quantity: str, palette: list[An
         axes.errorbar(slope.slope, place, xerr=error, fmt="o", color=colour, markersize=4.5, elinewidth=1.2)
         if slope.is_steep:
             axes.plot(slope.slope, place, "o", markersize=8.5, markerfacecolor="none", markeredgecolor=STEEP)
-    low, high = axes.get_xlim()
-    axes.set_xlim(min(low, -0.6), max(high, 0.6))
     axes.set_ylim(len(result.layers) - 0.4, -0.6)
-    axes.set_yticks(range(len(result.layers)), [layer or "_root_" for layer in result.layers])
+    axes.set_yticks(range(len(result.layers)), [layer or "_root_" for layer in result.layers], parse_math=False)
     axes.set_xlabel("slope (± 2 standard errors)")
     axes.grid(visible=True, axis="x", color="#e6e8eb", linewidth=0.6)
     axes.set_axisbelow(True)

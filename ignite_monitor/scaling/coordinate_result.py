@@ -130,8 +130,8 @@ class CoordinateCheck:
         )
         lines += [f"{layer}: not finite at width {width}" for layer, width in lost]
         if not lines:
-            return f"No layer depends on the width: all slopes after {self.last_step} steps are within ±{FLAT}."
-        return "\n".join([f"These layers depend on the width after {self.last_step} steps:", *lines])
+            return f"No layer depends on the width: no slope after step {self.last_step} is clearly beyond ±{FLAT}."
+        return "\n".join([f"These layers depend on the width after step {self.last_step}:", *lines])
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw each quantity over the width, and its slopes, as they are after the last step.

@@ -46,6 +46,7 @@ from ignite_monitor import (
     StepStatsHandler,
     WeightUpdateHandler,
 )
+from ignite_monitor.scaling import AlignmentHandler
 from tests._helpers import footprint, hooks_only, make_batches, make_model, make_step, make_trainer
 
 # name -> (model, optimizer) -> monitor
@@ -68,6 +69,8 @@ HANDLERS = {
     "SpectralNormHandler": lambda model, optimizer: SpectralNormHandler(
         model, updates=True, per_parameter=True, top_k=0
     ),
+    # With a reference of its own it has something to say before the first update.
+    "AlignmentHandler": lambda model, optimizer: AlignmentHandler(model, reference=make_model(7)),
     "StepStatsHandler": lambda model, optimizer: StepStatsHandler(model, optimizer, peak_flops=1e12),
 }
 # What these say is there without a backward as well.
