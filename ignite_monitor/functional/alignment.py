@@ -31,7 +31,8 @@ def rms(values: Tensor) -> Tensor:
     Args:
         values: a tensor whose first dimension is that of the rows.
     """
-    return values.flatten(1).square().mean(1).sqrt()
+    rows = values.flatten(1)
+    return torch.linalg.vector_norm(rows, dim=1) / math.sqrt(rows.shape[1])
 
 
 def row_alignment(product: Product, fan_in: float, x: Tensor, weight: Tensor) -> Tensor:
@@ -43,8 +44,7 @@ def row_alignment(product: Product, fan_in: float, x: Tensor, weight: Tensor) ->
         x: z, whose first dimension is that of the rows.
         weight: W.
     """
-    factors = rms(x) * weight.square().mean().sqrt()
-    exponents = (rms(product(x, weight)).log() - factors.log()) / math.log(fan_in)
+    exponents = (rms(product(x, weight)).log() - (rms(x) * rms(weight[None])).log()) / math.log(fan_in)
     return torch.where(exponents.isfinite(), exponents, math.nan)
 
 
@@ -75,8 +75,9 @@ def alignment_sums(
             sums, counts = alignment_sums(torch.nn.functional.linear, W.shape[1], z_0, z - z_0, W_0, W - W_0)
             alpha, omega, u = sums / counts
     """
-    pairs = (initial_input, weight_change), (input_change, initial_weight), (input_change, weight_change)
-    rows = torch.stack([row_alignment(product, fan_in, *pair) for pair in pairs])
+    both = torch.cat([initial_input, input_change])
+    alpha, u = row_alignment(product, fan_in, both, weight_change).chunk(2)
+    rows = torch.stack([alpha, row_alignment(product, fan_in, input_change, initial_weight), u])
     return torch.stack([rows.nansum(1), (~rows.isnan()).sum(1, dtype=rows.dtype)])
 
 
