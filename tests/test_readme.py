@@ -155,3 +155,14 @@ def test_activations_example(tmp_path):
     assert {f"attention_entropy/blocks.2.attention/head_{i}" for i in range(4)} <= set(written)
     dead = [written[f"activation/blocks.{i}.mlp.1/dead_fraction"][50] for i in range(3)]
     assert dead[1] > max(dead[0], dead[2])
+
+
+def test_learning_rate_example(tmp_path):
+    """Shorter than it is meant to be: the narrow model's best rate is too large for the wide one, but under muP."""
+    output = run_example("learning_rate_transfer.py", tmp_path, "--steps", "30", "--seeds", "1").stdout
+    found = re.findall(r"(muP|standard) +width +(64|512) +best learning rate 2\^(-\d+)", output)
+    best = {(kind, width): int(power) for kind, width, power in found}
+    assert len(best) == 4
+    assert best["standard", "512"] < best["standard", "64"]
+    assert abs(best["muP", "512"] - best["muP", "64"]) <= 2
+    assert (tmp_path / "learning_rate_transfer.png").read_bytes().startswith(b"\x89PNG")

@@ -32,7 +32,8 @@ def rms(values: Tensor) -> Tensor:
         values: a tensor whose first dimension is that of the rows.
     """
     rows = values.flatten(1)
-    return torch.linalg.vector_norm(rows, dim=1) / math.sqrt(rows.shape[1])
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=1)
+    return norms / math.sqrt(rows.shape[1])
 
 
 def row_alignment(product: Product, fan_in: float, x: Tensor, weight: Tensor) -> Tensor:
