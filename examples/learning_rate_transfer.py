@@ -10,7 +10,7 @@ without it, it goes down as the model gets wider. What it can't show: that trans
 broad, and a finer sweep or other seeds move them by a step; how well models generalise; and what else may move the best
 learning rate, as depth, batch size and the length of the training do.
 
-    python examples/learning_rate_transfer.py               about a minute on one core
+    python examples/learning_rate_transfer.py               half a minute on one core
     python examples/learning_rate_transfer.py --steps 200   longer trainings
 """
 

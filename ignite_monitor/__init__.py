@@ -5,6 +5,7 @@ from ignite_monitor.events import MonitorEvents
 from ignite_monitor.functional.robust import RobustThreshold
 from ignite_monitor.functional.thresholds import MeanStdThreshold, StaticThreshold, ThresholdRule
 from ignite_monitor.handlers.activations import ActivationHandler
+from ignite_monitor.handlers.attach_monitors import attach_monitors
 from ignite_monitor.handlers.grad_monitor import GradMonitor
 from ignite_monitor.handlers.metric import Metric
 from ignite_monitor.handlers.rcc import RCCHandler
@@ -30,6 +31,7 @@ __all__ = [
     "StepStatsHandler",
     "ThresholdRule",
     "WeightUpdateHandler",
+    "attach_monitors",
     "read_hdf5",
     "record",
     "tensorboard_layout",

@@ -27,14 +27,19 @@ def scalars(log_dir):
     return {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
 
 
-def test_first_example(tmp_path, monkeypatch, capsys):
+def test_first_examples(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     namespace = {}
-    exec(compile(BLOCKS[0], "README.md", "exec"), namespace)
-    trainer = namespace["trainer"]
-    assert capsys.readouterr().out == "1\n"
-    assert trainer.state.metrics["grad/spike_count"] == 1
+    for block, printed, metrics in zip(
+        BLOCKS, ["1\n", "1\n", ""], [{"grad/spike_count"}, {"grad/skipped_count"}, set()], strict=False
+    ):
+        exec(compile(block, "README.md", "exec"), namespace)
+        assert capsys.readouterr().out == printed
+        assert all(namespace["trainer"].state.metrics[name] == 1 for name in metrics)
     assert scalars(tmp_path / "runs" / "first")["grad/spike"][61] == 1.0
+    written = scalars(tmp_path / "runs" / "second")
+    assert {"grad/norm", "monitor/update_ratio_median", "activation/_root_/std"} <= written.keys()
+    assert list(written["activation/_root_/std"]) == [100]
 
 
 def test_nothing_is_left_to_be_filled_in():
@@ -45,7 +50,7 @@ def test_other_examples_run_on_a_trainer(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for block in BLOCKS[1:]:
+    for block in BLOCKS[3:]:
         trainer = create_supervised_trainer(model, optimizer, torch.nn.functional.mse_loss)
         monitor = ignite_monitor.GradMonitor(
             model, threshold=ignite_monitor.StaticThreshold(1e-6), prefix="x", flag="y"
@@ -166,3 +171,14 @@ def test_learning_rate_example(tmp_path):
     assert best["standard", "512"] < best["standard", "64"]
     assert abs(best["muP", "512"] - best["muP", "64"]) <= 2
     assert (tmp_path / "learning_rate_transfer.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_width_sweep_example(tmp_path):
+    arguments = ("--widths", "64", "128", "256", "512", "--steps", "6", "--output", "sweep.png")
+    output = run_example("rcc_width_sweep.py", tmp_path, *arguments).stdout
+    slopes = [float(each) for each in re.findall(r"width\^([+-][\d.]+) after one step", output)]
+    assert len(slopes) == 8
+    hidden, last = slopes[5:7], slopes[7]
+    assert max(map(abs, hidden)) < 0.2
+    assert 0.3 < last < 1.2
+    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")

@@ -13,9 +13,10 @@ T = TypeVar("T")
 
 
 def detached_copy(value: T, shared: Iterable[Any] = ()) -> T:
-    """A deep copy, in which tensors that are parts of a graph stand alone.
+    """A deep copy, in which tensors that are parts of a graph are parts of none.
 
     Whatever holds the tensors is copied with them: containers, caches of keys and values, random number generators.
+    A copy of a tensor requires gradients where the tensor does, since implementations are chosen by that.
 
     Args:
         value: anything that ``copy.deepcopy`` can copy, tensors that require gradients included.
@@ -25,8 +26,8 @@ def detached_copy(value: T, shared: Iterable[Any] = ()) -> T:
         return copy.deepcopy(value, {id(each): each for each in shared})
 
 
-def frozen_copy(model: nn.Module) -> tuple[nn.Module, list[str]]:
-    """A copy of a model that nothing trains, and the names of the modules that have lost forward hooks by it.
+def separate_copy(model: nn.Module) -> tuple[nn.Module, list[str]]:
+    """A copy of a model that nothing else notices, and the names of the modules that have lost forward hooks by it.
 
     Functions that a user has registered as forward hooks are left out: they would be called for the copy as well, and
     may well keep for the training what they see. Those of torch and transformers, and the multipliers of a
@@ -40,21 +41,20 @@ def frozen_copy(model: nn.Module) -> tuple[nn.Module, list[str]]:
     """
     own = [hook for module in model.modules() for hook in _hooks(module).values() if not _of_library(hook)]
     try:
-        frozen = detached_copy(model, own)
+        separate = detached_copy(model, own)
     except Exception as error:
         raise ValueError(
             f"Argument reference should be a module, since model, a {type(model).__name__}, can't be copied: {error}"
         ) from error
-    frozen.requires_grad_(False)
     stripped = []
-    for name, module in frozen.named_modules():
+    for name, module in separate.named_modules():
         lost = [key for key, hook in _hooks(module).items() if not _of_library(hook)]
         for kind, key in lost:
             for place in (kind, f"{kind}_with_kwargs", f"{kind}_always_called"):
                 getattr(module, place, {}).pop(key, None)
         if lost:
             stripped.append(name or "the root module")
-    return frozen, stripped
+    return separate, stripped
 
 
 def _hooks(module: nn.Module) -> dict[tuple[str, int], Any]:
@@ -72,6 +72,7 @@ class _DetachedTensors(TorchFunctionMode):
         if func is Tensor.__deepcopy__:
             tensor, memo = args
             if id(tensor) not in memo:
-                memo[id(tensor)] = tensor.detach().clone()
+                # Not a leaf: it may be changed in place.
+                memo[id(tensor)] = tensor.detach().requires_grad_(tensor.requires_grad).clone()
             return memo[id(tensor)]
         return func(*args, **(kwargs or {}))

@@ -55,11 +55,35 @@ def running_module() -> nn.Module | None:
     return None
 
 
+def _nothing(*_: Any) -> None:
+    pass
+
+
+def _no_hook() -> Callable[..., Any]:
+    return _nothing
+
+
+class _Hook:
+    """A hook that does nothing in copies of its module that a train step makes."""
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self._hook = hook
+
+    def __call__(self, *args: Any) -> Any:
+        return self._hook(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        return _nothing
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[()]]:
+        return _no_hook, ()
+
+
 # As ``register_forward_hook`` does it, for hundreds of modules at a tenth of the cost, which matters where hooks come
 # and go with every monitored iteration. The last hook sees what those of the user have made of inputs and outputs.
 @contextlib.contextmanager
 def _on(places: list[tuple[dict[Any, Any], dict[Any, Any]]], hook: Callable[..., Any]) -> Iterator[None]:
-    key = object()
+    key, hook = object(), _Hook(hook)
     try:
         for hooks, with_kwargs in places:
             hooks[key] = hook

@@ -27,7 +27,8 @@ class NotComparableError(Exception):
 class Comparison(Protocol):
     """What there is to compare in a module's call with the same call of the reference.
 
-    Errors that :meth:`enter` and :meth:`leave` raise leave the call out, with a warning.
+    :meth:`keep` and :meth:`enter` are called with gradients being recorded as in the model. Errors that :meth:`enter`
+    and :meth:`leave` raise leave the call out, with a warning.
     """
 
     def keep(
@@ -163,14 +164,18 @@ class ReferencePasses:
         self._current = self._run(args, kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Pass | None:
-        # Where something that was kept has been changed in place before the run was over, once more with copies.
+        # Once more with copies, where something that was kept has been changed in place before the run was over; and
+        # where the run makes a backward pass of its own, with what that needs.
         for _ in range(_ATTEMPTS):
             current = _Pass(self._offload, self._unstable)
+            saves = self._reference.saves
             try:
                 self._reference.follow()
                 with after_forward(self._theirs, self._keeping(current)):
                     self._reference.run("", args, kwargs)
             except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
+                if self._reference.saves != saves:
+                    continue
                 reason = f"the reference can't be run on the model's inputs ({type(error).__name__}: {error})"
                 self._say(f"{reason}, so nothing is compared")
                 return None
@@ -199,8 +204,7 @@ class ReferencePasses:
         if kept is None:
             return
         try:
-            with torch.no_grad():
-                current.begun[name] = self._comparison.enter(name, module, args, kwargs, kept), kept
+            current.begun[name] = self._comparison.enter(name, module, args, kwargs, kept), kept
         except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
             self._leave_out(name, error)
 
@@ -250,10 +254,11 @@ class _Pass:
     def _hold(self, name: str, tensor: Tensor) -> Tensor:
         if self._offload:
             return self._offloaded(tensor)
+        held = tensor.detach()
         if name in self._unstable:
-            return tensor.detach().clone()
-        self._versions.append((name, weakref.ref(tensor), _version(tensor)))
-        return tensor
+            return held.clone()
+        self._versions.append((name, weakref.ref(held), _version(held)))
+        return held
 
     def _offloaded(self, tensor: Tensor) -> Tensor:
         # The input of several modules is kept once.

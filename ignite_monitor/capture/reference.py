@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel
 
-from ignite_monitor.capture.copies import detached_copy, frozen_copy
+from ignite_monitor.capture.copies import detached_copy, separate_copy
 from ignite_monitor.capture.names import named_modules, unwrapped
 from ignite_monitor.capture.rng import drawn_again
 from ignite_monitor.capture.structure import first_difference, first_difference_of_states, modules_by_name
@@ -38,6 +39,7 @@ class Reference:
     Attributes:
         module: the reference.
         modules: its modules by name.
+        saves: whether a run saves tensors for a backward pass; True once one has failed for want of them.
         kept: whether it has to be saved with a run: it can't be given once more when that is resumed.
 
     Raises:
@@ -54,6 +56,7 @@ class Reference:
                     "use fully_shard or DistributedDataParallel"
                 )
         self.root = unwrapped(model)
+        self.saves = False
         self.kept = isinstance(reference, str) and reference == "init"
         if isinstance(reference, nn.Module):
             self.module = unwrapped(reference)
@@ -61,7 +64,7 @@ class Reference:
                 raise ValueError("Argument reference should be another module than model, but given the same")
             self._refuse(first_difference(self.root, self.module))
         elif isinstance(reference, (str, os.PathLike)):
-            self.module, stripped = frozen_copy(self.root)
+            self.module, stripped = separate_copy(self.root)
             if stripped:
                 _logger.warning(
                     "The copy of the model that serves as its reference is without your forward hooks, on %s: if they "
@@ -121,28 +124,49 @@ class Reference:
     # Running it
 
     def follow(self) -> None:
-        """Move a copy that is its own to the devices that the model has been moved to."""
-        mine, theirs = next(self.root.parameters()), next(self.module.parameters())
-        if self._own and mine.device != theirs.device:
-            for theirs_module, ours in self._twins.items():
-                for each, copied in zip(_tensors(ours), _tensors(theirs_module), strict=True):
-                    copied.data = copied.to(each.device)
+        """Move a copy that is its own to where the model has been moved; frozen parameters are frozen in it too."""
+        if not self._own:
+            return
+        for copied, ours in self._twins.items():
+            for name, mine in ours._parameters.items():
+                theirs = copied._parameters[name]
+                if mine is None or theirs is None:
+                    continue
+                if theirs.device != mine.device:
+                    copied._apply(lambda tensor, device=mine.device: tensor.to(device), recurse=False)
+                    theirs = copied._parameters[name]
+                if theirs is not None and theirs.requires_grad != mine.requires_grad:
+                    theirs.requires_grad_(mine.requires_grad)
 
     def run(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What one of its modules, ``""`` the whole, makes of the model's inputs.
 
-        Draws the random numbers that the model is about to draw, with autocast and the training flags as the model
-        has them, and without gradients. Inputs, buffers of either, and random number generators are the same
-        afterwards.
+        Draws the random numbers that the model is about to draw, with autocast, training flags and the recording of
+        gradients as the model has them: what is computed depends on all of these, if only in its last bits. Inputs,
+        buffers of either, and random number generators are the same afterwards.
 
         Args:
             name: the module.
             args: positional arguments; they are copied.
             kwargs: keyword arguments; they are copied.
         """
-        with self._unnoticed(name), torch.no_grad():
+        with self._unnoticed(name), self._nothing_saved():
             args, kwargs = detached_copy((args, kwargs))
             return self.modules[name](*args, **kwargs)
+
+    def _nothing_saved(self) -> contextlib.AbstractContextManager[Any]:
+        """No backward pass of the reference will want what autograd saves, unless the forward pass has one in it."""
+        if self.saves:
+            return contextlib.nullcontext()
+        self_reference = weakref.ref(self)
+
+        def unpack(_: None) -> Tensor:
+            owner = self_reference()
+            if owner is not None:
+                owner.saves = True
+            raise RuntimeError("the reference makes a backward pass of its own")
+
+        return torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, unpack)
 
     @contextlib.contextmanager
     def _unnoticed(self, name: str) -> Iterator[None]:

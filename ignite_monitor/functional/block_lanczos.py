@@ -10,15 +10,16 @@ import torch
 from torch import Tensor
 
 from ignite_monitor.functional._devices import wide_dtype
-from ignite_monitor.functional.dominant import dominant
+from ignite_monitor.functional.dominant import Dominant, dominant
 
 WARM = PROBES = 8
 WIDTH = WARM + PROBES
 
 # The squared length of 8 independent standard normal numbers is smaller once in 100,000 times.
 _LEAST_SQUARE = 0.2553
-# How far above the largest Ritz value an eigenvalue is looked for, relatively; nearer ones drown in float32's rounding.
-_ABOVE = [2.4e-4 * 2**i for i in range(13)]
+# How far above the largest Ritz value an eigenvalue is looked for, relatively, as far as square roots go: nearer ones
+# drown in float32's rounding.
+_ABOVE = [2.5e-4 * 2**i for i in range(13)]
 
 
 class Leading(NamedTuple):
@@ -69,11 +70,12 @@ class BlockLanczos:
         batch, _, n = start.shape
         self._gram = gram
         self._basis = start.new_empty(batch, (steps + 1) * WIDTH, n)
-        self._projected = start.new_zeros(batch, steps * WIDTH, steps * WIDTH)
+        self._projected = start.new_empty(batch, steps * WIDTH, steps * WIDTH)
         self._couplings: list[Tensor] = []
         self._random = start[:, WARM:]
         self._basis[:, :WIDTH], coordinates = _orthonormal(start)
         self._probes = coordinates[..., WARM:].to(wide_dtype(start.device))
+        self._dominant: Dominant | None = None
         self.steps = 0
 
     def extend(self) -> None:
@@ -82,28 +84,40 @@ class BlockLanczos:
         basis = self._basis[:, : size + WIDTH]
         block = self._gram(basis[:, size:])
         coefficients = basis @ block.mT
-        block = block - coefficients.mT @ basis
+        block = torch.baddbmm(block, coefficients.mT, basis, alpha=-1)
         self._projected[:, : size + WIDTH, size : size + WIDTH] = coefficients
         # Where the space is exhausted nothing but rounding remains of some rows, with any direction inside or outside
         # of it. So they get one, as small as rounding. Once is not enough for orthogonality in floating point.
         following = _orthonormal(block + self._dither(coefficients))[0]
         for _ in range(2):
-            following = following - (basis @ following.mT).mT @ basis
+            following = torch.baddbmm(following, (basis @ following.mT).mT, basis, alpha=-1)
         following = _orthonormal(following)[0]
         self._couplings.append((following @ block.mT).to(self._probes.dtype))
         self._basis[:, size + WIDTH : size + 2 * WIDTH] = following
+        self._dominant = None
         self.steps += 1
+
+    def may_exceed(self, relative: float) -> Tensor:
+        """Whether an eigenvalue may exceed the largest Ritz value by more than this, as far as square roots go.
+
+        Args:
+            relative: by how much.
+
+        Returns:
+            Of shape (B,).
+        """
+        return self._is_possible([relative])[0].squeeze(1)
 
     def leading(self) -> Leading:
         """The largest eigenvalue, as far as this space knows."""
-        size = self.steps * WIDTH
-        upper_half = self._projected[:, :size, :size].triu()
-        projected = upper_half + upper_half.triu(1).mT
-        found = dominant(projected)
+        found = self._largest()
         # Warm and random vectors mixed, so that a direction that the warm ones have no part of is found as well.
         mixed = found.power[:, :WARM] + found.power[:, WARM:WIDTH]
         chosen = torch.cat([found.vector.unsqueeze(1), mixed[:, : WARM - 1]], 1)
-        upper = self._excluded(projected.to(self._probes.dtype), found.upper.to(self._probes.dtype))
+        possible, candidates = self._is_possible(_ABOVE)
+        # The smallest of the candidates above which there is no eigenvalue; 1 if there is none.
+        following = torch.cat([candidates[:, 1:], torch.ones_like(candidates[:, :1])], 1)
+        upper = torch.where(possible, following, candidates[:, :1]).amax(1).clamp(max=1.0)
         return Leading(found.lower, upper, chosen)
 
     def vectors(self, leading: Leading) -> Tensor:
@@ -120,31 +134,46 @@ class BlockLanczos:
         shifted = [self._random.roll(2 * self.steps + i, 2) for i in (1, 2)]
         return size / math.sqrt(self._random.shape[2]) * torch.cat(shifted, 1)
 
-    def _excluded(self, projected: Tensor, largest: Tensor) -> Tensor:
-        """The smallest of the candidates above which there is no eigenvalue; 1 if there is none."""
-        above = torch.stack([torch.full_like(largest, each) for each in _ABOVE], 1)
-        candidates = largest[:, None].clamp(min=1e-30) * (1 + above)
-        identity = torch.eye(WIDTH, dtype=projected.dtype, device=projected.device)
+    def _largest(self) -> Dominant:
+        if self._dominant is None:
+            upper_half = self._tridiagonal.triu()  # below it there may be anything
+            self._dominant = dominant(upper_half + upper_half.triu(1).mT)
+        return self._dominant
+
+    @property
+    def _tridiagonal(self) -> Tensor:
+        size = self.steps * WIDTH
+        return self._projected[:, :size, :size]
+
+    def _is_possible(self, above: list[float]) -> tuple[Tensor, Tensor]:
+        """For each candidate, of which there may be an eigenvalue at or above it; and the candidates."""
+        found = self._largest()
+        lower = found.lower.to(self._probes.dtype).clamp(min=1e-30)
+        candidates = torch.stack([lower * (1 + each) ** 2 for each in above], 1)
+        count = candidates.numel()
+        blocks = self._tridiagonal.unflatten(2, (-1, WIDTH)).unflatten(1, (-1, WIDTH)).diagonal(dim1=1, dim2=3)
+        blocks = blocks.permute(3, 0, 1, 2).to(lower.dtype)[:, :, None]
+        couplings = torch.stack(self._couplings)[:, :, None].expand(-1, -1, len(above), -1, -1).flatten(1, 2)
+        identity = torch.eye(WIDTH, dtype=lower.dtype, device=lower.device)
+        pivots = (candidates[..., None, None] * identity - blocks).flatten(1, 2)
         # (λ − T)⁻¹ by block elimination, with Schur complements of the blocks on the diagonal, all positive definite:
         # the blocks of y are y_j = S_j y_(j+1), and the last one is S_k z.
-        product = self._probes.mT[:, None]
-        schur = squares = torch.zeros_like(identity)
-        for i, coupling in enumerate(self._couplings):
-            at = slice(i * WIDTH, (i + 1) * WIDTH)
-            pivot = candidates[..., None, None] * identity - projected[:, None, at, at] - schur
-            solved = torch.linalg.solve_ex(pivot, coupling.mT[:, None].expand_as(pivot))[0]
-            product = product @ solved
-            schur = coupling[:, None] @ solved
-            squares = solved.mT @ (solved + squares @ solved)
-        square = product @ torch.linalg.solve_ex(identity + squares, product.mT)[0]
+        product = self._probes.mT.repeat_interleave(len(above), 0)
+        schur = squares = torch.zeros_like(identity).expand(count, -1, -1)
+        for pivot, coupling in zip(pivots.unbind(), couplings.unbind(), strict=True):
+            solved = torch.linalg.solve_ex(pivot - schur, coupling.mT)[0]
+            product = product.bmm(solved)
+            schur = coupling.bmm(solved)
+            squares = solved.mT.bmm(torch.baddbmm(solved, squares, solved))
+        square = product.bmm(torch.linalg.solve_ex(identity + squares, product.mT)[0])
         # Its largest eigenvalue from above: the 16th root of the trace of the 16th power.
         for _ in range(3):
-            square = square @ square
-        norms = square.square().sum((2, 3)) ** (1 / 32)
+            square = square.bmm(square)
+        norms = square.square().sum((1, 2)).view_as(candidates) ** (1 / 32)
+        # How far λ − T is from being singular; where it may be, anything is possible.
+        gaps = (candidates / found.upper.to(lower.dtype)[:, None] - 1).clamp(min=0)
         rounding = 8 * torch.finfo(self._basis.dtype).eps * torch.linalg.matrix_norm(self._probes)
-        possible = ~(norms + rounding[:, None] / above < math.sqrt(_LEAST_SQUARE))
-        following = torch.cat([candidates[:, 1:], torch.ones_like(candidates[:, :1])], 1)
-        return torch.where(possible, following, candidates[:, :1]).amax(1).clamp(max=1.0)
+        return ~(norms + rounding[:, None] / gaps < math.sqrt(_LEAST_SQUARE)), candidates
 
 
 def _orthonormal(rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -109,16 +109,17 @@ def normalized_change(
     """
     dims = list(range(-len(shape), 0))
     eps = torch.finfo(x.dtype).eps if eps is None else eps
-
-    def centre(values: Tensor) -> Tensor:
-        return values - values.mean(dims, keepdim=True) if centred else values
-
-    now, then, change = centre(x), centre(reference_x), centre(x - reference_x)
-    r_now = (now.square().mean(dims, keepdim=True) + eps).rsqrt()
-    r_then = (then.square().mean(dims, keepdim=True) + eps).rsqrt()
-    growth = (change * (now + then)).mean(dims, keepdim=True)
-    r_change = -growth * (r_now * r_then).square() / (r_now + r_then)
-    return now * r_now, change * r_now + then * r_change
+    then, change = reference_x, x - reference_x
+    if centred:
+        then, change = then - then.mean(dims, keepdim=True), change.sub_(change.mean(dims, keepdim=True))
+    now = then + change
+    r_now, r_then = (
+        (torch.linalg.vector_norm(each, dim=dims, keepdim=True).square_() / math.prod(shape) + eps).rsqrt_()
+        for each in (now, then)
+    )
+    growth = (now + then).mul_(change).mean(dims, keepdim=True)
+    r_change = -growth * (r_now * r_then).square_() / (r_now + r_then)
+    return now.mul_(r_now), change.mul_(r_now).addcmul_(then, r_change)
 
 
 def sum_of_norms(values: Tensor, dim: int = -1) -> tuple[Tensor, int]:

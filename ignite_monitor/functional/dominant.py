@@ -40,18 +40,18 @@ def dominant(matrices: Tensor) -> Dominant:
     """
     smallest = torch.finfo(matrices.dtype).tiny
     power = early = matrices
-    log_trace = torch.zeros_like(matrices[:, 0, 0])
+    log_upper = torch.zeros_like(matrices[:, 0, 0])
     for i in range(_SQUARINGS + 1):
         if i:
             power = power @ power
-            log_trace = 2 * log_trace
-        trace = power.diagonal(dim1=1, dim2=2).sum(1).clamp(min=smallest)
-        power = power / trace[:, None, None]
-        log_trace = log_trace + trace.log()
+        if i % 2 == 0:  # from a trace of 1 two squarings lead to one of 1/n³ at least
+            trace = power.diagonal(dim1=1, dim2=2).sum(1).clamp(min=smallest)
+            power = power / trace[:, None, None]
+            log_upper = torch.add(log_upper, trace.log(), alpha=2.0**-i)
         if i == _EARLY:
             early = power
     longest = power.diagonal(dim1=1, dim2=2).argmax(1)
     column = power.gather(2, longest[:, None, None].expand(-1, power.shape[1], 1))
     column = column / torch.linalg.vector_norm(column, dim=1, keepdim=True).clamp(min=smallest)
     lower = (column * (matrices @ column)).sum((1, 2))
-    return Dominant(lower, (log_trace / 2**_SQUARINGS).exp(), column.squeeze(2), early)
+    return Dominant(lower, log_upper.exp(), column.squeeze(2), early)

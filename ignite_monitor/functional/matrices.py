@@ -71,11 +71,11 @@ class Matrices:
         if not self._by_columns:
             product = parts[0] @ (vectors @ parts[0]).mT
             for part in parts[1:]:
-                product = torch.baddbmm(product, part, (vectors @ part).mT)
+                product.baddbmm_(part, (vectors @ part).mT)
             return product.mT / self._divisor**2
         product = (parts[0] @ vectors.mT).mT @ parts[0]
         for part in parts[1:]:
-            product = torch.baddbmm(product, (part @ vectors.mT).mT, part)
+            product.baddbmm_((part @ vectors.mT).mT, part)
         product = product / self._divisor**2
         return product if self._all_reduce is None else self._all_reduce(product, False)
 

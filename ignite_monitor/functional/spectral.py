@@ -18,10 +18,10 @@ METHODS = ("power", "ns5-fast", "ns3-accurate", "svd")
 TOLERANCE = 1e-3
 
 # Up to this order WᵀW itself is small enough to be looked at.
-_SMALL = 256
+_SMALL = 224
 _MOST_STEPS = 64
 # After how many steps it is worth looking whether the bound is good enough.
-_CHECKS = {5, 9, 11, 14, 18, 23, 30, 40, 52}
+_CHECKS = {3, 6, 7, 8, 9, 11, 13, 16, 20, 25, 31, 40, 52}
 
 
 class SpectralNorms(NamedTuple):
@@ -46,7 +46,7 @@ def power(matrices: Matrices, vectors: Tensor | None, generator: torch.Generator
     r"""Spectral norms by power iteration on WᵀW from known vectors, accelerated: see :class:`BlockLanczos`.
 
     The norm is :math:`\lVert W v\rVert` for the best vector v of the Krylov space, so never too large but by rounding,
-    and its error is bounded by what :class:`BlockLanczos` excludes. Matrices of which one side is 256 or less
+    and its error is bounded by what :class:`BlockLanczos` excludes. Matrices of which one side is 224 or less
     need neither vectors nor steps: see :func:`dominant`.
 
     Args:
@@ -71,11 +71,11 @@ def power(matrices: Matrices, vectors: Tensor | None, generator: torch.Generator
             lanczos = BlockLanczos(matrices.gram, start, most)
             for step in range(1, most + 1):
                 lanczos.extend()
-                if step == most or (steps is None and step in _CHECKS):
-                    leading = lanczos.leading()
-                    is_wide = (leading.upper > (1 + TOLERANCE) ** 2 * leading.lower) & (matrices.frobenius > 0)
-                    if step == most or not len(is_wide.nonzero()):
+                if steps is None and step in _CHECKS:
+                    is_wide = lanczos.may_exceed(TOLERANCE) & (matrices.frobenius > 0)
+                    if not len(is_wide.nonzero()):
                         break
+            leading = lanczos.leading()
             made, kept, upper = lanczos.steps, lanczos.vectors(leading), leading.upper
             vector = kept[:, 0]
         norms = matrices.lengths(vector)

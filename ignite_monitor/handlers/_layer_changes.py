@@ -92,7 +92,7 @@ class LayerChanges:
         """
         self.seen += 1
         for name, calls in results.items():
-            self.norms.setdefault(name, []).extend(norm for norms in calls for norm in norms)
+            self.norms.setdefault(name, []).extend(norm for norms in calls for norm in norms if norm[2])
 
 
 class _Layer:
@@ -105,7 +105,8 @@ class _Layer:
     def keep(self, args: Args, kwargs: Kwargs, output: Any) -> list[Tensor | None]:
         return [_first(args, kwargs)]
 
-    def enter(self, module: nn.Module, args: Args, kwargs: Kwargs, kept: list[Tensor | None]) -> Norms:
+    @torch.no_grad()
+    def enter(self, module: nn.Module, args: Args, kwargs: Kwargs, kept: list[Tensor | None]) -> Any:
         x, reference_x = _first(args, kwargs), kept.pop()
         if x is None or reference_x is None:
             raise NotComparableError("no floating-point tensor is among its inputs")
@@ -140,17 +141,15 @@ class _Layer:
         return ours, theirs.to(ours.dtype)
 
     def _pair(self, change: Change, change_of_bias: Tensor | None) -> Norms:
-        """Norms of a change without the bias, and with it."""
-        plain = [*self._of(0, change.weight_update), *self._of(1, change.input_drift), *self._of(4, change.output)]
+        """Norms of a change, with the bias and without it; the change is used up, which spares memory and time."""
+        update, drift = change
+        plain = [*self._of(0, update), *self._of(1, drift)]
+        output = drift.add_(update)
+        plain += self._of(4, output)
         if change_of_bias is None:
             return plain
-        whole = Change(change.weight_update + change_of_bias, change.input_drift)
-        return [
-            *self._of(0, whole.weight_update),
-            plain[1],
-            *self._of(4, whole.output),
-            *_without_bias(plain),
-        ]
+        whole = [*self._of(0, update.add_(change_of_bias)), plain[1], *self._of(4, output.add_(change_of_bias))]
+        return whole + _without_bias(plain)
 
     def _of(self, place: int, values: Tensor) -> Norms:
         dim = self._dim if -values.ndim <= self._dim < values.ndim else -1
@@ -207,7 +206,8 @@ class _Embedding(_Layer):
     def keep(self, args: Args, kwargs: Kwargs, output: Any) -> list[Tensor | None]:
         return []
 
-    def enter(self, module: nn.Module, args: Args, kwargs: Kwargs, kept: list[Tensor | None]) -> Norms:
+    @torch.no_grad()
+    def enter(self, module: nn.Module, args: Args, kwargs: Kwargs, kept: list[Tensor | None]) -> Any:
         rows = args[0] if args else kwargs["input"]
         weight, reference_weight = self._parameter(module, "weight")
         return self._of(0, _wide(F.embedding(rows, weight)) - _wide(F.embedding(rows, reference_weight)))
@@ -227,14 +227,14 @@ class _Evaluated(_Layer):
     def enter(self, module: nn.Module, args: Args, kwargs: Kwargs, kept: list[Tensor | None]) -> Any:
         x, reference_x = _first(args, kwargs), kept[0]
         kept[0] = None
+        # The inputs of the whole model are those of the reference.
+        crossed = _first((self._run(self._name, args, kwargs),), {}) if self._name else kept[1]
         norms: Norms = []
         if x is not None and reference_x is not None:
             _check(x, reference_x)
-            with _without_autocast(x):
+            with torch.no_grad(), _without_autocast(x):
                 norms = [*self._of(2, _wide(x)), *self._of(3, _wide(x) - _wide(reference_x))]
-        # The inputs of the whole model are those of the reference.
-        crossed = _first((self._run(self._name, args, kwargs),), {}) if self._name else kept[1]
-        return norms, crossed, x, None if x is None else x._version
+        return norms, None if crossed is None else crossed.detach(), x, None if x is None else x._version
 
     def leave(self, output: Any, entered: Any, kept: list[Tensor | None]) -> Norms:
         norms: Norms = entered[0]
@@ -262,8 +262,7 @@ def _layer(name: str, reference: Reference) -> _Layer:
 
 
 def _first(args: Args, kwargs: Kwargs) -> Tensor | None:
-    found = next((tensor for _, tensor in floating_tensors([*args, *kwargs.values()])), None)
-    return None if found is None else found.detach()
+    return next((tensor for _, tensor in floating_tensors([*args, *kwargs.values()])), None)
 
 
 def _check(values: Tensor, others: Tensor) -> None:

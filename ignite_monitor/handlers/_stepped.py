@@ -14,10 +14,11 @@ from ignite_monitor.functional._devices import upload
 class SteppedParameters:
     """Finds out, from one iteration's optimizer steps, which parameters had one.
 
-    A parameter had a step if it has ``requires_grad``, lies in a group whose learning rate is not 0, and the
-    optimizer met a gradient of it. Who wants a step to do nothing hides the gradients for as long as it lasts, or
-    sets the ``found_inf`` of a fused optimizer; when, depends on the order of the handlers. So both are looked at when
-    the step starts, when it ends, and at each backward that a closure runs in between.
+    A parameter had a step if it has ``requires_grad``, lies in a group whose learning rate is not 0, and the optimizer
+    met a gradient, of this parameter or of any other it holds: one that gets none stands still. Who wants a step to do
+    nothing hides the gradients for as long as it lasts, or sets the ``found_inf`` of a fused optimizer; when, depends
+    on the order of the handlers. So both are looked at when the step starts, when it ends, and at each backward that a
+    closure runs in between.
 
     Args:
         places: id of a parameter -> its place; parameters that are not in it do not count.
@@ -78,7 +79,7 @@ class SteppedParameters:
         self._look_for_inf(optimizer)
         made = ~torch.stack([found != 0 for found in self._found_inf]).any() if self._found_inf else None
         stepped: list[int] = []
-        for members, moves in self._groups:
+        for members, _ in self._groups:
             # A hook of the user's may have zeroed the gradients; only then the version, which fused steps do not
             # raise, has to tell.
             moved = [
@@ -87,14 +88,9 @@ class SteppedParameters:
                 if place in self._with_gradient and (parameter.grad is not None or parameter._version != version)
             ]
             stepped += moved
-            if not moved or moves is False:
-                continue
-            if made is not None:
-                moves = made if moves is True else moves.to(made.device, non_blocking=True) & made
-            if moves is True:
-                self._certain.update(moved)
-            else:
-                self._depending.append((moved, moves))
+        if stepped:
+            for members, moves in self._groups:
+                self._count([place for place, _, _ in members], moves, made)
         self._groups = []
         self.any = self.any or bool(stepped)
         return stepped
@@ -109,6 +105,16 @@ class SteppedParameters:
         for places, moves in self._depending:
             mask = mask | (masks.of(places) & moves.reshape(()).to(mask.device, non_blocking=True))
         return mask
+
+    def _count(self, places: list[int], moves: Tensor | bool, made: Tensor | None) -> None:
+        if not places or moves is False:
+            return
+        if made is not None:
+            moves = made if moves is True else moves.to(made.device, non_blocking=True) & made
+        if moves is True:
+            self._certain.update(places)
+        else:
+            self._depending.append((places, moves))
 
     def _look_for_inf(self, optimizer: Optimizer) -> None:
         found = getattr(optimizer, "found_inf", None)

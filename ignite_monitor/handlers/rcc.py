@@ -214,10 +214,12 @@ class RCCHandler(Monitor):
 
     def _mean_over_ranks(self, norms: dict[str, Any]) -> Tensor | None:
         """Means by layer and place, NaN where there is none; None if nothing was measured on this rank."""
-        device = next(self.reference.parameters()).device
-        dtype = wide_dtype(device)
         rows = {name: row for row, name in enumerate(self._layers)}
-        entries = [(rows[name] * _PLACES + place, *rest) for name, each in norms.items() for place, *rest in each]
+        entries = [
+            (rows[name] * _PLACES + place, total, count) for name, each in norms.items() for place, total, count in each
+        ]
+        device = entries[0][1].device if entries else next(self.model.parameters()).device
+        dtype = wide_dtype(device)
         counts = [0] * (len(rows) * _PLACES)
         for where, _, count in entries:
             counts[where] += count

@@ -62,7 +62,7 @@ class SpectralNormHandler(Monitor):
     happened to the weight in between. On the CPU it goes on until the bound is 1e-3 (64 steps at most). On other
     devices, and for sharded weights, looking at the bound would mean to wait: there the number of steps is fixed, more
     the first time and after a measurement whose bound was above 1e-3, and ``error_max`` says what came of it. Where a
-    side of a weight is 256 or less, WᵀW is small enough to be looked at itself, which needs no steps.
+    side of a weight is 224 or less, WᵀW is small enough to be looked at itself, which needs no steps.
 
     ``"ns5-fast"`` and ``"ns3-accurate"`` estimate the norm by Newton-Schulz iterations, which bring small singular
     values to 1 too slowly: on Gaussian matrices from 256² to 2048² the first is off by −34 % to −2 %, the second by

@@ -76,11 +76,11 @@ class WeightUpdateHandler(Monitor):
 
     A parameter is frozen once its update ratio has been at most ``frozen_update_ratio_threshold`` in
     ``frozen_patience_steps`` monitored steps in a row; a warning in the log names it. Only steps that were to move it
-    count: with a gradient, ``requires_grad``, and a learning rate other than 0, and not those that a GradScaler or
-    :class:`GradMonitor` leaves out. In an iteration without any, update ratios and ``frozen_count`` are absent, or
-    NaN where it is known on the device alone (a fused optimizer under a GradScaler). A parameter without a new gradient
-    counts as neither vanishing nor exploding; a gradient that is not finite has the norm inf, or none with a
-    ``scaler``, which looks after it.
+    count: of an optimizer that holds it, with ``requires_grad`` and a learning rate other than 0, and not those that a
+    GradScaler or :class:`GradMonitor` leaves out. In an iteration without any, update ratios and ``frozen_count`` are
+    absent, or NaN where it is known on the device alone (a fused optimizer under a GradScaler). A parameter without a
+    new gradient counts as neither vanishing nor exploding; a gradient that is not finite has the norm inf, or none with
+    a ``scaler``, which looks after it.
 
     **Sampling.** Of parameters with more than ``sample_size`` elements that many are looked at, at places derived from
     the parameter's name, the same in every run and on every rank; of a two-dimensional one that has more rows than

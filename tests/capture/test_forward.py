@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -47,6 +48,17 @@ def test_sees_what_others_get_with_keyword_arguments_and_leaves_as_it_came():
     assert seen[2][3] is output
     model(x)
     assert len(seen) == 3
+
+
+def test_copies_made_meanwhile_have_hooks_that_do_nothing():
+    model = Scaled()
+    seen = []
+    with after_forward([model, model.inner], lambda *given: seen.append(given[0])):
+        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    for each in copies:
+        each(torch.ones(2, 3))
+        pickle.dumps(each)
+    assert seen == []
 
 
 def test_two_at_once_and_an_error_in_the_forward():

@@ -25,7 +25,6 @@ class Recorder:
         self.entered = []
 
     def keep(self, name, module, args, kwargs, output):
-        assert not torch.is_grad_enabled()
         return [output if isinstance(output, torch.Tensor) else output[0], None]
 
     def enter(self, name, module, args, kwargs, kept):
@@ -161,7 +160,6 @@ def test_a_pass_that_raises_is_forgotten():
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_recomputation_is_not_compared(use_reentrant):
     class Checkpointed(nn.Module):
         def __init__(self):
@@ -233,6 +231,26 @@ def test_a_reference_that_fails_is_reported_once():
     assert len(warnings) == 1
     assert "the reference can't be run on the model's inputs" in warnings[0]
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_model_that_makes_a_backward_pass_in_its_forward():
+    class Force(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.energy = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+
+        def forward(self, x):
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)[0]
+
+    model = Force()
+    passes, recorder, warnings = watch(model)
+    with passes.watched():
+        for _ in range(2):
+            model(torch.ones(2, 3)).sum().backward()
+    assert [set(results) for results in recorder.passes] == [{"", "energy", "energy.0", "energy.1", "energy.2"}] * 2
+    assert recorder.differences()[""] == [0.0]
+    assert warnings == []
 
 
 @pytest.mark.parametrize("where", ["enter", "leave"])

@@ -42,7 +42,6 @@ Pair = namedtuple("Pair", "first second")
         ("text", []),
         (TOKENS, []),
     ],
-    ids=str,
 )
 def test_places(output, expected):
     found = list(floating_tensors(output))

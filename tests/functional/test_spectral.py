@@ -117,6 +117,36 @@ def test_what_was_largest_is_so_no_more(what, generator):
     check(power(Matrices(changed), vectors, generator, None), changed)
 
 
+@pytest.mark.parametrize(("largest", "rest"), [(1.0, 0.99), (1.002, 0.999), (1.0, 0.1)])
+@pytest.mark.parametrize("known", ["none of it", "one direction", "nothing"])
+def test_known_vectors_that_are_of_no_use(known, largest, rest, generator):
+    """Without a part of the largest direction, all the same, or zero, as after a resumed run of another model."""
+    matrix = with_spectrum((320, 280), spectrum(280, largest, rest=rest)).float()[None]
+    right = torch.linalg.svd(matrix[0].double())[2].float()
+    vectors = {
+        "none of it": right[1 : WARM + 1],
+        "one direction": right[3:4].expand(WARM, -1),
+        "nothing": torch.zeros(WARM, 280),
+    }[known][None]
+    for scale in (1.0, 1e-20, 1e20):
+        check(power(Matrices(scale * matrix), vectors, generator, None), scale * matrix)
+
+
+def test_bound_asked_for_is_kept_to_by_the_bound_that_comes_out(generator):
+    """What the largest eigenvalue is said not to exceed by, it does not exceed by, and the bound says no more."""
+    values = torch.rand(400).sort().values / 400
+    lanczos = BlockLanczos(lambda rows: rows * values, torch.randn(1, WIDTH, 400, generator=generator), 20)
+    answers = []
+    for _ in range(20):
+        lanczos.extend()
+        leading = lanczos.leading()
+        answers.append(not lanczos.may_exceed(TOLERANCE))
+        assert answers[-1] is bool(leading.upper <= leading.lower * (1 + 1.001 * TOLERANCE) ** 2)
+        assert leading.lower * (1 - 1e-5) <= values[-1] <= leading.upper
+    assert answers[-1]
+    assert not answers[0]
+
+
 def test_vectors_orthogonal_to_the_largest_direction(generator):
     matrix = torch.diag(torch.tensor(spectrum(300, 1.0, 0.99)))[None]
     vectors = torch.eye(300)[None, 1 : WARM + 1]

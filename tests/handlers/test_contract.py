@@ -66,7 +66,6 @@ HANDLERS = {
     "ActivationHandler, gradients": lambda model, optimizer: ActivationHandler(model, gradients=True),
     "WeightUpdateHandler, no optimizer": lambda model, optimizer: WeightUpdateHandler(model, sample_size=4, top_k=0),
     "RCCHandler": lambda model, optimizer: RCCHandler(model),
-    "RCCHandler, offload": lambda model, optimizer: RCCHandler(model, offload=True),
     "SpectralNormHandler": lambda model, optimizer: SpectralNormHandler(
         model, updates=True, per_parameter=True, top_k=0
     ),

@@ -79,7 +79,7 @@ def test_names_and_values_are_ignites(keys):
         10**400,
         object(),
     ],
-    ids=str,
+    ids=lambda value: type(value).__name__,
 )
 def test_what_is_no_number_is_left_out_and_told(value):
     told = []

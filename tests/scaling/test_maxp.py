@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import math
+import weakref
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from ignite.handlers import (
 from torch import nn
 
 from ignite_monitor.scaling import AlignmentHandler, InfeasibleError, MaxPScheduler, Parametrization, ParametrizedModule
-from tests._helpers import make_batches
+from tests._helpers import footprint, make_batches
 
 N = 24
 
@@ -344,6 +346,34 @@ def test_groups_of_the_users_own_keep_their_rate():
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))], "lr": 0.3})
     scheduler.lr_prefactor = 0.7
     assert optimizer.param_groups[-1]["lr"] == 0.3
+
+
+def test_detached_it_leaves_nothing_and_dropped_it_is_freed():
+    def run_and_drop(how):
+        parametrization, optimizer = make()
+        engine = trainer_of(parametrization.model, optimizer)
+        scheduler = MaxPScheduler(parametrization, optimizer)
+        before = footprint(engine, parametrization.model, optimizer)
+        scheduler.attach(engine)
+        engine.add_event_handler(
+            Events.ITERATION_STARTED, CosineAnnealingScheduler(scheduler, "lr", 0.1, 0.0, cycle_size=10)
+        )
+        engine.run(make_batches(3))
+        if how == "detach":
+            scheduler.detach()
+            after = footprint(engine, parametrization.model, optimizer)
+            for each in (before, after):
+                each.pop("handlers"), each.pop("state")
+            assert after == before
+        return [weakref.ref(each) for each in (scheduler, parametrization, parametrization.model, engine)]
+
+    run_and_drop("detach"), run_and_drop("drop")  # the first use leaves reference cycles of torch's own
+    gc.collect()
+    gc.disable()
+    try:
+        assert [reference() for reference in run_and_drop("drop")] == [None] * 4
+    finally:
+        gc.enable()
 
 
 def test_state_of_another_model_is_refused():
