@@ -1,6 +1,7 @@
-"""What solving for learning rates and tracing a model's layers cost.
+"""What solving for learning rates, tracing a model's layers and measuring their alignment cost.
 
-Prints milliseconds, medians. Exits with 1 where a graph of 100 layers takes 50 ms or more.
+Prints milliseconds, medians. Exits with 1 where a graph of 100 layers takes 50 ms or more, or a measured alignment
+costs more than what RCCHandler measures. Iterations that are compared take turns.
 
     PYTHONPATH=. python benchmarks/bench_width_scaling.py [--repeats 20]
 """
@@ -17,9 +18,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from ignite.engine import Engine, Events
 from torch import Tensor, nn
 
-from ignite_monitor.scaling import LayerGraph, Node, parametrize, solve
+from ignite_monitor import RCCHandler
+from ignite_monitor.scaling import AlignmentHandler, LayerGraph, MaxPScheduler, Node, parametrize, solve
 from ignite_monitor.scaling.tracing import trace_graph
 
 LIMIT_MS = 50.0
@@ -67,6 +70,60 @@ def milliseconds(work: Callable[[int], Any], repeats: int) -> float:
     return 1e3 * statistics.median(times[2:])
 
 
+def iterations(watch: Callable[[nn.Module, Any, Engine], None]) -> Callable[[], float]:
+    """Makes train steps of a transformer, one after the other; returns the milliseconds that each took."""
+    torch.manual_seed(0)
+    parametrization = parametrize(lambda width: transformer(width, 2), (32, 256), sample_input=torch.zeros(1, 4, 8))
+    model = parametrization.model
+    optimizer = torch.optim.Adam(parametrization.param_groups)
+    batch = torch.randn(16, 32, 8)
+
+    def train_step(engine: Engine, batch: Tensor) -> None:
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+
+    engine = Engine(train_step)
+    watch(model, (parametrization, optimizer), engine)
+
+    def one() -> float:
+        started = time.perf_counter()
+        engine.run([batch] * 2, max_epochs=1)
+        return 1e3 * (time.perf_counter() - started) / 2
+
+    return one
+
+
+NEVER = Events.ITERATION_STARTED(lambda engine, event: False)
+
+WATCHED: dict[str, Callable[[nn.Module, Any, Engine], Any]] = {
+    "nothing": lambda model, scaled, engine: None,
+    "RCCHandler": lambda model, scaled, engine: RCCHandler(model).attach(engine),
+    "AlignmentHandler": lambda model, scaled, engine: AlignmentHandler(model).attach(engine),
+    "AlignmentHandler, other iterations": lambda model, scaled, engine: AlignmentHandler(model).attach(engine, NEVER),
+    "MaxPScheduler": lambda model, scaled, engine: MaxPScheduler(*scaled).attach(engine),
+    "MaxPScheduler, other iterations": lambda model, scaled, engine: MaxPScheduler(*scaled, warmup_steps=10**9).attach(
+        engine
+    ),
+}
+
+
+def alignment_costs(repeats: int) -> dict[str, float]:
+    """Milliseconds that an iteration takes more than one that nothing watches."""
+    makers = {name: iterations(watch) for name, watch in WATCHED.items()}
+    times: dict[str, list[float]] = {name: [] for name in makers}
+    for _ in range(repeats + 2):
+        for name, one in makers.items():
+            times[name].append(one())
+    medians = {name: statistics.median(each[2:]) for name, each in times.items()}
+    print(f"\nA transformer of width 256, an iteration: {medians['nothing']:.1f} ms")
+    print("\n| watched by | more, ms |\n|---|---|")
+    costs = {name: each - medians["nothing"] for name, each in medians.items() if name != "nothing"}
+    for name, cost in costs.items():
+        print(f"| {name} | {cost:.2f} |")
+    return costs
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="The cost of solving for learning rates.")
     parser.add_argument("--repeats", type=int, default=20)
@@ -100,6 +157,10 @@ def main() -> int:
     forward = milliseconds(lambda _: parametrization.model(sample_input), args.repeats)
     traced = milliseconds(lambda _: trace_graph(parametrization.model, layers, sample_input), args.repeats)
     print(f"\nTracing the transformer: {traced:.1f} ms, a forward pass of it {forward:.1f} ms")
+    costs = alignment_costs(args.repeats)
+    if costs["AlignmentHandler"] > costs["RCCHandler"]:
+        print("A measured alignment costs more than an RCC measurement", file=sys.stderr)
+        return 1
     if worst >= LIMIT_MS:
         print(f"{worst:.1f} ms is not less than {LIMIT_MS}", file=sys.stderr)
         return 1

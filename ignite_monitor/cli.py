@@ -104,6 +104,7 @@ examples:
   ignite-monitor summary runs/demo/run.h5           what happened, in words
   ignite-monitor plot runs/demo/run.h5 -o run.png   and in a picture
   ignite-monitor compare first.h5 second.h5         two runs side by side
+  ignite-monitor coord-check model.py:f --widths 64,256   which layers depend on the width
 
 A run's file is written by HDF5Logger. ignite-monitor COMMAND --help says more.""",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -180,7 +181,35 @@ Where one run is longer, each metric is compared up to the last step that both h
     _run_argument(compare, "second", "B.h5")
     compare.add_argument("--all", action="store_true", help="every metric in the table")
     compare.add_argument("--json", action="store_true", help="for machines")
+
+    check = _command(
+        commands,
+        "coord-check",
+        _coord_check,
+        "train a model at several widths, and see which layers depend on the width",
+        """\
+examples:
+  ignite-monitor coord-check my_model:coordinates --widths 64,128,256,512 -o check.png
+  ignite-monitor coord-check src/my_model.py:coordinates --widths 64,256 --steps 5 --seeds 1
+
+FACTORY is a function without arguments that returns (make_model, make_batch), or these and a train_step:
+  make_model(width)                      the model and its optimizer
+  make_batch(width)                      a batch (x, y), called for every step
+  train_step(model, optimizer, batch)    one update; without it, that of the cross-entropy of model(x) and y""",
+    )
+    check.add_argument("target", metavar="MODULE:FACTORY", help="a module or a Python file, and a function in it")
+    check.add_argument("--widths", required=True, type=_widths, metavar="N,N,...", help="at least two widths")
+    check.add_argument("-o", "--output", metavar="FILE", help="where to draw it: .png, .pdf or .svg")
+    check.add_argument("--steps", type=int, default=10, metavar="N", help="how many updates to make (default: 10)")
+    check.add_argument("--seeds", type=int, default=3, metavar="N", help="trainings at every width (default: 3)")
     return parser
+
+
+def _widths(text: str) -> list[int]:
+    try:
+        return [int(width) for width in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"should be widths with commas between them, but given {text!r}") from None
 
 
 def _command(
@@ -250,6 +279,22 @@ def _compare(chosen: argparse.Namespace) -> None:
     from ignite_monitor.report.text import comparison_text, show
 
     return show(comparison_text(comparison, chosen.all))
+
+
+def _coord_check(chosen: argparse.Namespace) -> None:
+    output = None if chosen.output is None else Path(chosen.output)
+    if output is not None and output.suffix.lower() not in (".png", ".pdf", ".svg"):
+        raise BadInput(f"argument --output should end in .png, .pdf or .svg, but given {output}")
+    if output is not None and not output.parent.is_dir():  # known before the trainings
+        raise BadInput(f"argument --output: {output.parent} is no folder")
+    with _one_line(chosen.target):
+        from ignite_monitor.scaling.command import run
+
+        result = run(chosen.target, chosen.widths, chosen.steps, chosen.seeds)
+    print(result.table(), result.summary(), sep="\n\n")
+    if output is not None:
+        with _one_line(str(output)):
+            result.plot(output)
 
 
 def _print_json(value: dict[str, Any]) -> None:

@@ -67,9 +67,29 @@ def test_other_examples_run_on_a_trainer(tmp_path, monkeypatch):
 
 
 def test_width_scaling_example(capsys):
-    (block,) = [block for block in BLOCKS if "parametrize(" in block]
+    (block,) = [block for block in BLOCKS if "widths=(32, 512)" in block]
     exec(compile(block, "README.md", "exec"), {})
     assert capsys.readouterr().out == "{'0': 0.5, '2': 1.0, '4': 0.5}\n"
+
+
+def test_coordinate_check_and_maxp_examples(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (check,) = [block for block in BLOCKS if "coordinate_check(" in block]
+    exec(compile(check, "README.md", "exec"), {})
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:4]] == ["0", "2", "4"]
+    assert (tmp_path / "coordinates.png").exists()
+    (block,) = [block for block in BLOCKS if "MaxPScheduler(" in block]
+    namespace = {}
+    exec(compile(block, "README.md", "exec"), namespace)
+    published = set(namespace["trainer"].state.metrics)
+    assert published == {
+        "maxp/failed_count",
+        *(f"maxp/c/{layer}" for layer in "024"),
+        *(f"maxp/lr/{layer}{end}" for layer in "024" for end in ("", ".bias")),
+        *(f"alignment/{term}/{layer}" for term in ("z0_dW", "dZ_w0", "dZ_dW") for layer in "24"),
+        *(f"alignment/{t}_{s}" for t in ("z0_dW", "dZ_w0", "dZ_dW") for s in ("mean", "min", "max")),
+    }
 
 
 def test_tables_name_what_there_is():
@@ -140,6 +160,17 @@ def test_activations_example(tmp_path):
     assert {f"attention_entropy/blocks.2.attention/head_{i}" for i in range(4)} <= set(written)
     dead = [written[f"activation/blocks.{i}.mlp.1/dead_fraction"][50] for i in range(3)]
     assert dead[1] > max(dead[0], dead[2])
+
+
+def test_learning_rate_example(tmp_path):
+    """Shorter than it is meant to be: the narrow model's best rate is too large for the wide one, but under muP."""
+    output = run_example("learning_rate_transfer.py", tmp_path, "--steps", "30", "--seeds", "1").stdout
+    found = re.findall(r"(muP|standard) +width +(64|512) +best learning rate 2\^(-\d+)", output)
+    best = {(kind, width): int(power) for kind, width, power in found}
+    assert len(best) == 4
+    assert best["standard", "512"] < best["standard", "64"]
+    assert abs(best["muP", "512"] - best["muP", "64"]) <= 2
+    assert (tmp_path / "learning_rate_transfer.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_width_sweep_example(tmp_path):

@@ -30,7 +30,8 @@ def separate_copy(model: nn.Module) -> tuple[nn.Module, list[str]]:
     """A copy of a model that nothing else notices, and the names of the modules that have lost forward hooks by it.
 
     Functions that a user has registered as forward hooks are left out: they would be called for the copy as well, and
-    may well keep for the training what they see. Those of torch and transformers are part of how a module works.
+    may well keep for the training what they see. Those of torch and transformers, and the multipliers of a
+    parametrization, are part of how a module works.
 
     Args:
         model: the model.
@@ -63,7 +64,7 @@ def _hooks(module: nn.Module) -> dict[tuple[str, int], Any]:
 
 def _of_library(hook: Any) -> bool:
     where = getattr(hook, "__module__", None) or type(hook).__module__
-    return where.partition(".")[0] in ("torch", "transformers")
+    return where.partition(".")[0] in ("torch", "transformers") or where.startswith("ignite_monitor.scaling.")
 
 
 class _DetachedTensors(TorchFunctionMode):

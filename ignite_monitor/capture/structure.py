@@ -19,6 +19,19 @@ def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
     return dict(named_modules(model))  # a wrapper comes before what it wraps, by the same name
 
 
+def is_layer(name: str, module: nn.Module) -> bool:
+    """Whether a module has parameters of its own.
+
+    Args:
+        name: its name.
+        module: the module.
+    """
+    # The weights of a parametrized module are in a submodule that it computes them with.
+    if ".parametrizations." in f".{name}.":
+        return False
+    return any(each is not None for each in module._parameters.values()) or hasattr(module, "parametrizations")
+
+
 def first_difference(model: nn.Module, other: nn.Module) -> str | None:
     """The first module or parameter in which another model differs; None if they are built alike.
 

@@ -18,6 +18,7 @@ from ignite_monitor.capture.names import tags
 from ignite_monitor.capture.passes import ReferencePasses
 from ignite_monitor.capture.reference import Reference
 from ignite_monitor.capture.selection import Pattern, Selection
+from ignite_monitor.capture.structure import is_layer
 from ignite_monitor.events import MonitorEvents
 from ignite_monitor.functional._devices import move_like, upload, wide_dtype
 from ignite_monitor.functional.coordinate_check import weight_share
@@ -122,7 +123,7 @@ class RCCHandler(Monitor):
         self._reference = Reference(model, reference)
         self.reference = self._reference.module
         self._layers = [
-            name for name, module in self._reference.modules.items() if _is_layer(name, module) and name in selection
+            name for name, module in self._reference.modules.items() if is_layer(name, module) and name in selection
         ]
         if not self._layers:
             raise ValueError("Arguments include and exclude should leave a layer with parameters, but leave none")
@@ -229,10 +230,3 @@ class RCCHandler(Monitor):
             both[0].index_add_(0, where, torch.stack([move_like(total, both) for _, total, _ in entries]))
         both = sum_over_ranks(both)
         return (both[0] / both[1]).reshape(-1, _PLACES) if entries else None
-
-
-def _is_layer(name: str, module: nn.Module) -> bool:
-    # The weights of a parametrized module are in a submodule that it computes them with.
-    if ".parametrizations." in f".{name}.":
-        return False
-    return any(each is not None for each in module._parameters.values()) or hasattr(module, "parametrizations")

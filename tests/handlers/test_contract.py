@@ -46,8 +46,10 @@ from ignite_monitor import (
     StepStatsHandler,
     WeightUpdateHandler,
 )
+from ignite_monitor.scaling import AlignmentHandler
 from tests._helpers import footprint, hooks_only, make_batches, make_model, make_step, make_trainer
 
+OTHER = make_model(7)
 # name -> (model, optimizer) -> monitor
 HANDLERS = {
     "GradMonitor": lambda model, optimizer: GradMonitor(model, optimizer),
@@ -67,6 +69,8 @@ HANDLERS = {
     "SpectralNormHandler": lambda model, optimizer: SpectralNormHandler(
         model, updates=True, per_parameter=True, top_k=0
     ),
+    # With a reference of its own it has something to say before the first update.
+    "AlignmentHandler": lambda model, optimizer: AlignmentHandler(model, reference=copy.deepcopy(OTHER)),
     "StepStatsHandler": lambda model, optimizer: StepStatsHandler(model, optimizer, peak_flops=1e12),
 }
 # What these say is there without a backward as well.

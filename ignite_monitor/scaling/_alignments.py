@@ -1,0 +1,174 @@
+"""Measuring the alignment of layers while a model trains."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ignite_monitor.capture.aside import aside, is_plain
+from ignite_monitor.capture.eager import eager
+from ignite_monitor.capture.linear_maps import feature_dim, linear_map
+from ignite_monitor.capture.passes import NotComparableError, ReferencePasses
+from ignite_monitor.capture.reference import Reference
+from ignite_monitor.capture.structure import modules_by_name
+from ignite_monitor.functional._devices import move_like, upload, wide_dtype
+from ignite_monitor.functional._precision import full_precision
+from ignite_monitor.functional.alignment import TERMS, alignment_sums
+from ignite_monitor.handlers._ranks import sum_over_ranks
+from ignite_monitor.scaling._layers import layer_name
+from ignite_monitor.scaling.parametrization import Parametrization
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+class AlignmentMeasurement:
+    """Runs a reference beside the model and measures how its layers are aligned.
+
+    Args:
+        reference: the reference.
+        layers: what each layer's modules are called, by its name.
+        sample_size: how many rows of a batch to measure.
+        warn: is told why something can't be measured, each reason once.
+    """
+
+    def __init__(
+        self,
+        reference: Reference,
+        layers: Mapping[str, Sequence[str]],
+        sample_size: int,
+        warn: Callable[[str], None],
+    ) -> None:
+        self.layers = list(layers)
+        self._reference = reference
+        self._warn = warn
+        self._watched = 0
+        self._rows = {name: row for row, names in enumerate(layers.values()) for name in names}
+        self._calls = _Calls(reference, sample_size)
+        self.passes = ReferencePasses(reference, self._rows, self._calls, warn)
+
+    def clear(self) -> None:
+        """Forget what has been measured."""
+        self._calls.sums = []
+
+    def contexts(self) -> list[AbstractContextManager[Any]]:
+        """What to have around a train step in which to measure."""
+        self._watched += 1
+        return [eager(), self.passes.watched()]
+
+    def release(self) -> None:
+        """The run has ended: warn if it had nothing to measure."""
+        self.clear()
+        if self._watched and not self._calls.seen and not self.passes.warned:
+            self._warn(
+                f"none of {self._watched} monitored iterations had a forward pass of the whole model in training mode, "
+                "so nothing is measured"
+            )
+
+    def result(self) -> Tensor:
+        """The alignments since :meth:`clear`, over all ranks: a row for each layer, NaN where there is none.
+
+        Every rank has to ask.
+        """
+        device = next(self._reference.module.parameters()).device
+        table = torch.zeros(len(self.layers), 2, len(TERMS), dtype=wide_dtype(device), device=device)
+        if self._calls.sums:
+            rows = upload(torch.tensor([self._rows[name] for name, _ in self._calls.sums], device="cpu"), device)
+            table.index_add_(0, rows, torch.stack([move_like(sums, table) for _, sums in self._calls.sums]))
+        self.clear()
+        table = sum_over_ranks(table)
+        return torch.where(table[:, 1] > 0, table[:, 0] / table[:, 1], math.nan)
+
+
+class _Calls:
+    """What the calls of layers say, for :class:`ReferencePasses`."""
+
+    def __init__(self, reference: Reference, sample_size: int) -> None:
+        self._reference = reference
+        self._sample_size = sample_size
+        self.sums: list[tuple[str, Tensor]] = []
+        self.seen = False
+
+    def keep(self, name: str, module: nn.Module, args: Args, kwargs: Kwargs, output: Any) -> list[Tensor | None]:
+        return [self._sample(module, args, kwargs)]
+
+    def enter(self, name: str, module: nn.Module, args: Args, kwargs: Kwargs, kept: list[Tensor | None]) -> Tensor:
+        bound = linear_map(module)
+        if bound is None:
+            raise NotComparableError("its forward has been replaced since the handler was made")
+        theirs: Any = self._reference.modules[name]
+        weight, initial = module.weight, theirs.weight
+        x0, x = kept.pop(), self._sample(module, args, kwargs)
+        if x is None or x0 is None:
+            raise NotComparableError("its input is no dense tensor on one device")
+        if x.shape != x0.shape:
+            raise NotComparableError(f"its inputs are {tuple(x.shape)}, in the reference {tuple(x0.shape)}")
+        if not isinstance(weight, Tensor) or not is_plain(weight):
+            raise NotComparableError("its weight is sharded while it runs")
+        wide = wide_dtype(x.device)
+        with aside(), full_precision(x.device):
+            # Mixed precision of fully_shard rounds weights; the reference's are rounded alike.
+            w0 = initial.to(weight.dtype).to(wide)
+            z0 = x0.to(wide)
+            return alignment_sums(bound(args, kwargs), fan_in(module), z0, x.to(wide) - z0, w0, weight.to(wide) - w0)
+
+    def leave(self, name: str, output: Any, entered: Any, kept: list[Tensor | None]) -> Tensor:
+        sums: Tensor = entered
+        return sums
+
+    def passed(self, results: dict[str, list[Any]]) -> None:
+        self.seen = True
+        self.sums += [(name, sums) for name, calls in results.items() for sums in calls]
+
+    def _sample(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Tensor | None:
+        x = args[0] if args else kwargs.get("input")
+        if not isinstance(x, Tensor) or not is_plain(x) or not x.is_floating_point():
+            return None
+        with aside():
+            # A row has all dimensions from that of the features on.
+            rows = x.detach().reshape(-1, *x.shape[x.ndim + feature_dim(module) :])
+            step = max(len(rows) // self._sample_size, 1)
+            # A copy, so that no whole batch stays with it, and nothing that the model does in place changes it.
+            return rows[::step][: self._sample_size].clone()
+
+
+def fan_in(module: nn.Module) -> float:
+    """How many products each output of a linear map is the sum of.
+
+    Args:
+        module: a module for which :func:`linear_map` gives something.
+    """
+    weight: Any = module.weight
+    if isinstance(module, nn.modules.conv._ConvTransposeNd):
+        return float(weight[:, 0].numel() / module.groups / math.prod(module.stride))
+    if isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)):
+        return float(weight.numel() / weight.shape[0])
+    return float(weight.shape[0])
+
+
+def find_layers(model: nn.Module, parametrization: Parametrization | None) -> dict[str, list[str]]:
+    """The layers whose alignment is defined, each with the names of its modules.
+
+    Args:
+        model: the model.
+        parametrization: with it only its layers count, and only those whose inputs grow with the width.
+    """
+    modules = modules_by_name(model)
+    found: dict[str, list[str]] = {}
+    wanted: dict[nn.Module, str] = {}
+    if parametrization is not None:
+        for layer in parametrization.layers.values():
+            if layer.layer_type in ("hidden", "readout"):
+                wanted |= dict.fromkeys(layer.module.modules(), layer.name)
+    for name, module in modules.items():
+        if linear_map(module) is None or fan_in(module) <= 1:
+            continue
+        layer_is = layer_name(modules, name) if parametrization is None else wanted.get(module)
+        if layer_is is not None:
+            found.setdefault(layer_is, []).append(name)
+    return found

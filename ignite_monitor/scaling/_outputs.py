@@ -1,0 +1,101 @@
+"""How large the outputs of layers are, and how far they have moved, while a model trains."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ignite_monitor.capture.aside import is_plain
+from ignite_monitor.capture.passes import NotComparableError
+from ignite_monitor.capture.reference import Reference
+from ignite_monitor.capture.tensors import floating_tensors
+from ignite_monitor.functional._devices import wide_dtype
+from ignite_monitor.functional.coordinate_check import output_change
+
+QUANTITIES = ("activation", "change", "weight_update", "input_drift")
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+class OutputChanges:
+    """Measures the outputs of a model's layers, multipliers included, for :class:`ReferencePasses`.
+
+    Args:
+        reference: the reference.
+    """
+
+    def __init__(self, reference: Reference) -> None:
+        self._run = reference.run
+        self._mean_squares: dict[str, list[Tensor]] = {}
+
+    def keep(self, name: str, module: nn.Module, args: Args, kwargs: Kwargs, output: Any) -> Sequence[Tensor | None]:
+        """The output.
+
+        Args:
+            name: the layer.
+            module: the reference's module.
+            args: positional arguments.
+            kwargs: keyword arguments.
+            output: what it returned.
+        """
+        return [_first(output)]
+
+    def enter(
+        self, name: str, module: nn.Module, args: Args, kwargs: Kwargs, kept: list[Tensor | None]
+    ) -> Tensor | None:
+        """What the reference's layer makes of the inputs that the model's is about to get.
+
+        Args:
+            name: the layer.
+            module: the model's module.
+            args: positional arguments.
+            kwargs: keyword arguments.
+            kept: what was kept of the reference.
+        """
+        # The inputs of the whole model are those of the reference.
+        return _first(self._run(name, args, kwargs)) if name else kept[0]
+
+    def leave(self, name: str, output: Any, entered: Any, kept: list[Tensor | None]) -> Tensor:
+        """Mean squares of the call, one for each of :data:`QUANTITIES`.
+
+        Args:
+            name: the layer.
+            output: what the model's module returned.
+            entered: what :meth:`enter` returned.
+            kept: what was kept of the reference.
+
+        Raises:
+            NotComparableError: if there is no output to measure.
+        """
+        found = [_first(output), entered, kept[0]]
+        if any(each is None or not is_plain(each) for each in found) or len({each.shape for each in found}) > 1:
+            raise NotComparableError("its outputs are no dense floating-point tensors of one shape")
+        now, crossed, then = (each.detach().to(wide_dtype(each.device)) for each in found)
+        change = output_change(now, crossed, then)
+        parts = now, now - then, change.weight_update, change.input_drift
+        return torch.stack([each.square().mean() for each in parts])
+
+    def passed(self, results: dict[str, list[Any]]) -> None:
+        """Take the mean squares of a forward pass in.
+
+        Args:
+            results: of each layer, what :meth:`leave` returned.
+        """
+        for name, calls in results.items():
+            self._mean_squares.setdefault(name, []).extend(calls)
+
+    def take(self) -> dict[str, list[float]]:
+        """The root mean squares of each layer since the last time, in the order of :data:`QUANTITIES`."""
+        found, self._mean_squares = self._mean_squares, {}
+        if not found:
+            return {}
+        table = torch.stack([torch.stack(calls).mean(0).cpu() for calls in found.values()]).sqrt()
+        return dict(zip(found, table.tolist(), strict=True))
+
+
+def _first(output: Any) -> Tensor | None:
+    return next((tensor for _, tensor in floating_tensors(output)), None)

@@ -1,0 +1,201 @@
+"""AlignmentHandler: how well the changes of a layer's inputs and weights are aligned with each other."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import OrderedDict
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from ignite.engine import Engine
+from torch import Tensor, nn
+
+from ignite_monitor.capture.names import tags
+from ignite_monitor.capture.reference import Reference
+from ignite_monitor.capture.selection import Pattern, Selection
+from ignite_monitor.events import MonitorEvents
+from ignite_monitor.functional._checks import check_count
+from ignite_monitor.functional.alignment import TERMS, over_layers
+from ignite_monitor.handlers._base import Handlers, Monitor
+from ignite_monitor.scaling._alignments import AlignmentMeasurement, find_layers
+from ignite_monitor.scaling._seeded import SeededWeights
+from ignite_monitor.scaling.parametrization import Parametrization
+
+
+class AlignmentHandler(Monitor):
+    r"""Measures how much larger the terms of a layer's change are than their factors, as exponents of its fan-in.
+
+    A layer's weights :math:`W_0` have become :math:`W_0 + \Delta W`, and the input that this batch made in the initial
+    model, :math:`z_0`, is :math:`z_0 + \Delta z` in the model of now. With n the fan-in, the alignment of an input z
+    and a weight W (arXiv:2407.05872) is the mean over the rows of the batch of
+
+    .. math:: \frac{\log \mathrm{RMS}(z W^\top) - \log(\mathrm{RMS}(z)\, \mathrm{RMS}(W))}{\log n},
+
+    1/2 for what is random to each other, 1 for what is fully aligned. It is computed in float64 (float32 on devices
+    without it).
+
+    ================================================  =========================================================
+    in ``engine.state.metrics`` (0-dim tensors)       meaning
+    ================================================  =========================================================
+    ``alignment/z0_dW/{layer}``                       alpha, of :math:`z_0` and :math:`\Delta W`
+    ``alignment/dZ_w0/{layer}``                       omega, of :math:`\Delta z` and :math:`W_0`
+    ``alignment/dZ_dW/{layer}``                       u, of :math:`\Delta z` and :math:`\Delta W`
+    ``alignment/{term}_mean``, ``_min``, ``_max``     of the layers' ``z0_dW``, ``dZ_w0`` and ``dZ_dW``
+    ================================================  =========================================================
+
+    **Undefined** is what has a factor that is 0: all before the first update, and the latter two of a layer whose
+    inputs are data. Where a row's is undefined, as behind units that are all dead, the row doesn't count. What no row
+    defines is absent; where the values lie on a device that would have to be waited for, it is NaN, and no logger
+    writes it.
+
+    **Layers** are Linear, convolutions and transposed convolutions with a fan-in (times the size of a convolution's
+    kernel) of more than 1. A table, as an Embedding, adds nothing up, and so has none. Of a Parametrization its hidden
+    layers and readouts count, by their names in it: the fan-in of an embedding does not grow with the width.
+    Multipliers and biases have no part in it. A row is a vector of features, of a convolution a whole sample.
+
+    **Cost** of a monitored iteration: a forward pass of the reference without gradients, and three products of each
+    weight with ``sample_size`` rows; of other iterations nothing. Training is not touched: the reference draws the same
+    dropout masks, and random numbers and running statistics are put back. Of several ranks it is the mean over all
+    their rows, in one collective.
+
+    Args:
+        model_or_parametrization: the model, as the train step uses it (wrapped, where it is wrapped), or a
+            :class:`Parametrization`.
+        sample_size: how many rows of each batch to measure, evenly spread over it.
+        reference: ``"init"`` for a frozen copy of the model as it is now, which is saved with the handler; ``"seed"``
+            to draw the initial weights of a Parametrization anew in each monitored iteration instead of keeping them;
+            or a module of the same structure.
+        include: a regular expression, to be found in the names of the layers to measure; None for all of them.
+        exclude: a regular expression that must not be found in them.
+        prefix: what the values' names start with.
+
+    Attributes:
+        reference: the reference, a module.
+
+    Raises:
+        TypeError: if an argument is of another type.
+        ValueError: if an argument has a value it can't have, there is no layer to measure, or the reference is of
+            another structure than the model.
+
+    Examples:
+        .. code-block:: python
+
+            handler = AlignmentHandler(model)
+            handler.attach(trainer, Events.ITERATION_STARTED(every=100))
+            handler.log_to(tensorboard_logger, trainer)
+            trainer.run(loader, max_epochs=5)
+    """
+
+    _state_dict_all_req_keys = ("reference", "seeds")
+
+    def __init__(
+        self,
+        model_or_parametrization: nn.Module | Parametrization,
+        *,
+        sample_size: int = 32,
+        reference: str | nn.Module = "init",
+        include: Pattern = None,
+        exclude: Pattern = None,
+        prefix: str = "alignment",
+    ) -> None:
+        parametrization = model_or_parametrization if isinstance(model_or_parametrization, Parametrization) else None
+        model: Any = model_or_parametrization if parametrization is None else parametrization.model
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                "Argument model_or_parametrization should be of type torch.nn.Module or Parametrization, but given "
+                f"{type(model)}"
+            )
+        super().__init__(model, prefix)
+        sample_size = check_count("sample_size", sample_size, least=1)
+        if isinstance(reference, str) and reference not in ("init", "seed"):
+            raise ValueError(f"Argument reference should be 'init', 'seed' or a module, but given {reference!r}")
+        seeded = isinstance(reference, str) and reference == "seed"
+        if seeded and parametrization is None:
+            raise ValueError("Argument reference can be 'seed' with a Parametrization only, but given a model")
+        selection = Selection(include, exclude)
+        self._reference = Reference(model, "init" if seeded else reference)
+        self.reference = self._reference.module
+        found = find_layers(self._reference.root, parametrization)
+        layers = {name: modules for name, modules in found.items() if name in selection}
+        if not layers:
+            raise ValueError(
+                "Argument model_or_parametrization should have Linear layers or convolutions that include and exclude "
+                f"leave, but has {list(found) or 'none'}"
+            )
+        self._seeded = SeededWeights(self._reference, parametrization) if parametrization and seeded else None
+        warn = functools.partial(self.logger.warning, "%s: %s", prefix)
+        self._measurement = AlignmentMeasurement(self._reference, layers, sample_size, warn)
+        layer_tags = tags(name or "_root_" for name in layers)
+        self._keys = [f"{term}/{tag}" for tag in layer_tags for term in TERMS]
+        self._keys += [f"{term}_{statistic}" for statistic in ("mean", "min", "max") for term in TERMS]
+
+    def paused(self) -> AbstractContextManager[None]:
+        """A context in which forward passes are not seen."""
+        return self._measurement.passes.paused()
+
+    def state_dict(self) -> OrderedDict[str, Any]:
+        """The weights of the reference, None where it was given as a module; and the seeds of those that have some."""
+        seeds = None if self._seeded is None else self._seeded.seeds
+        return OrderedDict(reference=self._reference.state_dict(), seeds=seeds)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Compare with the reference of a saved run from now on.
+
+        Args:
+            state_dict: what :meth:`state_dict` returned.
+
+        Raises:
+            TypeError: if it is no mapping.
+            ValueError: if it was saved by a monitor of another kind, or with a reference of another kind or structure.
+        """
+        super().load_state_dict(state_dict)
+        if (state_dict["seeds"] is None) is not (self._seeded is None):
+            raise ValueError("Argument state_dict was saved with another reference: give the same one again")
+        if self._seeded is not None:
+            self._seeded.load(state_dict["seeds"])
+        self._reference.load_state_dict(state_dict["reference"])
+
+    def on_host(self) -> dict[str, float]:
+        """This iteration's values as floats, without those that are not defined."""
+        return {name: value for name, value in super().on_host().items() if not math.isnan(value)}
+
+    # What it listens to
+
+    def handlers(self) -> Handlers:
+        """The events the monitor listens to, each with its method."""
+        return [(MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed)]
+
+    def contexts(self) -> list[AbstractContextManager[Any]]:
+        """What to have around the train step that is about to start, where the monitor is armed."""
+        if not self._armed:
+            return []
+        return [*([] if self._seeded is None else [self._seeded.drawn()]), *self._measurement.contexts()]
+
+    def start_iteration(self, engine: Engine) -> None:
+        """Forget what was measured last time.
+
+        Args:
+            engine: the engine.
+        """
+        self._measurement.clear()
+
+    def release(self) -> None:
+        """Let go of everything that belongs to the run that has ended."""
+        self._measurement.release()
+
+    def _on_train_step_completed(self, engine: Engine) -> None:
+        if not self._armed:
+            return
+        table = self._measurement.result()
+        values = torch.cat([table, over_layers(table)]).flatten()
+        known = [place for place, value in enumerate(values.unbind()) if _may_be_known(value)]
+        if known:
+            chosen = values if len(known) == len(self._keys) else values[known]
+            self.publish_table([self._keys[place] for place in known], chosen)
+
+
+def _may_be_known(value: Tensor) -> bool:
+    return value.device.type != "cpu" or not len(value.isnan().reshape(1).nonzero())

@@ -1,0 +1,196 @@
+"""The coordinate check: whether layers do the same at any width."""
+
+from __future__ import annotations
+
+import logging
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ignite_monitor.capture.eager import eager
+from ignite_monitor.capture.passes import ReferencePasses
+from ignite_monitor.capture.reference import Reference
+from ignite_monitor.capture.rng import drawn_again
+from ignite_monitor.capture.structure import is_layer
+from ignite_monitor.functional._checks import check_count, check_type
+from ignite_monitor.scaling._layers import layer_name
+from ignite_monitor.scaling._outputs import QUANTITIES, OutputChanges
+from ignite_monitor.scaling.coordinate_result import CoordinateCheck, Record
+
+_logger = logging.getLogger(__name__)
+
+TrainStep = Callable[[nn.Module, Any, Any], Any]
+
+
+def coordinate_check(
+    make_model: Callable[[int], tuple[nn.Module, Any]],
+    make_batch: Callable[[int], Any],
+    widths: Sequence[int],
+    *,
+    train_step: TrainStep | None = None,
+    steps: int = 10,
+    seeds: int = 3,
+    quantities: Sequence[str] = QUANTITIES,
+) -> CoordinateCheck:
+    r"""How the outputs of all layers, and their changes, grow with the width in the first steps of a training.
+
+    In a model that is parametrized well they don't: the slope of log value over log width is 0, and learning rates
+    carry over from a small model to a large one. Of a layer f with the output :math:`f_t(x_t)` after t updates,
+
+    ================  ==============================================================================================
+    quantity          root mean square, over a batch, of
+    ================  ==============================================================================================
+    "activation"      :math:`f_t(x_t)`
+    "change"          :math:`f_t(x_t) - f_0(x_0)`
+    "weight_update"   :math:`f_t(x_t) - f_0(x_t)`, what the layer's own weights have done (arXiv:2505.22491)
+    "input_drift"     :math:`f_0(x_t) - f_0(x_0)`, what the layers before it have done
+    ================  ==============================================================================================
+
+    with :math:`x_0` what the same batch, with the same dropout masks, makes in the model as it was at first. Layers are
+    all modules with parameters of their own; multipliers count with the layer, and a ParametrizedModule has its own
+    name. With muP a readout's "activation" shrinks as :math:`n^{-1/2}` at the start, as it should.
+
+    Random numbers are seeded: models of one seed differ in width alone, and so do batches of one seed and step. All
+    generators are as before afterwards.
+
+    Args:
+        make_model: makes, for a width, the model and its optimizer.
+        make_batch: makes, for a width, a batch (x, y); it is called for every step.
+        widths: the widths, at least two.
+        train_step: takes the model, the optimizer and a batch, and makes one update; None for that of the cross-entropy
+            of the model's output for x, with classes in the last dimension, and y.
+        steps: how many updates to make.
+        seeds: how many trainings to make at every width.
+        quantities: what to measure.
+
+    Raises:
+        TypeError: if an argument is of another type.
+        ValueError: if an argument has a value it can't have, or the train step runs no forward pass of the model.
+
+    Examples:
+        .. code-block:: python
+
+            def make_model(width):
+                parametrization = parametrize(make_mlp, (32, width), sample_input=torch.zeros(1, 64))
+                return parametrization.model, torch.optim.Adam(parametrization.param_groups)
+
+
+            result = coordinate_check(make_model, lambda width: (x, y), [64, 128, 256, 512])
+            print(result.table(), result.summary(), sep="\n\n")
+            result.plot("coordinates.png")
+    """
+    widths = _check_widths(widths)
+    steps = check_count("steps", steps, least=1)
+    seeds = check_count("seeds", seeds, least=1)
+    if isinstance(quantities, str) or not quantities or not set(quantities) <= set(QUANTITIES):
+        raise ValueError(f"Argument quantities should be some of {QUANTITIES}, but given {quantities!r}")
+    for name, function in (("make_model", make_model), ("make_batch", make_batch)):
+        if not callable(function):
+            raise TypeError(f"Argument {name} should be a function of the width, but given {type(function)}")
+    places = [QUANTITIES.index(each) for each in dict.fromkeys(quantities)]
+    records: list[Record] = []
+    devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if torch.cuda.is_initialized() else []
+    with drawn_again(devices), _progress(len(widths) * seeds * (steps + 1)) as advance:
+        for width in widths:
+            for seed in range(seeds):
+                training = _train(make_model, make_batch, train_step or _cross_entropy_step, width, seed)
+                for step, values in zip(range(steps + 1), training, strict=False):
+                    records += [
+                        Record(width, seed, step, layer, QUANTITIES[place], measured[place])
+                        for layer, measured in values.items()
+                        for place in places
+                    ]
+                    advance()
+    return CoordinateCheck(records)
+
+
+def _train(
+    make_model: Callable[[int], tuple[nn.Module, Any]],
+    make_batch: Callable[[int], Any],
+    train_step: TrainStep,
+    width: int,
+    seed: int,
+) -> Iterator[dict[str, list[float]]]:
+    """What the layers' outputs are like in each step.
+
+    Args:
+        make_model: as for :func:`coordinate_check`.
+        make_batch: likewise.
+        train_step: likewise, or the default one.
+        width: the width.
+        seed: the seed.
+
+    Raises:
+        TypeError: if ``make_model`` makes something else.
+        ValueError: if nothing was seen.
+    """
+    _seed(seed, 0)
+    made = make_model(width)
+    if not isinstance(made, (tuple, list)) or len(made) != 2:
+        raise TypeError(f"Argument make_model should give a model and an optimizer, but gives {type(made)}")
+    model, optimizer = made
+    check_type("make_model", model, nn.Module, "a function that gives a torch.nn.Module and an optimizer")
+    reference = Reference(model, "init")
+    modules = reference.modules
+    layers = {layer_name(modules, name): None for name, module in modules.items() if is_layer(name, module)}
+    outputs = OutputChanges(reference)
+    passes = ReferencePasses(reference, layers, outputs, _logger.warning)
+    step = 0
+    while True:
+        step += 1
+        _seed(seed, step)
+        batch = make_batch(width)
+        with ExitStack() as stack:
+            stack.enter_context(eager())
+            stack.enter_context(passes.watched())
+            train_step(model, optimizer, batch)
+        found = outputs.take()
+        if not found:
+            raise ValueError(
+                "Argument train_step should run the whole model in training mode, but nothing was seen of it"
+            )
+        yield found
+
+
+def _cross_entropy_step(model: nn.Module, optimizer: Any, batch: Any) -> None:
+    x, y = batch
+    optimizer.zero_grad()
+    output: Tensor = model(x)
+    F.cross_entropy(output.flatten(0, -2), y.flatten()).backward()
+    optimizer.step()
+
+
+def _seed(seed: int, step: int) -> None:
+    number = 1_000_003 * seed + step
+    torch.manual_seed(number)
+    random.seed(number)
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None:
+        numpy.seed(number % 2**32)
+
+
+def _check_widths(widths: object) -> list[int]:
+    if not isinstance(widths, Sequence) or isinstance(widths, str):
+        raise TypeError(f"Argument widths should be a list of widths, but given {type(widths)}")
+    found = [check_count("widths", width, least=1) for width in widths]
+    if len(set(found)) < 2 or len(set(found)) < len(found):
+        raise ValueError(f"Argument widths should have at least two different widths, each once, but given {widths}")
+    return found
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[], Any]]:
+    """A progress bar, where tqdm is installed and somebody is looking."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        yield lambda: None
+        return
+    with tqdm(total=total, desc="Coordinate check", unit="step", disable=None, leave=False) as bar:
+        yield bar.update

@@ -1,0 +1,300 @@
+"""MaxPScheduler: learning rates that are as large as the measured alignment allows."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import OrderedDict
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from ignite.engine import Engine
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ignite_monitor.capture.names import tags
+from ignite_monitor.capture.reference import Reference
+from ignite_monitor.events import MonitorEvents
+from ignite_monitor.functional._checks import check_count, check_real, check_type
+from ignite_monitor.functional._devices import upload, wide_dtype
+from ignite_monitor.handlers._base import Handlers, Monitor
+from ignite_monitor.scaling._alignments import AlignmentMeasurement, find_layers
+from ignite_monitor.scaling.graph import Alignment
+from ignite_monitor.scaling.parametrization import Parametrization
+from ignite_monitor.scaling.solver import Solution
+
+
+class MaxPScheduler(Monitor):
+    r"""Sets each layer's learning rate to the largest with which, as its layers are aligned now, nothing grows.
+
+    A :class:`Parametrization` supposes an alignment and solves for exponents c once. This handler measures the
+    alignment while the model trains, as :class:`AlignmentHandler` does, solves anew, and sets the learning rate of each
+    of the optimizer's groups to
+
+    .. math:: \mathtt{lr\_prefactor} \cdot n^{-c}
+
+    for the next train step (arXiv:2407.05872). A term that is not defined, as all of them before the first update,
+    keeps its value. Layers whose c was given keep it, and so do those that can't be measured keep their alignment.
+
+    =========================================  ================================================================
+    in ``engine.state.metrics``                meaning, at the end of the train step
+    =========================================  ================================================================
+    ``maxp/c/{layer}``                         the exponent of the layer's weights
+    ``maxp/lr/{group}``                        the learning rate: of ``{layer}``, ``{layer}.bias``, ``_other``
+    ``maxp/failed_count``                      how often there was no solution
+    =========================================  ================================================================
+
+    **Smoothing.** With ``alignment_ema`` e, an alignment becomes e times what it was plus 1 - e times what is measured,
+    starting from that of the parametrization, and likewise with ``c_ema`` an exponent.
+
+    **Schedules.** ``lr_prefactor`` may be set at any time, and takes effect at once. To any of Ignite's parameter
+    schedulers the handler is an optimizer with one group, whose "lr" it is.
+
+    **Waiting.** Solving needs the measured alignments on the host, so that each solve waits for the device, once.
+    Iterations without one cost nothing.
+
+    A solve that fails, or gives what is not finite, changes nothing; it is counted, and the first one is warned of.
+
+    Args:
+        parametrization: the parametrization of the model that is trained.
+        optimizer: an optimizer made of its ``param_groups``.
+        warmup_steps: for how many train steps the learning rates stay as they are.
+        solve_interval: after how many train steps to measure and solve again.
+        sample_size: how many rows of a batch to measure.
+        c_ema: how much of an exponent stays at each solve, at least 0 and less than 1.
+        alignment_ema: how much of an alignment stays at each measurement, likewise.
+
+    Attributes:
+        alignment: name -> :class:`Alignment`, as it is now.
+        solution: the exponents as they are now, a :class:`Solution`.
+        failed_count: how often there was no solution.
+
+    Raises:
+        TypeError: if an argument is of another type.
+        ValueError: if an argument has a value it can't have, or the optimizer has other groups.
+
+    Examples:
+        .. code-block:: python
+
+            scheduler = MaxPScheduler(parametrization, optimizer, warmup_steps=100, solve_interval=10)
+            scheduler.attach(trainer)
+            # A schedule of the prefactor:
+            cosine = CosineAnnealingScheduler(scheduler, "lr", 0.1, 0.0, cycle_size=1000)
+            trainer.add_event_handler(Events.ITERATION_STARTED, cosine)
+    """
+
+    _state_dict_all_req_keys = ("steps", "lr_prefactor", "alignment", "c", "bias_c", "failed_count", "reference")
+
+    def __init__(
+        self,
+        parametrization: Parametrization,
+        optimizer: Optimizer,
+        *,
+        warmup_steps: int = 0,
+        solve_interval: int = 1,
+        sample_size: int = 32,
+        c_ema: float = 0.0,
+        alignment_ema: float = 0.0,
+    ) -> None:
+        check_type("parametrization", parametrization, Parametrization, "Parametrization")
+        check_type("optimizer", optimizer, Optimizer, "torch.optim.Optimizer")
+        super().__init__(parametrization.model, "maxp")
+        self.parametrization = parametrization
+        self.optimizer = optimizer
+        self._warmup_steps = check_count("warmup_steps", warmup_steps)
+        self._solve_interval = check_count("solve_interval", solve_interval, least=1)
+        sample_size = check_count("sample_size", sample_size, least=1)
+        self._c_ema = _check_share("c_ema", c_ema)
+        self._alignment_ema = _check_share("alignment_ema", alignment_ema)
+        known = {*parametrization.layers, "_other"}
+        if not all(group.get("layer_name") in known for group in optimizer.param_groups):
+            raise ValueError("Argument optimizer should be made of the parametrization's param_groups")
+        self.alignment = dict(parametrization.alignment)
+        self.solution = parametrization.solution
+        self.failed_count = 0
+        self._lr_prefactor = parametrization.lr_prefactor
+        self._steps = 0
+        self._reference = Reference(parametrization.model, "init")
+        layers = find_layers(self._reference.root, parametrization)
+        warn = functools.partial(self.logger.warning, "%s: %s", self.prefix)
+        self._measurement = AlignmentMeasurement(self._reference, layers, sample_size, warn)
+
+    @property
+    def lr_prefactor(self) -> float:
+        """What all learning rates are proportional to; to set it sets them."""
+        return self._lr_prefactor
+
+    @lr_prefactor.setter
+    def lr_prefactor(self, value: float) -> None:
+        number = check_real("lr_prefactor", value)
+        if number < 0:
+            raise ValueError(f"Argument lr_prefactor should be at least 0, but given {value}")
+        self._lr_prefactor = number
+        self._set_learning_rates()
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """One group, whose "lr" is ``lr_prefactor``, for Ignite's parameter schedulers."""
+        return [_Prefactor(self)]
+
+    def paused(self) -> AbstractContextManager[None]:
+        """A context in which forward passes are not seen."""
+        return self._measurement.passes.paused()
+
+    def state_dict(self) -> OrderedDict[str, Any]:
+        """The alignments and exponents as they are now, the number of steps, and the reference's weights."""
+        return OrderedDict(
+            steps=self._steps,
+            lr_prefactor=self._lr_prefactor,
+            alignment={name: list(alignment) for name, alignment in self.alignment.items()},
+            c=dict(self.solution.c),
+            bias_c=dict(self.solution.bias_c),
+            failed_count=self.failed_count,
+            reference=self._reference.state_dict(),
+        )
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from a saved state, and set the learning rates.
+
+        Args:
+            state_dict: what :meth:`state_dict` returned.
+
+        Raises:
+            TypeError: if it is no mapping.
+            ValueError: if it was saved by a monitor of another kind, or with another model.
+        """
+        super().load_state_dict(state_dict)
+        alignment = {name: Alignment(*each) for name, each in state_dict["alignment"].items()}
+        if alignment.keys() != self.alignment.keys() or state_dict["c"].keys() != self.solution.c.keys():
+            raise ValueError("Argument state_dict should be of a model with the same layers")
+        self._reference.load_state_dict(state_dict["reference"])
+        self._steps = int(state_dict["steps"])
+        self.failed_count = int(state_dict["failed_count"])
+        self.alignment = alignment
+        self.solution = Solution(dict(state_dict["c"]), self.solution.r, dict(state_dict["bias_c"]))
+        self.lr_prefactor = state_dict["lr_prefactor"]
+
+    # What it listens to
+
+    def handlers(self) -> Handlers:
+        """The events the monitor listens to, each with its method."""
+        return [(MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed)]
+
+    def contexts(self) -> list[AbstractContextManager[Any]]:
+        """What to have around the train step that is about to start, where the alignment is to be measured."""
+        return self._measurement.contexts() if self._armed and self._is_due() else []
+
+    def start_iteration(self, engine: Engine) -> None:
+        """Forget what was measured last time.
+
+        Args:
+            engine: the engine.
+        """
+        self._measurement.clear()
+
+    def release(self) -> None:
+        """Let go of everything that belongs to the run that has ended."""
+        self._measurement.release()
+
+    def _is_due(self) -> bool:
+        steps = self._steps - self._warmup_steps
+        return steps >= 0 and steps % self._solve_interval == 0
+
+    def _on_train_step_completed(self, engine: Engine) -> None:
+        if not self._armed:
+            return
+        if self._is_due():
+            self._follow(self._measurement.result())
+        self._steps += 1
+        self._publish()
+
+    def _follow(self, measured: Tensor) -> None:
+        if self._take_in(measured):
+            try:
+                found = self.parametrization.solve(self.alignment)
+            except (ValueError, ArithmeticError) as error:
+                self._count_failure(str(error))
+            else:
+                self._smooth(found)
+            self._set_learning_rates()
+
+    def _take_in(self, measured: Tensor) -> bool:
+        """Whether anything was measured."""
+        kept = self._alignment_ema
+        anything = False
+        for name, row in zip(self._measurement.layers, measured.tolist(), strict=True):
+            known = [not math.isnan(value) for value in row]
+            anything = anything or any(known)
+            self.alignment[name] = Alignment(
+                *(
+                    kept * before + (1 - kept) * value if is_known else before
+                    for before, value, is_known in zip(self.alignment[name], row, known, strict=True)
+                )
+            )
+        return anything
+
+    def _smooth(self, found: Solution) -> None:
+        pairs = (self.solution.c, found.c), (self.solution.bias_c, found.bias_c)
+        c, bias_c = (
+            {name: self._c_ema * before[name] + (1 - self._c_ema) * value for name, value in after.items()}
+            for before, after in pairs
+        )
+        if not all(map(math.isfinite, [*c.values(), *bias_c.values()])):
+            return self._count_failure("an exponent is not finite")
+        self.solution = Solution(c, found.r, bias_c)
+        return None
+
+    def _count_failure(self, why: str) -> None:
+        self.failed_count += 1
+        if self.failed_count == 1:
+            self.logger.warning(
+                "%s: no solution for the measured alignment, so the exponents stay as they are: %s", self.prefix, why
+            )
+
+    def _learning_rates(self) -> list[tuple[dict[str, Any], float, float]]:
+        """Each group of the optimizer, its exponent and its learning rate."""
+        rates = []
+        for group in self.optimizer.param_groups:
+            name = group.get("layer_name")
+            if name is not None:  # another one may have been added since
+                layer = self.parametrization.layers.get(name)
+                c = self.parametrization.exponent(name, bias=group["bias"], solution=self.solution)
+                rates.append((group, c, self._lr_prefactor * (1 if layer is None else layer.fan_in) ** -c))
+        return rates
+
+    def _set_learning_rates(self) -> None:
+        for group, c, lr in self._learning_rates():
+            group["c"] = c
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+
+    def _publish(self) -> None:
+        values = {f"c/{name}": c for name, c in self.solution.c.items()}
+        for group, _, lr in self._learning_rates():
+            values[f"lr/{group['layer_name']}{'.bias' if group['bias'] else ''}"] = lr
+        values["failed_count"] = self.failed_count
+        device = next(self.model.parameters()).device
+        table = torch.tensor(list(values.values()), dtype=wide_dtype(device), device="cpu")
+        self.publish_table(tags(values), upload(table, device))
+
+
+class _Prefactor(dict[str, Any]):
+    def __init__(self, scheduler: MaxPScheduler) -> None:
+        super().__init__(lr=scheduler.lr_prefactor)
+        self._scheduler = scheduler
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        if name == "lr":
+            self._scheduler.lr_prefactor = value
+
+
+def _check_share(name: str, value: object) -> float:
+    number = check_real(name, value, below=1.0)
+    if number < 0:
+        raise ValueError(f"Argument {name} should be at least 0, but given {value}")
+    return number

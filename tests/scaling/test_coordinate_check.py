@@ -1,0 +1,295 @@
+"""Coordinate checks: slopes against what scaling theory says, and every quantity against a computation by hand."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ignite_monitor.scaling import PRESETS, CoordinateCheck, ParametrizedModule, Record, coordinate_check, parametrize
+from ignite_monitor.scaling.coordinate_result import log_log_slope
+from tests.scaling._models import SwiGLU
+
+WIDTHS = [32, 64, 128, 256]
+GENERATOR = torch.Generator().manual_seed(0)
+X, Y = torch.randn(64, 32, generator=GENERATOR), torch.randint(8, (64,), generator=GENERATOR)
+TOKENS = torch.randint(11, (8, 8), generator=GENERATOR)
+
+
+def mlp(n):
+    return nn.Sequential(nn.Linear(32, n), nn.ReLU(), nn.Linear(n, n), nn.ReLU(), nn.Linear(n, n), nn.ReLU(), nn.Linear(n, 8))  # fmt: skip  # noqa: E501
+
+
+class Transformer(nn.Module):
+    """One block, with four heads and scores that are divided by the heads' dimension."""
+
+    def __init__(self, n):
+        super().__init__()
+        self.tokens = nn.Embedding(11, n)
+        self.norm1, self.qkv, self.out = nn.LayerNorm(n), nn.Linear(n, 3 * n), nn.Linear(n, n)
+        self.norm2, self.mlp = nn.LayerNorm(n), SwiGLU(n, lambda module, *_: module)
+        self.norm, self.head = nn.LayerNorm(n), nn.Linear(n, 11)
+
+    def forward(self, tokens):
+        x = self.tokens(tokens)
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1 / q.shape[-1])
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return self.head(self.norm(x + self.mlp(self.norm2(x))))
+
+
+def mup(make, sample_input, lr):
+    def make_model(width):
+        parametrization = parametrize(make, (16, width), sample_input=sample_input, lr_prefactor=lr)
+        return parametrization.model, torch.optim.Adam(parametrization.param_groups)
+
+    return make_model
+
+
+def standard(make, sample_input, lr):
+    """Weights of variance 1 / fan-in, no multipliers, and one learning rate for all layers and widths."""
+
+    def make_model(width):
+        options = {"sample_input": sample_input, "ab_overrides": PRESETS["standard"]}
+        model = parametrize(make, (16, width), **options).model
+        return model, torch.optim.Adam(model.parameters(), lr=lr)
+
+    return make_model
+
+
+def slopes_of(result, quantity, step=None):
+    return {layer: slope for (layer, each), slope in result.slopes_at(step).items() if each == quantity}
+
+
+def named_in(summary):
+    return {line.partition(":")[0] for line in summary.splitlines()[1:]}
+
+
+@pytest.mark.parametrize(
+    ("make", "sample_input", "batch", "readout"),
+    [(mlp, X[:1], (X, Y), "6"), (Transformer, TOKENS[:1], (TOKENS[:, :-1], TOKENS[:, 1:]), "head")],
+    ids=["mlp", "transformer"],
+)
+def test_mup_is_flat(make, sample_input, batch, readout):
+    result = coordinate_check(mup(make, sample_input, 0.01), lambda width: batch, WIDTHS, steps=3, seeds=2)
+    for slope in result.slopes:
+        if slope.layer in (readout, "_root_"):
+            continue  # its output and what reaches it start by shrinking
+        assert not slope.is_steep, slope
+        assert abs(slope.slope) < 0.1 + 2 * slope.standard_error, slope
+    for step in (1, 2, 3):
+        assert abs(slopes_of(result, "weight_update", step)[readout].slope) < 0.1
+    # Its output is a sum over n of what is random to each other, times 1 / n.
+    assert slopes_of(result, "activation", 0)[readout].slope == pytest.approx(-0.5, abs=0.2)
+    assert named_in(result.summary()) <= {readout, "_root_"}
+
+
+def test_standard_parametrization_has_the_predicted_slopes():
+    """Adam moves each weight by the learning rate, whatever the width, so sums over n of updates grow as n.
+
+    The first layer has no such sum. What reaches the second doesn't grow; of what reaches the later ones, weights of
+    variance 1 / n make as much again. The readout's weights have made the changes that reach it, so they are aligned
+    with them, more or less: from n to the power of 1 (not at all) to 3/2 (fully).
+    """
+    make_model = standard(mlp, X[:1], 1e-4)
+    result = coordinate_check(make_model, lambda width: (X, Y), WIDTHS, steps=2, seeds=2)
+    update, drift = slopes_of(result, "weight_update", 1), slopes_of(result, "input_drift", 1)
+    for layer, expected in {"0": 0.0, "2": 1.0, "4": 1.0, "6": 1.0}.items():
+        assert update[layer].slope == pytest.approx(expected, abs=0.15), layer
+    assert drift.keys() == {"2", "4", "6"}  # data do not drift
+    assert drift["2"].slope == pytest.approx(0.0, abs=0.1)
+    assert drift["4"].slope == pytest.approx(1.0, abs=0.15)
+    assert 0.9 < drift["6"].slope < 1.6
+    for slope in slopes_of(result, "activation", 0).values():
+        assert slope.slope == pytest.approx(0.0, abs=0.1 + 2 * slope.standard_error)
+    # Weight update and input drift apart: of the second layer one is too large, and the other is not.
+    assert update["2"].is_steep
+    assert not drift["2"].is_steep
+    assert named_in(result.summary()) == {"2", "4", "6"}
+
+
+def test_standard_parametrization_of_a_transformer():
+    batch = TOKENS[:, :-1], TOKENS[:, 1:]
+    make_model = standard(Transformer, TOKENS[:1], 1e-4)
+    result = coordinate_check(make_model, lambda width: batch, WIDTHS, steps=1, seeds=2)
+    update = slopes_of(result, "weight_update")
+    for layer in ("tokens", "norm1", "norm2", "norm"):
+        assert update[layer].slope == pytest.approx(0.0, abs=0.1), layer
+    for layer in ("qkv", "out", "mlp.gate", "mlp.up", "mlp.down", "head"):
+        assert update[layer].slope == pytest.approx(1.0, abs=0.2), layer
+
+
+def wrapped(n):
+    def layer(*size, kind):
+        return ParametrizedModule(nn.Linear(*size), width_dim=n, layer_type=kind)
+
+    model = nn.Sequential(layer(32, n, kind="embedding"), nn.Tanh(), layer(n, 8, kind="readout"))
+    for module, value in ((model[0], n**0.5), (model[2], n**-0.5)):
+        next(iter(module._forward_hooks.values())).value = value
+    return model
+
+
+def test_every_quantity_by_hand():
+    """Multipliers included, in float64, after two steps of plain SGD."""
+    made = {}
+
+    def make_model(width):
+        made[width] = model = wrapped(width).double()
+        made[width, "start"] = {key: value.clone() for key, value in model.state_dict().items()}
+        return model, torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def train_step(model, optimizer, batch):
+        seen[model[0].module.out_features] = {key: value.clone() for key, value in model.state_dict().items()}
+        optimizer.zero_grad()
+        F.cross_entropy(model(batch[0]), batch[1]).backward()
+        optimizer.step()
+
+    seen = {}
+    batch = X.double(), Y
+    result = coordinate_check(make_model, lambda width: batch, [4, 8], train_step=train_step, steps=2, seeds=1)
+    for width in (4, 8):
+
+        def layers(state, x=None, n=width):
+            first = (X.double() @ state["0.module.weight"].T + state["0.module.bias"]) * n**0.5
+            second = (first.tanh() if x is None else x) @ state["2.module.weight"].T + state["2.module.bias"]
+            return first, second * n**-0.5
+
+        now, then = seen[width], made[width, "start"]
+        first, second = layers(now)
+        first_then, second_then = layers(then)
+        crossed = layers(then, first.tanh())[1]
+        expected = {
+            ("0", "activation"): first,
+            ("0", "change"): first - first_then,
+            ("0", "weight_update"): first - first_then,
+            ("0", "input_drift"): torch.zeros(1),
+            ("2", "activation"): second,
+            ("2", "change"): second - second_then,
+            ("2", "weight_update"): second - crossed,
+            ("2", "input_drift"): crossed - second_then,
+        }
+        got = {(r.layer, r.quantity): r.value for r in result.records if (r.width, r.step) == (width, 2)}
+        assert got.keys() == expected.keys()
+        for key, values in expected.items():
+            assert got[key] == pytest.approx(float(values.square().mean().sqrt()), rel=1e-6, abs=1e-12), key
+
+
+def test_deterministic_and_leaves_random_numbers_alone():
+    def make_model(width):
+        model = nn.Sequential(nn.Linear(6, width), nn.BatchNorm1d(width), nn.Dropout(0.3), nn.Linear(width, 3))
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def make_batch(width):
+        return torch.randn(8, 6) * random.random() + np.random.rand(), torch.randint(3, (8,))
+
+    def check(**options):
+        return coordinate_check(make_model, make_batch, [4, 8], steps=2, seeds=2, **options).records
+
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    first = check()
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == states[1:]
+    torch.rand(3), random.random(), np.random.rand()
+    assert check() == first
+    assert {(r.width, r.seed, r.step) for r in first} == {(w, s, t) for w in (4, 8) for s in (0, 1) for t in (0, 1, 2)}
+    assert len({r.value for r in first if (r.layer, r.step, r.quantity) == ("0", 0, "activation")}) == 4
+    # What a user may look at alone.
+    assert check(quantities=["change"]) == [record for record in first if record.quantity == "change"]
+
+
+def test_slopes_against_numpy():
+    rng = np.random.default_rng(0)
+    records = [
+        Record(width, seed, 1, layer, "change", float(scale * width**exponent * np.exp(0.1 * rng.standard_normal())))
+        for layer, scale, exponent in (("a", 2.0, 0.7), ("b", 0.1, 0.0), ("c", 1.0, -0.5))
+        for width in (64, 128, 512)
+        for seed in range(4)
+    ]
+    result = CoordinateCheck(records)
+    for slope in result.slopes:
+        own = [record for record in records if record.layer == slope.layer]
+        x, y = np.log([record.width for record in own]), np.log([record.value for record in own])
+        (fitted, _), covariance = np.polyfit(x, y, 1, cov=True)
+        assert slope.slope == pytest.approx(fitted, rel=1e-9)
+        assert slope.standard_error == pytest.approx(math.sqrt(covariance[0, 0]), rel=1e-9)
+    assert [slope.layer for slope in result.slopes if slope.is_steep] == ["a", "c"]
+    summary = result.summary()
+    a, _, c = result.slopes
+    assert f"a: change grows as width^{a.slope:.2f} (± {a.standard_error:.2f})" in summary
+    assert f"c: change shrinks as width^{c.slope:.2f}" in summary
+    assert "\nb" not in summary
+    header, *rows = result.table().splitlines()
+    assert header.split() == ["layer", "change"]
+    assert [row.split()[0] for row in rows] == ["a", "b", "c"]
+    assert [row.endswith("*") for row in rows] == [True, False, True]
+
+
+def test_slopes_of_little():
+    assert log_log_slope([(1.0, 2.0), (1.0, 3.0)]) is None
+    assert log_log_slope([(0.0, 1.0), (2.0, 5.0)]) == (2.0, math.inf)
+    records = [Record(width, 0, 1, "x", "change", value) for width, value in ((2, 1.0), (4, math.nan), (8, 0.0))]
+    result = CoordinateCheck(records)
+    assert result.slopes == []
+    assert result.table().split() == ["layer", "change", "x", "-"]
+    assert "x: not finite at width 4" in result.summary()
+    flat = CoordinateCheck([Record(width, 0, 1, "x", "change", 1.0) for width in (2, 4, 8)])
+    assert flat.summary().startswith("No layer depends on the width")
+
+
+def test_a_training_that_diverges_is_named():
+    def make_model(width):
+        model = nn.Sequential(nn.Linear(6, width), nn.Linear(width, 3))
+        return model, torch.optim.SGD(model.parameters(), lr=1e30 if width == 8 else 0.1)
+
+    batch = torch.ones(4, 6), torch.zeros(4, dtype=torch.int64)
+    result = coordinate_check(make_model, lambda width: batch, [4, 8], steps=3, seeds=1)
+    assert "not finite at width 8" in result.summary()
+    assert "not finite at width 4" not in result.summary()
+
+
+@pytest.mark.parametrize("ending", ["png", "svg", "pdf"])
+def test_plot(tmp_path, ending):
+    records = [
+        Record(width, seed, step, layer, quantity, width**0.5 * (seed + 1))
+        for width in (2, 4)
+        for seed in (0, 1)
+        for step in (0, 1)
+        for layer in ("", "blocks.0.x$_y")
+        for quantity in ("activation", "change")
+    ]
+    path = tmp_path / f"check.{ending}"
+    CoordinateCheck(records).plot(path)
+    starts = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
+    assert path.read_bytes().startswith(starts[ending])
+    assert path.stat().st_size > 5000
+    with pytest.raises(ValueError, match="records"):
+        CoordinateCheck([]).plot(path)
+
+
+def test_bad_input():
+    def make_model(width):
+        model = nn.Linear(3, width)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def batch(width):
+        return torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64)
+
+    for widths, error in (("ab", TypeError), ([4], ValueError), ([4, 4, 8], ValueError), ([4, 0], ValueError)):
+        with pytest.raises(error, match="widths"):
+            coordinate_check(make_model, batch, widths)
+    for name, value in (("steps", 0), ("seeds", 0), ("quantities", "change"), ("quantities", ["loss"])):
+        with pytest.raises(ValueError, match=name):
+            coordinate_check(make_model, batch, [4, 8], **{name: value})
+    with pytest.raises(TypeError, match="make_model"):
+        coordinate_check(make_model(3), batch, [4, 8])
+    with pytest.raises(TypeError, match="make_model"):
+        coordinate_check(lambda width: make_model(width)[0], batch, [4, 8])
+    with pytest.raises(TypeError, match="make_batch"):
+        coordinate_check(make_model, None, [4, 8])
+    with pytest.raises(ValueError, match="train_step"):
+        coordinate_check(make_model, batch, [4, 8], train_step=lambda model, optimizer, batch: None)

@@ -1,0 +1,403 @@
+"""MaxPScheduler: learning rates as the definition says, schedules of the prefactor, resuming, and training's peace."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import math
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ignite.engine import Engine, Events
+from ignite.handlers import (
+    Checkpoint,
+    CosineAnnealingScheduler,
+    DiskSaver,
+    LinearCyclicalScheduler,
+    create_lr_scheduler_with_warmup,
+)
+from torch import nn
+
+from ignite_monitor.scaling import AlignmentHandler, InfeasibleError, MaxPScheduler, Parametrization, ParametrizedModule
+from tests._helpers import footprint, make_batches
+
+N = 24
+
+
+def make(lr_prefactor=0.02, norm=nn.BatchNorm1d, **options):
+    """A parametrization, with dropout and running statistics in the model, and its optimizer."""
+    torch.manual_seed(0)
+
+    def layer(inputs, outputs, kind):
+        return ParametrizedModule(nn.Linear(inputs, outputs), width_dim=N, layer_type=kind)
+
+    model = nn.Sequential(
+        layer(6, N, "embedding"),
+        norm(N),
+        nn.ReLU(),
+        nn.Dropout(0.2),
+        layer(N, N, "hidden"),
+        nn.ReLU(),
+        layer(N, 3, "readout"),
+    )
+    parametrization = Parametrization(model, lr_prefactor=lr_prefactor, **options)
+    return parametrization, torch.optim.Adam(parametrization.param_groups)
+
+
+def trainer_of(model, optimizer):
+    def train_step(engine, batch):
+        torch.manual_seed(engine.state.iteration)  # for the dropout
+        optimizer.zero_grad()
+        F.mse_loss(model(batch[0]), batch[1]).backward()
+        optimizer.step()
+
+    return Engine(train_step)
+
+
+def run(parametrization, optimizer, *attached, steps=6):
+    """Learning rates after each iteration, by layer and whether of a bias."""
+    engine = trainer_of(parametrization.model, optimizer)
+    for each in attached:
+        each.attach(engine)
+    seen = []
+
+    @engine.on(Events.ITERATION_COMPLETED)
+    def look(_):
+        seen.append(rates(optimizer))
+
+    engine.run(make_batches(steps))
+    return seen
+
+
+def rates(optimizer):
+    return {(group["layer_name"], group["bias"]): group["lr"] for group in optimizer.param_groups}
+
+
+def expected_rates(parametrization, solution, prefactor, optimizer):
+    found = {}
+    for name, bias in rates(optimizer):
+        n = 1 if name == "_other" else parametrization.layers[name].fan_in
+        found[name, bias] = prefactor * n ** -parametrization.exponent(name, bias=bias, solution=solution)
+    return found
+
+
+def measured_in(handler, before):
+    """Alignments as the handler has published them; what it has not, as it was."""
+    terms = ("z0_dW", "dZ_w0", "dZ_dW")
+    return {
+        name: tuple(
+            float(handler.metrics.get(f"alignment/{term}/{name}", old)) for term, old in zip(terms, each, strict=True)
+        )
+        for name, each in before.items()
+    }
+
+
+@pytest.mark.parametrize("alignment_ema", [0.0, 0.7])
+@pytest.mark.parametrize("c_ema", [0.0, 0.6])
+def test_learning_rates_are_those_of_the_definition(alignment_ema, c_ema):
+    """With a second handler that measures, each solution is worked out here again."""
+    parametrization, optimizer = make()
+    scheduler = MaxPScheduler(parametrization, optimizer, alignment_ema=alignment_ema, c_ema=c_ema)
+    handler = AlignmentHandler(parametrization)
+    engine = trainer_of(parametrization.model, optimizer)
+    handler.attach(engine)
+    scheduler.attach(engine)
+    alignment = dict(parametrization.alignment)
+    c = {True: dict(parametrization.solution.bias_c), False: dict(parametrization.solution.c)}
+    differing = set()
+
+    @engine.on(Events.ITERATION_COMPLETED)
+    def check(engine):
+        if engine.state.iteration == 1:
+            assert scheduler.solution is parametrization.solution  # nothing was there to measure
+            return
+        measured = measured_in(handler, alignment)
+        for name, each in measured.items():
+            alignment[name] = tuple(
+                alignment_ema * old + (1 - alignment_ema) * new for old, new in zip(alignment[name], each, strict=True)
+            )
+        solution = parametrization.solve(alignment)
+        for bias, found in ((True, solution.bias_c), (False, solution.c)):
+            c[bias] = {name: c_ema * old + (1 - c_ema) * found[name] for name, old in c[bias].items()}
+        for (name, bias), lr in rates(optimizer).items():
+            expected = 0.02 if name == "_other" else 0.02 * N ** -c[bias][name]
+            assert lr == pytest.approx(expected, rel=1e-9), (name, bias)
+            assert float(engine.state.metrics[f"maxp/lr/{name}{'.bias' if bias else ''}"]) == lr
+            if not bias and name != "_other":
+                assert float(engine.state.metrics[f"maxp/c/{name}"]) == pytest.approx(c[bias][name], rel=1e-9)
+        differing.add(optimizer.param_groups[2]["lr"])
+
+    engine.run(make_batches(6))
+    assert len(differing) == 5  # it does move
+    assert scheduler.failed_count == 0
+
+
+def test_pins_stay():
+    parametrization, optimizer = make(c_overrides={"4": 1.1})
+    scheduler = MaxPScheduler(parametrization, optimizer)
+    seen = run(parametrization, optimizer, scheduler)
+    assert {each["4", False] for each in seen} == {0.02 * N**-1.1}
+    assert len({each["6", False] for each in seen}) > 1
+
+
+def test_warmup_and_interval():
+    parametrization, optimizer = make()
+    scheduler = MaxPScheduler(parametrization, optimizer, warmup_steps=3, solve_interval=4)
+    engine = trainer_of(parametrization.model, optimizer)
+    scheduler.attach(engine)
+    changed, runs = [], []
+    scheduler._reference.module.register_forward_hook(lambda *_: runs.append(engine.state.iteration))
+    last = [rates(optimizer)]
+
+    @engine.on(Events.ITERATION_COMPLETED)
+    def look(engine):
+        if rates(optimizer) != last[0]:
+            changed.append(engine.state.iteration)
+            last[0] = rates(optimizer)
+
+    engine.run(make_batches(13))
+    assert changed == [4, 8, 12]
+    assert runs == [4, 8, 12]  # nothing is measured in other iterations
+
+
+@pytest.mark.parametrize("scheduler_first", [True, False])
+@pytest.mark.parametrize("warmup", [False, True])
+def test_schedules_of_the_prefactor(scheduler_first, warmup):
+    parametrization, optimizer = make()
+    scheduler = MaxPScheduler(parametrization, optimizer)
+
+    def schedule_of(target):
+        cosine = CosineAnnealingScheduler(target, "lr", 0.1, 0.001, cycle_size=10)
+        if not warmup:
+            return cosine
+        return create_lr_scheduler_with_warmup(cosine, warmup_start_value=0.0, warmup_end_value=0.1, warmup_duration=4)
+
+    alone = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.02)
+    reference = schedule_of(alone)
+    schedule = schedule_of(scheduler)
+    engine = trainer_of(parametrization.model, optimizer)
+    if scheduler_first:
+        scheduler.attach(engine)
+    engine.add_event_handler(Events.ITERATION_STARTED, schedule)
+    if not scheduler_first:
+        scheduler.attach(engine)
+    engine.add_event_handler(Events.ITERATION_STARTED, reference)
+    used = []
+    optimizer.register_step_pre_hook(lambda *_: used.append((rates(optimizer), scheduler.solution)))
+    engine.run(make_batches(9))
+    steps = []
+    fresh = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.02)
+    plain = schedule_of(fresh)
+    for _ in range(9):
+        plain(None)
+        steps.append(fresh.param_groups[0]["lr"])
+    assert len(set(steps)) > 7
+    for prefactor, (found, solution) in zip(steps, used, strict=True):
+        assert found == expected_rates(parametrization, solution, prefactor, optimizer)
+    assert scheduler.lr_prefactor == steps[-1] == alone.param_groups[0]["lr"]
+
+
+def test_prefactor_by_hand():
+    parametrization, optimizer = make()
+    scheduler = MaxPScheduler(parametrization, optimizer)
+    scheduler.lr_prefactor = 0.5
+    assert rates(optimizer) == expected_rates(parametrization, parametrization.solution, 0.5, optimizer)
+    linear = LinearCyclicalScheduler(scheduler, "lr", 1.0, 0.0, cycle_size=10)
+    linear(None)
+    assert scheduler.lr_prefactor == 1.0
+    scheduler.lr_prefactor = 0
+    assert set(rates(optimizer).values()) == {0.0}
+    for wrong, error in (("x", TypeError), (-1.0, ValueError), (math.nan, ValueError)):
+        with pytest.raises(error, match="lr_prefactor"):
+            scheduler.lr_prefactor = wrong
+    assert scheduler.lr_prefactor == 0.0
+
+
+def test_learning_rates_that_are_tensors_are_written_in_place():
+    parametrization, _ = make()
+    groups = [group | {"lr": torch.tensor(group["lr"])} for group in parametrization.param_groups]
+    optimizer = torch.optim.Adam(groups)
+    held = [group["lr"] for group in optimizer.param_groups]
+    scheduler = MaxPScheduler(parametrization, optimizer)
+    run(parametrization, optimizer, scheduler, steps=3)
+    for group, lr in zip(optimizer.param_groups, held, strict=True):
+        assert group["lr"] is lr
+    expected = expected_rates(parametrization, scheduler.solution, 0.02, optimizer)
+    assert {key: float(lr) for key, lr in rates(optimizer).items()} == pytest.approx(expected, rel=1e-6)
+
+
+def test_failed_solves_change_nothing_and_are_counted(monkeypatch, caplog):
+    parametrization, optimizer = make()
+    scheduler = MaxPScheduler(parametrization, optimizer)
+    before = rates(optimizer)
+    monkeypatch.setattr(parametrization, "solve", lambda alignment: (_ for _ in ()).throw(ValueError("no way")))
+    with caplog.at_level(logging.WARNING):
+        seen = run(parametrization, optimizer, scheduler, steps=4)
+    assert seen == [before] * 4
+    assert scheduler.failed_count == 3  # in the first iteration there is nothing to solve for
+    assert float(scheduler.metrics["maxp/failed_count"]) == 3
+    assert [record.message for record in caplog.records] == [
+        "maxp: no solution for the measured alignment, so the exponents stay as they are: no way"
+    ]
+
+
+def test_infeasible_measurements_are_counted():
+    """Every learning rate is given, and is too large for an alignment of 1.5."""
+    parametrization, optimizer = make(c_overrides={"4": 1.0, "6": 0.5, "0": 0.5})
+    scheduler = MaxPScheduler(parametrization, optimizer)
+    with pytest.raises(InfeasibleError, match="grows"):
+        parametrization.solve({"4": (1.5, 0.5, 1.0)})
+    scheduler._follow(torch.tensor([[1.5, 0.5, 1.0], [1.0, 0.5, 1.0]]))
+    assert scheduler.failed_count == 1
+    assert scheduler.solution is parametrization.solution
+
+
+@pytest.mark.parametrize("cut", [1, 5, 8])
+def test_resumed_run_is_the_uninterrupted_one(tmp_path, cut):
+    batches = make_batches(12)
+
+    def start():
+        parametrization, optimizer = make()
+        scheduler = MaxPScheduler(
+            parametrization, optimizer, warmup_steps=1, solve_interval=2, c_ema=0.3, alignment_ema=0.5
+        )
+        cosine = CosineAnnealingScheduler(scheduler, "lr", 0.05, 0.001, cycle_size=20)
+        engine = trainer_of(parametrization.model, optimizer)
+        engine.add_event_handler(Events.ITERATION_STARTED, cosine)
+        scheduler.attach(engine)
+        seen = {}
+
+        @engine.on(Events.ITERATION_COMPLETED)
+        def look(engine):
+            weights = [parameter.detach().clone() for parameter in parametrization.model.parameters()]
+            values = {name: float(value) for name, value in scheduler.metrics.items()}
+            seen[engine.state.iteration] = (rates(optimizer), values, weights)
+
+        parts = {"optimizer": optimizer, "scheduler": scheduler, "cosine": cosine, "trainer": engine}
+        return engine, seen, {"model": parametrization.model, **parts}
+
+    engine, whole, _ = start()
+    engine.run(batches, max_epochs=1)
+    engine, _, to_save = start()
+    saver = Checkpoint(to_save, DiskSaver(tmp_path, create_dir=True, require_empty=False), filename_pattern="c.pt")
+    engine.add_event_handler(Events.ITERATION_COMPLETED(once=cut), saver)
+    engine.run(batches, max_epochs=1)
+    engine, resumed, to_load = start()
+    with torch.no_grad():
+        for parameter in to_load["model"].parameters():
+            parameter += 1.0  # another start
+    Checkpoint.load_objects(to_load, torch.load(tmp_path / "c.pt", weights_only=True))
+    engine.run(batches[cut:] + batches[:cut], max_epochs=1)
+    assert sorted(resumed) == list(range(cut + 1, 13))
+    for iteration, (lr, values, weights) in resumed.items():
+        assert lr == whole[iteration][0], iteration
+        assert values == whole[iteration][1], iteration
+        assert all(map(torch.equal, weights, whole[iteration][2])), iteration
+
+
+def test_training_has_its_peace(monkeypatch):
+    """Where the learning rates are as they would be without it, all else is: random numbers, running statistics."""
+    batches = [*make_batches(5), *make_batches(1, seed=9, size=3)]  # a smaller last batch
+
+    def train(watched):
+        parametrization, optimizer = make()
+        model = parametrization.model
+        if watched:
+            scheduler = MaxPScheduler(parametrization, optimizer)
+            monkeypatch.setattr(scheduler, "_smooth", lambda found: runs.append(found))
+        torch.manual_seed(3)
+
+        def train_step(_, batch):
+            optimizer.zero_grad()
+            output = model(batch[0])
+            F.mse_loss(output, batch[1]).backward()
+            optimizer.step()
+            return output.detach().clone()
+
+        engine = Engine(train_step)
+        outputs = []
+        engine.add_event_handler(Events.ITERATION_COMPLETED, lambda e: outputs.append(e.state.output))
+        if watched:
+            scheduler.attach(engine)
+        engine.run(batches, max_epochs=2)
+        return [*outputs, *model.state_dict().values(), torch.get_rng_state()]
+
+    runs = []
+    assert all(map(torch.equal, train(True), train(False)))
+    assert len(runs) == 11
+
+
+def test_without_anything_to_measure_the_rates_stay():
+    """The train step validates only."""
+    parametrization, optimizer = make()
+    scheduler = MaxPScheduler(parametrization, optimizer)
+    before = rates(optimizer)
+    parametrization.model.eval()
+    assert run(parametrization, optimizer, scheduler, steps=2) == [before] * 2
+    assert scheduler.failed_count == 0
+
+
+def test_groups_of_the_users_own_keep_their_rate():
+    parametrization, optimizer = make()
+    scheduler = MaxPScheduler(parametrization, optimizer)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))], "lr": 0.3})
+    scheduler.lr_prefactor = 0.7
+    assert optimizer.param_groups[-1]["lr"] == 0.3
+
+
+def test_detached_it_leaves_nothing_and_dropped_it_is_freed():
+    def run_and_drop(how):
+        parametrization, optimizer = make()
+        engine = trainer_of(parametrization.model, optimizer)
+        scheduler = MaxPScheduler(parametrization, optimizer)
+        before = footprint(engine, parametrization.model, optimizer)
+        scheduler.attach(engine)
+        engine.add_event_handler(
+            Events.ITERATION_STARTED, CosineAnnealingScheduler(scheduler, "lr", 0.1, 0.0, cycle_size=10)
+        )
+        engine.run(make_batches(3))
+        if how == "detach":
+            scheduler.detach()
+            after = footprint(engine, parametrization.model, optimizer)
+            for each in (before, after):
+                each.pop("handlers"), each.pop("state")
+            assert after == before
+        return [weakref.ref(each) for each in (scheduler, parametrization, parametrization.model, engine)]
+
+    run_and_drop("detach"), run_and_drop("drop")  # the first use leaves reference cycles of torch's own
+    gc.collect()
+    gc.disable()
+    try:
+        assert [reference() for reference in run_and_drop("drop")] == [None] * 4
+    finally:
+        gc.enable()
+
+
+def test_state_of_another_model_is_refused():
+    parametrization, optimizer = make()
+    scheduler = MaxPScheduler(parametrization, optimizer)
+    state = copy.deepcopy(scheduler.state_dict())
+    state["c"].pop("4")
+    with pytest.raises(ValueError, match="same layers"):
+        scheduler.load_state_dict(state)
+    with pytest.raises(ValueError, match="state"):
+        scheduler.load_state_dict({})
+
+
+def test_bad_input():
+    parametrization, optimizer = make()
+    with pytest.raises(TypeError, match="parametrization"):
+        MaxPScheduler(parametrization.model, optimizer)
+    with pytest.raises(TypeError, match="optimizer"):
+        MaxPScheduler(parametrization, parametrization)
+    with pytest.raises(ValueError, match="param_groups"):
+        MaxPScheduler(parametrization, torch.optim.Adam(parametrization.model.parameters()))
+    wrong = [("warmup_steps", -1), ("solve_interval", 0), ("sample_size", 0), ("c_ema", 1.0), ("alignment_ema", -0.1)]
+    for name, value in wrong:
+        with pytest.raises(ValueError, match=name):
+            MaxPScheduler(parametrization, optimizer, **{name: value})
+    with pytest.raises(TypeError, match="solve_interval"):
+        MaxPScheduler(parametrization, optimizer, solve_interval=1.0)
