@@ -9,6 +9,14 @@ runs, nearly all within a factor of 2; damaged batches are mostly beyond it."""
 SPIKE_RATE = 0.01
 """What share of iterations with norms just above the threshold is still noise: twice the rules' own false alarms."""
 
+SMALL_EXCESS = 1.5
+"""How far above its threshold a norm may be to be no spike, however often it happens. While norms rise, and while a rule
+that goes by mean and deviation has seen few of them, healthy ones exceed it by up to 1.4."""
+
+SMALL_EXCESS_RATE = 0.1
+"""How often at most: twice what a healthy run of 300 iterations has whose norm rises. Of a run whose steps are skipped, a
+tenth is too much to lose, be the norms large or not."""
+
 SPIKES_IN_A_ROW = 10
 """GradMonitor's default of ``max_consecutive_spikes``: that many in a row are a new level and no outlier."""
 

@@ -99,9 +99,26 @@ def test_a_lone_norm_just_above_the_threshold_is_noise(size, severity):
 
 
 @pytest.mark.parametrize(("count", "severity"), [(2, "note"), (3, "warning")])
-def test_many_norms_just_above_the_threshold_are_not(count, severity):
+def test_several_norms_above_the_threshold_are_not(count, severity):
     at = range(40, 40 + 30 * count, 30)
-    assert only(runs.grad(runs.with_spike(list(at), 7.0), at), "spikes").severity == severity
+    assert only(runs.grad(runs.with_spike(list(at), 10.0), at), "spikes").severity == severity
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "severity"),
+    [(20, 8.9, "note"), (20, 9.1, "warning"), (21, 8.9, "warning"), (3, 8.9, "note"), (3, 9.1, "warning")],
+)
+def test_many_norms_barely_above_the_threshold_are_a_note_that_knows_better(count, size, severity):
+    at = range(40, 40 + 7 * count, 7)
+    finding = only(runs.grad(runs.with_spike(list(at), size), at), "spikes")
+    assert finding.severity == severity
+    assert ("RobustThreshold()" in finding.text) is (severity == "note")
+
+
+@pytest.mark.parametrize(("size", "words"), [(6.01, "just above its"), (6.6, "1.1 times its")])
+def test_how_far_a_norm_was_above_its_threshold(size, words):
+    finding = only(runs.grad(runs.with_spike([120], size), [120]), "spikes")
+    assert f"It was {size}, {words} threshold of 6." in finding.text
 
 
 def test_steps_that_were_made_all_the_same_are_known_from_the_weights():
@@ -111,7 +128,15 @@ def test_steps_that_were_made_all_the_same_are_known_from_the_weights():
     text = only(run, "spikes").text
     assert "The step was made all the same in iteration 50." in text
     assert "The step was left out in iteration 100." in text
-    assert "52 " not in text.split("threshold")[1]  # nobody watched the weights there
+    assert "In iteration 52 nobody watched the weights, so it is not known." in text
+
+
+def test_where_nobody_watched_the_weights_is_told_of_several():
+    run = runs.grad(runs.with_spike([61, 261, 461], count=500), [61, 261, 461], skipped=False)
+    run |= {f"monitor/{name}": (np.array([261]), np.array([0.0])) for name in ("frozen_count", "grad_median")}
+    text = only(run, "spikes").text
+    assert "The step was left out in iteration 261." in text
+    assert "In iterations 61 and 461 nobody watched the weights, so it is not known." in text
 
 
 def test_without_the_weights_nothing_is_claimed():
@@ -124,9 +149,53 @@ def test_norms_that_stay_large_after_a_spike_are_damage(factor, severity):
     norms = np.ones(200)
     norms[100:] = factor
     norms[99] = 60
-    finding = only(runs.grad(norms, [100]), "spikes")
+    finding = only(runs.grad(norms, [100], skipped=False), "spikes")
     assert finding.severity == severity
     assert finding.values["aftermath_factor"] == pytest.approx(factor)
+    assert ("stayed 3.5 times as large" in finding.text) is (severity == "problem")
+
+
+def test_a_step_that_was_skipped_has_done_no_damage():
+    norms = np.ones(200)
+    norms[100:] = 5.0
+    norms[99] = 60
+    finding = only(runs.grad(norms, [100]), "spikes")
+    assert finding.severity == "warning"
+    assert "damage" not in finding.text
+    # The train step left it out, as the weights tell.
+    run = runs.grad(norms, [100], skipped=False) | runs.weights()
+    for name in [name for name in run if "update_ratio" in name]:
+        steps, values = run[name]
+        run[name] = steps[steps != 100], values[steps != 100]
+    assert only(run, "spikes").severity == "warning"
+
+
+def test_of_spikes_of_which_some_were_skipped_only_the_others_do_damage():
+    norms = np.ones(200)
+    norms[[59, 119]] = 60
+    norms[120:] = 5.0
+    for made, severity in ((60, "warning"), (120, "problem")):
+        run = runs.grad(norms, [60, 120])
+        steps, counts = run["grad/skipped_count"]
+        run["grad/skipped_count"] = steps, counts - (steps >= made)
+        assert only(run, "spikes").severity == severity
+
+
+def test_a_norm_that_comes_back_has_not_stayed():
+    norms = np.ones(300)
+    norms[200:210] = 200.0  # ten spikes, and a few calm ones that are still large
+    norms[210:225] = 10.0
+    finding = only(runs.grad(norms, range(201, 211), skipped=False), "spikes")
+    assert finding.severity == "warning"
+    assert finding.values["aftermath_factor"] == pytest.approx(1.0)
+
+
+def test_a_norm_that_spikes_to_the_end_has_stayed():
+    norms = np.ones(200)
+    norms[150:] = 200.0
+    finding = only(runs.grad(norms, range(151, 201), skipped=False), "spikes")
+    assert finding.severity == "problem"
+    assert finding.values["aftermath_factor"] == pytest.approx(200.0)
 
 
 def test_spikes_in_iterations_that_are_not_in_the_file_are_counted():
