@@ -312,11 +312,68 @@ def test_update_ratios_too_large_or_small(median, kind):
     assert [finding.kind for finding in found(runs.weights(median=median))] == [kind] * (kind is not None)
 
 
-@pytest.mark.parametrize(("spread", "count"), [(500, 0), (2000, 2)])
-def test_a_parameter_that_moves_far_more_or_less_than_the_others(spread, count):
-    findings = found(runs.weights(spread=spread), "update_ratio_outlier")
-    assert len(findings) == count
-    assert all("about 2e+03 times" in finding.text or "2000 times" in finding.text for finding in findings)
+def with_largest(factors, count=40):
+    """Weights of which the largest ratio is so many times the median one."""
+    run = runs.weights(count)
+    steps, median = run["monitor/update_ratio_median"]
+    return run | {"monitor/update_ratio_max": (steps, factors * median)}
+
+
+@pytest.mark.parametrize(
+    ("factor", "severities"), [(11.5, []), (12.5, ["note"]), (14.5, ["note"]), (15.5, ["warning"]), (2000, ["warning"])]
+)
+def test_a_parameter_that_moves_far_more_than_the_others(factor, severities):
+    findings = found(with_largest(factor), "update_ratio_outlier")
+    assert [finding.severity for finding in findings] == severities
+    assert all("One parameter moves" in finding.text and "more for its size" in finding.text for finding in findings)
+
+
+@pytest.mark.parametrize(("power", "count"), [(-0.05, 1), (-0.5, 0), (-1.0, 0)])
+def test_parameters_that_began_at_zero_are_no_outliers(power, count):
+    """A steady drift from zero moves by 1/n of its size in step n, a random walk by a root of it."""
+    factors = 55 * (np.arange(1, 41) / 40) ** power
+    assert len(found(with_largest(factors), "update_ratio_outlier")) == count
+
+
+@pytest.mark.parametrize(("spread", "count"), [(500, 0), (2000, 1)])
+def test_a_parameter_that_moves_far_less_than_the_others(spread, count):
+    run = with_largest(5.0) | {"monitor/update_ratio_min": runs.weights(spread=spread)["monitor/update_ratio_min"]}
+    findings = found(run, "update_ratio_outlier")
+    assert [finding.severity for finding in findings] == ["warning"] * count
+    assert all("2000 times less for its size" in finding.text for finding in findings)
+
+
+def with_vanishing(counts, known=8):
+    run = runs.weights(len(counts)) | {"monitor/vanishing_count": runs.series(counts, 5)}
+    return run | {f"monitor/topk_grad/{name}": runs.series(np.ones(len(counts)), 5) for name in range(known)}
+
+
+@pytest.mark.parametrize(
+    ("begin", "end", "known", "severity"),
+    [
+        (1, 1, 0, "note"),  # a convolution's bias before a BatchNorm
+        (2, 2, 0, "note"),
+        (3, 3, 0, "warning"),
+        (8, 8, 24, "note"),
+        (9, 9, 24, "warning"),
+        (0, 1, 24, "warning"),
+        (1, 2, 24, "warning"),  # it grows
+        (2, 1, 24, "note"),
+    ],
+)
+def test_few_gradients_that_vanish_from_the_beginning_are_a_note(begin, end, known, severity):
+    run = with_vanishing([0] + [begin] * 19 + [end] * 20, known)
+    finding = only(run, "vanishing_gradients")
+    assert finding.severity == severity
+    assert ("from the beginning, while the rest learn" in finding.text) is (severity == "note")
+
+
+def test_one_parameter_is_one():
+    frozen = np.zeros(40)
+    frozen[10] = 1
+    assert "Up to 1 parameter stood still in iteration 55" in only(runs.weights(frozen=frozen), "frozen_for_a_while").text
+    finding = only(with_vanishing([0] * 30 + [1] * 10), "vanishing_gradients")
+    assert "1 parameter with a gradient norm below" in finding.text
 
 
 @pytest.mark.parametrize(("share", "count"), [(0.4, 0), (0.6, 1)])
@@ -341,7 +398,7 @@ def test_dead_units(dead, severity):
     run = {"activation/blocks.0.mlp.1/dead_fraction": runs.series(values, 5)}
     findings = found(run, "dead_units")
     assert [finding.severity for finding in findings] == [severity] * (severity is not None)
-    assert all(f"blocks.0.mlp.1 {100 * dead:.0f} %" in finding.text for finding in findings)
+    assert all(f"module blocks.0.mlp.1: {100 * dead:.0f} %" in finding.text for finding in findings)
 
 
 def test_since_when_half_of_the_units_are_dead():
@@ -351,7 +408,7 @@ def test_since_when_half_of_the_units_are_dead():
         "t/activation/b/dead_fraction": runs.series([0.9] * 40),
     }
     text = only(run, "dead_units").text
-    assert "b 90 % from the beginning and a 80 % (half of them since iteration 105)" in text
+    assert "module b: 90 % from the beginning and module a: 80 % (half of them since iteration 105)" in text
     assert "(t/activation/" in text
 
 
