@@ -9,7 +9,7 @@ import numpy as np
 from ignite_monitor.report import limits
 from ignite_monitor.report.families import Group
 from ignite_monitor.report.finding import Finding, steps
-from ignite_monitor.report.series import Array, Series, iterations, number, times
+from ignite_monitor.report.series import Array, Series, iterations, listed, number, times
 
 
 def gradient_findings(group: Group, weights: Sequence[Group]) -> Iterator[Finding]:
@@ -31,6 +31,7 @@ def gradient_findings(group: Group, weights: Sequence[Group]) -> Iterator[Findin
     if len(finite) or unseen > 0:
         yield _spikes(group, norm, finite, max(0, unseen), weights)
     yield from _new_levels(group, spike, bad)
+    yield from _gaps(group, norm)
 
 
 def _nonfinite(group: Group, norm: Series, at: Array) -> Iterator[Finding]:
@@ -154,6 +155,25 @@ def _new_levels(group: Group, spike: Series, bad: Array) -> Iterator[Finding]:
             (group.name("spike"),),
             steps(begins),
         )
+
+
+def _gaps(group: Group, norm: Series) -> Iterator[Finding]:
+    """Where norms are missing that were otherwise written at even distances."""
+    distances = np.diff(norm.steps)
+    usual = np.median(distances) if len(distances) else 0
+    places = np.flatnonzero(distances > usual)
+    if not len(places) or np.mean(distances != usual) > limits.GAPS:
+        return
+    named = [f"{int(norm.steps[place])} and {int(norm.steps[place + 1])}" for place in places]
+    yield Finding(
+        "gap",
+        "note",
+        f"Nothing is in the file between iterations {listed(named)} ({group.name('norm')}): a run that was killed and "
+        "resumed, perhaps.",
+        (group.name("norm"),),
+        steps(norm.steps[places]),
+        {"count": len(places)},
+    )
 
 
 def _skipped(group: Group, count: int) -> str:

@@ -17,6 +17,10 @@ SMALL_EXCESS_RATE = 0.1
 """How often at most: twice what a healthy run of 300 iterations has whose norm rises. Of a run whose steps are skipped, a
 tenth is too much to lose, be the norms large or not."""
 
+GAPS = 0.05
+"""What share of the distances between norms may differ from the usual one for the others to be gaps: a run is resumed a
+few times, and one that measures at odd iterations has no usual distance."""
+
 SPIKES_IN_A_ROW = 10
 """GradMonitor's default of ``max_consecutive_spikes``: that many in a row are a new level and no outlier."""
 

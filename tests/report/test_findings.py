@@ -371,7 +371,9 @@ def test_few_gradients_that_vanish_from_the_beginning_are_a_note(begin, end, kno
 def test_one_parameter_is_one():
     frozen = np.zeros(40)
     frozen[10] = 1
-    assert "Up to 1 parameter stood still in iteration 55" in only(runs.weights(frozen=frozen), "frozen_for_a_while").text
+    assert (
+        "Up to 1 parameter stood still in iteration 55" in only(runs.weights(frozen=frozen), "frozen_for_a_while").text
+    )
     finding = only(with_vanishing([0] * 30 + [1] * 10), "vanishing_gradients")
     assert "1 parameter with a gradient norm below" in finding.text
 
@@ -386,6 +388,27 @@ def test_gradients_beyond_the_thresholds_to_the_end(what, share, count):
     findings = found(run, f"{what}_gradients")
     assert len(findings) == count
     assert all("4 parameters with a gradient norm" in finding.text for finding in findings)
+
+
+# Gaps
+
+
+@pytest.mark.parametrize("every", [1, 10])
+def test_a_gap_in_the_norms_is_told(every):
+    run = runs.grad(runs.calm_norms(), every=every)
+    steps = run["grad/norm"][0]
+    kept = (steps <= 99 * every) | (steps > 101 * every)
+    gone = {name: (steps[kept], values[kept]) for name, (_, values) in run.items()}
+    finding = only(gone, "gap")
+    assert finding.severity == "note"
+    assert f"between iterations {99 * every} and {102 * every}" in finding.text
+    assert found(run, "gap") == []
+
+
+def test_norms_at_odd_iterations_have_no_gaps():
+    run = runs.grad(runs.calm_norms(200))
+    steps = np.cumsum(np.random.default_rng(0).integers(1, 5, 200))
+    assert found({name: (steps, values) for name, (_, values) in run.items()}, "gap") == []
 
 
 # Activations and attention
@@ -511,8 +534,12 @@ def test_a_loss_that_is_inf_once():
     assert (finding.severity, finding.iterations) == ("warning", (61,))
 
 
-def test_a_metric_that_never_had_a_value_is_no_loss():
-    assert found({"val/f1": runs.series([math.nan] * 5)}) == []
+def test_a_metric_that_never_had_a_value_is_worth_a_note():
+    finding = only({"val/f1": runs.series([math.nan] * 5)}, "nonfinite_metric")
+    assert finding.severity == "note"
+    assert "val/f1 is NaN from iteration 1 to the end (5 of 5 values)" in finding.text
+    assert only({"val/loss": runs.series([math.nan] * 5)}, "nonfinite_metric").severity == "problem"
+    assert only({"val/f1": runs.series([0.5] + [math.nan] * 5)}, "nonfinite_metric").severity == "warning"
 
 
 @pytest.mark.parametrize(
