@@ -10,12 +10,12 @@ SPIKE_RATE = 0.01
 """What share of iterations with norms just above the threshold is still noise: twice the rules' own false alarms."""
 
 SMALL_EXCESS = 1.5
-"""How far above its threshold a norm may be to be no spike, however often it happens. While norms rise, and while a rule
-that goes by mean and deviation has seen few of them, healthy ones exceed it by up to 1.4."""
+"""How far above its threshold a norm may be to be no spike, however often it happens. While norms rise, and while a
+rule that goes by mean and deviation has seen few of them, healthy ones exceed it by up to 1.4."""
 
 SMALL_EXCESS_RATE = 0.1
-"""How often at most: twice what a healthy run of 300 iterations has whose norm rises. Of a run whose steps are skipped, a
-tenth is too much to lose, be the norms large or not."""
+"""How often at most: twice what a healthy run of 300 iterations has whose norm rises. Of a run whose steps are skipped,
+a tenth is too much to lose, be the norms large or not."""
 
 GAPS = 0.05
 """What share of the distances between norms may differ from the usual one for the others to be gaps: a run is resumed a
@@ -48,8 +48,8 @@ SMALL_UPDATE = 1e-6
 """A median update ratio that is too small: a thousandth of what is usual, 1e5 steps for a change of a tenth."""
 
 UPDATE_SPREAD = 15.0
-"""How many times the median ratio the largest is far above it, where it does not fall. Those of healthy runs settle at 2
-to 10; a layer trained with 100 times the learning rate of the others stays at 14 to 30."""
+"""How many times the median ratio the largest is far above it, where it does not fall. Those of healthy runs settle at
+2 to 10; a layer trained with 100 times the learning rate of the others stays at 14 to 30."""
 
 NOTED_SPREAD = 12.0
 """From where on it is worth a note."""

@@ -141,8 +141,7 @@ def _console(target: TextIO, terminal: bool) -> Console:
 
     if not terminal:
         return Console(file=target, width=100_000, color_system=None, force_terminal=False, legacy_windows=False)
-    out = Console(file=target, force_terminal=True)
-    return out
+    return Console(file=target, force_terminal=True)
 
 
 def _verdict(summary: Summary) -> RenderableType:
