@@ -267,7 +267,8 @@ def _plot(chosen: argparse.Namespace) -> None:
         raise BadInput(f"none of the {len(run)} metrics in {chosen.run} matches {chosen.metrics!r}")
     with _one_line(str(output)):
         draw(shown, output, title=Path(chosen.run).name, log=chosen.log)
-    print(f"{output}: {len(shown.panels)} panels")
+    count = len(shown.panels)
+    print(f"{output}: {count} panel{'s' * (count != 1)}")
 
 
 def _compare(chosen: argparse.Namespace) -> None:

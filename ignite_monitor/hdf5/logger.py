@@ -146,6 +146,7 @@ class HDF5Logger(BaseLogger):
                 self._attempt(self._writer.add, step, tag, names, numbers, self._clock.place(engine))
                 if self._clock.is_time():
                     self.flush()
+        self._tell_of_gap()
 
     @property
     def is_writing(self) -> bool:
@@ -183,6 +184,14 @@ class HDF5Logger(BaseLogger):
             self._leave()
             if writer is not None:
                 writer.abandon()
+
+    def _tell_of_gap(self) -> None:
+        if self._writer is not None and (gap := self._writer.gap) is not None:
+            self.warn_once(
+                "gap",
+                f"{self.path} ends at iteration {gap.end}, and the run is resumed after iteration {gap.start}: what is "
+                "between them is lost. Call flush() before each checkpoint is saved.",
+            )
 
     def _follow(self, engine: Engine) -> None:
         if engine not in self._engines and self._writer is not None:

@@ -56,6 +56,15 @@ class EarlierRun(NamedTuple):
     nested: bool
     ids: NDArray[np.int32]
     last_step: int
+    last_iteration: int
+    distance: int | None  # the largest between iterations that it wrote
+
+
+class Gap(NamedTuple):
+    """Iterations that are in neither run: the earlier ones end at one, and the new one begins after another."""
+
+    end: int
+    start: int
 
 
 class EarlierRuns:
@@ -64,9 +73,13 @@ class EarlierRuns:
     Args:
         rows: its rows.
         ids: the numbers of names that they refer to.
+
+    Attributes:
+        gap: what is in neither the earlier runs nor the one that continues them; None if nothing is known to be.
     """
 
     def __init__(self, rows: NDArray[Any], ids: NDArray[np.int32]) -> None:
+        self.gap: Gap | None = None
         self._runs = []
         self._compared: set[tuple[int, bool, int]] = set()
         self._continued: set[tuple[int, int]] = set()
@@ -75,7 +88,10 @@ class EarlierRuns:
             own = rows[which == number]
             lists = np.unique(own[["ids", "count"]]).tolist()
             used = np.unique(np.concatenate([ids[first : first + count] for first, count in lists]))
-            self._runs.append(EarlierRun(run, bool(nested), used, int(own["step"].max())))
+            iterations = np.unique(own["iteration"])
+            distance = int(np.diff(iterations).max()) if len(iterations) > 1 else None
+            last = int(own["step"].max()), int(iterations[-1])
+            self._runs.append(EarlierRun(run, bool(nested), used, *last, distance))
 
     def taken_back(self, place: Place, step: int, ids: NDArray[np.int32], list_number: int) -> list[TakenBack]:
         """What a new row takes the place of.
@@ -110,4 +126,9 @@ class EarlierRuns:
             and np.isin(ids, earlier.ids).any()
         ]
         self._continued |= {(place.run, run) for run in runs}
+        own = [each for each in self._runs if (place.run, each.run) in self._continued and not each.nested]
+        if own:
+            last = max(own, key=lambda each: each.last_iteration)
+            is_gap = last.distance is not None and place.start - last.last_iteration >= last.distance
+            self.gap = Gap(last.last_iteration, place.start) if is_gap else None
         return runs

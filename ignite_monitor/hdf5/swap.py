@@ -13,6 +13,7 @@ file; :func:`~ignite_monitor.read_hdf5` tries again.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -116,11 +117,17 @@ class SwappedFile:
         """
         with self._shadow.open("r+b") as file:
             needed = (1 << 17) + sum(room_for(name, len(elements)) for name, _, elements in patch)
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(file.fileno(), file.seek(0, os.SEEK_END), needed)
-            else:
-                file.seek(0, os.SEEK_END)
-                file.write(bytes(needed))
+            try:
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(file.fileno(), file.seek(0, os.SEEK_END), needed)
+                else:
+                    file.seek(0, os.SEEK_END)
+                    file.write(bytes(needed))
+            except OSError as error:
+                words = f"{error.strerror}: a write may need {_kilobytes(needed)} of room"
+                if error.errno == errno.ENOSPC:
+                    words += f", and {_kilobytes(shutil.disk_usage(self.path.parent).free)} are free"
+                raise OSError(error.errno, words) from error
         try:
             opened = import_h5py().File(self._shadow, "r+", libver=("v110", "v110"), locking=locking)
         except OSError:
@@ -163,6 +170,10 @@ class SwappedFile:
         for path in (self._shadow, self._spare):
             with contextlib.suppress(OSError):
                 path.unlink()
+
+
+def _kilobytes(size: int) -> str:
+    return f"{size / 1000:,.0f} kB"
 
 
 def _identity(path: Path) -> tuple[int, int, int]:

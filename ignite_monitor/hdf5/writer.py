@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ignite_monitor.hdf5.layout import COLUMNS, EXACT, ROW, opened, read_names, read_rows
-from ignite_monitor.hdf5.runs import EarlierRuns, Place, TakenBack
+from ignite_monitor.hdf5.runs import EarlierRuns, Gap, Place, TakenBack
 from ignite_monitor.hdf5.swap import Patch, SwappedFile
 from ignite_monitor.hdf5.values import Numbers, needs_float64
 
@@ -85,6 +85,11 @@ class Writer:
     def is_own(self) -> bool:
         """Whether it was made by this process, and not before it was forked off."""
         return os.getpid() == self._process
+
+    @property
+    def gap(self) -> Gap | None:
+        """What is in neither the earlier runs nor the one that continues them."""
+        return self._earlier.gap if self._earlier is not None else None
 
     @property
     def waits(self) -> bool:

@@ -101,7 +101,7 @@ def _dead(group: Group) -> Iterator[Finding]:
     if not dead:
         return
     worst = sorted(dead, key=lambda module: -dead[module])
-    named = [f"{printable(module)} {100 * dead[module]:.0f} %{_grown(group, module)}" for module in worst]
+    named = [f"module {printable(module)}: {100 * dead[module]:.0f} %{_grown(group, module)}" for module in worst]
     yield Finding(
         "dead_units",
         "problem" if dead[worst[0]] >= limits.MOSTLY_DEAD_FRACTION else "warning",

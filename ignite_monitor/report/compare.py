@@ -12,7 +12,7 @@ import numpy as np
 from ignite_monitor.report.curves import direction
 from ignite_monitor.report.families import groups
 from ignite_monitor.report.finding import Finding
-from ignite_monitor.report.findings import find
+from ignite_monitor.report.findings import find, looked_at
 from ignite_monitor.report.series import Series, natural
 from ignite_monitor.report.summary import VERSION, findings_json, plain
 
@@ -58,6 +58,7 @@ class Comparison:
         last: their last iterations.
         until: up to which iteration they were compared, the last that both have.
         findings: what happened in each.
+        judged: whether there was a monitor's metric in each, to judge it by.
         differences: of the metrics that are in both; what differs most comes first, the user's own before the rest.
         only: the names of the metrics that only the one has, and only the other.
     """
@@ -66,6 +67,7 @@ class Comparison:
     last: tuple[int, int]
     until: int
     findings: tuple[list[Finding], list[Finding]]
+    judged: tuple[bool, bool]
     differences: list[Difference]
     only: tuple[list[str], list[str]]
 
@@ -84,7 +86,8 @@ def compare(files: tuple[str, str], runs: tuple[Mapping[str, Series], Mapping[st
     differences = [_difference(name, first[name], second[name], name in own) for name in both]
     differences.sort(key=lambda each: (not each.matters, not each.own, -_size(each), natural(each.name)))
     only = ([name for name in first if name not in second], [name for name in second if name not in first])
-    return Comparison(files, last, min(last), (find(first), find(second)), differences, only)
+    judged = bool(looked_at(first)), bool(looked_at(second))
+    return Comparison(files, last, min(last), (find(first), find(second)), judged, differences, only)
 
 
 def as_json(comparison: Comparison) -> dict[str, Any]:

@@ -46,8 +46,9 @@ def curve_findings(group: Group) -> Iterator[Finding]:
 
 def _nonfinite(name: str, series: Series) -> Iterator[Finding]:
     bad = series.where(~np.isfinite(series.values))
-    if not len(bad) or (len(bad) == len(series.steps) and direction(name) >= 0):
+    if not len(bad):
         return
+    is_loss, never = direction(name) < 0, len(bad) == len(series.steps)
     stays = not np.isfinite(series.values[-1])
     good = series.finite.steps
     since = int(bad[bad > good[-1]][0]) if stays and len(good) else int(bad[0])
@@ -55,7 +56,7 @@ def _nonfinite(name: str, series: Series) -> Iterator[Finding]:
     kind = "NaN" if np.isnan(series.values[~np.isfinite(series.values)]).all() else "inf or NaN"
     yield Finding(
         "nonfinite_metric",
-        "problem" if stays and direction(name) < 0 else "warning",
+        "problem" if stays and is_loss else "note" if never else "warning",
         f"{printable(name)} is {kind} {where} ({len(bad)} of {len(series.steps)} values).",
         (name,),
         steps(bad),

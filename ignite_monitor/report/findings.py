@@ -33,6 +33,7 @@ ORDER = (
     "vanishing_gradients",
     "spectral_growth",
     "frozen_for_a_while",
+    "gap",
     "input_drift",
 )
 """The kinds of findings, what matters most first."""

@@ -9,7 +9,7 @@ import numpy as np
 from ignite_monitor.report import limits
 from ignite_monitor.report.families import Group
 from ignite_monitor.report.finding import Finding, steps
-from ignite_monitor.report.series import Array, Series, iterations, number, times
+from ignite_monitor.report.series import Array, Series, iterations, listed, number, times
 
 
 def gradient_findings(group: Group, weights: Sequence[Group]) -> Iterator[Finding]:
@@ -31,6 +31,7 @@ def gradient_findings(group: Group, weights: Sequence[Group]) -> Iterator[Findin
     if len(finite) or unseen > 0:
         yield _spikes(group, norm, finite, max(0, unseen), weights)
     yield from _new_levels(group, spike, bad)
+    yield from _gaps(group, norm)
 
 
 def _nonfinite(group: Group, norm: Series, at: Array) -> Iterator[Finding]:
@@ -77,10 +78,12 @@ def _spikes(group: Group, norm: Series, at: Array, unseen: int, weights: Sequenc
     worst = int(np.nanargmax(factors)) if np.isfinite(factors).any() else None
     factor = float(factors[worst]) if worst is not None else float("nan")
     rate = (len(at) + unseen) / max(1, len(norm.steps))
-    noise = factor < limits.SPIKE_FACTOR and rate <= limits.SPIKE_RATE and not unseen
-    after = _aftermath(norm, at, factors)
+    few = factor < limits.SPIKE_FACTOR and rate <= limits.SPIKE_RATE and not unseen
+    small = factor < limits.SMALL_EXCESS and rate <= limits.SMALL_EXCESS_RATE and not unseen
+    made, left_out = _steps_made(weights, at)
+    after = _aftermath(norm, at, factors, _skipped_at(group, at) | np.isin(at, left_out))
     values = {"count": len(at) + unseen, "worst_factor": factor, "aftermath_factor": after}
-    severity = "problem" if after > limits.AFTERMATH_FACTOR else "note" if noise else "warning"
+    severity = "problem" if after > limits.AFTERMATH_FACTOR else "note" if few or small else "warning"
     text = _count(len(at) + unseen, "gradient spike") + f" ({group.name('norm')})"
     text += f": {iterations(at)}" if len(at) else ""
     text += f"; {unseen} of them in iterations that are not in the file" if unseen and len(at) else ""
@@ -88,28 +91,53 @@ def _spikes(group: Group, norm: Series, at: Array, unseen: int, weights: Sequenc
     text += "."
     if worst is not None:
         which = f"The largest, in iteration {int(at[worst])}," if len(at) > 1 else "It"
-        text += f" {which} was {number(float(norms[worst]))}, {times(factor)} its threshold of "
+        text += f" {which} was {number(float(norms[worst]))}, {_above(factor)} its threshold of "
         text += f"{number(float(thresholds[worst]))}."
         values |= {"worst_norm": float(norms[worst]), "worst_threshold": float(thresholds[worst])}
-    text += " So few, so near the threshold, are noise." if noise and severity == "note" else ""
-    text += " " + (_skipped(group, len(at) + unseen) or _stepped(weights, at))
+    if severity == "note":
+        text += (
+            " So few, so near the threshold, are noise."
+            if few
+            else " So near the threshold, they are hardly spikes: with threshold=RobustThreshold() there may be fewer."
+        )
+    text += " " + (_skipped(group, len(at) + unseen) or _stepped(made, left_out, at))
     if severity == "problem":
         text += f" Afterwards the norm stayed {times(after)} as large as before: it has done damage."
     return Finding("spikes", severity, text.strip(), (group.name("spike"), group.name("norm")), steps(at), values)
 
 
-def _aftermath(norm: Series, at: Array, factors: Array) -> float:
-    """The largest ratio of the norms after a spike to those before it."""
+def _above(factor: float) -> str:
+    return "just above" if factor < 1.05 else times(factor)
+
+
+def _aftermath(norm: Series, at: Array, factors: Array, skipped: Array) -> float:
+    """The largest ratio of the norms after a spike to those before it, of spikes whose step was made.
+
+    A norm that is back soon, or at the end, has not stayed: both the norms right after and all that follow count.
+    """
     finite = norm.finite
     calm = Series(*(part[~np.isin(finite.steps, at)] for part in finite))
-    ratios = [0.0]
-    for spike, factor in zip(at, factors, strict=True):
+    ratios, least = [0.0], limits.AFTERMATH_WINDOW // 2
+    for spike in at[(factors >= limits.SPIKE_FACTOR) & ~skipped]:
         before = calm.values[calm.steps < spike][-limits.AFTERMATH_WINDOW :]
-        later = finite.values[finite.steps > spike]
-        after = later[: limits.AFTERMATH_WINDOW]
-        if factor >= limits.SPIKE_FACTOR and min(len(before), len(after)) >= limits.AFTERMATH_WINDOW // 2:
-            ratios.append(float(np.median(after) / max(np.median(before), np.finfo(float).tiny)))
+        after = calm.values[calm.steps > spike]
+        if len(after) < least:  # it spikes to the end
+            after = finite.values[finite.steps > spike]
+        if min(len(before), len(after)) >= least:
+            stayed = min(np.median(after[: limits.AFTERMATH_WINDOW]), np.median(after))
+            ratios.append(float(stayed / max(np.median(before), np.finfo(float).tiny)))
     return max(ratios)
+
+
+def _skipped_at(group: Group, at: Array) -> Array:
+    """Of which spikes the handler is known to have skipped the step."""
+    skips, spikes = group.get("skipped_count"), group.get("spike_count")
+    if skips is None or spikes is None:
+        return np.zeros(len(at), bool)
+    if skips.last >= spikes.last:
+        return np.ones(len(at), bool)
+    rises = [Series(each.steps, np.diff(each.values, prepend=0.0)).at(at) for each in (skips, spikes)]
+    return np.asarray((rises[0] >= rises[1]) & (rises[0] > 0))
 
 
 def _new_levels(group: Group, spike: Series, bad: Array) -> Iterator[Finding]:
@@ -129,6 +157,25 @@ def _new_levels(group: Group, spike: Series, bad: Array) -> Iterator[Finding]:
         )
 
 
+def _gaps(group: Group, norm: Series) -> Iterator[Finding]:
+    """Where norms are missing that were otherwise written at even distances."""
+    distances = np.diff(norm.steps)
+    usual = np.median(distances) if len(distances) else 0
+    places = np.flatnonzero(distances > usual)
+    if not len(places) or np.mean(distances != usual) > limits.GAPS:
+        return
+    named = [f"{int(norm.steps[place])} and {int(norm.steps[place + 1])}" for place in places]
+    yield Finding(
+        "gap",
+        "note",
+        f"Nothing is in the file between iterations {listed(named)} ({group.name('norm')}): a run that was killed and "
+        "resumed, perhaps.",
+        (group.name("norm"),),
+        steps(norm.steps[places]),
+        {"count": len(places)},
+    )
+
+
 def _skipped(group: Group, count: int) -> str:
     skipped = _total(group, "skipped_count")
     if not skipped:
@@ -139,19 +186,27 @@ def _skipped(group: Group, count: int) -> str:
     return f"The handler skipped {told}."
 
 
-def _stepped(weights: Sequence[Group], at: Array) -> str:
-    """Whether the optimizer made its step there, as far as the weights tell."""
-    made, left_out = [], []
+def _steps_made(weights: Sequence[Group], at: Array) -> tuple[Array, Array]:
+    """Where the optimizer made its step, and where it did not, as far as the weights tell."""
+    made, left_out = np.zeros(len(at), bool), np.zeros(len(at), bool)
     for group in weights:
         moved, seen = group.get("update_ratio_max"), group.get("grad_median")
         if seen is None:
             continue
         ratios = moved.at(at) if moved is not None else np.full(len(at), np.nan)
         watched = np.isin(at, seen.steps)
-        made += at[watched & (ratios > 0)].tolist()
-        left_out += at[watched & ~(ratios > 0)].tolist()
-    told = [f"The step was made all the same in {iterations(sorted(set(made)))}."] * bool(made)
-    told += [f"The step was left out in {iterations(sorted(set(left_out)))}."] * bool(left_out)
+        made |= watched & (ratios > 0)
+        left_out |= watched & ~(ratios > 0)
+    return at[made], at[left_out & ~made]
+
+
+def _stepped(made: Array, left_out: Array, at: Array) -> str:
+    """Whether the optimizer made its step there."""
+    told = [f"The step was made all the same in {iterations(made)}."] * bool(len(made))
+    told += [f"The step was left out in {iterations(left_out)}."] * bool(len(left_out))
+    unknown = np.setdiff1d(at, [*made, *left_out])
+    if told and len(unknown):
+        told += [f"In {iterations(unknown)} nobody watched the weights, so it is not known."]
     return " ".join(told) or "The handler skipped no step (a train step that looks at the flag may have)."
 
 

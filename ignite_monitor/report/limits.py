@@ -9,6 +9,18 @@ runs, nearly all within a factor of 2; damaged batches are mostly beyond it."""
 SPIKE_RATE = 0.01
 """What share of iterations with norms just above the threshold is still noise: twice the rules' own false alarms."""
 
+SMALL_EXCESS = 1.5
+"""How far above its threshold a norm may be to be no spike, however often it happens. While norms rise, and while a
+rule that goes by mean and deviation has seen few of them, healthy ones exceed it by up to 1.4."""
+
+SMALL_EXCESS_RATE = 0.1
+"""How often at most: twice what a healthy run of 300 iterations has whose norm rises. Of a run whose steps are skipped,
+a tenth is too much to lose, be the norms large or not."""
+
+GAPS = 0.05
+"""What share of the distances between norms may differ from the usual one for the others to be gaps: a run is resumed a
+few times, and one that measures at odd iterations has no usual distance."""
+
 SPIKES_IN_A_ROW = 10
 """GradMonitor's default of ``max_consecutive_spikes``: that many in a row are a new level and no outlier."""
 
@@ -35,9 +47,26 @@ LARGE_UPDATE = 0.1
 SMALL_UPDATE = 1e-6
 """A median update ratio that is too small: a thousandth of what is usual, 1e5 steps for a change of a tenth."""
 
-UPDATE_SPREAD = 1e3
-"""How many times the median ratio is far from it. Parameters that begin at zero, biases and norms, reach 100 times the
-median of a healthy run."""
+UPDATE_SPREAD = 15.0
+"""How many times the median ratio the largest is far above it, where it does not fall. Those of healthy runs settle at
+2 to 10; a layer trained with 100 times the learning rate of the others stays at 14 to 30."""
+
+NOTED_SPREAD = 12.0
+"""From where on it is worth a note."""
+
+LASTING_SHARE = 0.8
+"""What share of the second quarter's factor the last quarter's has to be for it not to fall. Parameters that begin at
+zero, biases and norms, begin far above the median, and come down by 0.7 or more from the one to the other as they grow;
+a learning rate that is too large stays so."""
+
+SLOW_SPREAD = 1e3
+"""How many times the median ratio is above the smallest for that to be far: norms' weights of 1 are 30 times slower."""
+
+FEW_VANISHING = 2
+"""How many gradients that vanish from the beginning on are few in any model."""
+
+VANISHING_SHARE = 1 / 3
+"""What share of the parameters known by name are few: of a convolution with BatchNorm and biases a quarter vanishes."""
 
 DEAD_FRACTION = 0.5
 """A layer with half of its units dead over the whole batch has lost half of its width; healthy ReLU layers stay below

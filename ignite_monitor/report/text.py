@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TextIO
 
 from ignite_monitor.report.compare import Comparison, Difference
@@ -15,7 +16,7 @@ from ignite_monitor.report.summary import Summary
 
 try:
     from rich import box
-    from rich.console import Console, RenderableType
+    from rich.console import Console, ConsoleOptions, RenderableType
     from rich.table import Table
     from rich.text import Text
 except ModuleNotFoundError as error:
@@ -25,8 +26,8 @@ except ModuleNotFoundError as error:
 ROWS = 30
 """How many rows a table has where all are not asked for."""
 
-NARROWEST = 64
-"""A terminal narrower than that breaks lines by itself: numbers would be cut."""
+NAME = 12
+"""How wide the column of names is at least."""
 
 STYLES = {"problem": ("✗", "bold red"), "warning": ("!", "yellow"), "note": ("·", "cyan")}
 
@@ -51,7 +52,9 @@ def summary_text(summary: Summary, every: bool = False) -> list[RenderableType]:
     rows = list(summary.metrics.items())
     kept = rows if every else rows[:ROWS]
     header = ("metric", "first", "last", "min", "max", "count")
-    parts.append(_table(header, ([name, *_numbers(numbers)] for name, numbers in kept)))
+    parts.append(
+        _Rows(header, [[name, *_numbers(numbers)] for name, numbers in kept], ("count", "min", "max", "first"))
+    )
     if len(kept) < count:
         parts.append(
             Text(f"{count - len(kept)} of {count} metrics are not in the table: --all shows them.", style="dim")
@@ -89,7 +92,9 @@ def comparison_text(comparison: Comparison, every: bool = False) -> list[Rendera
         )
         findings = comparison.findings[which]
         parts += [_finding(finding) for finding in findings]
-        if not findings:
+        if not comparison.judged[which]:
+            parts.append(Text("  no monitor's metrics, so there is little to judge by", style="yellow"))
+        elif not findings:
             parts.append(Text("  nothing unusual", style="green"))
         parts.append(Text())
     unequal = comparison.last[0] != comparison.last[1]
@@ -100,7 +105,7 @@ def comparison_text(comparison: Comparison, every: bool = False) -> list[Rendera
         parts.append(Text(f"{matter} of {len(differences)} metrics that are in both differ by more than noise{until}:"))
         kept = differences if every else differences[: max(ROWS, 0)]
         header = ("metric", "A", "B", "B to A", "best A", "best B")
-        parts.append(_table(header, (_difference(each) for each in kept)))
+        parts.append(_Rows(header, [_difference(each) for each in kept], ("best A", "best B", "B to A", "A")))
         if len(kept) < len(differences):
             left = len(differences) - len(kept)
             parts.append(Text(f"{left} more metrics are not in the table: --all shows them.", style="dim"))
@@ -136,9 +141,7 @@ def _console(target: TextIO, terminal: bool) -> Console:
 
     if not terminal:
         return Console(file=target, width=100_000, color_system=None, force_terminal=False, legacy_windows=False)
-    out = Console(file=target, force_terminal=True)
-    out.width = max(out.width, NARROWEST)
-    return out
+    return Console(file=target, force_terminal=True)
 
 
 def _verdict(summary: Summary) -> RenderableType:
@@ -163,15 +166,33 @@ def _finding(finding: Finding) -> RenderableType:
     return grid
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> RenderableType:
+@dataclass(frozen=True)
+class _Rows:
+    """A table that leaves out columns where the terminal is too narrow for their numbers.
 
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), show_edge=False, pad_edge=False)
-    table.add_column(header[0], overflow="fold", min_width=12)
-    for name in header[1:]:
-        table.add_column(name, justify="right", no_wrap=name != "count")
-    for name, *cells in rows:
-        table.add_row(Text(printable(name)), *(Text(cell) for cell in cells))
-    return table
+    Attributes:
+        header: its columns, the name first.
+        rows: its cells.
+        dispensable: the columns that are left out, in this order.
+    """
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    dispensable: Sequence[str]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        widths = [max(map(len, column)) for column in zip(self.header, *self.rows, strict=True)]
+        kept = list(range(len(self.header)))
+        for name in self.dispensable:
+            if NAME + sum(widths[place] + 3 for place in kept[1:]) > options.max_width:
+                kept.remove(self.header.index(name))
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), show_edge=False, pad_edge=False)
+        table.add_column(self.header[0], overflow="fold", min_width=NAME)
+        for place in kept[1:]:
+            table.add_column(self.header[place], justify="right", no_wrap=True)
+        for row in self.rows:
+            table.add_row(Text(printable(row[0])), *(Text(row[place]) for place in kept[1:]))
+        yield table
 
 
 def _numbers(numbers: Statistics) -> list[str]:

@@ -20,20 +20,29 @@ def weight_findings(group: Group) -> Iterator[Finding]:
     """
     yield from _frozen(group)
     yield from _ratios(group)
-    what = {"vanishing_count": "below the vanishing threshold", "exploding_count": "above the exploding threshold"}
-    for metric, where in what.items():
+    for metric, where in (
+        ("vanishing_count", "below the vanishing threshold"),
+        ("exploding_count", "above the exploding threshold"),
+    ):
         series = group.get(metric)
-        if series is not None and persists(series.finite, 0.0):
-            count = round(last_quarter(series.finite).end(1.0))
-            yield Finding(
-                metric.replace("_count", "_gradients"),
-                "warning",
-                f"{max(1, count)} parameter{'s' * (count > 1)} with a gradient norm {where} "
-                f"({group.name(metric)}), to the end.",
-                (group.name(metric),),
-                steps(series.where(series.values > 0)[-1:]),
-                {"count": count},
-            )
+        if series is None or not persists(series.finite, 0.0):
+            continue
+        count = max(1, round(last_quarter(series.finite).end(1.0)))
+        built_in = metric == "vanishing_count" and _from_the_beginning(group, series.finite, count)
+        text = f"{count} parameter{'s' * (count > 1)} with a gradient norm {where} ({group.name(metric)}), "
+        text += (
+            "from the beginning, while the rest learn: so it is of a bias that a BatchNorm takes away again."
+            if built_in
+            else "to the end."
+        )
+        yield Finding(
+            metric.replace("_count", "_gradients"),
+            "note" if built_in else "warning",
+            text,
+            (group.name(metric),),
+            steps(series.where(series.values > 0)[-1:]),
+            {"count": count},
+        )
 
 
 def last_quarter(series: Series) -> Series:
@@ -57,6 +66,14 @@ def persists(series: Series, above: float) -> bool:
     return bool(len(values)) and float(np.mean(values > above)) >= limits.PERSISTENT_SHARE and values[-1] > above
 
 
+def _from_the_beginning(group: Group, counts: Series, count: int) -> bool:
+    """Whether those that vanish are few, and have been as many from the beginning."""
+    first = counts.values[: max(1, len(counts.values) // 4)]
+    known = len(group.each("topk_grad"))  # no more than there are: the largest of each iteration
+    few = count <= max(limits.FEW_VANISHING, limits.VANISHING_SHARE * known)
+    return few and float(np.mean(first > 0)) >= limits.PERSISTENT_SHARE and count <= float(np.median(first))
+
+
 def _frozen(group: Group) -> Iterator[Finding]:
     counts = group.get("frozen_count")
     counts = counts.finite if counts is not None else None
@@ -64,14 +81,15 @@ def _frozen(group: Group) -> Iterator[Finding]:
         return
     name, count = group.name("frozen_count"), int(counts.values[-1])
     if not count:
-        at = counts.where(counts.values > 0)
+        at, most = counts.where(counts.values > 0), int(counts.values.max())
         yield Finding(
             "frozen_for_a_while",
             "note",
-            f"Up to {int(counts.values.max())} parameters stood still in {iterations(at)} ({name}), and move again.",
+            f"Up to {most} parameter{'s' * (most > 1)} stood still in {iterations(at)} ({name}), and move"
+            f"{'s' * (most == 1)} again.",
             (name,),
             steps(at),
-            {"count": float(counts.values.max())},
+            {"count": float(most)},
         )
         return
     since = {}
@@ -130,19 +148,38 @@ def _ratios(group: Group) -> Iterator[Finding]:
         series = group.get(metric)
         if series is None:
             continue
-        settled = last_quarter(series.finite)
-        middle = median.at(settled.steps)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            ratios = settled.values / middle if words == "more" else middle / settled.values
-        ratios = ratios[np.isfinite(ratios) & (middle > 0) & (settled.values > 0)]
-        far = float(np.median(ratios)) if len(ratios) else 0.0
-        if far > limits.UPDATE_SPREAD:
+        larger, smaller = (series.finite, median) if words == "more" else (median, series.finite)
+        factors = _factors(larger, smaller)
+        if not len(factors.steps):
+            continue
+        far = float(np.median(last_quarter(factors).values))
+        if words == "less":
+            severity = "warning" if far > limits.SLOW_SPREAD else ""
+        elif _lasts(factors, far):
+            severity = "warning" if far >= limits.UPDATE_SPREAD else "note" if far >= limits.NOTED_SPREAD else ""
+        else:
+            severity = ""
+        if severity:
             yield Finding(
                 "update_ratio_outlier",
-                "warning",
+                severity,
                 f"One parameter moves {times(far)} {words} for its size than the median one, to the end "
                 f"({group.name(metric)}, about {number(last_quarter(series.finite).end(1.0), 3)}).",
                 (group.name(metric), name),
-                steps(settled.steps[-1:]),
+                steps(factors.steps[-1:]),
                 {"factor": far},
             )
+
+
+def _factors(larger: Series, smaller: Series) -> Series:
+    """How many times one series is above another, where both are above 0."""
+    others = smaller.at(larger.steps)
+    known = (larger.values > 0) & (others > 0)
+    return Series(larger.steps[known], larger.values[known] / others[known])
+
+
+def _lasts(factors: Series, end: float) -> bool:
+    """Whether the factors have not come down to their end from where they were in the second quarter."""
+    count = len(factors.values)
+    second = factors.values[count // 4 : count // 2]
+    return len(second) > 0 and end >= limits.LASTING_SHARE * float(np.median(second))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from ignite.engine import Events
@@ -233,3 +235,35 @@ def test_from_a_checkpoint_with_a_monitor(tmp_path):
     whole, parts = as_lists(tmp_path / "whole.h5"), as_lists(tmp_path / "parts.h5")
     assert set(whole["grad/norm"][0]) == set(range(1, 91))
     assert whole == parts
+
+
+# Gaps
+
+
+@pytest.mark.parametrize(
+    ("every", "end", "start", "gap"),
+    [
+        (1, 100, 100, False),
+        (1, 100, 60, False),
+        (1, 100, 101, True),
+        (1, 100, 122, True),
+        (20, 100, 119, False),  # the next would have been written in iteration 120
+        (20, 100, 120, True),
+    ],
+)
+def test_a_gap_between_two_runs_is_told_once(path, every, end, start, gap):
+    run(path, end, every=every)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(path, start + 60, "a", start=start, every=every)
+    told = [str(each.message) for each in caught]
+    assert len(told) == gap
+    assert all(f"ends at iteration {end}, and the run is resumed after iteration {start}:" in each for each in told)
+
+
+def test_a_gap_that_was_there_before_hides_no_other(path):
+    run(path, 50)
+    with pytest.warns(UserWarning, match="ends at iteration 50, and the run is resumed after iteration 90"):
+        run(path, 100, "a", start=90)
+    with pytest.warns(UserWarning, match="ends at iteration 100, and the run is resumed after iteration 105"):
+        run(path, 110, "a", start=105)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import importlib
 import logging
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -226,7 +228,7 @@ def test_a_disk_that_is_full(path, caplog, limit):
     with contextlib.ExitStack() as limits:
         train_with(path, lambda: limits.enter_context(file_size(limit)), 101)
     if limit < 2_000_000:
-        assert "File too large" in warned_once(caplog, path)
+        assert re.search(r"File too large: a write may need \d+ kB of room$", warned_once(caplog, path))
         assert as_lists(path)["train/loss"][0] == list(range(1, 100))
     else:
         assert as_lists(path)["train/loss"][0] == list(range(1, 301))
@@ -249,6 +251,17 @@ def test_a_small_disk_is_full_at_some_time(tmp_path, size):
         assert [each.name for each in tmp_path.iterdir()] in ([], ["run.h5"])
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_a_full_disk_is_told_with_what_was_needed_and_free(path, caplog, monkeypatch):
+    def is_full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    free = shutil.disk_usage(path.parent)._replace(free=393_216)
+    monkeypatch.setattr("ignite_monitor.hdf5.swap.shutil.disk_usage", lambda _: free)
+    train_with(path, lambda: monkeypatch.setattr("ignite_monitor.hdf5.swap.os.posix_fallocate", is_full), 101)
+    told = warned_once(caplog, path)
+    assert re.search(r"No space left on device: a write may need \d+ kB of room, and 393 kB are free$", told)
 
 
 def fill(path):

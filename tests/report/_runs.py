@@ -42,7 +42,7 @@ def with_spike(at, size=60.0, count=200):
     return norms
 
 
-def weights(count=40, every=5, frozen=0, median=1e-3, spread=30.0, root="monitor"):
+def weights(count=40, every=5, frozen=0, median=1e-3, spread=10.0, root="monitor"):
     """What WeightUpdateHandler writes; ``frozen`` is frozen_count, a number or one for every iteration."""
     factors = {"median": 1.0, "p95": spread / 3, "max": spread, "min": 1 / spread}
     ratios = np.broadcast_to(median, (count,)) * np.exp(0.1 * noise(count))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 
@@ -11,6 +12,7 @@ import pytest
 from ignite_monitor.report.compare import as_json, compare
 from ignite_monitor.report.curves import direction
 from ignite_monitor.report.series import tidy
+from ignite_monitor.report.text import comparison_text, show
 from tests.report import _runs as runs
 
 
@@ -80,7 +82,15 @@ def test_metrics_of_one_run_and_spikes_of_each():
     assert comparison.only[1] == ["only/b"]
     assert [finding.kind for finding in comparison.findings[0]] == ["spikes"]
     assert comparison.findings[1] == []
+    assert comparison.judged == (True, False)
     assert comparison.differences == []
+
+
+def test_a_run_that_can_not_be_judged_is_not_called_usual():
+    stream = io.StringIO()
+    show(comparison_text(compared(runs.grad(runs.calm_norms()), {"lr": runs.series([1.0])})), stream)
+    text = stream.getvalue()
+    assert text.index("nothing unusual") < text.index("B b.h5") < text.index("no monitor's metrics")
 
 
 def test_runs_whose_steps_do_not_meet():
