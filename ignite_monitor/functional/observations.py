@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ignite_monitor.functional._devices import upload
+from ignite_monitor.functional.stacks import Stacks
 from ignite_monitor.functional.statistics import statistics, sum_up, unit_dimension
 
-# Tensors of at most so many elements are copied, and their sums taken with those of others, until the copies take up
-# so many bytes: an operation on a small tensor takes longer than the arithmetic in it.
+# Tensors of at most so many elements are copied, and their sums taken with those of others: an operation on a small
+# tensor takes longer than the arithmetic in it.
 _SMALL = 2**16
-_HELD = 2**20
 
 # How many units are kept apart, of names in another order each time, before they are merged.
 _UNITS = 2**20
@@ -36,15 +36,14 @@ class Table(NamedTuple):
 
     def statistics(self) -> Tensor:
         """The statistics, of shape (names, 6), NaN where there is none."""
+        parts = [_of_units(units, largest, self.sums.dtype) for units, (_, largest) in self.units.items()]
+        if [name for names, _ in self.units.values() for name in names] == self.names:
+            return statistics(self.sums, *torch.cat(parts, 1))
         found = torch.zeros(3, len(self.names), dtype=self.sums.dtype, device=self.sums.device)
-        for units, (names, largest) in self.units.items():
-            dead = (largest == 0).sum(1) if units else torch.zeros_like(largest[:, 0])
-            own = [largest.amax(1).to(found), dead.to(found), torch.full_like(found[0, : len(names)], units)]
-            if len(self.units) == 1 and names == self.names:
-                return statistics(self.sums, *own)
+        for (names, _), own in zip(self.units.values(), parts, strict=True):
             places = _places(names, self.names, found.device)
             found[0, places] = torch.maximum(found[0, places], own[0])
-            found[1:, places] += torch.stack(own[1:])
+            found[1:, places] += own[1:]
         return statistics(self.sums, *found)
 
 
@@ -57,8 +56,13 @@ class Observations:
 
     def __init__(self, with_units: bool = True) -> None:
         self._with_units = with_units
-        self._waiting: dict[Any, tuple[list[str], list[Tensor]]] = {}
-        self._held = 0
+        self._stacks = Stacks()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what has been observed."""
+        for _ in self._stacks.take():
+            pass  # of an iteration that an error has ended
         # By series of names, which may hold one more than once, and number of units.
         self._sums: dict[tuple[torch.device, tuple[str, ...]], Tensor] = {}
         self._units: dict[tuple[torch.device, tuple[str, ...], int], Tensor] = {}
@@ -71,19 +75,14 @@ class Observations:
             name: what it belongs to.
             tensor: the tensor, without a gradient.
         """
+        if self._stacks.add(name, tensor):
+            return
         size = tensor.numel()
         if size > _SMALL:
             self._sum_up([name], tensor.unsqueeze(0))
         elif size:
-            kind = (tensor.shape, tensor.dtype, tensor.device)
-            waiting = self._waiting.get(kind)
-            if waiting is None:
-                waiting = self._waiting[kind] = ([], [])
-            waiting[0].append(name)
-            waiting[1].append(tensor.clone())
-            self._held += size * tensor.element_size()
-            if self._held > _HELD:
-                self.flush()
+            self._make_room(tensor, 1)
+            self._stacks.add(name, tensor)
 
     def add_all(self, names: Sequence[str], tensors: Tensor) -> None:
         """Observe tensors of one shape, which may be changed in place afterwards.
@@ -95,20 +94,14 @@ class Observations:
         size = tensors.numel()
         if size > _SMALL:
             self._sum_up(names, tensors)
-        elif size:
-            kind = (tensors.shape[1:], tensors.dtype, tensors.device, "several")
-            waiting = self._waiting.setdefault(kind, ([], []))
-            waiting[0].extend(names)
-            waiting[1].append(tensors.clone())
-            self._held += size * tensors.element_size()
-            if self._held > _HELD:
-                self.flush()
+        elif size and not self._stacks.add_all(names, tensors):
+            self._make_room(tensors[0], len(names))
+            self._stacks.add_all(names, tensors)
 
     def flush(self) -> None:
         """Take the sums of the tensors that wait for it."""
-        waiting, self._waiting, self._held = self._waiting, {}, 0
-        for kind, (names, tensors) in waiting.items():
-            self._sum_up(names, torch.cat(tensors) if len(kind) > 3 else torch.stack(tensors))
+        for names, tensors in self._stacks.take():
+            self._sum_up(names, tensors)
 
     def table(self) -> Table | None:
         """What has been observed; None if nothing has."""
@@ -118,6 +111,10 @@ class Observations:
         self._merge()
         (((_, names), sums),) = self._sums.items()
         return Table(list(names), sums, {count: (list(own), each) for (_, own, count), each in self._units.items()})
+
+    def _make_room(self, like: Tensor, rows: int) -> None:
+        for names, tensors in self._stacks.grow(like, rows):
+            self._sum_up(names, tensors)
 
     def _sum_up(self, names: Sequence[str], tensors: Tensor) -> None:
         shape = tensors.shape[1:]
@@ -151,6 +148,13 @@ class Observations:
             sums = zeros.index_add_(0, _places(rows, unique, device), sums)
         self._sums = {(device, tuple(unique)): sums}
         self._kept = 0
+
+
+def _of_units(units: int, largest: Tensor, dtype: torch.dtype) -> Tensor:
+    """Of each row the largest absolute value, how many units are dead, and how many there are."""
+    top = largest.amax(1).to(dtype)
+    dead = (largest == 0).sum(1).to(dtype) if units else torch.zeros_like(top)
+    return torch.stack([top, dead, torch.full_like(top, units)])
 
 
 def _to(device: torch.device, tensor: Tensor) -> Tensor:

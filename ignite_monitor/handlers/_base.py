@@ -315,7 +315,8 @@ class Monitor(Serializable):
         late = {self._named(name): number for name, number in self.receive(numbers[len(names) :]).items()}
         if late:
             self._put({name: torch.tensor(number, dtype=torch.float64, device="cpu") for name, number in late.items()})
-        self._host = host | late
+            host |= late
+        self._host = host
 
     def _start(self, engine: Engine) -> None:
         self.clear(engine)

@@ -105,8 +105,10 @@ class ForwardMetrics:
         def after(*_: Any) -> None:
             calls.leave()
 
+        # On around forward passes alone: a mode is asked about every operation, those of the optimizer too.
+        modules = list({**self._modules, self._root: ""})
         try:
-            with calls, before_forward([self._root], before), after_forward([self._root], after):
+            with before_forward(modules, before), after_forward(modules, after):
                 yield
         finally:
             calls.close()

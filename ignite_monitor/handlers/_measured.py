@@ -32,13 +32,13 @@ class Measured:
         self.family = family
         self.metrics = metrics
         self._columns = [place for place, wanted in enumerate(metrics.builtin) if wanted]
-        self._units = units
         self._table_names: tuple[list[str], list[str]] = ([], [])  # of the last table, and of its numbers
-        self.clear()
+        self._observations = Observations(units)
+        self._aggregation = Aggregation()
 
     def clear(self) -> None:
         """Forget what has been seen."""
-        self._observations = Observations(self._units)
+        self._observations.clear()
         self._aggregation = Aggregation()
 
     def wants(self, name: str) -> bool:
@@ -176,6 +176,8 @@ def put_together(found: Numbers) -> tuple[list[str], Tensor]:
         found: names and numbers, at least one.
     """
     device = found[0][1].device
+    if len(found) == 1:
+        return found[0]
     names = [name for several, _ in found for name in several]
     wide = wide_dtype(device)
     numbers = torch.cat([each.to(device, wide, non_blocking=device.type != "cpu") for _, each in found])

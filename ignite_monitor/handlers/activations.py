@@ -192,6 +192,7 @@ class ActivationHandler(Monitor):
         self._parameters: dict[nn.Parameter, tuple[str, str]] = {}
         self._of_parameters: Numbers = []
         self._over_ranks = RankReduction()
+        self._may_lack = False  # whether there is NaN in place of what was not measured
 
     @property
     def reference(self) -> nn.Module | None:
@@ -273,7 +274,8 @@ class ActivationHandler(Monitor):
 
     def on_host(self) -> dict[str, float]:
         """This iteration's values as floats, without those that were not measured."""
-        return {name: value for name, value in super().on_host().items() if not math.isnan(value)}
+        host = super().on_host()
+        return {name: value for name, value in host.items() if not math.isnan(value)} if self._may_lack else host
 
     def _on_gradients_ready(self, engine: Engine) -> None:
         if not self._armed or self._gradients is None or self._watch is None:
@@ -316,7 +318,8 @@ class ActivationHandler(Monitor):
         finite = values.isfinite()
         values = torch.where(finite, values, math.nan)
         # On the CPU there is no waiting to learn what is not there.
-        if values.device.type == "cpu" and len(missing := finite.logical_not().nonzero()):
+        self._may_lack = values.device.type != "cpu"
+        if not self._may_lack and len(missing := finite.logical_not().nonzero()):
             absent = set(missing.flatten().tolist())
             names = [name for place, name in enumerate(names) if place not in absent]
             values = values[finite]

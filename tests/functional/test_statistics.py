@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ignite_monitor.functional import observations
+from ignite_monitor.functional import observations, stacks
 from ignite_monitor.functional.aggregation import Aggregation, numbers_of
 from ignite_monitor.functional.observations import Observations
 from ignite_monitor.functional.statistics import STATISTICS
@@ -141,3 +141,40 @@ def test_aggregates(count):
         "mean": sum(v * w for v, w in zip(numbers, weights, strict=True)) / sum(weights),
         "sum": sum(numbers), "max": max(numbers), "min": min(numbers), "last": numbers[-1],
     }, rel=1e-12)  # fmt: skip
+
+
+@pytest.mark.parametrize("limits", [{"_BYTES": 5000}, {"_STACK_BYTES": 2000}, {"_ROWS": 1}, {}])
+def test_numbers_are_the_same_whatever_room_there_is_for_copies(monkeypatch, limits):
+    for name, value in limits.items():
+        monkeypatch.setattr(stacks, name, value)
+    parts = {f"x{i}": [randn(4, 3 + i % 5, seed=i), randn(3, 3 + i % 5, seed=100 + i)] for i in range(40)}
+    found = observed(parts)
+    for name, own in parts.items():
+        assert found[name] == pytest.approx(expected(own), rel=1e-6), name
+
+
+def test_copies_do_not_pile_up_with_ever_other_shapes(monkeypatch):
+    monkeypatch.setattr(stacks, "_BYTES", 50_000)
+    monkeypatch.setattr(stacks, "_STACK_BYTES", 10_000)
+    kept = stacks.Stacks()
+    for length in range(1, 200):
+        kept.grow(torch.zeros(length), 1)
+        assert kept.bytes <= 50_000
+
+
+def test_what_an_error_has_cut_short_is_forgotten():
+    seen = Observations()
+    seen.add("x", torch.ones(3, 4))
+    seen.clear()
+    assert seen.table() is None
+    seen.add("x", torch.full((3, 4), 5.0))
+    assert seen.table().statistics()[0, 0] == 5
+
+
+def test_inference_mode_on_and_off():
+    seen = Observations()
+    with torch.inference_mode():
+        seen.add("x", torch.ones(3, 4))
+        seen.add_all(["y", "z"], torch.ones(2, 3, 4))
+    seen.add("x", torch.full((3, 4), 3.0, requires_grad=True).detach())
+    assert seen.table().statistics()[:, 0].tolist() == [2, 1, 1]
