@@ -46,6 +46,24 @@ def unit_dimension(shape: Sequence[int]) -> int | None:
     return 1 if len(shape) >= 4 else len(shape) - 1
 
 
+def has_statistics(tensor: Tensor) -> bool:
+    """Whether a tensor's elements are numbers that the statistics are defined for: real ones.
+
+    Args:
+        tensor: the tensor.
+    """
+    return not tensor.is_complex() and tensor.dtype != getattr(torch, "float4_e2m1fn_x2", None)
+
+
+def is_float8(tensor: Tensor) -> bool:
+    """Whether a tensor is of a dtype that is for storing alone, and which float32 holds exactly.
+
+    Args:
+        tensor: the tensor.
+    """
+    return tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point
+
+
 def sum_up(tensors: Tensor, unit: int | None) -> Sums:
     """The sums of tensors of one shape.
 

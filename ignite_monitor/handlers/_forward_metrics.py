@@ -37,6 +37,7 @@ class ForwardMetrics:
         activation: of outputs and attention heads, and what is recorded.
         entropy: of attention.
         skipped: tags of modules with tensors that can't be measured.
+        complex: what was recorded as a complex number.
     """
 
     def __init__(
@@ -58,12 +59,14 @@ class ForwardMetrics:
         self.entropy = Measured("attention_entropy", MetricSet("attention", {}, (), "mean"))
         self._pauses = pauses
         self.skipped: set[str] = set()
+        self.complex: set[str] = set()
 
     def start(self) -> None:
         """Forget the last iteration's numbers."""
         self.activation.clear()
         self.entropy.clear()
         self.skipped.clear()
+        self.complex.clear()
 
     def contexts(self) -> list[AbstractContextManager[Any]]:
         """What to have around a train step, for it to be looked at."""
@@ -91,6 +94,9 @@ class ForwardMetrics:
     def _record(self, module: nn.Module | None, name: str, value: Any) -> None:
         tag = None if module is None else self._modules.get(module)
         if tag is not None and self._wanted():
+            if value.is_complex() if isinstance(value, Tensor) else isinstance(value, complex):
+                self.complex.add(f"{tag}/{name}")
+                return
             device = next(self._root.parameters()).device
             with torch.no_grad():
                 self.activation.record(f"{tag}/{tags([name])[0]}", value, device)

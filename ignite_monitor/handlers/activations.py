@@ -26,7 +26,7 @@ from ignite_monitor.events import MonitorEvents
 from ignite_monitor.functional._checks import check_type
 from ignite_monitor.functional._devices import move_like
 from ignite_monitor.functional.aggregation import Aggregate
-from ignite_monitor.functional.statistics import STATISTICS
+from ignite_monitor.functional.statistics import STATISTICS, has_statistics
 from ignite_monitor.handlers._base import Handlers, Monitor
 from ignite_monitor.handlers._differences import OutputComparison, without
 from ignite_monitor.handlers._forward_metrics import ForwardMetrics
@@ -311,6 +311,8 @@ class ActivationHandler(Monitor):
                 "nothing is measured of tensors that have no values of their own here (DTensors, nested or sparse "
                 f"tensors, tensors under vmap), in {', '.join(sorted(self._forward.skipped))}"
             )
+        if self._forward.complex:
+            self._warn(f"complex numbers that are recorded are left out: {', '.join(sorted(self._forward.complex))}")
         if any(names for names, _ in found):
             self._publish(*put_together(found))
 
@@ -392,6 +394,10 @@ class ActivationHandler(Monitor):
             for (name, parameter, _), tag in zip(parameters, tags(name for name, _, _ in parameters), strict=True)
             if name in self._selection
         }
+        unlike = [name for parameter, (name, _) in self._parameters.items() if not has_statistics(parameter)]
+        families = ("parameter", "gradient", "parameter_difference")
+        if unlike and any(any(self._metrics[family].builtin) for family in families):
+            self._warn(f"built-in metrics are of real numbers, and left out for {', '.join(unlike)}")
         if self._reference is not None and self._metrics["activation_difference"]:
             compared = [name for name in selected if name in self._reference.modules]
             self._comparison = OutputComparison({name: of_modules[name] for name in compared})

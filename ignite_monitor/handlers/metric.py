@@ -179,8 +179,9 @@ def as_number(value: Any, device: torch.device) -> Tensor:
         TypeError: if it is neither.
     """
     wide = wide_dtype(device)
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and not value.is_complex():
         return value.detach().mean(dtype=wide_dtype(value.device))
     if isinstance(value, Real):
         return torch.full((), float(value), dtype=wide, device=device)
-    raise TypeError(f"A number or a tensor is needed, but given {type(value)}")
+    kind = f"a tensor of {value.dtype}" if isinstance(value, Tensor) else type(value)
+    raise TypeError(f"A real number or a tensor of real numbers is needed, but given {kind}")

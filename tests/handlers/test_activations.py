@@ -614,6 +614,93 @@ def test_compiled_with_inductor():
     assert states[-1][1:] == ({}, {})
 
 
+class Stored(nn.Module):
+    """Parameters of dtypes that few operations know."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+        self.stored = nn.Parameter((torch.arange(1, 7).reshape(2, 3) / 4).to(dtype), requires_grad=dtype.is_complex)
+
+    def forward(self, x):
+        kept = self.stored if self.stored.is_complex() else self.stored.float()
+        record("phase", kept.sum())
+        record("number", 1 + 2j if self.stored.is_complex() else 3.0)
+        return (self.linear(x) * kept[0]).abs()
+
+
+@pytest.mark.parametrize("size", [3, 70_000])
+def test_complex_parameters_have_no_built_in_statistics(size, caplog):
+    model = Stored(torch.complex64)
+    model.large = nn.Parameter(torch.ones(size, dtype=torch.complex64))
+    with caplog.at_level(logging.WARNING):
+        published = run(
+            model,
+            batches=2,
+            activations=True,
+            parameters={"mean": True, "largest": lambda x: x.abs().max()},
+            gradients=True,
+            parameter_differences=True,
+            reference="init",
+        )
+    for values in published:
+        assert {name for name in values if "stored" in name or "large/" in name} == {
+            "parameter/stored/largest",
+            "parameter/large/largest",
+        }
+        assert "gradient/linear.weight/mean" in values
+        assert not {"activation/_root_/phase", "activation/_root_/number"} & set(values)
+    assert [each.getMessage() for each in caplog.records if "ActivationHandler" in each.name] == [
+        "built-in metrics are of real numbers, and left out for stored, large",
+        "complex numbers that are recorded are left out: _root_/number, _root_/phase",
+    ]
+
+
+def test_a_metric_that_returns_a_complex_number_fails():
+    with pytest.raises(RuntimeError, match=r"Metric 'mean' of parameter/stored.* a tensor of torch\.complex64"):
+        run(Stored(torch.complex64), parameters={"mean": torch.mean})
+
+
+class Cast(nn.Module):
+    def forward(self, x):
+        return x.detach().to(torch.float8_e4m3fn)
+
+
+class Cached(nn.Module):
+    """Holds weights in float8, and makes an activation in float8."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+        self.cast = Cast()
+        self.stored = nn.Parameter(torch.arange(3.0).repeat(rows, 1).to(torch.float8_e5m2), requires_grad=False)
+
+    def forward(self, x):
+        self.cast(x)
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("rows", [2, 30_000])
+def test_float8_is_measured_as_what_it_stands_for(rows):
+    model, other = Cached(rows), Cached(rows)
+    with torch.no_grad():
+        other.stored.zero_()
+    (values,) = run(
+        model,
+        activations=True,
+        parameters=True,
+        parameter_differences=True,
+        activation_differences=True,
+        reference=other,
+    )
+    stored = without_dead(expected([model.stored.double()]))
+    assert part(values, "parameter/stored") == pytest.approx(stored, rel=1e-6)
+    assert part(values, "parameter_difference/stored") == pytest.approx(stored, rel=1e-6)
+    cast = expected([data().to(torch.float8_e4m3fn).double()])
+    assert part(values, "activation/cast") == pytest.approx(cast, rel=1e-6)
+    assert part(values, "activation_difference/cast")["max_abs"] == 0
+
+
 def test_errors_leave_no_hook():
     model = mlp()
     with contextlib.suppress(RuntimeError):
