@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ignite_monitor.capture.aside import is_plain
-from ignite_monitor.capture.tensors import floating_tensors
+from ignite_monitor.capture.tensors import floating_tensors, tagged_tensors
 from ignite_monitor.functional._devices import upload
 from ignite_monitor.handlers._measured import Measured
 
@@ -78,7 +78,7 @@ class OutputComparison:
             entered: None.
             kept: what was kept of the same call of the reference.
         """
-        ours = list(floating_tensors(output))
+        ours = tagged_tensors(output)
         theirs = [each for each in kept if each is not None]
         alike = [tensor.shape for _, tensor in ours] == [each.shape for each in theirs]
         if self.measured is None or not alike or not all(map(is_plain, [*(each for _, each in ours), *theirs])):

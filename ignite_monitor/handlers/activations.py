@@ -29,7 +29,7 @@ from ignite_monitor.functional.aggregation import Aggregate
 from ignite_monitor.functional.statistics import STATISTICS, has_statistics
 from ignite_monitor.handlers._base import Handlers, Monitor
 from ignite_monitor.handlers._differences import OutputComparison, without
-from ignite_monitor.handlers._forward_metrics import ForwardMetrics
+from ignite_monitor.handlers._forward_metrics import ForwardMetrics, named_apart
 from ignite_monitor.handlers._gradient_metrics import GradientMetrics, whole_tensor
 from ignite_monitor.handlers._measured import Measured, Numbers, put_together
 from ignite_monitor.handlers._over_ranks import RankReduction, Rows, can_reduce
@@ -48,7 +48,8 @@ class ActivationHandler(Monitor):
     ``activation/{module}/{metric}``                of a module's output
     ``activation/{module}/{place}/{metric}``        of each floating-point tensor in an output that is a tuple, dict or
                                                     dataclass; the place is a position, key or field
-    ``activation/{module}/{name}``                  what the model records itself, see :func:`record`
+    ``activation/{module}/{name}``                  what the model records itself, see :func:`record`; ``{name}_2``
+                                                    where there is such a name already
     ``activation/{module}/head_{i}/query/{metric}`` of what attention is computed from, also ``key`` and ``value``
     ``attention_entropy/{module}/head_{i}``         how widely attention spreads, in nats
     ``gradient/{parameter}/{metric}``               of the gradient, unscaled and not yet clipped
@@ -332,14 +333,14 @@ class ActivationHandler(Monitor):
     def _of_forward(self) -> Numbers:
         if self._forward is None:
             return []
-        measured = [self._forward.activation, self._forward.entropy]
+        measured = [self._forward.activation, self._forward.entropy, self._forward.recorded]
         if self._comparison is not None and self._comparison.measured is not None:
             measured.append(self._comparison.measured)
         found: Numbers = []
         if world_size() == 1:
             for each in measured:
                 found += each.numbers(*each.rows())
-            return found
+            return named_apart(found)
         sums: Rows = {}
         maxima: Rows = {}
         for each in measured:
@@ -352,7 +353,7 @@ class ActivationHandler(Monitor):
         sums, maxima = self._over_ranks(sums, maxima, next(self.model.parameters()).device)
         for each in measured:
             found += each.numbers(sums, maxima, everywhere=True)
-        return found
+        return named_apart(found)
 
     def _measure_parameters(self) -> Numbers:
         current = Measured("parameter", self._metrics["parameter"])

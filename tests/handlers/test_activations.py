@@ -466,6 +466,51 @@ def test_record_weighs_by_elements_and_is_nothing_elsewhere():
     record("outside", 1.0)
 
 
+class Colliding(nn.Module):
+    """Returns and records things that are called alike."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+
+    def forward(self, x):
+        y = self.layer(x)
+        record("mean", 100.0, module=self.layer)
+        record("own", 200.0, module=self.layer)
+        record("a b/mean", 300.0)
+        record("kept", 400.0)
+        record("ke pt", 500.0)
+        record("ke_pt", 600.0)
+        return {"a b": y, "a_b": y + 1, "x": {"y": y + 2}, "x/y": y + 3}
+
+
+def test_names_that_collide_are_told_apart():
+    model = Colliding()
+
+    def step(handler, optimizer, x):
+        model(x)
+
+    metrics = {"mean": True, "own": torch.mean}
+    wanted = model.layer(data()).double().mean().item()
+    expected_means = {"layer": 0, "_root_/a_b": 0, "_root_/a_b_2": 1, "_root_/x/y": 2, "_root_/x/y_2": 3}
+    recorded = {
+        "layer/mean_2": 100.0,
+        "layer/own_2": 200.0,
+        "_root_/a_b/mean_2": 300.0,
+        "_root_/kept": 400.0,
+        "_root_/ke_pt": 500.0,
+        "_root_/ke_pt_2": 600.0,
+    }
+    (published,) = run(model, step, activations=metrics)
+    assert part(published, "activation") == pytest.approx(
+        {f"{place}/{name}": wanted + more for place, more in expected_means.items() for name in metrics} | recorded
+    )
+    (published,) = run(model, step, activation_differences={"max_abs": True}, reference="init")
+    assert {name for name in published if "difference" in name} == {
+        f"activation_difference/{place}/max_abs" for place in expected_means
+    }
+
+
 # Attention
 
 
