@@ -27,8 +27,8 @@ class Sums(NamedTuple):
 
     Attributes:
         sums: of shape (tensors, 7): the number of elements, that of vectors along the last dimension, the sums of the
-            elements, of the squares of what they differ from their mean by, and of the vectors' norms, how many elements
-            are not finite, and the squared sum of the elements over their number.
+            elements, of the squares of what they differ from their mean by, and of the vectors' norms, how many
+            elements are not finite, and the squared sum of the elements over their number.
         units: of shape (tensors, units): the largest absolute value of each unit, NaN where it has one.
     """
 
@@ -115,7 +115,7 @@ def _centred(sums: Tensor, tensors: Tensor, pieces: list[Tensor]) -> Tensor:
     # The difference keeps the digits that float64 has more than the two share; few tensors need another look.
     lost = squares > _SHARED * centred
     if tensors.device.type != "cpu":
-        # There one would have to wait to know. Of shorter dtypes no standard deviation is that much smaller than a mean.
+        # There one would have to wait to know. Shorter dtypes hold nothing that varies so little.
         if tensors.dtype in (torch.float32, torch.float64):
             variance = torch.var(tensors, list(range(1, tensors.ndim)), correction=0)
             centred = torch.where(lost, variance.to(centred) * elements, centred)

@@ -23,6 +23,7 @@ class OutputComparison:
     Attributes:
         measured: what takes the differences in.
         incomplete: tags of modules that could not be compared in all of their calls.
+        seen: whether a forward pass has been compared.
     """
 
     def __init__(self, tags: Mapping[str, str]) -> None:
@@ -30,6 +31,7 @@ class OutputComparison:
         self._begun: set[str] = set()
         self.measured: Measured | None = None
         self.incomplete: set[str] = set()
+        self.seen = False
 
     def start(self, measured: Measured) -> None:
         """An iteration begins.
@@ -97,6 +99,7 @@ class OutputComparison:
         """
         self.incomplete |= {self._tags[name] for name in self._begun - results.keys()}
         self._begun.clear()
+        self.seen |= bool(results)
         if self.measured is not None:
             self.measured.pass_ended()
 

@@ -193,6 +193,8 @@ class ActivationHandler(Monitor):
         self._parameters: dict[nn.Parameter, tuple[str, str]] = {}
         self._of_parameters: Numbers = []
         self._over_ranks = RankReduction()
+        self._monitored = 0  # iterations of this run
+        self._compared = False  # whether there was a pass to compare in one of them
         self._may_lack = False  # whether there is NaN in place of what was not measured
 
     @property
@@ -268,6 +270,12 @@ class ActivationHandler(Monitor):
 
     def release(self) -> None:
         """Let go of everything that belongs to the run that has ended."""
+        if self._passes is not None and self._monitored and not self._compared and not self._passes.warned:
+            self._warn(
+                f"none of {self._monitored} monitored iterations had a forward pass of the whole model in training "
+                "mode, so no activation_difference is published"
+            )
+        self._monitored, self._compared = 0, False
         self._known = self._forward = self._comparison = self._passes = self._gradients = None
         self._parameters = {}
         self._of_parameters = []
@@ -303,6 +311,8 @@ class ActivationHandler(Monitor):
         if self._comparison is not None:
             found = [without(each, self._comparison.incomplete) for each in found]
             self._comparison.measured = None
+            self._compared |= self._comparison.seen
+        self._monitored += 1
         if self._gradients is not None:
             before, after = self._gradients.numbers()
             found += before + after

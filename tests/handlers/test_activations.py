@@ -416,6 +416,33 @@ def test_differences_from_the_start_are_0_before_the_first_update(offload):
     assert part(published[1], "activation_difference/layer") == pytest.approx(without_dead(wanted), rel=1e-3, abs=1e-8)
 
 
+def test_a_metric_of_differences_that_fails_is_raised():
+    def wrong(ours, theirs):
+        raise KeyError("mine")
+
+    with pytest.raises(RuntimeError, match=r"Metric 'm' of activation_difference/0, .* \(8, 5\), failed: ") as error:
+        run(mlp(), activation_differences={"m": wrong}, reference="init")
+    assert isinstance(error.value.__cause__, KeyError)
+
+
+@pytest.mark.parametrize("whole", [1, 3, None])
+def test_one_warning_where_there_was_no_pass_to_compare(whole, caplog):
+    model, calls = mlp(), []
+
+    def step(handler, optimizer, x):
+        calls.append(x)
+        if len(calls) == whole:
+            model(x)
+        for layer in model:
+            x = layer(x)
+
+    with caplog.at_level(logging.WARNING):
+        published = run(model, step, batches=3, activation_differences=True, reference="init")
+    assert [bool(values) for values in published] == [i == whole for i in (1, 2, 3)]
+    messages = [each.getMessage() for each in caplog.records if "forward pass of the whole model" in each.getMessage()]
+    assert len(messages) == (whole is None)
+
+
 def test_a_module_as_the_reference_and_own_functions_of_two():
     model, other = mlp(), mlp(1)
     (published,) = run(
