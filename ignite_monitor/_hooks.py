@@ -11,6 +11,7 @@ from itertools import chain
 from operator import is_
 from typing import Any
 
+import torch
 from ignite.engine import Engine
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -80,7 +81,9 @@ class WatchedModel:
         if len(members) == len(self._members) and members and all(map(is_, members, self._members)):
             return False
         modules = list(self.model.modules())
-        self._registries = [vars(each)[name] for each in modules for name in ("_parameters", "_modules")]
+        # What scripted modules consist of is fixed, and kept in no dictionaries.
+        plain = [each for each in modules if not isinstance(each, torch.jit.ScriptModule)]
+        self._registries = [vars(each)[name] for each in plain for name in ("_parameters", "_modules")]
         self._members = list(chain.from_iterable(map(dict.values, self._registries)))
         self.parameters = list(self.model.parameters())
         self._shared.clear()

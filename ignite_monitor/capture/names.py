@@ -22,11 +22,13 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         model: the model.
     """
     clean = {"": ""}
+    modules: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
+        modules[path] = module
         parent, _, last = path.rpartition(".")
         if path:
             within = clean[parent]
-            owner = model.get_submodule(parent)
+            owner = modules[parent]
             wrapped = last in _WRAPPED or (
                 last == "module" and isinstance(owner, (DataParallel, DistributedDataParallel))
             )

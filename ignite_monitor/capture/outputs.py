@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ignite_monitor.capture.aside import aside
 from ignite_monitor.capture.forward import after_forward
-from ignite_monitor.capture.tensors import floating_tensors
+from ignite_monitor.capture.tensors import tagged_tensors
 
 
 @contextlib.contextmanager
@@ -35,7 +35,7 @@ def outputs(
     function_modes, dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
 
     def hand_on(name: str, output: Any) -> None:
-        for place, tensor in floating_tensors(output):
+        for place, tensor in tagged_tensors(output):
             seen(name, place, tensor.detach())
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

@@ -24,11 +24,15 @@ class NotComparableError(Exception):
     """Why a call can't be compared; its message completes "it is not compared: …"."""
 
 
+class FailedFunctionError(RuntimeError):
+    """A function of the user's has raised an error, which training is told of."""
+
+
 class Comparison(Protocol):
     """What there is to compare in a module's call with the same call of the reference.
 
     :meth:`keep` and :meth:`enter` are called with gradients being recorded as in the model. Errors that :meth:`enter`
-    and :meth:`leave` raise leave the call out, with a warning.
+    and :meth:`leave` raise leave the call out, with a warning, but for those of functions of the user's.
     """
 
     def keep(
@@ -219,6 +223,8 @@ class ReferencePasses:
         try:
             with torch.no_grad():
                 result = self._comparison.leave(name, output, *begun)
+        except FailedFunctionError:
+            raise
         except Exception as error:  # noqa: BLE001 - as above
             self._leave_out(name, error)
             return

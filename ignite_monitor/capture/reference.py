@@ -49,6 +49,12 @@ class Reference:
 
     def __init__(self, model: nn.Module, reference: str | os.PathLike[str] | nn.Module) -> None:
         for name, module in named_modules(model):
+            if isinstance(module, torch.jit.ScriptModule):
+                # Not even a copy: it shares what is compiled after some calls, and with that the calls are counted.
+                raise ValueError(
+                    f"Argument model has a scripted module {name or '_root_'!r}, beside which no reference can be "
+                    "run: its calls would change when the model's own code is optimized"
+                )
             flat = "FullyShardedDataParallel" in {kind.__name__ for kind in type(module).__mro__}
             if flat or (isinstance(module, DataParallel) and len(module.device_ids) > 1):
                 raise ValueError(

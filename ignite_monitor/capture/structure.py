@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ignite_monitor.capture.names import named_modules
@@ -13,10 +14,15 @@ from ignite_monitor.capture.names import named_modules
 def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
     """The user's own modules by name, without the wrappers around them.
 
+    What is inside of scripted and traced modules is left out: it is never called from Python.
+
     Args:
         model: the model.
     """
-    return dict(named_modules(model))  # a wrapper comes before what it wraps, by the same name
+    modules = dict(named_modules(model))  # a wrapper comes before what it wraps, by the same name
+    scripted = [module for module in modules.values() if isinstance(module, torch.jit.ScriptModule)]
+    inside = {id(each) for module in scripted for each in module.modules() if each is not module}
+    return {name: module for name, module in modules.items() if id(module) not in inside}
 
 
 def is_layer(name: str, module: nn.Module) -> bool:

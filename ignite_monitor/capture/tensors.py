@@ -3,24 +3,49 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
 
+from ignite_monitor.capture.names import tags
 
-def floating_tensors(output: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+
+def tagged_tensors(output: Any) -> list[tuple[str, Tensor]]:
+    """As :func:`floating_tensors`, with places as loggers keep them, each different.
+
+    Args:
+        output: what a module has returned.
+    """
+    found = list(floating_tensors(output))
+    if len(found) == 1 and not found[0][0]:
+        return found
+    places = _tags_of(tuple(place for place, _ in found))
+    return [(place, tensor) for place, (_, tensor) in zip(places, found, strict=True)]
+
+
+@functools.lru_cache(1024)
+def _tags_of(places: tuple[str, ...]) -> list[str]:
+    return tags(places)
+
+
+def floating_tensors(output: Any, path: str = "", around: frozenset[int] = frozenset()) -> Iterator[tuple[str, Tensor]]:
     """Every floating-point tensor in a tensor, tuple, list, mapping or dataclass, nested or not, with its place.
 
-    Places are positions, keys and names of fields, joined by ``/``; that of a single tensor is empty.
+    Places are positions, keys and names of fields, joined by ``/``; that of a single tensor is empty. What contains
+    itself is entered once.
 
     Args:
         output: what a module has returned.
         path: where it lies itself.
+        around: the ids of what it lies in.
     """
     if isinstance(output, Tensor):
         if output.is_floating_point():
             yield path, output
+        return
+    if id(output) in around:
         return
     if isinstance(output, Mapping):
         members: list[tuple[Any, Any]] = list(output.items())
@@ -31,4 +56,4 @@ def floating_tensors(output: Any, path: str = "") -> Iterator[tuple[str, Tensor]
     else:
         return
     for key, member in members:
-        yield from floating_tensors(member, f"{path}/{key}" if path else str(key))
+        yield from floating_tensors(member, f"{path}/{key}" if path else str(key), around | {id(output)})

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ignite_monitor.functional._devices import upload
 from ignite_monitor.functional.stacks import Stacks
-from ignite_monitor.functional.statistics import statistics, sum_up, unit_dimension
+from ignite_monitor.functional.statistics import is_float8, statistics, sum_up, unit_dimension
 
 # Tensors of at most so many elements are copied, and their sums taken with those of others: an operation on a small
 # tensor takes longer than the arithmetic in it.
@@ -118,6 +118,8 @@ class Observations:
 
     def _sum_up(self, names: Sequence[str], tensors: Tensor) -> None:
         shape = tensors.shape[1:]
+        if is_float8(tensors):
+            tensors = tensors.float()
         unit = unit_dimension(shape) if self._with_units else None
         sums, units = sum_up(tensors, unit)
         series = (tensors.device, tuple(names))

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from ignite_monitor.functional.statistics import is_float8
+
 # All stacks together take up at most so many bytes, and one at most so many. There is room for so many tensors of a
 # shape at first, and for twice as many whenever it runs out.
 _BYTES = 2**24
@@ -20,7 +22,9 @@ def stacked_dtype(tensor: Tensor) -> torch.dtype:
     Args:
         tensor: the tensor.
     """
-    return torch.float64 if tensor.device.type == "cpu" else tensor.dtype
+    if tensor.device.type == "cpu":
+        return torch.float64
+    return torch.float32 if is_float8(tensor) else tensor.dtype
 
 
 class Stack:

@@ -18,13 +18,17 @@ STATISTICS = ("mean", "std", "l2_norm", "max_abs", "dead_fraction", "nonfinite_c
 _PIECE = 2**19
 _LARGER_PIECE = 2**22
 
+# A sum of squares as many times the one of differences from the mean leaves the latter seven digits in float64.
+_SHARED = 1e8
+
 
 class Sums(NamedTuple):
     """What the statistics of tensors are computed from.
 
     Attributes:
-        sums: of shape (tensors, 6): the number of elements, that of vectors along the last dimension, the sums of the
-            elements, of their squares and of the vectors' norms, and how many elements are not finite.
+        sums: of shape (tensors, 7): the number of elements, that of vectors along the last dimension, the sums of the
+            elements, of the squares of what they differ from their mean by, and of the vectors' norms, how many
+            elements are not finite, and the squared sum of the elements over their number.
         units: of shape (tensors, units): the largest absolute value of each unit, NaN where it has one.
     """
 
@@ -46,6 +50,24 @@ def unit_dimension(shape: Sequence[int]) -> int | None:
     return 1 if len(shape) >= 4 else len(shape) - 1
 
 
+def has_statistics(tensor: Tensor) -> bool:
+    """Whether a tensor's elements are numbers that the statistics are defined for: real ones.
+
+    Args:
+        tensor: the tensor.
+    """
+    return not tensor.is_complex() and tensor.dtype != getattr(torch, "float4_e2m1fn_x2", None)
+
+
+def is_float8(tensor: Tensor) -> bool:
+    """Whether a tensor is of a dtype that is for storing alone, and which float32 holds exactly.
+
+    Args:
+        tensor: the tensor.
+    """
+    return tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point
+
+
 def sum_up(tensors: Tensor, unit: int | None) -> Sums:
     """The sums of tensors of one shape.
 
@@ -63,6 +85,7 @@ def sum_up(tensors: Tensor, unit: int | None) -> Sums:
     sums = _sums(pieces[0], wide)
     for piece in pieces[1:]:
         sums += _sums(piece, wide)
+    sums = _centred(sums, tensors, pieces)
     if tensors.device.type == "cpu" and len(sums.isfinite().logical_not_().nonzero()):
         sums[:, 5] = sum(map(_count_nonfinite, pieces))
     rest = [place for place in range(1, tensors.ndim) if unit is None or place != unit + 1]
@@ -76,13 +99,31 @@ def _sums(tensors: Tensor, wide: torch.dtype) -> Tensor:
     if on_cpu:
         tensors = tensors.to(wide)  # all else is four times as slow
     norms = torch.linalg.vector_norm(tensors, dim=-1, dtype=wide).reshape(len(tensors), -1)
-    # Of the difference of the sum of squares and the square of the sum float64 keeps half of its digits even where
-    # the mean is ten thousand times the standard deviation.
     total = tensors.flatten(1).sum(1, dtype=wide)
     # On the CPU a look at these sums says whether it is worth counting.
     nonfinite = torch.zeros_like(total) if on_cpu else _count_nonfinite(tensors).to(wide)
     elements, vectors = (torch.full_like(total, each.shape[1:].numel()) for each in (tensors, norms))
     return torch.stack([elements, vectors, total, norms.square().sum(1), norms.sum(1), nonfinite], 1)
+
+
+def _centred(sums: Tensor, tensors: Tensor, pieces: list[Tensor]) -> Tensor:
+    """The sums of :class:`Sums`, where those of squares are not yet of differences from the mean."""
+    elements, _, total, squares, _, _ = sums.unbind(1)
+    mean = total / elements
+    of_mean = total * mean
+    centred = squares - of_mean
+    # The difference keeps the digits that float64 has more than the two share; few tensors need another look.
+    lost = squares > _SHARED * centred
+    if tensors.device.type != "cpu":
+        # There one would have to wait to know. Shorter dtypes hold nothing that varies so little.
+        if tensors.dtype in (torch.float32, torch.float64):
+            variance = torch.var(tensors, list(range(1, tensors.ndim)), correction=0)
+            centred = torch.where(lost, variance.to(centred) * elements, centred)
+    elif len(rows := lost.nonzero().flatten()):
+        own = mean[rows].reshape(-1, *[1] * (tensors.ndim - 1))
+        again = (piece[rows].to(own.dtype).sub_(own) for piece in pieces)
+        centred[rows] = sum(each.square_().flatten(1).sum(1) for each in again)
+    return torch.cat([sums[:, :3], centred.unsqueeze(1), sums[:, 4:], of_mean.unsqueeze(1)], 1)
 
 
 def _count_nonfinite(tensors: Tensor) -> Tensor:
@@ -107,7 +148,7 @@ def statistics(sums: Tensor, largest: Tensor, dead: Tensor, units: Tensor) -> Te
 
     .. math::
         \bar x = \frac{1}{n} \sum_i x_i, \qquad
-        s = \sqrt{\frac{\sum_i x_i^2 - n \bar x^2}{n - 1}}, \qquad
+        s = \sqrt{\frac{\sum_i (x_i - \bar x)^2}{n - 1}}, \qquad
         \frac{1}{m} \sum_j \lVert v_j \rVert_2, \qquad
         \max_i |x_i|,
 
@@ -123,9 +164,10 @@ def statistics(sums: Tensor, largest: Tensor, dead: Tensor, units: Tensor) -> Te
     Returns:
         A tensor of shape (tensors, 6), in the order of ``STATISTICS``.
     """
-    elements, vectors, total, squares, norms, nonfinite = sums.unbind(1)
+    elements, vectors, total, within, norms, nonfinite, of_means = sums.unbind(1)
     mean = total / elements
-    variance = (squares - total * mean).clamp(min=0.0) / (elements - 1)
+    # Within the parts and between them, which is exactly 0 where there is one.
+    variance = (within + (of_means - total * mean)).clamp(min=0.0) / (elements - 1)
     values = torch.stack([mean, variance.sqrt(), norms / vectors, largest.to(mean), dead.to(mean) / units], 1)
     finite = (nonfinite == 0).unsqueeze(1) & values.isfinite()
     counted = torch.where(elements > 0, nonfinite, math.nan)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ignite_monitor.capture.aside import is_plain
-from ignite_monitor.capture.tensors import floating_tensors
+from ignite_monitor.capture.tensors import floating_tensors, tagged_tensors
 from ignite_monitor.functional._devices import upload
 from ignite_monitor.handlers._measured import Measured
 
@@ -23,6 +23,7 @@ class OutputComparison:
     Attributes:
         measured: what takes the differences in.
         incomplete: tags of modules that could not be compared in all of their calls.
+        seen: whether a forward pass has been compared.
     """
 
     def __init__(self, tags: Mapping[str, str]) -> None:
@@ -30,6 +31,7 @@ class OutputComparison:
         self._begun: set[str] = set()
         self.measured: Measured | None = None
         self.incomplete: set[str] = set()
+        self.seen = False
 
     def start(self, measured: Measured) -> None:
         """An iteration begins.
@@ -78,7 +80,7 @@ class OutputComparison:
             entered: None.
             kept: what was kept of the same call of the reference.
         """
-        ours = list(floating_tensors(output))
+        ours = tagged_tensors(output)
         theirs = [each for each in kept if each is not None]
         alike = [tensor.shape for _, tensor in ours] == [each.shape for each in theirs]
         if self.measured is None or not alike or not all(map(is_plain, [*(each for _, each in ours), *theirs])):
@@ -97,6 +99,7 @@ class OutputComparison:
         """
         self.incomplete |= {self._tags[name] for name in self._begun - results.keys()}
         self._begun.clear()
+        self.seen |= bool(results)
         if self.measured is not None:
             self.measured.pass_ended()
 

@@ -18,8 +18,10 @@ from ignite_monitor.capture.outputs import outputs
 from ignite_monitor.capture.record import recording
 from ignite_monitor.capture.reference import is_reference_run
 from ignite_monitor.functional.attention import attention_entropy
-from ignite_monitor.handlers._measured import Measured
+from ignite_monitor.handlers._measured import Measured, Numbers
 from ignite_monitor.handlers.metric import MetricSet
+
+_RECORDED = "activation (recorded)"
 
 
 class ForwardMetrics:
@@ -34,9 +36,11 @@ class ForwardMetrics:
         pauses: as long as there are any, nothing is looked at.
 
     Attributes:
-        activation: of outputs and attention heads, and what is recorded.
+        activation: of outputs and attention heads.
+        recorded: what the model records; see :func:`named_apart`.
         entropy: of attention.
         skipped: tags of modules with tensors that can't be measured.
+        complex: what was recorded as a complex number.
     """
 
     def __init__(
@@ -53,17 +57,20 @@ class ForwardMetrics:
         self._names = names
         self._metrics = metrics
         self._attention = attention
-        self._keys: dict[tuple[str, str], str] = {}
         self.activation = Measured("activation", metrics, units=True)
+        self.recorded = Measured(_RECORDED, MetricSet("activations", {}, (), metrics.aggregate))
         self.entropy = Measured("attention_entropy", MetricSet("attention", {}, (), "mean"))
         self._pauses = pauses
         self.skipped: set[str] = set()
+        self.complex: set[str] = set()
 
     def start(self) -> None:
         """Forget the last iteration's numbers."""
         self.activation.clear()
+        self.recorded.clear()
         self.entropy.clear()
         self.skipped.clear()
+        self.complex.clear()
 
     def contexts(self) -> list[AbstractContextManager[Any]]:
         """What to have around a train step, for it to be looked at."""
@@ -81,19 +88,17 @@ class ForwardMetrics:
         if not is_plain(tensor):
             self.skipped.add(tag)
             return
-        key = tag
-        if place:
-            key = self._keys.get((tag, place), "")
-            if not key:
-                key = self._keys[tag, place] = f"{tag}/{tags([place])[0]}"
-        self.activation.see(key, self._names[tag], tensor)
+        self.activation.see(f"{tag}/{place}" if place else tag, self._names[tag], tensor)
 
     def _record(self, module: nn.Module | None, name: str, value: Any) -> None:
         tag = None if module is None else self._modules.get(module)
         if tag is not None and self._wanted():
+            if value.is_complex() if isinstance(value, Tensor) else isinstance(value, complex):
+                self.complex.add(f"{tag}/{name}")
+                return
             device = next(self._root.parameters()).device
             with torch.no_grad():
-                self.activation.record(f"{tag}/{tags([name])[0]}", value, device)
+                self.recorded.record(f"{tag}/{name}", value, device)
 
     @contextlib.contextmanager
     def _attention_calls(self) -> Iterator[None]:
@@ -138,6 +143,21 @@ class ForwardMetrics:
                 heads = _by_head(tensor, enable_gqa)
                 keys = [f"{tag}/head_{i}/{kind}" for i in range(len(heads))]
                 self.activation.see_all(keys, self._names[tag], heads)
+
+
+def named_apart(found: Numbers) -> Numbers:
+    """Names and numbers, with what was recorded under names that nothing else has.
+
+    Args:
+        found: names and numbers.
+    """
+    recorded = [name for names, _ in found for name in names if name.startswith(_RECORDED)]
+    if not recorded:
+        return found
+    others = dict.fromkeys(name for names, _ in found for name in names if not name.startswith(_RECORDED))
+    apart = tags([*others, *(f"activation{name.removeprefix(_RECORDED)}" for name in recorded)])[len(others) :]
+    new = dict(zip(recorded, apart, strict=True))
+    return [([new.get(name, name) for name in names], numbers) for names, numbers in found]
 
 
 def _by_head(tensor: Tensor, enable_gqa: bool) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ignite_monitor.functional._devices import upload, wide_dtype
 from ignite_monitor.functional.aggregation import Aggregation, numbers_of
 from ignite_monitor.functional.observations import Observations, Table
-from ignite_monitor.functional.statistics import STATISTICS
+from ignite_monitor.functional.statistics import STATISTICS, has_statistics, is_float8
 from ignite_monitor.handlers._over_ranks import Rows, gathered
 from ignite_monitor.handlers.metric import MetricSet, as_number, call_metric
 
@@ -50,14 +50,14 @@ class Measured:
         return bool(self._columns or self.metrics.of(name))
 
     def see(self, key: str, name: str, *tensors: Tensor) -> None:
-        """Measure a tensor, or its difference from another one.
+        """Measure a tensor, or its difference from another one; by the user's own metrics alone if it is complex.
 
         Args:
             key: what its numbers are called.
             name: the module or parameter that it belongs to.
             tensors: the tensor, detached; of a difference also what to subtract.
         """
-        if self._columns:
+        if self._columns and has_statistics(tensors[0]):
             self._observations.add(key, tensors[0] if len(tensors) == 1 else _difference(*tensors))
         if self.metrics.own:
             self._call(key, name, tensors)
@@ -189,5 +189,9 @@ def put_together(found: Numbers) -> tuple[list[str], Tensor]:
 
 def _difference(current: Tensor, reference: Tensor) -> Tensor:
     # Of float16 the difference would be rounded, and bfloat16's more so.
+    if is_float8(current):
+        current = current.float()
+    if is_float8(reference):
+        reference = reference.float()
     dtype = torch.promote_types(torch.promote_types(current.dtype, reference.dtype), torch.float32)
     return current.to(dtype) - reference.to(dtype)

@@ -26,10 +26,10 @@ from ignite_monitor.events import MonitorEvents
 from ignite_monitor.functional._checks import check_type
 from ignite_monitor.functional._devices import move_like
 from ignite_monitor.functional.aggregation import Aggregate
-from ignite_monitor.functional.statistics import STATISTICS
+from ignite_monitor.functional.statistics import STATISTICS, has_statistics
 from ignite_monitor.handlers._base import Handlers, Monitor
 from ignite_monitor.handlers._differences import OutputComparison, without
-from ignite_monitor.handlers._forward_metrics import ForwardMetrics
+from ignite_monitor.handlers._forward_metrics import ForwardMetrics, named_apart
 from ignite_monitor.handlers._gradient_metrics import GradientMetrics, whole_tensor
 from ignite_monitor.handlers._measured import Measured, Numbers, put_together
 from ignite_monitor.handlers._over_ranks import RankReduction, Rows, can_reduce
@@ -48,7 +48,8 @@ class ActivationHandler(Monitor):
     ``activation/{module}/{metric}``                of a module's output
     ``activation/{module}/{place}/{metric}``        of each floating-point tensor in an output that is a tuple, dict or
                                                     dataclass; the place is a position, key or field
-    ``activation/{module}/{name}``                  what the model records itself, see :func:`record`
+    ``activation/{module}/{name}``                  what the model records itself, see :func:`record`; ``{name}_2``
+                                                    where there is such a name already
     ``activation/{module}/head_{i}/query/{metric}`` of what attention is computed from, also ``key`` and ``value``
     ``attention_entropy/{module}/head_{i}``         how widely attention spreads, in nats
     ``gradient/{parameter}/{metric}``               of the gradient, unscaled and not yet clipped
@@ -192,6 +193,8 @@ class ActivationHandler(Monitor):
         self._parameters: dict[nn.Parameter, tuple[str, str]] = {}
         self._of_parameters: Numbers = []
         self._over_ranks = RankReduction()
+        self._monitored = 0  # iterations of this run
+        self._compared = False  # whether there was a pass to compare in one of them
         self._may_lack = False  # whether there is NaN in place of what was not measured
 
     @property
@@ -267,6 +270,12 @@ class ActivationHandler(Monitor):
 
     def release(self) -> None:
         """Let go of everything that belongs to the run that has ended."""
+        if self._passes is not None and self._monitored and not self._compared and not self._passes.warned:
+            self._warn(
+                f"none of {self._monitored} monitored iterations had a forward pass of the whole model in training "
+                "mode, so no activation_difference is published"
+            )
+        self._monitored, self._compared = 0, False
         self._known = self._forward = self._comparison = self._passes = self._gradients = None
         self._parameters = {}
         self._of_parameters = []
@@ -302,6 +311,8 @@ class ActivationHandler(Monitor):
         if self._comparison is not None:
             found = [without(each, self._comparison.incomplete) for each in found]
             self._comparison.measured = None
+            self._compared |= self._comparison.seen
+        self._monitored += 1
         if self._gradients is not None:
             before, after = self._gradients.numbers()
             found += before + after
@@ -311,6 +322,8 @@ class ActivationHandler(Monitor):
                 "nothing is measured of tensors that have no values of their own here (DTensors, nested or sparse "
                 f"tensors, tensors under vmap), in {', '.join(sorted(self._forward.skipped))}"
             )
+        if self._forward.complex:
+            self._warn(f"complex numbers that are recorded are left out: {', '.join(sorted(self._forward.complex))}")
         if any(names for names, _ in found):
             self._publish(*put_together(found))
 
@@ -330,14 +343,14 @@ class ActivationHandler(Monitor):
     def _of_forward(self) -> Numbers:
         if self._forward is None:
             return []
-        measured = [self._forward.activation, self._forward.entropy]
+        measured = [self._forward.activation, self._forward.entropy, self._forward.recorded]
         if self._comparison is not None and self._comparison.measured is not None:
             measured.append(self._comparison.measured)
         found: Numbers = []
         if world_size() == 1:
             for each in measured:
                 found += each.numbers(*each.rows())
-            return found
+            return named_apart(found)
         sums: Rows = {}
         maxima: Rows = {}
         for each in measured:
@@ -350,7 +363,7 @@ class ActivationHandler(Monitor):
         sums, maxima = self._over_ranks(sums, maxima, next(self.model.parameters()).device)
         for each in measured:
             found += each.numbers(sums, maxima, everywhere=True)
-        return found
+        return named_apart(found)
 
     def _measure_parameters(self) -> Numbers:
         current = Measured("parameter", self._metrics["parameter"])
@@ -392,6 +405,10 @@ class ActivationHandler(Monitor):
             for (name, parameter, _), tag in zip(parameters, tags(name for name, _, _ in parameters), strict=True)
             if name in self._selection
         }
+        unlike = [name for parameter, (name, _) in self._parameters.items() if not has_statistics(parameter)]
+        families = ("parameter", "gradient", "parameter_difference")
+        if unlike and any(any(self._metrics[family].builtin) for family in families):
+            self._warn(f"built-in metrics are of real numbers, and left out for {', '.join(unlike)}")
         if self._reference is not None and self._metrics["activation_difference"]:
             compared = [name for name in selected if name in self._reference.modules]
             self._comparison = OutputComparison({name: of_modules[name] for name in compared})

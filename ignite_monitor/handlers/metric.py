@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from ignite_monitor.capture.passes import FailedFunctionError
 from ignite_monitor.capture.selection import Pattern, Selection
 from ignite_monitor.functional._devices import wide_dtype
 from ignite_monitor.functional.aggregation import AGGREGATES, Aggregate
@@ -158,14 +159,14 @@ def call_metric(metric: Metric, what: str, tensors: tuple[Tensor, ...]) -> Tenso
         tensors: what its function is given.
 
     Raises:
-        RuntimeError: if the function raises an error, which is its cause, or returns something else.
+        FailedFunctionError: if the function raises an error, which is its cause, or returns something else.
     """
     try:
         with torch.no_grad():
             return as_number(metric.fn(*tensors), tensors[0].device)
     except Exception as error:
         shape = tuple(tensors[0].shape)
-        raise RuntimeError(f"{what}, given a tensor of shape {shape}, failed: {error}") from error
+        raise FailedFunctionError(f"{what}, given a tensor of shape {shape}, failed: {error}") from error
 
 
 def as_number(value: Any, device: torch.device) -> Tensor:
@@ -179,8 +180,9 @@ def as_number(value: Any, device: torch.device) -> Tensor:
         TypeError: if it is neither.
     """
     wide = wide_dtype(device)
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and not value.is_complex():
         return value.detach().mean(dtype=wide_dtype(value.device))
     if isinstance(value, Real):
         return torch.full((), float(value), dtype=wide, device=device)
-    raise TypeError(f"A number or a tensor is needed, but given {type(value)}")
+    kind = f"a tensor of {value.dtype}" if isinstance(value, Tensor) else type(value)
+    raise TypeError(f"A real number or a tensor of real numbers is needed, but given {kind}")

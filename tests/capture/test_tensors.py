@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers.modeling_outputs import CausalLMOutput
 
-from ignite_monitor.capture.tensors import floating_tensors
+from ignite_monitor.capture.tensors import floating_tensors, tagged_tensors
 
 A, B, SCALAR = torch.ones(2), torch.ones(3, dtype=torch.bfloat16), torch.tensor(1.0)
 TOKENS = torch.ones(2, dtype=torch.long)
@@ -47,3 +47,25 @@ def test_places(output, expected):
     found = list(floating_tensors(output))
     assert [place for place, _ in found] == [place for place, _ in expected]
     assert all(ours is theirs for (_, ours), (_, theirs) in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("output", "places"),
+    [
+        (A, [""]),
+        ({"a b": A, "a_b": B}, ["a_b", "a_b_2"]),
+        ({"x": {"y": A}, "x/y": B}, ["x/y", "x/y_2"]),
+        ({1: A, "1": B, "1_2": SCALAR}, ["1", "1_2", "1_2_2"]),
+    ],
+)
+def test_tags_of_places_are_different(output, places):
+    assert [place for place, _ in tagged_tensors(output)] == places
+
+
+def test_what_contains_itself_is_entered_once():
+    output = [A, {"b": B}]
+    output.append(output)
+    output[1]["all"] = output
+    assert [place for place, _ in floating_tensors(output)] == ["0", "1/b"]
+    twice = [A]
+    assert [place for place, _ in floating_tensors((twice, twice))] == ["0/0", "1/0"]

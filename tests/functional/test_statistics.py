@@ -83,6 +83,24 @@ def test_statistics_are_those_of_float64(together):
         assert found[name] == pytest.approx(expected(parts), rel=1e-6, abs=1e-300, nan_ok=True), name
 
 
+@pytest.mark.parametrize("shape", [(64, 1000), (1000, 2000)])
+@pytest.mark.parametrize("mean", [1e4, -1e6, 1e8])
+def test_std_of_what_lies_far_from_0(mean, shape):
+    """With float64 sums of squares there would be 3 digits left of the first, and none of the others."""
+    x = mean + randn(*shape, dtype=torch.float64) * 1e-2
+    found = observed({"x": [x], "near": [x - mean], "same": [torch.full(shape, mean)]})
+    assert found["x"]["std"] == pytest.approx(x.std().item(), rel=1e-6)
+    assert found["near"]["std"] == pytest.approx((x - mean).std().item(), rel=1e-6)
+    assert found["same"]["std"] == 0
+
+
+def test_std_of_parts_that_lie_far_from_0():
+    parts = [1e4 + 1e-2 * randn(64, 1000, seed=i, dtype=torch.float64) for i in range(4)]
+    assert observed({"x": parts})["x"]["std"] == pytest.approx(torch.cat(parts).std().item(), rel=1e-3)
+    apart = [part + 0.1 * i for i, part in enumerate(parts)]
+    assert observed({"x": apart})["x"]["std"] == pytest.approx(torch.cat(apart).std().item(), rel=1e-5)
+
+
 def test_a_unit_is_dead_over_all_micro_batches():
     first, second = torch.ones(4, 6), torch.ones(4, 6)
     first[:, :3] = 0

@@ -416,6 +416,33 @@ def test_differences_from_the_start_are_0_before_the_first_update(offload):
     assert part(published[1], "activation_difference/layer") == pytest.approx(without_dead(wanted), rel=1e-3, abs=1e-8)
 
 
+def test_a_metric_of_differences_that_fails_is_raised():
+    def wrong(ours, theirs):
+        raise KeyError("mine")
+
+    with pytest.raises(RuntimeError, match=r"Metric 'm' of activation_difference/0, .* \(8, 5\), failed: ") as error:
+        run(mlp(), activation_differences={"m": wrong}, reference="init")
+    assert isinstance(error.value.__cause__, KeyError)
+
+
+@pytest.mark.parametrize("whole", [1, 3, None])
+def test_one_warning_where_there_was_no_pass_to_compare(whole, caplog):
+    model, calls = mlp(), []
+
+    def step(handler, optimizer, x):
+        calls.append(x)
+        if len(calls) == whole:
+            model(x)
+        for layer in model:
+            x = layer(x)
+
+    with caplog.at_level(logging.WARNING):
+        published = run(model, step, batches=3, activation_differences=True, reference="init")
+    assert [bool(values) for values in published] == [i == whole for i in (1, 2, 3)]
+    messages = [each.getMessage() for each in caplog.records if "forward pass of the whole model" in each.getMessage()]
+    assert len(messages) == (whole is None)
+
+
 def test_a_module_as_the_reference_and_own_functions_of_two():
     model, other = mlp(), mlp(1)
     (published,) = run(
@@ -464,6 +491,51 @@ def test_record_weighs_by_elements_and_is_nothing_elsewhere():
     assert run(model, step, event=Events.ITERATION_STARTED(every=2)) == [{}]
     model(data())
     record("outside", 1.0)
+
+
+class Colliding(nn.Module):
+    """Returns and records things that are called alike."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+
+    def forward(self, x):
+        y = self.layer(x)
+        record("mean", 100.0, module=self.layer)
+        record("own", 200.0, module=self.layer)
+        record("a b/mean", 300.0)
+        record("kept", 400.0)
+        record("ke pt", 500.0)
+        record("ke_pt", 600.0)
+        return {"a b": y, "a_b": y + 1, "x": {"y": y + 2}, "x/y": y + 3}
+
+
+def test_names_that_collide_are_told_apart():
+    model = Colliding()
+
+    def step(handler, optimizer, x):
+        model(x)
+
+    metrics = {"mean": True, "own": torch.mean}
+    wanted = model.layer(data()).double().mean().item()
+    expected_means = {"layer": 0, "_root_/a_b": 0, "_root_/a_b_2": 1, "_root_/x/y": 2, "_root_/x/y_2": 3}
+    recorded = {
+        "layer/mean_2": 100.0,
+        "layer/own_2": 200.0,
+        "_root_/a_b/mean_2": 300.0,
+        "_root_/kept": 400.0,
+        "_root_/ke_pt": 500.0,
+        "_root_/ke_pt_2": 600.0,
+    }
+    (published,) = run(model, step, activations=metrics)
+    assert part(published, "activation") == pytest.approx(
+        {f"{place}/{name}": wanted + more for place, more in expected_means.items() for name in metrics} | recorded
+    )
+    (published,) = run(model, step, activation_differences={"max_abs": True}, reference="init")
+    assert {name for name in published if "difference" in name} == {
+        f"activation_difference/{place}/max_abs" for place in expected_means
+    }
 
 
 # Attention
@@ -612,6 +684,93 @@ def test_compiled_with_inductor():
     assert states[1][0]["unique_graphs"] == 1  # compiled in the first iteration, and never again
     assert states[1] == states[-1]
     assert states[-1][1:] == ({}, {})
+
+
+class Stored(nn.Module):
+    """Parameters of dtypes that few operations know."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+        self.stored = nn.Parameter((torch.arange(1, 7).reshape(2, 3) / 4).to(dtype), requires_grad=dtype.is_complex)
+
+    def forward(self, x):
+        kept = self.stored if self.stored.is_complex() else self.stored.float()
+        record("phase", kept.sum())
+        record("number", 1 + 2j if self.stored.is_complex() else 3.0)
+        return (self.linear(x) * kept[0]).abs()
+
+
+@pytest.mark.parametrize("size", [3, 70_000])
+def test_complex_parameters_have_no_built_in_statistics(size, caplog):
+    model = Stored(torch.complex64)
+    model.large = nn.Parameter(torch.ones(size, dtype=torch.complex64))
+    with caplog.at_level(logging.WARNING):
+        published = run(
+            model,
+            batches=2,
+            activations=True,
+            parameters={"mean": True, "largest": lambda x: x.abs().max()},
+            gradients=True,
+            parameter_differences=True,
+            reference="init",
+        )
+    for values in published:
+        assert {name for name in values if "stored" in name or "large/" in name} == {
+            "parameter/stored/largest",
+            "parameter/large/largest",
+        }
+        assert "gradient/linear.weight/mean" in values
+        assert not {"activation/_root_/phase", "activation/_root_/number"} & set(values)
+    assert [each.getMessage() for each in caplog.records if "ActivationHandler" in each.name] == [
+        "built-in metrics are of real numbers, and left out for stored, large",
+        "complex numbers that are recorded are left out: _root_/number, _root_/phase",
+    ]
+
+
+def test_a_metric_that_returns_a_complex_number_fails():
+    with pytest.raises(RuntimeError, match=r"Metric 'mean' of parameter/stored.* a tensor of torch\.complex64"):
+        run(Stored(torch.complex64), parameters={"mean": torch.mean})
+
+
+class Cast(nn.Module):
+    def forward(self, x):
+        return x.detach().to(torch.float8_e4m3fn)
+
+
+class Cached(nn.Module):
+    """Holds weights in float8, and makes an activation in float8."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+        self.cast = Cast()
+        self.stored = nn.Parameter(torch.arange(3.0).repeat(rows, 1).to(torch.float8_e5m2), requires_grad=False)
+
+    def forward(self, x):
+        self.cast(x)
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("rows", [2, 30_000])
+def test_float8_is_measured_as_what_it_stands_for(rows):
+    model, other = Cached(rows), Cached(rows)
+    with torch.no_grad():
+        other.stored.zero_()
+    (values,) = run(
+        model,
+        activations=True,
+        parameters=True,
+        parameter_differences=True,
+        activation_differences=True,
+        reference=other,
+    )
+    stored = without_dead(expected([model.stored.double()]))
+    assert part(values, "parameter/stored") == pytest.approx(stored, rel=1e-6)
+    assert part(values, "parameter_difference/stored") == pytest.approx(stored, rel=1e-6)
+    cast = expected([data().to(torch.float8_e4m3fn).double()])
+    assert part(values, "activation/cast") == pytest.approx(cast, rel=1e-6)
+    assert part(values, "activation_difference/cast")["max_abs"] == 0
 
 
 def test_errors_leave_no_hook():
