@@ -23,7 +23,7 @@ from ignite_monitor.functional._devices import move_like, upload, wide_dtype
 from ignite_monitor.functional.coordinate_check import weight_share
 from ignite_monitor.functional.updates import order_statistics
 from ignite_monitor.handlers._base import Handlers, Monitor
-from ignite_monitor.handlers._layer_changes import QUANTITIES, LayerChanges
+from ignite_monitor.handlers._layer_changes import QUANTITIES, LayerChanges, Sums
 from ignite_monitor.handlers._ranks import sum_over_ranks
 
 _PLACES = 2 * len(QUANTITIES)  # with the bias, and without it
@@ -169,12 +169,12 @@ class RCCHandler(Monitor):
         Args:
             engine: the engine.
         """
-        self._changes.norms = {}
+        self._changes.norms = []
         self._monitored += 1
 
     def release(self) -> None:
         """Let go of everything that belongs to the run that has ended."""
-        self._changes.norms = {}
+        self._changes.norms = []
         if self._monitored and not self._changes.seen and not self._passes.warned:
             self.logger.warning(
                 "%s: none of %d monitored iterations had a forward pass of the whole model in training mode, so "
@@ -186,7 +186,7 @@ class RCCHandler(Monitor):
     def _on_train_step_completed(self, engine: Engine) -> None:
         if not self._armed:
             return
-        norms, self._changes.norms = self._changes.norms, {}
+        norms, self._changes.norms = self._changes.norms, []
         table = self._mean_over_ranks(norms)
         if table is None:
             return
@@ -194,8 +194,12 @@ class RCCHandler(Monitor):
         shares = weight_share(by_kind[..., 0], by_kind[..., 1])
         values: dict[str, Tensor] = {}
         measured: dict[str, list[Tensor]] = {"weight_update": [], "input_drift": []}
+        measured_places: dict[str, set[int]] = {name: set() for name in self._layers}
+        for where, _, _ in norms:
+            for name, place in where:
+                measured_places[name].add(place)
         for row, (name, tag) in enumerate(zip(self._layers, self._tags, strict=True)):
-            places = sorted({place for place, _, _ in norms.get(name, [])})
+            places = sorted(measured_places[name])
             cells = table[row].unbind()
             for place in places:
                 without, quantity = divmod(place, len(QUANTITIES))
@@ -211,24 +215,23 @@ class RCCHandler(Monitor):
                 values |= {f"{kind}_max": largest, f"{kind}_median": median}
         self.publish(**values)
 
-    def _mean_over_ranks(self, norms: dict[str, Any]) -> Tensor | None:
+    def _mean_over_ranks(self, norms: list[Sums]) -> Tensor | None:
         """Means by layer and place, NaN where there is none; None if nothing was measured on this rank."""
         rows = {name: row for row, name in enumerate(self._layers)}
-        entries = [
-            (rows[name] * _PLACES + place, total, count) for name, each in norms.items() for place, total, count in each
-        ]
-        device = entries[0][1].device if entries else next(self.model.parameters()).device
+        device = norms[0][1].device if norms else next(self.model.parameters()).device
         dtype = wide_dtype(device)
         counts = [0] * (len(rows) * _PLACES)
-        for where, _, count in entries:
-            counts[where] += count
+        cells = [[rows[name] * _PLACES + place for name, place in where] for where, _, _ in norms]
+        for each, (_, _, count) in zip(cells, norms, strict=True):
+            for cell in each:
+                counts[cell] += count
         both = torch.zeros(2, len(counts), dtype=dtype, device=device)
         both[1] = upload(torch.tensor(counts, dtype=dtype, device="cpu"), device)
-        if entries:
-            where = upload(torch.tensor([where for where, _, _ in entries], device="cpu"), device)
-            both[0].index_add_(0, where, torch.stack([move_like(total, both) for _, total, _ in entries]))
+        if norms:
+            index = upload(torch.tensor([cell for each in cells for cell in each], device="cpu"), device)
+            both[0].index_add_(0, index, torch.cat([move_like(totals, both) for _, totals, _ in norms]))
         both = sum_over_ranks(both)
-        return (both[0] / both[1]).reshape(-1, _PLACES) if entries else None
+        return (both[0] / both[1]).reshape(-1, _PLACES) if norms else None
 
 
 def _is_layer(name: str, module: nn.Module) -> bool:
