@@ -1,6 +1,7 @@
 """What RCCHandler costs in a monitored iteration, beside forward passes of the same model.
 
-Prints milliseconds that the handler adds, medians over one run in which all take turns. And memory, counted tensor by
+Prints milliseconds of processor time that the handler adds, medians over one run in which all take turns. And
+memory, counted tensor by
 tensor: the most that is alive at once in a monitored forward pass, as a share of what one forward pass keeps for its
 backward, without the reference's weights. With ``offload`` what goes to the host's memory is not counted; on a CPU that
 is the same memory, so this says what would be left on a device. Exits with 1 where the handler adds more than twice the

@@ -31,9 +31,6 @@ Kwargs = dict[str, Any]
 Norms = list[tuple[int, Tensor]]  # places, see :class:`LayerChanges`, and vectors of norms
 Sums = tuple[list[tuple[str, int]], Tensor, int]  # layers and places, for each a sum of norms, and how many these are
 
-# Rows of outputs that still lie in the processor's cache when their norms are taken.
-_CACHED, _SMALLEST = 2**16, 64  # numbers, and rows that are as fast as more in a product
-
 
 class LayerChanges:
     """Measures the calls of a model's layers, for :class:`ReferencePasses`.
@@ -189,22 +186,12 @@ class _Linear(_Layer):
         moved = None
         if bias is not None:
             moved = (_wide(bias[0]) - _wide(bias[1])).reshape(-1, *[1] * (-self._dim - 1))
-        norms: Norms = []
-        for part, reference_part in self._parts(x, reference_x, weight_change):
-            input_change = part - reference_part
-            inputs = [*self._of(2, part), *self._of(3, input_change)]
-            change = linear_change(function, weight_change, weights[1], input_change, part)
-            norms += inputs + self._pair(change, moved)
-            if moved is not None:
-                norms += _without_bias(inputs)
-        return norms
-
-    def _parts(self, x: Tensor, reference_x: Tensor, weight: Tensor) -> list[tuple[Tensor, Tensor]]:
-        if self._dim != -1 or x.device.type != "cpu":
-            return [(x, reference_x)]
-        rows = max(_SMALLEST, _CACHED // max(1, *weight.shape))
-        flat = x.reshape(-1, x.shape[-1]), reference_x.reshape(-1, x.shape[-1])
-        return list(zip(flat[0].split(rows), flat[1].split(rows), strict=True))
+        input_change = x - reference_x
+        norms = [*self._of(2, x), *self._of(3, input_change)]
+        if moved is not None:
+            norms += _without_bias(norms)
+        change = linear_change(function, weight_change, weights[1], input_change, x)
+        return norms + self._pair(change, moved)
 
 
 class _Normalization(_Layer):
