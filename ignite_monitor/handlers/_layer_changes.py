@@ -51,6 +51,14 @@ class LayerChanges:
         self.norms: list[Sums] = []
         self.seen = 0
 
+    def places(self, name: str) -> range:
+        """What there can be norms of.
+
+        Args:
+            name: the layer.
+        """
+        return self._layers[name].places()
+
     def keep(self, name: str, module: nn.Module, args: Args, kwargs: Kwargs, output: Any) -> list[Tensor | None]:
         """The input, and of those that have to be evaluated the output.
 
@@ -114,6 +122,9 @@ class _Layer:
     def __init__(self, reference: nn.Module) -> None:
         self._reference = reference
         self._dim = feature_dim(reference)
+
+    def places(self) -> range:
+        return range(len(QUANTITIES) * (1 if self._reference._parameters.get("bias") is None else 2))
 
     def keep(self, args: Args, kwargs: Kwargs, output: Any) -> list[Tensor | None]:
         return [_first(args, kwargs)]
@@ -195,6 +206,9 @@ class _Linear(_Layer):
 
 
 class _Normalization(_Layer):
+    def places(self) -> range:
+        return range(2 * len(QUANTITIES))
+
     def _norms(
         self,
         module: nn.Module,
@@ -218,6 +232,9 @@ class _Normalization(_Layer):
 
 
 class _Embedding(_Layer):
+    def places(self) -> range:
+        return range(1)
+
     def keep(self, args: Args, kwargs: Kwargs, output: Any) -> list[Tensor | None]:
         return []
 
@@ -235,6 +252,9 @@ class _Evaluated(_Layer):
         super().__init__(reference.modules[name])
         self._name = name
         self._run = reference.run
+
+    def places(self) -> range:
+        return range(len(QUANTITIES))
 
     def keep(self, args: Args, kwargs: Kwargs, output: Any) -> list[Tensor | None]:
         return [_first(args, kwargs), _first((output,), {})]

@@ -576,3 +576,30 @@ def test_own_copy_follows_the_model_to_another_device():
     handler.attach(measure_nothing)
     measure_nothing.run([0])
     assert handler.reference[0].weight.device.type == "meta"
+
+
+class Apart(nn.Module):
+    """Two layers, of which one alone meets what isn't finite."""
+
+    def __init__(self):
+        super().__init__()
+        self.finite, self.other = nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.finite(x) + self.other(x / 0).nan_to_num()
+
+
+@pytest.mark.parametrize("x", [1.0, 0.0])
+def test_what_is_not_finite_is_absent(x):
+    torch.manual_seed(0)
+    handler = RCCHandler(Apart())
+    perturb(handler.model)
+    found = measure(handler, [torch.full((2, 6), x)])
+    assert {name.split("/")[2].partition(".")[0] for name in found if name.count("/") > 1} == {"finite"}
+    assert found["rcc/weight_update_max"] == found["rcc/weight_update_median"] == found["rcc/weight_update/finite"]
+
+
+def test_an_empty_batch_has_nothing_to_measure():
+    handler = RCCHandler(nn.Linear(6, 3))
+    assert measure(handler, [torch.ones(0, 6)]) == {}
+    assert measure(handler, [torch.ones(2, 6)])["rcc/input/_root_"] == pytest.approx(6**0.5)
