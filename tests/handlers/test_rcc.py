@@ -603,3 +603,23 @@ def test_an_empty_batch_has_nothing_to_measure():
     handler = RCCHandler(nn.Linear(6, 3))
     assert measure(handler, [torch.ones(0, 6)]) == {}
     assert measure(handler, [torch.ones(2, 6)])["rcc/input/_root_"] == pytest.approx(6**0.5)
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy])
+def test_copies_made_in_a_train_step_are_not_looked_at(duplicate, caplog):
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+    handler = RCCHandler(model)
+    runs, values = [], []
+    handler.reference.register_forward_hook(lambda *_: runs.append(None))
+
+    def train_step(engine, x):
+        duplicate(model)(100 * x)
+        duplicate(model)(torch.ones(9, 6))
+        model(x)
+
+    engine = Engine(train_step)
+    handler.attach(engine)
+    engine.add_event_handler(Events.ITERATION_COMPLETED, lambda e: values.append(float(e.state.metrics["rcc/input/0"])))
+    engine.run([torch.ones(4, 6)])
+    assert (len(runs), values) == (1, [pytest.approx(6**0.5)])
+    assert caplog.records == []
