@@ -1,6 +1,7 @@
 """What RCCHandler costs in a monitored iteration, beside forward passes of the same model.
 
-Prints milliseconds that the handler adds, medians over one run in which all take turns. And memory, counted tensor by
+Prints milliseconds of processor time that the handler adds, medians over one run in which all take turns. And
+memory, counted tensor by
 tensor: the most that is alive at once in a monitored forward pass, as a share of what one forward pass keeps for its
 backward, without the reference's weights. With ``offload`` what goes to the host's memory is not counted; on a CPU that
 is the same memory, so this says what would be left on a device. Exits with 1 where the handler adds more than twice the
@@ -108,13 +109,14 @@ def most_alive(model: nn.Module, tokens: torch.Tensor, handler: RCCHandler | Non
     finally:
         _Pass._offloaded = original
         if handler is not None:
-            handler._changes.norms = {}
+            handler._changes.norms = []
 
 
 def seconds(function: Any) -> float:
-    before = time.perf_counter()
+    # Of the processor, all threads together: others who want it don't count.
+    before = time.process_time()
     function()
-    return time.perf_counter() - before
+    return time.process_time() - before
 
 
 def measure(width: int, rounds: int) -> dict[str, float]:

@@ -21,7 +21,9 @@ def before_forward(modules: Iterable[nn.Module], hook: Callable[..., Any]) -> It
         modules: the modules.
         hook: is given the module, its positional arguments and its keyword arguments.
     """
-    with _on([(module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs) for module in modules], hook):
+    modules = list(modules)
+    places = [(module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs) for module in modules]
+    with _on(places, _Hook(hook, modules)):
         yield
 
 
@@ -33,7 +35,9 @@ def after_forward(modules: Iterable[nn.Module], hook: Callable[..., Any]) -> Ite
         modules: the modules.
         hook: is given the module, its positional arguments, its keyword arguments and its output.
     """
-    with _on([(module._forward_hooks, module._forward_hooks_with_kwargs) for module in modules], hook):
+    modules = list(modules)
+    places = [(module._forward_hooks, module._forward_hooks_with_kwargs) for module in modules]
+    with _on(places, _Hook(hook, modules)):
         yield
 
 
@@ -64,13 +68,15 @@ def _no_hook() -> Callable[..., Any]:
 
 
 class _Hook:
-    """A hook that does nothing in copies of its module that a train step makes."""
+    """A hook that does nothing in copies of its modules that a train step makes."""
 
-    def __init__(self, hook: Callable[..., Any]) -> None:
+    def __init__(self, hook: Callable[..., Any], modules: Iterable[nn.Module]) -> None:
         self._hook = hook
+        self._modules = {id(module) for module in modules}
 
-    def __call__(self, *args: Any) -> Any:
-        return self._hook(*args)
+    def __call__(self, module: nn.Module, *args: Any) -> Any:
+        # A shallow copy has the hooks of the module itself.
+        return self._hook(module, *args) if id(module) in self._modules else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         return _nothing
@@ -82,8 +88,8 @@ class _Hook:
 # As ``register_forward_hook`` does it, for hundreds of modules at a tenth of the cost, which matters where hooks come
 # and go with every monitored iteration. The last hook sees what those of the user have made of inputs and outputs.
 @contextlib.contextmanager
-def _on(places: list[tuple[dict[Any, Any], dict[Any, Any]]], hook: Callable[..., Any]) -> Iterator[None]:
-    key, hook = object(), _Hook(hook)
+def _on(places: list[tuple[dict[Any, Any], dict[Any, Any]]], hook: _Hook) -> Iterator[None]:
+    key = object()
     try:
         for hooks, with_kwargs in places:
             hooks[key] = hook

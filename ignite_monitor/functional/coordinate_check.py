@@ -41,7 +41,7 @@ class Change(NamedTuple):
 
 def linear_change(
     function: Callable[[Tensor, Tensor], Tensor],
-    weight: Tensor,
+    weight_change: Tensor,
     reference_weight: Tensor,
     input_change: Tensor,
     x: Tensor,
@@ -54,7 +54,7 @@ def linear_change(
 
     Args:
         function: of an input and a weight, linear in either: a matrix product, a convolution, a product.
-        weight: :math:`W_t`.
+        weight_change: :math:`W_t - W_0`.
         reference_weight: :math:`W_0`, of the same shape.
         input_change: :math:`x_t - x_0`.
         x: :math:`x_t`, of the same shape.
@@ -62,10 +62,10 @@ def linear_change(
     Examples:
         .. code-block:: python
 
-            change = linear_change(torch.nn.functional.linear, W, W_0, x - x_0, x)
+            change = linear_change(torch.nn.functional.linear, W - W_0, W_0, x - x_0, x)
             mean_norm(change.weight_update), mean_norm(change.input_drift)
     """
-    return Change(function(x, weight - reference_weight), function(input_change, reference_weight))
+    return Change(function(x, weight_change), function(input_change, reference_weight))
 
 
 def output_change(output: Tensor, crossed: Tensor, reference_output: Tensor) -> Change:
@@ -122,23 +122,20 @@ def normalized_change(
     return now.mul_(r_now), change.mul_(r_now).addcmul_(then, r_change)
 
 
-def sum_of_norms(values: Tensor, dim: int = -1) -> tuple[Tensor, int]:
-    """The l2 norms over one dimension, summed over the others, and how many there are.
+def feature_norms(values: Tensor, dim: int = -1) -> Tensor:
+    """The l2 norms over one dimension, as a vector with one for each place along the others.
 
     Args:
         values: a tensor in float32 or float64, of any shape; a number is a vector of one.
         dim: the dimension of the features.
-
-    Returns:
-        A 0-dim float64 tensor (float32 on devices without float64), and the number of norms.
     """
     if not values.ndim:
         values = values.reshape(1)
     if dim % values.ndim == values.ndim - 1:
-        norms = torch.linalg.vector_norm(values, dim=dim)
+        norms: Tensor = torch.linalg.vector_norm(values, dim=dim)
     else:  # which reads memory along other dimensions slowly
         norms = values.square().sum(dim).sqrt()
-    return norms.sum(dtype=wide_dtype(values.device)), norms.numel()
+    return norms.reshape(-1)
 
 
 def mean_norm(values: Tensor, dim: int = -1) -> Tensor:
@@ -148,8 +145,7 @@ def mean_norm(values: Tensor, dim: int = -1) -> Tensor:
         values: a tensor in float32 or float64.
         dim: the dimension of the features.
     """
-    total, count = sum_of_norms(values, dim)
-    return total / count if count else torch.full_like(total, math.nan)
+    return feature_norms(values, dim).mean(dtype=wide_dtype(values.device))
 
 
 def weight_share(weight_update: Tensor, input_drift: Tensor) -> Tensor:

@@ -14,12 +14,13 @@ from ignite_monitor.capture.linear_maps import feature_dim, is_plain, linear_map
 from ignite_monitor.capture.passes import NotComparableError
 from ignite_monitor.capture.reference import Reference
 from ignite_monitor.capture.tensors import floating_tensors
+from ignite_monitor.functional._devices import wide_dtype
 from ignite_monitor.functional.coordinate_check import (
     Change,
+    feature_norms,
     linear_change,
     normalized_change,
     output_change,
-    sum_of_norms,
 )
 from ignite_monitor.functional.norms import is_sharded
 
@@ -27,7 +28,8 @@ QUANTITIES = ("weight_update", "input_drift", "input", "input_change", "output_c
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
-Norms = list[tuple[int, Tensor, int]]  # places, see :class:`LayerChanges`, sums of norms and their numbers
+Norms = list[tuple[int, Tensor]]  # places, see :class:`LayerChanges`, and vectors of norms
+Sums = tuple[list[tuple[str, int]], Tensor, int]  # layers and places, for each a sum of norms, and how many these are
 
 
 class LayerChanges:
@@ -40,14 +42,22 @@ class LayerChanges:
         layers: the names of the layers.
 
     Attributes:
-        norms: of each layer, sums of norms and how many they are of.
+        norms: layers and their places, sums of norms for them, and how many norms each is of.
         seen: how many forward passes there were.
     """
 
     def __init__(self, reference: Reference, layers: Sequence[str]) -> None:
         self._layers = {name: _layer(name, reference) for name in layers}
-        self.norms: dict[str, Norms] = {}
+        self.norms: list[Sums] = []
         self.seen = 0
+
+    def places(self, name: str) -> range:
+        """What there can be norms of.
+
+        Args:
+            name: the layer.
+        """
+        return self._layers[name].places()
 
     def keep(self, name: str, module: nn.Module, args: Args, kwargs: Kwargs, output: Any) -> list[Tensor | None]:
         """The input, and of those that have to be evaluated the output.
@@ -91,8 +101,19 @@ class LayerChanges:
             results: of each layer, what :meth:`leave` returned.
         """
         self.seen += 1
+        vectors: dict[tuple[str, int], list[Tensor]] = {}
         for name, calls in results.items():
-            self.norms.setdefault(name, []).extend(norm for norms in calls for norm in norms if norm[2])
+            for norms in calls:
+                for place, each in norms:
+                    vectors.setdefault((name, place), []).append(each)
+        # What has as many norms is summed at once.
+        alike: dict[Any, list[tuple[str, int]]] = {}
+        for where, found in vectors.items():
+            alike.setdefault((found[0].device, found[0].dtype, *map(len, found)), []).append(where)
+        for (device, _, *sizes), places in alike.items():
+            if sum(sizes):
+                table = torch.cat([each for where in places for each in vectors[where]]).view(len(places), -1)
+                self.norms.append((places, table.sum(1, dtype=wide_dtype(device)), sum(sizes)))
 
 
 class _Layer:
@@ -101,6 +122,9 @@ class _Layer:
     def __init__(self, reference: nn.Module) -> None:
         self._reference = reference
         self._dim = feature_dim(reference)
+
+    def places(self) -> range:
+        return range(len(QUANTITIES) * (1 if self._reference._parameters.get("bias") is None else 2))
 
     def keep(self, args: Args, kwargs: Kwargs, output: Any) -> list[Tensor | None]:
         return [_first(args, kwargs)]
@@ -153,7 +177,7 @@ class _Layer:
 
     def _of(self, place: int, values: Tensor) -> Norms:
         dim = self._dim if -values.ndim <= self._dim < values.ndim else -1
-        return [(place, *sum_of_norms(values, dim))]
+        return [(place, feature_norms(values, dim))]
 
 
 class _Linear(_Layer):
@@ -169,17 +193,22 @@ class _Linear(_Layer):
         bound = linear_map(module)
         if bound is None:
             raise NotComparableError("its forward has been replaced since the handler was made")
+        function, weight_change = bound(*call), weights[0] - weights[1]
+        moved = None
+        if bias is not None:
+            moved = (_wide(bias[0]) - _wide(bias[1])).reshape(-1, *[1] * (-self._dim - 1))
         input_change = x - reference_x
-        inputs = [*self._of(2, x), *self._of(3, input_change)]
-        change = linear_change(bound(*call), *weights, input_change, x)
-        if bias is None:
-            return inputs + self._pair(change, None)
-        moved = _wide(bias[0]) - _wide(bias[1])
-        shape = [1] * (-self._dim - 1)
-        return inputs + _without_bias(inputs) + self._pair(change, moved.reshape(-1, *shape))
+        norms = [*self._of(2, x), *self._of(3, input_change)]
+        if moved is not None:
+            norms += _without_bias(norms)
+        change = linear_change(function, weight_change, weights[1], input_change, x)
+        return norms + self._pair(change, moved)
 
 
 class _Normalization(_Layer):
+    def places(self) -> range:
+        return range(2 * len(QUANTITIES))
+
     def _norms(
         self,
         module: nn.Module,
@@ -195,7 +224,7 @@ class _Normalization(_Layer):
         )
         norms = [*self._of(2, x), *self._of(3, x - reference_x)]
         norms += _without_bias([*self._of(2, normalized), *self._of(3, change)])
-        parts = linear_change(torch.mul, *weights, change, normalized)
+        parts = linear_change(torch.mul, weights[0] - weights[1], weights[1], change, normalized)
         if bias is not None:
             return norms + self._pair(parts, _wide(bias[0]) - _wide(bias[1]))
         without = self._pair(parts, None)
@@ -203,6 +232,9 @@ class _Normalization(_Layer):
 
 
 class _Embedding(_Layer):
+    def places(self) -> range:
+        return range(1)
+
     def keep(self, args: Args, kwargs: Kwargs, output: Any) -> list[Tensor | None]:
         return []
 
@@ -220,6 +252,9 @@ class _Evaluated(_Layer):
         super().__init__(reference.modules[name])
         self._name = name
         self._run = reference.run
+
+    def places(self) -> range:
+        return range(len(QUANTITIES))
 
     def keep(self, args: Args, kwargs: Kwargs, output: Any) -> list[Tensor | None]:
         return [_first(args, kwargs), _first((output,), {})]
@@ -273,7 +308,7 @@ def _check(values: Tensor, others: Tensor) -> None:
 
 
 def _without_bias(norms: Norms) -> Norms:
-    return [(place + len(QUANTITIES), total, count) for place, total, count in norms]
+    return [(place + len(QUANTITIES), each) for place, each in norms]
 
 
 def _wide(values: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -24,10 +25,12 @@ from ignite_monitor.functional._devices import move_like, upload, wide_dtype
 from ignite_monitor.functional.coordinate_check import weight_share
 from ignite_monitor.functional.updates import order_statistics
 from ignite_monitor.handlers._base import Handlers, Monitor
-from ignite_monitor.handlers._layer_changes import QUANTITIES, LayerChanges
-from ignite_monitor.handlers._ranks import sum_over_ranks
+from ignite_monitor.handlers._layer_changes import QUANTITIES, LayerChanges, Sums
+from ignite_monitor.handlers._ranks import sum_over_ranks, world_size
 
 _PLACES = 2 * len(QUANTITIES)  # with the bias, and without it
+_WIDTH = _PLACES + 2  # and the weights' share in either
+_UPDATES, _DRIFTS = [0, len(QUANTITIES)], [1, len(QUANTITIES) + 1]
 
 
 class RCCHandler(Monitor):
@@ -63,7 +66,8 @@ class RCCHandler(Monitor):
     has a bias, its change belongs to ``weight_update`` and ``output_change``; the first six are there a second time as
     ``rcc/…/{layer}.weight``, without it. LayerNorm and RMSNorm are taken as functions of their input x, and as
     ``{layer}.weight`` as products of weight and normalised input. A layer without a floating-point input, as an
-    Embedding, has ``weight_update`` alone. All are 0 before the first update.
+    Embedding, has ``weight_update`` alone. All are 0 before the first update. What no rank measures, and what isn't
+    finite, is absent; where only a device knows, it is NaN there and is not logged.
 
     **Layers** are all modules with parameters of their own, those of the user included; tied weights count in either
     module. For Linear, convolutions, Embedding, LayerNorm and RMSNorm, both terms are computed from differences, in
@@ -170,12 +174,16 @@ class RCCHandler(Monitor):
         Args:
             engine: the engine.
         """
-        self._changes.norms = {}
+        self._changes.norms = []
         self._monitored += 1
+
+    def on_host(self) -> dict[str, float]:
+        """This iteration's values as floats, without those that were not measured."""
+        return {name: value for name, value in super().on_host().items() if not math.isnan(value)}
 
     def release(self) -> None:
         """Let go of everything that belongs to the run that has ended."""
-        self._changes.norms = {}
+        self._changes.norms = []
         if self._monitored and not self._changes.seen and not self._passes.warned:
             self.logger.warning(
                 "%s: none of %d monitored iterations had a forward pass of the whole model in training mode, so "
@@ -187,46 +195,60 @@ class RCCHandler(Monitor):
     def _on_train_step_completed(self, engine: Engine) -> None:
         if not self._armed:
             return
-        norms, self._changes.norms = self._changes.norms, {}
-        table = self._mean_over_ranks(norms)
-        if table is None:
+        norms, self._changes.norms = self._changes.norms, []
+        table, measured = self._mean_over_ranks(norms)
+        shares = weight_share(table[:, _UPDATES], table[:, _DRIFTS])
+        table = torch.cat([table, shares], 1)
+        # Of what is measured on no rank, or isn't finite; on the CPU there is no waiting to learn what that is.
+        table = torch.where(table.isfinite(), table, math.nan)
+        if table.device.type == "cpu":
+            measured = set(table.isfinite().flatten().nonzero().flatten().tolist())
+        else:
+            drifts = [(cell - cell % _WIDTH, cell % _WIDTH) for cell in measured if cell % _WIDTH in _DRIFTS]
+            measured |= {start + _PLACES + _DRIFTS.index(place) for start, place in drifts}
+        names = [(self._name_of(cell), cell) for cell in sorted(measured)]
+        if not names:
             return
-        by_kind = table.unflatten(1, (2, -1))  # with the bias, without it
-        shares = weight_share(by_kind[..., 0], by_kind[..., 1])
-        values: dict[str, Tensor] = {}
-        measured: dict[str, list[Tensor]] = {"weight_update": [], "input_drift": []}
-        for row, (name, tag) in enumerate(zip(self._layers, self._tags, strict=True)):
-            places = sorted({place for place, _, _ in norms.get(name, [])})
-            cells = table[row].unbind()
-            for place in places:
-                without, quantity = divmod(place, len(QUANTITIES))
-                end = ".weight" if without else ""
-                values[f"{QUANTITIES[quantity]}/{tag}{end}"] = cells[place]
-                if QUANTITIES[quantity] == "input_drift":
-                    values[f"weight_share/{tag}{end}"] = shares[row, without]
-                if not without and QUANTITIES[quantity] in measured:
-                    measured[QUANTITIES[quantity]].append(cells[place])
-        for kind, of_layers in measured.items():
-            if of_layers:
-                median, _, _, largest = order_statistics(torch.stack(of_layers)).unbind()
-                values |= {f"{kind}_max": largest, f"{kind}_median": median}
-        self.publish(**values)
+        cells = table.flatten()[upload(torch.tensor([cell for _, cell in names], device="cpu"), table.device)]
+        for place, kind in enumerate(("weight_update", "input_drift")):
+            if any(cell % _WIDTH == place for _, cell in names):
+                median, _, _, largest = order_statistics(table[:, place]).unbind()
+                self.publish(**{f"{kind}_max": largest, f"{kind}_median": median})
+        self.publish_table([name for name, _ in names], cells)
 
-    def _mean_over_ranks(self, norms: dict[str, Any]) -> Tensor | None:
-        """Means by layer and place, NaN where there is none; None if nothing was measured on this rank."""
+    def _name_of(self, cell: int) -> str:
+        row, place = divmod(cell, _WIDTH)
+        if place < _PLACES:
+            without, quantity = divmod(place, len(QUANTITIES))
+            kind = QUANTITIES[quantity]
+        else:
+            without, kind = place - _PLACES, "weight_share"
+        return f"{kind}/{self._tags[row]}{'.weight' if without else ''}"
+
+    def _mean_over_ranks(self, norms: list[Sums]) -> tuple[Tensor, set[int]]:
+        """Means by layer and place, NaN where there is none; and the cells that some rank may have measured.
+
+        The size is the same on every rank, whatever that has reached, and so is the number of collectives.
+        """
         rows = {name: row for row, name in enumerate(self._layers)}
-        entries = [
-            (rows[name] * _PLACES + place, total, count) for name, each in norms.items() for place, total, count in each
-        ]
-        device = entries[0][1].device if entries else next(self.model.parameters()).device
+        device = norms[0][1].device if norms else next(self.model.parameters()).device
+        if device.type == "meta":
+            device = torch.device("cpu")
         dtype = wide_dtype(device)
         counts = [0] * (len(rows) * _PLACES)
-        for where, _, count in entries:
-            counts[where] += count
+        cells = [[rows[name] * _PLACES + place for name, place in where] for where, _, _ in norms]
+        for each, (_, _, count) in zip(cells, norms, strict=True):
+            for cell in each:
+                counts[cell] += count
         both = torch.zeros(2, len(counts), dtype=dtype, device=device)
         both[1] = upload(torch.tensor(counts, dtype=dtype, device="cpu"), device)
-        if entries:
-            where = upload(torch.tensor([where for where, _, _ in entries], device="cpu"), device)
-            both[0].index_add_(0, where, torch.stack([move_like(total, both) for _, total, _ in entries]))
-        both = sum_over_ranks(both)
-        return (both[0] / both[1]).reshape(-1, _PLACES) if entries else None
+        if norms:
+            index = upload(torch.tensor([cell for each in cells for cell in each], device="cpu"), device)
+            both[0].index_add_(0, index, torch.cat([move_like(totals, both) for _, totals, _ in norms]))
+        if world_size() == 1:
+            measured = {cell for cell, count in enumerate(counts) if count}
+        else:
+            both = sum_over_ranks(both)
+            measured = {row * _PLACES + place for name, row in rows.items() for place in self._changes.places(name)}
+        means = (both[0] / both[1]).reshape(-1, _PLACES)
+        return means, {cell // _PLACES * _WIDTH + cell % _PLACES for cell in measured}

@@ -95,7 +95,43 @@ def failing(rank: int) -> dict[str, Any]:
     return train(DistributedDataParallel(net()), rank, reference=reference)
 
 
+class Branch(nn.Module):
+    """The inner layer is for samples that start with what isn't negative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outer, self.inner, self.never = nn.Linear(4, 3), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.outer(x) if x[0, 0] < 0 else self.outer(self.inner(x))
+
+
+def branch(rank: int | None) -> dict[str, Any]:
+    """Iterations in which the first sample, which is the first rank's, and the second go different ways, or neither."""
+    torch.manual_seed(2)
+    reference, model = Branch(), Branch()
+    handler = RCCHandler(model, reference=reference)
+    x = torch.randn(2, 1, 4)
+    x[:, 0, 0] = torch.tensor([-1.0, 1.0])
+    batches = [x, x.flip(0), -x.abs()]
+    used = DistributedDataParallel(model, find_unused_parameters=True) if rank is not None else model
+
+    def train_step(engine, batch):
+        for each in batch if rank is None else batch[rank : rank + 1]:
+            used(each)
+
+    engine = Engine(train_step)
+    handler.attach(engine)
+    published: list[dict[str, float]] = []
+    engine.add_event_handler(
+        Events.ITERATION_COMPLETED, lambda _: published.append({k: float(v) for k, v in handler.metrics.items()})
+    )
+    engine.run(batches)
+    return {"published": published}
+
+
 SCENARIOS = {
+    "branch": branch,
     "ddp": lambda rank: train(DistributedDataParallel(net()), rank),
     "ddp static": lambda rank: train(DistributedDataParallel(net(), static_graph=True), rank),
     "ddp uneven": lambda rank: train(DistributedDataParallel(moved()), rank, 3, reference=net()),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.distributed._launch import launched
-from tests.distributed._rcc_worker import COUNT, SCENARIOS, moved, net, train
+from tests.distributed._rcc_worker import COUNT, SCENARIOS, branch, moved, net, train
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
 
@@ -34,4 +34,12 @@ def test_a_sharded_model_needs_a_module(results):
 def test_a_rank_that_cannot_measure_holds_nobody_up(results):
     first, second = results("failing")
     assert [bool(values) for values in first["published"]] == [True] * COUNT
-    assert second["published"] == [{}] * COUNT
+    assert second == first
+
+
+def test_a_layer_that_one_rank_alone_reaches_is_published_by_both(results):
+    first, second = results("branch")
+    assert first == second
+    whole = branch(None)["published"]
+    assert ["rcc/input/inner" in values for values in whole] == [True, True, False]
+    assert first["published"] == [pytest.approx(values) for values in whole]

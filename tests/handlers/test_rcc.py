@@ -576,3 +576,50 @@ def test_own_copy_follows_the_model_to_another_device():
     handler.attach(measure_nothing)
     measure_nothing.run([0])
     assert handler.reference[0].weight.device.type == "meta"
+
+
+class Apart(nn.Module):
+    """Two layers, of which one alone meets what isn't finite."""
+
+    def __init__(self):
+        super().__init__()
+        self.finite, self.other = nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.finite(x) + self.other(x / 0).nan_to_num()
+
+
+@pytest.mark.parametrize("x", [1.0, 0.0])
+def test_what_is_not_finite_is_absent(x):
+    torch.manual_seed(0)
+    handler = RCCHandler(Apart())
+    perturb(handler.model)
+    found = measure(handler, [torch.full((2, 6), x)])
+    assert {name.split("/")[2].partition(".")[0] for name in found if name.count("/") > 1} == {"finite"}
+    assert found["rcc/weight_update_max"] == found["rcc/weight_update_median"] == found["rcc/weight_update/finite"]
+
+
+def test_an_empty_batch_has_nothing_to_measure():
+    handler = RCCHandler(nn.Linear(6, 3))
+    assert measure(handler, [torch.ones(0, 6)]) == {}
+    assert measure(handler, [torch.ones(2, 6)])["rcc/input/_root_"] == pytest.approx(6**0.5)
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy])
+def test_copies_made_in_a_train_step_are_not_looked_at(duplicate, caplog):
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+    handler = RCCHandler(model)
+    runs, values = [], []
+    handler.reference.register_forward_hook(lambda *_: runs.append(None))
+
+    def train_step(engine, x):
+        duplicate(model)(100 * x)
+        duplicate(model)(torch.ones(9, 6))
+        model(x)
+
+    engine = Engine(train_step)
+    handler.attach(engine)
+    engine.add_event_handler(Events.ITERATION_COMPLETED, lambda e: values.append(float(e.state.metrics["rcc/input/0"])))
+    engine.run([torch.ones(4, 6)])
+    assert (len(runs), values) == (1, [pytest.approx(6**0.5)])
+    assert caplog.records == []
