@@ -92,7 +92,7 @@ def test_killed_while_the_file_is_made(tmp_path):
         with writing(path, "x") as (process, completed):
             while not list(tmp_path.glob(f".{turn}.h5*")) and not path.exists():
                 assert process.is_alive()
-            time.sleep(chance.random() / 100)
+            time.sleep(chance.random() / 100 * (1 + turn))
             process.kill()
             process.join()
             made.append(path.exists())
