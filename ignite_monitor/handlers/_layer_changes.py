@@ -244,6 +244,30 @@ class _Normalization(_Layer):
         return norms + without + _without_bias(without)
 
 
+class _LowPrecision(_Layer):
+    """A small layer whose rounded outputs would differ by their rounding: it is evaluated in float32."""
+
+    def places(self) -> range:
+        return range(len(QUANTITIES))
+
+    @torch.no_grad()
+    def enter(self, module: nn.Module, args: Args, kwargs: Kwargs, kept: list[Tensor | None]) -> Any:
+        parameters = self._parameters(module, args, kwargs)
+        x, reference_x = _first(args, kwargs), kept.pop()
+        if x is None or reference_x is None or len(args) + len(kwargs) > 1:
+            raise NotComparableError("it should have one floating-point tensor as its input")
+        _check(x, reference_x)
+        with _without_autocast(x):
+            x, reference_x = _wide(x), _wide(reference_x)
+            ours, theirs = ({name: _wide(pair[i]) for name, pair in parameters.items()} for i in (0, 1))
+            output, crossed, reference_output = (
+                self._run(self._name, (at,), {}, weights)
+                for at, weights in ((x, ours), (x, theirs), (reference_x, theirs))
+            )
+            change = output_change(output, crossed, reference_output)
+            return [*self._of(2, x), *self._of(3, x - reference_x), *self._pair(change, None)]
+
+
 class _Embedding(_Layer):
     def places(self) -> range:
         return range(1)
@@ -301,7 +325,21 @@ def _layer(name: str, reference: Reference) -> _Layer:
         return _Embedding(name, reference)
     if is_plain(module, nn.LayerNorm, nn.RMSNorm):
         return _Normalization(name, reference)
-    return _Linear(name, reference) if linear_map(module) is not None else _Evaluated(name, reference)
+    if linear_map(module) is not None:
+        return _Linear(name, reference)
+    return _LowPrecision(name, reference) if _is_low_norm(module) else _Evaluated(name, reference)
+
+
+def _is_low_norm(module: nn.Module) -> bool:
+    """Whether a module is a normalization in low precision, as the RMSNorm that language models bring along."""
+    parameters = {name: each for name, each in module._parameters.items() if each is not None}
+    return (
+        type(module).__name__.endswith("Norm")
+        and not module._modules
+        and not module._buffers
+        and parameters.keys() in ({"weight"}, {"weight", "bias"})
+        and all(each.ndim == 1 and each.is_floating_point() and each.itemsize < 4 for each in parameters.values())
+    )
 
 
 def _first(args: Args, kwargs: Kwargs) -> Tensor | None:
