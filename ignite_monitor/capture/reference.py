@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.parallel import DataParallel
 
 from ignite_monitor.capture.copies import detached_copy, separate_copy
@@ -144,7 +145,9 @@ class Reference:
                 if theirs is not None and theirs.requires_grad != mine.requires_grad:
                     theirs.requires_grad_(mine.requires_grad)
 
-    def run(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], parameters: dict[str, Tensor] | None = None
+    ) -> Any:
         """What one of its modules, ``""`` the whole, makes of the model's inputs.
 
         Draws the random numbers that the model is about to draw, with autocast, training flags and the recording of
@@ -155,9 +158,12 @@ class Reference:
             name: the module.
             args: positional arguments; they are copied.
             kwargs: keyword arguments; they are copied.
+            parameters: what its parameters are this time, by name; None for what they are.
         """
         with self._unnoticed(name), self._nothing_saved():
             args, kwargs = detached_copy((args, kwargs))
+            if parameters is not None:
+                return functional_call(self.modules[name], parameters, args, kwargs)
             return self.modules[name](*args, **kwargs)
 
     def _nothing_saved(self) -> contextlib.AbstractContextManager[Any]:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ignite_monitor.capture.forward import before_forward
 from ignite_monitor.capture.linear_maps import feature_dim, is_plain, linear_map
 from ignite_monitor.capture.passes import NotComparableError
 from ignite_monitor.capture.reference import Reference
@@ -22,7 +23,7 @@ from ignite_monitor.functional.coordinate_check import (
     normalized_change,
     output_change,
 )
-from ignite_monitor.functional.norms import is_sharded
+from ignite_monitor.functional.norms import any_sharded, is_sharded
 
 QUANTITIES = ("weight_update", "input_drift", "input", "input_change", "output_change")
 
@@ -119,9 +120,11 @@ class LayerChanges:
 class _Layer:
     """A layer whose change is known before it runs, and of which only the input is kept."""
 
-    def __init__(self, reference: nn.Module) -> None:
-        self._reference = reference
-        self._dim = feature_dim(reference)
+    def __init__(self, name: str, reference: Reference) -> None:
+        self._name = name
+        self._reference = reference.modules[name]
+        self._run = reference.run
+        self._dim = feature_dim(self._reference)
 
     def places(self) -> range:
         return range(len(QUANTITIES) * (1 if self._reference._parameters.get("bias") is None else 2))
@@ -131,12 +134,13 @@ class _Layer:
 
     @torch.no_grad()
     def enter(self, module: nn.Module, args: Args, kwargs: Kwargs, kept: list[Tensor | None]) -> Any:
+        # First of all, since ranks may communicate here and must not part before.
+        parameters = self._parameters(module, args, kwargs)
         x, reference_x = _first(args, kwargs), kept.pop()
         if x is None or reference_x is None:
             raise NotComparableError("no floating-point tensor is among its inputs")
         _check(x, reference_x)
-        weight, reference_weight = self._parameter(module, "weight")
-        bias = self._parameter(module, "bias") if module._parameters.get("bias") is not None else None
+        (weight, reference_weight), bias = parameters["weight"], parameters.get("bias")
         with _without_autocast(x):
             dtype = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
             weights = weight.to(dtype), reference_weight.to(dtype)
@@ -157,12 +161,21 @@ class _Layer:
     ) -> Norms:
         raise NotImplementedError
 
-    def _parameter(self, module: nn.Module, name: str) -> tuple[Tensor, Tensor]:
-        ours, theirs = getattr(module, name), getattr(self._reference, name)
-        if is_sharded(ours):
-            raise NotComparableError(f"its {name} is sharded while it runs")
+    def _parameters(self, module: nn.Module, args: Args, kwargs: Kwargs) -> dict[str, tuple[Tensor, Tensor]]:
+        """The model's and the reference's weight and bias, by name."""
+        ours: dict[str, Any] = {name: each for name in module._parameters if (each := getattr(module, name)) is not None}
+        theirs = {name: getattr(self._reference, name) for name in ours}
+        if any_sharded(theirs.values()):
+            # A layer that fully_shard has been given is whole while it runs, and not a moment longer.
+            def look(*_: Any) -> None:
+                theirs.update((name, getattr(self._reference, name).clone()) for name in ours)
+
+            with before_forward([self._reference], look):
+                self._run(self._name, args, kwargs)
+        if any_sharded([*ours.values(), *theirs.values()]):
+            raise NotComparableError("its weights are sharded, here or in the reference; one that is not would do")
         # Mixed precision of fully_shard rounds weights; the reference's are rounded alike.
-        return ours, theirs.to(ours.dtype)
+        return {name: (each, theirs[name].to(each.dtype)) for name, each in ours.items()}
 
     def _pair(self, change: Change, change_of_bias: Tensor | None) -> Norms:
         """Norms of a change, with the bias and without it; the change is used up, which spares memory and time."""
@@ -231,6 +244,30 @@ class _Normalization(_Layer):
         return norms + without + _without_bias(without)
 
 
+class _LowPrecision(_Layer):
+    """A small layer whose rounded outputs would differ by their rounding: it is evaluated in float32."""
+
+    def places(self) -> range:
+        return range(len(QUANTITIES))
+
+    @torch.no_grad()
+    def enter(self, module: nn.Module, args: Args, kwargs: Kwargs, kept: list[Tensor | None]) -> Any:
+        parameters = self._parameters(module, args, kwargs)
+        x, reference_x = _first(args, kwargs), kept.pop()
+        if x is None or reference_x is None or len(args) + len(kwargs) > 1:
+            raise NotComparableError("it should have one floating-point tensor as its input")
+        _check(x, reference_x)
+        with _without_autocast(x):
+            x, reference_x = _wide(x), _wide(reference_x)
+            ours, theirs = ({name: _wide(pair[i]) for name, pair in parameters.items()} for i in (0, 1))
+            output, crossed, reference_output = (
+                self._run(self._name, (at,), {}, weights)
+                for at, weights in ((x, ours), (x, theirs), (reference_x, theirs))
+            )
+            change = output_change(output, crossed, reference_output)
+            return [*self._of(2, x), *self._of(3, x - reference_x), *self._pair(change, None)]
+
+
 class _Embedding(_Layer):
     def places(self) -> range:
         return range(1)
@@ -241,17 +278,12 @@ class _Embedding(_Layer):
     @torch.no_grad()
     def enter(self, module: nn.Module, args: Args, kwargs: Kwargs, kept: list[Tensor | None]) -> Any:
         rows = args[0] if args else kwargs["input"]
-        weight, reference_weight = self._parameter(module, "weight")
+        weight, reference_weight = self._parameters(module, args, kwargs)["weight"]
         return self._of(0, _wide(F.embedding(rows, weight)) - _wide(F.embedding(rows, reference_weight)))
 
 
 class _Evaluated(_Layer):
     """Any other layer: the reference's is evaluated on the model's inputs."""
-
-    def __init__(self, name: str, reference: Reference) -> None:
-        super().__init__(reference.modules[name])
-        self._name = name
-        self._run = reference.run
 
     def places(self) -> range:
         return range(len(QUANTITIES))
@@ -290,10 +322,24 @@ class _Evaluated(_Layer):
 def _layer(name: str, reference: Reference) -> _Layer:
     module = reference.modules[name]
     if is_plain(module, nn.Embedding) and getattr(module, "max_norm", None) is None:
-        return _Embedding(module)
+        return _Embedding(name, reference)
     if is_plain(module, nn.LayerNorm, nn.RMSNorm):
-        return _Normalization(module)
-    return _Linear(module) if linear_map(module) is not None else _Evaluated(name, reference)
+        return _Normalization(name, reference)
+    if linear_map(module) is not None:
+        return _Linear(name, reference)
+    return _LowPrecision(name, reference) if _is_low_norm(module) else _Evaluated(name, reference)
+
+
+def _is_low_norm(module: nn.Module) -> bool:
+    """Whether a module is a normalization in low precision, as the RMSNorm that language models bring along."""
+    parameters = {name: each for name, each in module._parameters.items() if each is not None}
+    return (
+        type(module).__name__.endswith("Norm")
+        and not module._modules
+        and not module._buffers
+        and parameters.keys() in ({"weight"}, {"weight", "bias"})
+        and all(each.ndim == 1 and each.is_floating_point() and each.itemsize < 4 for each in parameters.values())
+    )
 
 
 def _first(args: Args, kwargs: Kwargs) -> Tensor | None:

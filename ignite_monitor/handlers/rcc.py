@@ -71,8 +71,9 @@ class RCCHandler(Monitor):
 
     **Layers** are all modules with parameters of their own, those of the user included; tied weights count in either
     module. For Linear, convolutions, Embedding, LayerNorm and RMSNorm, both terms are computed from differences, in
-    float32 or better whatever autocast does, so that an update of a millionth has as many digits as any. Of all others
-    the reference's module is evaluated once more on the model's input, under the model's autocast; of those that hold
+    float32 or better whatever autocast does, so that an update of a millionth has as many digits as any. Normalizations
+    of your own in low precision, classes whose names end in ``Norm``, are evaluated in float32. Of all others the
+    reference's module is evaluated once more on the model's input, under the model's autocast; of those that hold
     other layers, an nn.MultiheadAttention or a model with a position embedding of its own, the whole is taken, what is
     in it included. Of several inputs or outputs the first floating-point tensor is the one that is measured. Weights
     are those at the time of the forward pass.

@@ -136,6 +136,7 @@ SCENARIOS = {
     "ddp static": lambda rank: train(DistributedDataParallel(net(), static_graph=True), rank),
     "ddp uneven": lambda rank: train(DistributedDataParallel(moved()), rank, 3, reference=net()),
     "fsdp": lambda rank: train(fsdp(), rank, reference=copy.deepcopy(net())),
+    "fsdp of both": lambda rank: train(fsdp(), rank, reference=fsdp()),
     "fsdp refused": refused,
     "failing": failing,
 }

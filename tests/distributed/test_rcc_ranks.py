@@ -16,7 +16,7 @@ def results(tmp_path_factory):
     return launched("_rcc_worker", tmp_path_factory.mktemp("ranks"), SCENARIOS)
 
 
-@pytest.mark.parametrize("name", ["ddp", "ddp static", "ddp uneven", "fsdp"])
+@pytest.mark.parametrize("name", ["ddp", "ddp static", "ddp uneven", "fsdp", "fsdp of both"])
 def test_both_ranks_publish_what_one_process_does(results, name):
     whole = train(moved(), None, 3, reference=net()) if name == "ddp uneven" else train(net(), None)
     assert whole["published"][-1]["rcc/weight_update_max"] > 0.1

@@ -623,3 +623,32 @@ def test_copies_made_in_a_train_step_are_not_looked_at(duplicate, caplog):
     engine.run([torch.ones(4, 6)])
     assert (len(runs), values) == (1, [pytest.approx(6**0.5)])
     assert caplog.records == []
+
+
+class OwnRMSNorm(nn.Module):
+    """As language models have it, with an offset."""
+
+    def __init__(self, features):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(features))
+
+    def forward(self, x):
+        wide = x.float()
+        return ((1 + self.weight) * (wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)).to(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [0.1, 1e-3])
+def test_a_normalization_in_low_precision_is_not_measured_by_its_rounding(dtype, size):
+    torch.manual_seed(0)
+    model = nn.Sequential(OwnRMSNorm(64)).to(dtype)
+    handler = RCCHandler(model)
+    perturb(model, size)
+    x = (3 * torch.randn(7, 64)).to(dtype)
+    found = measure(handler, [x])
+    wide, moved = x.double(), model[0].weight.detach().double()
+    update = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * moved
+    assert found["rcc/weight_update/0"] == pytest.approx(float(update.norm(dim=-1).mean()), rel=1e-3)
+    assert found["rcc/output_change/0"] == pytest.approx(float(update.norm(dim=-1).mean()), rel=1e-3)
+    assert found["rcc/input_drift/0"] == 0
+    assert found["rcc/input/0"] == pytest.approx(float(wide.norm(dim=-1).mean()), rel=1e-5)
