@@ -162,8 +162,14 @@ class _Layer:
         raise NotImplementedError
 
     def _parameters(self, module: nn.Module, args: Args, kwargs: Kwargs) -> dict[str, tuple[Tensor, Tensor]]:
-        """The model's and the reference's weight and bias, by name."""
-        ours: dict[str, Any] = {name: each for name in module._parameters if (each := getattr(module, name)) is not None}
+        """The model's and the reference's weight and bias, by name.
+
+        Raises:
+            NotComparableError: if one of them can't be had whole.
+        """
+        ours: dict[str, Any] = {
+            name: each for name in module._parameters if (each := getattr(module, name)) is not None
+        }
         theirs = {name: getattr(self._reference, name) for name in ours}
         if any_sharded(theirs.values()):
             # A layer that fully_shard has been given is whole while it runs, and not a moment longer.

@@ -81,6 +81,12 @@ class RCCHandler(Monitor):
     calls more or less often than the reference does, as experts to which tokens are routed, is left out with a
     warning, and so is everything where the reference can't be run.
 
+    **Training** is the same, as far as can be seen from outside: what the reference draws from the generators of torch,
+    NumPy and Python, and from those that modules have as attributes, the model draws once more. A generator at the top
+    of a file, and counters and caches there that a forward changes, move on in both passes. Compiled models run eagerly
+    in monitored iterations; eager and compiled code round differently, and with some compilers, inductor among them,
+    dropout draws other masks in either.
+
     **Cost** of a monitored iteration: a forward pass without gradients, two products with each weight, and memory for
     the reference's weights and for its layers' inputs, which are freed as the model reaches them.
 

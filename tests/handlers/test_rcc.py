@@ -634,7 +634,9 @@ class OwnRMSNorm(nn.Module):
 
     def forward(self, x):
         wide = x.float()
-        return ((1 + self.weight) * (wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)).to(x.dtype)
+        return ((1 + self.weight) * (wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)).to(
+            x.dtype
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
