@@ -164,6 +164,11 @@ class _Layer:
     def _parameters(self, module: nn.Module, args: Args, kwargs: Kwargs) -> dict[str, tuple[Tensor, Tensor]]:
         """The model's and the reference's weight and bias, by name.
 
+        Args:
+            module: the model's module.
+            args: positional arguments of the call.
+            kwargs: keyword arguments of the call.
+
         Raises:
             NotComparableError: if one of them can't be had whole.
         """
