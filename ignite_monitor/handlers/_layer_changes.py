@@ -165,12 +165,12 @@ class _Layer:
         """The model's and the reference's weight and bias, by name.
 
         Args:
-            module: the model's layer.
-            args: what it has been called with.
-            kwargs: and by name.
+            module: the model's module.
+            args: positional arguments of the call.
+            kwargs: keyword arguments of the call.
 
         Raises:
-            NotComparableError: if they can't be had.
+            NotComparableError: if one of them can't be had whole.
         """
         ours: dict[str, Any] = {
             name: each for name in module._parameters if (each := getattr(module, name)) is not None

@@ -88,7 +88,8 @@ class ActivationHandler(Monitor):
     A function as ``aggregate`` takes all numbers to the host there. Under ``join()`` nothing is published of forward
     passes.
 
-    **Compiled models** run eagerly in monitored iterations, and as ever in the others.
+    **Compiled models** run eagerly in monitored iterations, and as ever in the others. Eager and compiled code round
+    differently, and with some compilers, inductor among them, dropout draws other masks in either.
 
     Args:
         model: the model, as the train step uses it (wrapped, where it is wrapped).

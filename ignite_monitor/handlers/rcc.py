@@ -82,6 +82,12 @@ class RCCHandler(Monitor):
     calls more or less often than the reference does, as experts to which tokens are routed, is left out with a
     warning, and so is everything where the reference can't be run.
 
+    **Training** is the same, as far as can be seen from outside: what the reference draws from the generators of torch,
+    NumPy and Python, and from those that modules have as attributes, the model draws once more. A generator at the top
+    of a file, and counters and caches there that a forward changes, move on in both passes. Compiled models run eagerly
+    in monitored iterations; eager and compiled code round differently, and with some compilers, inductor among them,
+    dropout draws other masks in either.
+
     **Cost** of a monitored iteration: a forward pass without gradients, two products with each weight, and memory for
     the reference's weights and for its layers' inputs, which are freed as the model reaches them.
 
@@ -200,22 +206,23 @@ class RCCHandler(Monitor):
         table, measured = self._mean_over_ranks(norms)
         shares = weight_share(table[:, _UPDATES], table[:, _DRIFTS])
         table = torch.cat([table, shares], 1)
-        # Of what is measured on no rank, or isn't finite; on the CPU there is no waiting to learn what that is.
+        # Of what is measured on no rank, or isn't finite.
         table = torch.where(table.isfinite(), table, math.nan)
-        if table.device.type == "cpu":
-            measured = set(table.isfinite().flatten().nonzero().flatten().tolist())
-        else:
-            drifts = [(cell - cell % _WIDTH, cell % _WIDTH) for cell in measured if cell % _WIDTH in _DRIFTS]
-            measured |= {start + _PLACES + _DRIFTS.index(place) for start, place in drifts}
-        names = [(self._name_of(cell), cell) for cell in sorted(measured)]
-        if not names:
+        drifts = [(cell - cell % _WIDTH, cell % _WIDTH) for cell in measured if cell % _WIDTH in _DRIFTS]
+        cells = sorted(measured | {start + _PLACES + _DRIFTS.index(place) for start, place in drifts})
+        values = table.flatten()[upload(torch.tensor(cells, dtype=torch.long, device="cpu"), table.device)]
+        # On the CPU there is no waiting to learn what is not there.
+        if values.device.type == "cpu" and len(missing := values.isnan().nonzero()):
+            absent = set(missing.flatten().tolist())
+            cells = [cell for i, cell in enumerate(cells) if i not in absent]
+            values = values[~values.isnan()]
+        if not cells:
             return
-        cells = table.flatten()[upload(torch.tensor([cell for _, cell in names], device="cpu"), table.device)]
         for place, kind in enumerate(("weight_update", "input_drift")):
-            if any(cell % _WIDTH == place for _, cell in names):
+            if any(cell % _WIDTH == place for cell in cells):
                 median, _, _, largest = order_statistics(table[:, place]).unbind()
                 self.publish(**{f"{kind}_max": largest, f"{kind}_median": median})
-        self.publish_table([name for name, _ in names], cells)
+        self.publish_table([self._name_of(cell) for cell in cells], values)
 
     def _name_of(self, cell: int) -> str:
         row, place = divmod(cell, _WIDTH)
