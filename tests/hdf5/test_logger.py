@@ -197,6 +197,9 @@ def test_the_same_name_twice_in_a_write_is_one_value(path):
     assert as_lists(path) == {"train/a/b": ([1, 2, 3], [2.0] * 3)}
 
 
+@pytest.mark.filterwarnings(
+    "ignore:.* the run is resumed after iteration:UserWarning"
+)  # steps at which nothing is written
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(
