@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ignite_monitor.capture.names import named_modules
 from ignite_monitor.functional._checks import check_real, check_type
 from ignite_monitor.functional.sampling import fnv1a_64
+from ignite_monitor.handlers._ranks import from_first_rank
 from ignite_monitor.scaling._overrides import check_ab, overridden
 from ignite_monitor.scaling.graph import PRESETS, Alignment, Node, as_alignment, chain, tied
 from ignite_monitor.scaling.module import Multiplier, draw_weights, multiplier_of
@@ -75,7 +76,7 @@ class Parametrization:
 
     Args:
         model: the model, in which the layers are ParametrizedModules. Weights are drawn anew, from a seed that is taken
-            from torch's default generator.
+            from torch's default generator; of several ranks, each of which has to make its own, from that of rank 0.
         optimizer_type: "adam" for Adam, AdamW and others whose update does not depend on the gradient's size, or "sgd".
         alignment: "full", "no", or (alpha, omega, u) for all layers.
         lr_prefactor: the learning rate at width 1.
@@ -212,7 +213,7 @@ class Parametrization:
     def _make_layers(
         self, found: Mapping[str, tuple[nn.Module, Multiplier]], std_prefactor: float
     ) -> dict[str, ParametrizedLayer]:
-        base = int(torch.randint(2**62, (), device="cpu"))
+        base = from_first_rank(int(torch.randint(2**62, (), device="cpu")))
         seeds: dict[int, int] = {}
         layers: dict[str, ParametrizedLayer] = {}
         for name, (module, hook) in found.items():
