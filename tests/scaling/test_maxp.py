@@ -406,7 +406,7 @@ def test_bad_input():
 
 
 def test_groups_that_the_user_has_divided():
-    """Every parameter with a group of its own, norms and biases without weight decay, and a module of the user's own besides."""
+    """A group for every parameter, norms and biases without weight decay, and one of another module."""
     parametrization, _ = make()
     other = nn.Linear(2, 2)
     groups = [
