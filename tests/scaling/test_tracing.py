@@ -174,6 +174,10 @@ BOTH = {
     "activations": lambda model, left, right: F.gelu(F.silu(left)) + F.leaky_relu(F.softplus(right)).square(),
     "latent": lambda model, left, right: left + right + model.latent,
     "autocast": lambda model, left, right: left.bfloat16().float() + right.half().float(),
+    "item": lambda model, left, right: left * right.norm().item(),
+    "float": lambda model, left, right: left / float(right.abs().max()),
+    "a choice": lambda model, left, right: left if right.mean() > 0 else left + 1,
+    "a mask": lambda model, left, right: left * 2 if (right > 0).any() else left,
     "interpolate": lambda model, left, right: F.interpolate(left, 8) + F.pad(right, (0, 0))[:, :, :8],
 }
 
