@@ -55,7 +55,7 @@ class MaxPScheduler(Monitor):
     schedule of the optimizer itself would be undone by the next solve, and is warned of.
 
     **Waiting.** Solving needs the measured alignments on the host, so that each solve waits for the device, once.
-    Iterations without one cost nothing.
+    Iterations without one only publish what is known already.
 
     A solve that fails, or gives what is not finite, changes nothing; it is counted, and the first one is warned of.
 
@@ -122,6 +122,9 @@ class MaxPScheduler(Monitor):
         self._lr_prefactor = parametrization.lr_prefactor
         self._steps = 0
         self._has_rival = False
+        self._names: list[str] = []
+        self._tags: list[str] = []
+        self._rates = self._learning_rates()
         self._reference = Reference(parametrization.model, "init")
         layers = find_layers(self._reference.root, parametrization)
         warn = functools.partial(self.logger.warning, "%s: %s", self.prefix)
@@ -267,21 +270,36 @@ class MaxPScheduler(Monitor):
                 "%s: no solution for the measured alignment, so the exponents stay as they are: %s", self.prefix, why
             )
 
-    def _learning_rates(self) -> list[tuple[dict[str, Any], float, float]]:
-        """Each group of the optimizer, its exponent and its learning rate."""
-        rates = []
+    def _learning_rates(self) -> list[tuple[float, float] | None]:
+        """Exponent and learning rate of each group of the optimizer; None of the user's own."""
+        rates: list[tuple[float, float] | None] = []
         for group in self.optimizer.param_groups:
             name = group.get("layer_name")
-            if name is not None:  # another one may have been added since
-                layer = self.parametrization.layers.get(name)
-                c = self.parametrization.exponent(name, bias=group.get("bias", False), solution=self.solution)
-                rates.append((group, c, self._lr_prefactor * (1 if layer is None else layer.fan_in) ** -c))
+            if name is None:
+                rates.append(None)
+                continue
+            layer = self.parametrization.layers.get(name)
+            c = self.parametrization.exponent(name, bias=group.get("bias", False), solution=self.solution)
+            rates.append((c, self._lr_prefactor * (1 if layer is None else layer.fan_in) ** -c))
         return rates
+
+    def _set_learning_rates(self) -> None:
+        self._rates = self._learning_rates()
+        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+            if rate is None:
+                continue
+            group["c"], lr = rate
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
 
     def _look_for_others(self) -> None:
         """Warn, once, if the learning rates are no longer those that were set here; of tensors it is not known."""
+        groups = zip(self.optimizer.param_groups, self._rates, strict=False)  # some may have been added since
         if not self._has_rival and any(
-            not isinstance(group["lr"], Tensor) and group["lr"] != lr for group, _, lr in self._learning_rates()
+            rate is not None and not isinstance(group["lr"], Tensor) and group["lr"] != rate[1]
+            for group, rate in groups
         ):
             self._has_rival = True
             self.logger.warning(
@@ -290,23 +308,19 @@ class MaxPScheduler(Monitor):
                 self.prefix,
             )
 
-    def _set_learning_rates(self) -> None:
-        for group, c, lr in self._learning_rates():
-            group["c"] = c
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(lr)
-            else:
-                group["lr"] = lr
-
     def _publish(self) -> None:
         values = {f"c/{name}": c for name, c in self.solution.c.items()}
-        for group, _, lr in self._learning_rates():
-            name = f"lr/{group['layer_name']}{'.bias' if group.get('bias') else ''}"
-            values[name] = lr if isinstance(group["lr"], Tensor) else group["lr"]
+        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=False):
+            if rate is not None:
+                name = f"lr/{group['layer_name']}{'.bias' if group.get('bias') else ''}"
+                values[name] = rate[1] if isinstance(group["lr"], Tensor) else group["lr"]
         values["failed_count"] = self.failed_count
+        names = list(values)
+        if names != self._names:
+            self._names, self._tags = names, tags(names)
         device = next(self.model.parameters()).device
         table = torch.tensor(list(values.values()), dtype=wide_dtype(device), device="cpu")
-        self.publish_table(tags(values), upload(table, device))
+        self.publish_table(self._tags, upload(table, device))
 
 
 def _check_share(name: str, value: object) -> float:
