@@ -28,6 +28,8 @@ from ignite_monitor.scaling._forward import run, untouched
 from ignite_monitor.scaling._operations import LIKE, NUMBERS, junction_of
 from ignite_monitor.scaling.graph import LayerGraph, Node
 
+is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
+
 
 class TracingError(RuntimeError):
     """The graph of a model can't be followed."""
@@ -99,6 +101,9 @@ def between_layers(model: nn.Module, layers: Iterable[tuple[nn.Module, Node]], s
 
 
 def _traced(model: nn.Module, layers: list[tuple[nn.Module, Node]], sample_input: Any) -> _Tracer:
+    for name, module in named_modules(model):
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TracingError(f"The graph can't be traced: {name or 'the model'} is scripted")
     with untouched(model), ExitStack() as stack:
         tracer = _Tracer(model, layers)
         for handle in tracer.watch():
@@ -111,6 +116,8 @@ def _traced(model: nn.Module, layers: list[tuple[nn.Module, Node]], sample_input
 
 class _Made(TorchDispatchMode):
     """Keeps whatever any operation makes, those too that a function mode is not shown."""
+
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -272,6 +279,8 @@ class _Tracer(TorchFunctionMode):
         return (f"{name}#{times + 1}" if times else name), times
 
     def _get(self, tensor: Tensor) -> Label:
+        if is_transformed(tensor):
+            return Label(lost="a function transform, as vmap")
         found = self._labels.get(id(tensor))
         written = self._written.get(_storage(tensor)) if self._written else None
         if found is not None:
@@ -297,7 +306,7 @@ class _Tracer(TorchFunctionMode):
 
 
 def _storage(tensor: Tensor) -> int:
-    return 0 if tensor.layout != torch.strided else int(tensor.untyped_storage()._cdata)
+    return 0 if tensor.layout != torch.strided or is_transformed(tensor) else int(tensor.untyped_storage()._cdata)
 
 
 def _tensors(tree: Any, depth: int = 0) -> list[Tensor]:

@@ -78,6 +78,9 @@ def parametrize(
         check_type("make_model", made, nn.Module, "a function that returns a torch.nn.Module")
         if any(isinstance(parameter, UninitializedParameter) for parameter in made.parameters()):
             raise ValueError("Argument make_model should make a model without lazy modules, but some have no shape yet")
+        for name, module in named_modules(made):
+            if isinstance(module, torch.jit.ScriptModule):
+                raise ValueError(f"Argument make_model should make a model without scripted modules, but {name} is one")
     growing = _growing(small, model)
     inputs = sample_input(widths[1]) if callable(sample_input) else sample_input
     shapes = _shapes_seen(model, [grown.module for grown in growing], inputs)

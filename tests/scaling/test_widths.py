@@ -350,9 +350,16 @@ def test_weights_that_grow_outside_of_the_layers_are_named(make, match):
         parametrize(make, widths=(8, 16), sample_input=sample_input)
 
 
-def test_lazy_modules_are_named():
-    with pytest.raises(ValueError, match="make_model should make a model without lazy modules"):
-        parametrize(lambda n: nn.Sequential(nn.LazyLinear(n)), widths=(8, 16), sample_input=X)
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (lambda n: nn.Sequential(nn.LazyLinear(n)), "lazy modules"),
+        (lambda n: nn.Sequential(nn.Linear(6, n), torch.jit.script(nn.Linear(n, 3))), "scripted modules, but 1 is one"),
+    ],
+)
+def test_modules_that_can_not_be_looked_into_are_named(make, what):
+    with pytest.raises(ValueError, match=f"make_model should make a model without {what}"):
+        parametrize(make, widths=(8, 16), sample_input=X)
 
 
 def test_transposed_convolutions_in_groups():
