@@ -190,7 +190,7 @@ Where one run is longer, each metric is compared up to the last step that both h
         """\
 examples:
   ignite-monitor coord-check my_model:coordinates --widths 64,128,256,512 -o check.png
-  ignite-monitor coord-check src/my_model.py:coordinates --widths 64,256 --steps 5 --seeds 1
+  ignite-monitor coord-check src/my_model.py:coordinates --widths 64,256 --steps 5
 
 FACTORY is a function without arguments that returns (make_model, make_batch), or these and a train_step:
   make_model(width)                      the model and its optimizer

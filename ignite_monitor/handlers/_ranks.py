@@ -58,6 +58,21 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     return values if world_size() == 1 else _all_reduce(values, False)
 
 
+def from_first_rank(number: int) -> int:
+    """A number as rank 0 has it, in one collective; without other ranks the number itself.
+
+    Args:
+        number: the number.
+    """
+    if world_size() == 1:
+        return number
+    if dist.is_available() and dist.is_initialized():
+        numbers = [number]
+        dist.broadcast_object_list(numbers, src=0)
+        return numbers[0]
+    return int(str(idist.broadcast(str(number), src=0)))
+
+
 def _all_reduce(value: Tensor, largest: bool) -> Tensor:
     value = value.clone()
     if dist.is_available() and dist.is_initialized():

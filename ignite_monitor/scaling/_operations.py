@@ -49,6 +49,9 @@ _LIKE = """
     empty_like full_like ones_like rand_like randn_like randint_like zeros_like new_empty new_full new_ones new_tensor
     new_zeros
 """
+# They make a number of a tensor.
+_NUMBERS = "item __bool__ __complex__ __float__ __index__ __int__"
+NUMBERS = frozenset(_NUMBERS.split())
 LIKE = frozenset(_LIKE.split())
 JUNCTIONS = {
     **dict.fromkeys((_SHAPES + _SUMS + _ELEMENTWISE + _STATISTICS + _TESTS).split(), "sum"),

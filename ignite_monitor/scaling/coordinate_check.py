@@ -93,13 +93,24 @@ def coordinate_check(
     for name, function in (("make_model", make_model), ("make_batch", make_batch)):
         if not callable(function):
             raise TypeError(f"Argument {name} should be a function of the width, but given {type(function)}")
+    if train_step is not None and not callable(train_step):
+        raise TypeError(f"Argument train_step should be a function or None, but given {type(train_step)}")
     places = [QUANTITIES.index(each) for each in dict.fromkeys(quantities)]
     records: list[Record] = []
+    sizes: dict[int, int] = {}
     devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if torch.cuda.is_initialized() else []
     with drawn_again(devices), _progress(len(widths) * seeds * (steps + 1)) as advance:
         for width in widths:
             for seed in range(seeds):
-                training = _train(make_model, make_batch, train_step or _cross_entropy_step, width, seed)
+                _seed(seed, 0)
+                model, optimizer = _made(make_model, width)
+                sizes[width] = sum(parameter.numel() for parameter in model.parameters())
+                if len(set(sizes.values())) < len(sizes):
+                    raise ValueError(
+                        "Argument make_model should make models that grow with the width, but makes one with "
+                        f"{sizes[width]} parameters at several widths"
+                    )
+                training = _train(model, optimizer, make_batch, train_step or _cross_entropy_step, width, seed)
                 for step, values in zip(range(steps + 1), training, strict=False):
                     records += [
                         Record(width, seed, step, layer, QUANTITIES[place], measured[place])
@@ -110,8 +121,18 @@ def coordinate_check(
     return CoordinateCheck(records)
 
 
+def _made(make_model: Callable[[int], tuple[nn.Module, Any]], width: int) -> tuple[nn.Module, Any]:
+    made = make_model(width)
+    if not isinstance(made, (tuple, list)) or len(made) != 2:
+        raise TypeError(f"Argument make_model should give a model and an optimizer, but gives {type(made)}")
+    model, optimizer = made
+    check_type("make_model", model, nn.Module, "a function that gives a torch.nn.Module and an optimizer")
+    return model, optimizer
+
+
 def _train(
-    make_model: Callable[[int], tuple[nn.Module, Any]],
+    model: nn.Module,
+    optimizer: Any,
     make_batch: Callable[[int], Any],
     train_step: TrainStep,
     width: int,
@@ -120,22 +141,16 @@ def _train(
     """What the layers' outputs are like in each step.
 
     Args:
-        make_model: as for :func:`coordinate_check`.
-        make_batch: likewise.
+        model: the model.
+        optimizer: its optimizer.
+        make_batch: as for :func:`coordinate_check`.
         train_step: likewise, or the default one.
         width: the width.
         seed: the seed.
 
     Raises:
-        TypeError: if ``make_model`` makes something else.
         ValueError: if nothing was seen.
     """
-    _seed(seed, 0)
-    made = make_model(width)
-    if not isinstance(made, (tuple, list)) or len(made) != 2:
-        raise TypeError(f"Argument make_model should give a model and an optimizer, but gives {type(made)}")
-    model, optimizer = made
-    check_type("make_model", model, nn.Module, "a function that gives a torch.nn.Module and an optimizer")
     reference = Reference(model, "init")
     modules = reference.modules
     layers = {layer_name(modules, name): None for name, module in modules.items() if is_layer(name, module)}
@@ -159,9 +174,19 @@ def _train(
 
 
 def _cross_entropy_step(model: nn.Module, optimizer: Any, batch: Any) -> None:
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        given = len(batch) if isinstance(batch, (tuple, list)) else type(batch)
+        raise TypeError(
+            f"Argument make_batch should give x and y, but gives {given}: for another batch, give a train_step"
+        )
     x, y = batch
     optimizer.zero_grad()
-    output: Tensor = model(x)
+    output = model(x)
+    if not isinstance(output, Tensor) or output.ndim < 2:
+        raise TypeError(
+            "The model's output for x should be a tensor of two or more dimensions, with classes in the last, but is "
+            f"{type(output)}: for another model, give a train_step"
+        )
     F.cross_entropy(output.flatten(0, -2), y.flatten()).backward()
     optimizer.step()
 

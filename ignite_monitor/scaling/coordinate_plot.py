@@ -50,7 +50,7 @@ def draw(result: CoordinateCheck, path: str | os.PathLike[str]) -> None:
     style: Any = {"font.size": 8.5, "axes.titlesize": 9.5, "axes.spines.top": False, "axes.spines.right": False}
     with context("default"), matplotlib.rc_context(style):
         longest = max(map(len, result.layers))
-        size = 0.6 + 0.07 * longest + 2.9 * count, 0.9 + sum(heights)
+        size = max(0.6 + 0.07 * longest + 2.9 * count, 6.8), 0.9 + sum(heights)  # at least the title's width
         figure = Figure(figsize=size, dpi=120, layout="constrained")
         axes: Any = figure.subplots(2, count, squeeze=False, sharey="row", height_ratios=heights)
         colours = matplotlib.colormaps["viridis"]
@@ -91,7 +91,7 @@ def _values(axes: Axes, result: CoordinateCheck, quantity: str, palette: list[An
             markersize=3,
         )
     axes.set_xticks(widths, [str(width) for width in widths])
-    axes.minorticks_off()
+    axes.set_xticks([], minor=True)
     axes.set_xlabel("width")
     axes.grid(visible=True, color="#e6e8eb", linewidth=0.6)
 

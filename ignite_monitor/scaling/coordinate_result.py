@@ -129,6 +129,9 @@ class CoordinateCheck:
             (record.layer or "_root_", record.width) for record in self.records if not math.isfinite(record.value)
         )
         lines += [f"{layer}: not finite at width {width}" for layer, width in lost]
+        slopes = self.slopes_at().values()
+        if not lines and slopes and all(math.isinf(slope.standard_error) for slope in slopes):
+            return "Slopes through two points have no standard error and say nothing: give more widths, or more seeds."
         if not lines:
             return f"No layer depends on the width: no slope after step {self.last_step} is clearly beyond ±{FLAT}."
         return "\n".join([f"These layers depend on the width after step {self.last_step}:", *lines])

@@ -21,6 +21,7 @@ from ignite_monitor.functional._checks import check_count, check_real, check_typ
 from ignite_monitor.functional._devices import upload, wide_dtype
 from ignite_monitor.handlers._base import Handlers, Monitor
 from ignite_monitor.scaling._alignments import AlignmentMeasurement, find_layers
+from ignite_monitor.scaling._prefactor import PrefactorGroup, PrefactorOptimizer
 from ignite_monitor.scaling.graph import Alignment
 from ignite_monitor.scaling.parametrization import Parametrization
 from ignite_monitor.scaling.solver import Solution
@@ -49,19 +50,23 @@ class MaxPScheduler(Monitor):
     **Smoothing.** With ``alignment_ema`` e, an alignment becomes e times what it was plus 1 - e times what is measured,
     starting from that of the parametrization, and likewise with ``c_ema`` an exponent.
 
-    **Schedules.** ``lr_prefactor`` may be set at any time, and takes effect at once. To any of Ignite's parameter
-    schedulers the handler is an optimizer with one group, whose "lr" it is.
+    **Schedules.** ``lr_prefactor`` may be set at any time, and takes effect at once. To Ignite's parameter schedulers
+    the handler is an optimizer with one group, whose "lr" it is; to schedulers of torch :meth:`as_optimizer` is. A
+    schedule of the optimizer itself would be undone by the next solve, and is warned of.
 
     **Waiting.** Solving needs the measured alignments on the host, so that each solve waits for the device, once.
-    Iterations without one cost nothing.
+    Iterations without one only publish what is known already.
 
     A solve that fails, or gives what is not finite, changes nothing; it is counted, and the first one is warned of.
 
     Args:
-        parametrization: the parametrization of the model that is trained.
-        optimizer: an optimizer made of its ``param_groups``.
-        warmup_steps: for how many train steps the learning rates stay as they are.
-        solve_interval: after how many train steps to measure and solve again.
+        parametrization: the parametrization of the model that is trained. Where that is wrapped in
+            DistributedDataParallel, make the handler afterwards: all ranks have the weights of rank 0 then.
+        optimizer: an optimizer made of its ``param_groups``, which may be divided further, and of groups of your own:
+            those without "layer_name" keep their learning rates.
+        warmup_steps: for how many train steps the learning rates stay as they are; of iterations that ``attach`` was
+            told to leave out, none counts.
+        solve_interval: after how many train steps, counted likewise, to measure and solve again.
         sample_size: how many rows of a batch to measure.
         c_ema: how much of an exponent stays at each solve, at least 0 and less than 1.
         alignment_ema: how much of an alignment stays at each measurement, likewise.
@@ -108,14 +113,18 @@ class MaxPScheduler(Monitor):
         sample_size = check_count("sample_size", sample_size, least=1)
         self._c_ema = _check_share("c_ema", c_ema)
         self._alignment_ema = _check_share("alignment_ema", alignment_ema)
-        known = {*parametrization.layers, "_other"}
-        if not all(group.get("layer_name") in known for group in optimizer.param_groups):
+        names = {group["layer_name"] for group in optimizer.param_groups if "layer_name" in group}
+        if not names or not names <= {*parametrization.layers, "_other"}:
             raise ValueError("Argument optimizer should be made of the parametrization's param_groups")
         self.alignment = dict(parametrization.alignment)
         self.solution = parametrization.solution
         self.failed_count = 0
         self._lr_prefactor = parametrization.lr_prefactor
         self._steps = 0
+        self._has_rival = False
+        self._names: list[str] = []
+        self._tags: list[str] = []
+        self._rates = self._learning_rates()
         self._reference = Reference(parametrization.model, "init")
         layers = find_layers(self._reference.root, parametrization)
         warn = functools.partial(self.logger.warning, "%s: %s", self.prefix)
@@ -137,7 +146,14 @@ class MaxPScheduler(Monitor):
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """One group, whose "lr" is ``lr_prefactor``, for Ignite's parameter schedulers."""
-        return [_Prefactor(self)]
+        return [PrefactorGroup(self)]
+
+    def as_optimizer(self) -> Optimizer:
+        """An optimizer whose only group is that of :attr:`param_groups`, for schedulers of torch.
+
+        Ignite's ``LRScheduler`` and ``ReduceLROnPlateauScheduler`` are around one of these.
+        """
+        return PrefactorOptimizer(self)
 
     def paused(self) -> AbstractContextManager[None]:
         """A context in which forward passes are not seen."""
@@ -205,6 +221,7 @@ class MaxPScheduler(Monitor):
     def _on_train_step_completed(self, engine: Engine) -> None:
         if not self._armed:
             return
+        self._look_for_others()
         if self._is_due():
             self._follow(self._measurement.result())
         self._steps += 1
@@ -253,44 +270,57 @@ class MaxPScheduler(Monitor):
                 "%s: no solution for the measured alignment, so the exponents stay as they are: %s", self.prefix, why
             )
 
-    def _learning_rates(self) -> list[tuple[dict[str, Any], float, float]]:
-        """Each group of the optimizer, its exponent and its learning rate."""
-        rates = []
+    def _learning_rates(self) -> list[tuple[float, float] | None]:
+        """Exponent and learning rate of each group of the optimizer; None of the user's own."""
+        rates: list[tuple[float, float] | None] = []
         for group in self.optimizer.param_groups:
             name = group.get("layer_name")
-            if name is not None:  # another one may have been added since
-                layer = self.parametrization.layers.get(name)
-                c = self.parametrization.exponent(name, bias=group["bias"], solution=self.solution)
-                rates.append((group, c, self._lr_prefactor * (1 if layer is None else layer.fan_in) ** -c))
+            if name is None:
+                rates.append(None)
+                continue
+            layer = self.parametrization.layers.get(name)
+            c = self.parametrization.exponent(name, bias=group.get("bias", False), solution=self.solution)
+            rates.append((c, self._lr_prefactor * (1 if layer is None else layer.fan_in) ** -c))
         return rates
 
     def _set_learning_rates(self) -> None:
-        for group, c, lr in self._learning_rates():
-            group["c"] = c
+        self._rates = self._learning_rates()
+        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+            if rate is None:
+                continue
+            group["c"], lr = rate
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(lr)
             else:
                 group["lr"] = lr
 
+    def _look_for_others(self) -> None:
+        """Warn, once, if the learning rates are no longer those that were set here; of tensors it is not known."""
+        groups = zip(self.optimizer.param_groups, self._rates, strict=False)  # some may have been added since
+        if not self._has_rival and any(
+            rate is not None and not isinstance(group["lr"], Tensor) and group["lr"] != rate[1]
+            for group, rate in groups
+        ):
+            self._has_rival = True
+            self.logger.warning(
+                "%s: something else sets learning rates of the optimizer, which the next solve will undo: let it set "
+                "lr_prefactor of this handler",
+                self.prefix,
+            )
+
     def _publish(self) -> None:
         values = {f"c/{name}": c for name, c in self.solution.c.items()}
-        for group, _, lr in self._learning_rates():
-            values[f"lr/{group['layer_name']}{'.bias' if group['bias'] else ''}"] = lr
+        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=False):
+            if rate is not None:
+                name = f"lr/{group['layer_name']}{'.bias' if group.get('bias') else ''}"
+                values[name] = rate[1] if isinstance(group["lr"], Tensor) else group["lr"]
         values["failed_count"] = self.failed_count
+        names = list(values)
+        if names != self._names:
+            self._names, self._tags = names, tags(names)
         device = next(self.model.parameters()).device
         table = torch.tensor(list(values.values()), dtype=wide_dtype(device), device="cpu")
-        self.publish_table(tags(values), upload(table, device))
-
-
-class _Prefactor(dict[str, Any]):
-    def __init__(self, scheduler: MaxPScheduler) -> None:
-        super().__init__(lr=scheduler.lr_prefactor)
-        self._scheduler = scheduler
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        super().__setitem__(name, value)
-        if name == "lr":
-            self._scheduler.lr_prefactor = value
+        self.publish_table(self._tags, upload(table, device))
 
 
 def _check_share(name: str, value: object) -> float:

@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from ignite_monitor.capture.names import named_modules
 from ignite_monitor.functional._checks import check_real, check_type
 from ignite_monitor.functional.sampling import fnv1a_64
+from ignite_monitor.handlers._ranks import from_first_rank
 from ignite_monitor.scaling._overrides import check_ab, overridden
 from ignite_monitor.scaling.graph import PRESETS, Alignment, Node, as_alignment, chain, tied
 from ignite_monitor.scaling.module import Multiplier, draw_weights, multiplier_of
@@ -75,8 +77,9 @@ class Parametrization:
 
     Args:
         model: the model, in which the layers are ParametrizedModules. Weights are drawn anew, from a seed that is taken
-            from torch's default generator.
-        optimizer_type: "adam" for Adam, AdamW and others whose update does not depend on the gradient's size, or "sgd".
+            from torch's default generator; of several ranks, each of which has to make its own, from that of rank 0.
+        optimizer_type: "adam" for Adam, AdamW and others that change each weight by as much, whatever the sizes of the
+            gradient and of the layer; or "sgd". Muon is neither.
         alignment: "full", "no", or (alpha, omega, u) for all layers.
         lr_prefactor: the learning rate at width 1.
         std_prefactor: the weights' standard deviation at width 1.
@@ -212,7 +215,7 @@ class Parametrization:
     def _make_layers(
         self, found: Mapping[str, tuple[nn.Module, Multiplier]], std_prefactor: float
     ) -> dict[str, ParametrizedLayer]:
-        base = int(torch.randint(2**62, (), device="cpu"))
+        base = from_first_rank(int(torch.randint(2**62, (), device="cpu")))
         seeds: dict[int, int] = {}
         layers: dict[str, ParametrizedLayer] = {}
         for name, (module, hook) in found.items():
@@ -264,11 +267,21 @@ def _find_layers(model: nn.Module) -> dict[str, tuple[nn.Module, Multiplier]]:
             continue
         if id(module) in inside:
             raise ValueError(f"Layer {name} is a part of layer {inside[id(module)]}: no layer may hold another")
+        if any(map(_computes_weights, module.modules())):
+            raise ValueError(
+                f"Layer {name} computes its weight from other parameters, as weight norm does, and it is not known "
+                "how these should start: leave that out"
+            )
         inside |= dict.fromkeys(map(id, module.modules()), name)
         found[name] = (module, hook)
     if not found:
         raise ValueError("Argument model should have at least one ParametrizedModule, but has none")
     return found
+
+
+def _computes_weights(module: nn.Module) -> bool:
+    weight = vars(module).get("weight")  # where the older norms, which are hooks, leave it
+    return is_parametrized(module) or (isinstance(weight, Tensor) and not isinstance(weight, nn.Parameter))
 
 
 def _own_ab(hook: Multiplier) -> tuple[float, float]:

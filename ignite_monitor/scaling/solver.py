@@ -67,7 +67,8 @@ def solve(
     Args:
         graph: the layers, with their (a, b), and with c where it is fixed.
         alignment: "full", "no" or (alpha, omega, u) for all layers, or a mapping from every layer's name to one.
-        optimizer_type: "adam" for optimizers whose update does not depend on the gradient's size, or "sgd".
+        optimizer_type: "adam" for optimizers that change each weight by as much, whatever the sizes of the gradient
+            and of the layer; or "sgd".
         feature_learning: whether the readouts' inputs have to change by as much at any width.
 
     Raises:

@@ -7,7 +7,8 @@ what may be the width, of one node or of products of two (``matmul``, ``einsum``
 to be as large in their change as their inputs: :mod:`ignite_monitor.scaling.exponents` says what that supposes.
 
 Labels are lost in operations that are not known, or that torch doesn't show. It is an error only if a layer takes its
-input from there: a loss inside the model may be anything.
+input from there: a loss inside the model may be anything. Where Python decides by a number that is made of activations,
+or computes with it, the graph is that of the path taken, and the number may go into every layer that comes after it.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ignite_monitor.capture.names import named_modules, named_parameters
 from ignite_monitor.scaling._forward import run, untouched
-from ignite_monitor.scaling._operations import LIKE, junction_of
+from ignite_monitor.scaling._operations import LIKE, NUMBERS, junction_of
 from ignite_monitor.scaling.graph import LayerGraph, Node
+
+is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 class TracingError(RuntimeError):
@@ -51,6 +54,18 @@ class Label(NamedTuple):
 CONSTANT = Label()
 
 
+class Between(NamedTuple):
+    """What is done between the layers.
+
+    Attributes:
+        scales: for each call of ``scaled_dot_product_attention`` where it is, the dimension of a head, and the scale.
+        multiplied: parameter -> the first operation that makes a matrix product with it, or that is not known.
+    """
+
+    scales: list[tuple[str, int, float]]
+    multiplied: dict[str, str]
+
+
 def trace_graph(model: nn.Module, layers: Iterable[tuple[nn.Module, Node]], sample_input: Any) -> LayerGraph:
     """The graph of a model's layers; model, random numbers and buffers are left as they were.
 
@@ -73,20 +88,22 @@ def trace_graph(model: nn.Module, layers: Iterable[tuple[nn.Module, Node]], samp
     return LayerGraph(tracer.nodes)
 
 
-def attention_scales(
-    model: nn.Module, layers: Iterable[tuple[nn.Module, Node]], sample_input: Any
-) -> list[tuple[str, int, float]]:
-    """Where a model calls ``scaled_dot_product_attention``, with the dimension of a head and the scale there.
+def between_layers(model: nn.Module, layers: Iterable[tuple[nn.Module, Node]], sample_input: Any) -> Between:
+    """What a model does between its layers.
 
     Args:
         model: the model.
         layers: modules, and what is known of each as a node without inputs.
         sample_input: an input, as in :func:`trace_graph`.
     """
-    return _traced(model, list(layers), sample_input).scales
+    tracer = _traced(model, list(layers), sample_input)
+    return Between(tracer.scales, tracer.multiplied)
 
 
 def _traced(model: nn.Module, layers: list[tuple[nn.Module, Node]], sample_input: Any) -> _Tracer:
+    for name, module in named_modules(model):
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TracingError(f"The graph can't be traced: {name or 'the model'} is scripted")
     with untouched(model), ExitStack() as stack:
         tracer = _Tracer(model, layers)
         for handle in tracer.watch():
@@ -99,6 +116,8 @@ def _traced(model: nn.Module, layers: list[tuple[nn.Module, Node]], sample_input
 
 class _Made(TorchDispatchMode):
     """Keeps whatever any operation makes, those too that a function mode is not shown."""
+
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -119,6 +138,7 @@ class _Tracer(TorchFunctionMode):
         super().__init__()
         self.nodes: list[Node] = []
         self.scales: list[tuple[str, int, float]] = []
+        self.multiplied: dict[str, str] = {}
         self.made = _Made()
         self._model = model
         self._layers = {id(module): layer for module, layer in layers}
@@ -126,6 +146,7 @@ class _Tracer(TorchFunctionMode):
         self._junctions: dict[tuple[str, frozenset[str]], str] = {}
         self._path: list[str] = []
         self._inputs: list[list[Label]] = []  # of the layers that are running
+        self._taken_out = CONSTANT
         # Tensors are kept while tracing, so that no other gets the id of one.
         self._labels: dict[int, tuple[Tensor, Label]] = {}
         self._written: dict[int, tuple[Any, Label]] = {}
@@ -165,6 +186,8 @@ class _Tracer(TorchFunctionMode):
     def _add_layer(self, layer: Node, inputs: list[Label]) -> str:
         name = layer.name
         label = self._join("sum", f"{name}.input", inputs)
+        if label.node is not None:
+            label = self._join("sum", f"{name}.input", [label, self._taken_out])
         what = None
         if label.lost is not None:
             what = label.lost
@@ -192,13 +215,20 @@ class _Tracer(TorchFunctionMode):
             raise TracingError(f"The graph can't be traced: {self._where(name)} takes activations out of torch")
         if self._inputs:  # inside a layer
             return result
+        mask = None
         if name == "scaled_dot_product_attention":
             size = args[0].shape[-1]
             self.scales.append((self._where(name), size, kwargs.get("scale") or size**-0.5))
+            mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
+        if name in NUMBERS and self._get(args[0]).node is not None:
+            self._taken_out = self._join("sum", self._where(name), [self._taken_out, self._get(args[0])])
         outputs = args[:1] if name == "__setitem__" else _tensors(result)
         if outputs:
             given = _tensors((args, kwargs))
-            label = CONSTANT if name in LIKE else self._label(name, [self._get(tensor) for tensor in given])
+            labels = [self._get(tensor) for tensor in given if tensor is not mask]
+            if isinstance(mask, Tensor):  # is added, so that a weight in it is not multiplied with
+                labels.append(self._get(mask)._replace(weight=None, outside=None))
+            label = CONSTANT if name in LIKE else self._label(name, labels)
             for tensor in outputs:
                 if any(tensor is each for each in given):
                     self._write(tensor, label)
@@ -208,6 +238,9 @@ class _Tracer(TorchFunctionMode):
     def _label(self, name: str, labels: list[Label]) -> Label:
         where = self._where(name)
         kind = junction_of(name)
+        if kind in (None, "contraction"):
+            for parameter in filter(None, (each.weight or each.outside for each in labels)):
+                self.multiplied.setdefault(parameter, where)
         if kind is None and any(label != CONSTANT for label in labels):
             return Label(lost=f"{where}, an operation that is not known")
         label = self._join(kind or "sum", where, labels)
@@ -246,6 +279,8 @@ class _Tracer(TorchFunctionMode):
         return (f"{name}#{times + 1}" if times else name), times
 
     def _get(self, tensor: Tensor) -> Label:
+        if is_transformed(tensor):
+            return Label(lost="a function transform, as vmap")
         found = self._labels.get(id(tensor))
         written = self._written.get(_storage(tensor)) if self._written else None
         if found is not None:
@@ -271,7 +306,7 @@ class _Tracer(TorchFunctionMode):
 
 
 def _storage(tensor: Tensor) -> int:
-    return 0 if tensor.layout != torch.strided else int(tensor.untyped_storage()._cdata)
+    return 0 if tensor.layout != torch.strided or is_transformed(tensor) else int(tensor.untyped_storage()._cdata)
 
 
 def _tensors(tree: Any, depth: int = 0) -> list[Tensor]:

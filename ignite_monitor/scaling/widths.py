@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+from torch.nn.utils.parametrize import type_before_parametrizations
 
-from ignite_monitor.capture.names import named_modules
+from ignite_monitor.capture.names import named_modules, named_parameters
 from ignite_monitor.functional._checks import check_count, check_type
 from ignite_monitor.scaling._forward import run, untouched
 from ignite_monitor.scaling.module import Multiplier, multiplier_of
 from ignite_monitor.scaling.parametrization import Parametrization
-from ignite_monitor.scaling.tracing import attention_scales
+from ignite_monitor.scaling.tracing import Between, between_layers
 
 _logger = logging.getLogger(__name__)
 
@@ -73,6 +76,11 @@ def parametrize(
     model = make_model(widths[1])
     for made in (small, model):
         check_type("make_model", made, nn.Module, "a function that returns a torch.nn.Module")
+        if any(isinstance(parameter, UninitializedParameter) for parameter in made.parameters()):
+            raise ValueError("Argument make_model should make a model without lazy modules, but some have no shape yet")
+        for name, module in named_modules(made):
+            if isinstance(module, torch.jit.ScriptModule):
+                raise ValueError(f"Argument make_model should make a model without scripted modules, but {name} is one")
     growing = _growing(small, model)
     inputs = sample_input(widths[1]) if callable(sample_input) else sample_input
     shapes = _shapes_seen(model, [grown.module for grown in growing], inputs)
@@ -84,23 +92,31 @@ def parametrize(
         if layer is not None:
             grown.module.register_forward_hook(Multiplier(*layer))
     parametrization = Parametrization(model, sample_input=inputs, **options)
-    scales = _attention_scales(model, parametrization, inputs)
-    if scales:
+    between = _between_layers(model, parametrization, inputs)
+    _check_weights(model, growing, between)
+    if between.scales:
         inputs = sample_input(widths[0]) if callable(sample_input) else sample_input
-        _check_attention(_attention_scales(small, parametrization, inputs), scales)
+        _check_attention(_between_layers(small, parametrization, inputs).scales, between.scales)
     return parametrization
 
 
-Scales = list[tuple[str, int, float]]
-
-
-def _attention_scales(model: nn.Module, parametrization: Parametrization, sample_input: Any) -> Scales:
+def _between_layers(model: nn.Module, parametrization: Parametrization, sample_input: Any) -> Between:
     nodes = {name: parametrization.graph[name]._replace(inputs=(), shares=None) for name in parametrization.layers}
     layers = [(module, nodes[name]) for name, module in named_modules(model) if name in nodes]
-    return attention_scales(model, layers, sample_input)
+    return between_layers(model, layers, sample_input)
 
 
-def _check_attention(small: Scales, large: Scales) -> None:
+def _check_weights(model: nn.Module, growing: list[_Grown], between: Between) -> None:
+    ours = {id(weight) for grown in growing for weight, _ in grown.weights.values()}
+    for name, parameter, _ in named_parameters(model):
+        if id(parameter) in ours and name in between.multiplied:
+            raise ValueError(
+                f"The graph can't be traced: {between.multiplied[name]} uses {name}, which grows with width, outside "
+                "of a layer: make it of Linear, Conv and Embedding, or wrap it in a ParametrizedModule by hand"
+            )
+
+
+def _check_attention(small: list[tuple[str, int, float]], large: list[tuple[str, int, float]]) -> None:
     for (name, size, scale), (_, larger, other) in zip(small, large, strict=False):
         if larger > size and other * larger > 1.05 * scale * size:
             _logger.warning(
@@ -126,7 +142,8 @@ class _Grown(NamedTuple):
 
 def _growing(small: nn.Module, large: nn.Module) -> list[_Grown]:
     modules = list(named_modules(small)), list(named_modules(large))
-    if [(name, type(module)) for name, module in modules[0]] != [(name, type(module)) for name, module in modules[1]]:
+    kinds = [[(name, _kind(module)) for name, module in each] for each in modules]
+    if kinds[0] != kinds[1]:
         raise ValueError(
             "Argument make_model should make models that differ in sizes alone, but they have other modules"
         )
@@ -139,7 +156,10 @@ def _growing(small: nn.Module, large: nn.Module) -> list[_Grown]:
         if {key: each.ndim for key, each in ours.items()} != {key: each.ndim for key, each in theirs.items()}:
             raise ValueError(f"Argument make_model should make models that differ in sizes alone, but {name} differs")
         for key, parameter in theirs.items():
-            grows = tuple(one != other for one, other in zip(ours[key].shape, parameter.shape, strict=True))
+            if isinstance(after, (nn.Embedding, nn.EmbeddingBag)) and not parameter.requires_grad:
+                continue  # a table that is no weight to learn, as of sinusoids
+            sizes = _sizes(before, ours[key]), _sizes(after, parameter)
+            grows = tuple(one != other for one, other in zip(*sizes, strict=True))
             if parameter.ndim > 1 and any(grows):
                 weights[key] = (parameter, grows)
         if weights:
@@ -147,6 +167,19 @@ def _growing(small: nn.Module, large: nn.Module) -> list[_Grown]:
     if not found:
         raise ValueError("Argument make_model should make a model whose weights grow with width, but none does")
     return found
+
+
+def _kind(module: nn.Module) -> tuple[str, str]:
+    # By name, since make_model may define the class; and each module with a parametrization of torch's has its own.
+    kind = type_before_parametrizations(module)
+    return kind.__module__, kind.__qualname__
+
+
+def _sizes(module: nn.Module, parameter: nn.Parameter) -> tuple[int, ...]:
+    """The shape of a weight, with as many inputs as are summed over and all outputs."""
+    if isinstance(module, nn.modules.conv._ConvTransposeNd) and parameter.ndim > 1:
+        return (parameter.shape[0] // module.groups, module.out_channels, *parameter.shape[2:])
+    return tuple(parameter.shape)
 
 
 def _shapes_seen(model: nn.Module, modules: list[nn.Module], sample_input: Any) -> dict[int, tuple[int, int] | None]:
@@ -184,12 +217,13 @@ def _layer(grown: _Grown, seen: tuple[int, int] | None) -> tuple[int, str] | Non
         if sum(grows) > 1:
             _refuse(grown, ["weight"])
         return None
+    sizes = _sizes(module, weight)
     grows_in = any(grew for place, grew in enumerate(grows) if place != output)
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and grows_in:
         _refuse(grown, ["weight"])
     if grows_in:
-        return weight.numel() // weight.shape[output], "hidden" if grows[output] else "readout"
-    return weight.shape[output], "embedding"
+        return math.prod(sizes) // sizes[output], "hidden" if grows[output] else "readout"
+    return sizes[output], "embedding"
 
 
 def _refuse(grown: _Grown, keys: list[str]) -> None:

@@ -23,9 +23,9 @@ def batches():
     return [(torch.randn(8, 6, generator=generator), torch.randn(8, 3, generator=generator)) for _ in range(COUNT)]
 
 
-def train(rank):
+def train(rank, seed=0, reference="init"):
     """What was published in each iteration; rank None has the whole batch."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     parametrization = parametrize(make_net, (8, 16), sample_input=torch.zeros(1, 6), lr_prefactor=0.1)
     optimizer = torch.optim.Adam(parametrization.param_groups)
     model = parametrization.model if rank is None else DistributedDataParallel(parametrization.model)
@@ -36,7 +36,8 @@ def train(rank):
         F.mse_loss(model(inputs), targets).backward()
         optimizer.step()
 
-    handlers = AlignmentHandler(model), MaxPScheduler(parametrization, optimizer)
+    measured = model if reference == "init" else parametrization
+    handlers = AlignmentHandler(measured, reference=reference), MaxPScheduler(parametrization, optimizer)
     engine = Engine(train_step)
     published = []
     for handler in handlers:
@@ -49,7 +50,12 @@ def train(rank):
     return {"published": published}
 
 
-SCENARIOS = {"ddp": train}
+def train_with_own_seeds(rank):
+    """Each rank has random numbers of its own."""
+    return train(rank, seed=rank, reference="seed")
+
+
+SCENARIOS = {"ddp": train, "own_seeds": train_with_own_seeds}
 
 if __name__ == "__main__":
     run_scenarios(SCENARIOS)

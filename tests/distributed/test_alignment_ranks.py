@@ -11,10 +11,17 @@ from tests.distributed._launch import launched
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
 
 
-def test_both_ranks_publish_what_one_process_does(tmp_path):
-    first, second = launched("_alignment_worker", tmp_path / "ranks", SCENARIOS)("ddp")
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    return launched("_alignment_worker", tmp_path_factory.mktemp("ranks"), SCENARIOS)
+
+
+@pytest.mark.parametrize(("scenario", "reference"), [("ddp", "init"), ("own_seeds", "seed")])
+def test_both_ranks_publish_what_one_process_does(ranks, scenario, reference):
+    """Ranks with seeds of their own start from the weights of rank 0, and compare with these."""
+    first, second = ranks(scenario)
     assert first == second
-    whole = train(None)["published"]
+    whole = train(None, reference=reference)["published"]
     assert any(name.startswith("alignment/dZ_w0/") for name in whole[-1])
     for i in range(COUNT):
         assert first["published"][i] == pytest.approx(whole[i], rel=1e-3), i

@@ -293,3 +293,66 @@ def test_bad_input():
         coordinate_check(make_model, None, [4, 8])
     with pytest.raises(ValueError, match="train_step"):
         coordinate_check(make_model, batch, [4, 8], train_step=lambda model, optimizer, batch: None)
+
+
+def test_two_points_say_nothing():
+    two = CoordinateCheck([Record(width, 0, 1, "x", "change", float(width)) for width in (2, 4)])
+    assert "depends on the width" not in two.summary()
+    assert "two points" in two.summary()
+    # With seeds they do.
+    more = CoordinateCheck(
+        [Record(width, seed, 1, "x", "change", width * (1 + 0.01 * seed)) for width in (2, 4) for seed in (0, 1)]
+    )
+    assert named_in(more.summary()) == {"x"}
+
+
+def test_models_of_one_size_are_refused():
+    def make_model(width):
+        return nn.Linear(32, 8), torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+
+    with pytest.raises(ValueError, match=r"make_model should make models that grow with the width.* 264 parameters"):
+        coordinate_check(make_model, lambda width: (X, Y), [4, 8], steps=1, seeds=1)
+
+
+@pytest.mark.parametrize(
+    ("batch", "output", "match"),
+    [
+        ({"x": X, "y": Y}, None, "make_batch should give x and y, but gives <class 'dict'>"),
+        (X, None, "make_batch should give x and y, but gives <class 'torch.Tensor'>"),
+        ((X, Y, Y), None, "make_batch should give x and y, but gives 3"),
+        ((X, Y), lambda x: {"logits": x}, "output for x should be a tensor of two or more dimensions.*'dict'"),
+        ((X, Y), lambda x: x.sum(), "output for x should be a tensor of two or more dimensions.*'torch.Tensor'"),
+    ],
+    ids=["dict", "tensor", "three", "output", "number"],
+)
+def test_what_the_default_train_step_can_not_take(batch, output, match):
+    class Model(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) if output is None else output(super().forward(x))
+
+    def make_model(width):
+        model = Model(32, width)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    with pytest.raises(TypeError, match=match):
+        coordinate_check(make_model, lambda width: batch, [16, 32], steps=1, seeds=1)
+    with pytest.raises(TypeError, match="train_step"):
+        coordinate_check(make_model, lambda width: batch, [16, 32], steps=1, seeds=1, train_step="cross-entropy")
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_figure_has_room_for_its_title_and_numbers_on_its_axis(monkeypatch, tmp_path, count):
+    from matplotlib.figure import Figure
+
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    quantities = ["activation", "change", "weight_update", "input_drift"][:count]
+    records = [Record(width, 0, 1, "x", each, 2.0 + width / 8) for width in (8, 16) for each in quantities]
+    CoordinateCheck(records).plot(tmp_path / "check.png")
+    (figure,) = drawn
+    figure.canvas.draw()
+    title = figure._suptitle.get_window_extent()
+    assert 0 <= title.x0 < title.x1 <= figure.bbox.x1
+    values = figure.axes[0].yaxis
+    labels = [tick.get_text() for tick in [*values.get_ticklabels(), *values.get_ticklabels(minor=True)]]
+    assert sum(map(bool, labels)) >= 2

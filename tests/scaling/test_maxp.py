@@ -17,6 +17,8 @@ from ignite.handlers import (
     CosineAnnealingScheduler,
     DiskSaver,
     LinearCyclicalScheduler,
+    LRScheduler,
+    ReduceLROnPlateauScheduler,
     create_lr_scheduler_with_warmup,
 )
 from torch import nn
@@ -401,3 +403,101 @@ def test_bad_input():
             MaxPScheduler(parametrization, optimizer, **{name: value})
     with pytest.raises(TypeError, match="solve_interval"):
         MaxPScheduler(parametrization, optimizer, solve_interval=1.0)
+
+
+def test_groups_that_the_user_has_divided():
+    """A group for every parameter, norms and biases without weight decay, and one of another module."""
+    parametrization, _ = make()
+    other = nn.Linear(2, 2)
+    groups = [
+        {"params": [parameter], "layer_name": group["layer_name"], "weight_decay": 0.1 * (parameter.ndim > 1)}
+        | ({"bias": True} if group["bias"] else {})
+        for group in parametrization.param_groups
+        for parameter in group["params"]
+    ]
+    optimizer = torch.optim.AdamW([*groups, {"params": other.parameters(), "lr": 0.3}])
+    scheduler = MaxPScheduler(parametrization, optimizer)
+    engine = trainer_of(parametrization.model, optimizer)
+    scheduler.attach(engine)
+    engine.run(make_batches(4))
+    exponents = ((False, scheduler.solution.c), (True, scheduler.solution.bias_c))
+    expected = {(name, bias): 0.02 * N**-c for bias, found in exponents for name, c in found.items()}
+    for group in optimizer.param_groups[:-1]:
+        key = group["layer_name"], group.get("bias", False)
+        assert group["lr"] == pytest.approx(expected.get(key, 0.02), rel=1e-12), key
+        assert group["weight_decay"] == 0.1 * (group["params"][0].ndim > 1)
+    assert optimizer.param_groups[-1]["lr"] == 0.3
+    assert float(scheduler.metrics["maxp/lr/4.bias"]) == expected["4", True]
+
+
+@pytest.mark.parametrize("kind", ["LRScheduler", "warm-up", "plateau"])
+def test_schedules_of_torch(kind):
+    """They want an optimizer, and give what they give one."""
+
+    def schedule_of(target):
+        if kind == "plateau":
+            return ReduceLROnPlateauScheduler(target, metric_name="loss", factor=0.5, patience=0)
+        torchs = torch.optim.lr_scheduler.ExponentialLR(target, 0.5)
+        if kind == "LRScheduler":
+            return LRScheduler(torchs)
+        return create_lr_scheduler_with_warmup(torchs, warmup_start_value=0.0, warmup_duration=3, warmup_end_value=0.02)
+
+    parametrization, optimizer = make()
+    scheduler = MaxPScheduler(parametrization, optimizer)
+    alone = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.02)
+    schedule, reference = schedule_of(scheduler.as_optimizer()), schedule_of(alone)
+    engine = trainer_of(parametrization.model, optimizer)
+    engine.state.metrics["loss"] = 1.0
+    scheduler.attach(engine)
+    engine.add_event_handler(Events.ITERATION_STARTED, schedule)
+    engine.add_event_handler(Events.ITERATION_STARTED, reference)
+    used = []
+    optimizer.register_step_pre_hook(lambda *_: used.append((rates(optimizer), scheduler.solution)))
+
+    @engine.on(Events.ITERATION_COMPLETED)
+    def check(_):
+        prefactors.append(alone.param_groups[0]["lr"])
+
+    prefactors = []
+    engine.run(make_batches(5), max_epochs=1)
+    assert len(set(prefactors)) >= 4
+    for prefactor, (found, solution) in zip(prefactors, used, strict=True):
+        assert found == pytest.approx(expected_rates(parametrization, solution, prefactor, optimizer), rel=1e-12)
+    schedule.load_state_dict(schedule.state_dict())
+    assert scheduler.lr_prefactor == prefactors[-1]
+
+
+def test_prefactor_as_an_optimizer_is_the_schedulers_own():
+    parametrization, optimizer = make()
+    scheduler = MaxPScheduler(parametrization, optimizer)
+    driven = scheduler.as_optimizer()
+    scheduler.lr_prefactor = 0.5
+    assert driven.param_groups[0]["lr"] == 0.5
+    driven.param_groups[0]["lr"] = 0.25
+    assert scheduler.lr_prefactor == 0.25
+    before = [parameter.clone() for parameter in parametrization.model.parameters()]
+    driven.step()
+    assert all(map(torch.equal, before, parametrization.model.parameters()))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_someone_else_who_sets_the_learning_rates_is_told_of(caplog, first):
+    parametrization, optimizer = make()
+    scheduler = MaxPScheduler(parametrization, optimizer, solve_interval=2)
+    engine = trainer_of(parametrization.model, optimizer)
+    rival = LRScheduler(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
+    if first:
+        scheduler.attach(engine)
+    engine.add_event_handler(Events.ITERATION_STARTED, rival)
+    if not first:
+        scheduler.attach(engine)
+
+    @engine.on(Events.ITERATION_COMPLETED)
+    def check(engine):
+        for (name, bias), lr in rates(optimizer).items():
+            assert float(engine.state.metrics[f"maxp/lr/{name}{'.bias' if bias else ''}"]) == lr
+
+    with caplog.at_level(logging.WARNING):
+        engine.run(make_batches(6))
+    (record,) = caplog.records
+    assert "lr_prefactor" in record.message

@@ -311,3 +311,15 @@ def test_tracing_errors_are_the_users_to_see():
     )
     with pytest.raises(TracingError, match=r"1\.weight"):
         Parametrization(model, sample_input=X)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize("norm", [nn.utils.parametrizations.weight_norm, nn.utils.weight_norm, nn.utils.spectral_norm])
+def test_weights_that_are_computed_are_refused(norm):
+    """Drawn from the distribution of the weight, what it is computed from would give another weight."""
+    model = _models.mlp(8, _models.wrapped)
+    norm(model[3].module)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    with pytest.raises(ValueError, match=r"Layer 3 computes its weight from other parameters"):
+        Parametrization(model)
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())

@@ -174,6 +174,10 @@ BOTH = {
     "activations": lambda model, left, right: F.gelu(F.silu(left)) + F.leaky_relu(F.softplus(right)).square(),
     "latent": lambda model, left, right: left + right + model.latent,
     "autocast": lambda model, left, right: left.bfloat16().float() + right.half().float(),
+    "item": lambda model, left, right: left * right.norm().item(),
+    "float": lambda model, left, right: left / float(right.abs().max()),
+    "a choice": lambda model, left, right: left if right.mean() > 0 else left + 1,
+    "a mask": lambda model, left, right: left * 2 if (right > 0).any() else left,
     "interpolate": lambda model, left, right: F.interpolate(left, 8) + F.pad(right, (0, 0))[:, :, :8],
 }
 
@@ -229,6 +233,10 @@ LOST = {
     r"numpy takes activations out of torch": lambda model, left, right: torch.from_numpy(left.numpy() + 1),
     r"__array__ takes activations": lambda model, left, right: torch.tensor(np.asarray(left)),
     r"tolist takes activations out of torch": lambda model, left, right: torch.tensor(left.tolist()),
+    r"last takes its input from an operation": lambda model, left, right: torch.func.vmap(torch.mul)(left, right),
+    r"last takes its input from cond, an operation": lambda model, left, right: torch.cond(
+        torch.tensor(True), torch.add, torch.sub, (left, right)
+    ),
     r"multi_head_attention_forward, an operation": lambda model, left, right: nn.MultiheadAttention(8, 2)(
         left, right, right
     )[0],
@@ -239,6 +247,21 @@ LOST = {
 def test_what_can_not_be_followed_is_named(match, between):
     with pytest.raises(TracingError, match=match):
         traced(Model(between), X)
+
+
+def test_layer_in_a_function_transform():
+    model = Model(lambda model, left, right: left)
+    model.between = lambda model, left, right: torch.func.vmap(model.left)(left)
+    with pytest.raises(TracingError, match="left takes its input from a function transform, as vmap"):
+        traced(model, X)
+
+
+def test_scripted_modules_are_named():
+    model = nn.Sequential(_models.mlp(8, _models.wrapped), torch.jit.script(nn.ReLU()))
+    hooks = [len(module._forward_hooks) for module in model[0]]
+    with pytest.raises(TracingError, match="1 is scripted"):
+        traced(model, X)
+    assert [len(module._forward_hooks) for module in model[0]] == hooks
 
 
 def test_names_module_of_unknown_operation():

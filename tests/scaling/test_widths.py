@@ -277,3 +277,150 @@ def test_wrong_options_are_the_parametrizations():
         parametrize(_models.mlp, widths=(8, 16), sample_input=X, optimizer_type="lion")
     with pytest.raises(TypeError, match="unexpected keyword"):
         parametrize(_models.mlp, widths=(8, 16), sample_input=X, learning_rate=1)
+
+
+def raw_readout(n):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers, self.head = _models.mlp(n)[:-1], nn.Parameter(torch.randn(3, n))
+
+        def forward(self, x):
+            return self.layers(x) @ (2 * self.head.T)
+
+    return Model()
+
+
+def tied_by_hand(n):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tokens, self.hidden = nn.Embedding(11, n), nn.Linear(n, n)
+
+        def forward(self, x):
+            return nn.functional.linear(self.hidden(self.tokens(x)), self.tokens.weight)
+
+    return Model()
+
+
+def with_lstm(n):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.lstm = nn.Linear(6, n), nn.LSTM(n, 8, batch_first=True)
+
+        def forward(self, x):
+            return self.lstm(self.first(x)[:, None])[0]
+
+    return Model()
+
+
+def with_bilinear(n):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(6, n), nn.Bilinear(n, 6, 3)
+
+        def forward(self, x):
+            return self.last(self.first(x), x)
+
+    return Model()
+
+
+def normed(module):
+    return nn.utils.parametrizations.weight_norm(module)
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (raw_readout, r"matmul uses head"),
+        (tied_by_hand, r"linear uses tokens\.weight"),
+        (with_lstm, r"lstm\.lstm uses lstm\.weight_ih_l0"),
+        (with_bilinear, r"last\.bilinear uses last\.weight"),
+        (lambda n: nn.Sequential(nn.Linear(6, n), normed(nn.Linear(n, 3))), r"uses 1\.parametrizations\.weight\.orig"),
+        (lambda n: nn.Sequential(normed(nn.Linear(6, n)), nn.Linear(n, 3)), r"1 takes its input from .*weight_norm"),
+        (lambda n: nn.Sequential(nn.Linear(6, n), normed(nn.Linear(n, n))), r"how 1\.parametrizations\.weight \(Par"),
+    ],
+    ids=["raw", "tied", "lstm", "bilinear", "normed readout", "normed embedding", "normed hidden"],
+)
+def test_weights_that_grow_outside_of_the_layers_are_named(make, match):
+    sample_input = _models.TOKENS if make is tied_by_hand else X
+    with pytest.raises((ValueError, TracingError), match=match):
+        parametrize(make, widths=(8, 16), sample_input=sample_input)
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (lambda n: nn.Sequential(nn.LazyLinear(n)), "lazy modules"),
+        (lambda n: nn.Sequential(nn.Linear(6, n), torch.jit.script(nn.Linear(n, 3))), "scripted modules, but 1 is one"),
+    ],
+)
+def test_modules_that_can_not_be_looked_into_are_named(make, what):
+    with pytest.raises(ValueError, match=f"make_model should make a model without {what}"):
+        parametrize(make, widths=(8, 16), sample_input=X)
+
+
+def test_transposed_convolutions_in_groups():
+    """One kernel for each channel sums over nothing that grows; of several groups each is a fan-in of its own."""
+
+    def make(n):
+        return nn.Sequential(
+            nn.Conv2d(3, n, 1),
+            nn.ConvTranspose2d(n, 2 * n, 2, groups=n),
+            nn.ConvTranspose2d(2 * n, n, 3, groups=4),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(n, 5),
+        )
+
+    found = parametrize(make, widths=(8, 16), sample_input=torch.randn(1, 3, 4, 4)).layers
+    assert {name: (each.layer_type, each.fan_in) for name, each in found.items()} == {
+        "0": ("embedding", 16),
+        "1": ("embedding", 32),
+        "2": ("hidden", 8 * 9),
+        "5": ("readout", 16),
+    }
+
+
+def test_tables_that_do_not_learn_keep_their_values():
+    """As sinusoids of positions."""
+
+    class Model(nn.Module):
+        def __init__(self, n):
+            super().__init__()
+            self.tokens, self.places, self.head = nn.Embedding(11, n), nn.Embedding(5, n), nn.Linear(n, 11)
+            self.places.weight.requires_grad_(False)
+            with torch.no_grad():
+                self.places.weight.copy_(torch.arange(5 * n).view(5, n).sin())
+
+        def forward(self, x):
+            return self.head(self.tokens(x) + self.places(torch.arange(x.shape[-1])))
+
+    found = parametrize(Model, widths=(8, 16), sample_input=_models.TOKENS)
+    assert list(found.layers) == ["tokens", "head"]
+    assert torch.equal(found.model.places.weight, torch.arange(80).view(5, 16).sin())
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_scores_with_a_learned_bias(attention):
+    """T5's, of relative positions: it is added to them, and does not grow."""
+    transformers = pytest.importorskip("transformers")
+
+    def make(n):
+        return transformers.T5EncoderModel(
+            transformers.T5Config(
+                vocab_size=13,
+                d_model=n,
+                d_kv=n // 2,
+                d_ff=2 * n,
+                num_layers=1,
+                num_heads=2,
+                attn_implementation=attention,
+            )
+        )
+
+    found = parametrize(make, widths=(16, 32), sample_input=_models.TOKENS).layers
+    kinds = {name.rpartition(".")[2]: each.layer_type for name, each in found.items()}
+    assert kinds == {"embed_tokens": "embedding"} | dict.fromkeys(("q", "k", "v", "o", "wi", "wo"), "hidden")
