@@ -77,7 +77,7 @@ class SpectralNormHandler(Monitor):
     rows. Only weights that an optimizer step was to move count for updates: with a gradient, and a learning rate other
     than 0. In an iteration without a step the update's keys are absent, or NaN where that is known on the device alone.
 
-    **Memory.** Eight vectors for each weight; while it measures, for one batch of weights at a time a float32 copy and
+    **Memory.** Six vectors for each weight; while it measures, for one batch of weights at a time a float32 copy and
     at most 1040 vectors each, mostly less than 200. With
     ``updates=True`` in monitored iterations a copy of all weights that are measured: use ``include``. Of a DTensor with
     its rows sharded every rank keeps its part and has the norm of the whole; any other placement, and any other method
