@@ -8,12 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ignite_monitor.functional.norms import any_sharded
+
 
 class FlopCount(TorchDispatchMode):
-    """While it lasts, counts the floating-point operations of matrix products, convolutions and attention.
+    """While it lasts, counts this rank's floating-point operations of matrix products, convolutions and attention.
 
     By the formulas of ``torch.utils.flop_counter``, in which a multiplication and an addition are two operations. Its
     FlopCounterMode would put hooks on all modules, of which compiled ones warn, and does not know the CPU's attention.
@@ -31,11 +34,14 @@ class FlopCount(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        tensors = [each for each in args if isinstance(each, Tensor)]
+        if any_sharded(tensors):
+            return NotImplemented  # DTensor goes first, and comes back with what this rank makes of it
         result = func(*args, **kwargs)
         formula = self._formulas.get(getattr(func, "_overloadpacket", func))
-        dtype = next((each.dtype for each in args if isinstance(each, Tensor)), None)
-        if formula is not None and dtype is not None:
-            self.counts[dtype] += formula(*args, **kwargs, out_val=result)
+        # With fake tensors DTensor finds out shapes.
+        if formula is not None and tensors and not any(isinstance(each, FakeTensor) for each in tensors):
+            self.counts[tensors[0].dtype] += formula(*args, **kwargs, out_val=result)
         return result
 
 

@@ -14,7 +14,7 @@ from ignite_monitor.functional.updates import row_norms
 _SAFE = (1e-9, 1e15)
 
 # So many elements stay in a CPU's cache from the first product of two to the second.
-_CACHED = 1 << 18
+_CACHED = 1 << 20
 
 AllReduce = Callable[[Tensor, bool], Tensor]
 

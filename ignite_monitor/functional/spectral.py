@@ -21,7 +21,7 @@ TOLERANCE = 1e-3
 _SMALL = 224
 _MOST_STEPS = 64
 # After how many steps it is worth looking whether the bound is good enough.
-_CHECKS = {3, 6, 7, 8, 9, 11, 13, 16, 20, 25, 31, 40, 52}
+_CHECKS = {3, 6, 8, 9, 11, 13, 16, 20, 25, 31, 40, 52}
 
 
 class SpectralNorms(NamedTuple):

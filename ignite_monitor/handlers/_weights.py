@@ -69,7 +69,7 @@ def is_matrix(parameter: Tensor) -> bool:
     return parameter.ndim >= 2 and is_measurable(parameter) and not parameter.is_complex()
 
 
-def as_weight(name: str, parameter: Tensor, whole: bool) -> Weight:
+def as_weight(name: str, parameter: Tensor, whole: bool, turned: int = 0) -> Weight:
     """A parameter as a matrix.
 
     Where a DTensor's rows are shared out, each rank keeps its own; placed in any other way it is gathered, as it is
@@ -79,18 +79,22 @@ def as_weight(name: str, parameter: Tensor, whole: bool) -> Weight:
         name: its name.
         parameter: the parameter.
         whole: whether all of it is needed on every rank.
+        turned: the number of groups where its shape is (in, out / groups, k…), of which (out, in / groups · k…) is to
+            be made; 0 where it is (out, in, k…).
     """
     local: Any = parameter.detach()
     groups: tuple[Any, ...] = ()
     if is_sharded(parameter):
         sharded = [i for i, placement in enumerate(local.placements) if not placement.is_replicate()]
-        if all(local.placements[i].is_shard(0) for i in sharded) and not (whole and sharded):
+        if all(local.placements[i].is_shard(0) for i in sharded) and not ((whole or turned) and sharded):
             groups = tuple(local.device_mesh.get_group(i) for i in sharded)
             local = local.to_local()
         else:
             local = local.full_tensor()
-    columns = parameter.numel() // len(parameter)
-    return Weight(name, local.reshape(-1, columns), len(parameter), groups)
+    if turned:
+        local = local.unflatten(0, (turned, -1)).transpose(1, 2).flatten(0, 1)
+    rows = turned * parameter.shape[1] if turned else len(parameter)
+    return Weight(name, local.reshape(-1, parameter.numel() // rows), rows, groups)
 
 
 def batches(weights: Iterable[Weight]) -> Iterable[Batch]:

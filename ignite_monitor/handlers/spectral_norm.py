@@ -11,6 +11,7 @@ import torch
 from ignite.engine import Engine
 from torch import Tensor, nn
 
+from ignite_monitor.capture.linear_maps import weights_by_input
 from ignite_monitor.capture.names import named_parameters, tags
 from ignite_monitor.capture.samples import reshard
 from ignite_monitor.capture.selection import Pattern, Selection
@@ -31,7 +32,8 @@ class SpectralNormHandler(Monitor):
     .. math:: \sigma = \lVert W\rVert_2 = \max_{\lVert x\rVert = 1} \lVert W x\rVert
 
     the largest singular value, of every parameter with two or more dimensions, frozen ones included and shared ones
-    once. Those with more than two are flattened to (out, in·k…).
+    once. Those with more than two are flattened to (out, in·k…). Where a parametrization or weight normalisation makes
+    a weight of others, these are the parameters.
 
     ======================================  ==========================================================================
     in ``engine.state.metrics``             meaning (0-dim tensors)
@@ -73,11 +75,12 @@ class SpectralNormHandler(Monitor):
     the iterations of the Newton-Schulz methods in bfloat16 where the weight is.
 
     **Spectral condition.** Features of a layer learn at the same rate at every width if both ‖W‖ and ‖ΔW‖ are of the
-    order of :math:`\sqrt{out/in}` (arXiv:2310.17813): the conditions stay of order 1. For an embedding "in" are its
-    rows. Only weights that an optimizer step was to move count for updates: with a gradient, and a learning rate other
-    than 0. In an iteration without a step the update's keys are absent, or NaN where that is known on the device alone.
+    order of :math:`\sqrt{out/in}` (arXiv:2310.17813): the conditions stay of order 1. For an embedding, and for
+    ``Conv1D`` of transformers, "in" are the rows. Only weights that an optimizer step was to move count for updates:
+    with a gradient, and a learning rate other than 0. In an iteration without a step the update's keys are absent, or
+    NaN where that is known on the device alone.
 
-    **Memory.** Eight vectors for each weight; while it measures, for one batch of weights at a time a float32 copy and
+    **Memory.** Six vectors for each weight; while it measures, for one batch of weights at a time a float32 copy and
     at most 1040 vectors each, mostly less than 200. With
     ``updates=True`` in monitored iterations a copy of all weights that are measured: use ``include``. Of a DTensor with
     its rows sharded every rank keeps its part and has the norm of the whole; any other placement, and any other method
@@ -132,6 +135,7 @@ class SpectralNormHandler(Monitor):
         self._selection = Selection(include, exclude)
         self._weights = SpectralMeter(method, self.logger, prefix, "weights")
         self._updates = SpectralMeter(method, self.logger, prefix, "updates")
+        self._by_input: dict[int, int] = {}
         if not self._parameters():
             raise ValueError("Argument model should have parameters of two dimensions or more that are selected")
         self._before: dict[str, Tensor] = {}
@@ -196,7 +200,8 @@ class SpectralNormHandler(Monitor):
             return
         parameters = self._parameters()
         self._stepped = SteppedParameters({id(each): place for place, each in enumerate(parameters.values())})
-        self._before = {name: weight.local.clone() for name, weight in _as_weights(parameters, self._updates).items()}
+        weights = self._as_weights(parameters, self._updates)
+        self._before = {name: weight.local.clone() for name, weight in weights.items()}
 
     def release(self) -> None:
         """Let go of everything that belongs to the run that has ended."""
@@ -221,9 +226,9 @@ class SpectralNormHandler(Monitor):
         if not self._armed:
             return
         parameters = self._parameters()
-        weights = _as_weights(parameters, self._weights)
+        weights = self._as_weights(parameters, self._weights)
         measured = self._weights.measure(weights.values())
-        conditions = measured.norms / self._scales(parameters, measured.norms)
+        conditions = measured.norms / self._scales(weights, parameters, measured.norms)
         values = self._sums(measured)
         if self.per_parameter:
             values |= {f"norm/{tag}": norm for tag, norm in zip(tags(weights), measured.norms.unbind(), strict=True)}
@@ -259,7 +264,7 @@ class SpectralNormHandler(Monitor):
         parameters = {name: each for name, each in parameters.items() if name in places}
         changes = {
             name: weight.less(self._before[name])
-            for name, weight in _as_weights(parameters, self._updates).items()
+            for name, weight in self._as_weights(parameters, self._updates).items()
             if weight.local.shape == self._before[name].shape
         }
         if not changes:
@@ -269,7 +274,7 @@ class SpectralNormHandler(Monitor):
         of_changes = upload(torch.tensor([places[name] for name in changes], device="cpu"), device)
         moved = self._stepped.mask(HostMasks(len(places), device))[of_changes]
         norms = torch.where(moved, measured.norms, torch.nan)
-        scales = self._scales({name: parameters[name] for name in changes}, norms)
+        scales = self._scales(changes, parameters, norms)
         return {
             "update_norm_max": _largest(norms),
             "update_error_max": _largest(torch.where(moved, measured.errors, torch.nan)),
@@ -278,21 +283,27 @@ class SpectralNormHandler(Monitor):
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         reshard(self.model)
+        self._by_input = weights_by_input(self.model)
         return {
             name: parameter
             for name, parameter, _ in named_parameters(self.model)
             if is_matrix(parameter) and name in self._selection
         }
 
-    def _scales(self, parameters: dict[str, nn.Parameter], like: Tensor) -> Tensor:
-        r""":math:`\sqrt{out/in}` of each parameter."""
-        tables = {
-            id(module.weight) for module in self.model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+    def _as_weights(self, parameters: dict[str, nn.Parameter], meter: SpectralMeter) -> dict[str, Weight]:
+        whole = meter.method != "power"
+        return {
+            name: as_weight(name, parameter, whole, self._by_input.get(id(parameter), 0))
+            for name, parameter in parameters.items()
         }
+
+    def _scales(self, weights: dict[str, Weight], parameters: dict[str, nn.Parameter], like: Tensor) -> Tensor:
+        r""":math:`\sqrt{out/in}` of each weight."""
         scales = []
-        for parameter in parameters.values():
-            rows, columns = len(parameter), parameter.numel() // len(parameter)
-            scales.append(math.sqrt(columns / rows if id(parameter) in tables else rows / columns))
+        for name, weight in weights.items():
+            rows, columns = weight.rows, weight.local.shape[1]
+            is_turned = self._by_input.get(id(parameters[name])) == 0
+            scales.append(math.sqrt(columns / rows if is_turned else rows / columns))
         return upload(torch.tensor(scales, dtype=like.dtype, device="cpu"), like.device)
 
     # Values on the host
@@ -312,11 +323,6 @@ class SpectralNormHandler(Monitor):
         named = [(tag, norm) for tag, norm in zip(tags(self._names), carried[0], strict=True) if not math.isnan(norm)]
         named.sort(key=lambda each: -each[1])
         return {f"topk/{tag}": norm for tag, norm in named[: self.top_k]}
-
-
-def _as_weights(parameters: dict[str, nn.Parameter], meter: SpectralMeter) -> dict[str, Weight]:
-    whole = meter.method != "power"
-    return {name: as_weight(name, parameter, whole) for name, parameter in parameters.items()}
 
 
 def _largest(values: Tensor) -> Tensor:

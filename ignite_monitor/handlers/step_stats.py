@@ -56,7 +56,8 @@ class StepStatsHandler(Monitor):
     Args:
         model: the model, as the train step uses it (wrapped, where it is wrapped).
         optimizer: the optimizer whose learning rates to publish.
-        items: from a batch to how many items it holds, say tokens; None for the length of its first tensor.
+        items: from a batch, as the train step gets it, to how many items it holds, say tokens; None for the length of
+            its first tensor.
         peak_flops: operations a second of the device at most; None to look it up by the device's name.
         prefix: what the values' names start with.
 
@@ -144,8 +145,10 @@ class StepStatsHandler(Monitor):
         if self.flops is None and (self.peak_flops is not None or _is_listed(device)):
             self._count = FlopCount()
             return [eager(), self._count]
-        if device.type not in ("cpu", "cuda"):
+        engine = self._attached_to()
+        if device.type not in ("cpu", "cuda") or engine is None:
             return []
+        self._items = self._count_items(engine.state.batch)  # which the train step may take apart
         self._clock = StepClock(device)
         return [self._clock]
 
@@ -172,10 +175,8 @@ class StepStatsHandler(Monitor):
         if parameters:
             values["parameter_norm"] = gradient_norm(parameters, 2.0, None)
         values |= {name: _number(value) for name, value in self._memory().items() if value is not None}
-        if self._clock is not None:
-            self._items = self._count_items(engine.state.batch)
-            if self._device.type == "cpu":
-                values |= {name: _number(value) for name, value in self._times(self._items).items()}
+        if self._clock is not None and self._device.type == "cpu":
+            values |= {name: _number(value) for name, value in self._times(self._items).items()}
         self.publish(**values)
 
     def _times(self, items: float | Tensor | None) -> dict[str, Any]:
@@ -205,7 +206,7 @@ class StepStatsHandler(Monitor):
             items: float | Tensor | None = count_items(batch)
         else:
             items = self.items(batch)
-            items = items.detach() if isinstance(items, Tensor) else float(items)
+            items = items.detach().clone() if isinstance(items, Tensor) else float(items)
         if items is None and not self._warned:
             self._warned = True
             self.logger.warning(

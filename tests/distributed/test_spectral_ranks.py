@@ -16,7 +16,7 @@ def results(tmp_path_factory):
     return launched("_spectral_worker", tmp_path_factory.mktemp("ranks"), SCENARIOS)
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", [name for name in SCENARIOS if not name.startswith("flops")])
 def test_every_rank_has_the_norm_of_the_whole_matrix(results, name):
     first, second = results(name)
     assert first["published"] == second["published"]
@@ -33,3 +33,10 @@ def test_both_ranks_publish_what_one_process_does(results, name):
         for key, value in results(name)[0]["published"][i].items():
             if "error" not in key and "iterations" not in key:
                 assert value == pytest.approx(whole[i][key], rel=2e-3), (i, key)
+
+
+@pytest.mark.parametrize("name", ["flops ddp", "flops fsdp", "flops tensor parallel"])
+def test_each_rank_counts_its_own_operations(results, name):
+    """Half of the whole, whether a rank has half of the batch or half of each layer: x wants no gradient."""
+    both = results(name)
+    assert both[0] == both[1] == {"flops": (2 * (2 * 8 * 20 * 30) + 3 * (2 * 8 * 30 * 10)) // 2}

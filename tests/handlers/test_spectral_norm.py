@@ -248,6 +248,51 @@ def test_which_parameters_are_measured():
     assert named == pytest.approx(expected, rel=1e-4)
 
 
+def test_weights_stored_by_input():
+    """Transposed convolutions and Conv1D of transformers: their matrix goes from what goes in to what comes out."""
+    transformers = pytest.importorskip("transformers")
+    model = nn.ModuleDict(
+        {
+            "plain": nn.ConvTranspose1d(4, 6, 3),
+            "grouped": nn.ConvTranspose2d(4, 6, (3, 2), groups=2),
+            "gpt": transformers.pytorch_utils.Conv1D(12, 5),
+            "table": nn.Embedding(9, 5),
+        }
+    )
+    first, second = model["grouped"].weight.detach().split(2)  # of shape (2, 3, 3, 2) each
+    matrices = {
+        "plain.weight": model["plain"].weight.detach().transpose(0, 1).flatten(1),
+        "grouped.weight": torch.cat([first.transpose(0, 1), second.transpose(0, 1)]).flatten(1),
+        "gpt.weight": model["gpt"].weight.detach().T,
+        "table.weight": model["table"].weight.detach().T,
+    }
+    expected = {name: sigma(matrix) for name, matrix in matrices.items()}
+    conditions = sorted(expected[name] / (len(matrix) / matrix[0].numel()) ** 0.5 for name, matrix in matrices.items())
+    handler = SpectralNormHandler(model, updates=True, per_parameter=True)
+    engine = Engine(lambda *_: None)
+    handler.attach(engine)
+    engine.run([0])
+    got = numbers(handler)
+    assert {name: got[f"norm/{name}"] for name in expected} == pytest.approx(expected, rel=1e-4)
+    assert got["weight_condition_max"] == pytest.approx(conditions[-1], rel=1e-4)
+    assert got["weight_condition_median"] == pytest.approx(sum(conditions[1:3]) / 2, rel=1e-4)
+
+
+def test_parametrized_weights_are_not_computed():
+    """Spectral normalisation changes its buffers whenever anyone looks at the weight in training."""
+    model = nn.Sequential(nn.Embedding(9, 5), nn.Linear(5, 4), nn.ConvTranspose1d(2, 2, 1))
+    for module in model:
+        torch.nn.utils.parametrizations.spectral_norm(module)
+    before = copy.deepcopy(model.state_dict())
+    handler = SpectralNormHandler(model, updates=True, per_parameter=True)
+    engine = Engine(lambda *_: None)
+    handler.attach(engine)
+    engine.run([0, 0])
+    assert all(map(torch.equal, before.values(), model.state_dict().values()))
+    original = model[1].parametrizations.weight.original
+    assert numbers(handler)["norm/1.parametrizations.weight.original"] == pytest.approx(sigma(original), rel=1e-4)
+
+
 def test_bfloat16_and_moved_models(batches):
     """The vectors follow the model from float32 to bfloat16 and float64; the norm is that of the rounded weights."""
     model, _, _, handler = make(batches, per_parameter=True, include="hidden.weight")

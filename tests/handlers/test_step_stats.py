@@ -155,6 +155,19 @@ def test_items_by_a_function(items):
         assert values["step/items_per_s"] == pytest.approx(16 * 5 / values["step/time_ms"] * 1e3)
 
 
+@pytest.mark.parametrize("items", [None, lambda batch: batch["x"].numel(), lambda batch: batch["count"]])
+def test_items_are_those_that_the_train_step_was_given(items):
+    """A train step may take its batch apart, and change what is in it."""
+    model = nn.Linear(5, 7)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handler = StepStatsHandler(model, optimizer, items=items)
+    trainer = Engine(lambda _, batch: (model(batch.pop("x")), batch["count"].zero_()))
+    handler.attach(trainer)
+    trainer.run([{"x": torch.ones(16, 5), "count": torch.tensor(80)} for _ in range(2)])
+    seconds = float(handler.metrics["step/time_ms"]) / 1e3
+    assert float(handler.metrics["step/items_per_s"]) == pytest.approx((80 if items else 16) / seconds)
+
+
 def test_batch_without_tensors_has_no_items_and_one_warning(caplog):
     model = nn.Linear(2, 2)
     handler = StepStatsHandler(model, torch.optim.SGD(model.parameters(), lr=0.1))
