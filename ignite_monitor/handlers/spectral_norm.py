@@ -199,7 +199,7 @@ class SpectralNormHandler(Monitor):
         self._before = {name: weight.local.clone() for name, weight in _as_weights(parameters, self._updates).items()}
 
     def release(self) -> None:
-        """Let go of everything that belongs to the run that has ended."""
+        """Let go of everything that belongs to the run that has ended, or is interrupted."""
         self._weights.warn(wait=True)
         self._before = {}
         self._stepped = SteppedParameters({})

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ignite.engine import Events
+from ignite.handlers import ProgressBar
 from ignite.handlers.tensorboard_logger import TensorboardLogger
 
 from ignite_monitor import HDF5Logger, MonitorEvents, read_hdf5
@@ -190,6 +191,35 @@ def test_one_leaves_in_the_middle(leaves, at):
     for name, (steps, _) in run.file.items():
         if name in alone("net", leaves)[LENGTH]:
             assert steps.tolist() == [step for step in range(1, last + 1) if name in alone("net", leaves)[step]]
+
+
+@pytest.mark.parametrize("at", EVENTS)
+@pytest.mark.parametrize("joins", ["grad", "activation", "rcc"])
+def test_one_joins_in_the_middle(joins, at, tmp_path):
+    training = Training("net", skips=[SPIKE] if joins == "grad" else [])
+    trainer = training.trainer
+    monitors = {name: MONITORS[name](training.model, training.optimizer) for name in ALL}
+    late = monitors.pop(joins)
+    for monitor in monitors.values():
+        monitor.attach(trainer)
+        monitor.log_to(ProgressBar(disable=True), trainer)
+    late.log_to(ProgressBar(disable=True), trainer)
+    for attach in training.surroundings(tmp_path).values():
+        attach()
+    trainer.add_event_handler(EVENTS[at], lambda: late.attach(trainer))
+    training.note()
+    training.run()
+    outcome, expected = training.outcome(), unwatched("net")
+    for part in expected:
+        assert same(outcome[part], expected[part]), part
+    keys = alone("net", joins)[LENGTH].keys()
+    first = 7 if at.startswith("before") else 8
+    for iteration, published in training.published.items():
+        theirs: dict[str, float] = {}
+        for name in monitors:
+            theirs |= alone("net", name)[iteration]
+        check_published({key: value for key, value in published.items() if key in theirs}, theirs, iteration)
+        assert bool(published.keys() & keys) is (iteration >= first)
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)
