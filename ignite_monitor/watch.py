@@ -25,8 +25,11 @@ _HOPS = 3
 class Member(Protocol):
     """What a :class:`Watch` knows of a monitor."""
 
+    def ended(self) -> None:
+        """The run has ended: say what it lacked."""
+
     def release(self) -> None:
-        """Let go of everything that belongs to the run that has ended."""
+        """Let go of everything that belongs to the run that has ended, or is interrupted."""
 
     def contexts(self) -> list[AbstractContextManager[Any]]:
         """What to have around the train step that is about to start."""
@@ -105,9 +108,14 @@ class Watch:
             )
         self._prefixes |= prefixes
         self._members.add(member)
-        self._models.setdefault(id(model), WatchedModel(model)).monitors += 1
-        if self._installed:  # attached while a run is going on
-            self._uninstall()
+        watched = self._models.get(id(model))
+        if watched is None:
+            watched = self._models[id(model)] = WatchedModel(model)
+            if self._installed:  # attached while a run is going on
+                self._handles.append(watched.hook)
+            if self.armed:
+                self._put_on(watched)
+        watched.monitors += 1
 
     def leave(self, member: Member, model: nn.Module, prefixes: Iterable[str]) -> None:
         """Let a monitor go; with the last one everything goes.
@@ -220,10 +228,15 @@ class Watch:
         if not self.armed:
             self.armed = True
             for watched in self._models.values():
-                if watched.refresh() or not watched.hook:
-                    watched.hook.put_on(watched.parameters, self._gradient_hook(watched))
+                self._put_on(watched)
 
-    def _end(self, engine: Engine) -> None:
+    def _put_on(self, watched: WatchedModel) -> None:
+        if watched.refresh() or not watched.hook:
+            watched.hook.put_on(watched.parameters, self._gradient_hook(watched))
+
+    def _end(self, engine: Engine | None = None) -> None:
+        for member in self._members:
+            member.ended()
         self._uninstall()
 
     def _interrupt(self, engine: Engine) -> None:
@@ -270,7 +283,7 @@ class Watch:
         def handle_exception(original: Callable[..., Any], error: BaseException) -> None:
             owner = watch()
             if owner is not None:
-                owner._uninstall()
+                owner._end()
             original(error)
 
         self._installed = True

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -89,3 +91,26 @@ def footprint(engine: Engine, model: nn.Module, optimizer: Optimizer) -> dict[st
 def hooks_only(picture: dict[str, Any]) -> dict[str, Any]:
     """What has to be put back when a run ends, with the monitor still attached."""
     return {key: value for key, value in picture.items() if key not in {"handlers", "state", "metrics"}}
+
+
+def same(ours: Any, theirs: Any) -> bool:
+    """Equal to the last bit, NaN included, whatever is nested in what."""
+    if isinstance(ours, Tensor):
+        return (
+            isinstance(theirs, Tensor)
+            and ours.dtype == theirs.dtype
+            and torch.equal(ours.nan_to_num(1.5e30), theirs.nan_to_num(1.5e30))
+        )
+    if isinstance(ours, dict):
+        return ours.keys() == theirs.keys() and all(same(ours[key], theirs[key]) for key in ours)
+    if isinstance(ours, (list, tuple)):
+        return len(ours) == len(theirs) and all(map(same, ours, theirs))
+    return ours == theirs or (isinstance(ours, float) and math.isnan(ours) and math.isnan(theirs))
+
+
+def scalars(path: Path) -> dict[str, list[tuple[int, float]]]:
+    """What stands in a folder of event files: tag -> (step, value), in the order of writing."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(path), size_guidance={"scalars": 0}).Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}

@@ -90,8 +90,11 @@ class Monitor(Serializable):
         """What to have around the train step that is about to start, where the monitor is armed."""
         return []
 
+    def ended(self) -> None:
+        """The run has ended: say what it lacked."""
+
     def release(self) -> None:
-        """Let go of everything that belongs to the run that has ended."""
+        """Let go of everything that belongs to the run that has ended, or is interrupted."""
 
     def carried(self) -> list[Tensor]:
         """Tensors of any shape that come to the host whenever the values do, in the same transfer."""
@@ -171,6 +174,7 @@ class Monitor(Serializable):
         for name, handler in self.handlers():
             self._watch.unlisten(name, handler)
         engine.remove_event_handler(self._start, Events.ITERATION_STARTED)
+        self.ended()
         self.release()
         self.clear(engine)
         self._selected = False

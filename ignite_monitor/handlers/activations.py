@@ -269,14 +269,17 @@ class ActivationHandler(Monitor):
                 stack.enter_context(context)
             yield
 
-    def release(self) -> None:
-        """Let go of everything that belongs to the run that has ended."""
+    def ended(self) -> None:
+        """The run has ended: say what it lacked."""
         if self._passes is not None and self._monitored and not self._compared and not self._passes.warned:
             self._warn(
                 f"none of {self._monitored} monitored iterations had a forward pass of the whole model in training "
                 "mode, so no activation_difference is published"
             )
         self._monitored, self._compared = 0, False
+
+    def release(self) -> None:
+        """Let go of everything that belongs to the run that has ended, or is interrupted."""
         self._known = self._forward = self._comparison = self._passes = self._gradients = None
         self._parameters = {}
         self._of_parameters = []

@@ -230,9 +230,15 @@ class GradMonitor(Monitor):
         if self._gradient is not None:
             self._gradient.seen = False
 
+    def detach(self) -> None:
+        """Undo ``attach`` and ``log_to``; statistics and counts stay."""
+        super().detach()
+        self._gradient = self._before = None
+
     def release(self) -> None:
-        """Let go of everything that belongs to the run that has ended."""
-        self._gradient = self._stepped = self._stepping = self._before = None
+        """Let go of everything that belongs to the run that has ended, or is interrupted."""
+        # What is accumulated in the gradients stays there, and is known by weak references.
+        self._stepped = self._stepping = None
         self._own = ([], 0, [])
         if self._skipper is not None:
             self._skipper.restore()

@@ -188,9 +188,8 @@ class RCCHandler(Monitor):
         """This iteration's values as floats, without those that were not measured."""
         return {name: value for name, value in super().on_host().items() if not math.isnan(value)}
 
-    def release(self) -> None:
-        """Let go of everything that belongs to the run that has ended."""
-        self._changes.norms = []
+    def ended(self) -> None:
+        """The run has ended: say what it lacked."""
         if self._monitored and not self._changes.seen and not self._passes.warned:
             self.logger.warning(
                 "%s: none of %d monitored iterations had a forward pass of the whole model in training mode, so "
@@ -198,6 +197,10 @@ class RCCHandler(Monitor):
                 self.prefix,
                 self._monitored,
             )
+
+    def release(self) -> None:
+        """Let go of everything that belongs to the run that has ended, or is interrupted."""
+        self._changes.norms = []
 
     def _on_train_step_completed(self, engine: Engine) -> None:
         if not self._armed:

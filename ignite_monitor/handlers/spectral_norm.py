@@ -204,7 +204,7 @@ class SpectralNormHandler(Monitor):
         self._before = {name: weight.local.clone() for name, weight in weights.items()}
 
     def release(self) -> None:
-        """Let go of everything that belongs to the run that has ended."""
+        """Let go of everything that belongs to the run that has ended, or is interrupted."""
         self._weights.warn(wait=True)
         self._before = {}
         self._stepped = SteppedParameters({})

@@ -153,7 +153,7 @@ class StepStatsHandler(Monitor):
         return [self._clock]
 
     def release(self) -> None:
-        """Let go of everything that belongs to the run that has ended."""
+        """Let go of everything that belongs to the run that has ended, or is interrupted."""
         self._clock = self._count = self._items = None
         self._rates = []
 

@@ -245,11 +245,8 @@ class WeightUpdateHandler(Monitor):
         if self._step is not None:
             self._step.start()
 
-    def release(self) -> None:
-        """Let go of everything that belongs to the run that has ended."""
-        self._step = None
-        if self._frozen.changed(wait=True):
-            self._warn()
+    def ended(self) -> None:
+        """The run has ended: say what it lacked."""
         if self._monitored and not self._stepped:
             self.logger.warning(
                 "%s: none of %d monitored iterations had an optimizer step with a gradient of the model, so no update "
@@ -259,6 +256,12 @@ class WeightUpdateHandler(Monitor):
                 self._monitored,
             )
         self._monitored = self._stepped = 0
+
+    def release(self) -> None:
+        """Let go of everything that belongs to the run that has ended, or is interrupted."""
+        self._step = None
+        if self._frozen.changed(wait=True):
+            self._warn()
 
     def _on_gradients_ready(self, engine: Engine) -> None:
         if not self._armed or self._step is None or self._watch is None or id(self.model) not in self._watch.reached:

@@ -56,6 +56,7 @@ class EarlierRun(NamedTuple):
     nested: bool
     ids: NDArray[np.int32]
     last_step: int
+    first_iteration: int
     last_iteration: int
     distance: int | None  # the largest between iterations that it wrote
 
@@ -73,13 +74,15 @@ class EarlierRuns:
     Args:
         rows: its rows.
         ids: the numbers of names that they refer to.
+        own: the number of the first run that is the logger's own.
 
     Attributes:
         gap: what is in neither the earlier runs nor the one that continues them; None if nothing is known to be.
     """
 
-    def __init__(self, rows: NDArray[Any], ids: NDArray[np.int32]) -> None:
+    def __init__(self, rows: NDArray[Any], ids: NDArray[np.int32], own: int) -> None:
         self.gap: Gap | None = None
+        self._own = own
         self._runs = []
         self._compared: set[tuple[int, bool, int]] = set()
         self._continued: set[tuple[int, int]] = set()
@@ -90,8 +93,8 @@ class EarlierRuns:
             used = np.unique(np.concatenate([ids[first : first + count] for first, count in lists]))
             iterations = np.unique(own["iteration"])
             distance = int(np.diff(iterations).max()) if len(iterations) > 1 else None
-            last = int(own["step"].max()), int(iterations[-1])
-            self._runs.append(EarlierRun(run, bool(nested), used, *last, distance))
+            ends = int(own["step"].max()), int(iterations[0]), int(iterations[-1])
+            self._runs.append(EarlierRun(run, bool(nested), used, *ends, distance))
 
     def taken_back(self, place: Place, step: int, ids: NDArray[np.int32], list_number: int) -> list[TakenBack]:
         """What a new row takes the place of.
@@ -116,15 +119,12 @@ class EarlierRuns:
         return found
 
     def _newly_continued(self, place: Place, step: int, ids: NDArray[np.int32]) -> list[int]:
-        runs = [
-            earlier.run
-            for earlier in self._runs
-            if earlier.nested == place.nested
-            and (place.run, earlier.run) not in self._continued
-            # From the very beginning: again, or something else, whose steps go on?
-            and (place.start > 0 or earlier.last_step >= step)
-            and np.isin(ids, earlier.ids).any()
-        ]
+        alike = [each for each in self._runs if each.nested == place.nested and np.isin(ids, each.ids).any()]
+        if place.start > 0:
+            alike = [each for each in alike if not self._is_over(each)]
+        else:  # from the very beginning: again, or something else, whose steps go on?
+            alike = [each for each in alike if each.run < self._own and each.last_step >= step]
+        runs = [each.run for each in alike if (place.run, each.run) not in self._continued]
         self._continued |= {(place.run, run) for run in runs}
         own = [each for each in self._runs if (place.run, each.run) in self._continued and not each.nested]
         if own:
@@ -132,3 +132,13 @@ class EarlierRuns:
             is_gap = last.distance is not None and place.start - last.last_iteration >= last.distance
             self.gap = Gap(last.last_iteration, place.start) if is_gap else None
         return runs
+
+    def _is_over(self, run: EarlierRun) -> bool:
+        """Whether a later run with some of its names began before its end, and left it as it was: started anew."""
+        return any(
+            later.run > run.run
+            and later.nested == run.nested
+            and later.first_iteration < run.last_iteration
+            and bool(np.isin(later.ids, run.ids).any())
+            for later in self._runs
+        )

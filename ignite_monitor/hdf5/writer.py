@@ -70,16 +70,17 @@ class Writer:
         self._file: SwappedFile | None = SwappedFile(path, mode)
         try:
             with opened(path) as file:
-                rows, names = read_rows(file), read_names(file)
-                self._earlier = EarlierRuns(rows, file["ids"][()]) if len(rows) else None
+                rows, names, ids = read_rows(file), read_names(file), file["ids"][()]
                 sizes = {name: len(file[name]) for name in COLUMNS}
         except BaseException:
             self.abandon()
             raise
         self.first_run = int(rows["run"].max()) + 1 if len(rows) else 0
+        self._earlier = EarlierRuns(rows, ids, self.first_run) if len(rows) else None
         self._ids = {name: number for number, name in enumerate(names)}
         self._lists: OrderedDict[tuple[str | None, tuple[str, ...]], NameList] = OrderedDict()
         self._waiting = Waiting(sizes, len(names))
+        self._run, self._last = -1, 0  # the newest run, and the last iteration of all of them
 
     @property
     def is_own(self) -> bool:
@@ -106,6 +107,9 @@ class Writer:
             values: one for each.
             place: where in which run the row is written.
         """
+        if place.run != self._run:
+            self._begin(place)
+        self._last = max(self._last, place.iteration)
         named = self._list_of(tag, names)
         if self._earlier is not None:
             self._waiting.taken_back += self._earlier.taken_back(place, step, named.ids, named.first)
@@ -138,6 +142,13 @@ class Writer:
         if file is not None and self.is_own:
             file.close()
         self._waiting, self._ids, self._lists = Waiting({}, 0), {}, OrderedDict()
+
+    def _begin(self, place: Place) -> None:
+        self._run = place.run
+        if 0 < place.start < self._last:  # back to a checkpoint, with the same logger
+            self.flush()
+            with opened(self.path) as file:
+                self._earlier = EarlierRuns(read_rows(file), file["ids"][()], self.first_run)
 
     def _patch(self) -> tuple[Patch, Waiting]:
         """What to write, and what waits once it is written."""

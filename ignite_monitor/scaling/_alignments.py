@@ -61,9 +61,8 @@ class AlignmentMeasurement:
         self._watched += 1
         return [eager(), self.passes.watched()]
 
-    def release(self) -> None:
+    def ended(self) -> None:
         """The run has ended: warn if it had nothing to measure."""
-        self.clear()
         if self._watched and not self._calls.seen and not self.passes.warned:
             self._warn(
                 f"none of {self._watched} monitored iterations had a forward pass of the whole model in training mode, "

@@ -182,9 +182,13 @@ class AlignmentHandler(Monitor):
         """
         self._measurement.clear()
 
+    def ended(self) -> None:
+        """The run has ended: say what it lacked."""
+        self._measurement.ended()
+
     def release(self) -> None:
-        """Let go of everything that belongs to the run that has ended."""
-        self._measurement.release()
+        """Let go of everything that belongs to the run that has ended, or is interrupted."""
+        self._measurement.clear()
 
     def _on_train_step_completed(self, engine: Engine) -> None:
         if not self._armed:

@@ -210,9 +210,13 @@ class MaxPScheduler(Monitor):
         """
         self._measurement.clear()
 
+    def ended(self) -> None:
+        """The run has ended: say what it lacked."""
+        self._measurement.ended()
+
     def release(self) -> None:
-        """Let go of everything that belongs to the run that has ended."""
-        self._measurement.release()
+        """Let go of everything that belongs to the run that has ended, or is interrupted."""
+        self._measurement.clear()
 
     def _is_due(self) -> bool:
         steps = self._steps - self._warmup_steps

@@ -47,7 +47,7 @@ from ignite_monitor import (
     WeightUpdateHandler,
 )
 from ignite_monitor.scaling import AlignmentHandler
-from tests._helpers import footprint, hooks_only, make_batches, make_model, make_step, make_trainer
+from tests._helpers import footprint, hooks_only, make_batches, make_model, make_step, make_trainer, same, scalars
 
 OTHER = make_model(7)
 # name -> (model, optimizer) -> monitor
@@ -125,21 +125,6 @@ def values(monitor) -> dict[str, float]:
 
 def steady(monitor) -> dict[str, float]:
     return {name: value for name, value in values(monitor).items() if name not in UNSTEADY}
-
-
-def same(ours, theirs) -> bool:
-    """Equal to the last bit, NaN included, whatever is nested in what."""
-    if isinstance(ours, Tensor):
-        return (
-            isinstance(theirs, Tensor)
-            and ours.dtype == theirs.dtype
-            and torch.equal(ours.nan_to_num(1.5e30), theirs.nan_to_num(1.5e30))
-        )
-    if isinstance(ours, dict):
-        return ours.keys() == theirs.keys() and all(same(ours[key], theirs[key]) for key in ours)
-    if isinstance(ours, (list, tuple)):
-        return len(ours) == len(theirs) and all(map(same, ours, theirs))
-    return ours == theirs or (isinstance(ours, float) and math.isnan(ours) and math.isnan(theirs))
 
 
 # Attaching and leaving
@@ -585,13 +570,6 @@ def test_no_tensor_of_the_run_is_kept_after_its_end(setup):
 
 
 # Loggers
-
-
-def scalars(path: Path) -> dict[str, list[tuple[int, float]]]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(path), size_guidance={"scalars": 0}).Reload()
-    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
 @pytest.mark.parametrize("log_first", [False, True])

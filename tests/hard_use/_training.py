@@ -1,0 +1,254 @@
+"""Trainings with all that Ignite offers around them, and with all monitors, some, or none."""
+
+from __future__ import annotations
+
+import functools
+import random
+import sysconfig
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from ignite.engine import Engine, Events
+from ignite.handlers import (
+    Checkpoint,
+    CosineAnnealingScheduler,
+    DiskSaver,
+    EMAHandler,
+    ProgressBar,
+    global_step_from_engine,
+)
+from ignite.metrics import Accuracy, Loss
+from torch import Tensor, nn
+
+from ignite_monitor import (
+    ActivationHandler,
+    GradMonitor,
+    MeanStdThreshold,
+    RCCHandler,
+    SpectralNormHandler,
+    StepStatsHandler,
+    WeightUpdateHandler,
+)
+from ignite_monitor.scaling import AlignmentHandler
+
+Batch = tuple[Tensor, Tensor]
+LENGTH = 5  # iterations of an epoch
+EPOCHS = 3
+SPIKE = 10  # the iteration whose batch is damaged
+
+
+# Models and data
+
+
+class Net(nn.Module):
+    """A small convolutional network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2))
+        self.second = nn.Sequential(nn.Conv2d(8, 16, 3, bias=False), nn.BatchNorm2d(16), nn.ReLU())
+        self.dropout = nn.Dropout(0.2)
+        self.readout = nn.Linear(64, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.readout(self.dropout(self.second(self.first(images)).flatten(1)))
+
+
+class Llama(nn.Module):
+    """A Llama of transformers that predicts the next byte."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(
+            vocab_size=256,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+            attention_dropout=0.1,
+        )
+        self.llama = LlamaForCausalLM(config)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.llama(input_ids=tokens, use_cache=False).logits.flatten(0, 1)
+
+
+@functools.cache
+def _digits() -> tuple[Tensor, Tensor]:
+    from sklearn.datasets import load_digits
+
+    images, targets = load_digits(return_X_y=True)
+    return torch.from_numpy(images).float().reshape(-1, 1, 8, 8) / 16, torch.from_numpy(targets)
+
+
+def digits(count: int, first: int = 0, size: int = 16) -> list[Batch]:
+    images, targets = (each[first * size : (first + count) * size] for each in _digits())
+    return list(zip(images.split(size), targets.split(size), strict=True))
+
+
+@functools.cache
+def _text() -> Tensor:
+    source = (Path(sysconfig.get_path("stdlib")) / "argparse.py").read_bytes()
+    return torch.frombuffer(bytearray(source), dtype=torch.uint8).long()
+
+
+def text(count: int, first: int = 0, size: int = 4, length: int = 24) -> list[Batch]:
+    rows = _text()[first * size * (length + 1) :].unfold(0, length + 1, length + 1)[: count * size]
+    return [(part[:, :-1].contiguous(), part[:, 1:].flatten()) for part in rows.split(size)]
+
+
+# name -> (model, data, optimizer)
+PROBLEMS: dict[str, tuple[Callable[[], nn.Module], Callable[..., list[Batch]], Callable[..., Any]]] = {
+    "net": (Net, digits, lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-3)),
+    "llama": (Llama, text, lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)),
+}
+
+# Monitors
+
+# name -> (model, optimizer) -> monitor
+MONITORS: dict[str, Callable[..., Any]] = {
+    "grad": lambda model, optimizer: GradMonitor(
+        model, optimizer, skip_step=True, threshold=MeanStdThreshold(k=20.0, warmup=2)
+    ),
+    "update": lambda model, optimizer: WeightUpdateHandler(model, optimizer, sample_size=64),
+    "activation": lambda model, optimizer: ActivationHandler(
+        model,
+        activations=True,
+        gradients=True,
+        parameters={"mean_abs": torch.abs},
+        activation_differences={"l2_norm": True, "cosine": lambda x, y: F.cosine_similarity(x, y, -1)},
+        parameter_differences={"max_abs": True},
+        reference="init",
+        attention=True,
+    ),
+    "rcc": lambda model, optimizer: RCCHandler(model),
+    "spectral": lambda model, optimizer: SpectralNormHandler(model, updates=True, per_parameter=True),
+    "stats": lambda model, optimizer: StepStatsHandler(model, optimizer, peak_flops=1e12),
+    "alignment": lambda model, optimizer: AlignmentHandler(model),
+}
+# What clocks and operating systems say is not the same twice.
+UNSTEADY = {f"step/{name}" for name in ("time_ms", "items_per_s", "mfu", "peak_memory_mb", "resident_memory_mb")}
+
+
+def spread(name: str) -> int:
+    """Iterations from one that a monitor watches to the next, where not all watch the same."""
+    return {"grad": 1, "update": 2, "activation": 5, "rcc": 2, "spectral": 5, "stats": 1, "alignment": 2}[name]
+
+
+# A training
+
+
+class Training:
+    """A model and all that trains it; nothing is attached to it yet but its evaluation.
+
+    Args:
+        problem: which model and data.
+        skips: iterations whose optimizer step the train step leaves out itself.
+    """
+
+    def __init__(self, problem: str, skips: Iterable[int] = ()) -> None:
+        make_model, make_data, make_optimizer = PROBLEMS[problem]
+        torch.manual_seed(0)
+        self.model = make_model()
+        self.optimizer = make_optimizer(self.model.parameters())
+        self.batches = make_data(LENGTH)
+        self.skips = set(skips)
+        self.gradients: list[list[Tensor]] = []
+        self.evaluations: list[Any] = []
+        self.published: dict[int, dict[str, float]] = {}
+        self.trainer = Engine(self.train_step)
+        self.evaluator = Engine(self.evaluate)
+        self.ema = EMAHandler(self.model, momentum=0.1)
+        self.scheduler = CosineAnnealingScheduler(
+            self.optimizer, "lr", self.optimizer.defaults["lr"], 1e-4, LENGTH * EPOCHS
+        )
+        Accuracy().attach(self.evaluator, "accuracy")
+        Loss(F.cross_entropy).attach(self.evaluator, "loss")
+        valid = make_data(2, LENGTH)
+
+        def validate() -> None:
+            state = self.evaluator.run(valid)
+            self.evaluations.append(dict(state.metrics))
+
+        self.validate = validate
+
+    def train_step(self, engine: Engine, batch: Batch) -> Tensor:
+        self.model.train()
+        self.optimizer.zero_grad()
+        inputs, targets = batch
+        loss = F.cross_entropy(self.model(inputs), targets)
+        if engine.state.iteration == SPIKE:
+            loss = 1e4 * loss
+        loss.backward()
+        self.gradients.append([parameter.grad.clone() for parameter in self.model.parameters()])
+        if engine.state.iteration not in self.skips:
+            self.optimizer.step()
+        return loss.detach()
+
+    @torch.no_grad()
+    def evaluate(self, engine: Engine, batch: Batch) -> tuple[Tensor, Tensor]:
+        self.model.eval()
+        output = self.model(batch[0])
+        self.evaluations.append(output.clone())
+        return output, batch[1]
+
+    def surroundings(self, folder: Path, **to_save: Any) -> dict[str, Callable[[], Any]]:
+        """What Ignite has to attach: name -> attaching it."""
+        trainer = self.trainer
+        saved = {"model": self.model, "optimizer": self.optimizer, "trainer": trainer, **to_save}
+        save = Checkpoint(
+            saved,
+            DiskSaver(folder, create_dir=True, require_empty=False),
+            n_saved=None,
+            global_step_transform=global_step_from_engine(trainer, Events.ITERATION_COMPLETED),
+        )
+        return {
+            "scheduler": lambda: trainer.add_event_handler(Events.ITERATION_STARTED, self.scheduler),
+            "ema": lambda: self.ema.attach(trainer, event=Events.ITERATION_COMPLETED),
+            "checkpoint": lambda: trainer.add_event_handler(Events.EPOCH_COMPLETED, save),
+            "evaluator": lambda: trainer.add_event_handler(Events.EPOCH_COMPLETED, self.validate),
+            "progress": lambda: ProgressBar(disable=True).attach(trainer, output_transform=lambda x: {"loss": x}),
+        }
+
+    def note(self) -> None:
+        """Keep what is published in each iteration; to be attached after the loggers."""
+
+        @self.trainer.on(Events.ITERATION_COMPLETED)
+        def look(engine: Engine) -> None:
+            self.published[engine.state.iteration] = {
+                name: float(value) for name, value in engine.state.metrics.items() if isinstance(value, Tensor)
+            }
+
+    def run(self, **kwargs: Any) -> None:
+        seed_all(1)
+        self.trainer.run(self.batches, **{"max_epochs": EPOCHS, **kwargs})
+
+    def outcome(self) -> dict[str, Any]:
+        """All that monitors must not touch."""
+        return {
+            "model": dict(self.model.state_dict()),
+            "modes": [module.training for module in self.model.modules()],
+            "versions": [(each.requires_grad, each._version) for each in self.model.parameters()],
+            "left": [parameter.grad for parameter in self.model.parameters()],
+            "gradients": self.gradients,
+            "optimizer": self.optimizer.state_dict(),
+            "ema": dict(self.ema.ema_model.state_dict()),
+            "scheduler": self.scheduler.state_dict(),
+            "evaluations": self.evaluations,
+            "random": [torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()],
+            "engine": [dict(self.trainer.state_dict()), self.trainer.state.ema_momentum, self.trainer.state.output],
+        }
+
+
+def seed_all(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
