@@ -32,8 +32,8 @@ def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     r"""The p-norm of all elements of all tensors, :math:`(\sum_t \sum_i |t_i|^p)^{1/p}`.
 
     Right where the p-th powers do not fit the tensors' dtype: sums are taken in float64, or in float32 and once more
-    in float64 where those could have lost anything, scaled where float64 could, too. Nothing waits for a device. Sparse tensors count their
-    coalesced values; of a DTensor only the local part counts, see :func:`sharded_norm`.
+    in float64 where those could have lost anything, scaled where float64 could, too. Nothing waits for a device. Sparse
+    tensors count their coalesced values; of a DTensor only the local part counts, see :func:`sharded_norm`.
 
     Args:
         tensors: any number of dense or sparse tensors, real or complex, of any floating-point dtypes and devices.
