@@ -144,7 +144,7 @@ def fan_in(module: nn.Module) -> float:
     Args:
         module: a module for which :func:`linear_map` gives something.
     """
-    weight = _weight(module)
+    weight: Any = module.weight
     if isinstance(module, nn.modules.conv._ConvTransposeNd):
         return float(weight[:, 0].numel() / module.groups / math.prod(module.stride))
     if isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)):
@@ -167,14 +167,10 @@ def find_layers(model: nn.Module, parametrization: Parametrization | None) -> di
             if layer.layer_type in ("hidden", "readout"):
                 wanted |= dict.fromkeys(layer.module.modules(), layer.name)
     for name, module in modules.items():
-        if linear_map(module) is None or not _weight(module).numel() or fan_in(module) <= 1:
+        weight: Any = getattr(module, "weight", None)
+        if linear_map(module) is None or not weight.numel() or fan_in(module) <= 1:
             continue
         layer_is = layer_name(modules, name) if parametrization is None else wanted.get(module)
         if layer_is is not None:
             found.setdefault(layer_is, []).append(name)
     return found
-
-
-def _weight(module: nn.Module) -> Tensor:
-    weight: Any = module.weight
-    return weight
