@@ -295,7 +295,7 @@ class ActivationHandler(Monitor):
             scale = None
             if self.scaler is not None:
                 scale = self.scaler.scale(torch.ones((), device=device_of(self.model)))
-            self._gradients.gradients_ready(scale)
+            self._gradients.gradients_ready(scale, self._watch.reached_parameters)
 
     def _on_step_started(self, engine: Engine) -> None:
         if not self._armed or self._gradients is None or self._watch is None or self._watch.stepping is None:

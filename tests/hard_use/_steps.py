@@ -66,6 +66,12 @@ class Zero:
 
 
 @dataclasses.dataclass(frozen=True)
+class Clip:
+    optimizer: int
+    norm: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Step:
     optimizer: int
     clip: float | None = None
@@ -103,6 +109,7 @@ OPERATIONS = st.one_of(
     st.builds(Step, _WHICH, st.sampled_from([None, 0.01, 1e6])),
     st.builds(Step, _WHICH, st.sampled_from([None, 0.01, 1e6])),
     st.builds(Zero, st.sampled_from([None, None, 0, 1]), st.just(True)),
+    st.builds(Clip, _WHICH, st.sampled_from([0.01, 1e6])),
     st.builds(ByHand, _LOSSES, st.booleans()),
     st.builds(Closure, _WHICH, _LOSSES),
     st.builds(Aside, st.sampled_from(["no_grad", "evaluator", "trainer"])),
@@ -239,11 +246,15 @@ class Training:
             self._closure(Closure(place, "ab"), x)
             return
         if operation.clip is not None:
-            nn.utils.clip_grad_norm_(self.held_by(place), operation.clip)
-            self.watcher.clipped(self._names_of(self.held_by(place)))
+            self._clip(Clip(place, operation.clip))
         self.watcher.step_started(place)
         self.optimizers[place].step()
         self.watcher.step_completed(place)
+
+    def _clip(self, operation: Clip, x: Tensor | None = None) -> None:
+        parameters = self.held_by(operation.optimizer % len(self.optimizers))
+        nn.utils.clip_grad_norm_(parameters, operation.norm)
+        self.watcher.clipped(self._names_of(each for each in parameters if each.grad is not None))
 
     def _closure(self, operation: Closure, x: Tensor) -> None:
         place = operation.optimizer % len(self.optimizers)
@@ -355,27 +366,23 @@ class Truth(Watcher):
         self._weights = {name: each.detach().double().clone() for name, each in self.parameters.items()}
         self._latest: dict[str, float] = {}
         self._used: dict[str, float] = {}
-        self._news: set[str] = set()  # whose gradients a backward has changed since they were measured
         self._replaced: set[str] = set()
         self._moved: set[str] = set()
         self._stepped_any = False
         self.moment()
 
     def backward_ended(self, reached: set[str], create_graph: bool) -> None:
-        earlier, touched = self._judged, bool(reached & self.own)
-        if earlier is not None and touched:
-            # With a graph gradients are not added to in place.
-            earlier.replaced |= create_graph
-        if touched or (earlier is not None and (earlier.replaced or earlier.changed)):
-            grew = earlier is not None and not (earlier.used or earlier.replaced or earlier.changed)
-            self._settle(undo=grew)
-            if self._norm_exists():
-                self._show(self._now())
-        self._news |= reached & self.own
-        for name in self._news | self._replaced:
+        earlier = self._judged
+        if reached & self.own:
+            if earlier is not None:
+                # With a graph gradients are not added to in place.
+                earlier.replaced |= create_graph
+            self._settle(undo=earlier is not None and not (earlier.used or earlier.replaced or earlier.changed))
+            self._show(self._now())
+        for name in (reached & self.own) | self._replaced:
             if self.parameters[name].grad is not None:
                 self._latest[name] = self._norm({name})
-        self._news, self._replaced = set(), set()
+        self._replaced = set()
 
     def _norm_exists(self) -> bool:
         return any(self.parameters[name].grad is not None for name in self.own)
