@@ -94,6 +94,15 @@ class WatchedModel:
         """Whether backward leaves gradients reduced: not under ``no_sync()``."""
         return all(replica.require_backward_grad_sync for replica in self._replicas)
 
+    def changed_by_backward(self, reached: set[int]) -> set[int]:
+        """The ids of the parameters whose gradients a backward may have changed.
+
+        Args:
+            reached: of those that it has reached on this rank.
+        """
+        # DistributedDataParallel gives a rank gradients of what only others have reached.
+        return {id(parameter) for parameter in self.parameters} if self._replicas else reached
+
     def shares(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer holds parameters of the model.
 

@@ -50,6 +50,7 @@ class Watch:
         armed: whether this iteration is monitored.
         active: whether its train step is going on. What happens in handlers, or on other engines, is not watched.
         reached: while GRADIENTS_READY fires, the ids of the models that the backward reached.
+        reached_parameters: and of their parameters that it may have changed the gradients of.
         unreduced: ids of the models that a backward of this iteration reached without reducing their gradients.
         stepping: while an optimizer makes its step, the optimizer.
     """
@@ -66,8 +67,9 @@ class Watch:
         self._listeners: dict[MonitorEvents, list[weakref.WeakMethod[Any]]] = {event: [] for event in MonitorEvents}
         self._prefixes: set[str] = set()
         self.armed = self.active = self._awaits_step = False
-        self._tasks: dict[int, set[int]] = {}
+        self._tasks: dict[int, dict[int, set[int]]] = {}
         self.reached: frozenset[int] = frozenset()
+        self.reached_parameters: frozenset[int] = frozenset()
         self.unreduced: frozenset[int] = frozenset()
         self.stepping: Optimizer | None = None
 
@@ -246,7 +248,7 @@ class Watch:
 
     def _reset(self) -> None:
         self._tasks.clear()
-        self.reached = self.unreduced = frozenset()
+        self.reached = self.reached_parameters = self.unreduced = frozenset()
         self.stepping = None
         self.armed = self.active = self._awaits_step = False
 
@@ -314,23 +316,29 @@ class Watch:
         key = id(watched.model)
         current_task = torch._C._current_graph_task_id
         last_task = -1
+        note: Callable[[int], None] = _ignore
 
-        def hook(_: Tensor) -> None:
-            nonlocal last_task
+        def hook(parameter: Tensor) -> None:
+            nonlocal last_task, note
             task = current_task()
             if task != last_task:
                 last_task = task
                 owner = watch()
-                if owner is not None and owner.active:
-                    owner._on_first_gradient(task, key)
+                is_watched = owner is not None and owner.active
+                note = owner._on_first_gradient(task, key) if is_watched and owner is not None else _ignore
+            note(id(parameter))
 
         return hook
 
-    def _on_first_gradient(self, task: int, key: int) -> None:
-        if task in self._tasks:
-            self._tasks[task].add(key)
-            return
-        self._tasks[task] = {key}
+    def _on_first_gradient(self, task: int, key: int) -> Callable[[int], None]:
+        """The first gradient of a model in a backward; what takes in the ids of the parameters it reaches."""
+        is_known = task in self._tasks
+        reached = self._tasks.setdefault(task, {}).setdefault(key, set())
+        if not is_known:
+            self._queue(task)
+        return reached.add
+
+    def _queue(self, task: int) -> None:
         queue_callback = torch.autograd.Variable._execution_engine.queue_callback
         watch = weakref.ref(self)
         hops = _HOPS
@@ -347,8 +355,12 @@ class Watch:
         queue_callback(backward_ended)
 
     def _on_gradients_ready(self, task: int) -> None:
-        reached = self._tasks.pop(task, set()) & self._models.keys()
+        parameters = self._tasks.pop(task, {})
+        reached = parameters.keys() & self._models.keys()
         self.reached = frozenset(key for key in reached if self._models[key].reduces)
+        self.reached_parameters = frozenset(
+            each for key in self.reached for each in self._models[key].changed_by_backward(parameters[key])
+        )
         self.unreduced |= reached - self.reached
         if self.reached:
             self.fire(MonitorEvents.GRADIENTS_READY)
@@ -389,3 +401,7 @@ class Watch:
         if self.stepping is optimizer:
             self.fire(MonitorEvents.OPTIMIZER_STEP_COMPLETED)
             self.stepping = None
+
+
+def _ignore(_: int) -> None:
+    pass

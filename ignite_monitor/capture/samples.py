@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ignite_monitor.capture.devices import device_of
 from ignite_monitor.capture.names import named_parameters
 from ignite_monitor.functional._devices import upload, wide_dtype
 from ignite_monitor.functional.norms import is_sharded
@@ -48,7 +49,7 @@ class ParameterSamples:
         found = list(named_parameters(model))
         self.names = [name for name, _, _ in found]
         self.parameters = [parameter for _, parameter, _ in found]
-        self.device = self.parameters[0].device
+        self.device = device_of(model)
         self.dtype = wide_dtype(self.device)
         self.measurable = {place for place, parameter in enumerate(self.parameters) if is_measurable(parameter)}
         self.sharded = {place for place, parameter in enumerate(self.parameters) if is_sharded(parameter)}
@@ -284,12 +285,13 @@ class _Group:
 
 
 def is_measurable(parameter: Tensor) -> bool:
-    """Whether a parameter has elements, of a dtype to compute with.
+    """Whether a parameter has elements, with data, of a dtype to compute with.
 
     Args:
         parameter: the parameter.
     """
-    return parameter.numel() > 0 and parameter.dtype in _MEASURABLE and parameter.layout == torch.strided
+    has_data = parameter.numel() > 0 and parameter.layout == torch.strided and not parameter.is_meta
+    return has_data and parameter.dtype in _MEASURABLE
 
 
 def reshard(model: nn.Module) -> None:

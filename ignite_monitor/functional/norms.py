@@ -32,8 +32,8 @@ def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     r"""The p-norm of all elements of all tensors, :math:`(\sum_t \sum_i |t_i|^p)^{1/p}`.
 
     Right where the p-th powers do not fit the tensors' dtype: sums are taken in float64, or in float32 and once more
-    in float64 where those could have lost anything. Nothing waits for a device. Sparse tensors count their
-    coalesced values; of a DTensor only the local part counts, see :func:`sharded_norm`.
+    in float64 where those could have lost anything, scaled where float64 could, too. Nothing waits for a device. Sparse
+    tensors count their coalesced values; of a DTensor only the local part counts, see :func:`sharded_norm`.
 
     Args:
         tensors: any number of dense or sparse tensors, real or complex, of any floating-point dtypes and devices.
@@ -66,7 +66,7 @@ def combine(norms: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
         norm_type: p.
     """
     values = torch.stack(list(norms))
-    if norm_type in _TAME:
+    if norm_type in (1.0, math.inf):
         norm: Tensor = torch.linalg.vector_norm(values, norm_type)
         return norm
     unit = _unit(values.max())
@@ -169,10 +169,19 @@ def _norm_on_one_device(tensors: list[Tensor], norm_type: float) -> Tensor:
 
 
 def _wide_norm(tensors: list[Tensor], norm_type: float, dtype: torch.dtype) -> Tensor:
-    if norm_type in _TAME:
-        return combine(torch._foreach_norm(tensors, norm_type, dtype=dtype), norm_type)
+    if norm_type in _TAME and not (norm_type == 2.0 and _has_larger_squares(tensors, dtype)):
+        norm: Tensor = torch.linalg.vector_norm(
+            torch.stack(torch._foreach_norm(tensors, norm_type, dtype=dtype)), norm_type
+        )
+        return norm
     unit = _unit(combine(torch._foreach_norm(tensors, math.inf, dtype=dtype), math.inf))
     return unit * combine([torch.linalg.vector_norm(each.to(dtype) / unit, norm_type) for each in tensors], norm_type)
+
+
+def _has_larger_squares(tensors: list[Tensor], dtype: torch.dtype) -> bool:
+    """Whether there may be numbers whose squares do not fit a dtype."""
+    root = torch.finfo(dtype).max ** 0.5
+    return any(torch.finfo(each).max > root for each in {tensor.dtype for tensor in tensors})
 
 
 def _unit(largest: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ignite_monitor.functional._devices import upload
+from ignite_monitor.functional._devices import upload, wide_dtype
 from ignite_monitor.functional.stacks import Stacks
 from ignite_monitor.functional.statistics import is_float8, statistics, sum_up, unit_dimension
 
@@ -118,8 +118,8 @@ class Observations:
 
     def _sum_up(self, names: Sequence[str], tensors: Tensor) -> None:
         shape = tensors.shape[1:]
-        if is_float8(tensors):
-            tensors = tensors.float()
+        if not tensors.is_floating_point() or is_float8(tensors):
+            tensors = tensors.to(torch.float32 if tensors.itemsize == 1 else wide_dtype(tensors.device))
         unit = unit_dimension(shape) if self._with_units else None
         sums, units = sum_up(tensors, unit)
         series = (tensors.device, tuple(names))

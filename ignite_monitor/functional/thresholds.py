@@ -99,7 +99,7 @@ class ThresholdRule:
         return self.statistics()[0]
 
     def observe(self, norm: Tensor, restart: Tensor | None = None) -> None:
-        """Take in one norm; a non-finite one changes nothing.
+        """Take in one norm; one that is not finite, or above 1e92 so that powers of it are not, is left out.
 
         Args:
             norm: the norm, 0-dim.
@@ -107,7 +107,7 @@ class ThresholdRule:
         """
         before = self._vector if restart is None else torch.where(restart, self._empty, self._vector)
         after = _pack(self.include(self._unpack(before), norm))
-        self._set(torch.where(norm.isfinite(), after, before))
+        self._set(torch.where(norm <= torch.finfo(norm.dtype).max ** 0.3, after, before))
 
     def to(self, reference: Tensor) -> None:
         """Move the state to where a tensor is.

@@ -13,6 +13,8 @@ _SHORT = 1 << 14
 # norm is not between these, squares may have left float32's range.
 _BLOCK = 1024
 _SAFE = (1e-9, 1e18)
+# The same for float64.
+_SAFE_WIDE = (1e-140, 1e150)
 
 
 def row_norms(rows: Tensor) -> Tensor:
@@ -27,12 +29,14 @@ def row_norms(rows: Tensor) -> Tensor:
     dtype = wide_dtype(rows.device)
     if rows.is_complex():
         rows = torch.view_as_real(rows).flatten(1)
-    if rows.device.type != "cpu" or rows.dtype == dtype or rows.shape[1] <= _SHORT:
+    if rows.dtype == dtype:
+        return _norm_of_any_size(rows)
+    if rows.device.type != "cpu" or rows.shape[1] <= _SHORT:
         return _norm(rows, dtype)
     whole = rows.shape[1] // _BLOCK * _BLOCK
     blocks = torch.linalg.vector_norm(rows[:, :whole].unflatten(1, (-1, _BLOCK)), dim=2)
     norms = _norm(torch.cat([blocks, rows[:, whole:]], dim=1), dtype)
-    outside = ((norms <= _SAFE[0]) | ~(norms < _SAFE[1])).nonzero().squeeze(1)
+    outside = _outside(norms, *_SAFE)
     if len(outside):
         norms[outside] = _norm(rows[outside], dtype)
     return norms
@@ -79,6 +83,29 @@ def order_statistics(values: Tensor) -> Tensor:
     ordered = torch.nn.functional.pad(values.sort(-1).values, (1, 0), value=torch.nan)
     picked = ordered.gather(-1, torch.where(count > 0, ranks, 0))
     return torch.cat([picked[..., :2].mean(-1, keepdim=True), picked[..., 2:]], -1)
+
+
+def _norm_of_any_size(rows: Tensor) -> Tensor:
+    """Norms of rows whose squares may not fit their dtype, which is the widest."""
+    if rows.device.type != "cpu":
+        return _scaled_norm(rows)
+    norms = _norm(rows, rows.dtype)
+    outside = _outside(norms, *_SAFE_WIDE)
+    if len(outside):
+        norms[outside] = _scaled_norm(rows[outside])
+    return norms
+
+
+def _scaled_norm(rows: Tensor) -> Tensor:
+    if not rows.shape[1]:
+        return _norm(rows, rows.dtype)
+    largest = rows.abs().amax(-1, keepdim=True)
+    unit = torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
+    return unit.squeeze(-1) * _norm(rows / unit, rows.dtype)
+
+
+def _outside(norms: Tensor, least: float, most: float) -> Tensor:
+    return ((norms <= least) | ~(norms < most)).nonzero().squeeze(1)
 
 
 def _norm(values: Tensor, dtype: torch.dtype) -> Tensor:

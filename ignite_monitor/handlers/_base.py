@@ -38,8 +38,8 @@ class Monitor(Serializable):
 
     Raises:
         TypeError: if an argument is of another type.
-        ValueError: if the model has no parameters, or some that no forward pass has initialized yet, or ``prefix``
-            holds what a tag can't.
+        ValueError: if the model has no parameters, some that no forward pass has initialized yet, or none with data,
+            or ``prefix`` holds what a tag can't.
     """
 
     def __init__(self, model: nn.Module, prefix: str, families: Sequence[str] = ()) -> None:
@@ -54,6 +54,8 @@ class Monitor(Serializable):
             raise ValueError("Argument model should have parameters, but it has none")
         if any(isinstance(parameter, UninitializedParameter) for parameter in parameters):
             raise ValueError("Argument model has lazy modules: run one forward pass before a monitor is made")
+        if all(parameter.is_meta for parameter in parameters):
+            raise ValueError("Argument model has no data, but lies on the meta device: materialize it first")
         self.model = model
         self.prefix = prefix
         # What its names start with, so that none is another monitor's, and loggers have a tag for each.

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ignite_monitor.capture.aside import is_plain
 from ignite_monitor.capture.attention import AttentionCalls
+from ignite_monitor.capture.devices import device_of
 from ignite_monitor.capture.forward import after_forward, before_forward, is_recomputation, running_module
 from ignite_monitor.capture.names import tags
 from ignite_monitor.capture.outputs import outputs
@@ -96,7 +97,7 @@ class ForwardMetrics:
             if value.is_complex() if isinstance(value, Tensor) else isinstance(value, complex):
                 self.complex.add(f"{tag}/{name}")
                 return
-            device = next(self._root.parameters()).device
+            device = device_of(self._root)
             with torch.no_grad():
                 self.recorded.record(f"{tag}/{name}", value, device)
 

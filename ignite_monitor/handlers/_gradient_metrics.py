@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 import torch
@@ -39,14 +39,19 @@ class GradientMetrics:
         self._measured: set[nn.Parameter] = set()
         self._stepped: set[nn.Parameter] = set()
 
-    def gradients_ready(self, scale: Tensor | None) -> None:
+    def gradients_ready(self, scale: Tensor | None, reached: Set[int]) -> None:
         """A backward has ended.
 
         Args:
             scale: what the gradients are scaled by; None for 1.
+            reached: ids of the parameters that it has reached.
         """
         waiting = (parameter for parameter in self._parameters if parameter not in self._stepped)
-        changed = [(each, gradient) for each, gradient in _gradients(waiting) if self._is_new(each, gradient)]
+        changed = [
+            (each, gradient)
+            for each, gradient in _gradients(waiting)
+            if self._is_replaced(each, gradient) or (id(each) in reached and self._is_new(each, gradient))
+        ]
         self._before += self._measure("gradient", changed, scale)
         self._measured.update(parameter for parameter, _ in changed)
 
@@ -87,8 +92,11 @@ class GradientMetrics:
         return measured.numbers(*measured.rows())
 
     def _is_new(self, parameter: nn.Parameter, gradient: Tensor) -> bool:
+        return self._is_replaced(parameter, gradient) or self._seen[parameter][1] != _mark(gradient)[1]
+
+    def _is_replaced(self, parameter: nn.Parameter, gradient: Tensor) -> bool:
         seen = self._seen.get(parameter)
-        return seen is None or seen[0]() is not gradient or seen[1] != _mark(gradient)[1]
+        return seen is None or seen[0]() is not gradient
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:

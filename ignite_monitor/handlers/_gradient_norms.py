@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ class GradientNorms:
     """Follows the gradient of each parameter by itself through one iteration, and measures what is new.
 
     A gradient that nothing has touched since the iteration started is an earlier iteration's, and has no norm unless a
-    step is made with it. After a backward the gradients that have changed are measured; before a step those of its
+    step is made with it. After a backward the gradients that it has changed are measured; before a step those of its
     optimizer's that have not been, or that code of the user's has replaced. What has changed in place between the two
     is clipped or unscaled: its norm stays. Once a step is made with a gradient, later ones are another optimizer's: a
     GAN's generator sends some into its discriminator. They are news only when a step is made with them.
@@ -41,14 +41,24 @@ class GradientNorms:
         self._see(self._gradients(places.values()))
 
     @torch.no_grad()
-    def gradients_ready(self, scale: Tensor | None) -> None:
+    def gradients_ready(self, scale: Tensor | None, reached: Set[int]) -> None:
         """A backward has ended.
 
         Args:
             scale: what the gradients are scaled by; None for 1.
+            reached: ids of the parameters that it has reached.
         """
         gradients = self._gradients(self._places.values())
-        self._measure({place: gradient for place, gradient in gradients if self._is_new(place, gradient)}, scale)
+        parameters = self._samples.parameters
+        self._measure(
+            {
+                place: gradient
+                for place, gradient in gradients
+                if self._is_replaced(place, gradient)
+                or (id(parameters[place]) in reached and self._is_changed(place, gradient))
+            },
+            scale,
+        )
 
     @torch.no_grad()
     def step_started(self, places: Iterable[int], scale: Tensor | None) -> None:
@@ -63,7 +73,7 @@ class GradientNorms:
             {
                 place: gradient
                 for place, gradient in gradients
-                if place not in self._latest or self._seen[place][0]() is not gradient
+                if place not in self._latest or self._is_replaced(place, gradient)
             },
             scale,
         )
@@ -105,9 +115,10 @@ class GradientNorms:
         version: int = held._version
         return version
 
-    def _is_new(self, place: int, gradient: Tensor) -> bool:
-        if place not in self._seen or self._seen[place][0]() is not gradient:
-            return True
+    def _is_replaced(self, place: int, gradient: Tensor) -> bool:
+        return place not in self._seen or self._seen[place][0]() is not gradient
+
+    def _is_changed(self, place: int, gradient: Tensor) -> bool:
         return self._seen[place][1] != self._version(place, gradient)
 
     def _measure(self, gradients: dict[int, Tensor], scale: Tensor | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Set
 from typing import NamedTuple
 
 import torch
@@ -84,16 +85,17 @@ class SampledTrainStep:
         self._gradients = GradientNorms(self.samples, places)
         self.samples.keep_weights(self._weights())
 
-    def gradients_ready(self, scale: Tensor | None, stepping: Optimizer | None) -> None:
+    def gradients_ready(self, scale: Tensor | None, reached: Set[int], stepping: Optimizer | None) -> None:
         """A backward has ended.
 
         Args:
             scale: what the gradients are scaled by; None for 1.
+            reached: ids of the parameters that it has reached.
             stepping: the optimizer in whose step it has; None if in none.
         """
         if stepping is not None:
             self._stepped.met_gradients(stepping)
-        self._gradients.gradients_ready(scale)
+        self._gradients.gradients_ready(scale, reached)
 
     def step_started(self, optimizer: Optimizer, reduced: bool) -> None:
         """An optimizer is about to make its step with the gradients that are there.

@@ -16,6 +16,7 @@ from ignite.engine import Engine
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
+from ignite_monitor.capture.devices import device_of
 from ignite_monitor.capture.eager import eager
 from ignite_monitor.capture.names import named_parameters, tags
 from ignite_monitor.capture.passes import ReferencePasses
@@ -296,8 +297,8 @@ class ActivationHandler(Monitor):
         if id(self.model) in self._watch.reached:
             scale = None
             if self.scaler is not None:
-                scale = self.scaler.scale(torch.ones((), device=next(self.model.parameters()).device))
-            self._gradients.gradients_ready(scale)
+                scale = self.scaler.scale(torch.ones((), device=device_of(self.model)))
+            self._gradients.gradients_ready(scale, self._watch.reached_parameters)
 
     def _on_step_started(self, engine: Engine) -> None:
         if not self._armed or self._gradients is None or self._watch is None or self._watch.stepping is None:
@@ -364,7 +365,7 @@ class ActivationHandler(Monitor):
         if not can_reduce(self.model):
             self._warn("nothing is published of forward passes where ranks can't be put together")
             return []
-        sums, maxima = self._over_ranks(sums, maxima, next(self.model.parameters()).device)
+        sums, maxima = self._over_ranks(sums, maxima, device_of(self.model))
         for each in measured:
             found += each.numbers(sums, maxima, everywhere=True)
         return named_apart(found)
@@ -374,7 +375,8 @@ class ActivationHandler(Monitor):
         difference = Measured("parameter_difference", self._metrics["parameter_difference"])
         theirs = {}
         if self._reference is not None and difference.metrics:
-            theirs = {name: parameter for name, parameter, _ in named_parameters(self._reference.module)}
+            named = named_parameters(self._reference.module)
+            theirs = {name: parameter for name, parameter, _ in named if not parameter.is_meta}
         if not current.metrics and not theirs:
             return []
         for parameter, (name, tag) in self._parameters.items():
@@ -407,7 +409,7 @@ class ActivationHandler(Monitor):
         self._parameters = {
             parameter: (name, tag)
             for (name, parameter, _), tag in zip(parameters, tags(name for name, _, _ in parameters), strict=True)
-            if name in self._selection
+            if name in self._selection and not parameter.is_meta
         }
         unlike = [name for parameter, (name, _) in self._parameters.items() if not has_statistics(parameter)]
         families = ("parameter", "gradient", "parameter_difference")

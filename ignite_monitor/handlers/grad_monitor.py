@@ -250,7 +250,7 @@ class GradMonitor(Monitor):
         gradients = self._gradients()
         earlier = self._gradient
         changes = None if earlier is None else earlier.changes(gradients)
-        if not gradients or changes == 0:  # it reached other parameters of the model
+        if not gradients or changes == 0 or not self._is_reached():  # it reached other parameters of the model
             return
         scale = None
         if self.scaler is not None:
@@ -348,6 +348,12 @@ class GradMonitor(Monitor):
                 self._own = (parameters, size, [each for each in parameters if id(each) in held])
             parameters = self._own[2]
         return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+    def _is_reached(self) -> bool:
+        parameters, _, own = self._own
+        if self._watch is None or self.optimizer is None or len(own) == len(parameters):
+            return True
+        return any(id(parameter) in self._watch.reached_parameters for parameter in own)
 
     def _judge(
         self, engine: Engine, gradients: list[Tensor], scale: Tensor | None, shared: bool = False

@@ -14,6 +14,7 @@ import torch
 from ignite.engine import Engine
 from torch import Tensor, nn
 
+from ignite_monitor.capture.devices import device_of
 from ignite_monitor.capture.eager import eager
 from ignite_monitor.capture.names import tags
 from ignite_monitor.capture.passes import ReferencePasses
@@ -242,9 +243,7 @@ class RCCHandler(Monitor):
         The size is the same on every rank, whatever that has reached, and so is the number of collectives.
         """
         rows = {name: row for row, name in enumerate(self._layers)}
-        device = norms[0][1].device if norms else next(self.model.parameters()).device
-        if device.type == "meta":
-            device = torch.device("cpu")
+        device = norms[0][1].device if norms else device_of(self.model)
         dtype = wide_dtype(device)
         counts = [0] * (len(rows) * _PLACES)
         cells = [[rows[name] * _PLACES + place for name, place in where] for where, _, _ in norms]

@@ -13,6 +13,7 @@ from ignite.engine import Engine
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ignite_monitor.capture.devices import device_of
 from ignite_monitor.capture.eager import eager
 from ignite_monitor.capture.flops import FlopCount
 from ignite_monitor.capture.samples import is_measurable, reshard
@@ -159,7 +160,7 @@ class StepStatsHandler(Monitor):
 
     @property
     def _device(self) -> torch.device:
-        return next(self.model.parameters()).device
+        return device_of(self.model)
 
     @torch.no_grad()
     def _on_train_step_completed(self, engine: Engine) -> None:

@@ -269,7 +269,7 @@ class WeightUpdateHandler(Monitor):
         scale = None
         if self.scaler is not None:
             scale = self.scaler.scale(torch.ones((), device=self._step.samples.device))
-        self._step.gradients_ready(scale, self._watch.stepping)
+        self._step.gradients_ready(scale, self._watch.reached_parameters, self._watch.stepping)
 
     def _on_step_started(self, engine: Engine) -> None:
         if self._armed and self._step is not None and self._watch is not None and self._watch.stepping is not None:

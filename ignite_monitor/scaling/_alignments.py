@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ignite_monitor.capture.aside import aside, is_plain
+from ignite_monitor.capture.devices import device_of
 from ignite_monitor.capture.eager import eager
 from ignite_monitor.capture.linear_maps import feature_dim, linear_map
 from ignite_monitor.capture.passes import NotComparableError, ReferencePasses
@@ -74,7 +75,7 @@ class AlignmentMeasurement:
 
         Every rank has to ask.
         """
-        device = next(self._reference.module.parameters()).device
+        device = device_of(self._reference.module)
         table = torch.zeros(len(self.layers), 2, len(TERMS), dtype=wide_dtype(device), device=device)
         if self._calls.sums:
             rows = upload(torch.tensor([self._rows[name] for name, _ in self._calls.sums], device="cpu"), device)
@@ -165,7 +166,8 @@ def find_layers(model: nn.Module, parametrization: Parametrization | None) -> di
             if layer.layer_type in ("hidden", "readout"):
                 wanted |= dict.fromkeys(layer.module.modules(), layer.name)
     for name, module in modules.items():
-        if linear_map(module) is None or fan_in(module) <= 1:
+        weight: Any = getattr(module, "weight", None)
+        if linear_map(module) is None or not weight.numel() or fan_in(module) <= 1:
             continue
         layer_is = layer_name(modules, name) if parametrization is None else wanted.get(module)
         if layer_is is not None:

@@ -46,6 +46,9 @@ def test_norm_of_many_shapes(dtype, norm_type):
         (torch.float32, 3e-25),
         (torch.float32, 1e-40),
         (torch.float64, 1e100),
+        (torch.float64, 1e300),
+        (torch.float64, 1e-200),
+        (torch.float64, 5e-324),
     ],
 )
 def test_values_whose_powers_fit_no_float32(dtype, value, norm_type):
@@ -109,8 +112,10 @@ def test_no_graph_is_built_and_nothing_changes():
     assert torch.equal(tensor, before)
 
 
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
-def test_combining_norms_of_parts(norm_type):
+@pytest.mark.parametrize("factor", [1.0, 1e300, 1e-300])
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
+def test_combining_norms_of_parts(norm_type, factor):
     whole = torch.randn(30, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    parts = [torch.linalg.vector_norm(part, norm_type) for part in whole.split([5, 20, 5])]
-    torch.testing.assert_close(combine(parts, norm_type), torch.linalg.vector_norm(whole, norm_type))
+    parts = [torch.linalg.vector_norm(part, norm_type) * factor for part in whole.split([5, 20, 5])]
+    expected = torch.linalg.vector_norm(whole, norm_type) * factor
+    torch.testing.assert_close(combine(parts, norm_type), expected, rtol=1e-12, atol=0.0)

@@ -196,3 +196,25 @@ def test_inference_mode_on_and_off():
         seen.add_all(["y", "z"], torch.ones(2, 3, 4))
     seen.add("x", torch.full((3, 4), 3.0, requires_grad=True).detach())
     assert seen.table().statistics()[:, 0].tolist() == [2, 1, 1]
+
+
+@pytest.mark.parametrize("size", [6, 70_000])
+@pytest.mark.parametrize(
+    ("dtype", "low", "high"),
+    [
+        (torch.bool, 0, 1),
+        (torch.uint8, 1, 200),
+        (torch.int8, -128, 100),
+        (torch.int16, -(2**15), 7),
+        (torch.int64, -(2**40) - 1, 5),
+    ],
+)
+def test_integers_are_the_numbers_they_are(dtype, low, high, size):
+    numbers = torch.tensor([low, high, high], dtype=dtype).repeat(size)
+    seen = Observations(with_units=False)
+    seen.add("x", numbers)
+    mean, std, _, largest, _, nonfinite = seen.table().statistics()[0].tolist()
+    assert mean == pytest.approx((low + 2 * high) / 3)
+    assert std == pytest.approx(numbers.double().std().item())
+    assert largest == max(abs(low), abs(high))
+    assert nonfinite == 0

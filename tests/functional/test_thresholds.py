@@ -69,8 +69,8 @@ def test_a_rule_of_ones_own():
     np.testing.assert_allclose(thresholds, [math.inf] * 3 + [2 * NORMS[:i].mean() for i in range(3, 10)], rtol=1e-12)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_non_finite_norms_leave_no_trace(bad):
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e300])
+def test_norms_without_finite_squares_leave_no_trace(bad):
     one, other = MeanStdThreshold(warmup=3), MeanStdThreshold(warmup=3)
     feed(one, [1.0, 2.0, bad, 3.0, bad, 2.0])
     feed(other, [1.0, 2.0, 3.0, 2.0])

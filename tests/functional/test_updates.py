@@ -35,6 +35,14 @@ def test_row_norms_of_non_finite_and_zero_rows(columns, value):
     assert (second, third) == (0.0, 3.0)
 
 
+@pytest.mark.parametrize("value", [1e300, 1e-200, 5e-324])
+def test_row_norms_whose_squares_fit_no_float64(value):
+    rows = torch.tensor([[3.0, 4.0], [0.0, 0.0], [0.0, -1.0]], dtype=torch.float64)
+    rows[2] *= value
+    assert row_norms(rows).tolist() == pytest.approx([5.0, 0.0, value], rel=1e-12, abs=0)
+    assert row_norms(value * rows[:2]).tolist() == pytest.approx([5.0 * value, 0.0], rel=1e-12, abs=0)
+
+
 def test_row_norms_without_rows_or_columns():
     assert row_norms(torch.zeros(0, 5)).tolist() == []
     assert row_norms(torch.zeros(2, 0)).tolist() == [0.0, 0.0]

@@ -320,6 +320,28 @@ def test_gradients_before_and_after_clipping_though_the_step_zeroes_them(clip, p
         assert part(published, f"gradient_after_clip/{name}") == pytest.approx(after, rel=1e-4, abs=1e-9), name
 
 
+def test_gradients_that_a_backward_does_not_reach_are_not_measured_for_having_been_changed():
+    model = mlp()
+    first, _, last = model
+    truth = {}
+
+    def step(handler, optimizer, x):
+        model.zero_grad(set_to_none=False)
+        last(torch.randn(4, last.in_features)).square().mean().backward()
+        truth.update((name, each.grad.clone()) for name, each in model.named_parameters() if name.startswith("2"))
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        if len(truth) == 2:
+            first(torch.randn(4, first.in_features)).square().mean().backward(inputs=[first.weight])
+        optimizer.step()
+
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    (published,) = run(model, step, gradients=True)
+    for name, gradient in truth.items():
+        assert part(published, f"gradient/{name}") == pytest.approx(without_dead(expected([gradient])), rel=1e-4)
+        assert part(published, f"gradient_after_clip/{name}")["max_abs"] < 1e-2
+
+
 def test_scaled_gradients_are_unscaled_and_an_overflow_is_counted():
     model = mlp()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)

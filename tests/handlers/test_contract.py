@@ -818,3 +818,38 @@ def test_one_transfer_per_iteration_for_three_loggers_of_two_monitors(factory, s
         counts.pop("nonzero", None)
         assert counts.pop("tolist") == 1
         assert sum(counts.values()) <= looks
+
+
+class WithLeftover(torch.nn.Sequential):
+    """A model whose first parameters have stayed on the meta device."""
+
+    def __init__(self):
+        super().__init__()
+        self.leftover = torch.nn.Linear(6, 6, device="meta")
+        for name, module in make_model().named_children():
+            self.add_module(name, module)
+
+    def forward(self, x):
+        for module in list(self)[1:]:
+            x = module(x)
+        return x
+
+
+def test_parameters_without_data_are_left_out(factory):
+    published = []
+    for model in (make_model(), WithLeftover()):
+        optimizer = torch.optim.SGD([each for each in model.parameters() if not each.is_meta], lr=0.05, momentum=0.9)
+        trainer = Engine(make_step(model, optimizer))
+        # The other handler's reference has to be of the model's structure.
+        monitor = AlignmentHandler(model) if factory is HANDLERS["AlignmentHandler"] else factory(model, optimizer)
+        monitor.attach(trainer)
+        torch.manual_seed(0)
+        trainer.run(make_batches(3), max_epochs=1)
+        published.append({name: value for name, value in monitor.on_host().items() if name not in UNSTEADY})
+    assert published[1] == pytest.approx(published[0])
+
+
+def test_a_model_without_data_is_refused(factory):
+    model, optimizer, _ = make_trainer()
+    with pytest.raises(ValueError, match="model"):
+        factory(model.to("meta"), optimizer)

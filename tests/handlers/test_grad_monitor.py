@@ -1013,6 +1013,27 @@ def test_two_optimizers_on_the_parts_of_one_model_used_in_turn_publish_no_value_
     assert recorder.of("body/norm") == [pytest.approx(n, **CLOSE) if i % 2 else None for i, n in enumerate(truth)]
 
 
+def test_a_backward_through_another_part_of_the_model_leaves_the_norm_of_one_that_has_been_clipped():
+    model = make_model()
+    head, body = (torch.optim.SGD(model[i].parameters(), lr=0.01) for i in (2, 0))
+    truth, moments = [], []
+
+    def step(engine, batch):
+        model.zero_grad(set_to_none=False)
+        model[2](torch.randn(4, 8)).pow(2).sum().backward()
+        truth.append(grad_norm(model[2]))
+        nn.utils.clip_grad_norm_(model[2].parameters(), 1e-3)
+        model[0](batch[0]).pow(2).sum().backward()
+        moments.append(float(engine.state.grad_norm))
+        head.step()
+        body.step()
+
+    recorder = train(step, make_batches(6), GradMonitor(model, head))
+    assert moments == pytest.approx(truth, **CLOSE)
+    assert recorder.of("grad/norm") == pytest.approx(truth, **CLOSE)
+    assert recorder.of("grad/mean")[-1] == pytest.approx(sum(truth[:-1]) / 5, **CLOSE)
+
+
 def test_two_optimizers_on_one_model_stepped_together_each_have_their_norm_and_statistics():
     model = make_model()
     optimizers = [torch.optim.SGD(model[i].parameters(), lr=0.01) for i in (0, 2)]

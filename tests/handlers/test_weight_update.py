@@ -154,6 +154,38 @@ def test_clipping_is_in_the_ratio_and_not_in_the_gradient():
     Watched(model, train_step, WeightUpdateHandler(model, optimizer)).run(make_batches(3, 10.0)).check()
 
 
+def test_what_a_backward_does_not_reach_is_not_measured_for_having_been_clipped_or_set_to_zero():
+    model = make_model()
+    first, last = (torch.optim.SGD(model[i].parameters(), lr=0.1) for i in (0, 3))
+    truth, published = [], []
+
+    def train_step(engine, batch):
+        model.zero_grad(set_to_none=False)
+        parts = [0, 3] if engine.state.iteration == 1 else [3]
+        norms = {}
+        for part in parts:
+            model[part](torch.randn(8, model[part].in_features)).square().mean().backward()
+            norms |= {name: norm(each.grad) for name, each in model[part].named_parameters(f"{part}")}
+            nn.utils.clip_grad_norm_(model[part].parameters(), 1e-3)
+        truth.append(norms)
+        for part, optimizer in ((0, first), (3, last)):
+            if part in parts:
+                optimizer.step()
+
+    engine = Engine(train_step)
+    handler = WeightUpdateHandler(model)
+    handler.attach(engine)
+    engine.add_event_handler(
+        Events.ITERATION_COMPLETED,
+        lambda _: published.append(
+            {name: each.grad_norm for name, each in handler.diagnostics.items() if not math.isnan(each.grad_norm)}
+        ),
+    )
+    engine.run(make_batches(3), max_epochs=1)
+    assert published == [pytest.approx(norms, rel=1e-5) for norms in truth]
+    assert handler.on_host()["monitor/vanishing_count"] == 0
+
+
 def test_parameter_groups_and_two_optimizers():
     model = make_model()
     first = torch.optim.SGD([

@@ -278,3 +278,12 @@ def test_bad_input():
     embedding = nn.Sequential(ParametrizedModule(nn.Linear(3, 4), width_dim=4, layer_type="embedding"))
     with pytest.raises(ValueError, match="none"):
         AlignmentHandler(Parametrization(embedding))
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_layers_without_outputs_are_none_to_measure():
+    model = nn.ModuleDict({"empty": nn.Linear(6, 0), "full": nn.Linear(6, 3)})
+    handler = AlignmentHandler(model)
+    assert {key.partition("/")[2] for key in handler._keys if "/" in key} == {"full"}
+    with pytest.raises(ValueError, match="Linear layers or convolutions"):
+        AlignmentHandler(model["empty"])
