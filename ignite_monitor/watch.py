@@ -136,7 +136,8 @@ class Watch:
 
         Args:
             event: the event.
-            handler: the bound method; the engine's other handlers keep its monitor alive.
+            handler: the bound method; the engine's other handlers keep its monitor alive. What it changes of that
+                which the other monitors look at, it does in a function that it returns.
         """
         self._listeners[event].append(weakref.WeakMethod(handler))
 
@@ -188,10 +189,11 @@ class Watch:
         engine = self._engine()
         if engine is None:
             return
-        for listener in list(self._listeners[event]):
-            handler = listener()
-            if handler is not None:
-                handler(engine)
+        handlers = [listener() for listener in self._listeners[event]]
+        # All of them look before one changes anything: their order is that of attaching, and must not matter.
+        for change in [handler(engine) for handler in handlers if handler is not None]:
+            if change is not None:
+                change()
         if event == MonitorEvents.TRAIN_STEP_COMPLETED:
             self.active = False
         if self.has_handlers(event):
