@@ -47,7 +47,8 @@ class Watch:
         armed: whether this iteration is monitored.
         active: whether its train step is going on. What happens in handlers, or on other engines, is not watched.
         reached: while GRADIENTS_READY fires, the ids of the models that the backward reached.
-        unreduced: ids of the models that a backward of this iteration reached without reducing their gradients.
+        unreduced: ids of the models whose gradients are not reduced: this iteration's last backward that reached them
+            has not done it.
         stepping: while an optimizer makes its step, the optimizer.
     """
 
@@ -338,7 +339,7 @@ class Watch:
     def _on_gradients_ready(self, task: int) -> None:
         reached = self._tasks.pop(task, set()) & self._models.keys()
         self.reached = frozenset(key for key in reached if self._models[key].reduces)
-        self.unreduced |= reached - self.reached
+        self.unreduced = (self.unreduced | reached) - self.reached
         if self.reached:
             self.fire(MonitorEvents.GRADIENTS_READY)
 

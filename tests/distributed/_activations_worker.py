@@ -80,6 +80,40 @@ def train(model: nn.Module, rank: int | None, learn: bool = False) -> dict[str, 
     return {"published": published}
 
 
+def clipped(rank: int) -> dict[str, Any]:
+    """Two micro-batches, the first one under no_sync(), and a step with what clipping leaves."""
+    model = DistributedDataParallel(dense())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+
+    def norms() -> list[float]:
+        return [float(parameter.grad.double().norm()) for parameter in model.parameters()]
+
+    def train_step(engine, x):
+        optimizer.zero_grad()
+        with model.no_sync():
+            model(x[rank::4]).square().mean().backward()
+        model(x[rank + 2 :: 4]).square().mean().backward()
+        found.append(norms())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        found.append(norms())
+        optimizer.step()
+
+    engine = Engine(train_step)
+    handler = ActivationHandler(model, gradients={"norm": torch.norm})
+    handler.attach(engine)
+    engine.run(batches()[:1])
+    names = [name.removeprefix("module.") for name, _ in model.named_parameters()]
+    return {
+        "published": {name: float(value) for name, value in handler.metrics.items()},
+        "truth": {
+            f"{family}/{name}/norm": norm
+            for family, each in zip(("gradient", "gradient_after_clip"), found, strict=True)
+            for name, norm in zip(names, each, strict=True)
+        },
+    }
+
+
 def dense() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
@@ -96,6 +130,7 @@ SCENARIOS = {
     "ddp": lambda rank: train(DistributedDataParallel(net(), find_unused_parameters=True), rank),
     "ddp learning": lambda rank: train(DistributedDataParallel(net(), find_unused_parameters=True), rank, learn=True),
     "fsdp": lambda rank: train(fsdp(), rank),
+    "clipped": clipped,
 }
 
 

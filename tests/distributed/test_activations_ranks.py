@@ -66,3 +66,8 @@ def shares_mean():
     for share in (batch[:SPLIT], batch[SPLIT:]):
         (model(share).square().mean() / 2).backward()
     return model
+
+
+def test_gradients_of_micro_batches_before_and_after_clipping(results):
+    for result in results("clipped"):
+        assert result["published"] == pytest.approx(result["truth"], rel=1e-5)
