@@ -8,6 +8,7 @@ from operator import is_, sub
 
 from torch import Tensor
 
+from ignite_monitor.capture.tensors import version
 from ignite_monitor.functional.norms import any_sharded
 from ignite_monitor.functional.spikes import Verdict
 
@@ -91,6 +92,4 @@ class JudgedGradient:
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    if any_sharded(tensors):  # FSDP2 accumulates into the local parts, and the counters of the whole stay as they are
-        return [getattr(tensor, "_local_tensor", tensor)._version for tensor in tensors]
-    return [tensor._version for tensor in tensors]
+    return [version(tensor) for tensor in tensors] if any_sharded(tensors) else [each._version for each in tensors]

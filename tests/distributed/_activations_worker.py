@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -80,20 +81,27 @@ def train(model: nn.Module, rank: int | None, learn: bool = False) -> dict[str, 
     return {"published": published}
 
 
-def clipped(rank: int) -> dict[str, Any]:
-    """Two micro-batches, the first one under no_sync(), and a step with what clipping leaves."""
-    model = DistributedDataParallel(dense())
+def clipped(model: Any, rank: int) -> dict[str, Any]:
+    """Two micro-batches, the first one without reduction, and a step with what clipping leaves."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = []
 
     def norms() -> list[float]:
-        return [float(parameter.grad.double().norm()) for parameter in model.parameters()]
+        gradients = [parameter.grad for parameter in model.parameters()]
+        whole = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in gradients]
+        return [float(each.double().norm()) for each in whole]
 
     def train_step(engine, x):
         optimizer.zero_grad()
-        with model.no_sync():
-            model(x[rank::4]).square().mean().backward()
-        model(x[rank + 2 :: 4]).square().mean().backward()
+        for part in range(2):
+            is_last = part == 1
+            if hasattr(model, "no_sync"):
+                context = contextlib.nullcontext() if is_last else model.no_sync()
+            else:
+                model.set_requires_gradient_sync(is_last)
+                context = contextlib.nullcontext()
+            with context:
+                model(x[rank + 2 * part :: 4]).square().mean().backward()
         found.append(norms())
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
         found.append(norms())
@@ -130,7 +138,8 @@ SCENARIOS = {
     "ddp": lambda rank: train(DistributedDataParallel(net(), find_unused_parameters=True), rank),
     "ddp learning": lambda rank: train(DistributedDataParallel(net(), find_unused_parameters=True), rank, learn=True),
     "fsdp": lambda rank: train(fsdp(), rank),
-    "clipped": clipped,
+    "ddp clipped": lambda rank: clipped(DistributedDataParallel(dense()), rank),
+    "fsdp clipped": lambda rank: clipped(fsdp(), rank),
 }
 
 

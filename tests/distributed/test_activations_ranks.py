@@ -68,6 +68,7 @@ def shares_mean():
     return model
 
 
-def test_gradients_of_micro_batches_before_and_after_clipping(results):
-    for result in results("clipped"):
+@pytest.mark.parametrize("name", ["ddp clipped", "fsdp clipped"])
+def test_gradients_of_micro_batches_before_and_after_clipping(results, name):
+    for result in results(name):
         assert result["published"] == pytest.approx(result["truth"], rel=1e-5)
