@@ -31,6 +31,14 @@ class Member(Protocol):
     def contexts(self) -> list[AbstractContextManager[Any]]:
         """What to have around the train step that is about to start."""
 
+    def backward_started(self, model: nn.Module, parameter: Tensor) -> None:
+        """A backward has accumulated into the first parameter of a model that it has got to.
+
+        Args:
+            model: the model.
+            parameter: the parameter.
+        """
+
 
 class Watch:
     """Fires :class:`MonitorEvents` on one engine; shared by all monitors attached to it.
@@ -305,18 +313,20 @@ class Watch:
         current_task = torch._C._current_graph_task_id
         last_task = -1
 
-        def hook(_: Tensor) -> None:
+        def hook(parameter: Tensor) -> None:
             nonlocal last_task
             task = current_task()
             if task != last_task:
                 last_task = task
                 owner = watch()
                 if owner is not None and owner.active:
-                    owner._on_first_gradient(task, key)
+                    owner._on_first_gradient(task, key, parameter)
 
         return hook
 
-    def _on_first_gradient(self, task: int, key: int) -> None:
+    def _on_first_gradient(self, task: int, key: int, parameter: Tensor) -> None:
+        for member in self._members:
+            member.backward_started(self._models[key].model, parameter)
         if task in self._tasks:
             self._tasks[task].add(key)
             return

@@ -90,6 +90,14 @@ class Monitor(Serializable):
         """What to have around the train step that is about to start, where the monitor is armed."""
         return []
 
+    def backward_started(self, model: nn.Module, parameter: Tensor) -> None:
+        """A backward has accumulated into the first parameter of a monitored model that it has got to.
+
+        Args:
+            model: the model.
+            parameter: the parameter.
+        """
+
     def release(self) -> None:
         """Let go of everything that belongs to the run that has ended."""
 

@@ -239,6 +239,16 @@ class GradMonitor(Monitor):
             self._skipper.restore()
         self._report_restarts(wait=True)
 
+    def backward_started(self, model: nn.Module, parameter: Tensor) -> None:
+        """A backward has accumulated into the first parameter of a monitored model that it has got to.
+
+        Args:
+            model: the model.
+            parameter: the parameter.
+        """
+        if model is self.model and self._armed and self._gradient is not None:
+            self._gradient.backward_started(parameter)
+
     def _on_gradients_ready(self, engine: Engine) -> None:
         if not self._armed or self._watch is None or id(self.model) not in self._watch.reached:
             return
