@@ -34,6 +34,14 @@ class Member(Protocol):
     def contexts(self) -> list[AbstractContextManager[Any]]:
         """What to have around the train step that is about to start."""
 
+    def backward_started(self, model: nn.Module, parameter: Tensor) -> None:
+        """A backward has accumulated into the first parameter of a model that it has got to.
+
+        Args:
+            model: the model.
+            parameter: the parameter.
+        """
+
 
 class Watch:
     """Fires :class:`MonitorEvents` on one engine; shared by all monitors attached to it.
@@ -51,7 +59,8 @@ class Watch:
         active: whether its train step is going on. What happens in handlers, or on other engines, is not watched.
         reached: while GRADIENTS_READY fires, the ids of the models that the backward reached.
         reached_parameters: and of their parameters that it may have changed the gradients of.
-        unreduced: ids of the models that a backward of this iteration reached without reducing their gradients.
+        unreduced: ids of the models whose gradients are not reduced: this iteration's last backward that reached them
+            has not done it.
         stepping: while an optimizer makes its step, the optimizer.
     """
 
@@ -146,7 +155,8 @@ class Watch:
 
         Args:
             event: the event.
-            handler: the bound method; the engine's other handlers keep its monitor alive.
+            handler: the bound method; the engine's other handlers keep its monitor alive. What it changes of that
+                which the other monitors look at, it does in a function that it returns.
         """
         self._listeners[event].append(weakref.WeakMethod(handler))
 
@@ -198,10 +208,11 @@ class Watch:
         engine = self._engine()
         if engine is None:
             return
-        for listener in list(self._listeners[event]):
-            handler = listener()
-            if handler is not None:
-                handler(engine)
+        handlers = [listener() for listener in self._listeners[event]]
+        # All of them look before one changes anything: their order is that of attaching, and must not matter.
+        for change in [handler(engine) for handler in handlers if handler is not None]:
+            if change is not None:
+                change()
         if event == MonitorEvents.TRAIN_STEP_COMPLETED:
             self.active = False
         if self.has_handlers(event):
@@ -325,13 +336,15 @@ class Watch:
                 last_task = task
                 owner = watch()
                 is_watched = owner is not None and owner.active
-                note = owner._on_first_gradient(task, key) if is_watched and owner is not None else _ignore
+                note = owner._on_first_gradient(task, key, parameter) if is_watched and owner is not None else _ignore
             note(id(parameter))
 
         return hook
 
-    def _on_first_gradient(self, task: int, key: int) -> Callable[[int], None]:
+    def _on_first_gradient(self, task: int, key: int, parameter: Tensor) -> Callable[[int], None]:
         """The first gradient of a model in a backward; what takes in the ids of the parameters it reaches."""
+        for member in self._members:
+            member.backward_started(self._models[key].model, parameter)
         is_known = task in self._tasks
         reached = self._tasks.setdefault(task, {}).setdefault(key, set())
         if not is_known:
@@ -361,7 +374,7 @@ class Watch:
         self.reached_parameters = frozenset(
             each for key in self.reached for each in self._models[key].changed_by_backward(parameters[key])
         )
-        self.unreduced |= reached - self.reached
+        self.unreduced = (self.unreduced | reached) - self.reached
         if self.reached:
             self.fire(MonitorEvents.GRADIENTS_READY)
 

@@ -95,6 +95,14 @@ class Monitor(Serializable):
     def ended(self) -> None:
         """The run has ended: say what it lacked."""
 
+    def backward_started(self, model: nn.Module, parameter: Tensor) -> None:
+        """A backward has accumulated into the first parameter of a monitored model that it has got to.
+
+        Args:
+            model: the model.
+            parameter: the parameter.
+        """
+
     def release(self) -> None:
         """Let go of everything that belongs to the run that has ended, or is interrupted."""
 

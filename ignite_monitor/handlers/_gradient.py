@@ -8,6 +8,7 @@ from operator import is_, sub
 
 from torch import Tensor
 
+from ignite_monitor.capture.tensors import version
 from ignite_monitor.functional.norms import any_sharded
 from ignite_monitor.functional.spikes import Verdict
 
@@ -16,8 +17,9 @@ class JudgedGradient:
     """What is known of a gradient since backward, or since a train step set it by hand.
 
     It is told from another one by its tensors, held by weak references, and their version counters: clipping and
-    unscaling change them in place; one more backward changes them once; a train step that sets gradients by hand, or
-    to None, replaces them.
+    unscaling change them in place; a train step that sets gradients by hand, or to None, replaces them. One more
+    backward changes them too, and so does setting them to zero before it: which it was shows when the backward has got
+    to the first of them. How often it changes them does not tell: reducing them over ranks adds to that.
 
     Args:
         verdict: what the detector said of its norm.
@@ -45,11 +47,29 @@ class JudgedGradient:
         self._tensors = [weakref.ref(tensor) for tensor in tensors]
         self.statistics: dict[str, Tensor] = {}
         self._versions = self._latest = _versions(tensors)
+        self._wholes = [tensor._version for tensor in tensors]
+        self._replaced: bool | None = None  # whether the next backward has found something else in its place
         self._is_spike: bool | None = None
 
     def settle(self) -> None:
         """Take for its own what :meth:`changes` has found last."""
         self._versions = self._latest
+        self._wholes = [0 if own is None else own._version for own in (reference() for reference in self._tensors)]
+
+    def backward_started(self, parameter: Tensor) -> None:
+        """A backward has accumulated into the first parameter it has got to.
+
+        Args:
+            parameter: the parameter.
+        """
+        if self._replaced is not None:
+            return
+        # Of DTensors the counter of the whole, which backward passes leave alone.
+        own = [tensor for tensor in (reference() for reference in self._tensors) if tensor is not None]
+        by_backward = parameter.grad if not any_sharded(own) else None
+        self._replaced = len(own) < len(self._tensors) or all(
+            tensor._version - known > (tensor is by_backward) for tensor, known in zip(own, self._wholes, strict=True)
+        )
 
     def is_made_of(self, tensors: Sequence[Tensor]) -> bool:
         """Whether these are its tensors, whatever has been done to them in place.
@@ -76,12 +96,10 @@ class JudgedGradient:
         Args:
             tensors: a tensor per parameter, of parameters too that had no gradient before.
         """
-        own = [tensor for tensor in (reference() for reference in self._tensors) if tensor is not None]
-        if self.used or self.touched or len(own) < len(self._tensors) or not set(map(id, own)) <= set(map(id, tensors)):
+        if self.used or self.touched or self._replaced:
             return False
-        # Another backward changes a gradient once; where it has been set to zero in between, twice.
-        changes = max(map(sub, _versions(own), self._versions), default=0)
-        return changes == 1 or (changes == 0 and len(tensors) > len(own))
+        own = [reference() for reference in self._tensors]
+        return all(each is not None for each in own) and set(map(id, own)) <= set(map(id, tensors))
 
     def is_spike(self) -> bool:
         """Whether it is a spike, known on the host: the first call waits for the device."""
@@ -91,6 +109,4 @@ class JudgedGradient:
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    if any_sharded(tensors):  # FSDP2 accumulates into the local parts, and the counters of the whole stay as they are
-        return [getattr(tensor, "_local_tensor", tensor)._version for tensor in tensors]
-    return [tensor._version for tensor in tensors]
+    return [version(tensor) for tensor in tensors] if any_sharded(tensors) else [each._version for each in tensors]

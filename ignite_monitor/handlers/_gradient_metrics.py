@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ignite_monitor.capture.tensors import version
 from ignite_monitor.functional._devices import upload
 from ignite_monitor.functional.norms import is_sharded
 from ignite_monitor.handlers._measured import Measured, Numbers, put_together
@@ -65,8 +66,11 @@ class GradientMetrics:
         own = [each for each in parameters if each in self._parameters and each not in self._stepped]
         gradients = list(_gradients(own))
         by_hand = [(each, gradient) for each, gradient in gradients if each not in self._measured]
+        # Of a DTensor nothing tells: no operation on many tensors, which is how they are clipped, counts as a change.
         changed = [
-            (each, gradient) for each, gradient in gradients if each in self._measured and self._is_new(each, gradient)
+            (each, gradient)
+            for each, gradient in gradients
+            if each in self._measured and (is_sharded(gradient) or self._is_new(each, gradient))
         ]
         self._before += self._measure("gradient", by_hand, scale)
         self._after += self._measure("gradient_after_clip", changed, scale)
@@ -116,9 +120,8 @@ def _gradients(parameters: Iterable[nn.Parameter]) -> Iterable[tuple[nn.Paramete
     return ((each, each.grad) for each in parameters if each.grad is not None)
 
 
-def _mark(gradient: Any) -> tuple[weakref.ref[Tensor], int]:
-    # FSDP2 accumulates into the local part, and the version of the whole stays as it is.
-    return weakref.ref(gradient), getattr(gradient, "_local_tensor", gradient)._version
+def _mark(gradient: Tensor) -> tuple[weakref.ref[Tensor], int]:
+    return weakref.ref(gradient), version(gradient)
 
 
 def _differing(before: tuple[list[str], Tensor], after: tuple[list[str], Tensor]) -> tuple[list[str], Tensor]:

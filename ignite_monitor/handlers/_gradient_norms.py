@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping, Set
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ignite_monitor.capture.samples import ParameterSamples
+from ignite_monitor.capture.tensors import version
 from ignite_monitor.handlers._stepped import HostMasks
 
 
@@ -109,11 +109,8 @@ class GradientNorms:
         for place, gradient in gradients:
             self._seen[place] = weakref.ref(gradient), self._version(place, gradient)
 
-    def _version(self, place: int, gradient: Any) -> int:
-        # FSDP2 accumulates into the local part, and the version of the whole stays as it is.
-        held = getattr(gradient, "_local_tensor", gradient) if place in self._samples.sharded else gradient
-        version: int = held._version
-        return version
+    def _version(self, place: int, gradient: Tensor) -> int:
+        return version(gradient) if place in self._samples.sharded else gradient._version
 
     def _is_replaced(self, place: int, gradient: Tensor) -> bool:
         return place not in self._seen or self._seen[place][0]() is not gradient

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import re
 from collections import OrderedDict
@@ -244,6 +245,16 @@ class GradMonitor(Monitor):
             self._skipper.restore()
         self._report_restarts(wait=True)
 
+    def backward_started(self, model: nn.Module, parameter: Tensor) -> None:
+        """A backward has accumulated into the first parameter of a monitored model that it has got to.
+
+        Args:
+            model: the model.
+            parameter: the parameter.
+        """
+        if model is self.model and self._armed and self._gradient is not None:
+            self._gradient.backward_started(parameter)
+
     def _on_gradients_ready(self, engine: Engine) -> None:
         if not self._armed or self._watch is None or id(self.model) not in self._watch.reached:
             return
@@ -266,19 +277,19 @@ class GradMonitor(Monitor):
         if self._stepped is None and self._stepping is None and not gradient.foreign:
             self._announce(engine, gradient)
 
-    def _on_step_started(self, engine: Engine) -> None:
+    def _on_step_started(self, engine: Engine) -> Callable[[], None] | None:
         if not self._armed or self._watch is None:
-            return
+            return None
         gradient, self._stepping = self._gradient, None
         if self._skipper is not None:
             self._skipper.restore()  # from a step that raised an error
         if not self._is_own_step():
             if gradient is not None and (gradient.foreign or self._stepped is not None):
                 gradient.foreign = gradient.taken = True
-            return
+            return None
         gradients = self._gradients()
         if not gradients:
-            return
+            return None
         changes = None if gradient is None else gradient.changes(gradients)
         if gradient is None or changes is None or (changes and (gradient.used or not gradient.seen)):
             # Set by hand since the last backward. Fused optimizers are given what to unscale them by.
@@ -292,22 +303,23 @@ class GradMonitor(Monitor):
         gradient.seen = True
         self._stepping = gradient
         self._announce(engine, gradient)
-        if self._skipper is not None and self._watch.stepping is not None:
+        return None if self._skipper is None else functools.partial(self._skip, gradient)
+
+    def _skip(self, gradient: JudgedGradient) -> None:
+        if self._skipper is not None and self._watch is not None and self._watch.stepping is not None:
             skipped = self._skipper.skip(self._watch.stepping, gradient.verdict.spike, gradient.is_spike)
             self._skipped_count = self._skipped_count + skipped
 
-    def _on_step_completed(self, engine: Engine) -> None:
+    def _on_step_completed(self, engine: Engine) -> Callable[[], None] | None:
         if not self._armed or not self._is_own_step():
-            return
-        if self._skipper is not None:
-            self._skipper.restore()
+            return None
         gradient, self._stepping = self._stepping, None
-        if gradient is None or self._gradient is None:
-            return
-        self._gradient.used = gradient.used = True
-        self._stepped = gradient
-        if self.optimizer is not None:
-            self._observe(gradient)
+        if gradient is not None and self._gradient is not None:
+            self._gradient.used = gradient.used = True
+            self._stepped = gradient
+            if self.optimizer is not None:
+                self._observe(gradient)
+        return None if self._skipper is None else self._skipper.restore
 
     def _on_train_step_completed(self, engine: Engine) -> None:
         if not self._armed or self._watch is None:

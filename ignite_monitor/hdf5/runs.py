@@ -88,12 +88,12 @@ class EarlierRuns:
         self._continued: set[tuple[int, int]] = set()
         kinds, which = np.unique(rows[["run", "nested"]], return_inverse=True)
         for number, (run, nested) in enumerate(kinds.tolist()):
-            own = rows[which == number]
-            lists = np.unique(own[["ids", "count"]]).tolist()
+            members = rows[which == number]
+            lists = np.unique(members[["ids", "count"]]).tolist()
             used = np.unique(np.concatenate([ids[first : first + count] for first, count in lists]))
-            iterations = np.unique(own["iteration"])
+            iterations = np.unique(members["iteration"])
             distance = int(np.diff(iterations).max()) if len(iterations) > 1 else None
-            ends = int(own["step"].max()), int(iterations[0]), int(iterations[-1])
+            ends = int(members["step"].max()), int(iterations[0]), int(iterations[-1])
             self._runs.append(EarlierRun(run, bool(nested), used, *ends, distance))
 
     def taken_back(self, place: Place, step: int, ids: NDArray[np.int32], list_number: int) -> list[TakenBack]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -80,6 +81,47 @@ def train(model: nn.Module, rank: int | None, learn: bool = False) -> dict[str, 
     return {"published": published}
 
 
+def clipped(model: Any, rank: int) -> dict[str, Any]:
+    """Two micro-batches, the first one without reduction, and a step with what clipping leaves."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+
+    def norms() -> list[float]:
+        gradients = [parameter.grad for parameter in model.parameters()]
+        whole = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in gradients]
+        return [float(each.double().norm()) for each in whole]
+
+    def train_step(engine, x):
+        optimizer.zero_grad()
+        for part in range(2):
+            is_last = part == 1
+            if hasattr(model, "no_sync"):
+                context = contextlib.nullcontext() if is_last else model.no_sync()
+            else:
+                model.set_requires_gradient_sync(is_last)
+                context = contextlib.nullcontext()
+            with context:
+                model(x[rank + 2 * part :: 4]).square().mean().backward()
+        found.append(norms())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        found.append(norms())
+        optimizer.step()
+
+    engine = Engine(train_step)
+    handler = ActivationHandler(model, gradients={"norm": torch.norm})
+    handler.attach(engine)
+    engine.run(batches()[:1])
+    names = [name.removeprefix("module.") for name, _ in model.named_parameters()]
+    return {
+        "published": {name: float(value) for name, value in handler.metrics.items()},
+        "truth": {
+            f"{family}/{name}/norm": norm
+            for family, each in zip(("gradient", "gradient_after_clip"), found, strict=True)
+            for name, norm in zip(names, each, strict=True)
+        },
+    }
+
+
 def dense() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
@@ -96,6 +138,8 @@ SCENARIOS = {
     "ddp": lambda rank: train(DistributedDataParallel(net(), find_unused_parameters=True), rank),
     "ddp learning": lambda rank: train(DistributedDataParallel(net(), find_unused_parameters=True), rank, learn=True),
     "fsdp": lambda rank: train(fsdp(), rank),
+    "ddp clipped": lambda rank: clipped(DistributedDataParallel(dense()), rank),
+    "fsdp clipped": lambda rank: clipped(fsdp(), rank),
 }
 
 

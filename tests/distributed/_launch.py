@@ -20,13 +20,15 @@ ROOT = Path(__file__).resolve().parents[2]
 WORLD = 2
 
 
-def launch(worker: str, folder: Path, names: Iterable[str], timeout: float = 150.0) -> list[tuple[int, str]]:
+def launch(
+    worker: str, folder: Path, names: Iterable[str], timeout: float = 150.0, package: str = "tests.distributed"
+) -> list[tuple[int, str]]:
     """Run a worker's scenarios on both ranks; their exit codes and what they wrote to stderr."""
     folder.mkdir(exist_ok=True)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", f"tests.distributed.{worker}", str(folder), str(rank), *names],
+            [sys.executable, "-m", f"{package}.{worker}", str(folder), str(rank), *names],
             cwd=ROOT,
             env=environment,
             stdout=subprocess.DEVNULL,
@@ -45,13 +47,13 @@ def launch(worker: str, folder: Path, names: Iterable[str], timeout: float = 150
                 rank.communicate()
 
 
-def launched(worker: str, folder: Path, names: Collection[str]) -> Callable[[str], list[Any]]:
+def launched(worker: str, folder: Path, names: Collection[str], **kwargs: Any) -> Callable[[str], list[Any]]:
     """Run a worker's scenarios; name -> what it came to on each rank, where an error fails the test that asks.
 
     Torch's own threads abort a process now and then while the interpreter is torn down, without monitors too. All
     results are saved by then, and whether processes end cleanly has a test of its own.
     """
-    ends = launch(worker, folder, names)
+    ends = launch(worker, folder, names, **kwargs)
     assert all(code in (0, -signal.SIGABRT) for code, _ in ends), ends
     assert all((folder / f"{name}.{rank}.pt").exists() for name in names for rank in range(WORLD)), ends
 

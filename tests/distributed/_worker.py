@@ -15,7 +15,7 @@ from ignite.engine import Engine, Events
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ignite_monitor import GradMonitor, MonitorEvents
+from ignite_monitor import GradMonitor, MeanStdThreshold, MonitorEvents
 from tests._helpers import make_batches
 from tests.distributed._launch import WORLD, run_scenarios
 
@@ -179,6 +179,49 @@ def fsdp_without_sync(rank: int) -> dict[str, Any]:
     return train(model, rank, micro=2, quiet=quiet)
 
 
+def leaving_out(model: nn.Module, rank: int | None) -> dict[str, Any]:
+    """A train step that leaves a spike's step out, and sets gradients to zero in place."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+
+    def train_step(engine, batch):
+        optimizer.zero_grad(set_to_none=False)
+        x, y = local(batch, rank)
+        F.mse_loss(model(x), y).backward()
+        if not engine.state.unhealthy_spike:
+            optimizer.step()
+
+    trainer = Engine(train_step)
+    GradMonitor(model, optimizer).attach(trainer)
+    seen = []
+    trainer.add_event_handler(
+        Events.ITERATION_COMPLETED, lambda e: seen.append({k: float(v) for k, v in e.state.metrics.items()})
+    )
+    trainer.run(batches(SPIKE))
+    return {"seen": seen}
+
+
+def accumulating(model: nn.Module, rank: int | None, zero: bool = False) -> dict[str, Any]:
+    """Four iterations to a step, each of them reduced; the first one of the fifth step is a spike."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+
+    def train_step(engine, batch):
+        if engine.state.iteration % 4 == 1:
+            optimizer.zero_grad(set_to_none=not zero)
+        x, y = local(batch, rank)
+        F.mse_loss(model(x), y).backward()
+        if engine.state.iteration % 4 == 0:
+            optimizer.step()
+
+    trainer = Engine(train_step)
+    GradMonitor(model, optimizer, threshold=MeanStdThreshold(k=10.0, warmup=3)).attach(trainer)
+    seen = []
+    trainer.add_event_handler(
+        Events.ITERATION_COMPLETED, lambda e: seen.append({k: float(v) for k, v in e.state.metrics.items()})
+    )
+    trainer.run(batches(17)[:24])
+    return {"seen": seen}
+
+
 def different_parameters(rank: int, **kwargs: Any) -> dict[str, Any]:
     """Each rank trains a model of its own on its own half."""
     torch.manual_seed(rank)
@@ -301,6 +344,11 @@ SCENARIOS: dict[str, Any] = {
     "skip ddp fused": skipping(ddp, optimizer=fused),
     "skip fsdp": skipping(fsdp),
     "skip fsdp fused": skipping(fsdp, optimizer=fused),
+    "leaving out ddp": lambda rank: leaving_out(ddp(), rank),
+    "leaving out fsdp": lambda rank: leaving_out(fsdp(), rank),
+    "accumulating ddp": lambda rank: accumulating(ddp(), rank),
+    "accumulating fsdp": lambda rank: accumulating(fsdp(), rank),
+    "accumulating fsdp zeroed in place": lambda rank: accumulating(fsdp(), rank, zero=True),
     "sum": lambda rank: different_parameters(rank, reduction="sum"),
     "sum inf": lambda rank: different_parameters(rank, reduction="sum", norm_type=float("inf")),
     "mean": lambda rank: different_parameters(rank, reduction="mean"),

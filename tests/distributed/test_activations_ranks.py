@@ -66,3 +66,9 @@ def shares_mean():
     for share in (batch[:SPLIT], batch[SPLIT:]):
         (model(share).square().mean() / 2).backward()
     return model
+
+
+@pytest.mark.parametrize("name", ["ddp clipped", "fsdp clipped"])
+def test_gradients_of_micro_batches_before_and_after_clipping(results, name):
+    for result in results(name):
+        assert result["published"] == pytest.approx(result["truth"], rel=1e-5)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from tests._helpers import grad_norm
 from tests.distributed._launch import WORLD, launch, launched
-from tests.distributed._worker import COUNT, SCENARIOS, SPIKE, batches, net, train
+from tests.distributed._worker import COUNT, SCENARIOS, SPIKE, accumulating, batches, leaving_out, net, train
 
 NAMES = [*SCENARIOS][: [*SCENARIOS].index("uneven inputs")]  # the others each have processes of their own
 WHOLE = [*(name for name in NAMES[: NAMES.index("ddp no_sync")])]
@@ -146,6 +146,24 @@ def test_skipped_step_leaves_the_parameters_as_leaving_the_batch_out_does(result
         for ours, expected, other in zip(result["parameters"], result["left out"], first["parameters"], strict=True):
             assert torch.equal(ours, expected)
             assert torch.equal(ours, other)
+
+
+@pytest.mark.parametrize("name", ["leaving out ddp", "leaving out fsdp"])
+def test_a_spike_that_the_train_step_leaves_out_counts_once_though_gradients_are_zeroed_in_place(results, name):
+    whole = leaving_out(net(), None)["seen"]
+    assert whole[-1]["grad/spike_count"] == 1
+    for result in results(name):
+        for seen, expected in zip(result["seen"], whole, strict=True):
+            assert seen == {key: pytest.approx(value, rel=1e-3) for key, value in expected.items()}
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("accumulating")])
+def test_a_spike_counts_once_while_iterations_accumulate(results, name):
+    whole = accumulating(net(), None)["seen"]
+    assert [seen["grad/spike_count"] for seen in whole] == [0] * 16 + [1] * 8
+    for result in results(name):
+        for seen, expected in zip(result["seen"], whole, strict=True):
+            assert seen == {key: pytest.approx(value, rel=1e-3) for key, value in expected.items()}
 
 
 @pytest.mark.parametrize("name", ["sum", "sum inf", "mean"])

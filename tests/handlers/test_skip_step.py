@@ -10,7 +10,14 @@ from ignite.engine import Engine, create_supervised_trainer
 from torch import nn
 from torch.amp import GradScaler
 
-from ignite_monitor import GradMonitor, MeanStdThreshold, StaticThreshold
+from ignite_monitor import (
+    ActivationHandler,
+    GradMonitor,
+    MeanStdThreshold,
+    SpectralNormHandler,
+    StaticThreshold,
+    WeightUpdateHandler,
+)
 from tests.handlers._trainers import Recorder, assert_same, loss_of, make_batches, make_model, train, training_state
 
 O = torch.optim  # noqa: E741
@@ -332,6 +339,30 @@ def test_iterations_that_are_not_monitored_are_not_skipped():
     engine.run(make_batches(4, [2]), max_epochs=1)
     assert recorder.of("grad/skipped_count")[:4] == [0, 1, 1, 1]
     assert float(optimizer.state_dict()["state"][0]["step"]) == 3 + 4
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_what_is_published_of_a_skipped_step_is_the_same_in_any_order_of_attaching(name):
+    def published(order):
+        model, optimizer = build(name)
+        monitors = {
+            "grad": GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), skip_step=True),
+            "update": WeightUpdateHandler(model, optimizer),
+            "activation": ActivationHandler(model, gradients={"norm": torch.linalg.vector_norm}),
+            "spectral": SpectralNormHandler(model, updates=True),
+        }
+        engine = Engine(hand_written(model, optimizer, clip=0.5))
+        for monitor in sorted(monitors, reverse=order == "last"):
+            monitors[monitor].attach(engine)
+        recorder = Recorder(engine)
+        engine.run(make_batches(8, [6]), max_epochs=1)
+        return recorder.metrics
+
+    first, last = published("first"), published("last")
+    for one, other in zip(first, last, strict=True):
+        assert one == pytest.approx(other, rel=0, abs=0, nan_ok=True)
+    assert "gradient_after_clip/0.weight/norm" in first[5]
+    assert math.isnan(first[5].get("monitor/update_ratio_max", math.nan))
 
 
 def test_lbfgs_is_refused():
