@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from ignite.engine import Engine
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ignite_monitor.capture.names import tags
@@ -62,7 +62,7 @@ class MaxPScheduler(Monitor):
 
     Args:
         parametrization: the parametrization of the model that is trained. Where that is wrapped in
-            DistributedDataParallel, make the handler afterwards: all ranks have the weights of rank 0 then.
+            DistributedDataParallel, or sharded, make the handler afterwards.
         optimizer: an optimizer made of its ``param_groups``, which may be divided further, and of groups of your own:
             those without "layer_name" keep their learning rates.
         warmup_steps: for how many train steps the learning rates stay as they are; of iterations that ``attach`` was
@@ -71,6 +71,8 @@ class MaxPScheduler(Monitor):
         sample_size: how many rows of a batch to measure.
         c_ema: how much of an exponent stays at each solve, at least 0 and less than 1.
         alignment_ema: how much of an alignment stays at each measurement, likewise.
+        reference: ``"init"`` for a frozen copy of the model as it is now, which is saved with the handler; or a module
+            of the same structure, as a copy that was made before ``fully_shard``.
 
     Attributes:
         alignment: name -> :class:`Alignment`, as it is now.
@@ -103,6 +105,7 @@ class MaxPScheduler(Monitor):
         sample_size: int = 32,
         c_ema: float = 0.0,
         alignment_ema: float = 0.0,
+        reference: str | nn.Module = "init",
     ) -> None:
         check_type("parametrization", parametrization, Parametrization, "Parametrization")
         check_type("optimizer", optimizer, Optimizer, "torch.optim.Optimizer")
@@ -123,7 +126,9 @@ class MaxPScheduler(Monitor):
         self._has_rival = False
         self._names: list[str] = []
         self._tags: list[str] = []
-        self._reference = Reference(parametrization.model, "init")
+        if isinstance(reference, str) and reference != "init":
+            raise ValueError(f"Argument reference should be 'init' or a module, but given {reference!r}")
+        self._reference = Reference(parametrization.model, reference)
         layers = find_layers(self._reference.root, parametrization)
         warn = functools.partial(self.logger.warning, "%s: %s", self.prefix)
         self._measurement = AlignmentMeasurement(self._reference, layers, sample_size, warn)
