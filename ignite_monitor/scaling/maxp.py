@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from ignite.engine import Engine
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ignite_monitor.capture.names import tags
@@ -22,6 +22,7 @@ from ignite_monitor.functional._devices import upload, wide_dtype
 from ignite_monitor.handlers._base import Handlers, Monitor
 from ignite_monitor.scaling._alignments import AlignmentMeasurement, find_layers
 from ignite_monitor.scaling._prefactor import PrefactorGroup, PrefactorOptimizer
+from ignite_monitor.scaling._rates import LayerRates
 from ignite_monitor.scaling.graph import Alignment
 from ignite_monitor.scaling.parametrization import Parametrization
 from ignite_monitor.scaling.solver import Solution
@@ -61,7 +62,7 @@ class MaxPScheduler(Monitor):
 
     Args:
         parametrization: the parametrization of the model that is trained. Where that is wrapped in
-            DistributedDataParallel, make the handler afterwards: all ranks have the weights of rank 0 then.
+            DistributedDataParallel, or sharded, make the handler afterwards.
         optimizer: an optimizer made of its ``param_groups``, which may be divided further, and of groups of your own:
             those without "layer_name" keep their learning rates.
         warmup_steps: for how many train steps the learning rates stay as they are; of iterations that ``attach`` was
@@ -70,6 +71,8 @@ class MaxPScheduler(Monitor):
         sample_size: how many rows of a batch to measure.
         c_ema: how much of an exponent stays at each solve, at least 0 and less than 1.
         alignment_ema: how much of an alignment stays at each measurement, likewise.
+        reference: ``"init"`` for a frozen copy of the model as it is now, which is saved with the handler; or a module
+            of the same structure, as a copy that was made before ``fully_shard``.
 
     Attributes:
         alignment: name -> :class:`Alignment`, as it is now.
@@ -102,6 +105,7 @@ class MaxPScheduler(Monitor):
         sample_size: int = 32,
         c_ema: float = 0.0,
         alignment_ema: float = 0.0,
+        reference: str | nn.Module = "init",
     ) -> None:
         check_type("parametrization", parametrization, Parametrization, "Parametrization")
         check_type("optimizer", optimizer, Optimizer, "torch.optim.Optimizer")
@@ -113,9 +117,7 @@ class MaxPScheduler(Monitor):
         sample_size = check_count("sample_size", sample_size, least=1)
         self._c_ema = _check_share("c_ema", c_ema)
         self._alignment_ema = _check_share("alignment_ema", alignment_ema)
-        names = {group["layer_name"] for group in optimizer.param_groups if "layer_name" in group}
-        if not names or not names <= {*parametrization.layers, "_other"}:
-            raise ValueError("Argument optimizer should be made of the parametrization's param_groups")
+        self._rates = LayerRates(parametrization, optimizer)
         self.alignment = dict(parametrization.alignment)
         self.solution = parametrization.solution
         self.failed_count = 0
@@ -124,8 +126,9 @@ class MaxPScheduler(Monitor):
         self._has_rival = False
         self._names: list[str] = []
         self._tags: list[str] = []
-        self._rates = self._learning_rates()
-        self._reference = Reference(parametrization.model, "init")
+        if isinstance(reference, str) and reference != "init":
+            raise ValueError(f"Argument reference should be 'init' or a module, but given {reference!r}")
+        self._reference = Reference(parametrization.model, reference)
         layers = find_layers(self._reference.root, parametrization)
         warn = functools.partial(self.logger.warning, "%s: %s", self.prefix)
         self._measurement = AlignmentMeasurement(self._reference, layers, sample_size, warn)
@@ -274,37 +277,11 @@ class MaxPScheduler(Monitor):
                 "%s: no solution for the measured alignment, so the exponents stay as they are: %s", self.prefix, why
             )
 
-    def _learning_rates(self) -> list[tuple[float, float] | None]:
-        """Exponent and learning rate of each group of the optimizer; None of the user's own."""
-        rates: list[tuple[float, float] | None] = []
-        for group in self.optimizer.param_groups:
-            name = group.get("layer_name")
-            if name is None:
-                rates.append(None)
-                continue
-            layer = self.parametrization.layers.get(name)
-            c = self.parametrization.exponent(name, bias=group.get("bias", False), solution=self.solution)
-            rates.append((c, self._lr_prefactor * (1 if layer is None else layer.fan_in) ** -c))
-        return rates
-
     def _set_learning_rates(self) -> None:
-        self._rates = self._learning_rates()
-        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
-            if rate is None:
-                continue
-            group["c"], lr = rate
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(lr)
-            else:
-                group["lr"] = lr
+        self._rates.set(self.solution, self._lr_prefactor)
 
     def _look_for_others(self) -> None:
-        """Warn, once, if the learning rates are no longer those that were set here; of tensors it is not known."""
-        groups = zip(self.optimizer.param_groups, self._rates, strict=False)  # some may have been added since
-        if not self._has_rival and any(
-            rate is not None and not isinstance(group["lr"], Tensor) and group["lr"] != rate[1]
-            for group, rate in groups
-        ):
+        if not self._has_rival and self._rates.are_changed():
             self._has_rival = True
             self.logger.warning(
                 "%s: something else sets learning rates of the optimizer, which the next solve will undo: let it set "
@@ -314,10 +291,7 @@ class MaxPScheduler(Monitor):
 
     def _publish(self) -> None:
         values = {f"c/{name}": c for name, c in self.solution.c.items()}
-        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=False):
-            if rate is not None:
-                name = f"lr/{group['layer_name']}{'.bias' if group.get('bias') else ''}"
-                values[name] = rate[1] if isinstance(group["lr"], Tensor) else group["lr"]
+        values |= {f"lr/{name}": lr for name, lr in self._rates.values().items()}
         values["failed_count"] = self.failed_count
         names = list(values)
         if names != self._names:

@@ -34,8 +34,6 @@ class ParametrizedLayer:
         b: the initial standard deviation's exponent.
         c: the learning rate's exponent as it was solved for when the parametrization was made; None without weights.
         std: the initial weights' standard deviation.
-        weights: the parameters of two or more dimensions, by their name in the module.
-        biases: its other parameters, by their name in the module.
         seeds: of the initial weights, by their name in the module.
     """
 
@@ -47,9 +45,17 @@ class ParametrizedLayer:
     b: float
     c: float | None
     std: float
-    weights: dict[str, nn.Parameter]
-    biases: dict[str, nn.Parameter]
     seeds: dict[str, int]
+
+    @property
+    def weights(self) -> dict[str, nn.Parameter]:
+        """The parameters of two or more dimensions that the module has now, by their name in it."""
+        return {key: each for key, each in self.module.named_parameters() if each.ndim > 1}
+
+    @property
+    def biases(self) -> dict[str, nn.Parameter]:
+        """Its other parameters, by their name in the module."""
+        return {key: each for key, each in self.module.named_parameters() if each.ndim < 2}
 
     def initial_weight(self, name: str) -> Tensor:
         """The initial value of one of the weights, drawn once more from its seed.
@@ -156,6 +162,8 @@ class Parametrization:
     def param_groups(self) -> list[dict[str, Any]]:
         """Groups for an optimizer: of each layer its weights, and its biases, and all other parameters.
 
+        They are those that the model has now: where ``fully_shard`` replaces them, take the groups afterwards.
+
         Each has "params", "lr", "layer_name" ("_other" for the last), "fan_in", "c", and "bias", whether it is of
         biases: ``lr = lr_prefactor * fan_in ** -c``.
         """
@@ -220,8 +228,7 @@ class Parametrization:
         layers: dict[str, ParametrizedLayer] = {}
         for name, (module, hook) in found.items():
             node = self.graph[name]
-            parameters = dict(module.named_parameters())
-            weights = {key: each for key, each in parameters.items() if each.ndim > 1}
+            weights = {key: each for key, each in module.named_parameters() if each.ndim > 1}
             for key, weight in weights.items():
                 seeds.setdefault(id(weight), (base ^ fnv1a_64(f"{name}.{key}")) >> 1)
             layers[name] = ParametrizedLayer(
@@ -233,8 +240,6 @@ class Parametrization:
                 b=node.b,
                 c=self.solution.c.get(node.shares or name),
                 std=std_prefactor * hook.width**-node.b,
-                weights=weights,
-                biases={key: each for key, each in parameters.items() if each.ndim < 2},
                 seeds={key: seeds[id(weight)] for key, weight in weights.items()},
             )
             shared = layers.get(node.shares or "")

@@ -20,38 +20,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ignite_monitor.capture.names import named_modules, named_parameters
 from ignite_monitor.scaling._forward import run, untouched
+from ignite_monitor.scaling._labels import CONSTANT, Label, MadeTensors, is_transformed, storage_of, tensors_in
 from ignite_monitor.scaling._operations import LIKE, NUMBERS, junction_of
 from ignite_monitor.scaling.graph import LayerGraph, Node
-
-is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 class TracingError(RuntimeError):
     """The graph of a model can't be followed."""
-
-
-class Label(NamedTuple):
-    """Where a tensor comes from.
-
-    Attributes:
-        node: the node whose output it follows.
-        weight: the parameter outside of all layers that it is, or is a part of.
-        outside: the parameter outside of all layers that its inputs were multiplied by.
-        lost: why it can't be said.
-    """
-
-    node: str | None = None
-    weight: str | None = None
-    outside: str | None = None
-    lost: str | None = None
-
-
-CONSTANT = Label()
 
 
 class Between(NamedTuple):
@@ -114,32 +92,13 @@ def _traced(model: nn.Module, layers: list[tuple[nn.Module, Node]], sample_input
     return tracer
 
 
-class _Made(TorchDispatchMode):
-    """Keeps whatever any operation makes, those too that a function mode is not shown."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._tensors: dict[int, Tensor] = {}
-
-    def __contains__(self, tensor: Tensor) -> bool:
-        return _storage(tensor) in self._tensors
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in _tensors(result):
-            self._tensors.setdefault(_storage(tensor), tensor)
-        return result
-
-
 class _Tracer(TorchFunctionMode):
     def __init__(self, model: nn.Module, layers: list[tuple[nn.Module, Node]]) -> None:
         super().__init__()
         self.nodes: list[Node] = []
         self.scales: list[tuple[str, int, float]] = []
         self.multiplied: dict[str, str] = {}
-        self.made = _Made()
+        self.made = MadeTensors()
         self._model = model
         self._layers = {id(module): layer for module, layer in layers}
         self._names: dict[str, int] = {}
@@ -162,7 +121,7 @@ class _Tracer(TorchFunctionMode):
     def _pre_hook(self, name: str, module: nn.Module) -> Any:
         def started(_: nn.Module, args: Any, kwargs: Any) -> None:
             with torch._C.DisableTorchFunction():
-                given = _tensors((args, kwargs), depth=1)
+                given = tensors_in((args, kwargs), depth=1)
                 if not self._path:  # the model's own inputs
                     for tensor in given:
                         self._put(tensor, CONSTANT)
@@ -178,7 +137,7 @@ class _Tracer(TorchFunctionMode):
             if id(module) in self._layers:
                 with torch._C.DisableTorchFunction():
                     label = Label(node=self._add_layer(self._layers[id(module)], self._inputs.pop()))
-                    for tensor in _tensors(output, depth=1):
+                    for tensor in tensors_in(output, depth=1):
                         self._put(tensor, label)
 
         return completed
@@ -222,9 +181,9 @@ class _Tracer(TorchFunctionMode):
             mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
         if name in NUMBERS and self._get(args[0]).node is not None:
             self._taken_out = self._join("sum", self._where(name), [self._taken_out, self._get(args[0])])
-        outputs = args[:1] if name == "__setitem__" else _tensors(result)
+        outputs = args[:1] if name == "__setitem__" else tensors_in(result)
         if outputs:
-            given = _tensors((args, kwargs))
+            given = tensors_in((args, kwargs))
             labels = [self._get(tensor) for tensor in given if tensor is not mask]
             if isinstance(mask, Tensor):  # is added, so that a weight in it is not multiplied with
                 labels.append(self._get(mask)._replace(weight=None, outside=None))
@@ -282,7 +241,7 @@ class _Tracer(TorchFunctionMode):
         if is_transformed(tensor):
             return Label(lost="a function transform, as vmap")
         found = self._labels.get(id(tensor))
-        written = self._written.get(_storage(tensor)) if self._written else None
+        written = self._written.get(storage_of(tensor)) if self._written else None
         if found is not None:
             label = found[1]
         elif written is None and tensor.is_floating_point() and tensor in self.made:
@@ -298,23 +257,8 @@ class _Tracer(TorchFunctionMode):
 
     def _write(self, tensor: Tensor, label: Label) -> None:
         """What is written into a tensor is in all views of it."""
-        storage = _storage(tensor)
+        storage = storage_of(tensor)
         if storage and label != CONSTANT:
             before = self._written.get(storage)
             labels = [label] if before is None else [before[1], label]
             self._written[storage] = (tensor, self._join("sum", self._where("write"), labels))
-
-
-def _storage(tensor: Tensor) -> int:
-    return 0 if tensor.layout != torch.strided or is_transformed(tensor) else int(tensor.untyped_storage()._cdata)
-
-
-def _tensors(tree: Any, depth: int = 0) -> list[Tensor]:
-    """All tensors in a tree; with a depth also those in the attributes of objects in it, so many levels deep."""
-    found = []
-    for leaf in _pytree.tree_leaves(tree):
-        if isinstance(leaf, Tensor):
-            found.append(leaf)
-        elif depth > 0 and hasattr(leaf, "__dict__") and not isinstance(leaf, (nn.Module, type)):
-            found += _tensors(vars(leaf), depth - 1)
-    return found

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedParameter
-from torch.nn.utils.parametrize import type_before_parametrizations
 
 from ignite_monitor.capture.names import named_modules, named_parameters
-from ignite_monitor.functional._checks import check_count, check_type
+from ignite_monitor.functional._checks import check_count
 from ignite_monitor.scaling._forward import run, untouched
-from ignite_monitor.scaling.module import Multiplier, multiplier_of
+from ignite_monitor.scaling._growth import Grown, growing_modules, width_and_type
+from ignite_monitor.scaling.module import Multiplier
 from ignite_monitor.scaling.parametrization import Parametrization
 from ignite_monitor.scaling.tracing import Between, between_layers
 
 _logger = logging.getLogger(__name__)
-
-_OUT_FIRST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_IN_FIRST = (nn.Embedding, nn.EmbeddingBag, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 def parametrize(
@@ -74,21 +69,14 @@ def parametrize(
     with torch.random.fork_rng(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()):
         small = make_model(widths[0])
     model = make_model(widths[1])
-    for made in (small, model):
-        check_type("make_model", made, nn.Module, "a function that returns a torch.nn.Module")
-        if any(isinstance(parameter, UninitializedParameter) for parameter in made.parameters()):
-            raise ValueError("Argument make_model should make a model without lazy modules, but some have no shape yet")
-        for name, module in named_modules(made):
-            if isinstance(module, torch.jit.ScriptModule):
-                raise ValueError(f"Argument make_model should make a model without scripted modules, but {name} is one")
-    growing = _growing(small, model)
+    growing = growing_modules(small, model)
     inputs = sample_input(widths[1]) if callable(sample_input) else sample_input
     shapes = _shapes_seen(model, [grown.module for grown in growing], inputs)
     used = {id(weight) for grown in growing if id(grown.module) in shapes for weight, _ in grown.weights.values()}
     for grown in growing:
         # One that does not run may still lend its weights to others, as T5's shared embedding does.
         lends = id(grown.module) not in shapes and used.issuperset(id(weight) for weight, _ in grown.weights.values())
-        layer = None if lends else _layer(grown, shapes.get(id(grown.module)))
+        layer = None if lends else width_and_type(grown, shapes.get(id(grown.module)))
         if layer is not None:
             grown.module.register_forward_hook(Multiplier(*layer))
     parametrization = Parametrization(model, sample_input=inputs, **options)
@@ -106,7 +94,7 @@ def _between_layers(model: nn.Module, parametrization: Parametrization, sample_i
     return between_layers(model, layers, sample_input)
 
 
-def _check_weights(model: nn.Module, growing: list[_Grown], between: Between) -> None:
+def _check_weights(model: nn.Module, growing: list[Grown], between: Between) -> None:
     ours = {id(weight) for grown in growing for weight, _ in grown.weights.values()}
     for name, parameter, _ in named_parameters(model):
         if id(parameter) in ours and name in between.multiplied:
@@ -132,56 +120,6 @@ def _check_attention(small: list[tuple[str, int, float]], large: list[tuple[str,
             return
 
 
-class _Grown(NamedTuple):
-    """A module with weights that grow: for each dimension, whether it does."""
-
-    name: str
-    module: nn.Module
-    weights: dict[str, tuple[nn.Parameter, tuple[bool, ...]]]
-
-
-def _growing(small: nn.Module, large: nn.Module) -> list[_Grown]:
-    modules = list(named_modules(small)), list(named_modules(large))
-    kinds = [[(name, _kind(module)) for name, module in each] for each in modules]
-    if kinds[0] != kinds[1]:
-        raise ValueError(
-            "Argument make_model should make models that differ in sizes alone, but they have other modules"
-        )
-    found = []
-    for (name, before), (_, after) in zip(*modules, strict=True):
-        if multiplier_of(after) is not None:
-            raise ValueError(f"Argument make_model should make a model without ParametrizedModules, but {name} is one")
-        weights = {}
-        ours, theirs = dict(before.named_parameters(recurse=False)), dict(after.named_parameters(recurse=False))
-        if {key: each.ndim for key, each in ours.items()} != {key: each.ndim for key, each in theirs.items()}:
-            raise ValueError(f"Argument make_model should make models that differ in sizes alone, but {name} differs")
-        for key, parameter in theirs.items():
-            if isinstance(after, (nn.Embedding, nn.EmbeddingBag)) and not parameter.requires_grad:
-                continue  # a table that is no weight to learn, as of sinusoids
-            sizes = _sizes(before, ours[key]), _sizes(after, parameter)
-            grows = tuple(one != other for one, other in zip(*sizes, strict=True))
-            if parameter.ndim > 1 and any(grows):
-                weights[key] = (parameter, grows)
-        if weights:
-            found.append(_Grown(name, after, weights))
-    if not found:
-        raise ValueError("Argument make_model should make a model whose weights grow with width, but none does")
-    return found
-
-
-def _kind(module: nn.Module) -> tuple[str, str]:
-    # By name, since make_model may define the class; and each module with a parametrization of torch's has its own.
-    kind = type_before_parametrizations(module)
-    return kind.__module__, kind.__qualname__
-
-
-def _sizes(module: nn.Module, parameter: nn.Parameter) -> tuple[int, ...]:
-    """The shape of a weight, with as many inputs as are summed over and all outputs."""
-    if isinstance(module, nn.modules.conv._ConvTransposeNd) and parameter.ndim > 1:
-        return (parameter.shape[0] // module.groups, module.out_channels, *parameter.shape[2:])
-    return tuple(parameter.shape)
-
-
 def _shapes_seen(model: nn.Module, modules: list[nn.Module], sample_input: Any) -> dict[int, tuple[int, int] | None]:
     """The last dimensions of what modules take and return, of those that run; None where it is no single tensor."""
     seen: dict[int, tuple[int, int] | None] = {}
@@ -198,36 +136,3 @@ def _shapes_seen(model: nn.Module, modules: list[nn.Module], sample_input: Any) 
             for handle in handles:
                 handle.remove()
     return seen
-
-
-def _layer(grown: _Grown, seen: tuple[int, int] | None) -> tuple[int, str] | None:
-    """Width and layer type of a module; None if it has no weight that activations are multiplied by."""
-    module = grown.module
-    if set(grown.weights) != {"weight"}:
-        matrices = [key for key, (_, grows) in grown.weights.items() if sum(grows) > 1]
-        if matrices:
-            _refuse(grown, matrices)
-        return None
-    weight, grows = grown.weights["weight"]
-    if isinstance(module, _OUT_FIRST) or (weight.ndim == 2 and seen == (weight.shape[1], weight.shape[0])):
-        output = 0
-    elif isinstance(module, _IN_FIRST) or (weight.ndim == 2 and seen == (weight.shape[0], weight.shape[1])):
-        output = 1
-    else:
-        if sum(grows) > 1:
-            _refuse(grown, ["weight"])
-        return None
-    sizes = _sizes(module, weight)
-    grows_in = any(grew for place, grew in enumerate(grows) if place != output)
-    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and grows_in:
-        _refuse(grown, ["weight"])
-    if grows_in:
-        return math.prod(sizes) // sizes[output], "hidden" if grows[output] else "readout"
-    return sizes[output], "embedding"
-
-
-def _refuse(grown: _Grown, keys: list[str]) -> None:
-    raise ValueError(
-        f"It is not known how {grown.name or 'the model'} ({type(grown.module).__name__}) uses what grows with width "
-        f"in {', '.join(keys)}: wrap it in a ParametrizedModule by hand, or make it of Linear, Conv and Embedding"
-    )

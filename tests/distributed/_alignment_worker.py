@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 import torch.nn.functional as F
 from ignite.engine import Engine, Events
@@ -9,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_monitor.scaling import AlignmentHandler, MaxPScheduler, parametrize
-from tests.distributed._launch import run_scenarios
+from tests.distributed._launch import WORLD, run_scenarios
 
 COUNT = 4
 
@@ -23,12 +25,22 @@ def batches():
     return [(torch.randn(8, 6, generator=generator), torch.randn(8, 3, generator=generator)) for _ in range(COUNT)]
 
 
-def train(rank, seed=0, reference="init"):
+def shard(model):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (WORLD,))
+    fully_shard(model[2], mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def train(rank, seed=0, reference="init", wrap=DistributedDataParallel):
     """What was published in each iteration; rank None has the whole batch."""
     torch.manual_seed(seed)
     parametrization = parametrize(make_net, (8, 16), sample_input=torch.zeros(1, 6), lr_prefactor=0.1)
+    initial = copy.deepcopy(parametrization.model) if wrap is shard else "init"
+    model = parametrization.model if rank is None else wrap(parametrization.model)
     optimizer = torch.optim.Adam(parametrization.param_groups)
-    model = parametrization.model if rank is None else DistributedDataParallel(parametrization.model)
 
     def train_step(_, batch):
         inputs, targets = batch if rank is None else (part[rank * 4 : rank * 4 + 4] for part in batch)
@@ -37,7 +49,10 @@ def train(rank, seed=0, reference="init"):
         optimizer.step()
 
     measured = model if reference == "init" else parametrization
-    handlers = AlignmentHandler(measured, reference=reference), MaxPScheduler(parametrization, optimizer)
+    handlers = (
+        AlignmentHandler(measured, reference=initial if wrap is shard else reference),
+        MaxPScheduler(parametrization, optimizer, reference=initial),
+    )
     engine = Engine(train_step)
     published = []
     for handler in handlers:
@@ -55,7 +70,11 @@ def train_with_own_seeds(rank):
     return train(rank, seed=rank, reference="seed")
 
 
-SCENARIOS = {"ddp": train, "own_seeds": train_with_own_seeds}
+def train_sharded(rank):
+    return train(rank, wrap=shard)
+
+
+SCENARIOS = {"ddp": train, "own_seeds": train_with_own_seeds, "fsdp": train_sharded}
 
 if __name__ == "__main__":
     run_scenarios(SCENARIOS)

@@ -16,7 +16,7 @@ def ranks(tmp_path_factory):
     return launched("_alignment_worker", tmp_path_factory.mktemp("ranks"), SCENARIOS)
 
 
-@pytest.mark.parametrize(("scenario", "reference"), [("ddp", "init"), ("own_seeds", "seed")])
+@pytest.mark.parametrize(("scenario", "reference"), [("ddp", "init"), ("own_seeds", "seed"), ("fsdp", "init")])
 def test_both_ranks_publish_what_one_process_does(ranks, scenario, reference):
     """Ranks with seeds of their own start from the weights of rank 0, and compare with these."""
     first, second = ranks(scenario)

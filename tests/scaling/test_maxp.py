@@ -231,6 +231,22 @@ def test_learning_rates_that_are_tensors_are_written_in_place():
     assert {key: float(lr) for key, lr in rates(optimizer).items()} == pytest.approx(expected, rel=1e-6)
 
 
+def test_given_reference():
+    """Of a model whose copy can't be taken any more: the same rates, and no reference in the state."""
+    seen = []
+    for given in (False, True):
+        parametrization, optimizer = make()
+        reference = copy.deepcopy(parametrization.model) if given else "init"
+        scheduler = MaxPScheduler(parametrization, optimizer, reference=reference)
+        seen.append(run(parametrization, optimizer, scheduler))
+        state = copy.deepcopy(scheduler.state_dict())
+        assert (state["reference"] is None) is given
+        scheduler.load_state_dict(state)
+    assert seen[0] == seen[1]
+    with pytest.raises(TypeError, match="reference"):
+        MaxPScheduler(parametrization, optimizer, reference=3)
+
+
 def test_failed_solves_change_nothing_and_are_counted(monkeypatch, caplog):
     parametrization, optimizer = make()
     scheduler = MaxPScheduler(parametrization, optimizer)

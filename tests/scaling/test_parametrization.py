@@ -59,6 +59,20 @@ def saved(value):
     return file.getvalue()
 
 
+def test_groups_hold_the_parameters_that_the_model_has_now():
+    """Sharding, and what makes a model of one on the meta device, put others in their place."""
+    model = _models.mlp(8, _models.wrapped)
+    parametrization = Parametrization(model)
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            module._parameters[name] = nn.Parameter(parameter.detach().clone())
+    groups = parametrization.param_groups
+    assert {id(each) for group in groups for each in group["params"]} == {id(each) for each in model.parameters()}
+    (hidden,) = (group for group in groups if group["layer_name"] == "3" and not group["bias"])
+    assert [id(each) for each in hidden["params"]] == [id(model[3].module.weight)]
+    assert parametrization.layers["3"].weights["module.weight"] is model[3].module.weight
+
+
 def test_layers_say_what_was_done():
     model = _models.mlp(16, _models.wrapped)
     parametrization = Parametrization(model, ab_overrides={"3": (0.25, 0.25)}, std_prefactor=3.0)

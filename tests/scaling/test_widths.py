@@ -353,7 +353,7 @@ def test_weights_that_grow_outside_of_the_layers_are_named(make, match):
 @pytest.mark.parametrize(
     ("make", "what"),
     [
-        (lambda n: nn.Sequential(nn.LazyLinear(n)), "lazy modules"),
+        (lambda n: nn.Sequential(nn.LazyLinear(n)), "lazy modules, but 0 is one"),
         (lambda n: nn.Sequential(nn.Linear(6, n), torch.jit.script(nn.Linear(n, 3))), "scripted modules, but 1 is one"),
     ],
 )
