@@ -264,6 +264,7 @@ class Watch:
         self.armed = self.active = self._awaits_step = False
 
     def _install(self, engine: Engine) -> None:
+        remove_all(self._handles)  # those of an interrupt that came while others were put on or taken off
         # The finalizer of a dropped watch has to find these too.
         self._handles += [watched.hook for watched in self._models.values()]
         watch = weakref.ref(self)
@@ -299,16 +300,15 @@ class Watch:
                 owner._end()
             original(error)
 
+        # One by one, and what takes them off again first: an interrupt may come at any moment.
+        # Ignite swallows exceptions as soon as anyone has ever listened to EXCEPTION_RAISED, so nobody here may.
+        self._handles.append(Patch(engine, "_handle_exception", handle_exception))
+        # The one way to know that a train step has returned before anything else on the engine does.
+        self._handles.append(Patch(engine, "_process_function", train_step))
+        # A compiled step would trace into the hooks.
+        self._handles.append(register_optimizer_step_pre_hook(torch.compiler.disable(step_started)))
+        self._handles.append(register_optimizer_step_post_hook(torch.compiler.disable(step_completed)))
         self._installed = True
-        self._handles += [
-            # A compiled step would trace into the hooks.
-            register_optimizer_step_pre_hook(torch.compiler.disable(step_started)),
-            register_optimizer_step_post_hook(torch.compiler.disable(step_completed)),
-            # The one way to know that a train step has returned before anything else on the engine does. And Ignite
-            # swallows exceptions as soon as anyone has ever listened to EXCEPTION_RAISED, so nobody here may.
-            Patch(engine, "_process_function", train_step),
-            Patch(engine, "_handle_exception", handle_exception),
-        ]
 
     def _contexts(self) -> list[AbstractContextManager[Any]]:
         return [context for member in self._members for context in member.contexts()] if self.active else []

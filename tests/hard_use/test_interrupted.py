@@ -5,15 +5,19 @@ Attached is everything there is: all monitors, both kinds of files, and Ignite's
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import multiprocessing
 import signal
+import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 from ignite.engine import Events
 
+import ignite_monitor
 from ignite_monitor import MonitorEvents
 from tests._helpers import footprint, hooks_only, same
 from tests.hard_use._resumed import END, SAVED, ResumedTraining, Series, train_until_killed, written
@@ -143,6 +147,46 @@ def test_an_error_and_back_to_the_last_checkpoint(place, error, iteration, event
         assert training.load() == start
         training.train()
     check(training, event, accumulate, boards=not same_process)
+
+
+@contextlib.contextmanager
+def interrupted_at_call(number):
+    """KeyboardInterrupt, as from Ctrl-C, when that many functions of the package have been entered."""
+    package, calls, before = str(Path(ignite_monitor.__file__).parent), itertools.count(1), sys.gettrace()
+
+    def trace(frame, event, _):
+        code = frame.f_code
+        # In a generator expression it may get lost in what consumes it, which is none of the package's doing.
+        if code.co_filename.startswith(package) and code.co_name != "<genexpr>" and next(calls) == number:
+            sys.settrace(before)
+            raise KeyboardInterrupt
+
+    sys.settrace(trace)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            yield
+    finally:
+        sys.settrace(before)
+
+
+def test_interrupted_at_any_moment_and_back_to_the_last_checkpoint(tmp_path):
+    training = ResumedTraining(tmp_path)
+
+    def steps():
+        before = hooks_only(footprint(training.trainer, training.model, training.optimizer))
+        fail_once(training, "forward", KeyboardInterrupt, 5)
+        with pytest.raises(KeyboardInterrupt):
+            training.go_on()
+        for number in (*range(1, 24), 80, 700, 1500, 3000, 6000, 10000):
+            training.load()
+            with interrupted_at_call(number):
+                training.go_on()
+            assert hooks_only(footprint(training.trainer, training.model, training.optimizer)) == before, number
+        training.load()
+        training.go_on()
+
+    training.train(steps)
+    check(training, "every iteration", boards=False)
 
 
 # Without a checkpoint: an iteration that broke off is one that was never watched
