@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol
 
@@ -78,7 +78,7 @@ class Watch:
         self.armed = self.active = self._awaits_step = False
         self._tasks: dict[int, dict[int, set[int]]] = {}
         self.reached: frozenset[int] = frozenset()
-        self.reached_parameters: frozenset[int] = frozenset()
+        self.reached_parameters: Set[int] = frozenset()
         self.unreduced: frozenset[int] = frozenset()
         self.stepping: Optimizer | None = None
 
@@ -371,9 +371,8 @@ class Watch:
         parameters = self._tasks.pop(task, {})
         reached = parameters.keys() & self._models.keys()
         self.reached = frozenset(key for key in reached if self._models[key].reduces)
-        self.reached_parameters = frozenset(
-            each for key in self.reached for each in self._models[key].changed_by_backward(parameters[key])
-        )
+        changed = [self._models[key].changed_by_backward(parameters[key]) for key in self.reached]
+        self.reached_parameters = changed[0] if len(changed) == 1 else set().union(*changed)
         self.unreduced = (self.unreduced | reached) - self.reached
         if self.reached:
             self.fire(MonitorEvents.GRADIENTS_READY)

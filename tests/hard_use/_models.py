@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 WIDTH, ROWS = 4, 5
 
@@ -190,7 +191,7 @@ class Plan:
         alike = [each for each in square if each.weight.dtype == torch.float32]
         if self.tied and len(alike) > 1:
             alike[1].weight = alike[0].weight
-        parameters = [each for each in model.parameters() if not nn.parameter.is_lazy(each)]
+        parameters = [each for each in model.parameters() if not is_lazy(each)]
         if self.frozen is not None and parameters:
             parameters[self.frozen % len(parameters)].requires_grad_(False)
         if self.used:

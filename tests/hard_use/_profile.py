@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, settings
 
 _TIMES = int(os.environ.get("HARD_USE_EXAMPLES", "1"))
 
@@ -25,6 +25,5 @@ def examples(count: int) -> settings:
         database=None,
         deadline=None,
         print_blob=True,
-        phases=[Phase.explicit, Phase.generate] if os.environ.get("NOSHRINK") else [*Phase],
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
     )

@@ -32,6 +32,7 @@ class Net(nn.Module):
         for name, parameter in self.named_parameters():
             if frozen and name.startswith(frozen):
                 parameter.requires_grad_(False)
+        self.double()
 
     def forward(self, x: Tensor, heads: str = "ab", body: bool = True) -> dict[str, Tensor]:
         hidden = torch.tanh(self.body(x))
@@ -178,7 +179,7 @@ class Training:
         self.optimizers = make_optimizers(self.model, setting)
         self.names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         generator = torch.Generator().manual_seed(1)
-        self.batches = [torch.randn(5, 3, generator=generator) for _ in program]
+        self.batches = [torch.randn(5, 3, generator=generator).double() for _ in program]
         self.engine = Engine(self.train_step)
 
     @property
@@ -285,7 +286,7 @@ class Training:
         elif operation.kind == "evaluator":
             Engine(lambda engine, batch: {head: loss.item() for head, loss in self.model(batch).items()}).run([x])
         else:
-            other = nn.Linear(3, 1)
+            other = nn.Linear(3, 1).double()
             optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
 
             def train_step(engine: Engine, batch: Tensor) -> None:

@@ -14,6 +14,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from ignite.engine import Engine, Events
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ignite_monitor import (
     ActivationHandler,
@@ -103,7 +104,8 @@ class Recorded(Training):
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
-        self.initial = copy.deepcopy(self.model)
+        # What can't be copied has no reference either.
+        self.initial = self.model if any(map(is_lazy, self.model.buffers())) else copy.deepcopy(self.model)
         self.iterations: list[Iteration] = []
         self.held = {name for name, each in self.model.named_parameters() if each.requires_grad}
 
@@ -123,9 +125,9 @@ class Recorded(Training):
 def is_refused(kind: str, plan: Plan, model: nn.Module) -> bool:
     """Whether a handler has to refuse a model."""
     parameters = list(model.parameters())
-    if any(isinstance(each, nn.parameter.UninitializedParameter) for each in parameters):
+    if any(map(is_lazy, parameters)):
         return True
-    if any(isinstance(each, nn.parameter.UninitializedBuffer) for each in model.buffers()):
+    if any(map(is_lazy, model.buffers())):
         return kind in ("activation", "rcc", "alignment")  # it can't be copied
     if kind == "spectral":
         return not any(each.ndim > 1 and each.numel() and each.is_floating_point() for each in parameters)

@@ -97,6 +97,6 @@ def test_any_train_step(setting, program, rule):
     for place, (said, expected) in enumerate(zip(moments.said, truth.moments, strict=True)):
         assert said[0] is expected[0], place
         assert (said[1] is None) is (expected[1] is None), place
-        assert said[1] is None or said[1] == pytest.approx(expected[1], rel=1e-5, abs=1e-30), place
+        assert said[1] is None or said[1] == pytest.approx(expected[1], rel=1e-9, abs=1e-30), place
     for place, (values, grad, update) in enumerate(zip(published, truth.grad, truth.update, strict=True)):
-        assert values == pytest.approx(grad | update, rel=1e-5, abs=1e-9), place
+        assert values == pytest.approx(grad | update, rel=1e-8, abs=1e-12), place
