@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import torch
 import torch.nn.functional as F
 from ignite.engine import Engine, Events
@@ -38,9 +40,9 @@ def batches():
     return [(torch.randn(8, 270, generator=generator), torch.randn(8, 1, generator=generator)) for _ in range(COUNT)]
 
 
-def train(model, rank, method="power"):
+def train(model, rank, method="power", part=slice(None), monitor=None):
     """What was published in each iteration, and by what it was wrong."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 
     def train_step(_, batch):
         inputs, targets = batch if rank is None else (part[rank * 4 : rank * 4 + 4] for part in batch)
@@ -49,6 +51,8 @@ def train(model, rank, method="power"):
         optimizer.step()
 
     handler = SpectralNormHandler(model, method=method, updates=True, per_parameter=True)
+    if monitor is not None:
+        handler.load_state_dict(monitor)
     stats = StepStatsHandler(model, optimizer)
     engine = Engine(train_step)
     handler.attach(engine)
@@ -72,8 +76,21 @@ def train(model, rank, method="power"):
             }
         )
 
-    engine.run(batches(), max_epochs=1)
-    return {"published": published, "exact": exact}
+    engine.run(batches()[part], max_epochs=1)
+    return {"published": published, "exact": exact, "monitor": handler.state_dict()}
+
+
+def resumed(rank):
+    """A run that is saved halfway and goes on with another model and monitor."""
+    model, other = fsdp(), fsdp()
+    first = train(model, rank, part=slice(2))
+    buffer = io.BytesIO()
+    torch.save({"model": model.state_dict(), "monitor": first["monitor"]}, buffer)
+    buffer.seek(0)
+    state = torch.load(buffer, weights_only=True)
+    other.load_state_dict(state["model"])
+    second = train(other, rank, part=slice(2, None), monitor=state["monitor"])
+    return {name: first[name] + second[name] for name in ("published", "exact")}
 
 
 def fsdp(shape=(WORLD,)):
@@ -143,6 +160,7 @@ SCENARIOS = {
     "ddp": lambda rank: train(DistributedDataParallel(net()), rank),
     "fsdp": lambda rank: train(fsdp(), rank),
     "fsdp hybrid": lambda rank: train(fsdp((1, WORLD)), rank),
+    "fsdp resumed": resumed,
     "fsdp svd": lambda rank: train(fsdp(), rank, "svd"),
     "columns": lambda rank: columns(),
     "flops ddp": lambda rank: operations(lambda model: (DistributedDataParallel(model), 4)),

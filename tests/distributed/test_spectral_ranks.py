@@ -35,6 +35,11 @@ def test_both_ranks_publish_what_one_process_does(results, name):
                 assert value == pytest.approx(whole[i][key], rel=2e-3), (i, key)
 
 
+def test_resumed_run_publishes_what_the_uninterrupted_one_does(results):
+    for resumed, whole in zip(results("fsdp resumed"), results("fsdp"), strict=True):
+        assert resumed["published"] == whole["published"]
+
+
 @pytest.mark.parametrize("name", ["flops ddp", "flops fsdp", "flops tensor parallel"])
 def test_each_rank_counts_its_own_operations(results, name):
     """Half of the whole, whether a rank has half of the batch or half of each layer: x wants no gradient."""
