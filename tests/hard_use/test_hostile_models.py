@@ -169,8 +169,8 @@ def tolerance(name: str) -> tuple[float, float]:
         return 1e-4, 1e-3  # where a change is one of the last digits
     if name.startswith("rcc/"):
         return 1e-4, 2e-6  # the rounding of float32 numbers around 1
-    if name in ("grad/std", "grad/threshold"):
-        return 1e-5, 1e-6  # that of the norms
+    if name in ("grad/std", "grad/threshold") or "_difference/" in name:
+        return 1e-5, 1e-6  # that of norms and of differences
     return 1e-5, 1e-8
 
 
