@@ -17,6 +17,7 @@ from ignite_monitor.capture.selection import Pattern, Selection
 from ignite_monitor.events import MonitorEvents
 from ignite_monitor.functional._checks import check_count, check_type
 from ignite_monitor.functional._devices import upload
+from ignite_monitor.functional.norms import any_sharded
 from ignite_monitor.functional.spectral import METHODS
 from ignite_monitor.functional.updates import order_statistics
 from ignite_monitor.handlers._base import Handlers, Monitor
@@ -253,7 +254,8 @@ class SpectralNormHandler(Monitor):
         }
 
     def _update_values(self, parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
-        if not self._stepped:
+        # What makes no step on this rank may make one on another, and takes collectives there.
+        if not self._stepped and not any_sharded(parameters.values()):
             return {}
         places = {name: place for place, name in enumerate(self._before)}
         parameters = {name: each for name, each in parameters.items() if name in places}
@@ -265,6 +267,8 @@ class SpectralNormHandler(Monitor):
         if not changes:
             return {}
         measured = self._updates.measure(changes.values())
+        if not self._stepped:
+            return {}
         device = measured.norms.device
         of_changes = upload(torch.tensor([places[name] for name in changes], device="cpu"), device)
         moved = self._stepped.mask(HostMasks(len(places), device))[of_changes]
