@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ignite_monitor.capture.names import named_parameters, tags
 from ignite_monitor.capture.samples import reshard
 from ignite_monitor.capture.selection import Pattern, Selection
+from ignite_monitor.capture.sharding import check_whole
 from ignite_monitor.events import MonitorEvents
 from ignite_monitor.functional._checks import check_count, check_type
 from ignite_monitor.functional._devices import upload
@@ -96,7 +97,8 @@ class SpectralNormHandler(Monitor):
 
     Raises:
         TypeError: if an argument is of another type.
-        ValueError: if an argument has a value it can't have, or no parameter is left to be measured.
+        ValueError: if an argument has a value it can't have, no parameter is left to be measured, or
+            FullyShardedDataParallel has sharded them.
 
     Examples:
         .. code-block:: python
@@ -121,6 +123,7 @@ class SpectralNormHandler(Monitor):
         prefix: str = "spectral",
     ) -> None:
         super().__init__(model, prefix)
+        check_whole(model)
         check_type("method", method, str, "str")
         if method not in METHODS:
             raise ValueError(f"Argument method should be one of {', '.join(METHODS)}, but given {method!r}")

@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import functools
 import gc
+import itertools
 import sys
 import time
 import traceback
@@ -32,7 +33,7 @@ from ignite_monitor import (
     WeightUpdateHandler,
 )
 from ignite_monitor.scaling import AlignmentHandler
-from tests._helpers import hooks_only, footprint, make_batches
+from tests._helpers import footprint, hooks_only, make_batches
 from tests.distributed._launch import WORLD
 
 COUNT, FAILS = 6, 3
@@ -212,7 +213,7 @@ def conditional(make: Callable[[], nn.Module], what: str, rank: int) -> dict[str
             counts.append(collectives())
 
         engine.run(make_batches(COUNT))
-        return [now - before for before, now in zip(counts, counts[1:], strict=False)]
+        return [now - before for before, now in itertools.pairwise(counts)]
 
     return counted(run)
 
@@ -242,7 +243,11 @@ def uneven_inputs(rank: int) -> dict[str, Any]:
 PLACES = [
     "before forward", "before backward", "after backward", "handler", "handler of the gradients", "metric", "terminate",
 ]  # fmt: skip
-FAILING = {f"{world} {where}": functools.partial(failing, make, where) for world, make in (("ddp", ddp), ("fsdp", fsdp)) for where in PLACES}
+FAILING = {
+    f"{world} {where}": functools.partial(failing, make, where)
+    for world, make in (("ddp", ddp), ("fsdp", fsdp))
+    for where in PLACES
+}
 CONDITIONAL = {
     "ddp micro-batch": functools.partial(conditional, ddp, "micro-batch"),
     "ddp backward": functools.partial(conditional, ddp, "backward"),
@@ -254,7 +259,9 @@ CONDITIONAL = {
     "fsdp logs": functools.partial(conditional, fsdp, "logs"),
 }
 LAGGING = {"ddp lag": functools.partial(failing, ddp, "lag"), "fsdp lag": functools.partial(failing, fsdp, "lag")}
-SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = FAILING | CONDITIONAL | LAGGING | {"uneven inputs": uneven_inputs}
+SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = (
+    FAILING | CONDITIONAL | LAGGING | {"uneven inputs": uneven_inputs}
+)
 # Here the rank that has failed does not leave: the other one has to wait for the timeout.
 STAYS = ["ddp before backward"]
 
