@@ -7,6 +7,7 @@ import datetime
 import functools
 import gc
 import itertools
+import logging
 import sys
 import time
 import traceback
@@ -74,8 +75,6 @@ def all_monitors(model: nn.Module, optimizer: torch.optim.Optimizer, metric: Any
 
 # A rank that fails
 
-Fail = Callable[[str], None]
-
 
 def failing(make: Callable[[], nn.Module], where: str, rank: int) -> dict[str, Any]:
     """Train; in the third iteration the second rank does what it should not, and leaves.
@@ -121,15 +120,18 @@ def failing(make: Callable[[], nn.Module], where: str, rank: int) -> dict[str, A
     engine.add_event_handler(MonitorEvents.GRADIENTS_READY, lambda _: fail("handler of the gradients"))
     F.mse_loss(model(torch.ones(2, 6)), torch.ones(2, 3)).backward()  # fully_shard puts on hooks of its own
     before = hooks_only(footprint(engine, model, optimizer))
-    error = None
+    ended, message = None, ""
     try:
         engine.run(make_batches(COUNT))
     except Exception as raised:  # noqa: BLE001
-        error = f"{type(raised).__name__}: {raised}"
+        ended, message = type(raised).__name__, str(raised)
     after = hooks_only(footprint(engine, model, optimizer))
+    published = {name: float(value) for name, value in engine.state.metrics.items() if not name.startswith("step/")}
     return {
-        "error": error,
+        "ended": ended,
+        "message": message,
         "iteration": engine.state.iteration,
+        "published": published,
         "left": [kind for kind in before if before[kind] != after[kind]],
     }
 
@@ -179,7 +181,7 @@ def conditional(make: Callable[[], nn.Module], what: str, rank: int) -> dict[str
                         if not (differs and what == "backward"):
                             F.mse_loss(output, y[:2]).backward()
             F.mse_loss(model(x[2:]), y[2:]).backward()
-            if differs and what == "evaluates":
+            if what == "evaluates" and differs:
                 evaluate(x)
             if not (differs and what == "step"):
                 optimizer.step()
@@ -218,6 +220,30 @@ def conditional(make: Callable[[], nn.Module], what: str, rank: int) -> dict[str
     return counted(run)
 
 
+def without_wrapper(rank: int) -> dict[str, Any]:
+    """Each rank by itself, with two micro-batches to an iteration; only the norm of the gradient is of both."""
+
+    def run(monitored: bool) -> list[int]:
+        model = dense()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        counts: list[int] = []
+
+        def train_step(engine: Engine, batch: Any) -> None:
+            optimizer.zero_grad()
+            for x, y in zip(*(part[rank::WORLD].chunk(2) for part in batch), strict=True):
+                F.mse_loss(model(x), y).backward()
+            optimizer.step()
+
+        engine = Engine(train_step)
+        if monitored:
+            GradMonitor(model, optimizer).attach(engine)
+        engine.add_event_handler(Events.ITERATION_COMPLETED, lambda _: counts.append(collectives()))
+        engine.run(make_batches(COUNT))
+        return [now - before for before, now in itertools.pairwise(counts)]
+
+    return counted(run)
+
+
 def uneven_inputs(rank: int) -> dict[str, Any]:
     """DistributedDataParallel.join(): a rank that has run out of data shadows the collectives of the others."""
     model = ddp()
@@ -240,28 +266,30 @@ def uneven_inputs(rank: int) -> dict[str, Any]:
     return {"published": published}
 
 
-PLACES = [
-    "before forward", "before backward", "after backward", "handler", "handler of the gradients", "metric", "terminate",
-]  # fmt: skip
+PLACES = {
+    "ddp": (
+        "before forward", "before backward", "after backward", "handler", "handler of the gradients", "metric",
+        "terminate",
+    ),
+    "fsdp": ("before backward", "handler", "metric", "terminate"),
+}  # fmt: skip
+MAKE = {"ddp": ddp, "fsdp": fsdp}
 FAILING = {
-    f"{world} {where}": functools.partial(failing, make, where)
-    for world, make in (("ddp", ddp), ("fsdp", fsdp))
-    for where in PLACES
+    f"{world} {place}": functools.partial(failing, MAKE[world], place)
+    for world, places in PLACES.items()
+    for place in places
 }
 CONDITIONAL = {
-    "ddp micro-batch": functools.partial(conditional, ddp, "micro-batch"),
-    "ddp backward": functools.partial(conditional, ddp, "backward"),
-    "ddp iteration": functools.partial(conditional, ddp, "iteration"),
-    "ddp evaluates": functools.partial(conditional, ddp, "evaluates"),
-    "ddp step": functools.partial(conditional, ddp, "step"),
-    "ddp logs": functools.partial(conditional, ddp, "logs"),
-    "fsdp step": functools.partial(conditional, fsdp, "step"),
-    "fsdp logs": functools.partial(conditional, fsdp, "logs"),
+    f"{world} {what}": functools.partial(conditional, MAKE[world], what)
+    for world, does in {
+        "ddp": ("micro-batch", "backward", "iteration", "evaluates", "step", "logs"),
+        "fsdp": ("step", "logs"),
+    }.items()
+    for what in does
 }
-LAGGING = {"ddp lag": functools.partial(failing, ddp, "lag"), "fsdp lag": functools.partial(failing, fsdp, "lag")}
-SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = (
-    FAILING | CONDITIONAL | LAGGING | {"uneven inputs": uneven_inputs}
-)
+LAGGING = {f"{world} lag": functools.partial(failing, make, "lag") for world, make in MAKE.items()}
+ALONE = {"uneven inputs": uneven_inputs, "plain": without_wrapper}
+SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = FAILING | CONDITIONAL | LAGGING | ALONE
 # Here the rank that has failed does not leave: the other one has to wait for the timeout.
 STAYS = ["ddp before backward"]
 
@@ -269,6 +297,7 @@ STAYS = ["ddp before backward"]
 def main() -> None:
     folder, rank, names = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     torch.set_num_threads(1)
+    logging.disable(logging.ERROR)  # of Ignite, that a run has failed
     for place, name in enumerate(names):
         dist.init_process_group(
             "gloo",
@@ -277,17 +306,15 @@ def main() -> None:
             world_size=WORLD,
             timeout=datetime.timedelta(seconds=TIMEOUT),
         )
-        started = time.time()
         try:
             result = SCENARIOS[name](rank)
         except Exception:  # noqa: BLE001
-            result = {"raised": traceback.format_exc()}
+            result = {"error": traceback.format_exc()}
         gc.collect()
         if name in STAYS and rank == 1:
             while not (folder / f"{name}.0.pt").exists():
                 time.sleep(0.05)
         torch.save(result, folder / f"{name}.{rank}.pt")
-        print(name, rank, round(time.time() - started, 2), result, file=sys.stderr, flush=True)
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
 

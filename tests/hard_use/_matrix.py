@@ -37,8 +37,8 @@ AXES = {
     "order": ("first", "last"),
 }
 
-STEPS, ACCUMULATED = 8, 4
-OVERFLOW, SPIKE = 5, 7  # steps, counted from 1
+STEPS, ACCUMULATED = 7, 4
+OVERFLOW, SPIKE = 4, 6  # steps, counted from 1
 RULE = {"k": 8.0, "warmup": 4}
 EVERY = 2  # of compiled models so many iterations are watched by those monitors that run them eagerly
 

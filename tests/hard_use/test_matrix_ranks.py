@@ -1,8 +1,6 @@
-"""The cases of test_matrix.py that take two ranks: one pair of processes for all of a wrapper's."""
+"""The cases of test_matrix.py that take two ranks, one pair of processes for all of them."""
 
 from __future__ import annotations
-
-import functools
 
 import pytest
 import torch
@@ -19,17 +17,14 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="to
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    @functools.cache
-    def of_world(world):
-        names = [name for name, case in CASES.items() if case.world == world]
-        folder = tmp_path_factory.mktemp(world)
-        return launched("_matrix_worker", folder, names, package="tests.hard_use", timeout=1500.0 if FULL else 200.0)
-
-    return lambda name: of_world(CASES[name].world)(name)
+    timeout = 3000.0 if FULL else 200.0
+    return launched(
+        "_matrix_worker", tmp_path_factory.mktemp("ranks"), CASES, package="tests.hard_use", timeout=timeout
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.timeout(1600)
+@pytest.mark.timeout(3100)
 def test_every_rank_publishes_the_float64_truth_and_training_is_bitwise_the_same(results, name):
     both = results(name)
     compare(CASES[name], both)
