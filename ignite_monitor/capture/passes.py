@@ -145,14 +145,19 @@ class ReferencePasses:
         """Whether there has been a reason why something can't be compared."""
         return bool(self._warned)
 
-    def _say(self, reason: str) -> None:
+    def say(self, reason: str) -> None:
+        """Warn why something can't be compared, if that has not been said before.
+
+        Args:
+            reason: why.
+        """
         if reason not in self._warned:
             self._warned.add(reason)
             self._warn(reason)
 
     def _leave_out(self, name: str, error: Exception) -> None:
         reason = error if isinstance(error, NotComparableError) else f"{type(error).__name__}: {error}"
-        self._say(f"{name or 'the root module'} is not compared: {reason}")
+        self.say(f"{name or 'the root module'} is not compared: {reason}")
 
     def _start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if (
@@ -181,7 +186,7 @@ class ReferencePasses:
                 if self._reference.saves != saves:
                     continue
                 reason = f"the reference can't be run on the model's inputs ({type(error).__name__}: {error})"
-                self._say(f"{reason}, so nothing is compared")
+                self.say(f"{reason}, so nothing is compared")
                 return None
             changed = current.changed()
             if not changed:

@@ -38,6 +38,7 @@ class GradientMetrics:
         self._after: Numbers = []
         self._seen = {parameter: _mark(each) for parameter, each in _gradients(parameters)}
         self._measured: set[nn.Parameter] = set()
+        self._kept: dict[nn.Parameter, tuple[Tensor, Tensor | None]] = {}
         self._stepped: set[nn.Parameter] = set()
 
     def gradients_ready(self, scale: Tensor | None, reached: Set[int]) -> None:
@@ -66,20 +67,28 @@ class GradientMetrics:
         own = [each for each in parameters if each in self._parameters and each not in self._stepped]
         gradients = list(_gradients(own))
         by_hand = [(each, gradient) for each, gradient in gradients if each not in self._measured]
-        # Of a DTensor nothing tells: no operation on many tensors, which is how they are clipped, counts as a change.
-        changed = [
-            (each, gradient)
-            for each, gradient in gradients
-            if each in self._measured and (is_sharded(gradient) or self._is_new(each, gradient))
-        ]
+        changed = []
+        for each, gradient in gradients:
+            if each not in self._measured:
+                continue
+            if is_sharded(gradient):
+                # It counts no change by an operation on many tensors, which is how gradients are clipped, and all ranks
+                # have to gather it, also those that make no step.
+                self._kept[each] = gradient.detach().clone(), scale
+            elif self._is_new(each, gradient):
+                changed.append((each, gradient))
         self._before += self._measure("gradient", by_hand, scale)
         self._after += self._measure("gradient_after_clip", changed, scale)
         self._stepped.update(own)
 
     def numbers(self) -> tuple[Numbers, Numbers]:
-        """Names and numbers before and after clipping; after it NaN where those of a parameter have not changed."""
+        """Names and numbers before and after clipping; after it NaN where those of a parameter have not changed.
+
+        Where gradients are sharded, all ranks have to ask.
+        """
         if not self._before:
             return [], []
+        self._after += self._of_kept()
         before = put_together(self._before)
         return [before], [_differing(before, put_together(self._after))] if self._after else []
 
@@ -87,13 +96,27 @@ class GradientMetrics:
         measured = Measured(family, self._metrics)
         for parameter, gradient in gradients:
             self._seen[parameter] = _mark(gradient)
-            name, tag = self._parameters[parameter]
-            if measured.wants(name):
-                whole = whole_tensor(gradient)
-                if scale is not None:
-                    whole = whole.to(torch.promote_types(whole.dtype, torch.float32)) / scale.to(whole.device)
-                measured.see(tag, name, whole)
+            if measured.wants(self._parameters[parameter][0]):
+                self._see(measured, parameter, whole_tensor(gradient), scale)
         return measured.numbers(*measured.rows())
+
+    def _of_kept(self) -> Numbers:
+        measured = Measured("gradient_after_clip", self._metrics)
+        for parameter in self._parameters:
+            if parameter not in self._measured or not is_sharded(parameter):
+                continue
+            if measured.wants(self._parameters[parameter][0]):
+                gradient, scale = self._kept.get(parameter, (parameter, None))
+                whole = whole_tensor(gradient)
+                if parameter in self._kept:
+                    self._see(measured, parameter, whole, scale)
+        return measured.numbers(*measured.rows())
+
+    def _see(self, measured: Measured, parameter: nn.Parameter, whole: Tensor, scale: Tensor | None) -> None:
+        name, tag = self._parameters[parameter]
+        if scale is not None:
+            whole = whole.to(torch.promote_types(whole.dtype, torch.float32)) / scale.to(whole.device)
+        measured.see(tag, name, whole)
 
     def _is_new(self, parameter: nn.Parameter, gradient: Tensor) -> bool:
         return self._is_replaced(parameter, gradient) or self._seen[parameter][1] != _mark(gradient)[1]

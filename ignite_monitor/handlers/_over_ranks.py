@@ -112,11 +112,18 @@ def can_reduce(model: nn.Module) -> bool:
     Args:
         model: the model, as the train step uses it.
     """
-    if not dist.is_initialized():  # another backend of Ignite's
-        return False
-    # Under ``join()`` some ranks may have run out of data.
+    # Without a group of torch's it is another backend of Ignite's.
+    return dist.is_initialized() and not is_joined(model)
+
+
+def is_joined(model: nn.Module) -> bool:
+    """Whether ranks may have run out of data, and make no collectives but those of DistributedDataParallel's join().
+
+    Args:
+        model: the model, as the train step uses it.
+    """
     replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
-    return not any(each._join_config.enable for each in replicas)
+    return any(each._join_config.enable for each in replicas)
 
 
 def gathered(values: dict[str, Tensor]) -> dict[str, Tensor]:

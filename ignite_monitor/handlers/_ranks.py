@@ -8,9 +8,42 @@ from typing import Any
 import ignite.distributed as idist
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from ignite_monitor.capture.sharding import flat_sharding
 from ignite_monitor.functional.norms import any_sharded, combine, is_sharded, reduce_norm, sharded_norm, total_norm
+
+
+def reduction_of(model: nn.Module, reduction: str) -> str | None:
+    """What :func:`gradient_norm` has to do for a model.
+
+    Args:
+        model: the model, as the train step uses it.
+        reduction: what the user wants: ``"mean"`` or ``"sum"``.
+
+    Raises:
+        ValueError: if a wrapper of the model leaves something else to be reduced.
+    """
+    sharding = flat_sharding(model)
+    if sharding == "hybrid":
+        raise ValueError(
+            "Argument model should not be sharded by FullyShardedDataParallel with a hybrid strategy, which leaves "
+            "parts of the gradient on several ranks: shard it with torch.distributed.fsdp.fully_shard"
+        )
+    if sharding == "sharded" and reduction == "mean":
+        raise ValueError(
+            "Argument reduction should be 'sum' with FullyShardedDataParallel, which leaves another part of the "
+            "gradient on every rank, but given 'mean'"
+        )
+    if not any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        return reduction
+    if reduction == "sum":
+        raise ValueError(
+            "Argument reduction should be 'mean' with DistributedDataParallel, which leaves the same gradient on every "
+            "rank, but given 'sum'"
+        )
+    return None  # the same to the last bit, and its join() bears no collective of ours
 
 
 def gradient_norm(gradients: Sequence[Tensor], norm_type: float, reduction: str | None) -> Tensor:

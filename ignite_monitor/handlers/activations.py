@@ -22,6 +22,7 @@ from ignite_monitor.capture.names import named_parameters, tags
 from ignite_monitor.capture.passes import ReferencePasses
 from ignite_monitor.capture.reference import Reference
 from ignite_monitor.capture.selection import Pattern, Selection
+from ignite_monitor.capture.sharding import check_whole
 from ignite_monitor.capture.structure import modules_by_name
 from ignite_monitor.events import MonitorEvents
 from ignite_monitor.functional._checks import check_type
@@ -114,7 +115,8 @@ class ActivationHandler(Monitor):
 
     Raises:
         TypeError: if an argument is of another type.
-        ValueError: if an argument has a value it can't have.
+        ValueError: if an argument has a value it can't have, or ``parameters`` or ``gradients`` are asked for of a
+            model that FullyShardedDataParallel has sharded.
 
     Examples:
         .. code-block:: python
@@ -173,6 +175,8 @@ class ActivationHandler(Monitor):
         if scaler is not None:
             check_type("scaler", scaler, GradScaler, "torch.amp.GradScaler or None")
         differences = bool(self._metrics["activation_difference"] or self._metrics["parameter_difference"])
+        if self._metrics["parameter"] or self._metrics["gradient"]:
+            check_whole(model)
         if differences and reference is None:
             raise ValueError("Argument reference should be given, 'init' or a module, for differences from it")
         if reference is not None and not differences:

@@ -14,7 +14,6 @@ import torch
 from ignite.engine import Engine, State
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ignite_monitor.events import MonitorEvents
@@ -26,7 +25,7 @@ from ignite_monitor.functional.thresholds import CallableThreshold, MeanStdThres
 from ignite_monitor.handlers._base import Handlers, Monitor
 from ignite_monitor.handlers._gradient import JudgedGradient
 from ignite_monitor.handlers._lookout import Lookout
-from ignite_monitor.handlers._ranks import gradient_norm, world_size
+from ignite_monitor.handlers._ranks import gradient_norm, reduction_of, world_size
 from ignite_monitor.handlers._skip import StepSkipper, check_skippable
 
 
@@ -73,15 +72,17 @@ class GradMonitor(Monitor):
         reduction: how the norms of several ranks make one. ``"mean"``: every rank has the same gradient (DDP), and
             the result is the root mean square of the ranks' norms; ``"sum"``: each rank has another part of the
             gradient, and the result is the norm of all. DTensor gradients (FSDP2, tensor parallel) are exact in
-            either. Without a process group nothing is communicated.
+            either. Without a process group nothing is communicated, and with DistributedDataParallel neither; of any
+            other model every backward takes a collective, so all ranks have to make as many.
         prefix: what the values' names start with. Also names ``engine.state.grad_norm``: ``{prefix}_norm``.
         flag: the attribute of ``engine.state`` that says whether the gradient is a spike: False when an iteration
             starts, a 0-dim bool tensor from the end of backward on.
 
     Raises:
         TypeError: if an argument is of another type.
-        ValueError: if an argument has a value it can't have, the optimizer holds none of the model's parameters, or
-            ``skip_step`` is asked for without an optimizer or with LBFGS.
+        ValueError: if an argument has a value it can't have, the optimizer holds none of the model's parameters,
+            ``skip_step`` is asked for without an optimizer or with LBFGS, or ``reduction`` is not that of the model's
+            wrapper: "mean" for DistributedDataParallel, "sum" for FullyShardedDataParallel.
 
     Examples:
         .. code-block:: python
@@ -151,9 +152,7 @@ class GradMonitor(Monitor):
         self.on_spike = on_spike
         self.norm_type = float(norm_type)
         self.reduction = reduction
-        # DistributedDataParallel leaves the same gradients on every rank, and its join() bears no collective of ours.
-        replicated = any(isinstance(module, DistributedDataParallel) for module in model.modules())
-        self._reduction = None if replicated and reduction == "mean" else reduction
+        self._reduction = reduction_of(model, reduction)
         self.flag = flag
         self._norm_attribute = re.sub(r"\W", "_", prefix) + "_norm"
         if flag == self._norm_attribute:
@@ -288,7 +287,8 @@ class GradMonitor(Monitor):
                 gradient.foreign = gradient.taken = True
             return None
         gradients = self._gradients()
-        if not gradients:
+        # Where optimizers make their steps inside of backward there is never a whole gradient.
+        if not gradients or (self.optimizer is None and torch._C._current_graph_task_id() != -1):
             return None
         changes = None if gradient is None else gradient.changes(gradients)
         if gradient is None or changes is None or (changes and (gradient.used or not gradient.seen)):

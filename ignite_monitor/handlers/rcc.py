@@ -27,6 +27,7 @@ from ignite_monitor.functional.coordinate_check import weight_share
 from ignite_monitor.functional.updates import order_statistics
 from ignite_monitor.handlers._base import Handlers, Monitor
 from ignite_monitor.handlers._layer_changes import QUANTITIES, LayerChanges, Sums
+from ignite_monitor.handlers._over_ranks import is_joined
 from ignite_monitor.handlers._ranks import sum_over_ranks, world_size
 
 _PLACES = 2 * len(QUANTITIES)  # with the bias, and without it
@@ -88,6 +89,9 @@ class RCCHandler(Monitor):
     of a file, and counters and caches there that a forward changes, move on in both passes. Compiled models run eagerly
     in monitored iterations; eager and compiled code round differently, and with some compilers, inductor among them,
     dropout draws other masks in either.
+
+    **Several ranks.** A monitored iteration takes one collective. Under ``join()`` of DistributedDataParallel, where
+    not all ranks have data, nothing is published.
 
     **Cost** of a monitored iteration: a forward pass without gradients, two products with each weight, and memory for
     the reference's weights and for its layers' inputs, which are freed as the model reaches them.
@@ -207,6 +211,9 @@ class RCCHandler(Monitor):
         if not self._armed:
             return
         norms, self._changes.norms = self._changes.norms, []
+        if world_size() > 1 and is_joined(self.model):
+            self._passes.say("ranks may have run out of data under join(), so nothing is published")
+            return
         table, measured = self._mean_over_ranks(norms)
         shares = weight_share(table[:, _UPDATES], table[:, _DRIFTS])
         table = torch.cat([table, shares], 1)

@@ -15,9 +15,11 @@ from ignite_monitor.capture.linear_maps import weights_by_input
 from ignite_monitor.capture.names import named_parameters, tags
 from ignite_monitor.capture.samples import reshard
 from ignite_monitor.capture.selection import Pattern, Selection
+from ignite_monitor.capture.sharding import check_whole
 from ignite_monitor.events import MonitorEvents
 from ignite_monitor.functional._checks import check_count, check_type
 from ignite_monitor.functional._devices import upload
+from ignite_monitor.functional.norms import any_sharded
 from ignite_monitor.functional.spectral import METHODS
 from ignite_monitor.functional.updates import order_statistics
 from ignite_monitor.handlers._base import Handlers, Monitor
@@ -98,7 +100,8 @@ class SpectralNormHandler(Monitor):
 
     Raises:
         TypeError: if an argument is of another type.
-        ValueError: if an argument has a value it can't have, or no parameter is left to be measured.
+        ValueError: if an argument has a value it can't have, no parameter is left to be measured, or
+            FullyShardedDataParallel has sharded them.
 
     Examples:
         .. code-block:: python
@@ -123,6 +126,7 @@ class SpectralNormHandler(Monitor):
         prefix: str = "spectral",
     ) -> None:
         super().__init__(model, prefix)
+        check_whole(model)
         check_type("method", method, str, "str")
         if method not in METHODS:
             raise ValueError(f"Argument method should be one of {', '.join(METHODS)}, but given {method!r}")
@@ -258,7 +262,8 @@ class SpectralNormHandler(Monitor):
         }
 
     def _update_values(self, parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
-        if not self._stepped:
+        # What makes no step on this rank may make one on another, and takes collectives there.
+        if not self._stepped and not any_sharded(parameters.values()):
             return {}
         places = {name: place for place, name in enumerate(self._before)}
         parameters = {name: each for name, each in parameters.items() if name in places}
@@ -270,6 +275,8 @@ class SpectralNormHandler(Monitor):
         if not changes:
             return {}
         measured = self._updates.measure(changes.values())
+        if not self._stepped:
+            return {}
         device = measured.norms.device
         of_changes = upload(torch.tensor([places[name] for name in changes], device="cpu"), device)
         moved = self._stepped.mask(HostMasks(len(places), device))[of_changes]

@@ -17,6 +17,7 @@ from ignite_monitor.capture.devices import device_of
 from ignite_monitor.capture.eager import eager
 from ignite_monitor.capture.flops import FlopCount
 from ignite_monitor.capture.samples import is_measurable, reshard
+from ignite_monitor.capture.sharding import check_whole
 from ignite_monitor.events import MonitorEvents
 from ignite_monitor.functional._checks import check_real, check_type
 from ignite_monitor.functional._devices import wide_dtype
@@ -67,7 +68,7 @@ class StepStatsHandler(Monitor):
 
     Raises:
         TypeError: if an argument is of another type.
-        ValueError: if ``peak_flops`` is not greater than 0.
+        ValueError: if ``peak_flops`` is not greater than 0, or FullyShardedDataParallel has sharded the model.
 
     Examples:
         .. code-block:: python
@@ -89,6 +90,7 @@ class StepStatsHandler(Monitor):
         prefix: str = "step",
     ) -> None:
         super().__init__(model, prefix)
+        check_whole(model)
         check_type("optimizer", optimizer, Optimizer, "torch.optim.Optimizer")
         if items is not None and not callable(items):
             raise TypeError(f"Argument items should be callable or None, but given {type(items)}")

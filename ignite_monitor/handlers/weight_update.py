@@ -14,6 +14,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from ignite_monitor.capture.names import named_parameters, tags
+from ignite_monitor.capture.sharding import check_whole
 from ignite_monitor.events import MonitorEvents
 from ignite_monitor.functional._checks import check_count, check_real, check_type
 from ignite_monitor.functional.updates import order_statistics, update_ratios
@@ -111,7 +112,8 @@ class WeightUpdateHandler(Monitor):
 
     Raises:
         TypeError: if an argument is of another type.
-        ValueError: if an argument has a value it can't have, or the optimizer holds none of the model's parameters.
+        ValueError: if an argument has a value it can't have, the optimizer holds none of the model's parameters, or
+            FullyShardedDataParallel has sharded them.
 
     Examples:
         .. code-block:: python
@@ -141,6 +143,7 @@ class WeightUpdateHandler(Monitor):
         prefix: str = "monitor",
     ) -> None:
         super().__init__(model, prefix)
+        check_whole(model)
         if optimizer is not None:
             check_type("optimizer", optimizer, Optimizer, "torch.optim.Optimizer or None")
             if held_by(optimizer).isdisjoint(id(parameter) for parameter in model.parameters()):

@@ -20,6 +20,8 @@ from ignite_monitor.events import MonitorEvents
 from ignite_monitor.functional._checks import check_count
 from ignite_monitor.functional.alignment import TERMS, over_layers
 from ignite_monitor.handlers._base import Handlers, Monitor
+from ignite_monitor.handlers._over_ranks import is_joined
+from ignite_monitor.handlers._ranks import world_size
 from ignite_monitor.scaling._alignments import AlignmentMeasurement, find_layers
 from ignite_monitor.scaling._seeded import SeededWeights
 from ignite_monitor.scaling.parametrization import Parametrization
@@ -59,7 +61,7 @@ class AlignmentHandler(Monitor):
     **Cost** of a monitored iteration: a forward pass of the reference without gradients, and three products of each
     weight with ``sample_size`` rows; of other iterations nothing. Training is not touched: the reference draws the same
     dropout masks, and random numbers and running statistics are put back. Of several ranks it is the mean over all
-    their rows, in one collective.
+    their rows, in one collective; under ``join()``, where not all of them have data, nothing is published.
 
     Args:
         model_or_parametrization: the model, as the train step uses it (wrapped, where it is wrapped), or a
@@ -192,6 +194,10 @@ class AlignmentHandler(Monitor):
 
     def _on_train_step_completed(self, engine: Engine) -> None:
         if not self._armed:
+            return
+        if world_size() > 1 and is_joined(self.model):
+            self._measurement.clear()
+            self._measurement.passes.say("ranks may have run out of data under join(), so nothing is published")
             return
         table = self._measurement.result()
         values = torch.cat([table, over_layers(table)]).flatten()

@@ -15,7 +15,15 @@ from ignite.engine import Engine, Events
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ignite_monitor import GradMonitor, MeanStdThreshold, MonitorEvents
+from ignite_monitor import (
+    ActivationHandler,
+    GradMonitor,
+    MeanStdThreshold,
+    MonitorEvents,
+    SpectralNormHandler,
+    StepStatsHandler,
+    WeightUpdateHandler,
+)
 from tests._helpers import make_batches
 from tests.distributed._launch import WORLD, run_scenarios
 
@@ -261,6 +269,39 @@ def inner_model(rank: int) -> dict[str, Any]:
     return train(model, rank, watch=model.module, spike=SPIKE)
 
 
+def refused(rank: int) -> dict[str, Any]:
+    """What can't work with a wrapper, and what it is told."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+    def flat(strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD) -> nn.Module:
+        return FullyShardedDataParallel(net(), device_id=torch.device("cpu"), sharding_strategy=strategy)
+
+    attempts = {
+        "sum of replicas": lambda: GradMonitor(ddp(), reduction="sum"),
+        "mean of parts": lambda: GradMonitor(flat()),
+        "updates of parts": lambda: WeightUpdateHandler(flat()),
+        "spectra of parts": lambda: SpectralNormHandler(flat()),
+        "norm of parts": lambda: StepStatsHandler(model := flat(), torch.optim.SGD(model.parameters())),
+        "gradients of parts": lambda: ActivationHandler(flat(), gradients=True),
+        "weights of parts": lambda: ActivationHandler(flat(), parameters=True),
+    }
+    told = {}
+    for name, attempt in attempts.items():
+        try:
+            attempt()
+        except ValueError as error:
+            told[name] = str(error)
+    ActivationHandler(flat(), activations=True)
+    GradMonitor(flat(ShardingStrategy.NO_SHARD))
+    return {"told": told, "names": [*attempts]}
+
+
+def flat_parts(rank: int) -> dict[str, Any]:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return train(FullyShardedDataParallel(net(), device_id=torch.device("cpu")), rank, spike=SPIKE, reduction="sum")
+
+
 def dropped(rank: int) -> dict[str, Any]:
     """Nothing is detached, nothing is torn down: as a script ends that just stops."""
     global kept
@@ -352,6 +393,8 @@ SCENARIOS: dict[str, Any] = {
     "sum": lambda rank: different_parameters(rank, reduction="sum"),
     "sum inf": lambda rank: different_parameters(rank, reduction="sum", norm_type=float("inf")),
     "mean": lambda rank: different_parameters(rank, reduction="mean"),
+    "flat parts": flat_parts,
+    "refused": refused,
     "freed": freed,
     "uneven inputs": uneven_inputs,
     "after the process group": after_the_process_group,

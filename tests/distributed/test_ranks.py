@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import signal
 
 import pytest
@@ -180,6 +181,19 @@ def test_ranks_with_gradients_of_their_own(results, name):
         for result in both:
             assert result["seen"][place]["grad/norm"] == approx(expected)
             assert math.isfinite(result["seen"][place]["grad/norm"])
+
+
+def test_flattened_parts_add_up_to_the_norm_of_the_whole(results):
+    for result in results("flat parts"):
+        assert [seen["grad/norm"] for seen in result["seen"]] == approx(independent_norms(SPIKE))
+
+
+def test_what_cannot_work_with_a_wrapper_is_refused_by_name(results):
+    for result in results("refused"):
+        assert [*result["told"]] == result["names"]
+        for name, reason in result["told"].items():
+            assert re.match("Argument (reduction|model) should", reason)
+            assert ("DistributedDataParallel" if "replicas" in name else "FullyShardedDataParallel") in reason
 
 
 def test_dropped_run_frees_its_reducer_by_reference_counting(results):

@@ -66,7 +66,17 @@ def truth(model: nn.Module, reference: nn.Module, batches: Sequence[Any]) -> dic
     batches = [
         batch.double() if isinstance(batch, Tensor) and batch.is_floating_point() else batch for batch in batches
     ]
-    ours, theirs = calls_of(model, batches), calls_of(reference, batches)
+    return truth_of_calls(model, reference, calls_of(model, batches), calls_of(reference, batches))
+
+
+@torch.no_grad()
+def truth_of_calls(
+    model: nn.Module,
+    reference: nn.Module,
+    ours: dict[str, list[tuple[Any, Any]]],
+    theirs: dict[str, list[tuple[Any, Any]]],
+) -> dict[str, float]:
+    """The same, of float64 models and what :func:`calls_of` says of either."""
     norms: dict[str, list[float]] = {}
 
     def note(name: str, values: Tensor, dim: int) -> None:

@@ -1309,3 +1309,19 @@ def test_a_resumed_run_publishes_what_the_uninterrupted_run_does(rule, half, spi
     assert_same(second.metrics, whole.metrics[half:])
     assert second.flags == whole.flags[half:]
     assert_same(resumed["monitor"].state_dict(), parts["monitor"].state_dict())
+
+
+def test_optimizer_steps_inside_of_backward_leave_no_whole_gradient_and_nothing_is_published(caplog):
+    model = make_model()
+    optimizers = {parameter: torch.optim.SGD([parameter], lr=0.01) for parameter in model.parameters()}
+
+    def step_at_once(parameter):
+        optimizers[parameter].step()
+        parameter.grad = None
+
+    for parameter in optimizers:
+        parameter.register_post_accumulate_grad_hook(step_at_once)
+    recorder = train(lambda _, batch: loss_of(model, batch).backward(), make_batches(3), GradMonitor(model))
+    assert recorder.metrics == [{}] * 3
+    assert recorder.flags == [False] * 3
+    assert len([record for record in caplog.records if "no gradient of the model" in record.getMessage()]) == 1

@@ -1,0 +1,43 @@
+"""How FullyShardedDataParallel, the predecessor of ``fully_shard``, keeps parameters."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import nn
+
+
+def flat_sharding(model: nn.Module) -> str | None:
+    """Whether parameters are parts of flattened ones, of which neither shape nor elements can be told; None if not.
+
+    Args:
+        model: the model.
+
+    Returns:
+        ``"sharded"`` where each rank has another part, ``"hybrid"`` where some ranks have the same.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return None
+    flat: Any = fsdp.FullyShardedDataParallel
+    kinds = {module.sharding_strategy.name for module in model.modules() if isinstance(module, flat)} - {"NO_SHARD"}
+    if not kinds:
+        return None
+    return "hybrid" if any("HYBRID" in kind for kind in kinds) else "sharded"
+
+
+def check_whole(model: nn.Module) -> None:
+    """Refuse a model whose parameters can't be told one from the other.
+
+    Args:
+        model: the model.
+
+    Raises:
+        ValueError: if it is sharded by FullyShardedDataParallel.
+    """
+    if flat_sharding(model) is not None:
+        raise ValueError(
+            "Argument model should not be sharded by FullyShardedDataParallel, which leaves flattened parts of "
+            "parameters: shard it with torch.distributed.fsdp.fully_shard"
+        )

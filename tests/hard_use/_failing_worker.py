@@ -1,0 +1,323 @@
+"""One rank of the runs that test_failing_rank.py looks at: ``… FOLDER RANK NAME …``, each with a group of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import gc
+import itertools
+import logging
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from ignite.engine import Engine, Events
+from ignite.handlers import TensorboardLogger
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ignite_monitor import (
+    ActivationHandler,
+    GradMonitor,
+    MonitorEvents,
+    RCCHandler,
+    SpectralNormHandler,
+    StepStatsHandler,
+    WeightUpdateHandler,
+)
+from ignite_monitor.scaling import AlignmentHandler
+from tests._helpers import footprint, hooks_only, make_batches
+from tests.distributed._launch import WORLD
+
+COUNT, FAILS = 6, 3
+TIMEOUT = 5.0  # of collectives, in seconds
+
+
+def dense() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def ddp() -> nn.Module:
+    return DistributedDataParallel(dense())
+
+
+def fsdp() -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model: Any = dense()
+    mesh = init_device_mesh("cpu", (WORLD,))
+    fully_shard(model[0], mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def all_monitors(model: nn.Module, optimizer: torch.optim.Optimizer, metric: Any = torch.abs) -> dict[str, Any]:
+    own: Any = {"mean": True, "own": metric}
+    return {
+        "grad": GradMonitor(model, optimizer, skip_step=True),
+        "update": WeightUpdateHandler(model, optimizer),
+        "activation": ActivationHandler(model, activations=own, gradients=own, parameters=own),
+        "rcc": RCCHandler(model, reference=dense()),
+        "alignment": AlignmentHandler(model, reference=dense()),
+        "spectral": SpectralNormHandler(model, updates=True),
+        "step": StepStatsHandler(model, optimizer),
+    }
+
+
+# A rank that fails
+
+
+def failing(make: Callable[[], nn.Module], where: str, rank: int) -> dict[str, Any]:
+    """Train; in the third iteration the second rank does what it should not, and leaves.
+
+    Args:
+        make: makes the model.
+        where: where it happens.
+        rank: this rank.
+    """
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def fail(here: str) -> None:
+        if here == where and rank == 1 and engine.state.iteration == FAILS:
+            if where == "terminate":
+                engine.terminate()
+            elif where == "lag":
+                time.sleep(1.0)
+            else:
+                raise RuntimeError(f"rank {rank} failed: {here}")
+
+    def train_step(engine: Engine, batch: Any) -> None:
+        optimizer.zero_grad()
+        fail("before forward")
+        x, y = (part[rank::WORLD] for part in batch)
+        output = model(x)
+        fail("before backward")
+        F.mse_loss(output, y).backward()
+        fail("after backward")
+        optimizer.step()
+        fail("terminate")
+        fail("lag")
+
+    def metric(values: torch.Tensor) -> torch.Tensor:
+        fail("metric")
+        return values.abs()
+
+    engine = Engine(train_step)
+    engine.add_event_handler(Events.ITERATION_COMPLETED, lambda _: fail("handler"))
+    monitors = all_monitors(model, optimizer, metric)
+    for monitor in monitors.values():
+        monitor.attach(engine)
+    engine.add_event_handler(MonitorEvents.GRADIENTS_READY, lambda _: fail("handler of the gradients"))
+    F.mse_loss(model(torch.ones(2, 6)), torch.ones(2, 3)).backward()  # fully_shard puts on hooks of its own
+    before = hooks_only(footprint(engine, model, optimizer))
+    ended, message = None, ""
+    try:
+        engine.run(make_batches(COUNT))
+    except Exception as raised:  # noqa: BLE001
+        ended, message = type(raised).__name__, str(raised)
+    after = hooks_only(footprint(engine, model, optimizer))
+    published = {name: float(value) for name, value in engine.state.metrics.items() if not name.startswith("step/")}
+    return {
+        "ended": ended,
+        "message": message,
+        "iteration": engine.state.iteration,
+        "published": published,
+        "left": [kind for kind in before if before[kind] != after[kind]],
+    }
+
+
+# Collectives that only some ranks reach
+
+
+def collectives() -> int:
+    """How many this process has taken part in, DistributedDataParallel's and Ignite's included."""
+    return sum(group._get_sequence_number_for_group() for group in dist.distributed_c10d._world.pg_map)
+
+
+def counted(run: Callable[[bool], list[int]]) -> dict[str, Any]:
+    """How many collectives there are in each iteration, with monitors and without."""
+    return {"monitored": run(True), "plain": run(False)}
+
+
+def conditional(make: Callable[[], nn.Module], what: str, rank: int) -> dict[str, Any]:
+    """Train with two micro-batches to an iteration; the second rank does something else in every other one.
+
+    Args:
+        make: makes the model.
+        what: what it does.
+        rank: this rank.
+    """
+
+    def run(monitored: bool) -> list[int]:
+        model: Any = make()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        counts: list[int] = []
+        inner = getattr(model, "module", model)
+
+        def evaluate(x: torch.Tensor) -> None:
+            model.eval()
+            with torch.no_grad():
+                inner(x)
+            model.train()
+
+        def train_step(engine: Engine, batch: Any) -> None:
+            differs = rank == 1 and engine.state.iteration % 2 == 0
+            optimizer.zero_grad()
+            x, y = (part[rank::WORLD] for part in batch)
+            if what in ("micro-batch", "backward"):
+                with model.no_sync():
+                    if not (differs and what == "micro-batch"):
+                        output = model(x[:2])
+                        if not (differs and what == "backward"):
+                            F.mse_loss(output, y[:2]).backward()
+            F.mse_loss(model(x[2:]), y[2:]).backward()
+            if what == "evaluates" and differs:
+                evaluate(x)
+            if not (differs and what == "step"):
+                optimizer.step()
+
+        def train_step_without_reduction(engine: Engine, batch: Any) -> None:
+            """Two iterations to a step, of the first of which one rank leaves everything out."""
+            x, y = (part[rank::WORLD] for part in batch)
+            if engine.state.iteration % 2 == 0:
+                F.mse_loss(model(x), y).backward()
+                optimizer.step()
+                return
+            optimizer.zero_grad()
+            with model.no_sync():
+                if rank == 0 or engine.state.iteration < 4:  # DDP itself communicates in its first forward passes
+                    F.mse_loss(model(x), y).backward()
+
+        engine = Engine(train_step_without_reduction if what == "iteration" else train_step)
+        monitors = all_monitors(model, optimizer) if monitored else {}
+        for monitor in monitors.values():
+            monitor.attach(engine)
+            if what == "logs" and rank == 1:
+                monitor.log_to(MagicMock(spec=TensorboardLogger), engine)
+
+        @engine.on(Events.ITERATION_COMPLETED)
+        def count(engine: Engine) -> None:
+            if what == "logs" and rank == 1:
+                for monitor in monitors.values():
+                    monitor.on_host()
+                    monitor.state_dict()
+                getattr(monitors.get("update"), "diagnostics", None)
+            counts.append(collectives())
+
+        engine.run(make_batches(COUNT))
+        return [now - before for before, now in itertools.pairwise(counts)]
+
+    return counted(run)
+
+
+def without_wrapper(rank: int) -> dict[str, Any]:
+    """Each rank by itself, with two micro-batches to an iteration; only the norm of the gradient is of both."""
+
+    def run(monitored: bool) -> list[int]:
+        model = dense()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        counts: list[int] = []
+
+        def train_step(engine: Engine, batch: Any) -> None:
+            optimizer.zero_grad()
+            for x, y in zip(*(part[rank::WORLD].chunk(2) for part in batch), strict=True):
+                F.mse_loss(model(x), y).backward()
+            optimizer.step()
+
+        engine = Engine(train_step)
+        if monitored:
+            GradMonitor(model, optimizer).attach(engine)
+        engine.add_event_handler(Events.ITERATION_COMPLETED, lambda _: counts.append(collectives()))
+        engine.run(make_batches(COUNT))
+        return [now - before for before, now in itertools.pairwise(counts)]
+
+    return counted(run)
+
+
+def uneven_inputs(rank: int) -> dict[str, Any]:
+    """DistributedDataParallel.join(): a rank that has run out of data shadows the collectives of the others."""
+    model = ddp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def train_step(engine: Engine, batch: Any) -> None:
+        optimizer.zero_grad()
+        F.mse_loss(model(batch[0]), batch[1]).backward()
+        optimizer.step()
+
+    engine = Engine(train_step)
+    for monitor in all_monitors(model, optimizer).values():
+        monitor.attach(engine)
+    published: list[list[str]] = []
+    engine.add_event_handler(
+        Events.ITERATION_COMPLETED, lambda e: published.append(sorted({name.split("/")[0] for name in e.state.metrics}))
+    )
+    with model.join():
+        engine.run(make_batches(COUNT)[: 3 + 2 * rank])
+    return {"published": published}
+
+
+PLACES = {
+    "ddp": (
+        "before forward", "before backward", "after backward", "handler", "handler of the gradients", "metric",
+        "terminate",
+    ),
+    "fsdp": ("before backward", "handler", "metric", "terminate"),
+}  # fmt: skip
+MAKE = {"ddp": ddp, "fsdp": fsdp}
+FAILING = {
+    f"{world} {place}": functools.partial(failing, MAKE[world], place)
+    for world, places in PLACES.items()
+    for place in places
+}
+CONDITIONAL = {
+    f"{world} {what}": functools.partial(conditional, MAKE[world], what)
+    for world, does in {
+        "ddp": ("micro-batch", "backward", "iteration", "evaluates", "step", "logs"),
+        "fsdp": ("step", "logs"),
+    }.items()
+    for what in does
+}
+LAGGING = {f"{world} lag": functools.partial(failing, make, "lag") for world, make in MAKE.items()}
+ALONE = {"uneven inputs": uneven_inputs, "plain": without_wrapper}
+SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = FAILING | CONDITIONAL | LAGGING | ALONE
+# Here the rank that has failed does not leave: the other one has to wait for the timeout.
+STAYS = ["ddp before backward"]
+
+
+def main() -> None:
+    folder, rank, names = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+    torch.set_num_threads(1)
+    logging.disable(logging.ERROR)  # of Ignite, that a run has failed
+    for place, name in enumerate(names):
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder / f'store{place}'}",
+            rank=rank,
+            world_size=WORLD,
+            timeout=datetime.timedelta(seconds=TIMEOUT),
+        )
+        try:
+            result = SCENARIOS[name](rank)
+        except Exception:  # noqa: BLE001
+            result = {"error": traceback.format_exc()}
+        gc.collect()
+        if name in STAYS and rank == 1:
+            while not (folder / f"{name}.0.pt").exists():
+                time.sleep(0.05)
+        torch.save(result, folder / f"{name}.{rank}.pt")
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

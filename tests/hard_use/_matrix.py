@@ -1,0 +1,375 @@
+"""The ways to train of the matrix: which there are, and one run of each, with every monitor or with none."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from ignite.engine import Engine, Events
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.nn.parallel import DistributedDataParallel
+
+from ignite_monitor import (
+    ActivationHandler,
+    GradMonitor,
+    MeanStdThreshold,
+    RCCHandler,
+    SpectralNormHandler,
+    StepStatsHandler,
+    WeightUpdateHandler,
+)
+from tests.handlers._trainers import Judge, norm_of
+
+AXES = {
+    "precision": ("float32", "bfloat16", "scaler"),
+    "accumulation": ("none", "micro", "iterations"),
+    "optimizer": ("SGD", "AdamW", "fused AdamW", "Muon"),
+    "mode": ("eager", "compiled"),
+    "world": ("alone", "ddp", "fsdp"),
+    "clip": (False, True),
+    "skip": (False, True),
+    "order": ("first", "last"),
+}
+
+STEPS, ACCUMULATED = 7, 4
+OVERFLOW, SPIKE = 4, 6  # steps, counted from 1
+RULE = {"k": 8.0, "warmup": 4}
+EVERY = 2  # of compiled models so many iterations are watched by those monitors that run them eagerly
+
+
+class Case(NamedTuple):
+    """One way to train.
+
+    Attributes:
+        precision: what passes are in; with "scaler" float16 under autocast, and a GradScaler.
+        accumulation: four micro-batches to an optimizer step, in one iteration or in four.
+        optimizer: Muon has AdamW beside it, for what is no hidden matrix.
+        mode: whether the model is compiled.
+        world: one process, or what two ranks share.
+        clip: whether the train step clips gradients, unscaled by hand where there is a scaler.
+        skip: whether spikes are skipped.
+        order: whether GradMonitor is attached before the other monitors or after them.
+    """
+
+    precision: str
+    accumulation: str
+    optimizer: str
+    mode: str
+    world: str
+    clip: bool
+    skip: bool
+    order: str
+
+    @property
+    def name(self) -> str:
+        """What a test of it is called."""
+        flags = ["clip"] * self.clip + ["skip"] * self.skip + [f"monitor {self.order}"]
+        return ", ".join([*(str(each) for each in self[:5]), *flags])
+
+    @property
+    def iterations_per_step(self) -> int:
+        return ACCUMULATED if self.accumulation == "iterations" else 1
+
+
+def cases(worlds: Iterable[str], *, full: bool) -> list[Case]:
+    """The whole product, or cases in which every two values of two axes meet.
+
+    Args:
+        worlds: of which worlds.
+        full: whether all.
+    """
+    product = [Case(*values) for values in itertools.product(*AXES.values())]
+    # What a case is about are the first five axes: of the others one combination each, each as often.
+    rest = len([*itertools.product(*[*AXES.values()][5:])])
+    if full:
+        spread = [product[i * rest + i * 5 % rest] for i in range(len(product) // rest)]
+        return [case for case in spread if case.world in worlds]
+    open_pairs = {pair for case in product for pair in _pairs(case)}
+    chosen = []
+    while open_pairs:
+        best = max(product, key=lambda case: len(open_pairs.intersection(_pairs(case))))
+        chosen.append(best)
+        open_pairs.difference_update(_pairs(best))
+    return [case for case in chosen if case.world in worlds]
+
+
+def _pairs(case: Case) -> list[Any]:
+    return [*itertools.combinations(enumerate(case), 2)]
+
+
+class Net(nn.Module):
+    """Sizes that two ranks can't share evenly, one of them so small that a rank holds nothing of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.relu = nn.Linear(6, 9), nn.LayerNorm(9), nn.ReLU()
+        self.hidden, self.dropout, self.last = nn.Linear(9, 7, bias=False), nn.Dropout(0.25), nn.Linear(7, 1)
+
+    def forward(self, x):
+        return self.last(self.dropout(self.hidden(self.relu(self.norm(self.first(x))))))
+
+
+MATRICES = ("first.weight", "hidden.weight")
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def batches(case: Case) -> list[tuple[Tensor, Tensor]]:
+    """Those of all ranks, 16 rows for each: rank 1 has the second half of the rows."""
+    generator = torch.Generator().manual_seed(1)
+    count = STEPS * case.iterations_per_step
+    made = [(torch.randn(16, 6, generator=generator), torch.randn(16, 1, generator=generator)) for _ in range(count)]
+    for step, factor in ((SPIKE, 1e3), (OVERFLOW, 1e6 if case.precision == "scaler" else 1.0)):
+        # In one micro-batch alone, and on the last rank.
+        made[step * case.iterations_per_step - case.iterations_per_step // 2 - 1][1][-1] *= factor
+    return made
+
+
+def optimizers_of(
+    case: Case, parameters: dict[str, nn.Parameter]
+) -> dict[str, tuple[torch.optim.Optimizer, list[str]]]:
+    """Prefix of the monitor -> optimizer, and the names of its parameters."""
+    names = [*parameters]
+    if case.optimizer == "SGD":
+        optimizer: Any = torch.optim.SGD(parameters.values(), lr=1e-3, momentum=0.9, weight_decay=0.1)
+    elif case.optimizer != "Muon":
+        fused = case.optimizer == "fused AdamW"
+        optimizer = torch.optim.AdamW(parameters.values(), lr=1e-2, weight_decay=0.1, fused=fused)
+    else:
+        rest = [name for name in names if name not in MATRICES]
+        muon = torch.optim.Muon([parameters[name] for name in MATRICES], lr=1e-2, weight_decay=0.1)
+        adamw = torch.optim.AdamW([parameters[name] for name in rest], lr=1e-2)
+        return {"grad": (muon, [*MATRICES]), "rest": (adamw, rest)}
+    return {"grad": (optimizer, names)}
+
+
+class Run:
+    """One training.
+
+    Args:
+        case: how.
+        rank: of two, or None for a process of its own.
+        monitored: whether the monitors are attached.
+
+    Attributes:
+        facts: of each iteration what its float64 truth can be computed from.
+        published: of each iteration what the monitors said of it.
+        flags: of each iteration the flags that were there after the last backward.
+    """
+
+    def __init__(self, case: Case, rank: int | None, *, monitored: bool, backend: str = "aot_eager") -> None:
+        self.case, self.rank, self.monitored = case, rank, monitored
+        torch.manual_seed(0)
+        self.model = model = net()
+        if case.world == "ddp":
+            self.model = DistributedDataParallel(model)
+        elif case.world == "fsdp":
+            from torch.distributed.device_mesh import init_device_mesh
+            from torch.distributed.fsdp import fully_shard
+
+            mesh = init_device_mesh("cpu", (2,))
+            fully_shard(model.hidden, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+        self.parameters = dict(model.named_parameters())
+        self.wrapped = self.model
+        if case.mode == "compiled":
+            torch._dynamo.reset()
+            self.model = torch.compile(self.model, backend=backend)
+        self.optimizers = optimizers_of(case, self.parameters)
+        self.scaler = None
+        if case.precision == "scaler":
+            self.scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
+        self.judges = {prefix: Judge(**RULE) for prefix in self.optimizers}
+        self.clones = net(), net()
+        self.facts: list[dict[str, Any]] = []
+        self.published: list[dict[str, float]] = []
+        self.engine = Engine(self._train_step)
+        self.monitors = self._monitors() if monitored else {}
+        torch.manual_seed(rank or 0)
+        with contextlib.ExitStack() as stack:
+            for monitor, event in self.monitors.values():
+                stack.enter_context(monitor.attach(self.engine, event))
+            self.engine.add_event_handler(Events.ITERATION_COMPLETED, self._note)
+            self.engine.run(batches(case), max_epochs=1)
+        self.state = self._state()
+
+    def _monitors(self) -> dict[str, Any]:
+        case, model, scaler = self.case, self.model, self.scaler
+        every = Events.ITERATION_STARTED
+        some = Events.ITERATION_STARTED(every=EVERY) if case.mode == "compiled" else every
+        judging = {
+            prefix: (
+                GradMonitor(
+                    model, optimizer, scaler=scaler, threshold=MeanStdThreshold(**RULE), skip_step=case.skip,
+                    prefix=prefix, flag=f"{prefix}_spike",
+                ),
+                every,
+            )
+            for prefix, (optimizer, _) in self.optimizers.items()
+        }  # fmt: skip
+        metrics = {"mean": True, "std": True, "max_abs": True, "nonfinite_count": True, "abs": torch.abs}
+        reference: Any = net() if case.world == "fsdp" else "init"
+        others = {
+            "update": (WeightUpdateHandler(model, scaler=scaler, sample_size=None), every),
+            "activation": (
+                ActivationHandler(
+                    model, activations=True, gradients=metrics, parameters={"l2": torch.linalg.vector_norm},
+                    scaler=scaler,
+                ),
+                some,
+            ),
+            "rcc": (RCCHandler(model, reference=reference), some),
+            "spectral": (SpectralNormHandler(model, updates=True, per_parameter=True), every),
+            "step": (StepStatsHandler(model, self.optimizers["grad"][0]), every),
+        }  # fmt: skip
+        return judging | others if case.order == "first" else others | judging
+
+    def _train_step(self, engine: Engine, batch: Any) -> None:
+        case, scaler = self.case, self.scaler
+        iteration = engine.state.iteration
+        looked_at = case.mode == "eager" or iteration % EVERY == 0
+        steps = iteration % case.iterations_per_step == 0
+        fact: dict[str, Any] = {"before": self._whole(self.parameters), "steps": steps, "looked at": looked_at}
+        calls: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+        if (iteration - 1) % case.iterations_per_step == 0:
+            for optimizer, _ in self.optimizers.values():
+                optimizer.zero_grad()
+        parts = self._parts(batch)
+        stance = "force_eager" if looked_at and not self.monitored and case.mode == "compiled" else None
+        with contextlib.nullcontext() if stance is None else torch.compiler.set_stance(stance):
+            for place, (x, y) in enumerate(parts):
+                if self.monitored and looked_at:
+                    self._call_clones(fact["before"], x, calls)
+                synchronised = steps and place == len(parts) - 1
+                with self._synchronised(synchronised):
+                    with self._autocast():
+                        loss = F.mse_loss(self.model(x), y) / (len(parts) * case.iterations_per_step)
+                    (loss if scaler is None else scaler.scale(loss)).backward()
+        reduced = synchronised or case.world == "alone"
+        scale = 1.0 if scaler is None else scaler.get_scale()
+        gradients = {name: each.grad for name, each in self.parameters.items()} if reduced else {}
+        fact["gradients"] = {name: each.double() / scale for name, each in self._whole(gradients).items()}
+        fact["flags"] = {prefix: bool(getattr(engine.state, f"{prefix}_spike", False)) for prefix in self.optimizers}
+        fact["left out"] = self._left_out(fact["gradients"]) if steps else {}
+        if steps:
+            self._step(fact)
+        fact["after"] = self._whole(self.parameters)
+        fact["calls"] = calls
+        self.facts.append(fact)
+
+    def _parts(self, batch: tuple[Tensor, Tensor]) -> list[tuple[Tensor, ...]]:
+        """This rank's rows, one micro-batch after the other."""
+        mine = [each if self.rank is None else each.chunk(2)[self.rank] for each in batch]
+        count = ACCUMULATED if self.case.accumulation == "micro" else 1
+        return [*zip(*(each.chunk(count) for each in mine), strict=True)]
+
+    def _step(self, fact: dict[str, Any]) -> None:
+        """What follows the backward that ends an accumulation."""
+        scaler, made = self.scaler, False
+        for prefix, (optimizer, names) in self.optimizers.items():
+            if self.case.clip:
+                if scaler is not None:
+                    scaler.unscale_(optimizer)
+                    made = True
+                torch.nn.utils.clip_grad_norm_([self.parameters[name] for name in names], 0.5)
+                clipped = {name: self.parameters[name].grad for name in names}
+                fact.setdefault("clipped", {}).update(self._whole(clipped))
+            if not self.monitored and fact["left out"][prefix]:
+                continue
+            made = True
+            optimizer.step() if scaler is None else scaler.step(optimizer)
+        if scaler is not None and made:
+            scaler.update()
+
+    def _left_out(self, gradients: dict[str, Tensor]) -> dict[str, bool]:
+        """For each optimizer whether its step is to be skipped."""
+        found = {}
+        for prefix, (_, names) in self.optimizers.items():
+            norm = norm_of(gradients[name] for name in names)
+            spike = self.judges[prefix].expect(norm)["spike"] == 1
+            overflow = self.scaler is not None and not torch.tensor(norm).isfinite()
+            found[prefix] = self.case.skip and spike and not overflow
+        return found
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if self.case.precision == "float32":
+            return contextlib.nullcontext()
+        return torch.autocast("cpu", torch.float16 if self.case.precision == "scaler" else torch.bfloat16)
+
+    @contextlib.contextmanager
+    def _synchronised(self, whether: bool) -> Iterator[None]:
+        wrapped: Any = self.wrapped
+        if self.case.world == "fsdp":
+            wrapped.set_requires_gradient_sync(whether)
+            yield
+            return
+        with contextlib.nullcontext() if whether or self.case.world == "alone" else wrapped.no_sync():
+            yield
+
+    def _call_clones(self, weights: dict[str, Tensor], x: Tensor, calls: tuple[dict[str, Any], ...]) -> None:
+        """Inputs and outputs of the modules of a plain model with these weights, and of the first one."""
+        self.clones[0].load_state_dict(weights)
+        for clone, found in zip(self.clones, calls, strict=True):
+            handles = [
+                module.register_forward_hook(
+                    lambda _, args, output, name=name, found=found: found.setdefault(name, []).append(
+                        (args[0].detach().clone(), output.detach().clone())
+                    )
+                )
+                for name, module in clone.named_modules()
+            ]
+            with torch.random.fork_rng(devices=[]), torch.no_grad(), self._autocast():
+                clone(x)
+            for handle in handles:
+                handle.remove()
+
+    def _note(self, engine: Engine) -> None:
+        published: dict[str, float] = {}
+        for monitor, _ in self.monitors.values():
+            published |= monitor.on_host()
+        self.published.append(published)
+        assert published.keys() <= engine.state.metrics.keys()
+        beside = {name: float(value) for name, value in engine.state.metrics.items() if name not in published}
+        assert all(value != value or "/std" in name or "/threshold" in name for name, value in beside.items()), beside
+
+    def _state(self) -> dict[str, Any]:
+        """What must be the same without monitors."""
+        return {
+            "parameters": self._whole(self.parameters),
+            "gradients": self._whole({name: each.grad for name, each in self.parameters.items()}),
+            "optimizers": [_local(optimizer.state_dict()) for optimizer, _ in self.optimizers.values()],
+            "scale": 1.0 if self.scaler is None else self.scaler.get_scale(),
+            "rng": torch.get_rng_state(),
+        }
+
+    def _whole(self, tensors: dict[str, Any]) -> dict[str, Tensor]:
+        """Copies, of all ranks' parts, of those that there are."""
+        found = {name: each.detach() for name, each in tensors.items() if each is not None}
+        return {
+            name: (each.full_tensor() if hasattr(each, "full_tensor") else each).clone() for name, each in found.items()
+        }
+
+
+def _local(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: _local(value) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return [_local(value) for value in state]
+    if hasattr(state, "to_local"):
+        state = state.to_local()
+    return copy.deepcopy(state)
+
+
+def both(case: Case, rank: int | None = None, backend: str = "aot_eager") -> dict[str, Any]:
+    """A monitored training, and its twin without monitors."""
+    run, twin = (Run(case, rank, monitored=monitored, backend=backend) for monitored in (True, False))
+    return {"facts": run.facts, "published": run.published, "state": run.state, "twin": twin.state}

@@ -1,0 +1,31 @@
+"""The cases of test_matrix.py that take two ranks, one pair of processes for all of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.distributed._launch import launched
+from tests.handlers._trainers import assert_same
+from tests.hard_use._matrix import cases
+from tests.hard_use.test_matrix import FULL, compare
+
+CASES = {case.name: case for case in cases(["ddp", "fsdp"], full=FULL)}
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    timeout = 3000.0 if FULL else 200.0
+    return launched(
+        "_matrix_worker", tmp_path_factory.mktemp("ranks"), CASES, package="tests.hard_use", timeout=timeout
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.timeout(3100)
+def test_every_rank_publishes_the_float64_truth_and_training_is_bitwise_the_same(results, name):
+    both = results(name)
+    compare(CASES[name], both)
+    assert_same(both[0]["state"]["parameters"], both[1]["state"]["parameters"])
