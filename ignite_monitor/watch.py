@@ -219,8 +219,13 @@ class Watch:
         """Watch the train step of the iteration that is starting."""
         if not self.armed:
             self.armed = True
+            heard = bool(self._listeners[MonitorEvents.GRADIENTS_READY])
+            heard = heard or self.has_handlers(MonitorEvents.GRADIENTS_READY)
             for watched in self._models.values():
-                if watched.refresh() or not watched.hook:
+                changed = watched.refresh()
+                if not heard:
+                    watched.hook.remove()
+                elif changed or not watched.hook:
                     watched.hook.put_on(watched.parameters, self._gradient_hook(watched))
 
     def _end(self, engine: Engine) -> None:

@@ -47,13 +47,14 @@ def floating_tensors(output: Any, path: str = "", around: frozenset[int] = froze
         return
     if id(output) in around:
         return
-    if isinstance(output, Mapping):
-        members: list[tuple[Any, Any]] = list(output.items())
-    elif isinstance(output, (tuple, list)):
-        members = list(enumerate(output))
+    if isinstance(output, (tuple, list)):
+        members: list[tuple[Any, Any]] = list(enumerate(output))
+    elif isinstance(output, Mapping):
+        members = list(output.items())
     elif dataclasses.is_dataclass(output) and not isinstance(output, type):
         members = [(field.name, getattr(output, field.name, None)) for field in dataclasses.fields(output)]
     else:
         return
     for key, member in members:
-        yield from floating_tensors(member, f"{path}/{key}" if path else str(key), around | {id(output)})
+        if member is not None:
+            yield from floating_tensors(member, f"{path}/{key}" if path else str(key), around | {id(output)})

@@ -79,7 +79,7 @@ class Observations:
             return
         size = tensor.numel()
         if size > _SMALL:
-            self._sum_up([name], tensor.unsqueeze(0))
+            self._sum_up([([name], tensor.unsqueeze(0))])
         elif size:
             self._make_room(tensor, 1)
             self._stacks.add(name, tensor)
@@ -93,15 +93,14 @@ class Observations:
         """
         size = tensors.numel()
         if size > _SMALL:
-            self._sum_up(names, tensors)
+            self._sum_up([(names, tensors)])
         elif size and not self._stacks.add_all(names, tensors):
             self._make_room(tensors[0], len(names))
             self._stacks.add_all(names, tensors)
 
     def flush(self) -> None:
         """Take the sums of the tensors that wait for it."""
-        for names, tensors in self._stacks.take():
-            self._sum_up(names, tensors)
+        self._sum_up(self._stacks.take())
 
     def table(self) -> Table | None:
         """What has been observed; None if nothing has."""
@@ -113,25 +112,31 @@ class Observations:
         return Table(list(names), sums, {count: (list(own), each) for (_, own, count), each in self._units.items()})
 
     def _make_room(self, like: Tensor, rows: int) -> None:
-        for names, tensors in self._stacks.grow(like, rows):
-            self._sum_up(names, tensors)
+        self._sum_up(self._stacks.grow(like, rows))
 
-    def _sum_up(self, names: Sequence[str], tensors: Tensor) -> None:
-        shape = tensors.shape[1:]
-        if is_float8(tensors):
-            tensors = tensors.float()
-        unit = unit_dimension(shape) if self._with_units else None
-        sums, units = sum_up(tensors, unit)
-        series = (tensors.device, tuple(names))
+    def _sum_up(self, stacks: Iterable[tuple[Sequence[str], Tensor]]) -> None:
+        by_device: dict[torch.device, list[tuple[Sequence[str], Tensor]]] = {}
+        for names, tensors in stacks:
+            by_device.setdefault(tensors.device, []).append((names, tensors))
+        for device, own in by_device.items():
+            self._add_sums(device, own)
+
+    def _add_sums(self, device: torch.device, stacks: list[tuple[Sequence[str], Tensor]]) -> None:
+        shaped = []
+        for _, tensors in stacks:
+            unit = unit_dimension(tensors.shape[1:]) if self._with_units else None
+            shaped.append((tensors.float() if is_float8(tensors) else tensors, unit))
+        sums, units = sum_up(shaped)
+        series = (device, tuple(name for names, _ in stacks for name in names))
         known = self._sums.get(series)
         self._sums[series] = sums if known is None else known + sums
-        kind = (*series, 0 if unit is None else shape[unit])
-        known = self._units.get(kind)
-        self._units[kind] = units if known is None else torch.maximum(known, units)
-        if known is None:
-            self._kept += units.numel()
-            if self._kept > _UNITS:
-                self._merge()
+        for (names, _), (tensors, unit), largest in zip(stacks, shaped, units, strict=True):
+            kind = (device, tuple(names), 0 if unit is None else tensors.shape[unit + 1])
+            known = self._units.get(kind)
+            self._units[kind] = largest if known is None else torch.maximum(known, largest)
+            self._kept += largest.numel() if known is None else 0
+        if self._kept > _UNITS:
+            self._merge()
 
     def _merge(self) -> None:
         """Make a single series of all, with each name once, and one of each number of units."""

@@ -82,7 +82,7 @@ class ForwardMetrics:
         return around
 
     def _wanted(self) -> bool:
-        return not self._pauses and self._root.training and not is_recomputation() and not is_reference_run()
+        return not (self._pauses or is_recomputation() or is_reference_run()) and self._root.training
 
     def _see(self, tag: str, place: str, tensor: Tensor) -> None:
         if not is_plain(tensor):
