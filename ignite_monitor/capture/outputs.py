@@ -17,62 +17,54 @@ from ignite_monitor.capture.tensors import tagged_tensors
 @contextlib.contextmanager
 def outputs(
     modules: Mapping[nn.Module, str],
-    root: nn.Module,
     wanted: Callable[[], bool],
     seen: Callable[[str, str, Tensor], None],
-    ended: Callable[[], None],
+    seen_again: Callable[[str, Tensor], bool],
 ) -> Iterator[None]:
     """While it lasts, hands on the floating-point tensors that modules return, each before anything can change it.
 
     Args:
         modules: the modules, and what they are called.
-        root: the whole model.
         wanted: whether the forward pass that is going on counts.
         seen: is given a module's name, the place in its output, empty for a single tensor, and the tensor, under
             ``no_grad``; no mode sees what it does.
-        ended: is called after each forward pass of the whole model.
+        seen_again: is given a module's name and a tensor that is all of its output, first; returns whether it is like
+            one that was seen before, and has been taken in.
     """
-    names = {id(module): name for module, name in modules.items()}
-    with outputs_to({**modules, root: ""}, _Outputs(names, id(root), wanted, seen, ended)):
+    with outputs_to(modules, _Outputs(modules, wanted, seen, seen_again)):
         yield
 
 
 class _Outputs(ModuleHook):
-    # A part of a microsecond here is a part of a millisecond in a model.
+    # Called between the operations of a model, which leave nothing of it in the processor's caches: what looks like
+    # a microsecond here is three.
     def __init__(
         self,
-        names: Mapping[int, str],
-        root: int,
+        modules: Mapping[nn.Module, str],
         wanted: Callable[[], bool],
         seen: Callable[[str, str, Tensor], None],
-        ended: Callable[[], None],
+        seen_again: Callable[[str, Tensor], bool],
     ) -> None:
-        self._names = names
-        self._root = root
+        self._names = {id(module): name for module, name in modules.items()}
         self._wanted = wanted
         self._seen = seen
-        self._ended = ended
+        self._seen_again = seen_again
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if not self._wanted():
-            return
         name = self._names.get(id(module))
-        if name is not None:
-            if _function_modes() or _dispatch_modes():
-                with aside():
-                    self._hand_on(name, output)
-            else:
-                with_graph = torch.is_grad_enabled()
-                _set_grad_enabled(False)
-                try:
-                    if type(output) is not Tensor:
-                        self._hand_on(name, output)
-                    elif output.is_floating_point():  # what nearly all return, without the detour
-                        self._seen(name, "", output)
-                finally:
-                    _set_grad_enabled(with_graph)
-        if id(module) == self._root:
-            self._ended()
+        if name is None or not self._wanted():  # a shallow copy has the hooks of the module itself
+            return
+        if _function_modes() or _dispatch_modes():
+            with aside():
+                self._hand_on(name, output)
+            return
+        with_graph = torch.is_grad_enabled()
+        _set_grad_enabled(False)
+        try:
+            if type(output) is not Tensor or not self._seen_again(name, output):
+                self._hand_on(name, output)
+        finally:
+            _set_grad_enabled(with_graph)
 
     def _hand_on(self, name: str, output: Any) -> None:
         for place, tensor in tagged_tensors(output):

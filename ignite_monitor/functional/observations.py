@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ignite_monitor.functional._devices import upload
 from ignite_monitor.functional.stacks import Stacks
-from ignite_monitor.functional.statistics import is_float8, statistics, sum_up, unit_dimension
+from ignite_monitor.functional.statistics import has_statistics, is_float8, statistics, sum_up, unit_dimension
 
 # Tensors of at most so many elements are copied, and their sums taken with those of others: an operation on a small
 # tensor takes longer than the arithmetic in it.
@@ -57,6 +57,7 @@ class Observations:
     def __init__(self, with_units: bool = True) -> None:
         self._with_units = with_units
         self._stacks = Stacks()
+        self.add_again = self._stacks.add
         self.clear()
 
     def clear(self) -> None:
@@ -69,13 +70,13 @@ class Observations:
         self._kept = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Observe a tensor, which may be changed in place afterwards.
+        """Observe a tensor, which may be changed in place afterwards; nothing of one that has no statistics.
 
         Args:
             name: what it belongs to.
-            tensor: the tensor, without a gradient.
+            tensor: the tensor; where it is part of a graph, under ``no_grad``.
         """
-        if self._stacks.add(name, tensor):
+        if self.add_again(name, tensor) or not has_statistics(tensor):
             return
         size = tensor.numel()
         if size > _SMALL:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -57,10 +57,15 @@ class Measured:
             name: the module or parameter that it belongs to.
             tensor: the tensor; where it is part of a graph, under ``no_grad``.
         """
-        if self._columns and has_statistics(tensor):
+        if self._columns:
             self._observations.add(key, tensor)
         if self.metrics.own:
             self._call(key, name, (tensor.detach(),))
+
+    @property
+    def see_again(self) -> Callable[[str, Tensor], bool]:
+        """A quicker :meth:`see`, without the name, for a tensor like one that was seen; it says whether it was."""
+        return self._observations.add_again if self._columns and not self.metrics.own else _never
 
     def see_difference(self, key: str, name: str, tensor: Tensor, other: Tensor) -> None:
         """As :meth:`see`, of the difference of two tensors.
@@ -181,6 +186,10 @@ class Measured:
                 raise RuntimeError(f"The aggregate of {self.family}/{name} failed: {error}") from error
             found.append(([f"{self.family}/{name}"], number.reshape(1)))
         return found
+
+
+def _never(key: str, tensor: Tensor) -> bool:
+    return False
 
 
 def put_together(found: Numbers) -> tuple[list[str], Tensor]:
