@@ -21,6 +21,8 @@ from ignite_monitor.capture.rng import drawn_again
 from ignite_monitor.capture.structure import first_difference, first_difference_of_states, modules_by_name
 
 _logger = logging.getLogger(__name__)
+
+
 class _Here(threading.local):
     running = False
 

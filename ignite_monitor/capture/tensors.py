@@ -18,6 +18,9 @@ def tagged_tensors(output: Any) -> list[tuple[str, Tensor]]:
     Args:
         output: what a module has returned.
     """
+    if type(output) is tuple and all(each is None or type(each) is Tensor for each in output):  # at less expense
+        members = enumerate(output)
+        return [(str(place), each) for place, each in members if each is not None and each.is_floating_point()]
     found = list(floating_tensors(output))
     if len(found) == 1 and not found[0][0]:
         return found

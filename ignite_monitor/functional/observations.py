@@ -141,6 +141,9 @@ class Observations:
 
     def _merge(self) -> None:
         """Make a single series of all, with each name once, and one of each number of units."""
+        self._kept = 0
+        if self._is_merged():
+            return
         device = next(iter(self._sums))[0]
         by_count: dict[int, list[tuple[tuple[str, ...], Tensor]]] = {}
         for (_, names, count), units in self._units.items():
@@ -155,7 +158,13 @@ class Observations:
             zeros = torch.zeros(len(unique), sums.shape[1], dtype=sums.dtype, device=device)
             sums = zeros.index_add_(0, _places(rows, unique, device), sums)
         self._sums = {(device, tuple(unique)): sums}
-        self._kept = 0
+
+    def _is_merged(self) -> bool:
+        """Whether it is so already, as it is where each name was seen once, all in a single pass."""
+        names = next(iter(self._sums))[1]
+        own = [each for _, names, _ in self._units for each in names]
+        counts = {count for _, _, count in self._units}
+        return len(self._sums) == 1 and len(set(names)) == len(own) == len(names) and len(counts) == len(self._units)
 
 
 def _of_units(units: int, largest: Tensor, dtype: torch.dtype) -> Tensor:
