@@ -159,6 +159,9 @@ class Watch:
                 which the other monitors look at, it does in a function that it returns.
         """
         self._listeners[event].append(weakref.WeakMethod(handler))
+        if self.armed and event == MonitorEvents.GRADIENTS_READY:
+            for watched in self._models.values():
+                self._put_on(watched)
 
     def unlisten(self, event: MonitorEvents, handler: Callable[[Engine], Any]) -> None:
         """Undo :meth:`listen`.
@@ -244,7 +247,10 @@ class Watch:
                 self._put_on(watched)
 
     def _put_on(self, watched: WatchedModel) -> None:
-        if watched.refresh() or not watched.hook:
+        changed = watched.refresh()
+        if not (self._listeners[MonitorEvents.GRADIENTS_READY] or self.has_handlers(MonitorEvents.GRADIENTS_READY)):
+            watched.hook.remove()
+        elif changed or not watched.hook:
             watched.hook.put_on(watched.parameters, self._gradient_hook(watched))
 
     def _end(self, engine: Engine | None = None) -> None:

@@ -29,8 +29,10 @@ def is_plain(tensor: Tensor) -> bool:
     """
     return (
         (type(tensor) is Tensor or type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__)
-        and tensor.layout is torch.strided
-        and not tensor.is_nested
-        and not tensor.is_meta
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and tensor.layout is _strided
+        and not (tensor.is_nested or tensor.is_meta or _is_functorch_wrapped_tensor(tensor))
     )
+
+
+_strided = torch.strided
+_is_functorch_wrapped_tensor = torch._C._functorch.is_functorch_wrapped_tensor

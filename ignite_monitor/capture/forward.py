@@ -41,6 +41,27 @@ def after_forward(modules: Iterable[nn.Module], hook: Callable[..., Any]) -> Ite
         yield
 
 
+@contextlib.contextmanager
+def outputs_to(modules: Iterable[nn.Module], hook: ModuleHook) -> Iterator[None]:
+    """While it lasts, calls a hook after each forward pass of the modules, with the outputs that others get.
+
+    What it does itself comes at half the cost of :func:`after_forward`.
+
+    Args:
+        modules: the modules.
+        hook: is given the module, its positional arguments and its output; also of shallow copies of the modules.
+    """
+    places: list[dict[Any, Any]] = [module._forward_hooks for module in modules]
+    key = object()
+    try:
+        for hooks in places:
+            hooks[key] = hook
+        yield
+    finally:
+        for hooks in places:
+            hooks.pop(key, None)
+
+
 def is_recomputation() -> bool:
     """Whether a forward pass is one that activation checkpointing repeats in the middle of a backward pass."""
     return torch._C._current_graph_task_id() != -1
@@ -67,9 +88,17 @@ def _no_hook() -> Callable[..., Any]:
     return _nothing
 
 
-class _Hook:
-    """A hook that does nothing in copies of its modules that a train step makes."""
+class ModuleHook:
+    """A hook in whose place there is one that does nothing in deep copies of its modules."""
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        return _nothing
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[()]]:
+        return _no_hook, ()
+
+
+class _Hook(ModuleHook):
     def __init__(self, hook: Callable[..., Any], modules: Iterable[nn.Module]) -> None:
         self._hook = hook
         self._modules = {id(module) for module in modules}
@@ -77,12 +106,6 @@ class _Hook:
     def __call__(self, module: nn.Module, *args: Any) -> Any:
         # A shallow copy has the hooks of the module itself.
         return self._hook(module, *args) if id(module) in self._modules else None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        return _nothing
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[()]]:
-        return _no_hook, ()
 
 
 # As ``register_forward_hook`` does it, for hundreds of modules at a tenth of the cost, which matters where hooks come

@@ -10,48 +10,67 @@ import torch
 from torch import Tensor, nn
 
 from ignite_monitor.capture.aside import aside
-from ignite_monitor.capture.forward import after_forward
+from ignite_monitor.capture.forward import ModuleHook, outputs_to
 from ignite_monitor.capture.tensors import tagged_tensors
 
 
 @contextlib.contextmanager
 def outputs(
     modules: Mapping[nn.Module, str],
-    root: nn.Module,
     wanted: Callable[[], bool],
     seen: Callable[[str, str, Tensor], None],
-    ended: Callable[[], None],
+    seen_again: Callable[[str, Tensor], bool],
 ) -> Iterator[None]:
     """While it lasts, hands on the floating-point tensors that modules return, each before anything can change it.
 
     Args:
         modules: the modules, and what they are called.
-        root: the whole model.
         wanted: whether the forward pass that is going on counts.
-        seen: is given a module's name, the place in its output, empty for a single tensor, and the tensor, detached;
-            no mode sees what it does.
-        ended: is called after each forward pass of the whole model.
+        seen: is given a module's name, the place in its output, empty for a single tensor, and the tensor, under
+            ``no_grad``; no mode sees what it does.
+        seen_again: is given a module's name and a tensor that is all of its output, first; returns whether it is like
+            one that was seen before, and has been taken in.
     """
-    function_modes, dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
-
-    def hand_on(name: str, output: Any) -> None:
-        for place, tensor in tagged_tensors(output):
-            seen(name, place, tensor.detach())
-
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if not wanted():
-            return
-        name = modules.get(module)
-        if name is not None:
-            if function_modes() or dispatch_modes():
-                with aside():
-                    hand_on(name, output)
-            elif type(output) is not Tensor:
-                hand_on(name, output)
-            elif output.is_floating_point():  # what nearly all return, without the detour
-                seen(name, "", output.detach())
-        if module is root:
-            ended()
-
-    with after_forward({**modules, root: ""}, hook):
+    with outputs_to(modules, _Outputs(modules, wanted, seen, seen_again)):
         yield
+
+
+class _Outputs(ModuleHook):
+    # Called between the operations of a model, which leave nothing of it in the processor's caches: what looks like
+    # a microsecond here is three.
+    def __init__(
+        self,
+        modules: Mapping[nn.Module, str],
+        wanted: Callable[[], bool],
+        seen: Callable[[str, str, Tensor], None],
+        seen_again: Callable[[str, Tensor], bool],
+    ) -> None:
+        self._names = {id(module): name for module, name in modules.items()}
+        self._wanted = wanted
+        self._seen = seen
+        self._seen_again = seen_again
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        name = self._names.get(id(module))
+        if name is None or not self._wanted():  # a shallow copy has the hooks of the module itself
+            return
+        if _function_modes() or _dispatch_modes():
+            with aside():
+                self._hand_on(name, output)
+            return
+        with_graph = torch.is_grad_enabled()
+        _set_grad_enabled(False)
+        try:
+            if type(output) is not Tensor or not self._seen_again(name, output):
+                self._hand_on(name, output)
+        finally:
+            _set_grad_enabled(with_graph)
+
+    def _hand_on(self, name: str, output: Any) -> None:
+        for place, tensor in tagged_tensors(output):
+            self._seen(name, place, tensor)
+
+
+_function_modes = torch._C._len_torch_function_stack
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_set_grad_enabled = torch._C._set_grad_enabled

@@ -21,12 +21,18 @@ from ignite_monitor.capture.rng import drawn_again
 from ignite_monitor.capture.structure import first_difference, first_difference_of_states, modules_by_name
 
 _logger = logging.getLogger(__name__)
-_here = threading.local()
+
+
+class _Here(threading.local):
+    running = False
+
+
+_here = _Here()
 
 
 def is_reference_run() -> bool:
     """Whether a forward pass is one of a reference, and none of the model that is trained."""
-    return getattr(_here, "running", False)
+    return _here.running
 
 
 class Reference:

@@ -18,6 +18,9 @@ def tagged_tensors(output: Any) -> list[tuple[str, Tensor]]:
     Args:
         output: what a module has returned.
     """
+    if type(output) is tuple and all(each is None or type(each) is Tensor for each in output):  # at less expense
+        members = enumerate(output)
+        return [(str(place), each) for place, each in members if each is not None and each.is_floating_point()]
     found = list(floating_tensors(output))
     if len(found) == 1 and not found[0][0]:
         return found
@@ -47,16 +50,17 @@ def floating_tensors(output: Any, path: str = "", around: frozenset[int] = froze
         return
     if id(output) in around:
         return
-    if isinstance(output, Mapping):
-        members: list[tuple[Any, Any]] = list(output.items())
-    elif isinstance(output, (tuple, list)):
-        members = list(enumerate(output))
+    if isinstance(output, (tuple, list)):
+        members: list[tuple[Any, Any]] = list(enumerate(output))
+    elif isinstance(output, Mapping):
+        members = list(output.items())
     elif dataclasses.is_dataclass(output) and not isinstance(output, type):
         members = [(field.name, getattr(output, field.name, None)) for field in dataclasses.fields(output)]
     else:
         return
     for key, member in members:
-        yield from floating_tensors(member, f"{path}/{key}" if path else str(key), around | {id(output)})
+        if member is not None:
+            yield from floating_tensors(member, f"{path}/{key}" if path else str(key), around | {id(output)})
 
 
 def version(tensor: Any) -> int:

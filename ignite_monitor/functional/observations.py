@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ignite_monitor.functional._devices import upload, wide_dtype
 from ignite_monitor.functional.stacks import Stacks
-from ignite_monitor.functional.statistics import is_float8, statistics, sum_up, unit_dimension
+from ignite_monitor.functional.statistics import has_statistics, is_float8, statistics, sum_up, unit_dimension
 
 # Tensors of at most so many elements are copied, and their sums taken with those of others: an operation on a small
 # tensor takes longer than the arithmetic in it.
@@ -57,6 +57,7 @@ class Observations:
     def __init__(self, with_units: bool = True) -> None:
         self._with_units = with_units
         self._stacks = Stacks()
+        self.add_again = self._stacks.add
         self.clear()
 
     def clear(self) -> None:
@@ -69,17 +70,17 @@ class Observations:
         self._kept = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Observe a tensor, which may be changed in place afterwards.
+        """Observe a tensor, which may be changed in place afterwards; nothing of one that has no statistics.
 
         Args:
             name: what it belongs to.
-            tensor: the tensor, without a gradient.
+            tensor: the tensor; where it is part of a graph, under ``no_grad``.
         """
-        if self._stacks.add(name, tensor):
+        if self.add_again(name, tensor) or not has_statistics(tensor):
             return
         size = tensor.numel()
         if size > _SMALL:
-            self._sum_up([name], tensor.unsqueeze(0))
+            self._sum_up([([name], tensor.unsqueeze(0))])
         elif size:
             self._make_room(tensor, 1)
             self._stacks.add(name, tensor)
@@ -93,15 +94,14 @@ class Observations:
         """
         size = tensors.numel()
         if size > _SMALL:
-            self._sum_up(names, tensors)
+            self._sum_up([(names, tensors)])
         elif size and not self._stacks.add_all(names, tensors):
             self._make_room(tensors[0], len(names))
             self._stacks.add_all(names, tensors)
 
     def flush(self) -> None:
         """Take the sums of the tensors that wait for it."""
-        for names, tensors in self._stacks.take():
-            self._sum_up(names, tensors)
+        self._sum_up(self._stacks.take())
 
     def table(self) -> Table | None:
         """What has been observed; None if nothing has."""
@@ -113,28 +113,39 @@ class Observations:
         return Table(list(names), sums, {count: (list(own), each) for (_, own, count), each in self._units.items()})
 
     def _make_room(self, like: Tensor, rows: int) -> None:
-        for names, tensors in self._stacks.grow(like, rows):
-            self._sum_up(names, tensors)
+        self._sum_up(self._stacks.grow(like, rows))
 
-    def _sum_up(self, names: Sequence[str], tensors: Tensor) -> None:
-        shape = tensors.shape[1:]
-        if not tensors.is_floating_point() or is_float8(tensors):
-            tensors = tensors.to(torch.float32 if tensors.itemsize == 1 else wide_dtype(tensors.device))
-        unit = unit_dimension(shape) if self._with_units else None
-        sums, units = sum_up(tensors, unit)
-        series = (tensors.device, tuple(names))
+    def _sum_up(self, stacks: Iterable[tuple[Sequence[str], Tensor]]) -> None:
+        by_device: dict[torch.device, list[tuple[Sequence[str], Tensor]]] = {}
+        for names, tensors in stacks:
+            by_device.setdefault(tensors.device, []).append((names, tensors))
+        for device, own in by_device.items():
+            self._add_sums(device, own)
+
+    def _add_sums(self, device: torch.device, stacks: list[tuple[Sequence[str], Tensor]]) -> None:
+        shaped = []
+        for _, tensors in stacks:
+            unit = unit_dimension(tensors.shape[1:]) if self._with_units else None
+            if not tensors.is_floating_point() or is_float8(tensors):
+                tensors = tensors.to(torch.float32 if tensors.itemsize == 1 else wide_dtype(device))
+            shaped.append((tensors, unit))
+        sums, units = sum_up(shaped)
+        series = (device, tuple(name for names, _ in stacks for name in names))
         known = self._sums.get(series)
         self._sums[series] = sums if known is None else known + sums
-        kind = (*series, 0 if unit is None else shape[unit])
-        known = self._units.get(kind)
-        self._units[kind] = units if known is None else torch.maximum(known, units)
-        if known is None:
-            self._kept += units.numel()
-            if self._kept > _UNITS:
-                self._merge()
+        for (names, _), (tensors, unit), largest in zip(stacks, shaped, units, strict=True):
+            kind = (device, tuple(names), 0 if unit is None else tensors.shape[unit + 1])
+            known = self._units.get(kind)
+            self._units[kind] = largest if known is None else torch.maximum(known, largest)
+            self._kept += largest.numel() if known is None else 0
+        if self._kept > _UNITS:
+            self._merge()
 
     def _merge(self) -> None:
         """Make a single series of all, with each name once, and one of each number of units."""
+        self._kept = 0
+        if self._is_merged():
+            return
         device = next(iter(self._sums))[0]
         by_count: dict[int, list[tuple[tuple[str, ...], Tensor]]] = {}
         for (_, names, count), units in self._units.items():
@@ -149,7 +160,13 @@ class Observations:
             zeros = torch.zeros(len(unique), sums.shape[1], dtype=sums.dtype, device=device)
             sums = zeros.index_add_(0, _places(rows, unique, device), sums)
         self._sums = {(device, tuple(unique)): sums}
-        self._kept = 0
+
+    def _is_merged(self) -> bool:
+        """Whether it is so already, as it is where each name was seen once, all in a single pass."""
+        names = next(iter(self._sums))[1]
+        own = [each for _, names, _ in self._units for each in names]
+        counts = {count for _, _, count in self._units}
+        return len(self._sums) == 1 and len(set(names)) == len(own) == len(names) and len(counts) == len(self._units)
 
 
 def _of_units(units: int, largest: Tensor, dtype: torch.dtype) -> Tensor:

@@ -15,6 +15,9 @@ _BYTES = 2**24
 _STACK_BYTES = 2**22
 _ROWS = 32
 
+_strided = torch.strided
+_is_functorch_wrapped_tensor = torch._C._functorch.is_functorch_wrapped_tensor
+
 
 def stacked_dtype(tensor: Tensor) -> torch.dtype:
     """The dtype of a tensor's copy.
@@ -72,10 +75,12 @@ class Stacks:
 
         Args:
             name: what it belongs to.
-            tensor: the tensor.
+            tensor: the tensor, of any kind.
         """
+        if tensor.is_nested or _is_functorch_wrapped_tensor(tensor):
+            return False
         stack = self._stacks.get((tensor.shape, tensor.dtype, tensor.device))
-        if stack is None or (place := len(stack.names)) == stack.room:
+        if stack is None or (place := len(stack.names)) == stack.room or tensor.layout is not _strided:
             return False
         stack.rows[place].copy_(tensor)
         stack.names.append(name)

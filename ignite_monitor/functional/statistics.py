@@ -13,6 +13,8 @@ from ignite_monitor.functional._devices import wide_dtype
 
 STATISTICS = ("mean", "std", "l2_norm", "max_abs", "dead_fraction", "nonfinite_count")
 
+_WITHOUT_STATISTICS = {torch.complex32, torch.complex64, torch.complex128, getattr(torch, "float4_e2m1fn_x2", None)}
+
 # Elements taken at a time where a copy of them is needed: of 8 bytes on the CPU, which has no sum that converts as it
 # goes, and of 1 byte elsewhere.
 _PIECE = 2**19
@@ -29,11 +31,12 @@ class Sums(NamedTuple):
         sums: of shape (tensors, 7): the number of elements, that of vectors along the last dimension, the sums of the
             elements, of the squares of what they differ from their mean by, and of the vectors' norms, how many
             elements are not finite, and the squared sum of the elements over their number.
-        units: of shape (tensors, units): the largest absolute value of each unit, NaN where it has one.
+        units: for each stack of tensors, of shape (its tensors, units): the largest absolute value of each unit, NaN
+            where it has one.
     """
 
     sums: Tensor
-    units: Tensor
+    units: list[Tensor]
 
 
 def unit_dimension(shape: Sequence[int]) -> int | None:
@@ -56,7 +59,7 @@ def has_statistics(tensor: Tensor) -> bool:
     Args:
         tensor: the tensor.
     """
-    return not tensor.is_complex() and tensor.dtype != getattr(torch, "float4_e2m1fn_x2", None)
+    return tensor.dtype not in _WITHOUT_STATISTICS
 
 
 def is_float8(tensor: Tensor) -> bool:
@@ -68,34 +71,45 @@ def is_float8(tensor: Tensor) -> bool:
     return tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point
 
 
-def sum_up(tensors: Tensor, unit: int | None) -> Sums:
-    """The sums of tensors of one shape.
+def sum_up(stacks: Sequence[tuple[Tensor, int | None]]) -> Sums:
+    """The sums of tensors, those of one shape stacked.
 
     They are taken in float64 (float32 on devices without it); nothing waits for a device but the CPU, which there is
     no waiting for, and no copy of a large tensor is made.
 
     Args:
-        tensors: of shape (tensors, ...), without a gradient, with elements.
-        unit: the dimension of the units in each; None for a single unit.
+        stacks: tensors of shape (tensors, ...) on one device, without a gradient, with elements; and the dimension of
+            the units in each of theirs, None for a single unit.
     """
-    wide = wide_dtype(tensors.device)
-    if tensors.ndim == 1:
-        tensors = tensors.unsqueeze(-1)
-    pieces = list(_pieces(tensors, _PIECE if tensors.device.type == "cpu" else _LARGER_PIECE))
-    sums = _sums(pieces[0], wide)
+    tensors = [each if each.ndim > 1 else each.unsqueeze(-1) for each, _ in stacks]
+    sums = torch.cat([_sums(each) for each in tensors])
+    elements, vectors, total, squares, norms, nonfinite = sums.unbind(1)
+    of_mean = total * (total / elements)
+    centred = squares - of_mean
+    # The difference keeps the digits that float64 has more than the two share.
+    kept = squares <= _SHARED * centred
+    rows = [len(each) for each in tensors]
+    if sums.device.type != "cpu":  # one would have to wait to know where there are others
+        again = torch.cat([_centred(*each) for each in zip(tensors, centred.split(rows), strict=True)])
+        centred = torch.where(kept, centred, again)
+    sums = torch.stack([elements, vectors, total, centred, norms, nonfinite, of_mean], 1)
+    if sums.device.type == "cpu" and not kept.all():
+        for each in zip(tensors, sums.split(rows), kept.split(rows), strict=True):
+            _look_again(*each)
+    return Sums(sums, [_units(each, unit) for each, (_, unit) in zip(tensors, stacks, strict=True)])
+
+
+def _sums(tensors: Tensor) -> Tensor:
+    """The first six of :class:`Sums`, with the squares of the elements themselves."""
+    pieces = list(_pieces(tensors))
+    sums = _sums_of_piece(pieces[0])
     for piece in pieces[1:]:
-        sums += _sums(piece, wide)
-    sums = _centred(sums, tensors, pieces)
-    if tensors.device.type == "cpu" and len(sums.isfinite().logical_not_().nonzero()):
-        sums[:, 5] = sum(map(_count_nonfinite, pieces))
-    rest = [place for place in range(1, tensors.ndim) if unit is None or place != unit + 1]
-    # Not the norm for p = inf, which takes fifty times as long on the CPU.
-    units = torch.maximum(tensors.amax(rest), tensors.amin(rest).neg()) if rest else tensors.abs()
-    return Sums(sums, units.reshape(len(tensors), -1).to(wide if units.dtype == wide else torch.float32))
+        sums += _sums_of_piece(piece)
+    return sums
 
 
-def _sums(tensors: Tensor, wide: torch.dtype) -> Tensor:
-    on_cpu = tensors.device.type == "cpu"
+def _sums_of_piece(tensors: Tensor) -> Tensor:
+    on_cpu, wide = tensors.device.type == "cpu", wide_dtype(tensors.device)
     if on_cpu:
         tensors = tensors.to(wide)  # all else is four times as slow
     norms = torch.linalg.vector_norm(tensors, dim=-1, dtype=wide).reshape(len(tensors), -1)
@@ -106,39 +120,51 @@ def _sums(tensors: Tensor, wide: torch.dtype) -> Tensor:
     return torch.stack([elements, vectors, total, norms.square().sum(1), norms.sum(1), nonfinite], 1)
 
 
-def _centred(sums: Tensor, tensors: Tensor, pieces: list[Tensor]) -> Tensor:
-    """The sums of :class:`Sums`, where those of squares are not yet of differences from the mean."""
-    elements, _, total, squares, _, _ = sums.unbind(1)
-    mean = total / elements
-    of_mean = total * mean
-    centred = squares - of_mean
-    # The difference keeps the digits that float64 has more than the two share; few tensors need another look.
-    lost = squares > _SHARED * centred
-    if tensors.device.type != "cpu":
-        # There one would have to wait to know. Shorter dtypes hold nothing that varies so little.
-        if tensors.dtype in (torch.float32, torch.float64):
-            variance = torch.var(tensors, list(range(1, tensors.ndim)), correction=0)
-            centred = torch.where(lost, variance.to(centred) * elements, centred)
-    elif len(rows := lost.nonzero().flatten()):
-        own = mean[rows].reshape(-1, *[1] * (tensors.ndim - 1))
-        again = (piece[rows].to(own.dtype).sub_(own) for piece in pieces)
-        centred[rows] = sum(each.square_().flatten(1).sum(1) for each in again)
-    return torch.cat([sums[:, :3], centred.unsqueeze(1), sums[:, 4:], of_mean.unsqueeze(1)], 1)
+def _units(tensors: Tensor, unit: int | None) -> Tensor:
+    """The largest absolute value of each unit."""
+    rest = [place for place in range(1, tensors.ndim) if unit is None or place != unit + 1]
+    # Not the norm for p = inf, which takes fifty times as long on the CPU.
+    units = torch.maximum(tensors.amax(rest), tensors.amin(rest).neg()) if rest else tensors.abs()
+    wide = wide_dtype(tensors.device)
+    return units.reshape(len(tensors), -1).to(wide if units.dtype == wide else torch.float32)
+
+
+def _centred(tensors: Tensor, centred: Tensor) -> Tensor:
+    """The sums of squares of what elements differ from their mean by, taken from the elements."""
+    if tensors.dtype not in (torch.float32, torch.float64):
+        return centred  # shorter dtypes hold nothing that varies so little
+    variance = torch.var(tensors, list(range(1, tensors.ndim)), correction=0)
+    return variance.to(centred) * tensors.shape[1:].numel()
+
+
+def _look_again(tensors: Tensor, sums: Tensor, kept: Tensor) -> None:
+    """Take from the elements, where the sums say that it is needed, how they vary and how many are not finite."""
+    rows = kept.logical_not().nonzero().flatten()
+    if not len(rows):
+        return
+    mean = (sums[rows, 2] / sums[rows, 0]).reshape(-1, *[1] * (tensors.ndim - 1))
+    within, nonfinite = torch.zeros(2, len(rows), dtype=sums.dtype, device=sums.device)
+    for piece in _pieces(tensors):
+        own = piece[rows]
+        nonfinite += _count_nonfinite(own)
+        within += own.to(sums.dtype).sub_(mean).square_().flatten(1).sum(1)
+    sums[rows, 3], sums[rows, 5] = within, nonfinite
 
 
 def _count_nonfinite(tensors: Tensor) -> Tensor:
     return tensors.isfinite().logical_not_().flatten(1).sum(1)
 
 
-def _pieces(tensors: Tensor, size: int, dim: int = 1) -> Iterator[Tensor]:
-    """Views of at most ``size`` elements, whole along the first and the last dimension."""
+def _pieces(tensors: Tensor, dim: int = 1) -> Iterator[Tensor]:
+    """Views of few elements, whole along the first and the last dimension."""
+    size = _PIECE if tensors.device.type == "cpu" else _LARGER_PIECE
     if tensors.numel() <= size or dim >= tensors.ndim - 1:
         yield tensors
         return
     length = tensors.shape[dim]
     step = max(size * length // tensors.numel(), 1)
     for start in range(0, length, step):
-        yield from _pieces(tensors.narrow(dim, start, min(step, length - start)), size, dim + 1)
+        yield from _pieces(tensors.narrow(dim, start, min(step, length - start)), dim + 1)
 
 
 def statistics(sums: Tensor, largest: Tensor, dead: Tensor, units: Tensor) -> Tensor:

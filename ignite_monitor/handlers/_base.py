@@ -20,6 +20,7 @@ from torch.nn.parameter import UninitializedParameter
 from ignite_monitor.events import MonitorEvents, register_events
 from ignite_monitor.functional._checks import check_type
 from ignite_monitor.handlers._logging import AddedHandlers, LoggedValues, transfer
+from ignite_monitor.handlers._views import NamedViews
 from ignite_monitor.watch import Watch
 
 Handlers = list[tuple[MonitorEvents, Callable[..., Any]]]
@@ -69,6 +70,7 @@ class Monitor(Serializable):
         self._selected = False
         self._host: dict[str, float] | None = None
         self._tables: list[tuple[list[str], Tensor]] = []
+        self._views = NamedViews()
 
     # What a monitor overrides
 
@@ -187,6 +189,7 @@ class Monitor(Serializable):
         self.ended()
         self.release()
         self.clear(engine)
+        self._views.clear()
         self._selected = False
         self._watch.leave(self, self.model, self.families)
         self._watch = self._engine = None
@@ -278,10 +281,11 @@ class Monitor(Serializable):
 
         Args:
             names: the names, without the prefix; none that is published by itself.
-            values: the values, one-dimensional.
+            values: the values, one-dimensional, and no view of anything.
         """
         table = [self._named(name) for name in names] if self.prefix else list(names)
-        self._put(dict(zip(table, values.unbind(), strict=True)))
+        values, views = self._views.show(table, values)
+        self._put(views)
         self._tables.append((table, values))
         self._host = None
 

@@ -88,7 +88,7 @@ class OutputComparison:
             return None
         for (place, tensor), other in zip(ours, theirs, strict=True):
             key = f"{self._tags[name]}/{place}" if place else self._tags[name]
-            self.measured.see(key, name or "_root_", tensor.detach(), other.detach())
+            self.measured.see_difference(key, name or "_root_", tensor.detach(), other.detach())
         return True
 
     def passed(self, results: dict[str, list[Any]]) -> None:

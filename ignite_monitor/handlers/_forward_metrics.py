@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ignite_monitor.capture.aside import is_plain
+from ignite_monitor.capture.aside import aside, is_plain
 from ignite_monitor.capture.attention import AttentionCalls
 from ignite_monitor.capture.devices import device_of
 from ignite_monitor.capture.forward import after_forward, before_forward, is_recomputation, running_module
@@ -59,6 +59,7 @@ class ForwardMetrics:
         self._metrics = metrics
         self._attention = attention
         self.activation = Measured("activation", metrics, units=True)
+        self._see_again = self.activation.see_again
         self.recorded = Measured(_RECORDED, MetricSet("activations", {}, (), metrics.aggregate))
         self.entropy = Measured("attention_entropy", MetricSet("attention", {}, (), "mean"))
         self._pauses = pauses
@@ -77,19 +78,25 @@ class ForwardMetrics:
         """What to have around a train step, for it to be looked at."""
         around: list[AbstractContextManager[Any]] = [recording(self._record)]
         if self._metrics:
-            around.append(outputs(self._modules, self._root, self._wanted, self._see, self.activation.pass_ended))
+            around.append(outputs(self._modules, self._wanted, self._see, self._see_again))
+            around.append(after_forward([self._root], self._pass_ended))
         if self._attention:
             around.append(self._attention_calls())
         return around
 
     def _wanted(self) -> bool:
-        return not self._pauses and self._root.training and not is_recomputation() and not is_reference_run()
+        return not (self._pauses or is_recomputation() or is_reference_run()) and self._root.training
 
     def _see(self, tag: str, place: str, tensor: Tensor) -> None:
         if not is_plain(tensor):
             self.skipped.add(tag)
-            return
-        self.activation.see(f"{tag}/{place}" if place else tag, self._names[tag], tensor)
+        else:
+            self.activation.see(f"{tag}/{place}" if place else tag, self._names[tag], tensor)
+
+    def _pass_ended(self, *_: Any) -> None:
+        if self._wanted():
+            with aside():
+                self.activation.pass_ended()
 
     def _record(self, module: nn.Module | None, name: str, value: Any) -> None:
         tag = None if module is None else self._modules.get(module)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -49,18 +49,37 @@ class Measured:
         """
         return bool(self._columns or self.metrics.of(name))
 
-    def see(self, key: str, name: str, *tensors: Tensor) -> None:
-        """Measure a tensor, or its difference from another one; by the user's own metrics alone if it is complex.
+    def see(self, key: str, name: str, tensor: Tensor) -> None:
+        """Measure a tensor; by the user's own metrics alone if it is complex.
 
         Args:
             key: what its numbers are called.
             name: the module or parameter that it belongs to.
-            tensors: the tensor, detached; of a difference also what to subtract.
+            tensor: the tensor; where it is part of a graph, under ``no_grad``.
         """
-        if self._columns and has_statistics(tensors[0]):
-            self._observations.add(key, tensors[0] if len(tensors) == 1 else _difference(*tensors))
+        if self._columns:
+            self._observations.add(key, tensor)
         if self.metrics.own:
-            self._call(key, name, tensors)
+            self._call(key, name, (tensor.detach(),))
+
+    @property
+    def see_again(self) -> Callable[[str, Tensor], bool]:
+        """A quicker :meth:`see`, without the name, for a tensor like one that was seen; it says whether it was."""
+        return self._observations.add_again if self._columns and not self.metrics.own else _never
+
+    def see_difference(self, key: str, name: str, tensor: Tensor, other: Tensor) -> None:
+        """As :meth:`see`, of the difference of two tensors.
+
+        Args:
+            key: what its numbers are called.
+            name: the module or parameter that it belongs to.
+            tensor: the tensor, detached.
+            other: what to subtract, detached.
+        """
+        if self._columns and has_statistics(tensor):
+            self._observations.add(key, _difference(tensor, other))
+        if self.metrics.own:
+            self._call(key, name, (tensor, other))
 
     def see_all(self, keys: Sequence[str], name: str, tensors: Tensor) -> None:
         """Measure tensors of one shape that belong to one module.
@@ -167,6 +186,10 @@ class Measured:
                 raise RuntimeError(f"The aggregate of {self.family}/{name} failed: {error}") from error
             found.append(([f"{self.family}/{name}"], number.reshape(1)))
         return found
+
+
+def _never(key: str, tensor: Tensor) -> bool:
+    return False
 
 
 def put_together(found: Numbers) -> tuple[list[str], Tensor]:

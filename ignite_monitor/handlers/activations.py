@@ -243,11 +243,12 @@ class ActivationHandler(Monitor):
 
     def handlers(self) -> Handlers:
         """The events the monitor listens to, each with its method."""
-        return [
+        of_gradients: Handlers = [
             (MonitorEvents.GRADIENTS_READY, self._on_gradients_ready),
             (MonitorEvents.OPTIMIZER_STEP_STARTED, self._on_step_started),
-            (MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed),
         ]
+        last = (MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed)
+        return [*of_gradients, last] if self._metrics["gradient"] else [last]
 
     def contexts(self) -> list[AbstractContextManager[Any]]:
         """What to have around the train step that is about to start, where the monitor is armed."""
@@ -390,7 +391,7 @@ class ActivationHandler(Monitor):
             whole = whole_tensor(parameter)
             current.see(tag, name, whole)
             if compared:
-                difference.see(tag, name, whole, move_like(whole_tensor(theirs[name]), whole))
+                difference.see_difference(tag, name, whole, move_like(whole_tensor(theirs[name]), whole))
         return current.numbers(*current.rows()) + difference.numbers(*difference.rows())
 
     def _look_at_model(self) -> None:

@@ -53,6 +53,9 @@ def test_places(output, expected):
     ("output", "places"),
     [
         (A, [""]),
+        ((A, None, TOKENS, B), ["0", "3"]),
+        ((A, torch.nn.Parameter(B)), ["0", "1"]),
+        (((A, B), None), ["0/0", "0/1"]),
         ({"a b": A, "a_b": B}, ["a_b", "a_b_2"]),
         ({"x": {"y": A}, "x/y": B}, ["x/y", "x/y_2"]),
         ({1: A, "1": B, "1_2": SCALAR}, ["1", "1_2", "1_2_2"]),
