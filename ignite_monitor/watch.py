@@ -318,20 +318,7 @@ class Watch:
             self._tasks[task].add(key)
             return
         self._tasks[task] = {key}
-        queue_callback = torch.autograd.Variable._execution_engine.queue_callback
-        watch = weakref.ref(self)
-        hops = _HOPS
-
-        def backward_ended() -> None:
-            nonlocal hops
-            hops -= 1
-            owner = watch()
-            if hops:
-                queue_callback(backward_ended)
-            elif owner is not None:
-                owner._on_gradients_ready(task)
-
-        queue_callback(backward_ended)
+        _queue_end(weakref.ref(self), task, _HOPS)
 
     def _on_gradients_ready(self, task: int) -> None:
         reached = self._tasks.pop(task, set()) & self._models.keys()
@@ -376,3 +363,15 @@ class Watch:
         if self.stepping is optimizer:
             self.fire(MonitorEvents.OPTIMIZER_STEP_COMPLETED)
             self.stepping = None
+
+
+def _queue_end(watch: weakref.ref[Watch], task: int, hops: int) -> None:
+    # A callback that queued itself would hold itself: a cycle for the garbage collector in every backward.
+    def backward_ended() -> None:
+        owner = watch()
+        if hops > 1:
+            _queue_end(watch, task, hops - 1)
+        elif owner is not None:
+            owner._on_gradients_ready(task)
+
+    torch.autograd.Variable._execution_engine.queue_callback(backward_ended)
