@@ -354,24 +354,8 @@ class Watch:
         is_known = task in self._tasks
         reached = self._tasks.setdefault(task, {}).setdefault(key, set())
         if not is_known:
-            self._queue(task)
+            _queue_end(weakref.ref(self), task, _HOPS)
         return reached.add
-
-    def _queue(self, task: int) -> None:
-        queue_callback = torch.autograd.Variable._execution_engine.queue_callback
-        watch = weakref.ref(self)
-        hops = _HOPS
-
-        def backward_ended() -> None:
-            nonlocal hops
-            hops -= 1
-            owner = watch()
-            if hops:
-                queue_callback(backward_ended)
-            elif owner is not None:
-                owner._on_gradients_ready(task)
-
-        queue_callback(backward_ended)
 
     def _on_gradients_ready(self, task: int) -> None:
         parameters = self._tasks.pop(task, {})
@@ -423,3 +407,15 @@ class Watch:
 
 def _ignore(_: int) -> None:
     pass
+
+
+def _queue_end(watch: weakref.ref[Watch], task: int, hops: int) -> None:
+    # A callback that queued itself would hold itself: a cycle for the garbage collector in every backward.
+    def backward_ended() -> None:
+        owner = watch()
+        if hops > 1:
+            _queue_end(watch, task, hops - 1)
+        elif owner is not None:
+            owner._on_gradients_ready(task)
+
+    torch.autograd.Variable._execution_engine.queue_callback(backward_ended)
