@@ -25,19 +25,20 @@ class Clock:
     def __init__(self, next_run: int, flush_every: int) -> None:
         self._next_run, self._flush_every = next_run, flush_every
         self._engine: weakref.ref[Engine] | None = None
-        self._run = self._start = 0
+        self._run = self._start = self._last = 0
         self.is_running = False
         self.written()
 
-    def start(self, engine: Engine) -> None:
-        """An engine starts.
+    def start(self, engine: Engine) -> int | None:
+        """An engine starts; the iteration after which a run begins with it.
 
         Args:
             engine: the engine.
         """
-        if not self.is_running or self._running_engine() in {None, engine}:
-            self._begin(engine, engine.state.iteration)
-            self.is_running = True
+        if self.is_running and self._running_engine() not in {None, engine}:
+            return None
+        self.is_running = True
+        return self._begin(engine, engine.state.iteration)
 
     def complete(self, engine: Engine) -> None:
         """An engine has come to its end.
@@ -60,9 +61,19 @@ class Clock:
             self.is_running, running = True, engine
         return Place(self._run, self._start, running.state.iteration, running is not engine)
 
-    def tick(self) -> None:
-        """An iteration of any of the engines starts."""
+    def tick(self, engine: Engine) -> int | None:
+        """An iteration of any of the engines starts; the iteration after which a run begins with it.
+
+        Args:
+            engine: the engine.
+        """
         self._iterations += 1
+        if self._running_engine() is not engine:
+            return None
+        iteration, last = engine.state.iteration, self._last
+        self._last = iteration
+        # Where it went back to a checkpoint in the middle of its run.
+        return self._begin(engine, iteration - 1) if iteration <= last else None
 
     def is_time(self) -> bool:
         """Whether what waits should be written."""
@@ -76,6 +87,7 @@ class Clock:
     def _running_engine(self) -> Engine | None:
         return None if self._engine is None else self._engine()
 
-    def _begin(self, engine: Engine, start: int) -> None:
-        self._engine, self._start = weakref.ref(engine), start
+    def _begin(self, engine: Engine, start: int) -> int:
+        self._engine, self._start, self._last = weakref.ref(engine), start, start
         self._run, self._next_run = self._next_run, self._next_run + 1
+        return start

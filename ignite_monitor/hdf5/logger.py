@@ -45,7 +45,9 @@ class HDF5Logger(BaseLogger):
     Args:
         path: the file. Its directory has to be there.
         mode: ``"x"`` makes a new file, ``"w"`` replaces one that is there, ``"a"`` continues it, or makes it. A run
-            that is resumed from iteration n and continues the file takes the place of what the file holds after n.
+            that is resumed from iteration n and continues the file takes the place of what the file holds after n;
+            so does, in any mode, one that goes back to a checkpoint while the logger stays. A run from the beginning
+            with the same logger (another loader) adds its steps to those that are there.
         flush_every: how many iterations are collected in memory before they are written. They are also written after
             ten seconds, at the end of a run, and by :meth:`close`.
 
@@ -204,12 +206,20 @@ class HDF5Logger(BaseLogger):
             engine.add_event_handler(Events.COMPLETED, self._complete)
 
     def _start(self, engine: Engine) -> None:
-        self._clock.start(engine)
+        self._follow_run(self._clock.start, engine)
 
-    def _start_iteration(self) -> None:
-        self._clock.tick()
-        if self._clock.is_time():
-            self.flush()
+    def _start_iteration(self, engine: Engine) -> None:
+        self._follow_run(self._clock.tick, engine)
+
+    def _follow_run(self, clock: Callable[[Engine], int | None], engine: Engine) -> None:
+        if self._writer is None or not self._writer.is_own:
+            return
+        with self._one_thread:
+            start = clock(engine)
+            if start is not None and self._writer is not None:
+                self._attempt(self._writer.begin, start)
+            if self._clock.is_time():
+                self.flush()
 
     def _complete(self, engine: Engine) -> None:
         self._clock.complete(engine)

@@ -74,15 +74,15 @@ class EarlierRuns:
     Args:
         rows: its rows.
         ids: the numbers of names that they refer to.
-        own: the number of the first run that is the logger's own.
+        first_own: the number of the first run that is the logger's own.
 
     Attributes:
         gap: what is in neither the earlier runs nor the one that continues them; None if nothing is known to be.
     """
 
-    def __init__(self, rows: NDArray[Any], ids: NDArray[np.int32], own: int) -> None:
+    def __init__(self, rows: NDArray[Any], ids: NDArray[np.int32], first_own: int) -> None:
         self.gap: Gap | None = None
-        self._own = own
+        self._first_own = first_own
         self._runs = []
         self._compared: set[tuple[int, bool, int]] = set()
         self._continued: set[tuple[int, int]] = set()
@@ -123,7 +123,7 @@ class EarlierRuns:
         if place.start > 0:
             alike = [each for each in alike if not self._is_over(each)]
         else:  # from the very beginning: again, or something else, whose steps go on?
-            alike = [each for each in alike if each.run < self._own and each.last_step >= step]
+            alike = [each for each in alike if each.run < self._first_own and each.last_step >= step]
         runs = [each.run for each in alike if (place.run, each.run) not in self._continued]
         self._continued |= {(place.run, run) for run in runs}
         own = [each for each in self._runs if (place.run, each.run) in self._continued and not each.nested]

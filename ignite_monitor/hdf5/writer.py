@@ -80,7 +80,7 @@ class Writer:
         self._ids = {name: number for number, name in enumerate(names)}
         self._lists: OrderedDict[tuple[str | None, tuple[str, ...]], NameList] = OrderedDict()
         self._waiting = Waiting(sizes, len(names))
-        self._run, self._last = -1, 0  # the newest run, and the last iteration of all of them
+        self._last = 0  # iteration of all runs
 
     @property
     def is_own(self) -> bool:
@@ -107,8 +107,6 @@ class Writer:
             values: one for each.
             place: where in which run the row is written.
         """
-        if place.run != self._run:
-            self._begin(place)
         self._last = max(self._last, place.iteration)
         named = self._list_of(tag, names)
         if self._earlier is not None:
@@ -117,6 +115,20 @@ class Writer:
         self._waiting.values += len(values)
         if self._waiting.values >= WAITING_VALUES:
             self.flush()
+
+    def begin(self, start: int) -> None:
+        """A run begins: where it goes back behind others of this writer, it is compared with them as with any.
+
+        Args:
+            start: the iteration that it begins after.
+
+        Raises:
+            OSError: if what waits can't be written.
+        """
+        if 0 < start < self._last:
+            self.flush()
+            with opened(self.path) as file:
+                self._earlier = EarlierRuns(read_rows(file), file["ids"][()], self.first_run)
 
     def flush(self) -> None:
         """Write the rows that wait.
@@ -142,13 +154,6 @@ class Writer:
         if file is not None and self.is_own:
             file.close()
         self._waiting, self._ids, self._lists = Waiting({}, 0), {}, OrderedDict()
-
-    def _begin(self, place: Place) -> None:
-        self._run = place.run
-        if 0 < place.start < self._last:  # back to a checkpoint, with the same logger
-            self.flush()
-            with opened(self.path) as file:
-                self._earlier = EarlierRuns(read_rows(file), file["ids"][()], self.first_run)
 
     def _patch(self) -> tuple[Patch, Waiting]:
         """What to write, and what waits once it is written."""

@@ -246,6 +246,18 @@ def test_an_error_and_on_with_the_next_iteration(event, place, how, tmp_path):
     check_files(tmp_path, *files)
 
 
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_an_error_that_a_handler_swallows(place, tmp_path):
+    """Ignite ends the epoch, and goes on with the next."""
+    event = "every iteration"
+    training = Breaking(tmp_path, EVENTS[event](), place, ZeroDivisionError)
+    training.trainer.add_event_handler(Events.EXCEPTION_RAISED, lambda *_: None)
+    training.train()
+    published, *files = twin_of(event, place)
+    assert same(steady(training.published) | {7: {}}, published)
+    check_files(tmp_path, *files)
+
+
 @pytest.mark.parametrize("skip_completed", [False, True])
 @pytest.mark.parametrize("what", ["terminate", "terminate_epoch"])
 @pytest.mark.parametrize("event", EVENTS)

@@ -124,3 +124,34 @@ def test_what_is_written_at_the_start_of_an_epoch(path, same_logger):
     read = as_lists(path)
     assert read["train/loss"][0] == list(range(1, 41))
     assert read["train/epoch"][0] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("how", ["within a run", "interrupted"])
+def test_the_engine_goes_back_without_a_new_run(path, how):
+    value = [1.0]
+    engine = engine_of(lambda iteration: {"loss": value[0]} | ({"rare": value[0]} if iteration % 7 == 0 else {}))
+
+    def back():
+        engine.load_state_dict({"iteration": 20, "epoch_length": 100, "max_epochs": 1})
+        value[0] = 2.0
+
+    @engine.on(Events.ITERATION_COMPLETED)
+    def look():
+        if engine.state.iteration == 30 and value[0] == 1.0:
+            engine.interrupt() if how == "interrupted" else back()
+        if engine.state.iteration == 40:
+            engine.terminate()
+
+    with HDF5Logger(path) as logger:
+        log_output(logger, engine, Events.ITERATION_COMPLETED(every=3))
+        log_output(logger, engine, Events.ITERATION_COMPLETED, tag="all")
+        handlers = engine._event_handlers[Events.ITERATION_COMPLETED]
+        handlers.append(handlers.pop(0))  # goes back when everything of the iteration has been written
+        engine.run(range(100))
+        if how == "interrupted":
+            back()
+            engine.run(range(100))
+    read = as_lists(path)
+    assert read["all/loss"] == (list(range(1, 41)), [1.0] * 20 + [2.0] * 20)
+    assert read["train/loss"] == (list(range(3, 40, 3)), [1.0] * 6 + [2.0] * 7)
+    assert read["all/rare"] == ([7, 14, 21, 28, 35], [1.0] * 2 + [2.0] * 3)
