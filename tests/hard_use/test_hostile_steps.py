@@ -9,7 +9,7 @@ import copy
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from ignite.engine import Engine, Events
 
@@ -18,9 +18,12 @@ from tests._helpers import footprint, hooks_only
 from tests.handlers._trainers import assert_same
 from tests.hard_use._judge import Rule, mean_std, static
 from tests.hard_use._profile import examples
-from tests.hard_use._steps import PROGRAMS, SETTINGS, Setting, Training, Truth, Watcher
+from tests.hard_use._steps import PROGRAMS, SETTINGS, Backward, Clip, Setting, Step, Training, Truth, Watcher
 
-RULES = st.sampled_from([mean_std(0.5, 2, None), mean_std(1.0, 3, 0.9), static(0.3)])
+RULE = static(0.3)
+RULES = st.sampled_from([mean_std(0.5, 2, None), mean_std(1.0, 3, 0.9), RULE])
+CLIPPED = Setting("", ("sgd", "adamw"), watched=0, zeroing=False)
+GROWING = Setting("", ("sgd",), watched=0, zeroing=None)
 
 
 class Moments(Watcher):
@@ -80,6 +83,9 @@ def monitored(
 
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True:UserWarning")
 @given(SETTINGS, PROGRAMS, RULES)
+@example(CLIPPED, [[Backward("a"), Clip(0, 0.01), Backward("b", body=False), Step(0)]] * 3, RULE)
+@example(GROWING, [[Backward("ab", factor=30.0)], [Backward("ab")], [Backward("ab"), Step(0)]] * 2, RULE)
+@example(GROWING, [[Backward("ab"), Step(0)], [Clip(0, 0.01), Step(0)], [Backward("a")], [Step(0)]] * 2, RULE)
 @examples(100)
 def test_any_train_step(setting, program, rule):
     moments, published, states = monitored(setting, program, rule)
