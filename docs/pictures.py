@@ -30,7 +30,7 @@ from ignite_monitor.report.text import findings_text
 
 HERE = Path(__file__).resolve().parent
 MOST_BYTES = 150_000
-SHOWN = "loss|grad/(norm|threshold|spike)$|update_ratio|topk_grad|dead_fraction|entropy|rcc/(weight_upd|input_drift)"
+SHOWN = "loss|grad/(norm|thresh|spike$)|update_ratio|topk_grad|activation/[^/]+/dead|entropy|rcc/(weight_u|input_d)"
 
 
 def main():
@@ -39,8 +39,8 @@ def main():
     browser = parser.parse_args().chromium
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
-        subprocess.run([sys.executable, "-m", "ignite_monitor", "demo", "-o", directory / "demo"], check=True)
-        file = directory / "demo" / "run.h5"
+        subprocess.run([sys.executable, "-m", "ignite_monitor", "demo", "-o", directory / "runs" / "demo"], check=True)
+        file = directory / "runs" / "demo" / "run.h5"
         run = tidy(read_hdf5(file))
         draw(picture(run, re.compile(SHOWN)), directory / "plot.png", "run.h5")
         keep(directory / "plot.png", "plot.png")
@@ -50,7 +50,7 @@ def main():
         terminal.save_svg(str(directory / "summary.svg"), title="ignite-monitor summary runs/demo/run.h5")
         shoot(browser, f"file://{directory}/summary.svg", directory / "summary.png", "1400,700", 2000)
         keep(directory / "summary.png", "summary.png", crop=True)
-        with tensorboard(directory / "demo" / "tensorboard") as address:
+        with tensorboard(directory, "runs/demo/tensorboard") as address:
             shoot(browser, f"{address}/#custom_scalars", directory / "charts.png", "1400,760", 25_000)
         keep(directory / "charts.png", "tensorboard.png")
 
@@ -62,10 +62,10 @@ def shoot(browser, address, output, size, patience_ms):
 
 
 @contextmanager
-def tensorboard(directory):
+def tensorboard(directory, runs):
     with tempfile.TemporaryFile("w+") as log:
-        command = ["-m", "tensorboard.main", "--logdir", str(directory), "--port", "0", "--load_fast=false"]
-        process = subprocess.Popen([sys.executable, *command], stdout=log, stderr=log)
+        command = ["-m", "tensorboard.main", "--logdir", runs, "--port", "0", "--load_fast=false"]
+        process = subprocess.Popen([sys.executable, *command], cwd=directory, stdout=log, stderr=log)
         try:
             for _ in range(300):
                 log.seek(0)
