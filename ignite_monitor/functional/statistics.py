@@ -93,7 +93,7 @@ def sum_up(stacks: Sequence[tuple[Tensor, int | None]]) -> Sums:
         again = torch.cat([_centred(*each) for each in zip(tensors, centred.split(rows), strict=True)])
         centred = torch.where(kept, centred, again)
     sums = torch.stack([elements, vectors, total, centred, norms, nonfinite, of_mean], 1)
-    if sums.device.type == "cpu" and not kept.all():
+    if sums.device.type == "cpu" and len(kept.logical_not().nonzero()):
         for each in zip(tensors, sums.split(rows), kept.split(rows), strict=True):
             _look_again(*each)
     return Sums(sums, [_units(each, unit) for each, (_, unit) in zip(tensors, stacks, strict=True)])
