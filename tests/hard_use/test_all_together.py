@@ -171,8 +171,16 @@ EVENTS = {
 }
 
 
-@pytest.mark.parametrize("at", EVENTS)
-@pytest.mark.parametrize("leaves", ALL)
+@pytest.mark.parametrize(
+    ("leaves", "at"),
+    [
+        *((name, "in a train step") for name in ALL),
+        ("grad", "before an iteration"),
+        ("activation", "before an iteration"),
+        ("update", "after an iteration"),
+        ("rcc", "after an iteration"),
+    ],
+)
 def test_one_leaves_in_the_middle(leaves, at):
     run = monitored("net", leaves=leaves, at=EVENTS[at], on_board=False)
     outcome, expected = run.training.outcome(), unwatched("net")
@@ -193,8 +201,10 @@ def test_one_leaves_in_the_middle(leaves, at):
             assert steps.tolist() == [step for step in range(1, last + 1) if name in alone("net", leaves)[step]]
 
 
-@pytest.mark.parametrize("at", EVENTS)
-@pytest.mark.parametrize("joins", ["grad", "activation", "rcc"])
+@pytest.mark.parametrize(
+    ("joins", "at"),
+    [("activation", at) for at in EVENTS] + [("grad", "in a train step"), ("rcc", "before an iteration")],
+)
 def test_one_joins_in_the_middle(joins, at, tmp_path):
     training = Training("net", skips=[SPIKE] if joins == "grad" else [])
     trainer = training.trainer

@@ -101,9 +101,6 @@ def test_interrupted_and_gone_on_with(event, accumulate, tmp_path, caplog):
     check(training, event, accumulate)
 
 
-PLACES = ["forward", "backward", "step"]
-
-
 def fail_once(training, place, error, iteration):
     """Raise an error at a place of the train step, once; what is to be back to normal after it is compared."""
     failed = []
@@ -226,9 +223,14 @@ def twin_of(event: str, place: str) -> tuple[dict[int, dict[str, float]], Series
         return steady(training.published), *written(Path(folder))
 
 
-@pytest.mark.parametrize("how", [ZeroDivisionError, KeyboardInterrupt])
-@pytest.mark.parametrize("place", ["forward", "backward"])
-@EVERY
+@pytest.mark.parametrize(
+    ("event", "place", "how"),
+    [
+        ("every iteration", "forward", KeyboardInterrupt),
+        ("every iteration", "backward", ZeroDivisionError),
+        ("every third", "backward", KeyboardInterrupt),
+    ],
+)
 def test_an_error_and_on_with_the_next_iteration(event, place, how, tmp_path):
     training = Breaking(tmp_path, EVENTS[event](), place, how)
 
@@ -258,9 +260,15 @@ def test_an_error_that_a_handler_swallows(place, tmp_path):
     check_files(tmp_path, *files)
 
 
-@pytest.mark.parametrize("skip_completed", [False, True])
-@pytest.mark.parametrize("what", ["terminate", "terminate_epoch"])
-@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize(
+    ("event", "what", "skip_completed"),
+    [
+        ("every iteration", "terminate", True),
+        ("every iteration", "terminate_epoch", False),
+        ("every third", "terminate", False),
+        ("every third", "terminate_epoch", True),
+    ],
+)
 def test_terminated_after_an_iteration_and_run_again(event, what, skip_completed, tmp_path):
     training = ResumedTraining(tmp_path, EVENTS[event]())
     for iteration in (2, 8, 9):
@@ -270,8 +278,7 @@ def test_terminated_after_an_iteration_and_run_again(event, what, skip_completed
     check(training, event)
 
 
-@pytest.mark.parametrize("what", ["terminate", "terminate_epoch"])
-@EVERY
+@pytest.mark.parametrize(("event", "what"), [("every iteration", "terminate"), ("every third", "terminate_epoch")])
 def test_terminated_before_a_train_step_and_run_again(event, what, tmp_path):
     training = ResumedTraining(tmp_path, EVENTS[event]())
     trainer = training.trainer
