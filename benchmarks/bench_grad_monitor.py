@@ -24,12 +24,11 @@ ITERATIONS = 12
 STEP_MS = 7.0
 
 
-def make_model(width: int, device: str) -> nn.Module:
+def make_model(width: int, device: str, blocks: int = 24, rows: int = 50) -> nn.Module:
     block = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
-    blocks = nn.TransformerEncoder(block, 24, enable_nested_tensor=False)
-    return nn.Sequential(nn.Embedding(50, width), blocks, nn.LayerNorm(width), nn.Linear(width, 10, bias=False)).to(
-        device
-    )
+    encoder = nn.TransformerEncoder(block, blocks, enable_nested_tensor=False)
+    head = nn.Linear(width, 10, bias=False)
+    return nn.Sequential(nn.Embedding(rows, width), encoder, nn.LayerNorm(width), head).to(device)
 
 
 def iteration_times(trainer: Engine, device: str) -> list[float]:

@@ -129,7 +129,7 @@ def training(tmp_path: Path) -> Any:
 
 
 def test_nothing_grows_over_hundreds_of_iterations(training, tmp_path):
-    """Not by a single tensor in all, nor a Python object or an activation (of 1 KiB, in a graph, say) an iteration."""
+    """Not by a single tensor in all, nor two Python objects or 1 KiB (an activation in a graph, say) an iteration."""
     tensors, heaps, blocks, at_first = [], [], [], {}
 
     @training.engine.on(Events.ITERATION_STARTED)
@@ -145,7 +145,7 @@ def test_nothing_grows_over_hundreds_of_iterations(training, tmp_path):
 
     training.run(252)
     assert tensors[1:] == [tensors[1]] * 2
-    assert blocks[2] - blocks[1] < 150
+    assert blocks[2] - blocks[1] < 300
     assert heaps[2] - heaps[1] < 150 * 2**10
     steps, skipped = read_hdf5(tmp_path / "run.h5")["grad/skipped_count"]
     assert (steps[-1], skipped[-1]) == (252, 1)
