@@ -65,7 +65,7 @@ class NamedViews:
 
 @functools.cache
 def _counts_all_owners() -> bool:
-    """Whether Python's count of a tensor's references tells of owners in C++ too, which is new in torch 2.10."""
+    """Whether Python's count of a tensor's references tells of owners in C++ too, such as graphs."""
     with torch.inference_mode(False), torch.enable_grad():
         value = torch.zeros((), device="cpu")
         alone = sys.getrefcount(value)

@@ -364,6 +364,24 @@ def test_scaled_gradients_are_unscaled_and_an_overflow_is_counted():
     assert not part(published[0], "gradient_after_clip")
 
 
+@pytest.mark.parametrize("wanted", ["nothing", "metric", "handler"])
+def test_parameters_have_a_hook_only_where_gradients_are_wanted(wanted):
+    model, seen, ready = nn.Linear(3, 2), [], []
+
+    def train_step(engine, batch):
+        model(batch).sum().backward()
+        seen.extend(bool(each._post_accumulate_grad_hooks) for each in model.parameters())
+
+    trainer = Engine(train_step)
+    ActivationHandler(model, activations=True, gradients={"mean": True} if wanted == "metric" else None).attach(trainer)
+    if wanted == "handler":
+        trainer.add_event_handler(MonitorEvents.GRADIENTS_READY, lambda: ready.append(1))
+    trainer.run([torch.ones(4, 3)] * 2)
+    assert seen == [wanted != "nothing"] * 4
+    assert len(ready) == (2 if wanted == "handler" else 0)
+    assert ("gradient/weight/mean" in trainer.state.metrics) is (wanted == "metric")
+
+
 def test_gradients_of_an_earlier_iteration_are_none():
     model = mlp()
     calls = []
