@@ -35,6 +35,7 @@ from fits import line
 from ignite.engine import Engine, Events
 from ignite.handlers.tensorboard_logger import TensorboardLogger
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import optimizer as torch_optimizer
 
 from ignite_monitor import (
@@ -89,7 +90,7 @@ def heap_in_use() -> float:
 
 def alive_tensors() -> tuple[int, int]:
     """How many tensors Python knows, and the bytes of their storages, each counted once."""
-    tensors = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
+    tensors = [each for each in gc.get_objects() if issubclass(type(each), Tensor) and not is_lazy(each)]
     storages = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors}
     return len(tensors), sum(storages.values())
 

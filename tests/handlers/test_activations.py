@@ -15,7 +15,7 @@ from ignite.engine import Engine, Events
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ignite_monitor import ActivationHandler, Metric, record
+from ignite_monitor import ActivationHandler, Metric, MonitorEvents, record
 from tests.functional.test_statistics import expected
 
 

@@ -13,6 +13,7 @@ import torch
 from ignite.engine import Engine, Events
 from ignite.handlers.tensorboard_logger import TensorboardLogger
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ignite_monitor import (
     ActivationHandler,
@@ -97,7 +98,7 @@ def heap_in_use() -> int:
 
 def alive_tensors() -> tuple[int, int]:
     """How many tensors there are, and the bytes of their storages."""
-    tensors = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
+    tensors = [each for each in gc.get_objects() if issubclass(type(each), Tensor) and not is_lazy(each)]
     storages = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors}
     return len(tensors), sum(storages.values())
 
