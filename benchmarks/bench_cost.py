@@ -1,4 +1,4 @@
-"""What every handler costs, and all of them together: the section "Cost" of the README, as it stands there.
+"""What every handler costs, and all of them together: the section "What it costs" of the README, as it stands there.
 
 First as a part of a train step, on a transformer of many small layers and on one of few large ones, in every iteration,
 every tenth and every hundredth; beside what everyone knows the price of: ``clip_grad_norm_``, two forward passes, a
@@ -54,7 +54,9 @@ class Share(NamedTuple):
     def __str__(self) -> str:
         least = 2 * self.error
         if self.value < least:
-            return f"< {100 * least:.1f} %"
+            return f"< {max(100 * least, 0.1):.1f} %"
+        if self.value < 0.0005:
+            return "< 0.1 %"
         return f"{100 * self.value:.0f} %" if self.value >= 0.0995 else f"{100 * self.value:.1f} %"
 
 
@@ -163,7 +165,9 @@ def section(device: str, rounds: int, growth_rounds: int) -> str:
         "Exponents below 1 are those of costs of which a part does not grow; a dash is one lost in noise. Sequences "
         "are those in a batch, length is theirs, and rows are the embedding's: parameters that no token needs.",
     ]
-    return "\n\n".join(["## Cost", *(each if each[0] == "|" else textwrap.fill(each, 120) for each in paragraphs)])
+    return "\n\n".join(
+        ["## What it costs", *(each if each[0] == "|" else textwrap.fill(each, 120) for each in paragraphs)]
+    )
 
 
 def main() -> None:
