@@ -47,14 +47,16 @@ class JudgedGradient:
         self._tensors = [weakref.ref(tensor) for tensor in tensors]
         self.statistics: dict[str, Tensor] = {}
         self._versions = self._latest = _versions(tensors)
-        self._wholes = [tensor._version for tensor in tensors]
+        # Of DTensors the counters of the whole, which backward passes leave alone.
+        self._wholes = [tensor._version for tensor in tensors] if any_sharded(tensors) else None
         self._replaced: bool | None = None  # whether the next backward has found something else in its place
         self._is_spike: bool | None = None
 
     def settle(self) -> None:
         """Take for its own what :meth:`changes` has found last."""
         self._versions = self._latest
-        self._wholes = [0 if own is None else own._version for own in (reference() for reference in self._tensors)]
+        if self._wholes is not None:
+            self._wholes = [0 if own is None else own._version for own in (reference() for reference in self._tensors)]
 
     def backward_started(self, parameter: Tensor) -> None:
         """A backward has accumulated into the first parameter it has got to.
@@ -64,12 +66,13 @@ class JudgedGradient:
         """
         if self._replaced is not None:
             return
-        # Of DTensors the counter of the whole, which backward passes leave alone.
-        own = [tensor for tensor in (reference() for reference in self._tensors) if tensor is not None]
-        by_backward = parameter.grad if not any_sharded(own) else None
-        self._replaced = len(own) < len(self._tensors) or all(
-            tensor._version - known > (tensor is by_backward) for tensor, known in zip(own, self._wholes, strict=True)
-        )
+        self._replaced = any(reference() is None for reference in self._tensors)
+        if self._replaced:
+            return
+        known = self._versions if self._wholes is None else self._wholes
+        by_backward = parameter.grad if self._wholes is None else None
+        found = ((reference(), number) for reference, number in zip(self._tensors, known, strict=True))
+        self._replaced = all(own is None or own._version - number > (own is by_backward) for own, number in found)
 
     def is_made_of(self, tensors: Sequence[Tensor]) -> bool:
         """Whether these are its tensors, whatever has been done to them in place.
