@@ -178,6 +178,8 @@ def assert_close(said: dict[str, float], truth: dict[str, float], where: str) ->
     assert said.keys() == truth.keys(), where
     for name, value in truth.items():
         rel, least = tolerance(name)
+        if name == "grad/std":  # of norms that are rounded to float32
+            least += torch.finfo(torch.float32).eps * truth["grad/mean"]
         assert said[name] == pytest.approx(value, rel=rel, abs=least), f"{where}: {name}"
 
 
