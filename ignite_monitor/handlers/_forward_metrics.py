@@ -157,11 +157,11 @@ def named_apart(found: Numbers) -> Numbers:
     """Names and numbers, with what was recorded under names that nothing else has.
 
     Args:
-        found: names and numbers.
+        found: names and numbers, those of a list of one family.
     """
-    recorded = [name for names, _ in found for name in names if name.startswith(_RECORDED)]
-    if not recorded:
+    if not any(names[0].startswith(_RECORDED) for names, _ in found if names):
         return found
+    recorded = [name for names, _ in found for name in names if name.startswith(_RECORDED)]
     others = dict.fromkeys(name for names, _ in found for name in names if not name.startswith(_RECORDED))
     apart = tags([*others, *(f"activation{name.removeprefix(_RECORDED)}" for name in recorded)])[len(others) :]
     new = dict(zip(recorded, apart, strict=True))
