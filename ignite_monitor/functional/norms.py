@@ -48,9 +48,9 @@ def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
         layouts, dtypes = {tensor.layout for tensor in tensors}, {tensor.dtype for tensor in tensors}
         if layouts - {torch.strided} or any(dtype.is_complex for dtype in dtypes):
             tensors = [_as_dense_real(tensor, norm_type) for tensor in tensors]
-        devices = {tensor.device for tensor in tensors}
-        if len(devices) == 1:
+        if {tensor.is_cpu for tensor in tensors} == {True} or len({tensor.device for tensor in tensors}) == 1:
             return _norm_on_one_device(tensors, norm_type)
+        devices = {tensor.device for tensor in tensors}
         device = tensors[0].device if tensors else torch.device("cpu")
         dtype = wide_dtype(device)
         groups = [[tensor for tensor in tensors if tensor.device == each] for each in devices]
@@ -154,14 +154,16 @@ def _as_dense_real(tensor: Tensor, norm_type: float) -> Tensor:
 
 
 def _norm_on_one_device(tensors: list[Tensor], norm_type: float) -> Tensor:
-    if not all(map(Tensor.numel, tensors)):
+    sizes = list(map(Tensor.numel, tensors))
+    if not all(sizes):
         tensors = [tensor for tensor in tensors if tensor.numel()] or [torch.zeros(1, device=tensors[0].device)]
+        sizes = list(map(Tensor.numel, tensors))
     wide = wide_dtype(tensors[0].device)
     if tensors[0].device.type != "cpu":
         # Reading memory takes longer than adding in float64, and no branch may depend on a value.
         return _wide_norm(tensors, norm_type, wide)
     if norm_type in _TAME:
-        norm = _float32_norm(tensors, norm_type)
+        norm = _float32_norm(tensors, sizes, norm_type)
         outside = ~((norm > _SAFE[0]) & (norm < _SAFE[1]))
         if not len(outside.nonzero()):
             return norm
@@ -189,11 +191,10 @@ def _unit(largest: Tensor) -> Tensor:
     return torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
 
 
-def _float32_norm(tensors: list[Tensor], norm_type: float) -> Tensor:
+def _float32_norm(tensors: list[Tensor], sizes: list[int], norm_type: float) -> Tensor:
     norms: list[Tensor] = []
     if not all(map(Tensor.is_contiguous, tensors)):  # sums take another way, with fewer digits
         tensors = [tensor if tensor.is_contiguous() else _flat(tensor) for tensor in tensors]
-    sizes = list(map(Tensor.numel, tensors))
     if max(sizes) > _LONGEST_SUM:
         long = [tensor.view(-1) for tensor, size in zip(tensors, sizes, strict=True) if size > _LONGEST_SUM]
         tensors = [tensor for tensor, size in zip(tensors, sizes, strict=True) if size <= _LONGEST_SUM]

@@ -359,7 +359,7 @@ class GradMonitor(Monitor):
                 held = {id(parameter) for group in groups for parameter in group["params"]}
                 self._own = (parameters, size, [each for each in parameters if id(each) in held])
             parameters = self._own[2]
-        return [parameter.grad for parameter in parameters if parameter.grad is not None]
+        return [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
 
     def _is_reached(self) -> bool:
         parameters, _, own = self._own
