@@ -17,7 +17,9 @@ WARM, PROBES = 6, 10
 WIDTH = WARM + PROBES
 
 # The squared length of 10 independent standard normal numbers is smaller once in 100,000 times.
-_LEAST_SQUARE = 0.5451
+_LEAST = math.sqrt(0.5451)
+# By how much less the later steps shorten what the first ones do, as a part of the logarithm.
+_LATER = 0.8
 # How far above the largest Ritz value an eigenvalue is looked for, relatively, as far as square roots go: nearer ones
 # drown in float32's rounding.
 _ABOVE = [2.5e-4 * 2**i for i in range(13)]
@@ -73,10 +75,12 @@ class BlockLanczos:
         self._basis = start.new_empty(batch, (steps + 1) * WIDTH, n)
         self._projected = start.new_empty(batch, steps * WIDTH, steps * WIDTH)
         self._couplings: list[Tensor] = []
-        self._random = start[:, WARM:]
+        random = start[:, WARM:]
+        self._random = torch.cat([random, random.roll(1, 2)], 1)[:, :WIDTH].repeat(1, 1, 2)
         self._basis[:, :WIDTH], coordinates = _orthonormal(start)
         self._probes = coordinates[..., WARM:].to(wide_dtype(start.device))
         self._dominant: Dominant | None = None
+        self._examined: tuple[Tensor, Tensor] | None = None
         self.steps = 0
 
     def extend(self) -> None:
@@ -95,19 +99,26 @@ class BlockLanczos:
         following = _orthonormal(following)[0]
         self._couplings.append((following @ block.mT).to(self._probes.dtype))
         self._basis[:, size + WIDTH : size + 2 * WIDTH] = following
-        self._dominant = None
+        self._dominant = self._examined = None
         self.steps += 1
 
-    def may_exceed(self, relative: float) -> Tensor:
-        """Whether an eigenvalue may exceed the largest Ritz value by more than this, as far as square roots go.
+    def missing(self, relative: float) -> Tensor:
+        """About how many more steps it takes until the bounds differ by this at most, as far as square roots go.
 
         Args:
-            relative: by how much.
+            relative: how much.
 
         Returns:
-            Of shape (B,).
+            Of shape (B,): 0 where they do so now, elsewhere 1 or more.
         """
-        return self._is_possible([relative])[0].squeeze(1)
+        lengths = self._examine()[0]
+        nearest = next(i for i, each in enumerate(_ABOVE) if each >= relative)
+        length = lengths[:, nearest:].amax(1)
+        # The first steps shorten them most.
+        rate = _LATER * (math.sqrt(self._basis.shape[2]) / length).log() / self.steps
+        steps = ((length / _LEAST).log() / rate).ceil()
+        steps = torch.where(rate > 0, steps, torch.inf).clamp(1, self.steps + 2)
+        return torch.where(length < _LEAST, 0, steps)
 
     def leading(self) -> Leading:
         """The largest eigenvalue, as far as this space knows."""
@@ -115,7 +126,8 @@ class BlockLanczos:
         # Warm and random vectors mixed, so that a direction that the warm ones have no part of is found as well.
         mixed = found.power[:, :WARM] + found.power[:, WARM : 2 * WARM]
         chosen = torch.cat([found.vector.unsqueeze(1), mixed[:, : WARM - 1]], 1)
-        possible, candidates = self._is_possible(_ABOVE)
+        lengths, candidates = self._examine()
+        possible = ~(lengths < _LEAST)
         # The smallest of the candidates above which there is no eigenvalue; 1 if there is none.
         following = torch.cat([candidates[:, 1:], torch.ones_like(candidates[:, :1])], 1)
         upper = torch.where(possible, following, candidates[:, :1]).amax(1).clamp(max=1.0)
@@ -131,9 +143,10 @@ class BlockLanczos:
         return _orthonormal(leading.coordinates @ basis)[0]
 
     def _dither(self, coefficients: Tensor) -> Tensor:
+        n = self._basis.shape[2]
         size: Tensor = 4 * torch.finfo(coefficients.dtype).eps * torch.linalg.matrix_norm(coefficients, keepdim=True)
-        shifted = [self._random.roll(2 * self.steps + i, 2) for i in (1, 2)]
-        return size / math.sqrt(self._random.shape[2]) * torch.cat(shifted, 1)[:, :WIDTH]
+        first = 2 * self.steps % n
+        return size / math.sqrt(n) * self._random[..., first : first + n]
 
     def _largest(self) -> Dominant:
         if self._dominant is None:
@@ -146,8 +159,13 @@ class BlockLanczos:
         size = self.steps * WIDTH
         return self._projected[:, :size, :size]
 
-    def _is_possible(self, above: list[float]) -> tuple[Tensor, Tensor]:
-        """For each candidate, of which there may be an eigenvalue at or above it; and the candidates."""
+    def _examine(self) -> tuple[Tensor, Tensor]:
+        """How long Ωᵀu is at most if there is an eigenvalue at or above a candidate, for each; and the candidates."""
+        if self._examined is None:
+            self._examined = self._lengths(_ABOVE)
+        return self._examined
+
+    def _lengths(self, above: list[float]) -> tuple[Tensor, Tensor]:
         found = self._largest()
         lower = found.lower.to(self._probes.dtype).clamp(min=1e-30)
         candidates = torch.stack([lower * (1 + each) ** 2 for each in above], 1)
@@ -174,7 +192,7 @@ class BlockLanczos:
         # How far λ − T is from being singular; where it may be, anything is possible.
         gaps = (candidates / found.upper.to(lower.dtype)[:, None] - 1).clamp(min=0)
         rounding = 8 * torch.finfo(self._basis.dtype).eps * torch.linalg.matrix_norm(self._probes)
-        return ~(norms + rounding[:, None] / gaps < math.sqrt(_LEAST_SQUARE)), candidates
+        return (norms + rounding[:, None] / gaps).nan_to_num(torch.inf, torch.inf), candidates
 
 
 def _orthonormal(rows: Tensor) -> tuple[Tensor, Tensor]:

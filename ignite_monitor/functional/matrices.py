@@ -13,8 +13,8 @@ from ignite_monitor.functional.updates import row_norms
 # Between these Frobenius norms float32's products need no other scaling than a division by the norm.
 _SAFE = (1e-9, 1e15)
 
-# So many elements stay in a CPU's cache from the first product of two to the second.
-_CACHED = 1 << 20
+# So many elements stay in the cache of a CPU's core from the first product of two to the second.
+_CACHED = 1 << 18
 
 AllReduce = Callable[[Tensor, bool], Tensor]
 

@@ -20,8 +20,8 @@ TOLERANCE = 1e-3
 # Up to this order WᵀW itself is small enough to be looked at.
 _SMALL = 224
 _MOST_STEPS = 64
-# After how many steps it is worth looking whether the bound is good enough.
-_CHECKS = {3, 6, 8, 9, 11, 13, 16, 20, 25, 31, 40, 52}
+# After how many steps it is worth looking for the first time whether the bound is good enough.
+_FIRST_LOOK = 3
 
 
 class SpectralNorms(NamedTuple):
@@ -69,12 +69,14 @@ def power(matrices: Matrices, vectors: Tensor | None, generator: torch.Generator
             start = random if vectors is None else torch.cat([vectors, random], 1)
             most = min(n // WIDTH - 1, _MOST_STEPS if steps is None else steps)
             lanczos = BlockLanczos(matrices.gram, start, most)
+            look = _FIRST_LOOK if steps is None else most + 1
             for step in range(1, most + 1):
                 lanczos.extend()
-                if steps is None and step in _CHECKS:
-                    is_wide = lanczos.may_exceed(TOLERANCE) & (matrices.frobenius > 0)
-                    if not len(is_wide.nonzero()):
+                if step == look:
+                    missing = float(torch.where(matrices.frobenius > 0, lanczos.missing(TOLERANCE), 0).amax())
+                    if not missing:
                         break
+                    look += int(missing)
             leading = lanczos.leading()
             made, kept, upper = lanczos.steps, lanczos.vectors(leading), leading.upper
             vector = kept[:, 0]
