@@ -80,7 +80,7 @@ class BlockLanczos:
         self._basis[:, :WIDTH], coordinates = _orthonormal(start)
         self._probes = coordinates[..., WARM:].to(wide_dtype(start.device))
         self._dominant: Dominant | None = None
-        self._examined: tuple[Tensor, Tensor] | None = None
+        self._examined: dict[float, tuple[Tensor, Tensor]] = {}
         self.steps = 0
 
     def extend(self) -> None:
@@ -99,7 +99,8 @@ class BlockLanczos:
         following = _orthonormal(following)[0]
         self._couplings.append((following @ block.mT).to(self._probes.dtype))
         self._basis[:, size + WIDTH : size + 2 * WIDTH] = following
-        self._dominant = self._examined = None
+        self._dominant = None
+        self._examined = {}
         self.steps += 1
 
     def missing(self, relative: float) -> Tensor:
@@ -111,22 +112,24 @@ class BlockLanczos:
         Returns:
             Of shape (B,): 0 where they do so now, elsewhere 1 or more.
         """
-        lengths = self._examine()[0]
-        nearest = next(i for i, each in enumerate(_ABOVE) if each >= relative)
-        length = lengths[:, nearest:].amax(1)
+        length = self._examine(relative)[0][:, -1]
         # The first steps shorten them most.
         rate = _LATER * (math.sqrt(self._basis.shape[2]) / length).log() / self.steps
         steps = ((length / _LEAST).log() / rate).ceil()
         steps = torch.where(rate > 0, steps, torch.inf).clamp(1, self.steps + 2)
         return torch.where(length < _LEAST, 0, steps)
 
-    def leading(self) -> Leading:
-        """The largest eigenvalue, as far as this space knows."""
+    def leading(self, most: float = math.inf) -> Leading:
+        """The largest eigenvalue, as far as this space knows.
+
+        Args:
+            most: by how much it may exceed the lower bound, as far as that is known.
+        """
         found = self._largest()
         # Warm and random vectors mixed, so that a direction that the warm ones have no part of is found as well.
         mixed = found.power[:, :WARM] + found.power[:, WARM : 2 * WARM]
         chosen = torch.cat([found.vector.unsqueeze(1), mixed[:, : WARM - 1]], 1)
-        lengths, candidates = self._examine()
+        lengths, candidates = self._examine(most)
         possible = ~(lengths < _LEAST)
         # The smallest of the candidates above which there is no eigenvalue; 1 if there is none.
         following = torch.cat([candidates[:, 1:], torch.ones_like(candidates[:, :1])], 1)
@@ -159,13 +162,13 @@ class BlockLanczos:
         size = self.steps * WIDTH
         return self._projected[:, :size, :size]
 
-    def _examine(self) -> tuple[Tensor, Tensor]:
-        """How long Ωᵀu is at most if there is an eigenvalue at or above a candidate, for each; and the candidates."""
-        if self._examined is None:
-            self._examined = self._lengths(_ABOVE)
-        return self._examined
+    def _examine(self, most: float) -> tuple[Tensor, Tensor]:
+        if most not in self._examined:
+            self._examined[most] = self._lengths([each for each in _ABOVE if each <= most])
+        return self._examined[most]
 
     def _lengths(self, above: list[float]) -> tuple[Tensor, Tensor]:
+        """How long Ωᵀu is at most if there is an eigenvalue at or above a candidate, for each; and the candidates."""
         found = self._largest()
         lower = found.lower.to(self._probes.dtype).clamp(min=1e-30)
         candidates = torch.stack([lower * (1 + each) ** 2 for each in above], 1)
@@ -185,13 +188,17 @@ class BlockLanczos:
             schur = coupling.bmm(solved)
             squares = solved.mT.bmm(torch.baddbmm(solved, squares, solved))
         square = product.bmm(torch.linalg.solve_ex(identity + squares, product.mT)[0])
-        # Its largest eigenvalue from above: the 16th root of the trace of the 16th power.
-        for _ in range(3):
+        # Its largest eigenvalue from above: the 32nd root of the trace of the 32nd power.
+        trace = square.diagonal(dim1=1, dim2=2).sum(1)
+        square = square / trace[:, None, None]
+        for _ in range(4):
             square = square.bmm(square)
-        norms = square.square().sum((1, 2)).view_as(candidates) ** (1 / 32)
+        norms = (trace.sqrt() * square.square().sum((1, 2)) ** (1 / 64)).view_as(candidates)
         # How far λ − T is from being singular; where it may be, anything is possible.
         gaps = (candidates / found.upper.to(lower.dtype)[:, None] - 1).clamp(min=0)
-        rounding = 8 * torch.finfo(self._basis.dtype).eps * torch.linalg.matrix_norm(self._probes)
+        # The fourth root of the trace of (ΩᵀΩ)² is no less than the norm of Ω.
+        largest = torch.linalg.matrix_norm(self._probes.mT @ self._probes).sqrt()
+        rounding = 8 * torch.finfo(self._basis.dtype).eps * largest
         return (norms + rounding[:, None] / gaps).nan_to_num(torch.inf, torch.inf), candidates
 
 

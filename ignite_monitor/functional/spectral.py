@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -69,15 +70,16 @@ def power(matrices: Matrices, vectors: Tensor | None, generator: torch.Generator
             start = random if vectors is None else torch.cat([vectors, random], 1)
             most = min(n // WIDTH - 1, _MOST_STEPS if steps is None else steps)
             lanczos = BlockLanczos(matrices.gram, start, most)
-            look = _FIRST_LOOK if steps is None else most + 1
+            look, bound = _FIRST_LOOK if steps is None else most + 1, math.inf
             for step in range(1, most + 1):
                 lanczos.extend()
                 if step == look:
                     missing = float(torch.where(matrices.frobenius > 0, lanczos.missing(TOLERANCE), 0).amax())
                     if not missing:
+                        bound = TOLERANCE
                         break
                     look += int(missing)
-            leading = lanczos.leading()
+            leading = lanczos.leading(bound)
             made, kept, upper = lanczos.steps, lanczos.vectors(leading), leading.upper
             vector = kept[:, 0]
         norms = matrices.lengths(vector)
