@@ -76,7 +76,9 @@ class BlockLanczos:
         self._projected = start.new_empty(batch, steps * WIDTH, steps * WIDTH)
         self._couplings: list[Tensor] = []
         random = start[:, WARM:]
-        self._random = torch.cat([random, random.roll(1, 2)], 1)[:, :WIDTH].repeat(1, 1, 2)
+        # Of the size of rounding, and twice, so that every step has another part of them.
+        tiny = 4 * torch.finfo(start.dtype).eps / math.sqrt(n)
+        self._dither = (tiny * torch.cat([random, random.roll(1, 2)], 1)[:, :WIDTH]).repeat(1, 1, 2)
         self._basis[:, :WIDTH], coordinates = _orthonormal(start)
         self._probes = coordinates[..., WARM:].to(wide_dtype(start.device))
         self._dominant: Dominant | None = None
@@ -93,7 +95,10 @@ class BlockLanczos:
         self._projected[:, : size + WIDTH, size : size + WIDTH] = coefficients
         # Where the space is exhausted nothing but rounding remains of some rows, with any direction inside or outside
         # of it. So they get one, as small as rounding. Once is not enough for orthogonality in floating point.
-        following = _orthonormal(block + self._dither(coefficients))[0]
+        first = (2 * self.steps + 2) % block.shape[2]  # not the start itself, which the space has
+        dither = self._dither[..., first : first + block.shape[2]]
+        scale = torch.linalg.matrix_norm(coefficients, keepdim=True)
+        following = _orthonormal(torch.addcmul(block, scale, dither))[0]
         for _ in range(2):
             following = torch.baddbmm(following, (basis @ following.mT).mT, basis, alpha=-1)
         following = _orthonormal(following)[0]
@@ -145,12 +150,6 @@ class BlockLanczos:
         basis: Tensor = self._basis[:, : leading.coordinates.shape[2]]
         return _orthonormal(leading.coordinates @ basis)[0]
 
-    def _dither(self, coefficients: Tensor) -> Tensor:
-        n = self._basis.shape[2]
-        size: Tensor = 4 * torch.finfo(coefficients.dtype).eps * torch.linalg.matrix_norm(coefficients, keepdim=True)
-        first = 2 * self.steps % n
-        return size / math.sqrt(n) * self._random[..., first : first + n]
-
     def _largest(self) -> Dominant:
         if self._dominant is None:
             upper_half = self._tridiagonal.triu()  # below it there may be anything
@@ -189,7 +188,7 @@ class BlockLanczos:
             squares = solved.mT.bmm(torch.baddbmm(solved, squares, solved))
         square = product.bmm(torch.linalg.solve_ex(identity + squares, product.mT)[0])
         # Its largest eigenvalue from above: the 32nd root of the trace of the 32nd power.
-        trace = square.diagonal(dim1=1, dim2=2).sum(1)
+        trace = square.diagonal(dim1=1, dim2=2).sum(1).clamp(min=torch.finfo(square.dtype).tiny)
         square = square / trace[:, None, None]
         for _ in range(4):
             square = square.bmm(square)

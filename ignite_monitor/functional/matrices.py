@@ -73,9 +73,10 @@ class Matrices:
             for part in parts[1:]:
                 product.baddbmm_(part, (vectors @ part).mT)
             return product.mT / self._divisor**2
-        product = (parts[0] @ vectors.mT).mT @ parts[0]
+        columns = vectors.mT.contiguous()
+        product = (parts[0] @ columns).mT @ parts[0]
         for part in parts[1:]:
-            product.baddbmm_((part @ vectors.mT).mT, part)
+            product.baddbmm_((part @ columns).mT, part)
         product = product / self._divisor**2
         return product if self._all_reduce is None else self._all_reduce(product, False)
 

@@ -61,7 +61,7 @@ def power(matrices: Matrices, vectors: Tensor | None, generator: torch.Generator
         made, kept = 0, None
         if n <= _SMALL:
             found = dominant(matrices.whole_gram())
-            upper, vector = found.upper, found.vector
+            upper, norms = found.upper, matrices.lengths(found.vector)
         else:
             random = torch.randn(
                 matrices.batch, PROBES if vectors is not None else WIDTH, n,
@@ -74,15 +74,14 @@ def power(matrices: Matrices, vectors: Tensor | None, generator: torch.Generator
             for step in range(1, most + 1):
                 lanczos.extend()
                 if step == look:
-                    missing = float(torch.where(matrices.frobenius > 0, lanczos.missing(TOLERANCE), 0).amax())
-                    if not missing:
+                    missing = torch.where(matrices.frobenius > 0, lanczos.missing(TOLERANCE), 0).amax()
+                    look += len((torch.arange(most, device=matrices.device) < missing).nonzero())
+                    if look == step:
                         bound = TOLERANCE
                         break
-                    look += int(missing)
             leading = lanczos.leading(bound)
             made, kept, upper = lanczos.steps, lanczos.vectors(leading), leading.upper
-            vector = kept[:, 0]
-        norms = matrices.lengths(vector)
+            norms = leading.lower.to(matrices.frobenius.dtype).clamp(min=0).sqrt()
         errors = upper.to(norms.dtype).sqrt() / norms - 1 + matrices.rounding
         is_zero = matrices.frobenius == 0
         errors = torch.where(is_zero, 0.0, errors.clamp(min=matrices.rounding))
