@@ -18,6 +18,8 @@ WIDTH = WARM + PROBES
 
 # The squared length of 10 independent standard normal numbers is smaller once in 100,000 times.
 _LEAST = math.sqrt(0.5451)
+# So many blocks are eliminated at once: more of them would take more arithmetic, fewer of them more calls.
+_AT_ONCE = 4
 # By how much less the later steps shorten what the first ones do, as a part of the logarithm.
 _LATER = 0.8
 # How far above the largest Ritz value an eigenvalue is looked for, relatively, as far as square roots go: nearer ones
@@ -152,14 +154,13 @@ class BlockLanczos:
 
     def _largest(self) -> Dominant:
         if self._dominant is None:
-            upper_half = self._tridiagonal.triu()  # below it there may be anything
-            self._dominant = dominant(upper_half + upper_half.triu(1).mT)
+            self._dominant = dominant(self._symmetric())
         return self._dominant
 
-    @property
-    def _tridiagonal(self) -> Tensor:
+    def _symmetric(self) -> Tensor:
         size = self.steps * WIDTH
-        return self._projected[:, :size, :size]
+        upper_half = self._projected[:, :size, :size].triu()  # below it there may be anything
+        return upper_half + upper_half.triu(1).mT
 
     def _examine(self, most: float) -> tuple[Tensor, Tensor]:
         if most not in self._examined:
@@ -171,21 +172,27 @@ class BlockLanczos:
         found = self._largest()
         lower = found.lower.to(self._probes.dtype).clamp(min=1e-30)
         candidates = torch.stack([lower * (1 + each) ** 2 for each in above], 1)
-        count = candidates.numel()
-        blocks = self._tridiagonal.unflatten(2, (-1, WIDTH)).unflatten(1, (-1, WIDTH)).diagonal(dim1=1, dim2=3)
-        blocks = blocks.permute(3, 0, 1, 2).to(lower.dtype)[:, :, None]
-        couplings = torch.stack(self._couplings)[:, :, None].expand(-1, -1, len(above), -1, -1).flatten(1, 2)
-        identity = torch.eye(WIDTH, dtype=lower.dtype, device=lower.device)
-        pivots = (candidates[..., None, None] * identity - blocks).flatten(1, 2)
-        # (λ − T)⁻¹ by block elimination, with Schur complements of the blocks on the diagonal, all positive definite:
-        # the blocks of y are y_j = S_j y_(j+1), and the last one is S_k z.
+        tridiagonal = self._symmetric().to(lower.dtype)
+        identity = torch.eye(self.steps * WIDTH, dtype=lower.dtype, device=lower.device)
+        # (λ − T)⁻¹ by elimination of some blocks at once, with Schur complements, all positive definite: if y_j is the
+        # first block of these, and y_l what follows them, they are X y_l, and the last y_l is z.
         product = self._probes.mT.repeat_interleave(len(above), 0)
-        schur = squares = torch.zeros_like(identity).expand(count, -1, -1)
-        for pivot, coupling in zip(pivots.unbind(), couplings.unbind(), strict=True):
-            solved = torch.linalg.solve_ex(pivot - schur, coupling.mT)[0]
-            product = product.bmm(solved)
-            schur = coupling.bmm(solved)
-            squares = solved.mT.bmm(torch.baddbmm(solved, squares, solved))
+        schur = squares = identity.new_zeros(1, WIDTH, WIDTH)
+        for first in range(0, self.steps, _AT_ONCE):
+            last = min(first + _AT_ONCE, self.steps)
+            part = slice(first * WIDTH, last * WIDTH)
+            pivots = candidates[..., None, None] * identity[part, part] - tridiagonal[:, None, part, part]
+            pivots = pivots.flatten(0, 1)
+            pivots[:, :WIDTH, :WIDTH] -= schur
+            coupling = self._couplings[last - 1].repeat_interleave(len(above), 0)
+            right = pivots.new_zeros(len(pivots), (last - first) * WIDTH, WIDTH)
+            right[:, -WIDTH:] = coupling.mT
+            solved = torch.linalg.solve_ex(pivots, right)[0]
+            top = solved[:, :WIDTH]
+            product = product.bmm(top)
+            schur = coupling.bmm(solved[:, -WIDTH:])
+            squares = solved.mT.bmm(solved) + top.mT @ squares @ top
+        identity = identity[:WIDTH, :WIDTH]
         square = product.bmm(torch.linalg.solve_ex(identity + squares, product.mT)[0])
         # Its largest eigenvalue from above: the 32nd root of the trace of the 32nd power.
         trace = square.diagonal(dim1=1, dim2=2).sum(1).clamp(min=torch.finfo(square.dtype).tiny)
@@ -195,8 +202,9 @@ class BlockLanczos:
         norms = (trace.sqrt() * square.square().sum((1, 2)) ** (1 / 64)).view_as(candidates)
         # How far λ − T is from being singular; where it may be, anything is possible.
         gaps = (candidates / found.upper.to(lower.dtype)[:, None] - 1).clamp(min=0)
-        # The fourth root of the trace of (ΩᵀΩ)² is no less than the norm of Ω.
-        largest = torch.linalg.matrix_norm(self._probes.mT @ self._probes).sqrt()
+        # The eighth root of the trace of (ΩᵀΩ)⁴ is no less than the norm of Ω.
+        probes = self._probes.mT @ self._probes
+        largest = torch.linalg.matrix_norm(probes @ probes) ** (1 / 4)
         rounding = 8 * torch.finfo(self._basis.dtype).eps * largest
         return (norms + rounding[:, None] / gaps).nan_to_num(torch.inf, torch.inf), candidates
 
