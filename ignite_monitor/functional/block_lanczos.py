@@ -19,12 +19,12 @@ WIDTH = WARM + PROBES
 # The squared length of 10 independent standard normal numbers is smaller once in 100,000 times.
 _LEAST = math.sqrt(0.5451)
 # So many blocks are eliminated at once: more of them would take more arithmetic, fewer of them more calls.
-_AT_ONCE = 4
+_AT_ONCE = 2
 # By how much less the later steps shorten what the first ones do, as a part of the logarithm.
 _LATER = 0.8
 # How far above the largest Ritz value an eigenvalue is looked for, relatively, as far as square roots go: nearer ones
 # drown in float32's rounding.
-_ABOVE = [2.5e-4 * 2**i for i in range(13)]
+_ABOVE = [2.5e-4, 5e-4, 1e-3, 2e-3, 8e-3, 0.032, 0.128, 0.512]
 
 
 class Leading(NamedTuple):
@@ -84,7 +84,7 @@ class BlockLanczos:
         self._basis[:, :WIDTH], coordinates = _orthonormal(start)
         self._probes = coordinates[..., WARM:].to(wide_dtype(start.device))
         self._dominant: Dominant | None = None
-        self._examined: dict[float, tuple[Tensor, Tensor]] = {}
+        self._examined: tuple[Tensor, Tensor] | None = None
         self.steps = 0
 
     def extend(self) -> None:
@@ -106,8 +106,7 @@ class BlockLanczos:
         following = _orthonormal(following)[0]
         self._couplings.append((following @ block.mT).to(self._probes.dtype))
         self._basis[:, size + WIDTH : size + 2 * WIDTH] = following
-        self._dominant = None
-        self._examined = {}
+        self._dominant = self._examined = None
         self.steps += 1
 
     def missing(self, relative: float) -> Tensor:
@@ -119,24 +118,21 @@ class BlockLanczos:
         Returns:
             Of shape (B,): 0 where they do so now, elsewhere 1 or more.
         """
-        length = self._examine(relative)[0][:, -1]
+        # They mostly fall from candidate to candidate, but not always.
+        length = self._examine()[0][:, sum(each < relative for each in _ABOVE) :].amax(1)
         # The first steps shorten them most.
         rate = _LATER * (math.sqrt(self._basis.shape[2]) / length).log() / self.steps
         steps = ((length / _LEAST).log() / rate).ceil()
         steps = torch.where(rate > 0, steps, torch.inf).clamp(1, self.steps + 2)
         return torch.where(length < _LEAST, 0, steps)
 
-    def leading(self, most: float = math.inf) -> Leading:
-        """The largest eigenvalue, as far as this space knows.
-
-        Args:
-            most: by how much it may exceed the lower bound, as far as that is known.
-        """
+    def leading(self) -> Leading:
+        """The largest eigenvalue, as far as this space knows."""
         found = self._largest()
         # Warm and random vectors mixed, so that a direction that the warm ones have no part of is found as well.
         mixed = found.power[:, :WARM] + found.power[:, WARM : 2 * WARM]
         chosen = torch.cat([found.vector.unsqueeze(1), mixed[:, : WARM - 1]], 1)
-        lengths, candidates = self._examine(most)
+        lengths, candidates = self._examine()
         possible = ~(lengths < _LEAST)
         # The smallest of the candidates above which there is no eigenvalue; 1 if there is none.
         following = torch.cat([candidates[:, 1:], torch.ones_like(candidates[:, :1])], 1)
@@ -162,10 +158,10 @@ class BlockLanczos:
         upper_half = self._projected[:, :size, :size].triu()  # below it there may be anything
         return upper_half + upper_half.triu(1).mT
 
-    def _examine(self, most: float) -> tuple[Tensor, Tensor]:
-        if most not in self._examined:
-            self._examined[most] = self._lengths([each for each in _ABOVE if each <= most])
-        return self._examined[most]
+    def _examine(self) -> tuple[Tensor, Tensor]:
+        if self._examined is None:
+            self._examined = self._lengths(_ABOVE)
+        return self._examined
 
     def _lengths(self, above: list[float]) -> tuple[Tensor, Tensor]:
         """How long Ωᵀu is at most if there is an eigenvalue at or above a candidate, for each; and the candidates."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -70,16 +69,15 @@ def power(matrices: Matrices, vectors: Tensor | None, generator: torch.Generator
             start = random if vectors is None else torch.cat([vectors, random], 1)
             most = min(n // WIDTH - 1, _MOST_STEPS if steps is None else steps)
             lanczos = BlockLanczos(matrices.gram, start, most)
-            look, bound = _FIRST_LOOK if steps is None else most + 1, math.inf
+            look = _FIRST_LOOK if steps is None else most + 1
             for step in range(1, most + 1):
                 lanczos.extend()
                 if step == look:
                     missing = torch.where(matrices.frobenius > 0, lanczos.missing(TOLERANCE), 0).amax()
                     look += len((torch.arange(most, device=matrices.device) < missing).nonzero())
                     if look == step:
-                        bound = TOLERANCE
                         break
-            leading = lanczos.leading(bound)
+            leading = lanczos.leading()
             made, kept, upper = lanczos.steps, lanczos.vectors(leading), leading.upper
             norms = leading.lower.to(matrices.frobenius.dtype).clamp(min=0).sqrt()
         errors = upper.to(norms.dtype).sqrt() / norms - 1 + matrices.rounding
