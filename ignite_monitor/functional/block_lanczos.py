@@ -55,11 +55,16 @@ class BlockLanczos:
     with :math:`z = Q_+^\top u`, so that
 
     .. math:: \Omega^\top u = R^\top E_1^\top y = R^\top E_1^\top (\lambda - T)^{-1} E_k B^\top z, \qquad
-        \lVert z\rVert \le 1.
+        \lVert y\rVert^2 + \lVert z\rVert^2 \le 1.
 
     On the left are 10 independent standard normal numbers, since Ω knows nothing of A; once in 100,000 times their sum
-    of squares is smaller than 0.5451. So no λ at which the matrix on the right has a norm below :math:`\sqrt{0.5451}`
-    is an eigenvalue, and that norm falls exponentially with k.
+    of squares is smaller than 0.5451. So no λ at which the right-hand side is always shorter than :math:`\sqrt{0.5451}`
+    is an eigenvalue, and its greatest length falls exponentially with k. It is looked at for some λ; between them it
+    is taken to fall as λ grows, which it mostly does, or to grow by a few per cent only.
+
+    No other sign that the norm has converged can take the place of this. Where a direction that the known vectors have
+    no part of outgrows the largest, Ritz values stand still until it has come up, and as often as random vectors may be
+    shorter than is asked for here, it is missed.
 
     Args:
         gram: V -> VA for V of shape (B, WIDTH, n), with eigenvalues of 1 at most.
@@ -164,7 +169,7 @@ class BlockLanczos:
         return self._examined
 
     def _lengths(self, above: list[float]) -> tuple[Tensor, Tensor]:
-        """How long Ωᵀu is at most if there is an eigenvalue at or above a candidate, for each; and the candidates."""
+        """How long Ωᵀu is at most if a candidate is an eigenvalue, for each of them; and the candidates."""
         found = self._largest()
         lower = found.lower.to(self._probes.dtype).clamp(min=1e-30)
         candidates = torch.stack([lower * (1 + each) ** 2 for each in above], 1)
