@@ -45,9 +45,9 @@ class SpectralNorms(NamedTuple):
 def power(matrices: Matrices, vectors: Tensor | None, generator: torch.Generator, steps: int | None) -> SpectralNorms:
     r"""Spectral norms by power iteration on WᵀW from known vectors, accelerated: see :class:`BlockLanczos`.
 
-    The norm is :math:`\lVert W v\rVert` for the best vector v of the Krylov space, the root of the largest Ritz value, so
-    never too large but by rounding, and its error is bounded by what :class:`BlockLanczos` excludes. Matrices of which
-    one side is 224 or less need neither vectors nor steps: see :func:`dominant`.
+    The norm is :math:`\lVert W v\rVert` for the best vector v of the Krylov space, the root of the largest Ritz value,
+    so never too large but by rounding, and its error is bounded by what :class:`BlockLanczos` excludes. Matrices of
+    which one side is 224 or less need neither vectors nor steps: see :func:`dominant`.
 
     Args:
         matrices: the matrices.
