@@ -13,8 +13,8 @@ from ignite_monitor.functional.updates import row_norms
 # Between these Frobenius norms float32's products need no other scaling than a division by the norm.
 _SAFE = (1e-9, 1e15)
 
-# So many elements stay in a CPU's cache from the first product of two to the second.
-_CACHED = 1 << 20
+# So many elements stay in the cache of a CPU's core from the first product of two to the second.
+_CACHED = 1 << 18
 
 AllReduce = Callable[[Tensor, bool], Tensor]
 
@@ -73,9 +73,10 @@ class Matrices:
             for part in parts[1:]:
                 product.baddbmm_(part, (vectors @ part).mT)
             return product.mT / self._divisor**2
-        product = (parts[0] @ vectors.mT).mT @ parts[0]
+        columns = vectors.mT.contiguous()
+        product = (parts[0] @ columns).mT @ parts[0]
         for part in parts[1:]:
-            product.baddbmm_((part @ vectors.mT).mT, part)
+            product.baddbmm_((part @ columns).mT, part)
         product = product / self._divisor**2
         return product if self._all_reduce is None else self._all_reduce(product, False)
 

@@ -20,8 +20,8 @@ TOLERANCE = 1e-3
 # Up to this order WᵀW itself is small enough to be looked at.
 _SMALL = 224
 _MOST_STEPS = 64
-# After how many steps it is worth looking whether the bound is good enough.
-_CHECKS = {3, 6, 8, 9, 11, 13, 16, 20, 25, 31, 40, 52}
+# After how many steps it is worth looking for the first time whether the bound is good enough.
+_FIRST_LOOK = 3
 
 
 class SpectralNorms(NamedTuple):
@@ -45,9 +45,9 @@ class SpectralNorms(NamedTuple):
 def power(matrices: Matrices, vectors: Tensor | None, generator: torch.Generator, steps: int | None) -> SpectralNorms:
     r"""Spectral norms by power iteration on WᵀW from known vectors, accelerated: see :class:`BlockLanczos`.
 
-    The norm is :math:`\lVert W v\rVert` for the best vector v of the Krylov space, so never too large but by rounding,
-    and its error is bounded by what :class:`BlockLanczos` excludes. Matrices of which one side is 224 or less
-    need neither vectors nor steps: see :func:`dominant`.
+    The norm is :math:`\lVert W v\rVert` for the best vector v of the Krylov space, the root of the largest Ritz value,
+    so never too large but by rounding, and its error is bounded by what :class:`BlockLanczos` excludes. Matrices of
+    which one side is 224 or less need neither vectors nor steps: see :func:`dominant`.
 
     Args:
         matrices: the matrices.
@@ -60,7 +60,7 @@ def power(matrices: Matrices, vectors: Tensor | None, generator: torch.Generator
         made, kept = 0, None
         if n <= _SMALL:
             found = dominant(matrices.whole_gram())
-            upper, vector = found.upper, found.vector
+            upper, norms = found.upper, matrices.lengths(found.vector)
         else:
             random = torch.randn(
                 matrices.batch, PROBES if vectors is not None else WIDTH, n,
@@ -69,16 +69,17 @@ def power(matrices: Matrices, vectors: Tensor | None, generator: torch.Generator
             start = random if vectors is None else torch.cat([vectors, random], 1)
             most = min(n // WIDTH - 1, _MOST_STEPS if steps is None else steps)
             lanczos = BlockLanczos(matrices.gram, start, most)
+            look = _FIRST_LOOK if steps is None else most + 1
             for step in range(1, most + 1):
                 lanczos.extend()
-                if steps is None and step in _CHECKS:
-                    is_wide = lanczos.may_exceed(TOLERANCE) & (matrices.frobenius > 0)
-                    if not len(is_wide.nonzero()):
+                if step == look:
+                    missing = torch.where(matrices.frobenius > 0, lanczos.missing(TOLERANCE), 0).amax()
+                    look += len((torch.arange(most, device=matrices.device) < missing).nonzero())
+                    if look == step:
                         break
             leading = lanczos.leading()
             made, kept, upper = lanczos.steps, lanczos.vectors(leading), leading.upper
-            vector = kept[:, 0]
-        norms = matrices.lengths(vector)
+            norms = leading.lower.to(matrices.frobenius.dtype).clamp(min=0).sqrt()
         errors = upper.to(norms.dtype).sqrt() / norms - 1 + matrices.rounding
         is_zero = matrices.frobenius == 0
         errors = torch.where(is_zero, 0.0, errors.clamp(min=matrices.rounding))

@@ -83,7 +83,7 @@ class SpectralNormHandler(Monitor):
     NaN where that is known on the device alone.
 
     **Memory.** Six vectors for each weight; while it measures, for one batch of weights at a time a float32 copy and
-    at most 1040 vectors each, mostly less than 200. With
+    at most 1200 vectors each, mostly less than 300. With
     ``updates=True`` in monitored iterations a copy of all weights that are measured: use ``include``. Of a DTensor with
     its rows sharded every rank keeps its part and has the norm of the whole; any other placement, and any other method
     than "power", gathers one weight at a time.
