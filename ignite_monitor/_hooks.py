@@ -6,7 +6,8 @@ import functools
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -73,12 +74,12 @@ class WatchedModel:
         self._registries: list[dict[str, Any]] = []
         self._members: list[Any] = []
         self._replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
-        self._shared: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
+        self._shared: weakref.WeakKeyDictionary[Optimizer, tuple[list[Tensor], bool]] = weakref.WeakKeyDictionary()
 
     def refresh(self) -> bool:
         """Look at the model's parameters anew: whether there are others than at the last time."""
         members = list(chain.from_iterable(map(dict.values, self._registries)))
-        if len(members) == len(self._members) and members and all(map(is_, members, self._members)):
+        if members and are_same(members, self._members):
             return False
         modules = list(self.model.modules())
         # What scripted modules consist of is fixed, and kept in no dictionaries.
@@ -109,13 +110,36 @@ class WatchedModel:
         Args:
             optimizer: the optimizer.
         """
-        size = sum(len(group["params"]) for group in optimizer.param_groups)
+        held = parameters_of(optimizer)
         known = self._shared.get(optimizer)
-        if known is None or known[0] != size:
+        if known is None or not are_same(known[0], held):
             own = {id(parameter) for parameter in self.parameters}
-            held = (parameter for group in optimizer.param_groups for parameter in group["params"])
-            known = self._shared[optimizer] = (size, any(id(parameter) in own for parameter in held))
+            known = self._shared[optimizer] = (held, any(id(parameter) in own for parameter in held))
         return known[1]
+
+
+def users_grad_mode() -> AbstractContextManager[Any]:
+    """What to call a user's function in: in a backward pass autograd has turned gradients off, which nobody expects."""
+    return torch.enable_grad() if torch._C._current_graph_task_id() != -1 else nullcontext()
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters that an optimizer holds.
+
+    Args:
+        optimizer: the optimizer.
+    """
+    return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+
+
+def are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether two sequences hold the same objects.
+
+    Args:
+        some: the one.
+        others: the other.
+    """
+    return len(some) == len(others) and all(map(is_, some, others))
 
 
 class Patch:

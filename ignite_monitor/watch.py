@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ignite_monitor._hooks import Patch, WatchedModel, is_nested, remove_all
+from ignite_monitor._hooks import Patch, WatchedModel, is_nested, remove_all, users_grad_mode
 from ignite_monitor.events import MonitorEvents, register_events
 
 # How often the callback at the end of backward queues itself anew, so as to run after those of
@@ -187,7 +187,7 @@ class Watch:
         return list(self._members)
 
     def parameters(self, model: nn.Module) -> list[nn.Parameter]:
-        """The parameters that a model had when the iteration started.
+        """The parameters that a model had when the train step started.
 
         Args:
             model: a model that a monitor has joined with.
@@ -219,7 +219,8 @@ class Watch:
         if event == MonitorEvents.TRAIN_STEP_COMPLETED:
             self.active = False
         if self.has_handlers(event):
-            engine.fire_event(event)
+            with users_grad_mode():
+                engine.fire_event(event)
 
     # A run
 
@@ -241,10 +242,7 @@ class Watch:
 
     def arm(self) -> None:
         """Watch the train step of the iteration that is starting."""
-        if not self.armed:
-            self.armed = True
-            for watched in self._models.values():
-                self._put_on(watched)
+        self.armed = True
 
     def _put_on(self, watched: WatchedModel) -> None:
         changed = watched.refresh()
@@ -289,8 +287,10 @@ class Watch:
             if owner is None:
                 return original(engine, batch)
             owner.active, owner._awaits_step = owner.armed, False
-            if not owner.armed:
-                for watched in owner._models.values():
+            for watched in owner._models.values():
+                if owner.armed:
+                    owner._put_on(watched)
+                else:
                     watched.hook.remove()
             with ExitStack() as around:
                 for context in owner._contexts():

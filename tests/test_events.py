@@ -13,7 +13,7 @@ from ignite.handlers.tensorboard_logger import TensorboardLogger
 from torch import nn
 from torch._dynamo.utils import counters
 
-from ignite_monitor import GradMonitor, MonitorEvents, StaticThreshold
+from ignite_monitor import GradMonitor, MonitorEvents, StaticThreshold, WeightUpdateHandler
 from tests._helpers import footprint, grad_norm, hooks_only, make_batches, make_model, make_step, make_trainer
 
 INSIDE = [
@@ -821,3 +821,87 @@ def test_attached_inside_a_running_iteration():
     trainer.run(make_batches(4))
     assert published[2:] == [True, True]
     assert published[0] is False
+
+
+@pytest.mark.parametrize("event", [MonitorEvents.GRADIENTS_READY, MonitorEvents.SPIKE_DETECTED])
+def test_gradients_can_be_taken_in_a_handler(event):
+    """As in a handler of any event of Ignite's, though autograd has turned gradients off in the middle of backward."""
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = Engine(make_step(model, optimizer))
+    found, spikes = [], []
+
+    def of_each_sample(engine):
+        for x, y in zip(*engine.state.batch, strict=True):
+            gradient = torch.autograd.grad(F.mse_loss(model(x), y), list(model.parameters()))
+            found.append(float(torch.cat([each.flatten() for each in gradient]).norm()))
+
+    def on_spike(engine, norm):
+        spikes.append(torch.is_grad_enabled())
+
+    GradMonitor(model, optimizer, threshold=StaticThreshold(1e-12), on_spike=on_spike).attach(trainer)
+    trainer.add_event_handler(event, of_each_sample)
+    batch = make_batches(1)[0]
+    expected = []
+    for x, y in zip(*batch, strict=True):
+        model.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        expected.append(grad_norm(model.parameters()))
+    trainer.run([batch], max_epochs=1)
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert spikes == [True]
+
+
+def test_a_part_of_the_model_whose_turn_in_the_optimizer_comes_later():
+    """One block after the other is trained, of as many parameters."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    first, second = (list(block.parameters()) for block in model)
+    optimizer = torch.optim.SGD(first, lr=0.1)
+
+    def train_step(engine, batch):
+        model.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+
+    trainer = Engine(train_step)
+    GradMonitor(model[1]).attach(trainer)
+    seen = []
+    trainer.add_event_handler(MonitorEvents.OPTIMIZER_STEP_STARTED, lambda engine: seen.append(engine.state.iteration))
+    trainer.add_event_handler(
+        Events.ITERATION_STARTED(every=2),
+        lambda engine: optimizer.param_groups[0].update(params=second if engine.state.iteration % 4 else first),
+    )
+    trainer.run([torch.randn(3, 4)] * 7, max_epochs=1)
+    assert seen == [2, 3, 6, 7]
+
+
+def test_a_layer_replaced_by_a_handler_that_comes_after_the_monitor():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected = []
+
+    def train_step(engine, batch):
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        expected.append(grad_norm(model.parameters()))
+        optimizer.step()
+
+    def replace():
+        model[2] = nn.Linear(4, 4)
+        optimizer.param_groups[0]["params"] = list(model.parameters())
+
+    trainer = Engine(train_step)
+    GradMonitor(model, optimizer).attach(trainer)
+    updates = WeightUpdateHandler(model, optimizer, sample_size=None)
+    updates.attach(trainer)
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=3), replace)
+    found, with_ratio = [], []
+
+    @trainer.on(Events.ITERATION_COMPLETED)
+    def keep(engine):
+        found.append(float(engine.state.metrics["grad/norm"]))
+        with_ratio.append("monitor/update_ratio_max" in engine.state.metrics)
+
+    trainer.run([torch.randn(3, 4) for _ in range(5)], max_epochs=1)
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert with_ratio == [True, True, False, True, True]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from ignite_monitor._hooks import are_same, parameters_of, users_grad_mode
 from ignite_monitor.events import MonitorEvents
 from ignite_monitor.functional._checks import check_count, check_real, check_type
 from ignite_monitor.functional._devices import move_like
@@ -164,7 +165,8 @@ class GradMonitor(Monitor):
         )
         self._skipper = StepSkipper() if skip_step else None
         self._skipped_count = torch.zeros((), dtype=torch.float64, device="cpu")
-        self._own: tuple[list[nn.Parameter], int, list[nn.Parameter]] = ([], 0, [])
+        # The model's parameters, the optimizer's, and those of both.
+        self._own: tuple[list[nn.Parameter], list[Tensor], list[nn.Parameter]] = ([], [], [])
         self._gradient: JudgedGradient | None = None  # the newest
         self._stepped: JudgedGradient | None = None  # what the optimizer made its last step with in this iteration
         self._stepping: JudgedGradient | None = None  # what it is making a step with
@@ -239,7 +241,7 @@ class GradMonitor(Monitor):
         """Let go of everything that belongs to the run that has ended, or is interrupted."""
         # What is accumulated in the gradients stays there, and is known by weak references.
         self._stepped = self._stepping = None
-        self._own = ([], 0, [])
+        self._own = ([], [], [])
         if self._skipper is not None:
             self._skipper.restore()
         self._report_restarts(wait=True)
@@ -353,11 +355,10 @@ class GradMonitor(Monitor):
             return []
         parameters = self._watch.parameters(self.model)
         if self.optimizer is not None:
-            groups = self.optimizer.param_groups
-            size = sum(len(group["params"]) for group in groups)
-            if parameters is not self._own[0] or size != self._own[1]:
-                held = {id(parameter) for group in groups for parameter in group["params"]}
-                self._own = (parameters, size, [each for each in parameters if id(each) in held])
+            held = parameters_of(self.optimizer)
+            if parameters is not self._own[0] or not are_same(held, self._own[1]):
+                ids = set(map(id, held))
+                self._own = (parameters, held, [each for each in parameters if id(each) in ids])
             parameters = self._own[2]
         return [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
 
@@ -445,7 +446,8 @@ class GradMonitor(Monitor):
         if (listened or self.on_spike is not None) and gradient.is_spike():
             gradient.announced = True
             if self.on_spike is not None:
-                self.on_spike(engine, gradient.verdict.norm)
+                with users_grad_mode():
+                    self.on_spike(engine, gradient.verdict.norm)
             self._watch.fire(MonitorEvents.SPIKE_DETECTED)
 
     def _report_restarts(self, wait: bool) -> None:

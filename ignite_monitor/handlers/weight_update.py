@@ -285,6 +285,9 @@ class WeightUpdateHandler(Monitor):
     def _on_train_step_completed(self, engine: Engine) -> None:
         if not self._armed or self._step is None:
             return
+        if not self._step.fits():  # parameters were replaced since the iteration started
+            self._step = None
+            return
         self._monitored += 1
         measured = self._step.completed()
         self._stepped += self._step.stepped

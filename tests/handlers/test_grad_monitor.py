@@ -1325,3 +1325,30 @@ def test_optimizer_steps_inside_of_backward_leave_no_whole_gradient_and_nothing_
     assert recorder.metrics == [{}] * 3
     assert recorder.flags == [False] * 3
     assert len([record for record in caplog.records if "no gradient of the model" in record.getMessage()]) == 1
+
+
+def test_blocks_of_parameters_that_take_turns_in_the_optimizer():
+    """As many each, so that their number tells nothing."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8))
+    blocks = [list(model[0].parameters()), list(model[2].parameters())]
+    optimizer = torch.optim.SGD(blocks[0], lr=0.1)
+    expected, found = [], []
+
+    def train_step(engine, batch):
+        model.zero_grad()
+        model(batch).square().mean().backward()
+        held = optimizer.param_groups[0]["params"]
+        expected.append(torch.cat([each.grad.double().flatten() for each in held]).norm().item())
+        optimizer.step()
+
+    trainer = Engine(train_step)
+    GradMonitor(model, optimizer).attach(trainer)
+    trainer.add_event_handler(
+        Events.ITERATION_STARTED(every=2),
+        lambda engine: optimizer.param_groups[0].update(params=blocks[engine.state.iteration // 2 % 2]),
+    )
+    trainer.add_event_handler(
+        Events.ITERATION_COMPLETED, lambda engine: found.append(float(engine.state.metrics["grad/norm"]))
+    )
+    trainer.run([torch.randn(4, 8) for _ in range(7)], max_epochs=1)
+    assert found == pytest.approx(expected, rel=1e-5)
