@@ -107,6 +107,26 @@ def test_a_metric_that_fails_names_itself_module_and_shape(name, wrong):
     assert isinstance(caught.value.__cause__, (RuntimeError, TypeError))
 
 
+@pytest.mark.parametrize("order", [("x", "low/x", "very/low/x"), ("very/low/x", "low/x", "x")])
+def test_a_metric_whose_name_ends_with_anothers_has_its_own_aggregate(order):
+    """Of numbers 1, 2 and 3, whichever is given first; what takes them says which it is."""
+    aggregates = {
+        "x": lambda numbers: numbers.max(),
+        "low/x": lambda numbers: numbers.min(),
+        "very/low/x": lambda numbers: -numbers.sum(),
+    }
+    model = nn.Identity()
+    model.weight = nn.Parameter(torch.ones(1))
+    handler = ActivationHandler(
+        model, activations={name: Metric(torch.mean, aggregate=aggregates[name]) for name in order}
+    )
+    engine = Engine(lambda _, batch: [model(each) for each in batch])
+    handler.attach(engine)
+    engine.run([[torch.full((2,), value) for value in (1.0, 2.0, 3.0)]])
+    published = part(engine.state.metrics, "activation/_root_")
+    assert published == {"x": 3.0, "low/x": 1.0, "very/low/x": -6.0}
+
+
 def test_an_aggregate_that_fails_names_itself():
     def fails(values):
         raise ZeroDivisionError
