@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from numbers import Real
@@ -154,8 +155,9 @@ class ThresholdRule:
         return {name: part.view(shape) for (name, shape), part in zip(self._shapes.items(), parts, strict=True)}
 
     def __repr__(self) -> str:
-        decay = "" if self.decay == 1.0 else f", decay={self.decay}"
-        return f"{type(self).__name__}(warmup={self.warmup}{decay})"
+        given = vars(self) | {"decay": None if self.decay == 1.0 else self.decay}
+        names = [name for name in inspect.signature(type(self)).parameters if name in given]
+        return f"{type(self).__name__}({', '.join(f'{name}={given[name]!r}' for name in names)})"
 
 
 class MeanStdThreshold(ThresholdRule):

@@ -35,11 +35,13 @@ class Measured:
         self._table_names: tuple[list[str], list[str]] = ([], [])  # of the last table, and of its numbers
         self._observations = Observations(units)
         self._aggregation = Aggregation()
+        self._metric_of: dict[str, str] = {}  # of numbers that a function of the user's puts together
 
     def clear(self) -> None:
         """Forget what has been seen."""
         self._observations.clear()
         self._aggregation = Aggregation()
+        self._metric_of.clear()
 
     def wants(self, name: str) -> bool:
         """Whether there is anything to measure of a module or parameter.
@@ -163,7 +165,10 @@ class Measured:
         for metric, each in self.metrics.of(name):
             number = call_metric(each, f"Metric {metric!r} of {self.family}/{key}", tensors)
             how = each.aggregate or self.metrics.aggregate
-            self._aggregation.add(f"{key}/{metric}", number, tensors[0].numel(), how)
+            called = f"{key}/{metric}"
+            self._aggregation.add(called, number, tensors[0].numel(), how)
+            if callable(how):
+                self._metric_of[called] = metric
 
     def _aggregated(self, everywhere: bool) -> Numbers:
         """What functions of the user's make of a metric's numbers.
@@ -174,12 +179,13 @@ class Measured:
         Raises:
             RuntimeError: if one raises an error, which is its cause.
         """
-        values = {name: numbers for name, (_, numbers) in self._aggregation.values().items()}
+        of = self._metric_of
+        values = {(name, of.get(name)): numbers for name, (_, numbers) in self._aggregation.values().items()}
         if everywhere and self.metrics.gathers:
             values = gathered(values)
         found: Numbers = []
-        for name, numbers in values.items():
-            how = self.metrics.function_of(name)
+        for (name, metric), numbers in values.items():
+            how = self.metrics.function_of(metric)
             try:
                 number = as_number(how(numbers), numbers.device)
             except Exception as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,8 @@ from ignite_monitor.handlers._lookout import Lookout
 
 # Named rows of numbers, by what they are of: kind -> names and a row for each. A kind's rows are of one length.
 Rows = dict[Any, tuple[list[str], Tensor]]
+
+Key = TypeVar("Key")
 
 Slot = tuple[str, Any, str, int]  # how ranks are put together, kind, name, length
 
@@ -126,7 +128,7 @@ def is_joined(model: nn.Module) -> bool:
     return any(each._join_config.enable for each in replicas)
 
 
-def gathered(values: dict[str, Tensor]) -> dict[str, Tensor]:
+def gathered(values: dict[Key, Tensor]) -> dict[Key, Tensor]:
     """The numbers that all ranks have of each name, one rank after the other, the same on each.
 
     Args:
@@ -134,7 +136,7 @@ def gathered(values: dict[str, Tensor]) -> dict[str, Tensor]:
     """
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, {name: numbers.cpu() for name, numbers in values.items()})
-    names: Iterable[str] = dict.fromkeys(name for each in everyone for name in each)
+    names: Iterable[Key] = dict.fromkeys(name for each in everyone for name in each)
     return {name: torch.cat([each[name] for each in everyone if name in each]) for name in names}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import math
 import os
 from collections import OrderedDict
@@ -190,7 +191,8 @@ class ActivationHandler(Monitor):
         self._offload = offload
         self._reference = None if reference is None else Reference(model, reference)
         self._pauses: list[None] = []
-        self._warned: set[str] = set()
+        # Each run and model has ReferencePasses of its own, which must not hold the handler, but get this.
+        self._warn = functools.partial(_warn_once, self.logger, set())
         self._known: list[nn.Parameter] | None = None  # the parameters that the model had when it was looked at
         self._forward: ForwardMetrics | None = None
         self._comparison: OutputComparison | None = None
@@ -427,11 +429,12 @@ class ActivationHandler(Monitor):
                 self._reference,
                 compared,
                 self._comparison,
-                functools.partial(self.logger.warning, "%s"),
+                self._warn,
                 offload=self._offload,
             )
 
-    def _warn(self, reason: str) -> None:
-        if reason not in self._warned:
-            self._warned.add(reason)
-            self.logger.warning("%s", reason)
+
+def _warn_once(logger: logging.Logger, told: set[str], reason: str) -> None:
+    if reason not in told:
+        told.add(reason)
+        logger.warning("%s", reason)

@@ -128,15 +128,14 @@ class MetricSet:
         """Whether numbers are put together by a function of the user's, which needs all of them."""
         return callable(self.aggregate) or any(callable(metric.aggregate) for metric in self.own.values())
 
-    def function_of(self, key: str) -> Callable[[Tensor], float | Tensor]:
+    def function_of(self, name: str | None) -> Callable[[Tensor], float | Tensor]:
         """The function of the user's that puts numbers together.
 
         Args:
-            key: what they are called, the metric's name at its end.
+            name: the metric that they are of; None for what is no metric's.
         """
-        of_metric = (metric.aggregate for name, metric in self.own.items() if key.endswith(f"/{name}"))
-        function = next((each for each in of_metric if callable(each)), self.aggregate)
-        return cast("Callable[[Tensor], float | Tensor]", function)
+        own = None if name is None else self.own[name].aggregate
+        return cast("Callable[[Tensor], float | Tensor]", own or self.aggregate)
 
     def of(self, name: str) -> list[tuple[str, Metric]]:
         """The user's own metrics for a module or parameter.

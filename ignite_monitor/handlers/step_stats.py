@@ -27,6 +27,7 @@ from ignite_monitor.handlers._memory import peak_memory, resident_memory
 from ignite_monitor.handlers._peaks import peak_flops as known_peak
 from ignite_monitor.handlers._ranks import gradient_norm
 from ignite_monitor.handlers._step_clock import StepClock
+from ignite_monitor.handlers._train_step import held_by
 
 
 class StepStatsHandler(Monitor):
@@ -40,7 +41,8 @@ class StepStatsHandler(Monitor):
     ``step/mfu``                    model FLOPs utilisation: operations of a train step over what the device could have
                                     made in that time; absent where its peak is not known
     ``step/parameter_norm``         the l2 norm of all parameters together, as the train step leaves them
-    ``step/lr/group_{i}``           the learning rate of each parameter group, as the train step used it
+    ``step/lr/group_{i}``           the learning rate of each parameter group, as the optimizer's first step used it;
+                                    where it makes none, as the train step leaves it
     ``step/peak_memory_mb``         the most memory so far, in MiB: of tensors on CUDA, of the process on the CPU
     ``step/reserved_memory_mb``     on CUDA: what the allocator holds now
     ``step/resident_memory_mb``     on the CPU, where the system says it: what the process holds now
@@ -129,7 +131,10 @@ class StepStatsHandler(Monitor):
 
     def handlers(self) -> Handlers:
         """The events the monitor listens to, each with its method."""
-        return [(MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed)]
+        return [
+            (MonitorEvents.OPTIMIZER_STEP_COMPLETED, self._on_step_completed),
+            (MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed),
+        ]
 
     def start_iteration(self, engine: Engine) -> None:
         """Forget the last monitored iteration.
@@ -144,7 +149,6 @@ class StepStatsHandler(Monitor):
         if not self._armed:
             return []
         device = self._device
-        self._rates = [_copied(group["lr"], device) for group in self.optimizer.param_groups]
         if self.flops is None and (self.peak_flops is not None or _is_listed(device)):
             self._count = FlopCount()
             return [eager(), self._count]
@@ -164,6 +168,23 @@ class StepStatsHandler(Monitor):
     def _device(self) -> torch.device:
         return device_of(self.model)
 
+    def _on_step_completed(self, engine: Engine) -> None:
+        # Right after the step: before it, handlers may still change the rates, and then schedulers do.
+        if self._armed and not self._rates and self._is_stepping:
+            self._rates = self._current_rates()
+
+    @property
+    def _is_stepping(self) -> bool:
+        """Whether the step that is going on is the optimizer's, or that of a wrapper around it, or of what it wraps."""
+        stepping = None if self._watch is None else self._watch.stepping
+        return stepping is self.optimizer or (
+            stepping is not None and not held_by(stepping).isdisjoint(held_by(self.optimizer))
+        )
+
+    def _current_rates(self) -> list[Tensor]:
+        device = self._device
+        return [_copied(group["lr"], device) for group in self.optimizer.param_groups]
+
     @torch.no_grad()
     def _on_train_step_completed(self, engine: Engine) -> None:
         if not self._armed:
@@ -174,7 +195,9 @@ class StepStatsHandler(Monitor):
             self._dtype = str(max(counts, key=lambda dtype: counts[dtype], default="")).removeprefix("torch.")
         reshard(self.model)
         parameters = [each for each in self.model.parameters() if is_measurable(each)]
-        values: dict[str, Tensor] = {f"lr/group_{i}": rate for i, rate in enumerate(self._rates)}
+        values: dict[str, Tensor] = {
+            f"lr/group_{i}": rate for i, rate in enumerate(self._rates or self._current_rates())
+        }
         if parameters:
             values["parameter_norm"] = gradient_norm(parameters, 2.0, None)
         values |= {name: _number(value) for name, value in self._memory().items() if value is not None}

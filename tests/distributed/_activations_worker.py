@@ -55,6 +55,7 @@ METRICS = {
     "total": Metric(torch.sum, aggregate="sum"),
     "smallest": Metric(torch.min, aggregate="min"),
     "count": Metric(len, aggregate=lambda values: values.sum()),
+    "half/count": Metric(len, aggregate=lambda values: values.sum() / 2),
 }
 
 

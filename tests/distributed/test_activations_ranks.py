@@ -44,6 +44,7 @@ def test_a_module_that_one_rank_calls_is_published_from_the_next_iteration_on(re
         assert there == [False, False, False, False, True, True]
         # Its five rows are the second rank's.
         assert result["published"][4]["activation/experts.1/count"] == 5
+        assert result["published"][4]["activation/experts.1/half/count"] == 2.5
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from ignite_monitor.functional.robust import RobustThreshold
 from ignite_monitor.functional.thresholds import CallableThreshold, MeanStdThreshold, StaticThreshold, ThresholdRule
 
 
@@ -126,3 +127,40 @@ def test_the_state_of_another_rule_is_refused():
 def test_bad_arguments_are_named(make, error, named):
     with pytest.raises(error, match=f"Argument {named} "):
         make()
+
+
+class Multiple(ThresholdRule):
+    def __init__(self, times, *, unused=None, **others):
+        super().__init__(**others)
+        self.times = times
+
+    def __call__(self, mean, std, count):
+        return self.times * mean
+
+
+@pytest.mark.parametrize(
+    ("rule", "told"),
+    [
+        (MeanStdThreshold(k=6), "MeanStdThreshold(k=6.0, warmup=20, decay=None)"),
+        (MeanStdThreshold(2.5, 7, 0.9), "MeanStdThreshold(k=2.5, warmup=7, decay=0.9)"),
+        (StaticThreshold(3), "StaticThreshold(value=3.0)"),
+        (RobustThreshold(k=2), "RobustThreshold(k=2.0, warmup=20, decay=0.99, least=2.0)"),
+        (
+            RobustThreshold(warmup=5, decay=None, least=1.5),
+            "RobustThreshold(k=5.25, warmup=5, decay=None, least=1.5)",
+        ),
+        (CallableThreshold(max), "CallableThreshold(rule=<built-in function max>)"),
+        (Multiple(2.0, warmup=50), "Multiple(times=2.0)"),
+    ],
+)
+def test_a_rule_is_told_with_its_arguments(rule, told):
+    assert repr(rule) == told
+
+
+@pytest.mark.parametrize("rule", [MeanStdThreshold(4.5, decay=0.5), StaticThreshold(0.1), RobustThreshold(least=3)])
+def test_what_a_rule_is_told_as_makes_it_again(rule):
+    again = eval(repr(rule))
+    for norm in torch.linspace(1, 2, 30, dtype=torch.float64):
+        rule.observe(norm)
+        again.observe(norm)
+    assert torch.equal(again.threshold(), rule.threshold())

@@ -107,6 +107,26 @@ def test_a_metric_that_fails_names_itself_module_and_shape(name, wrong):
     assert isinstance(caught.value.__cause__, (RuntimeError, TypeError))
 
 
+@pytest.mark.parametrize("order", [("x", "low/x", "very/low/x"), ("very/low/x", "low/x", "x")])
+def test_a_metric_whose_name_ends_with_anothers_has_its_own_aggregate(order):
+    """Of numbers 1, 2 and 3, whichever is given first; what takes them says which it is."""
+    aggregates = {
+        "x": lambda numbers: numbers.max(),
+        "low/x": lambda numbers: numbers.min(),
+        "very/low/x": lambda numbers: -numbers.sum(),
+    }
+    model = nn.Identity()
+    model.weight = nn.Parameter(torch.ones(1))
+    handler = ActivationHandler(
+        model, activations={name: Metric(torch.mean, aggregate=aggregates[name]) for name in order}
+    )
+    engine = Engine(lambda _, batch: [model(each) for each in batch])
+    handler.attach(engine)
+    engine.run([[torch.full((2,), value) for value in (1.0, 2.0, 3.0)]])
+    published = part(engine.state.metrics, "activation/_root_")
+    assert published == {"x": 3.0, "low/x": 1.0, "very/low/x": -6.0}
+
+
 def test_an_aggregate_that_fails_names_itself():
     def fails(values):
         raise ZeroDivisionError
@@ -822,3 +842,49 @@ def test_errors_leave_no_hook():
         assert not module._forward_pre_hooks
     assert torch._C._len_torch_function_stack() == 0
     record("outside", 1.0)
+
+
+class Turning(nn.Module):
+    """Calls one layer in the reference, and another one later on."""
+
+    def __init__(self):
+        super().__init__()
+        self.early, self.late = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.turned = False
+
+    def forward(self, x):
+        return self.late(x) if self.turned else self.early(x)
+
+
+def test_what_cannot_be_compared_is_warned_of_once_in_several_runs(caplog):
+    model = Turning()
+    differences = {"norm": lambda ours, theirs: (ours - theirs).norm()}
+    handlers = [
+        ActivationHandler(model, activation_differences=differences, reference="init", prefix=prefix)
+        for prefix in ("a", "b")
+    ]
+    model.turned = True
+    engine = Engine(lambda _, x: model(x).sum().backward())
+    for handler in handlers:
+        handler.attach(engine)
+    for epoch in range(3):
+        engine.run([data()] * 2, max_epochs=epoch + 1)
+    told = [record.getMessage() for record in caplog.records if "is not compared" in record.getMessage()]
+    reason = "is not compared: it is called other than in the reference"
+    assert sorted(told) == [f"early {reason}"] * 2 + [f"late {reason}"] * 2  # each handler for itself
+
+
+def test_a_run_after_one_that_could_not_be_compared_is_judged_by_itself(caplog):
+    """In the first nothing can be compared, in the second there is nothing to compare: two things to say."""
+    model = Turning()
+    handler = ActivationHandler(
+        model, activation_differences={"norm": lambda ours, theirs: ours.norm()}, reference="init"
+    )
+    model.turned = True
+    engine = Engine(lambda _, x: model(x))
+    handler.attach(engine)
+    engine.run([data()])
+    assert "forward pass of the whole model" not in caplog.text
+    model.eval()
+    engine.run([data()], max_epochs=2)
+    assert caplog.text.count("none of 1 monitored iterations had a forward pass of the whole model") == 1

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from ignite.engine import Engine, Events, create_supervised_trainer
 from torch import nn
 
-from ignite_monitor import StepStatsHandler
+from ignite_monitor import GradMonitor, MonitorEvents, StaticThreshold, StepStatsHandler
 from ignite_monitor.functional.counting import count_items
 from ignite_monitor.handlers._peaks import peak_flops
 
@@ -179,26 +179,171 @@ def test_batch_without_tensors_has_no_items_and_one_warning(caplog):
     assert len(caplog.records) == 1
 
 
+def rates_of(handler):
+    return [float(handler.metrics[f"step/lr/group_{i}"]) for i in range(len(handler.optimizer.param_groups))]
+
+
+def published_rates(trainer, handler, batches):
+    handler.attach(trainer)
+    rates = []
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda _: rates.append(rates_of(handler)))
+    trainer.run(batches)
+    return rates
+
+
 def test_learning_rates_are_those_that_the_step_used():
+    """Set before the train step, and changed in it right after the optimizer's step, in place or not."""
     model = nn.Linear(2, 2)
     groups = [{"params": [model.weight], "lr": 0.5}, {"params": [model.bias], "lr": torch.tensor(0.25)}]
     optimizer = torch.optim.SGD(groups)
-    trainer = Engine(lambda *_: [group.update(lr=group["lr"] * 0) for group in optimizer.param_groups])
-    handler = StepStatsHandler(model, optimizer)
-    handler.attach(trainer)
+
+    def train_step(*_):
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = 0.0
+        optimizer.param_groups[1]["lr"].zero_()
+
+    trainer = Engine(train_step)
 
     @trainer.on(Events.ITERATION_STARTED)
     def schedule(engine):
         optimizer.param_groups[0]["lr"] = 1.0 / engine.state.iteration
         optimizer.param_groups[1]["lr"] = torch.tensor(0.25)
 
+    assert published_rates(trainer, StepStatsHandler(model, optimizer), [0, 1]) == [[1.0, 0.25], [0.5, 0.25]]
+
+
+def moved_by_a_gradient_of_ones(train):
+    """How far each iteration moves a parameter whose gradient is 1: what SGD took for its learning rate."""
+    moves = []
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    handler = StepStatsHandler(model, optimizer)
+
+    def train_step(engine, _):
+        before = model.weight.item()
+        optimizer.zero_grad()
+        model(torch.ones(1, 1)).sum().backward()
+        train(engine, optimizer)
+        moves.append([pytest.approx(before - model.weight.item(), rel=1e-4)])
+
+    trainer = Engine(train_step)
+    return trainer, model, optimizer, handler, moves
+
+
+def test_a_learning_rate_that_the_train_step_sets_is_the_one_that_moved_the_weights():
+    def train(engine, optimizer):
+        optimizer.param_groups[0]["lr"] = 0.1 * engine.state.iteration
+        optimizer.step()
+
+    trainer, _, _, handler, moves = moved_by_a_gradient_of_ones(train)
+    assert published_rates(trainer, handler, [0] * 3) == moves
+    assert moves == [[0.1], [0.2], [0.3]]
+
+
+@pytest.mark.parametrize("event", [MonitorEvents.SPIKE_DETECTED, MonitorEvents.OPTIMIZER_STEP_STARTED])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_learning_rate_that_a_handler_lowers_is_the_one_that_moved_the_weights(event, first):
+    """Whichever monitor is attached first."""
+    trainer, model, optimizer, handler, moves = moved_by_a_gradient_of_ones(lambda _, optimizer: optimizer.step())
+    monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(1e-6))
+    if first:
+        monitor.attach(trainer)
+    handler.attach(trainer)
+    if not first:
+        monitor.attach(trainer)
+
+    @trainer.on(event)
+    def lower(_):
+        optimizer.param_groups[0]["lr"] *= 0.1
+
     rates = []
-    trainer.add_event_handler(
-        Events.ITERATION_COMPLETED,
-        lambda _: rates.append([float(handler.metrics[f"step/lr/group_{i}"]) for i in (0, 1)]),
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda _: rates.append(rates_of(handler)))
+    trainer.run([0] * 3)
+    assert rates == moves
+    assert rates == [[pytest.approx(each)] for each in (0.1, 0.01, 0.001)]
+
+
+@pytest.mark.parametrize("event", [None, MonitorEvents.OPTIMIZER_STEP_COMPLETED])
+def test_a_scheduler_that_steps_right_after_the_optimizer_comes_too_late(event):
+    trainer, _, optimizer, handler, moves = moved_by_a_gradient_of_ones(
+        lambda _, optimizer: (optimizer.step(), None if event else scheduler.step())
     )
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    handler.attach(trainer)
+    if event:
+        trainer.add_event_handler(event, lambda _: scheduler.step())
+    rates = []
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda _: rates.append(rates_of(handler)))
+    trainer.run([0] * 3)
+    assert rates == moves
+    assert rates == [[1.0], [0.5], [0.25]]
+
+
+def test_of_several_steps_the_first_ones_learning_rate_counts():
+    def train(_, optimizer):
+        for lr in (0.5, 0.25):
+            optimizer.param_groups[0]["lr"] = lr
+            optimizer.step()
+
+    trainer, _, _, handler, _ = moved_by_a_gradient_of_ones(train)
+    assert published_rates(trainer, handler, [0, 1]) == [[0.5], [0.5]]
+
+
+def test_without_a_step_the_learning_rate_is_what_the_train_step_leaves():
+    """In the second of three iterations, which only accumulates; no other's rate is taken for it."""
+
+    def train(engine, optimizer):
+        optimizer.param_groups[0]["lr"] = 0.5**engine.state.iteration
+        if engine.state.iteration != 2:
+            optimizer.step()
+            optimizer.param_groups[0]["lr"] = 7.0
+
+    trainer, _, _, handler, _ = moved_by_a_gradient_of_ones(train)
+    assert published_rates(trainer, handler, [0] * 3) == [[0.5], [0.25], [0.125]]
+
+
+def test_each_optimizers_learning_rate_is_that_of_its_own_step():
+    """Two optimizers of one model, each given its learning rate right before its step, and none afterwards."""
+    model = nn.Linear(2, 2)
+    optimizers = [torch.optim.SGD([parameter], lr=9.0) for parameter in model.parameters()]
+
+    def train_step(*_):
+        for lr, optimizer in zip((0.5, 0.25), optimizers, strict=True):
+            optimizer.param_groups[0]["lr"] = lr
+            optimizer.step()
+            optimizer.param_groups[0]["lr"] = 9.0
+
+    trainer = Engine(train_step)
+    handlers = [StepStatsHandler(model, each, prefix=prefix) for each, prefix in zip(optimizers, "ab", strict=True)]
+    for handler in handlers:
+        handler.attach(trainer)
     trainer.run([0, 1])
-    assert rates == [[1.0, 0.25], [0.5, 0.25]]
+    assert [float(handler.metrics[f"{handler.prefix}/lr/group_0"]) for handler in handlers] == [0.5, 0.25]
+
+
+class Wrapping(torch.optim.Optimizer):
+    """Makes the step of another optimizer, as wrappers do."""
+
+    def __init__(self, inner):
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+@pytest.mark.parametrize("of_inner", [True, False])
+def test_the_learning_rate_of_a_wrapped_optimizer_is_that_of_the_step(of_inner):
+    model = nn.Linear(2, 2)
+    inner = torch.optim.SGD(model.parameters(), lr=9.0)
+    wrapping = Wrapping(inner)
+
+    def set_rate(lr):
+        for optimizer in (inner, wrapping):
+            optimizer.param_groups[0]["lr"] = lr
+
+    trainer = Engine(lambda *_: (set_rate(0.5), wrapping.step(), set_rate(9.0)))
+    assert published_rates(trainer, StepStatsHandler(model, inner if of_inner else wrapping), [0, 1]) == [[0.5]] * 2
 
 
 def test_parameter_norm_and_memory():
