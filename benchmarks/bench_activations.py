@@ -1,8 +1,8 @@
 """What ActivationHandler costs on a model of 24 blocks, beside a forward hook per module with closures and ``.item()``.
 
 All variants take turns in one run, and what each adds is compared within a turn, so that the ratios hold on a busy
-machine too. Every variant has its numbers on the host at the end of an iteration. "Copies and sums alone" is what no
-handler can be quicker than: hooks that copy each output to where its place was known beforehand, and the fewest
+machine too. Every variant has its numbers on the host at the end of an iteration. "Copies and sums alone" is about
+the least that a handler can cost: hooks that copy each output to where its place was known beforehand, and the fewest
 operations that take the same sums in float64, with no name, no look at whether an output is what was expected, and no
 statistic made of the sums.
 

@@ -7,7 +7,6 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -17,6 +16,8 @@ from ignite.engine import Engine
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+
+from ignite_monitor.capture.optimizers import parameters_of
 
 
 class GradientHook:
@@ -74,7 +75,9 @@ class WatchedModel:
         self._registries: list[dict[str, Any]] = []
         self._members: list[Any] = []
         self._replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
-        self._shared: weakref.WeakKeyDictionary[Optimizer, tuple[list[Tensor], bool]] = weakref.WeakKeyDictionary()
+        self._shared: weakref.WeakKeyDictionary[Optimizer, tuple[list[nn.Parameter], bool]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def refresh(self) -> bool:
         """Look at the model's parameters anew: whether there are others than at the last time."""
@@ -89,6 +92,10 @@ class WatchedModel:
         self.parameters = list(self.model.parameters())
         self._shared.clear()
         return True
+
+    def run_ended(self) -> None:
+        """Let go of what optimizers hold."""
+        self._shared.clear()
 
     @property
     def reduces(self) -> bool:
@@ -116,20 +123,6 @@ class WatchedModel:
             own = {id(parameter) for parameter in self.parameters}
             known = self._shared[optimizer] = (held, any(id(parameter) in own for parameter in held))
         return known[1]
-
-
-def users_grad_mode() -> AbstractContextManager[Any]:
-    """What to call a user's function in: in a backward pass autograd has turned gradients off, which nobody expects."""
-    return torch.enable_grad() if torch._C._current_graph_task_id() != -1 else nullcontext()
-
-
-def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """The parameters that an optimizer holds.
-
-    Args:
-        optimizer: the optimizer.
-    """
-    return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
 
 
 def are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:

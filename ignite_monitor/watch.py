@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ignite_monitor._hooks import Patch, WatchedModel, is_nested, remove_all, users_grad_mode
+from ignite_monitor._hooks import Patch, WatchedModel, is_nested, remove_all
+from ignite_monitor.capture.backward import users_grad_mode
 from ignite_monitor.events import MonitorEvents, register_events
 
 # How often the callback at the end of backward queues itself anew, so as to run after those of
@@ -124,7 +125,7 @@ class Watch:
             watched = self._models[id(model)] = WatchedModel(model)
             if self._installed:  # attached while a run is going on
                 self._handles.append(watched.hook)
-            if self.armed:
+            if self.active:
                 self._put_on(watched)
         watched.monitors += 1
 
@@ -159,7 +160,7 @@ class Watch:
                 which the other monitors look at, it does in a function that it returns.
         """
         self._listeners[event].append(weakref.WeakMethod(handler))
-        if self.armed and event == MonitorEvents.GRADIENTS_READY:
+        if self.active and event == MonitorEvents.GRADIENTS_READY:
             for watched in self._models.values():
                 self._put_on(watched)
 
@@ -322,6 +323,8 @@ class Watch:
     def _uninstall(self) -> None:
         self._installed = False
         remove_all(self._handles)
+        for watched in self._models.values():
+            watched.run_ended()
         self._reset()
         for member in self._members:
             member.release()

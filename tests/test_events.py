@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 
 import pytest
 import torch
@@ -875,7 +876,7 @@ def test_a_part_of_the_model_whose_turn_in_the_optimizer_comes_later():
     assert seen == [2, 3, 6, 7]
 
 
-def test_a_layer_replaced_by_a_handler_that_comes_after_the_monitor():
+def test_a_layer_replaced_by_a_handler_that_comes_after_the_monitor(caplog):
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     expected = []
@@ -905,3 +906,23 @@ def test_a_layer_replaced_by_a_handler_that_comes_after_the_monitor():
     trainer.run([torch.randn(3, 4) for _ in range(5)], max_epochs=1)
     assert found == pytest.approx(expected, rel=1e-5)
     assert with_ratio == [True, True, False, True, True]
+    assert caplog.text.count("parameters were replaced after iteration 3 had started") == 1
+
+
+def test_the_end_of_a_run_lets_go_of_what_the_optimizer_held():
+    """Also of what is no part of the model."""
+    model, other = nn.Linear(4, 4), nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD([*model.parameters(), other], lr=0.1)
+
+    def train_step(engine, batch):
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+
+    trainer = Engine(train_step)
+    GradMonitor(model, optimizer).attach(trainer)
+    trainer.run([torch.randn(3, 4)] * 2, max_epochs=1)
+    gone = weakref.ref(other)
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    del other
+    assert gone() is None

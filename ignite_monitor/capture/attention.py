@@ -14,6 +14,7 @@ from torch.utils._device import DeviceContext
 
 from ignite_monitor.capture.aside import aside, is_plain
 from ignite_monitor.capture.attention_arguments import READERS, AttentionArguments
+from ignite_monitor.capture.backward import in_backward
 
 
 class AttentionCalls(TorchFunctionMode):
@@ -128,7 +129,7 @@ class AttentionCalls(TorchFunctionMode):
                 _put_on(self)
 
     def _report(self, read: Callable[..., AttentionArguments], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch._C._current_graph_task_id() != -1:  # in backward
+        if in_backward():
             return
         name = self._current()
         if name is None:

@@ -7,8 +7,9 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import torch
 from torch import nn
+
+from ignite_monitor.capture.backward import in_backward
 
 _CALL = nn.Module._call_impl.__code__
 
@@ -64,7 +65,7 @@ def outputs_to(modules: Iterable[nn.Module], hook: ModuleHook) -> Iterator[None]
 
 def is_recomputation() -> bool:
     """Whether a forward pass is one that activation checkpointing repeats in the middle of a backward pass."""
-    return torch._C._current_graph_task_id() != -1
+    return in_backward()
 
 
 def running_module() -> nn.Module | None:

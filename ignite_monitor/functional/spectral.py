@@ -74,6 +74,7 @@ def power(matrices: Matrices, vectors: Tensor | None, generator: torch.Generator
                 lanczos.extend()
                 if step == look:
                     missing = torch.where(matrices.frobenius > 0, lanczos.missing(TOLERANCE), 0).amax()
+                    # As many steps later, or at none if it is good enough.
                     look += len((torch.arange(most, device=matrices.device) < missing).nonzero())
                     if look == step:
                         break

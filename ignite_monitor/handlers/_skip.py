@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer
 
+from ignite_monitor.capture.optimizers import parameters_of
 from ignite_monitor.functional.norms import any_sharded
 
 
@@ -86,9 +87,7 @@ def _skips_on_device(optimizer: Optimizer) -> bool:
         return False
     if not all(group.get("fused") for group in optimizer.param_groups):
         return False
-    stepping = [
-        parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.grad is not None
-    ]
+    stepping = [parameter for parameter in parameters_of(optimizer) if parameter.grad is not None]
     # At its first step fused SGD takes momentum buffers into use even where it skips, and never fills them.
     # Fused kernels do not mix sharded parameters with a plain found_inf.
     return all(parameter in optimizer.state for parameter in stepping) and not any_sharded(stepping)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ignite_monitor.capture.optimizers import held_by
 from ignite_monitor.capture.samples import ParameterSamples, reshard
 from ignite_monitor.handlers._gradient_norms import GradientNorms
 from ignite_monitor.handlers._stepped import HostMasks, SteppedParameters
@@ -171,15 +172,6 @@ def _float32_copy(optimizer: Optimizer, parameter: nn.Parameter) -> Tensor | Non
         ):
             return value
     return None
-
-
-def held_by(optimizer: Optimizer) -> set[int]:
-    """The ids of an optimizer's parameters.
-
-    Args:
-        optimizer: the optimizer.
-    """
-    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def unknown_where(values: Tensor, known: Tensor | None) -> Tensor:

@@ -20,6 +20,7 @@ from torch.amp import GradScaler
 from ignite_monitor.capture.devices import device_of
 from ignite_monitor.capture.eager import eager
 from ignite_monitor.capture.names import named_parameters, tags
+from ignite_monitor.capture.optimizers import parameters_of
 from ignite_monitor.capture.passes import ReferencePasses
 from ignite_monitor.capture.reference import Reference
 from ignite_monitor.capture.selection import Pattern, Selection
@@ -312,9 +313,8 @@ class ActivationHandler(Monitor):
             return
         if id(self.model) not in self._watch.unreduced:
             optimizer = self._watch.stepping
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             # Fused optimizers are given what to unscale gradients by.
-            self._gradients.step_started(parameters, getattr(optimizer, "grad_scale", None))
+            self._gradients.step_started(parameters_of(optimizer), getattr(optimizer, "grad_scale", None))
 
     def _on_train_step_completed(self, engine: Engine) -> None:
         if not self._armed or self._forward is None:

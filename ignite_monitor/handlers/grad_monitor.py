@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from ignite_monitor._hooks import are_same, parameters_of, users_grad_mode
+from ignite_monitor._hooks import are_same
+from ignite_monitor.capture.backward import in_backward, users_grad_mode
+from ignite_monitor.capture.optimizers import held_by, parameters_of
 from ignite_monitor.events import MonitorEvents
 from ignite_monitor.functional._checks import check_count, check_real, check_type
 from ignite_monitor.functional._devices import move_like
@@ -123,7 +125,7 @@ class GradMonitor(Monitor):
         super().__init__(model, prefix)
         if optimizer is not None:
             check_type("optimizer", optimizer, Optimizer, "torch.optim.Optimizer or None")
-            held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            held = held_by(optimizer)
             if held.isdisjoint(id(parameter) for parameter in model.parameters()):
                 raise ValueError("Argument optimizer should hold parameters of model, but it holds none of them")
         if scaler is not None:
@@ -166,7 +168,7 @@ class GradMonitor(Monitor):
         self._skipper = StepSkipper() if skip_step else None
         self._skipped_count = torch.zeros((), dtype=torch.float64, device="cpu")
         # The model's parameters, the optimizer's, and those of both.
-        self._own: tuple[list[nn.Parameter], list[Tensor], list[nn.Parameter]] = ([], [], [])
+        self._own: tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]] = ([], [], [])
         self._gradient: JudgedGradient | None = None  # the newest
         self._stepped: JudgedGradient | None = None  # what the optimizer made its last step with in this iteration
         self._stepping: JudgedGradient | None = None  # what it is making a step with
@@ -290,7 +292,7 @@ class GradMonitor(Monitor):
             return None
         gradients = self._gradients()
         # Where optimizers make their steps inside of backward there is never a whole gradient.
-        if not gradients or (self.optimizer is None and torch._C._current_graph_task_id() != -1):
+        if not gradients or (self.optimizer is None and in_backward()):
             return None
         changes = None if gradient is None else gradient.changes(gradients)
         if gradient is None or changes is None or (changes and (gradient.used or not gradient.seen)):

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from ignite_monitor.capture.devices import device_of
 from ignite_monitor.capture.eager import eager
 from ignite_monitor.capture.flops import FlopCount
+from ignite_monitor.capture.optimizers import held_by
 from ignite_monitor.capture.samples import is_measurable, reshard
 from ignite_monitor.capture.sharding import check_whole
 from ignite_monitor.events import MonitorEvents
@@ -27,7 +28,6 @@ from ignite_monitor.handlers._memory import peak_memory, resident_memory
 from ignite_monitor.handlers._peaks import peak_flops as known_peak
 from ignite_monitor.handlers._ranks import gradient_norm
 from ignite_monitor.handlers._step_clock import StepClock
-from ignite_monitor.handlers._train_step import held_by
 
 
 class StepStatsHandler(Monitor):

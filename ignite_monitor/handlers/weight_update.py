@@ -14,13 +14,14 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from ignite_monitor.capture.names import named_parameters, tags
+from ignite_monitor.capture.optimizers import held_by
 from ignite_monitor.capture.sharding import check_whole
 from ignite_monitor.events import MonitorEvents
 from ignite_monitor.functional._checks import check_count, check_real, check_type
 from ignite_monitor.functional.updates import order_statistics, update_ratios
 from ignite_monitor.handlers._base import Handlers, Monitor
 from ignite_monitor.handlers._frozen import FrozenParameters, on_host
-from ignite_monitor.handlers._train_step import SampledTrainStep, held_by, unknown_where
+from ignite_monitor.handlers._train_step import SampledTrainStep, unknown_where
 
 
 class ParameterDiagnostics(NamedTuple):
@@ -174,6 +175,7 @@ class WeightUpdateHandler(Monitor):
         self._rows: list[list[float]] | None = None  # the same on the host
         self._rounded: frozenset[str] = frozenset()
         self._monitored = self._stepped = 0
+        self._replaced_reported = False
 
     @property
     def diagnostics(self) -> dict[str, ParameterDiagnostics]:
@@ -285,8 +287,8 @@ class WeightUpdateHandler(Monitor):
     def _on_train_step_completed(self, engine: Engine) -> None:
         if not self._armed or self._step is None:
             return
-        if not self._step.fits():  # parameters were replaced since the iteration started
-            self._step = None
+        if not self._step.fits():
+            self._report_replaced(engine)
             return
         self._monitored += 1
         measured = self._step.completed()
@@ -332,6 +334,17 @@ class WeightUpdateHandler(Monitor):
                 "the last monitored iteration" if again else "the handler was made or last ran",
                 engine.state.iteration,
                 ", ".join(added),
+            )
+
+    def _report_replaced(self, engine: Engine) -> None:
+        # Of those that are added the next monitored iteration tells.
+        added = any(name not in set(self._names) for name, _, _ in named_parameters(self.model))
+        if not added and not self._replaced_reported:
+            self._replaced_reported = True
+            self.logger.warning(
+                "%s: parameters were replaced after iteration %d had started, so nothing is published of it",
+                self.prefix,
+                engine.state.iteration,
             )
 
     # Values on the host

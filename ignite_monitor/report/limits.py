@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 SPIKE_FACTOR = 2.0
-"""How far above its threshold a norm is more than noise. The rules raise 1 to 5 alarms per 1,000 iterations on healthy
-runs, up to 18 where batches are small, nearly all within a factor of 2; damaged batches are mostly beyond it."""
+"""How far above its threshold a norm is more than noise. The rules raise mostly 1 to 5 alarms per 1,000 iterations on
+healthy runs, more where batches are small, nearly all within a factor of 2; damaged batches are mostly beyond it."""
 
 SPIKE_RATE = 0.01
 """What share of iterations with norms just above the threshold is still noise: twice the rules' own false alarms."""
