@@ -19,8 +19,8 @@ import time
 import torch
 from torch import Tensor
 
-from ignite_monitor.functional.matrices import Matrices
-from ignite_monitor.functional.spectral import SpectralNorms, newton_schulz, power, svd
+from ignite_monitor.spectral.matrices import Matrices
+from ignite_monitor.spectral.norm import SpectralNorms, newton_schulz, power, svd
 
 LIMIT = 0.1
 SHAPES = [(1024, 1024), (4096, 1024)]

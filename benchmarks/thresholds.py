@@ -20,10 +20,10 @@ from typing import NamedTuple
 import torch
 from record_norms import FAULTS, record_all
 
-from ignite_monitor.functional.moments import Moments
-from ignite_monitor.functional.robust import RobustThreshold
-from ignite_monitor.functional.spikes import SpikeDetector
-from ignite_monitor.functional.thresholds import MeanStdThreshold, ThresholdRule
+from ignite_monitor.gradient.moments import Moments
+from ignite_monitor.gradient.robust import RobustThreshold
+from ignite_monitor.gradient.spikes import SpikeDetector
+from ignite_monitor.gradient.thresholds import MeanStdThreshold, ThresholdRule
 
 SHORT = ["gpt_adamw", "gpt_cosine", "mlp_sgd", "adam_plain"]
 WARMUP = 20

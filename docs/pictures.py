@@ -22,8 +22,8 @@ from PIL import Image, ImageChops
 from rich.console import Console
 
 from ignite_monitor.hdf5.reader import read_hdf5
-from ignite_monitor.plot import draw
 from ignite_monitor.report.panels import picture
+from ignite_monitor.report.plot import draw
 from ignite_monitor.report.series import tidy
 from ignite_monitor.report.summary import summarise
 from ignite_monitor.report.text import findings_text

@@ -1,20 +1,20 @@
 """Training-health handlers for PyTorch-Ignite."""
 
-from ignite_monitor.capture.record import record
-from ignite_monitor.events import MonitorEvents
-from ignite_monitor.functional.robust import RobustThreshold
-from ignite_monitor.functional.thresholds import MeanStdThreshold, StaticThreshold, ThresholdRule
-from ignite_monitor.handlers.activations import ActivationHandler
-from ignite_monitor.handlers.attach_monitors import attach_monitors
-from ignite_monitor.handlers.grad_monitor import GradMonitor
-from ignite_monitor.handlers.metric import Metric
-from ignite_monitor.handlers.rcc import RCCHandler
-from ignite_monitor.handlers.spectral_norm import SpectralNormHandler
-from ignite_monitor.handlers.step_stats import StepStatsHandler
-from ignite_monitor.handlers.weight_update import ParameterDiagnostics, WeightUpdateHandler
+from ignite_monitor.activation.handler import ActivationHandler
+from ignite_monitor.activation.metric import Metric
+from ignite_monitor.activation.record import record
+from ignite_monitor.attach_monitors import attach_monitors
+from ignite_monitor.events.monitor_events import MonitorEvents
+from ignite_monitor.gradient.handler import GradMonitor
+from ignite_monitor.gradient.robust import RobustThreshold
+from ignite_monitor.gradient.thresholds import MeanStdThreshold, StaticThreshold, ThresholdRule
 from ignite_monitor.hdf5.logger import HDF5Logger
 from ignite_monitor.hdf5.reader import read_hdf5
+from ignite_monitor.rcc.handler import RCCHandler
+from ignite_monitor.spectral.handler import SpectralNormHandler
+from ignite_monitor.step_stats.handler import StepStatsHandler
 from ignite_monitor.tensorboard import tensorboard_layout
+from ignite_monitor.weight_update.handler import ParameterDiagnostics, WeightUpdateHandler
 
 __all__ = [
     "ActivationHandler",

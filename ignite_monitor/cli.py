@@ -251,8 +251,8 @@ def _summary(chosen: argparse.Namespace) -> None:
 
 
 def _plot(chosen: argparse.Namespace) -> None:
-    from ignite_monitor.plot import draw
     from ignite_monitor.report.panels import picture
+    from ignite_monitor.report.plot import draw
 
     try:
         selection = re.compile(chosen.metrics) if chosen.metrics is not None else None

@@ -17,18 +17,18 @@ from ignite.engine import Engine, Events
 from ignite.handlers.base_logger import BaseLogger
 from torch import Tensor, nn
 
-from ignite_monitor.events import MonitorEvents
-from ignite_monitor.functional.robust import RobustThreshold
-from ignite_monitor.handlers._base import Monitor
-from ignite_monitor.handlers.activations import ActivationHandler
-from ignite_monitor.handlers.grad_monitor import GradMonitor
-from ignite_monitor.handlers.rcc import RCCHandler
-from ignite_monitor.handlers.spectral_norm import SpectralNormHandler
-from ignite_monitor.handlers.step_stats import StepStatsHandler
-from ignite_monitor.handlers.weight_update import WeightUpdateHandler
+from ignite_monitor.activation.handler import ActivationHandler
+from ignite_monitor.events.monitor_events import MonitorEvents
+from ignite_monitor.gradient.handler import GradMonitor
+from ignite_monitor.gradient.robust import RobustThreshold
 from ignite_monitor.hdf5.logger import HDF5Logger
+from ignite_monitor.monitor.base import Monitor
+from ignite_monitor.rcc.handler import RCCHandler
 from ignite_monitor.report.series import number
+from ignite_monitor.spectral.handler import SpectralNormHandler
+from ignite_monitor.step_stats.handler import StepStatsHandler
 from ignite_monitor.tensorboard import tensorboard_layout
+from ignite_monitor.weight_update.handler import WeightUpdateHandler
 
 LEAST = 60
 """With fewer iterations the damaged batch would come in the threshold's warm-up."""

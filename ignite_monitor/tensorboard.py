@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 
-from ignite_monitor.functional._checks import check_type
-from ignite_monitor.handlers._base import Monitor
-from ignite_monitor.handlers.activations import ActivationHandler
-from ignite_monitor.handlers.grad_monitor import GradMonitor
-from ignite_monitor.handlers.rcc import RCCHandler
-from ignite_monitor.handlers.spectral_norm import SpectralNormHandler
-from ignite_monitor.handlers.weight_update import WeightUpdateHandler
+from ignite_monitor.activation.handler import ActivationHandler
+from ignite_monitor.checks import check_type
+from ignite_monitor.gradient.handler import GradMonitor
+from ignite_monitor.monitor.base import Monitor
+from ignite_monitor.rcc.handler import RCCHandler
+from ignite_monitor.spectral.handler import SpectralNormHandler
+from ignite_monitor.weight_update.handler import WeightUpdateHandler
 
 Layout = dict[str, dict[str, list[str | list[str]]]]
 

@@ -6,7 +6,7 @@ import ast
 import importlib
 import inspect
 import pkgutil
-import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -60,14 +60,14 @@ def goes_through_root(name: str) -> bool:
         ("import torch.nn as nn", {"torch.nn"}),
         ("from torch import Tensor, nn", {"torch.Tensor", "torch.nn"}),
         ("from ignite_monitor import hdf5", {"ignite_monitor.hdf5"}),
-        ("from . import norms", {"ignite_monitor.functional.norms"}),
-        ("from .norms import norm", {"ignite_monitor.functional.norms.norm"}),
-        ("from ..handlers import GradMonitor", {"ignite_monitor.handlers.GradMonitor"}),
+        ("from . import norms", {"ignite_monitor.model.norms"}),
+        ("from .norms import norm", {"ignite_monitor.model.norms.norm"}),
+        ("from ..gradient import GradMonitor", {"ignite_monitor.gradient.GradMonitor"}),
         ("def f():\n    import math", {"math"}),
     ],
 )
 def test_imports_are_resolved(source, names):
-    assert imported(source, package="ignite_monitor.functional") == names
+    assert imported(source, package="ignite_monitor.model") == names
 
 
 @pytest.mark.parametrize(
@@ -76,8 +76,8 @@ def test_imports_are_resolved(source, names):
         ("ignite_monitor", True),
         ("ignite_monitor.GradMonitor", True),
         ("ignite_monitor.*", True),
-        ("ignite_monitor.functional.norms.norm", False),
-        ("ignite_monitor.handlers", False),
+        ("ignite_monitor.model.norms.norm", False),
+        ("ignite_monitor.gradient", False),
         ("torch", False),
     ],
 )
@@ -85,17 +85,67 @@ def test_names_that_go_through_the_root(name, answer):
     assert goes_through_root(name) is answer
 
 
-def test_functional_imports_torch_alone():
-    allowed = ("torch", "ignite_monitor.functional", *sys.stdlib_module_names)
-    found = imports_of("ignite_monitor/functional")
-    assert found
-    assert [(file, name) for file, name in found if not within(name, *allowed)] == []
+# Each layer imports those before it. What stands in one line side by side does not import each other.
+LAYERS = (
+    {"checks"},
+    {"model"},
+    {"events"},
+    {"monitor"},
+    {"reference"},
+    {"gradient", "weight_update", "activation", "spectral", "step_stats", "rcc"},
+    {"scaling"},
+)
+ROOMS = {room: height for height, layer in enumerate(LAYERS) for room in layer}
 
 
-@pytest.mark.parametrize("layer", ["_hooks", "capture", "events", "hdf5", "cli", "plot", "report", "watch"])
-def test_no_layer_below_the_handlers_imports_one(layer):
-    found = imports_of(f"ignite_monitor/{layer}")
-    assert [(file, name) for file, name in found if within(name, "ignite_monitor.handlers")] == []
+def room_of(name: str) -> str:
+    """The first part of a path in the package, or of a name in it."""
+    return name.removeprefix("ignite_monitor").strip("/.").replace("/", ".").removesuffix(".py").split(".")[0]
+
+
+def test_every_folder_has_its_place():
+    folders = {path.parent.name for path in (ROOT / "ignite_monitor").glob("*/__init__.py")}
+    assert folders == {room for room in ROOMS if room != "checks"} | {"hdf5", "report"}
+
+
+def test_direction_of_imports():
+    wrong = [
+        (file, name)
+        for file, name in imports_of("ignite_monitor")
+        if within(name, "ignite_monitor")
+        and (here := ROOMS.get(room_of(file))) is not None
+        and (room_of(file) != room_of(name))
+        and ROOMS.get(room_of(name), len(LAYERS)) >= here
+    ]
+    assert wrong == []
+
+
+def test_no_circle_of_imports():
+    """Not even one that is broken by an import inside a function."""
+    root = ROOT / "ignite_monitor"
+    files = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in root.rglob("*.py")}
+    graph = {
+        module: {
+            target
+            for name in imported(path.read_text(encoding="utf-8"), module.rpartition(".")[0])
+            if (target := name if name in files else name.rpartition(".")[0]) in files and target != module
+        }
+        for module, path in files.items()
+    }
+    list(TopologicalSorter(graph).static_order())  # raises CycleError, which names the circle
+
+
+def test_who_imports_ignite():
+    """What computes knows no engine."""
+    allowed = ("ignite_monitor/events/", "ignite_monitor/monitor/", "ignite_monitor/hdf5/")
+    users = {file for file, name in imports_of("ignite_monitor") if within(name, "ignite")}
+    rest = {file for file in users if not file.startswith(allowed) and not file.endswith("/handler.py")}
+    assert rest == {
+        "ignite_monitor/attach_monitors.py",
+        "ignite_monitor/demo.py",
+        "ignite_monitor/scaling/alignment_handler.py",
+        "ignite_monitor/scaling/maxp.py",
+    }
 
 
 def test_only_scaling_imports_scaling():
@@ -110,7 +160,7 @@ def test_only_scaling_imports_scaling():
 
 
 def test_reports_are_of_numbers_and_know_no_torch():
-    found = imports_of("ignite_monitor/report", "ignite_monitor/plot", "ignite_monitor/cli")
+    found = imports_of("ignite_monitor/report", "ignite_monitor/cli")
     assert found
     assert [(file, name) for file, name in found if within(name, "torch", "ignite")] == []
 

@@ -17,7 +17,7 @@ from ignite.engine import Engine, Events
 from ignite.engine.events import RemovableEventHandle
 from ignite.handlers.base_logger import BaseLogger
 
-from ignite_monitor.functional._checks import check_count
+from ignite_monitor.checks import check_count
 from ignite_monitor.hdf5.clock import Clock
 from ignite_monitor.hdf5.handlers import OptimizerParamsHandler, OutputHandler
 from ignite_monitor.hdf5.layout import TROUBLE, import_h5py, one_line

@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ignite_monitor.capture.aside import aside, is_plain
-from ignite_monitor.capture.devices import device_of
-from ignite_monitor.capture.eager import eager
-from ignite_monitor.capture.linear_maps import feature_dim, linear_map
-from ignite_monitor.capture.passes import NotComparableError, ReferencePasses
-from ignite_monitor.capture.reference import Reference
-from ignite_monitor.capture.structure import modules_by_name
-from ignite_monitor.functional._devices import move_like, upload, wide_dtype
-from ignite_monitor.functional._precision import full_precision
-from ignite_monitor.functional.alignment import TERMS, alignment_sums
-from ignite_monitor.handlers._ranks import sum_over_ranks
+from ignite_monitor.model.aside import aside, is_plain
+from ignite_monitor.model.device_of import device_of
+from ignite_monitor.model.devices import move_like, upload, wide_dtype
+from ignite_monitor.model.eager import eager
+from ignite_monitor.model.linear_maps import feature_dim, linear_map
+from ignite_monitor.model.precision import full_precision
+from ignite_monitor.model.structure import modules_by_name
+from ignite_monitor.monitor.ranks import sum_over_ranks
+from ignite_monitor.reference.passes import NotComparableError, ReferencePasses
+from ignite_monitor.reference.reference import Reference
 from ignite_monitor.scaling._layers import layer_name
+from ignite_monitor.scaling.alignment import TERMS, alignment_sums
 from ignite_monitor.scaling.parametrization import Parametrization
 
 Args = tuple[Any, ...]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ignite_monitor.capture.eager import eager
+from ignite_monitor.model.eager import eager
 
 
 def run(model: nn.Module, sample_input: Any) -> Any:

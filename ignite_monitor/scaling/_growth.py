@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import type_before_parametrizations
 
-from ignite_monitor.capture.names import named_modules
-from ignite_monitor.functional._checks import check_type
+from ignite_monitor.checks import check_type
+from ignite_monitor.model.names import named_modules
 from ignite_monitor.scaling.module import multiplier_of
 
 _OUT_FIRST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)

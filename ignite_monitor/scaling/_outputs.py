@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ignite_monitor.capture.aside import is_plain
-from ignite_monitor.capture.passes import NotComparableError
-from ignite_monitor.capture.reference import Reference
-from ignite_monitor.capture.tensors import floating_tensors
-from ignite_monitor.functional._devices import wide_dtype
-from ignite_monitor.functional.coordinate_check import output_change
+from ignite_monitor.model.aside import is_plain
+from ignite_monitor.model.devices import wide_dtype
+from ignite_monitor.model.tensors import floating_tensors
+from ignite_monitor.rcc.terms import output_change
+from ignite_monitor.reference.passes import NotComparableError
+from ignite_monitor.reference.reference import Reference
 
 QUANTITIES = ("activation", "change", "weight_update", "input_drift")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from ignite_monitor.functional._checks import check_real, check_type
+from ignite_monitor.checks import check_real, check_type
 from ignite_monitor.scaling.graph import LAYER_TYPES
 
 T = TypeVar("T")

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 
 from torch import nn
 
-from ignite_monitor.capture.reference import Reference
-from ignite_monitor.capture.structure import modules_by_name
+from ignite_monitor.model.structure import modules_by_name
+from ignite_monitor.reference.reference import Reference
 from ignite_monitor.scaling.parametrization import Parametrization
 
 

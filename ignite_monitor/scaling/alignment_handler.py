@@ -13,17 +13,17 @@ import torch
 from ignite.engine import Engine
 from torch import Tensor, nn
 
-from ignite_monitor.capture.names import tags
-from ignite_monitor.capture.reference import Reference
-from ignite_monitor.capture.selection import Pattern, Selection
-from ignite_monitor.events import MonitorEvents
-from ignite_monitor.functional._checks import check_count
-from ignite_monitor.functional.alignment import TERMS, over_layers
-from ignite_monitor.handlers._base import Handlers, Monitor
-from ignite_monitor.handlers._over_ranks import is_joined
-from ignite_monitor.handlers._ranks import world_size
+from ignite_monitor.checks import check_count
+from ignite_monitor.events.monitor_events import MonitorEvents
+from ignite_monitor.model.names import tags
+from ignite_monitor.model.selection import Pattern, Selection
+from ignite_monitor.monitor.base import Handlers, Monitor
+from ignite_monitor.monitor.rank_reduction import is_joined
+from ignite_monitor.monitor.ranks import world_size
+from ignite_monitor.reference.reference import Reference
 from ignite_monitor.scaling._alignments import AlignmentMeasurement, find_layers
 from ignite_monitor.scaling._seeded import SeededWeights
+from ignite_monitor.scaling.alignment import TERMS, over_layers
 from ignite_monitor.scaling.parametrization import Parametrization
 
 

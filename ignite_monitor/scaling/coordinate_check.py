@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ignite_monitor.capture.eager import eager
-from ignite_monitor.capture.passes import ReferencePasses
-from ignite_monitor.capture.reference import Reference
-from ignite_monitor.capture.rng import drawn_again
-from ignite_monitor.capture.structure import is_layer
-from ignite_monitor.functional._checks import check_count, check_type
+from ignite_monitor.checks import check_count, check_type
+from ignite_monitor.model.eager import eager
+from ignite_monitor.model.structure import is_layer
+from ignite_monitor.reference.passes import ReferencePasses
+from ignite_monitor.reference.reference import Reference
+from ignite_monitor.reference.rng import drawn_again
 from ignite_monitor.scaling._layers import layer_name
 from ignite_monitor.scaling._outputs import QUANTITIES, OutputChanges
 from ignite_monitor.scaling.coordinate_result import CoordinateCheck, Record

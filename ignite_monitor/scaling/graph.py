@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from ignite_monitor.functional._checks import check_real
+from ignite_monitor.checks import check_real
 
 LAYER_TYPES = ("embedding", "hidden", "readout", "attention")
 JUNCTIONS = ("sum", "product", "contraction")

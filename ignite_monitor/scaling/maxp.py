@@ -14,12 +14,12 @@ from ignite.engine import Engine
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ignite_monitor.capture.names import tags
-from ignite_monitor.capture.reference import Reference
-from ignite_monitor.events import MonitorEvents
-from ignite_monitor.functional._checks import check_count, check_real, check_type
-from ignite_monitor.functional._devices import upload, wide_dtype
-from ignite_monitor.handlers._base import Handlers, Monitor
+from ignite_monitor.checks import check_count, check_real, check_type
+from ignite_monitor.events.monitor_events import MonitorEvents
+from ignite_monitor.model.devices import upload, wide_dtype
+from ignite_monitor.model.names import tags
+from ignite_monitor.monitor.base import Handlers, Monitor
+from ignite_monitor.reference.reference import Reference
 from ignite_monitor.scaling._alignments import AlignmentMeasurement, find_layers
 from ignite_monitor.scaling._prefactor import PrefactorGroup, PrefactorOptimizer
 from ignite_monitor.scaling._rates import LayerRates

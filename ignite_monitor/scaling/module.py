@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from ignite_monitor.functional._checks import check_count, check_real
+from ignite_monitor.checks import check_count, check_real
 from ignite_monitor.scaling.graph import LAYER_TYPES
 
 

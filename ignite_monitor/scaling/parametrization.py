@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from ignite_monitor.capture.names import named_modules
-from ignite_monitor.functional._checks import check_real, check_type
-from ignite_monitor.functional.sampling import fnv1a_64
-from ignite_monitor.handlers._ranks import from_first_rank
+from ignite_monitor.checks import check_real, check_type
+from ignite_monitor.model.names import named_modules
+from ignite_monitor.model.sampling import fnv1a_64
+from ignite_monitor.monitor.ranks import from_first_rank
 from ignite_monitor.scaling._overrides import check_ab, overridden
 from ignite_monitor.scaling.graph import PRESETS, Alignment, Node, as_alignment, chain, tied
 from ignite_monitor.scaling.module import Multiplier, draw_weights, multiplier_of

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ignite_monitor.capture.names import named_modules, named_parameters
+from ignite_monitor.model.names import named_modules, named_parameters
 from ignite_monitor.scaling._forward import run, untouched
 from ignite_monitor.scaling._labels import CONSTANT, Label, MadeTensors, is_transformed, storage_of, tensors_in
 from ignite_monitor.scaling._operations import LIKE, NUMBERS, junction_of

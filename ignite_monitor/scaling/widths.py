@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ignite_monitor.capture.names import named_modules, named_parameters
-from ignite_monitor.functional._checks import check_count
+from ignite_monitor.checks import check_count
+from ignite_monitor.model.names import named_modules, named_parameters
 from ignite_monitor.scaling._forward import run, untouched
 from ignite_monitor.scaling._growth import Grown, growing_modules, width_and_type
 from ignite_monitor.scaling.module import Multiplier

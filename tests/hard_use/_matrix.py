@@ -24,7 +24,7 @@ from ignite_monitor import (
     StepStatsHandler,
     WeightUpdateHandler,
 )
-from tests.handlers._trainers import Judge, norm_of
+from tests._trainers import Judge, norm_of
 
 AXES = {
     "precision": ("float32", "bfloat16", "scaler"),

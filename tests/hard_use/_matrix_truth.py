@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.handlers._rcc_truth import truth_of_calls
-from tests.handlers._trainers import Judge, norm_of
+from tests._trainers import Judge, norm_of
 from tests.hard_use._matrix import RULE, Case, net, optimizers_of
+from tests.rcc._truth import truth_of_calls
 
 SKIPPED = "skipped_count"
 # Known to be right by tests of their own; here it is enough that they are there.

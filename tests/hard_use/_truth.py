@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ignite_monitor.capture.names import tags
+from ignite_monitor.model.names import tags
 from tests.hard_use._steps import order_statistics
 
 Values = dict[str, float]

@@ -27,7 +27,7 @@ from ignite_monitor import (
 )
 from ignite_monitor.scaling import AlignmentHandler
 from tests._helpers import footprint, hooks_only
-from tests.handlers._trainers import assert_same
+from tests._trainers import assert_same
 from tests.hard_use._judge import Judge, mean_std
 from tests.hard_use._models import ROWS, WIDTH, Model, Plan, plans
 from tests.hard_use._profile import examples

@@ -15,7 +15,7 @@ from ignite.engine import Engine, Events
 
 from ignite_monitor import GradMonitor, WeightUpdateHandler
 from tests._helpers import footprint, hooks_only
-from tests.handlers._trainers import assert_same
+from tests._trainers import assert_same
 from tests.hard_use._judge import Rule, mean_std, static
 from tests.hard_use._profile import examples
 from tests.hard_use._steps import PROGRAMS, SETTINGS, Backward, Clip, Setting, Step, Training, Truth, Watcher

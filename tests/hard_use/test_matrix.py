@@ -24,7 +24,7 @@ import pytest
 import torch
 
 from ignite_monitor import GradMonitor
-from tests.handlers._trainers import assert_same, make_model
+from tests._trainers import assert_same, make_model
 from tests.hard_use._matrix import AXES, both, cases
 from tests.hard_use._matrix_truth import check
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests._trainers import assert_same
 from tests.distributed._launch import launched
-from tests.handlers._trainers import assert_same
 from tests.hard_use._matrix import cases
 from tests.hard_use.test_matrix import FULL, compare
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ignite_monitor.functional.sampling import fnv1a_64
+from ignite_monitor.model.sampling import fnv1a_64
 from ignite_monitor.scaling import PRESETS, InfeasibleError, Parametrization, ParametrizedModule, TracingError
 from tests.scaling import _models
 

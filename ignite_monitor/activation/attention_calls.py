@@ -1,0 +1,178 @@
+"""Seeing the attention calls of a model's forward without editing the model."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _len_torch_function_stack
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.utils._device import DeviceContext
+
+from ignite_monitor.activation.attention_arguments import READERS, AttentionArguments
+from ignite_monitor.model.aside import aside, is_plain
+from ignite_monitor.model.backward import in_backward
+
+
+class AttentionCalls(TorchFunctionMode):
+    """Hands every attention call of a forward, detached, to a function.
+
+    Seen are ``torch.nn.functional.scaled_dot_product_attention``, by whatever name it is called, that is also
+    transformers' models with ``attn_implementation="sdpa"``, and ``torch.nn.functional.multi_head_attention_forward``,
+    that is ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer``. Not seen are attention that a module computes
+    by itself from products and a softmax (transformers' ``"eager"``), ``torch.nn.attention.flex_attention``, kernels of
+    other packages (``flash_attn``, xFormers), and attention inside scripted modules.
+
+    It is a mode and not a replacement of the functions in their module: a mode sees a function that was imported by
+    name as well, it is of one thread alone, and compiled code that guards on those functions stays valid.
+
+    In eval mode ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` have a fast path, which rounds otherwise.
+    They leave it while a mode is on, and the latter also if it or a module in it has hooks of its own. For a frozen
+    part of a model in training to compute the same bits, enter with False for modules in eval mode, from hooks on all
+    modules (``torch.nn.modules.module.register_module_forward_pre_hook``).
+
+    What the function raises is raised where the model calls attention. Calls repeated in backward, by activation
+    checkpointing, are not handed on.
+
+    Args:
+        current: gives the name of the module that is running, None if its calls don't count.
+        on_call: is called with that name, ``query``, ``key``, ``value``, ``mask``, ``is_causal``, ``scale`` and
+            ``enable_gqa``, as in ``scaled_dot_product_attention``, under ``no_grad`` and without autocast. Of
+            ``multi_head_attention_forward``, which keeps them to itself, they are projected once more from its
+            arguments, three matrix products. Both functions are held as they are given: a method of the owner would
+            close a reference cycle.
+
+    Attributes:
+        skipped: names of modules with calls on tensors that have no values of their own here: DTensors, nested tensors,
+            tensors under ``vmap``.
+
+    Examples:
+        .. code-block:: python
+
+            from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+            names = []
+            calls = AttentionCalls(lambda: names[-1], on_call)
+
+            def before(module, args):
+                names.append(name_of.get(module))
+                calls.enter(module.training)
+
+            def after(module, args, output):
+                calls.leave()
+                names.pop()
+
+            register_module_forward_pre_hook(before)
+            register_module_forward_hook(after, always_call=True)
+    """
+
+    def __init__(self, current: Callable[[], str | None], on_call: Callable[..., None]) -> None:
+        super().__init__()
+        self._current = current
+        self._on_call = on_call
+        self._thread = _Thread()
+        self.skipped: set[str] = set()
+
+    def enter(self, watched: bool = True) -> None:
+        """Watch from here on, until :meth:`leave`; in pairs, one in the other, each thread for itself.
+
+        Args:
+            watched: whether to watch, False for a module in eval mode.
+        """
+        self._thread.watched.append(watched)
+        self._switch()
+
+    def leave(self) -> None:
+        """Go back to what was before the latest :meth:`enter` of this thread, which there need not have been."""
+        if self._thread.watched:
+            self._thread.watched.pop()
+            self._switch()
+
+    def close(self) -> None:
+        """Leave all that this thread has entered: after an interrupt hooks that should leave may not have run."""
+        self._thread.watched.clear()
+        self._switch()
+
+    def __enter__(self) -> AttentionCalls:
+        self.enter()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.leave()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.compiler.is_compiling():  # a part of the model that is compiled by itself, or flex_attention
+            return func(*args, **kwargs)
+        self._thread.inside += 1
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            self._thread.inside -= 1
+        if func in READERS:
+            self._report(READERS[func], args, kwargs)
+        return result
+
+    def _switch(self) -> None:
+        thread = self._thread
+        on = bool(thread.watched) and thread.watched[-1]
+        # While a function runs that the mode was asked about, torch keeps the mode off the stack, and puts it back.
+        if on != thread.on and not thread.inside:
+            thread.on = on
+            _take_off(self)
+            if on:
+                _put_on(self)
+
+    def _report(self, read: Callable[..., AttentionArguments], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if in_backward():
+            return
+        name = self._current()
+        if name is None:
+            return
+        if not all(is_plain(each) for each in (*args, *kwargs.values()) if isinstance(each, Tensor)):
+            self.skipped.add(name)
+            return
+        with aside():
+            # Autocast is still the user's, for the projections. It keeps its copies of weights that require a
+            # gradient, and those made here would have none to give.
+            call = read(*map(_detach, args), **{key: _detach(each) for key, each in kwargs.items()})
+            with torch.autocast(call.query.device.type, enabled=False):
+                self._on_call(name, *call)
+
+
+class _Thread(threading.local):
+    """What one thread has entered, whether the mode is on its stack, and in how many calls of it the thread is."""
+
+    def __init__(self) -> None:
+        self.watched: list[bool] = []
+        self.on = False
+        self.inside = 0
+
+
+def _detach(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _put_on(mode: TorchFunctionMode) -> None:
+    """Put a mode below all that others have put on the stack.
+
+    Whoever takes the topmost mode off, in the belief that it is his, then gets his own, in whatever order hooks run.
+    A default device alone stands further below: torch insists on that.
+    """
+    others = [_pop_mode() for _ in range(_len_torch_function_stack())]
+    while others and isinstance(others[-1], DeviceContext):
+        _push_mode(others.pop())
+    for each in (mode, *reversed(others)):
+        _push_mode(each)
+
+
+def _take_off(mode: TorchFunctionMode) -> None:
+    """Take a mode off the stack wherever it is, and leave the others as they are."""
+    for each in reversed([_pop_mode() for _ in range(_len_torch_function_stack())]):
+        if each is not mode:
+            _push_mode(each)

@@ -1,0 +1,121 @@
+"""What a model's modules return, less what those of its reference do."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ignite_monitor.activation.measured import Measured
+from ignite_monitor.model.aside import is_plain
+from ignite_monitor.model.devices import upload
+from ignite_monitor.model.tensors import floating_tensors, tagged_tensors
+
+
+class OutputComparison:
+    """Measures each output of the model against that of the reference.
+
+    Args:
+        tags: the modules' names and what their numbers are called.
+
+    Attributes:
+        measured: what takes the differences in.
+        incomplete: tags of modules that could not be compared in all of their calls.
+        seen: whether a forward pass has been compared.
+    """
+
+    def __init__(self, tags: Mapping[str, str]) -> None:
+        self._tags = tags
+        self._begun: set[str] = set()
+        self.measured: Measured | None = None
+        self.incomplete: set[str] = set()
+        self.seen = False
+
+    def start(self, measured: Measured) -> None:
+        """An iteration begins.
+
+        Args:
+            measured: what takes its differences in.
+        """
+        self.measured = measured
+        self.incomplete.clear()
+        self._begun.clear()
+
+    def keep(
+        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Sequence[Tensor | None]:
+        """What to keep of a call of the reference: the tensors that it has returned.
+
+        Args:
+            name: the module's name.
+            module: the reference's module.
+            args: positional arguments.
+            kwargs: keyword arguments.
+            output: what it returned.
+        """
+        return [tensor for _, tensor in floating_tensors(output)]
+
+    def enter(
+        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], kept: list[Tensor | None]
+    ) -> None:
+        """A call of the model begins.
+
+        Args:
+            name: the module's name.
+            module: the model's module.
+            args: positional arguments.
+            kwargs: keyword arguments.
+            kept: what was kept of the same call of the reference.
+        """
+        self._begun.add(name)
+
+    def leave(self, name: str, output: Any, entered: None, kept: list[Tensor | None]) -> bool | None:
+        """A call of the model has returned; whether its output is like the reference's.
+
+        Args:
+            name: the module's name.
+            output: what the module returned.
+            entered: None.
+            kept: what was kept of the same call of the reference.
+        """
+        ours = tagged_tensors(output)
+        theirs = [each for each in kept if each is not None]
+        alike = [tensor.shape for _, tensor in ours] == [each.shape for each in theirs]
+        if self.measured is None or not alike or not all(map(is_plain, [*(each for _, each in ours), *theirs])):
+            self.incomplete.add(self._tags[name])
+            return None
+        for (place, tensor), other in zip(ours, theirs, strict=True):
+            key = f"{self._tags[name]}/{place}" if place else self._tags[name]
+            self.measured.see_difference(key, name or "_root_", tensor.detach(), other.detach())
+        return True
+
+    def passed(self, results: dict[str, list[Any]]) -> None:
+        """A forward pass of the whole model has returned.
+
+        Args:
+            results: name -> what :meth:`leave` returned, one for each call.
+        """
+        self.incomplete |= {self._tags[name] for name in self._begun - results.keys()}
+        self._begun.clear()
+        self.seen |= bool(results)
+        if self.measured is not None:
+            self.measured.pass_ended()
+
+
+def without(found: tuple[list[str], Tensor], incomplete: Collection[str]) -> tuple[list[str], Tensor]:
+    """Names and numbers, but for the differences of some modules.
+
+    Args:
+        found: names and numbers.
+        incomplete: the modules' tags.
+    """
+    names, numbers = found
+    starts = tuple(f"activation_difference/{tag}/" for tag in incomplete)
+    kept = [place for place, name in enumerate(names) if not name.startswith(starts)] if starts else []
+    if not starts or len(kept) == len(names):
+        return found
+    return [names[place] for place in kept], numbers[
+        upload(torch.tensor(kept, dtype=torch.int64, device="cpu"), numbers.device)
+    ]

@@ -1,0 +1,177 @@
+"""Metrics of what the modules of a model return, compute attention from, and record."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ignite_monitor.activation.attention import attention_entropy
+from ignite_monitor.activation.attention_calls import AttentionCalls
+from ignite_monitor.activation.measured import Measured, Numbers
+from ignite_monitor.activation.metric import MetricSet
+from ignite_monitor.activation.outputs import outputs
+from ignite_monitor.activation.record import recording
+from ignite_monitor.model.aside import aside, is_plain
+from ignite_monitor.model.device_of import device_of
+from ignite_monitor.model.forward import after_forward, before_forward, is_recomputation, running_module
+from ignite_monitor.model.names import tags
+from ignite_monitor.reference.reference import is_reference_run
+
+_RECORDED = "activation (recorded)"
+
+
+class ForwardMetrics:
+    """What the forward passes of an iteration say.
+
+    Args:
+        root: the whole model.
+        modules: the modules to look at, and what their numbers are called.
+        names: tag -> name of the module.
+        metrics: what to measure of outputs, and of queries, keys and values.
+        attention: whether to look at attention calls.
+        pauses: as long as there are any, nothing is looked at.
+
+    Attributes:
+        activation: of outputs and attention heads.
+        recorded: what the model records; see :func:`named_apart`.
+        entropy: of attention.
+        skipped: tags of modules with tensors that can't be measured.
+        complex: what was recorded as a complex number.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        modules: Mapping[nn.Module, str],
+        names: Mapping[str, str],
+        metrics: MetricSet,
+        attention: bool,
+        pauses: Sequence[None],
+    ) -> None:
+        self._root = root
+        self._modules = modules
+        self._names = names
+        self._metrics = metrics
+        self._attention = attention
+        self.activation = Measured("activation", metrics, units=True)
+        self._see_again = self.activation.see_again
+        self.recorded = Measured(_RECORDED, MetricSet("activations", {}, (), metrics.aggregate))
+        self.entropy = Measured("attention_entropy", MetricSet("attention", {}, (), "mean"))
+        self._pauses = pauses
+        self.skipped: set[str] = set()
+        self.complex: set[str] = set()
+
+    def start(self) -> None:
+        """Forget the last iteration's numbers."""
+        self.activation.clear()
+        self.recorded.clear()
+        self.entropy.clear()
+        self.skipped.clear()
+        self.complex.clear()
+
+    def contexts(self) -> list[AbstractContextManager[Any]]:
+        """What to have around a train step, for it to be looked at."""
+        around: list[AbstractContextManager[Any]] = [recording(self._record)]
+        if self._metrics:
+            around.append(outputs(self._modules, self._wanted, self._see, self._see_again))
+            around.append(after_forward([self._root], self._pass_ended))
+        if self._attention:
+            around.append(self._attention_calls())
+        return around
+
+    def _wanted(self) -> bool:
+        return not (self._pauses or is_recomputation() or is_reference_run()) and self._root.training
+
+    def _see(self, tag: str, place: str, tensor: Tensor) -> None:
+        if not is_plain(tensor):
+            self.skipped.add(tag)
+        else:
+            self.activation.see(f"{tag}/{place}" if place else tag, self._names[tag], tensor)
+
+    def _pass_ended(self, *_: Any) -> None:
+        if self._wanted():
+            with aside():
+                self.activation.pass_ended()
+
+    def _record(self, module: nn.Module | None, name: str, value: Any) -> None:
+        tag = None if module is None else self._modules.get(module)
+        if tag is not None and self._wanted():
+            if value.is_complex() if isinstance(value, Tensor) else isinstance(value, complex):
+                self.complex.add(f"{tag}/{name}")
+                return
+            device = device_of(self._root)
+            with torch.no_grad():
+                self.recorded.record(f"{tag}/{name}", value, device)
+
+    @contextlib.contextmanager
+    def _attention_calls(self) -> Iterator[None]:
+        calls = AttentionCalls(self._running, self._see_attention)
+
+        def before(*_: Any) -> None:
+            calls.enter(self._wanted())
+
+        def after(*_: Any) -> None:
+            calls.leave()
+
+        # On around forward passes alone: a mode is asked about every operation, those of the optimizer too.
+        modules = list({**self._modules, self._root: ""})
+        try:
+            with before_forward(modules, before), after_forward(modules, after):
+                yield
+        finally:
+            calls.close()
+            self.skipped |= calls.skipped
+
+    def _running(self) -> str | None:
+        if not self._wanted():
+            return None
+        module = running_module()
+        return None if module is None else self._modules.get(module)
+
+    def _see_attention(
+        self,
+        tag: str,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        is_causal: bool,
+        scale: float | None,
+        enable_gqa: bool,
+    ) -> None:
+        entropy = attention_entropy(query, key, mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+        self.entropy.add_ratios([f"{tag}/head_{i}" for i in range(len(entropy.total))], *entropy)
+        if self._metrics:
+            for kind, tensor in (("query", query), ("key", key), ("value", value)):
+                heads = _by_head(tensor, enable_gqa)
+                keys = [f"{tag}/head_{i}/{kind}" for i in range(len(heads))]
+                self.activation.see_all(keys, self._names[tag], heads)
+
+
+def named_apart(found: Numbers) -> Numbers:
+    """Names and numbers, with what was recorded under names that nothing else has.
+
+    Args:
+        found: names and numbers, those of a list of one family.
+    """
+    if not any(names[0].startswith(_RECORDED) for names, _ in found if names):
+        return found
+    recorded = [name for names, _ in found for name in names if name.startswith(_RECORDED)]
+    others = dict.fromkeys(name for names, _ in found for name in names if not name.startswith(_RECORDED))
+    apart = tags([*others, *(f"activation{name.removeprefix(_RECORDED)}" for name in recorded)])[len(others) :]
+    new = dict(zip(recorded, apart, strict=True))
+    return [([new.get(name, name) for name in names], numbers) for names, numbers in found]
+
+
+def _by_head(tensor: Tensor, enable_gqa: bool) -> Tensor:
+    """Of shape (heads, batch, positions, features); as in ``attention_entropy``, few dimensions are of one head."""
+    if tensor.ndim < 4:
+        place = 0 if enable_gqa else -3
+        for _ in range(4 - tensor.ndim):
+            tensor = tensor.unsqueeze(place)
+    return tensor.movedim(-3, 0).flatten(1, -3)

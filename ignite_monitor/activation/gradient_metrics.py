@@ -1,0 +1,164 @@
+"""Metrics of the gradients that an iteration's optimizer steps are made with."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable, Mapping, Set
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ignite_monitor.activation.measured import Measured, Numbers, put_together
+from ignite_monitor.activation.metric import MetricSet
+from ignite_monitor.model.devices import upload
+from ignite_monitor.model.norms import is_sharded
+from ignite_monitor.model.tensors import version
+
+
+class GradientMetrics:
+    """Follows the gradients of parameters through one iteration.
+
+    A gradient is measured when a backward has changed it, in place of an earlier measurement, and once more when an
+    optimizer is about to make its step with it and something else has changed it since. One that an optimizer gets
+    without a backward, set by hand, is measured then. What comes after the first step belongs to another optimizer's
+    backward, or to a step that is not looked at. A gradient that nothing has touched in this iteration is an
+    earlier one's.
+
+    Args:
+        parameters: the parameters, and name and tag of each.
+        metrics: the metrics.
+    """
+
+    def __init__(self, parameters: Mapping[nn.Parameter, tuple[str, str]], metrics: MetricSet) -> None:
+        self._parameters = parameters
+        self._metrics = metrics
+        self._before: Numbers = []
+        self._after: Numbers = []
+        self._seen = {parameter: _mark(each) for parameter, each in _gradients(parameters)}
+        self._measured: set[nn.Parameter] = set()
+        self._kept: dict[nn.Parameter, tuple[Tensor, Tensor | None]] = {}
+        self._stepped: set[nn.Parameter] = set()
+
+    def gradients_ready(self, scale: Tensor | None, reached: Set[int]) -> None:
+        """A backward has ended.
+
+        Args:
+            scale: what the gradients are scaled by; None for 1.
+            reached: ids of the parameters that it has reached.
+        """
+        waiting = (parameter for parameter in self._parameters if parameter not in self._stepped)
+        changed = [
+            (each, gradient)
+            for each, gradient in _gradients(waiting)
+            if self._is_replaced(each, gradient) or (id(each) in reached and self._is_new(each, gradient))
+        ]
+        self._before += self._measure("gradient", changed, scale)
+        self._measured.update(parameter for parameter, _ in changed)
+
+    def step_started(self, parameters: Iterable[nn.Parameter], scale: Tensor | None) -> None:
+        """An optimizer is about to make its first step.
+
+        Args:
+            parameters: its parameters.
+            scale: what their gradients are scaled by; None for 1.
+        """
+        own = [each for each in parameters if each in self._parameters and each not in self._stepped]
+        gradients = list(_gradients(own))
+        by_hand = [(each, gradient) for each, gradient in gradients if each not in self._measured]
+        changed = []
+        for each, gradient in gradients:
+            if each not in self._measured:
+                continue
+            if is_sharded(gradient):
+                # It counts no change by an operation on many tensors, which is how gradients are clipped, and all ranks
+                # have to gather it, also those that make no step.
+                self._kept[each] = gradient.detach().clone(), scale
+            elif self._is_new(each, gradient):
+                changed.append((each, gradient))
+        self._before += self._measure("gradient", by_hand, scale)
+        self._after += self._measure("gradient_after_clip", changed, scale)
+        self._stepped.update(own)
+
+    def numbers(self) -> tuple[Numbers, Numbers]:
+        """Names and numbers before and after clipping; after it NaN where those of a parameter have not changed.
+
+        Where gradients are sharded, all ranks have to ask.
+        """
+        if not self._before:
+            return [], []
+        self._after += self._of_kept()
+        before = put_together(self._before)
+        return [before], [_differing(before, put_together(self._after))] if self._after else []
+
+    def _measure(self, family: str, gradients: list[tuple[nn.Parameter, Tensor]], scale: Tensor | None) -> Numbers:
+        measured = Measured(family, self._metrics)
+        for parameter, gradient in gradients:
+            self._seen[parameter] = _mark(gradient)
+            if measured.wants(self._parameters[parameter][0]):
+                self._see(measured, parameter, whole_tensor(gradient), scale)
+        return measured.numbers(*measured.rows())
+
+    def _of_kept(self) -> Numbers:
+        measured = Measured("gradient_after_clip", self._metrics)
+        for parameter in self._parameters:
+            if parameter not in self._measured or not is_sharded(parameter):
+                continue
+            if measured.wants(self._parameters[parameter][0]):
+                gradient, scale = self._kept.get(parameter, (parameter, None))
+                whole = whole_tensor(gradient)
+                if parameter in self._kept:
+                    self._see(measured, parameter, whole, scale)
+        return measured.numbers(*measured.rows())
+
+    def _see(self, measured: Measured, parameter: nn.Parameter, whole: Tensor, scale: Tensor | None) -> None:
+        name, tag = self._parameters[parameter]
+        if scale is not None:
+            whole = whole.to(torch.promote_types(whole.dtype, torch.float32)) / scale.to(whole.device)
+        measured.see(tag, name, whole)
+
+    def _is_new(self, parameter: nn.Parameter, gradient: Tensor) -> bool:
+        return self._is_replaced(parameter, gradient) or self._seen[parameter][1] != _mark(gradient)[1]
+
+    def _is_replaced(self, parameter: nn.Parameter, gradient: Tensor) -> bool:
+        seen = self._seen.get(parameter)
+        return seen is None or seen[0]() is not gradient
+
+
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """A tensor as it is, detached: of one that is sharded all parts, of a sparse one a dense one.
+
+    Args:
+        tensor: the tensor. Where it is sharded, all ranks have to ask for it.
+    """
+    tensor = tensor.detach()
+    if is_sharded(tensor):
+        sharded: Any = tensor
+        tensor = sharded.full_tensor()
+    return tensor if tensor.layout == torch.strided else tensor.to_dense()
+
+
+def _gradients(parameters: Iterable[nn.Parameter]) -> Iterable[tuple[nn.Parameter, Tensor]]:
+    return ((each, each.grad) for each in parameters if each.grad is not None)
+
+
+def _mark(gradient: Tensor) -> tuple[weakref.ref[Tensor], int]:
+    return weakref.ref(gradient), version(gradient)
+
+
+def _differing(before: tuple[list[str], Tensor], after: tuple[list[str], Tensor]) -> tuple[list[str], Tensor]:
+    """Those after, NaN where none of a parameter's differs from the one before."""
+    place = {name.partition("/")[2]: i for i, name in enumerate(before[0])}
+    names, numbers = after
+    owners = [name.rpartition("/")[0] for name in names]
+    number_of = {owner: i for i, owner in enumerate(dict.fromkeys(owners))}
+    index = torch.tensor(
+        [[place[name.partition("/")[2]] for name in names], [number_of[owner] for owner in owners]], device="cpu"
+    )
+    places, owner = upload(index, numbers.device).unbind()
+    earlier = before[1][places]
+    differs = (numbers != earlier) & ~(numbers.isnan() & earlier.isnan())
+    counts = torch.zeros(len(number_of), dtype=numbers.dtype, device=numbers.device)
+    counts.index_add_(0, owner, differs.to(numbers.dtype))
+    return names, torch.where(counts[owner] > 0, numbers, math.nan)

@@ -1,0 +1,440 @@
+"""ActivationHandler: statistics of activations, attention, parameters and gradients, by name."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import math
+import os
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from ignite.engine import Engine
+from torch import Tensor, nn
+from torch.amp import GradScaler
+
+from ignite_monitor.activation.aggregation import Aggregate
+from ignite_monitor.activation.differences import OutputComparison, without
+from ignite_monitor.activation.forward_metrics import ForwardMetrics, named_apart
+from ignite_monitor.activation.gradient_metrics import GradientMetrics, whole_tensor
+from ignite_monitor.activation.measured import Measured, Numbers, put_together
+from ignite_monitor.activation.metric import MetricSet, check_aggregate
+from ignite_monitor.activation.statistics import STATISTICS, has_statistics
+from ignite_monitor.checks import check_type
+from ignite_monitor.events.monitor_events import MonitorEvents
+from ignite_monitor.model.device_of import device_of
+from ignite_monitor.model.devices import move_like
+from ignite_monitor.model.eager import eager
+from ignite_monitor.model.names import named_parameters, tags
+from ignite_monitor.model.optimizers import parameters_of
+from ignite_monitor.model.selection import Pattern, Selection
+from ignite_monitor.model.sharding import check_whole
+from ignite_monitor.model.structure import modules_by_name
+from ignite_monitor.monitor.base import Handlers, Monitor
+from ignite_monitor.monitor.rank_reduction import RankReduction, Rows, can_reduce
+from ignite_monitor.monitor.ranks import world_size
+from ignite_monitor.reference.passes import ReferencePasses
+from ignite_monitor.reference.reference import Reference
+
+_WITHOUT_UNITS = tuple(name for name in STATISTICS if name != "dead_fraction")
+
+Metrics = Mapping[str, Any] | bool | None
+
+
+class ActivationHandler(Monitor):
+    r"""Publishes statistics of what the modules of a model return, of attention, parameters and gradients, by name.
+
+    ==============================================  ==================================================================
+    ``activation/{module}/{metric}``                of a module's output
+    ``activation/{module}/{place}/{metric}``        of each floating-point tensor in an output that is a tuple, dict or
+                                                    dataclass; the place is a position, key or field
+    ``activation/{module}/{name}``                  what the model records itself, see :func:`record`; ``{name}_2``
+                                                    where there is such a name already
+    ``activation/{module}/head_{i}/query/{metric}`` of what attention is computed from, also ``key`` and ``value``
+    ``attention_entropy/{module}/head_{i}``         how widely attention spreads, in nats
+    ``gradient/{parameter}/{metric}``               of the gradient, unscaled and not yet clipped
+    ``gradient_after_clip/{parameter}/{metric}``    of what the optimizer's step is made with, where it differs
+    ``parameter/{parameter}/{metric}``              of the weights that the iteration starts with
+    ``activation_difference/{module}/{metric}``     of a module's output less that of the reference
+    ``parameter_difference/{parameter}/{metric}``   of the weights less those of the reference
+    ==============================================  ==================================================================
+
+    Names are those in the model without wrappers, the whole model is ``_root_``; what tags can't hold is ``_``. Under
+    ``True``, or as ``{"mean": True}`` beside functions of your own, there is a built-in set:
+
+    - mean, std (of a sample), max_abs: of all elements,
+    - l2_norm: the mean of the norms of the vectors along the last dimension,
+    - dead_fraction: of activations, which part of the units is 0 throughout the iteration. Units are the features in
+      the last dimension; where there are four and more dimensions the channels in the second; where there is but one,
+      none,
+    - nonfinite_count: elements that are inf or NaN. Where there are any, the others are left out: absent on the CPU and
+      in loggers, NaN in ``metrics`` on other devices, where one would have to wait to know.
+
+    **Aggregation.** All forward passes and micro-batches of an iteration make one number, as if they were one batch.
+    Numbers of the user's own functions are averaged, weighted by the tensors' numbers of elements, or as ``aggregate``
+    says; one that is not finite is left out. Not seen are passes in eval mode of the whole model, passes under
+    :meth:`paused`, and what activation checkpointing repeats.
+
+    **Gradients** are measured after each backward, so they are there though the step zeroes them, accumulated where
+    they accumulate; with several steps in an iteration they are those of the first.
+
+    **Errors** in a user's function are raised in the train step, as a RuntimeError that names metric, module and shape,
+    with the original error as its cause.
+
+    **Several ranks.** Numbers of forward passes are those over the batches of all ranks, also where not every rank
+    reaches every module, so the handler has to be attached on all of them; it takes two collectives an iteration. What
+    a rank meets for the first time is published from the next monitored iteration on. ``"last"`` is the mean of the
+    ranks' last numbers. Of sharded parameters and gradients (DTensors) the whole is gathered, one after the other.
+    A function as ``aggregate`` takes all numbers to the host there. Under ``join()`` nothing is published of forward
+    passes.
+
+    **Compiled models** run eagerly in monitored iterations, and as ever in the others. Eager and compiled code round
+    differently, and with some compilers, inductor among them, dropout draws other masks in either.
+
+    Args:
+        model: the model, as the train step uses it (wrapped, where it is wrapped).
+        activations: True, or name -> function, :class:`Metric`, or True for a built-in one; a function is given a
+            detached tensor and returns a number, or a tensor whose mean counts.
+        parameters: likewise, of parameters.
+        gradients: likewise, of gradients.
+        activation_differences: likewise; functions are given two tensors, the second one the reference's.
+        parameter_differences: likewise.
+        reference: what to compare with: ``"init"`` for a frozen copy of the model as it is now, a module of the same
+            structure, or the path of a file with a state_dict. It is run in monitored iterations, before the model, on
+            the same inputs and with the same random numbers.
+        include: a regular expression; only modules and parameters in whose name it is found are looked at.
+        exclude: a regular expression; those in whose name it is found are not.
+        attention: whether to look at attention: ``scaled_dot_product_attention`` and ``nn.MultiheadAttention``.
+        aggregate: how numbers of own functions make one: ``"mean"``, ``"sum"``, ``"max"``, ``"min"``, ``"last"``, or a
+            function of a tensor that holds them.
+        offload: whether the reference's outputs wait in the host's memory.
+        scaler: the GradScaler of the train step.
+        prefix: what to put before all names; several handlers on one engine need different ones.
+
+    Raises:
+        TypeError: if an argument is of another type.
+        ValueError: if an argument has a value it can't have, or ``parameters`` or ``gradients`` are asked for of a
+            model that FullyShardedDataParallel has sharded.
+
+    Examples:
+        .. code-block:: python
+
+            handler = ActivationHandler(
+                model,
+                activations={"dead_fraction": True, "large": lambda x: x.abs() > 6},
+                gradients={"norm": Metric(torch.norm, include="weight")},
+                attention=True,
+            )
+            handler.attach(trainer, Events.ITERATION_STARTED(every=100))
+            handler.log_to(tensorboard_logger, trainer)
+            trainer.run(loader, max_epochs=5)
+    """
+
+    _state_dict_all_req_keys = ("reference",)
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        activations: Metrics = None,
+        parameters: Metrics = None,
+        gradients: Metrics = None,
+        activation_differences: Metrics = None,
+        parameter_differences: Metrics = None,
+        reference: str | os.PathLike[str] | nn.Module | None = None,
+        include: Pattern = None,
+        exclude: Pattern = None,
+        attention: bool = False,
+        aggregate: Aggregate = "mean",
+        offload: bool = False,
+        scaler: GradScaler | None = None,
+        prefix: str = "",
+    ) -> None:
+        check_type("prefix", prefix, str, "str")
+        given = {
+            "activation": ("activations", activations),
+            "activation_difference": ("activation_differences", activation_differences),
+            "gradient": ("gradients", gradients),
+            "gradient_after_clip": ("gradients", gradients),
+            "parameter": ("parameters", parameters),
+            "parameter_difference": ("parameter_differences", parameter_differences),
+        }
+        wanted = [family for family, (_, each) in given.items() if each not in (None, False)]
+        # What a model records of itself is there in any case.
+        families = dict.fromkeys(["activation", *wanted, *["attention_entropy"] * bool(attention)])
+        super().__init__(model, prefix, list(families))
+        aggregate = check_aggregate(aggregate)
+        self._metrics = {
+            family: MetricSet(argument, each or {}, STATISTICS if family == "activation" else _WITHOUT_UNITS, aggregate)
+            for family, (argument, each) in given.items()
+        }
+        check_type("attention", attention, bool, "bool")
+        check_type("offload", offload, bool, "bool")
+        if scaler is not None:
+            check_type("scaler", scaler, GradScaler, "torch.amp.GradScaler or None")
+        differences = bool(self._metrics["activation_difference"] or self._metrics["parameter_difference"])
+        if self._metrics["parameter"] or self._metrics["gradient"]:
+            check_whole(model)
+        if differences and reference is None:
+            raise ValueError("Argument reference should be given, 'init' or a module, for differences from it")
+        if reference is not None and not differences:
+            raise ValueError(
+                "Argument reference should be None without activation_differences and parameter_differences, "
+                f"but given {type(reference)}"
+            )
+        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._selection = Selection(include, exclude)
+        self._attention = attention
+        self._offload = offload
+        self._reference = None if reference is None else Reference(model, reference)
+        self._pauses: list[None] = []
+        # Each run and model has ReferencePasses of its own, which must not hold the handler, but get this.
+        self._warn = functools.partial(_warn_once, self.logger, set())
+        self._known: list[nn.Parameter] | None = None  # the parameters that the model had when it was looked at
+        self._forward: ForwardMetrics | None = None
+        self._comparison: OutputComparison | None = None
+        self._passes: ReferencePasses | None = None
+        self._gradients: GradientMetrics | None = None
+        self._parameters: dict[nn.Parameter, tuple[str, str]] = {}
+        self._of_parameters: Numbers = []
+        self._over_ranks = RankReduction()
+        self._monitored = 0  # iterations of this run
+        self._compared = False  # whether there was a pass to compare in one of them
+        self._may_lack = False  # whether there is NaN in place of what was not measured
+
+    @property
+    def reference(self) -> nn.Module | None:
+        """The reference."""
+        return None if self._reference is None else self._reference.module
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """A context in which forward passes are not seen."""
+        self._pauses.append(None)
+        try:
+            with contextlib.nullcontext() if self._passes is None else self._passes.paused():
+                yield
+        finally:
+            self._pauses.pop()
+
+    def state_dict(self) -> OrderedDict[str, Any]:
+        """The weights of the reference; None where there is none, or it was given as a module or a path."""
+        return OrderedDict(reference=None if self._reference is None else self._reference.state_dict())
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Compare with the reference of a saved run from now on.
+
+        Args:
+            state_dict: what :meth:`state_dict` returned.
+
+        Raises:
+            TypeError: if it is no mapping.
+            ValueError: if it was saved by a monitor of another kind, or with a reference of another kind or structure.
+        """
+        super().load_state_dict(state_dict)
+        saved = state_dict["reference"]
+        if self._reference is not None:
+            self._reference.load_state_dict(saved)
+        elif saved is not None:
+            raise ValueError("Argument state_dict holds a reference, but this handler has none")
+
+    # What it listens to
+
+    def handlers(self) -> Handlers:
+        """The events the monitor listens to, each with its method."""
+        of_gradients: Handlers = [
+            (MonitorEvents.GRADIENTS_READY, self._on_gradients_ready),
+            (MonitorEvents.OPTIMIZER_STEP_STARTED, self._on_step_started),
+        ]
+        last = (MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed)
+        return [*of_gradients, last] if self._metrics["gradient"] else [last]
+
+    def contexts(self) -> list[AbstractContextManager[Any]]:
+        """What to have around the train step that is about to start, where the monitor is armed."""
+        if not self._armed:
+            return []
+        self._look_at_model()
+        return [self._watching()]
+
+    @contextlib.contextmanager
+    def _watching(self) -> Iterator[None]:
+        if self._forward is None:
+            yield
+            return
+        self._of_parameters = self._measure_parameters()
+        if self._metrics["gradient"]:
+            self._gradients = GradientMetrics(self._parameters, self._metrics["gradient"])
+        self._forward.start()
+        around = [eager(), *self._forward.contexts()]
+        if self._comparison is not None and self._passes is not None:
+            self._comparison.start(Measured("activation_difference", self._metrics["activation_difference"]))
+            around.append(self._passes.watched())
+        with contextlib.ExitStack() as stack:
+            for context in around:
+                stack.enter_context(context)
+            yield
+
+    def ended(self) -> None:
+        """The run has ended: say what it lacked."""
+        if self._passes is not None and self._monitored and not self._compared and not self._passes.warned:
+            self._warn(
+                f"none of {self._monitored} monitored iterations had a forward pass of the whole model in training "
+                "mode, so no activation_difference is published"
+            )
+        self._monitored, self._compared = 0, False
+
+    def release(self) -> None:
+        """Let go of everything that belongs to the run that has ended, or is interrupted."""
+        self._known = self._forward = self._comparison = self._passes = self._gradients = None
+        self._parameters = {}
+        self._of_parameters = []
+        self._over_ranks = RankReduction()
+
+    def on_host(self) -> dict[str, float]:
+        """This iteration's values as floats, without those that were not measured."""
+        host = super().on_host()
+        return {name: value for name, value in host.items() if not math.isnan(value)} if self._may_lack else host
+
+    def _on_gradients_ready(self, engine: Engine) -> None:
+        if not self._armed or self._gradients is None or self._watch is None:
+            return
+        if id(self.model) in self._watch.reached:
+            scale = None
+            if self.scaler is not None:
+                scale = self.scaler.scale(torch.ones((), device=device_of(self.model)))
+            self._gradients.gradients_ready(scale, self._watch.reached_parameters)
+
+    def _on_step_started(self, engine: Engine) -> None:
+        if not self._armed or self._gradients is None or self._watch is None or self._watch.stepping is None:
+            return
+        if id(self.model) not in self._watch.unreduced:
+            optimizer = self._watch.stepping
+            # Fused optimizers are given what to unscale gradients by.
+            self._gradients.step_started(parameters_of(optimizer), getattr(optimizer, "grad_scale", None))
+
+    def _on_train_step_completed(self, engine: Engine) -> None:
+        if not self._armed or self._forward is None:
+            return
+        found, self._of_parameters = self._of_forward() + self._of_parameters, []
+        if self._comparison is not None:
+            found = [without(each, self._comparison.incomplete) for each in found]
+            self._comparison.measured = None
+            self._compared |= self._comparison.seen
+        self._monitored += 1
+        if self._gradients is not None:
+            before, after = self._gradients.numbers()
+            found += before + after
+        self._gradients = None
+        if self._forward.skipped:
+            self._warn(
+                "nothing is measured of tensors that have no values of their own here (DTensors, nested or sparse "
+                f"tensors, tensors under vmap), in {', '.join(sorted(self._forward.skipped))}"
+            )
+        if self._forward.complex:
+            self._warn(f"complex numbers that are recorded are left out: {', '.join(sorted(self._forward.complex))}")
+        if any(names for names, _ in found):
+            self._publish(*put_together(found))
+
+    def _publish(self, names: list[str], values: Tensor) -> None:
+        finite = values.isfinite()
+        values = torch.where(finite, values, math.nan)
+        # On the CPU there is no waiting to learn what is not there.
+        self._may_lack = values.device.type != "cpu"
+        if not self._may_lack and len(missing := finite.logical_not().nonzero()):
+            absent = set(missing.flatten().tolist())
+            names = [name for place, name in enumerate(names) if place not in absent]
+            values = values[finite]
+        self.publish_table(names, values)
+
+    # What it measures
+
+    def _of_forward(self) -> Numbers:
+        if self._forward is None:
+            return []
+        measured = [self._forward.activation, self._forward.entropy, self._forward.recorded]
+        if self._comparison is not None and self._comparison.measured is not None:
+            measured.append(self._comparison.measured)
+        found: Numbers = []
+        if world_size() == 1:
+            for each in measured:
+                found += each.numbers(*each.rows())
+            return named_apart(found)
+        sums: Rows = {}
+        maxima: Rows = {}
+        for each in measured:
+            more_sums, more_maxima = each.rows()
+            sums |= more_sums
+            maxima |= more_maxima
+        if not can_reduce(self.model):
+            self._warn("nothing is published of forward passes where ranks can't be put together")
+            return []
+        sums, maxima = self._over_ranks(sums, maxima, device_of(self.model))
+        for each in measured:
+            found += each.numbers(sums, maxima, everywhere=True)
+        return named_apart(found)
+
+    def _measure_parameters(self) -> Numbers:
+        current = Measured("parameter", self._metrics["parameter"])
+        difference = Measured("parameter_difference", self._metrics["parameter_difference"])
+        theirs = {}
+        if self._reference is not None and difference.metrics:
+            named = named_parameters(self._reference.module)
+            theirs = {name: parameter for name, parameter, _ in named if not parameter.is_meta}
+        if not current.metrics and not theirs:
+            return []
+        for parameter, (name, tag) in self._parameters.items():
+            compared = name in theirs and difference.wants(name)
+            if not compared and not current.wants(name):
+                continue
+            whole = whole_tensor(parameter)
+            current.see(tag, name, whole)
+            if compared:
+                difference.see_difference(tag, name, whole, move_like(whole_tensor(theirs[name]), whole))
+        return current.numbers(*current.rows()) + difference.numbers(*difference.rows())
+
+    def _look_at_model(self) -> None:
+        """Learn the names of modules and parameters, where they may be others than in the last monitored iteration."""
+        if self._watch is None or self._known is self._watch.parameters(self.model):
+            return
+        self._known = self._watch.parameters(self.model)
+        modules = modules_by_name(self.model)
+        of_modules = dict(zip(modules, tags(name or "_root_" for name in modules), strict=True))
+        selected = [name for name in modules if (name or "_root_") in self._selection]
+        self._forward = ForwardMetrics(
+            modules[""],
+            {modules[name]: of_modules[name] for name in selected},
+            {of_modules[name]: name or "_root_" for name in selected},
+            self._metrics["activation"],
+            self._attention,
+            self._pauses,
+        )
+        parameters = list(named_parameters(self.model))
+        self._parameters = {
+            parameter: (name, tag)
+            for (name, parameter, _), tag in zip(parameters, tags(name for name, _, _ in parameters), strict=True)
+            if name in self._selection and not parameter.is_meta
+        }
+        unlike = [name for parameter, (name, _) in self._parameters.items() if not has_statistics(parameter)]
+        families = ("parameter", "gradient", "parameter_difference")
+        if unlike and any(any(self._metrics[family].builtin) for family in families):
+            self._warn(f"built-in metrics are of real numbers, and left out for {', '.join(unlike)}")
+        if self._reference is not None and self._metrics["activation_difference"]:
+            compared = [name for name in selected if name in self._reference.modules]
+            self._comparison = OutputComparison({name: of_modules[name] for name in compared})
+            self._passes = ReferencePasses(
+                self._reference,
+                compared,
+                self._comparison,
+                self._warn,
+                offload=self._offload,
+            )
+
+
+def _warn_once(logger: logging.Logger, told: set[str], reason: str) -> None:
+    if reason not in told:
+        told.add(reason)
+        logger.warning("%s", reason)

@@ -1,0 +1,200 @@
+"""The built-in statistics of a tensor, from sums that those of several tensors add up to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ignite_monitor.model.devices import wide_dtype
+
+STATISTICS = ("mean", "std", "l2_norm", "max_abs", "dead_fraction", "nonfinite_count")
+
+_WITHOUT_STATISTICS = {torch.complex32, torch.complex64, torch.complex128, getattr(torch, "float4_e2m1fn_x2", None)}
+
+# Elements taken at a time where a copy of them is needed: of 8 bytes on the CPU, which has no sum that converts as it
+# goes, and of 1 byte elsewhere.
+_PIECE = 2**19
+_LARGER_PIECE = 2**22
+
+# A sum of squares as many times the one of differences from the mean leaves the latter seven digits in float64.
+_SHARED = 1e8
+
+
+class Sums(NamedTuple):
+    """What the statistics of tensors are computed from.
+
+    Attributes:
+        sums: of shape (tensors, 7): the number of elements, that of vectors along the last dimension, the sums of the
+            elements, of the squares of what they differ from their mean by, and of the vectors' norms, how many
+            elements are not finite, and the squared sum of the elements over their number.
+        units: for each stack of tensors, of shape (its tensors, units): the largest absolute value of each unit, NaN
+            where it has one.
+    """
+
+    sums: Tensor
+    units: list[Tensor]
+
+
+def unit_dimension(shape: Sequence[int]) -> int | None:
+    """The dimension whose places are the units of an activation.
+
+    That of the features, which is the last one, and in tensors with four and more dimensions that of the channels,
+    which is the second; None where there is but a batch.
+
+    Args:
+        shape: the activation's shape, batch included.
+    """
+    if len(shape) < 2:
+        return None
+    return 1 if len(shape) >= 4 else len(shape) - 1
+
+
+def has_statistics(tensor: Tensor) -> bool:
+    """Whether a tensor's elements are numbers that the statistics are defined for: real ones.
+
+    Args:
+        tensor: the tensor.
+    """
+    return tensor.dtype not in _WITHOUT_STATISTICS
+
+
+def is_float8(tensor: Tensor) -> bool:
+    """Whether a tensor is of a dtype that is for storing alone, and which float32 holds exactly.
+
+    Args:
+        tensor: the tensor.
+    """
+    return tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point
+
+
+def sum_up(stacks: Sequence[tuple[Tensor, int | None]]) -> Sums:
+    """The sums of tensors, those of one shape stacked.
+
+    They are taken in float64 (float32 on devices without it); nothing waits for a device but the CPU, which there is
+    no waiting for, and no copy of a large tensor is made.
+
+    Args:
+        stacks: tensors of shape (tensors, ...) on one device, without a gradient, with elements; and the dimension of
+            the units in each of theirs, None for a single unit.
+    """
+    tensors = [each if each.ndim > 1 else each.unsqueeze(-1) for each, _ in stacks]
+    sums = torch.cat([_sums(each) for each in tensors])
+    elements, vectors, total, squares, norms, nonfinite = sums.unbind(1)
+    of_mean = total * (total / elements)
+    centred = squares - of_mean
+    # The difference keeps the digits that float64 has more than the two share.
+    kept = squares <= _SHARED * centred
+    rows = [len(each) for each in tensors]
+    if sums.device.type != "cpu":  # one would have to wait to know where there are others
+        again = torch.cat([_centred(*each) for each in zip(tensors, centred.split(rows), strict=True)])
+        centred = torch.where(kept, centred, again)
+    sums = torch.stack([elements, vectors, total, centred, norms, nonfinite, of_mean], 1)
+    if sums.device.type == "cpu" and len(kept.logical_not().nonzero()):
+        for each in zip(tensors, sums.split(rows), kept.split(rows), strict=True):
+            _look_again(*each)
+    return Sums(sums, [_units(each, unit) for each, (_, unit) in zip(tensors, stacks, strict=True)])
+
+
+def _sums(tensors: Tensor) -> Tensor:
+    """The first six of :class:`Sums`, with the squares of the elements themselves."""
+    pieces = list(_pieces(tensors))
+    sums = _sums_of_piece(pieces[0])
+    for piece in pieces[1:]:
+        sums += _sums_of_piece(piece)
+    return sums
+
+
+def _sums_of_piece(tensors: Tensor) -> Tensor:
+    on_cpu, wide = tensors.device.type == "cpu", wide_dtype(tensors.device)
+    if on_cpu:
+        tensors = tensors.to(wide)  # all else is four times as slow
+    norms = torch.linalg.vector_norm(tensors, dim=-1, dtype=wide).reshape(len(tensors), -1)
+    total = tensors.flatten(1).sum(1, dtype=wide)
+    # On the CPU a look at these sums says whether it is worth counting.
+    nonfinite = torch.zeros_like(total) if on_cpu else _count_nonfinite(tensors).to(wide)
+    elements, vectors = (torch.full_like(total, each.shape[1:].numel()) for each in (tensors, norms))
+    return torch.stack([elements, vectors, total, norms.square().sum(1), norms.sum(1), nonfinite], 1)
+
+
+def _units(tensors: Tensor, unit: int | None) -> Tensor:
+    """The largest absolute value of each unit."""
+    rest = [place for place in range(1, tensors.ndim) if unit is None or place != unit + 1]
+    # Not the norm for p = inf, which takes fifty times as long on the CPU.
+    units = torch.maximum(tensors.amax(rest), tensors.amin(rest).neg()) if rest else tensors.abs()
+    wide = wide_dtype(tensors.device)
+    return units.reshape(len(tensors), -1).to(wide if units.dtype == wide else torch.float32)
+
+
+def _centred(tensors: Tensor, centred: Tensor) -> Tensor:
+    """The sums of squares of what elements differ from their mean by, taken from the elements."""
+    if tensors.dtype not in (torch.float32, torch.float64):
+        return centred  # shorter dtypes hold nothing that varies so little
+    variance = torch.var(tensors, list(range(1, tensors.ndim)), correction=0)
+    return variance.to(centred) * tensors.shape[1:].numel()
+
+
+def _look_again(tensors: Tensor, sums: Tensor, kept: Tensor) -> None:
+    """Take from the elements, where the sums say that it is needed, how they vary and how many are not finite."""
+    rows = kept.logical_not().nonzero().flatten()
+    if not len(rows):
+        return
+    mean = (sums[rows, 2] / sums[rows, 0]).reshape(-1, *[1] * (tensors.ndim - 1))
+    within, nonfinite = torch.zeros(2, len(rows), dtype=sums.dtype, device=sums.device)
+    for piece in _pieces(tensors):
+        own = piece[rows]
+        nonfinite += _count_nonfinite(own)
+        within += own.to(sums.dtype).sub_(mean).square_().flatten(1).sum(1)
+    sums[rows, 3], sums[rows, 5] = within, nonfinite
+
+
+def _count_nonfinite(tensors: Tensor) -> Tensor:
+    return tensors.isfinite().logical_not_().flatten(1).sum(1)
+
+
+def _pieces(tensors: Tensor, dim: int = 1) -> Iterator[Tensor]:
+    """Views of few elements, whole along the first and the last dimension."""
+    size = _PIECE if tensors.device.type == "cpu" else _LARGER_PIECE
+    if tensors.numel() <= size or dim >= tensors.ndim - 1:
+        yield tensors
+        return
+    length = tensors.shape[dim]
+    step = max(size * length // tensors.numel(), 1)
+    for start in range(0, length, step):
+        yield from _pieces(tensors.narrow(dim, start, min(step, length - start)), dim + 1)
+
+
+def statistics(sums: Tensor, largest: Tensor, dead: Tensor, units: Tensor) -> Tensor:
+    r"""The statistics of tensors, each of which may have come in parts.
+
+    With n elements :math:`x_i` and m vectors :math:`v_j` along the last dimension:
+
+    .. math::
+        \bar x = \frac{1}{n} \sum_i x_i, \qquad
+        s = \sqrt{\frac{\sum_i (x_i - \bar x)^2}{n - 1}}, \qquad
+        \frac{1}{m} \sum_j \lVert v_j \rVert_2, \qquad
+        \max_i |x_i|,
+
+    the fraction of units that are 0 throughout, and how many elements are not finite. Where there are any, and where
+    there is no such number (the standard deviation of one element), a statistic is NaN.
+
+    Args:
+        sums: as in :class:`Sums`, added up over the parts.
+        largest: the largest absolute values.
+        dead: how many units are dead.
+        units: how many there are; 0 for tensors without.
+
+    Returns:
+        A tensor of shape (tensors, 6), in the order of ``STATISTICS``.
+    """
+    elements, vectors, total, within, norms, nonfinite, of_means = sums.unbind(1)
+    mean = total / elements
+    # Within the parts and between them, which is exactly 0 where there is one.
+    variance = (within + (of_means - total * mean)).clamp(min=0.0) / (elements - 1)
+    values = torch.stack([mean, variance.sqrt(), norms / vectors, largest.to(mean), dead.to(mean) / units], 1)
+    finite = (nonfinite == 0).unsqueeze(1) & values.isfinite()
+    counted = torch.where(elements > 0, nonfinite, math.nan)
+    return torch.cat([torch.where(finite, values, math.nan), counted.unsqueeze(1)], 1)

@@ -1,0 +1,117 @@
+"""attach_monitors: the handlers most trainings want, in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import MappingProxyType
+
+from ignite.engine import Engine, Events
+from ignite.handlers.base_logger import BaseLogger
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from ignite_monitor.activation.handler import ActivationHandler
+from ignite_monitor.checks import check_count, check_type
+from ignite_monitor.gradient.handler import GradMonitor
+from ignite_monitor.monitor.base import Monitor
+from ignite_monitor.weight_update.handler import WeightUpdateHandler
+
+
+class AttachedMonitors:
+    """Monitors that were attached together, and are detached together: by :meth:`remove`, or at the end of ``with``.
+
+    Args:
+        monitors: name -> monitor, each of them attached.
+
+    Attributes:
+        monitors: the same, to be read; they go into a checkpoint as ``Checkpoint({**handle.monitors, ...}, ...)``.
+    """
+
+    def __init__(self, monitors: dict[str, Monitor]) -> None:
+        self.monitors = MappingProxyType(monitors)
+
+    def remove(self) -> None:
+        """Detach them all; those that are detached already stay so."""
+        for monitor in self.monitors.values():
+            monitor.detach()
+
+    def __enter__(self) -> AttachedMonitors:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.remove()
+
+
+def attach_monitors(
+    trainer: Engine,
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    scaler: GradScaler | None = None,
+    loggers: BaseLogger | Iterable[BaseLogger] = (),
+    every: int = 100,
+) -> AttachedMonitors:
+    """Attach the handlers most trainings want, with defaults that suit most.
+
+    ==============  =================================================  ====================
+    name            monitor                                            watches
+    ==============  =================================================  ====================
+    ``grad``        ``GradMonitor(model, optimizer)``                  every iteration
+    ``update``      ``WeightUpdateHandler(model, optimizer)``          one in ``every``
+    ``activation``  ``ActivationHandler(model)`` with the metrics      one in ``every``
+                    std, max_abs, dead_fraction and nonfinite_count,
+                    and attention
+    ==============  =================================================  ====================
+
+    Nothing is skipped: ``engine.state.unhealthy_spike`` says when a step had better be. Values are written to the
+    loggers whenever they are measured, so the norm's come to the host in every iteration if there is a logger.
+
+    Args:
+        trainer: the engine that trains.
+        model: the model, as the train step uses it (wrapped, where it is wrapped).
+        optimizer: its optimizer.
+        scaler: the GradScaler of the train step.
+        loggers: an Ignite logger or several, to write to.
+        every: in which iterations the costlier ones watch, at least 1.
+
+    Returns:
+        A handle: its ``monitors`` by name, and ``remove()``, which detaches them and leaves the engine as it was.
+
+    Raises:
+        TypeError: if an argument is of another type.
+        ValueError: if an argument has a value it can't have, or a name that the monitors need is taken.
+
+    Examples:
+        .. code-block:: python
+
+            with attach_monitors(trainer, model, optimizer, loggers=[TensorboardLogger(log_dir="runs/first")]):
+                trainer.run(loader, max_epochs=5)
+    """
+    check_type("trainer", trainer, Engine, "ignite.engine.Engine")
+    check_type("optimizer", optimizer, Optimizer, "torch.optim.Optimizer")
+    every = check_count("every", every, least=1)
+    if isinstance(loggers, BaseLogger):
+        loggers = [loggers]
+    check_type("loggers", loggers, Iterable, "ignite.handlers.base_logger.BaseLogger or a list of such")
+    loggers = list(loggers)
+    for logger in loggers:
+        check_type("loggers", logger, BaseLogger, "ignite.handlers.base_logger.BaseLogger or a list of such")
+
+    health = dict.fromkeys(("std", "max_abs", "dead_fraction", "nonfinite_count"), True)
+    monitors: dict[str, Monitor] = {
+        "grad": GradMonitor(model, optimizer, scaler=scaler),
+        "update": WeightUpdateHandler(model, optimizer, scaler=scaler),
+        "activation": ActivationHandler(model, activations=health, attention=True),
+    }
+    handle = AttachedMonitors(monitors)
+    try:
+        for name, monitor in monitors.items():
+            seldom = name != "grad" and every > 1
+            monitor.attach(trainer, Events.ITERATION_STARTED(every=every) if seldom else Events.ITERATION_STARTED)
+            for logger in loggers:
+                monitor.log_to(logger, trainer)
+    except Exception:
+        handle.remove()
+        raise
+    return handle

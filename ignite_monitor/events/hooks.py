@@ -1,0 +1,199 @@
+"""What is put on models and engines while a run lasts, and comes off again."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from operator import is_
+from typing import Any
+
+import torch
+from ignite.engine import Engine
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ignite_monitor.model.optimizers import parameters_of
+
+
+class GradientHook:
+    """One post-accumulate-grad hook on many parameters, put on and taken off at a tenth of what registering it costs.
+
+    Hooks that cost nothing in iterations that are not monitored have to come off after those that are. What
+    ``Tensor.register_post_accumulate_grad_hook`` does is done here for all parameters at once; unlike there, a frozen
+    parameter takes the hook too: it may be unfrozen in the middle of a train step.
+    """
+
+    def __init__(self) -> None:
+        self._places: list[tuple[Any, dict[Any, Any]]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._places)
+
+    def put_on(self, parameters: Iterable[nn.Parameter], hook: Callable[[Tensor], None]) -> None:
+        """Have a hook called whenever a gradient has been accumulated into one of the parameters.
+
+        Args:
+            parameters: the parameters; those that can't have a gradient are left out.
+            hook: is given the parameter.
+        """
+        self.remove()
+        for parameter in parameters:
+            if parameter.dtype.is_floating_point or parameter.dtype.is_complex:
+                hooks = parameter._post_accumulate_grad_hooks
+                if hooks is None:
+                    parameter._post_accumulate_grad_hooks = hooks = OrderedDict()
+                hooks[self] = hook
+                self._places.append((parameter, hooks))
+
+    def remove(self) -> None:
+        """Take the hook off all of them."""
+        while self._places:
+            parameter, hooks = self._places.pop()
+            hooks.pop(self, None)
+            if not hooks and parameter._post_accumulate_grad_hooks is hooks:
+                parameter._post_accumulate_grad_hooks = None
+
+
+class WatchedModel:
+    """A model, how many monitors watch it, and the hook that is on its parameters.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.monitors = 0
+        self.hook = GradientHook()
+        self.parameters: list[nn.Parameter] = []
+        # The dictionaries that its modules keep parameters and submodules in, and what was in them at the last look.
+        self._registries: list[dict[str, Any]] = []
+        self._members: list[Any] = []
+        self._replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+        self._shared: weakref.WeakKeyDictionary[Optimizer, tuple[list[nn.Parameter], bool]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def refresh(self) -> bool:
+        """Look at the model's parameters anew: whether there are others than at the last time."""
+        members = list(chain.from_iterable(map(dict.values, self._registries)))
+        if members and are_same(members, self._members):
+            return False
+        modules = list(self.model.modules())
+        # What scripted modules consist of is fixed, and kept in no dictionaries.
+        plain = [each for each in modules if not isinstance(each, torch.jit.ScriptModule)]
+        self._registries = [vars(each)[name] for each in plain for name in ("_parameters", "_modules")]
+        self._members = list(chain.from_iterable(map(dict.values, self._registries)))
+        self.parameters = list(self.model.parameters())
+        self._shared.clear()
+        return True
+
+    def run_ended(self) -> None:
+        """Let go of what optimizers hold."""
+        self._shared.clear()
+
+    @property
+    def reduces(self) -> bool:
+        """Whether backward leaves gradients reduced: not under ``no_sync()``."""
+        return all(replica.require_backward_grad_sync for replica in self._replicas)
+
+    def changed_by_backward(self, reached: set[int]) -> set[int]:
+        """The ids of the parameters whose gradients a backward may have changed.
+
+        Args:
+            reached: of those that it has reached on this rank.
+        """
+        # DistributedDataParallel gives a rank gradients of what only others have reached.
+        return {id(parameter) for parameter in self.parameters} if self._replicas else reached
+
+    def shares(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer holds parameters of the model.
+
+        Args:
+            optimizer: the optimizer.
+        """
+        held = parameters_of(optimizer)
+        known = self._shared.get(optimizer)
+        if known is None or not are_same(known[0], held):
+            own = {id(parameter) for parameter in self.parameters}
+            known = self._shared[optimizer] = (held, any(id(parameter) in own for parameter in held))
+        return known[1]
+
+
+def are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether two sequences hold the same objects.
+
+    Args:
+        some: the one.
+        others: the other.
+    """
+    return len(some) == len(others) and all(map(is_, some, others))
+
+
+class Patch:
+    """Something callable of an engine, replaced until it is removed.
+
+    Args:
+        engine: the engine.
+        name: the attribute.
+        replacement: is called with the original, and what the original is called with.
+    """
+
+    def __init__(self, engine: Engine, name: str, replacement: Callable[..., Any]) -> None:
+        self._engine = weakref.ref(engine)
+        self._name = name
+        self._original = original = vars(engine).get(name)
+        if original is None:  # a method of its class, which must not hold the engine
+            method = getattr(type(engine), name)
+            owner = self._engine
+
+            def original(*args: Any) -> Any:
+                return method(owner(), *args)
+
+        @functools.wraps(original)
+        def patched(*args: Any) -> Any:
+            return replacement(original, *args)
+
+        self._patched = patched
+        setattr(engine, name, patched)
+
+    def remove(self) -> None:
+        """Put the original back."""
+        engine = self._engine()
+        if engine is None or vars(engine).get(self._name) is not self._patched:
+            return
+        if self._original is None:
+            delattr(engine, self._name)
+        else:
+            setattr(engine, self._name, self._original)
+
+
+def remove_all(handles: list[Any]) -> None:
+    """Remove what handles stand for, and forget them.
+
+    Args:
+        handles: the handles, a list that is empty afterwards.
+    """
+    while handles:
+        handles.pop().remove()
+
+
+def is_nested(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's step is made inside of another one, as those of wrapped optimizers and base classes are.
+
+    If not, an earlier one has raised an error that the train step lives with.
+
+    Args:
+        optimizer: the optimizer.
+    """
+    hooked = getattr(type(optimizer).step, "__code__", None)  # the function around every step that calls its hooks
+    frame, steps = sys._getframe(), 0
+    while frame.f_back is not None:
+        frame = frame.f_back
+        steps += frame.f_code is hooked
+    return steps > 1

@@ -1,0 +1,424 @@
+"""What fires MonitorEvents: hooks on parameters, optimizers and the train step."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Set
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, Protocol
+
+import torch
+from ignite.engine import Engine, Events
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ignite_monitor.events.hooks import Patch, WatchedModel, is_nested, remove_all
+from ignite_monitor.events.monitor_events import MonitorEvents, register_events
+from ignite_monitor.model.backward import users_grad_mode
+
+# How often the callback at the end of backward queues itself anew, so as to run after those of
+# DistributedDataParallel: its reduction takes one callback, and with a static graph one that queues another.
+_HOPS = 3
+
+
+class Member(Protocol):
+    """What a :class:`Watch` knows of a monitor."""
+
+    def ended(self) -> None:
+        """The run has ended: say what it lacked."""
+
+    def release(self) -> None:
+        """Let go of everything that belongs to the run that has ended, or is interrupted."""
+
+    def contexts(self) -> list[AbstractContextManager[Any]]:
+        """What to have around the train step that is about to start."""
+
+    def backward_started(self, model: nn.Module, parameter: Tensor) -> None:
+        """A backward has accumulated into the first parameter of a model that it has got to.
+
+        Args:
+            model: the model.
+            parameter: the parameter.
+        """
+
+
+class Watch:
+    """Fires :class:`MonitorEvents` on one engine; shared by all monitors attached to it.
+
+    Its hooks exist from a run's first iteration to its end, whether it completes, is terminated or interrupted, or
+    raises an error; those on parameters in monitored iterations alone. The engine owns the watch; the watch knows the
+    engine, and the hooks know the watch, by weak references alone, so that a run that is dropped is freed as it would
+    be without.
+
+    Args:
+        engine: the engine to fire on.
+
+    Attributes:
+        armed: whether this iteration is monitored.
+        active: whether its train step is going on. What happens in handlers, or on other engines, is not watched.
+        reached: while GRADIENTS_READY fires, the ids of the models that the backward reached.
+        reached_parameters: and of their parameters that it may have changed the gradients of.
+        unreduced: ids of the models whose gradients are not reduced: this iteration's last backward that reached them
+            has not done it.
+        stepping: while an optimizer makes its step, the optimizer.
+    """
+
+    _ATTRIBUTE = "_ignite_monitor_watch"  # of the engine, which owns its watch
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = weakref.ref(engine)
+        self._models: dict[int, WatchedModel] = {}
+        self._handles: list[Any] = []
+        weakref.finalize(self, remove_all, self._handles).atexit = False
+        self._installed = False
+        self._members: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._listeners: dict[MonitorEvents, list[weakref.WeakMethod[Any]]] = {event: [] for event in MonitorEvents}
+        self._prefixes: set[str] = set()
+        self.armed = self.active = self._awaits_step = False
+        self._tasks: dict[int, dict[int, set[int]]] = {}
+        self.reached: frozenset[int] = frozenset()
+        self.reached_parameters: Set[int] = frozenset()
+        self.unreduced: frozenset[int] = frozenset()
+        self.stepping: Optimizer | None = None
+
+    # Who takes part
+
+    @classmethod
+    def of(cls, engine: Engine) -> Watch:
+        """The engine's watch, made by the first monitor that asks.
+
+        Args:
+            engine: the engine.
+        """
+        watch: Watch | None = getattr(engine, cls._ATTRIBUTE, None)
+        if watch is None:
+            register_events(engine)
+            watch = cls(engine)
+            setattr(engine, cls._ATTRIBUTE, watch)
+            for event, handler in watch._own_handlers():
+                engine.add_event_handler(event, handler)
+        return watch
+
+    def join(self, member: Member, model: nn.Module, prefixes: Iterable[str]) -> None:
+        """Take a monitor in.
+
+        Args:
+            member: the monitor.
+            model: the model whose backward passes and optimizer steps it wants to hear of.
+            prefixes: what the names of its values start with.
+
+        Raises:
+            ValueError: if another monitor on this engine has one of these prefixes.
+        """
+        prefixes = set(prefixes)
+        taken = sorted(prefixes & self._prefixes)
+        if taken:
+            raise ValueError(
+                f"Another monitor on this engine has the prefix {taken[0]!r}: give this one another prefix"
+            )
+        self._prefixes |= prefixes
+        self._members.add(member)
+        watched = self._models.get(id(model))
+        if watched is None:
+            watched = self._models[id(model)] = WatchedModel(model)
+            if self._installed:  # attached while a run is going on
+                self._handles.append(watched.hook)
+            if self.active:
+                self._put_on(watched)
+        watched.monitors += 1
+
+    def leave(self, member: Member, model: nn.Module, prefixes: Iterable[str]) -> None:
+        """Let a monitor go; with the last one everything goes.
+
+        Args:
+            member: the monitor.
+            model: the model it joined with.
+            prefixes: the prefixes it joined with.
+        """
+        self._prefixes.difference_update(prefixes)
+        self._members.discard(member)
+        watched = self._models[id(model)]
+        watched.monitors -= 1
+        if not watched.monitors:
+            del self._models[id(model)]
+            watched.hook.remove()
+        engine = self._engine()
+        if not self._members and engine is not None:
+            self._uninstall()
+            for event, handler in self._own_handlers():
+                engine.remove_event_handler(handler, event)
+            delattr(engine, self._ATTRIBUTE)
+
+    def listen(self, event: MonitorEvents, handler: Callable[[Engine], Any]) -> None:
+        """Call a monitor's method at an event, before all other handlers.
+
+        Args:
+            event: the event.
+            handler: the bound method; the engine's other handlers keep its monitor alive. What it changes of that
+                which the other monitors look at, it does in a function that it returns.
+        """
+        self._listeners[event].append(weakref.WeakMethod(handler))
+        if self.active and event == MonitorEvents.GRADIENTS_READY:
+            for watched in self._models.values():
+                self._put_on(watched)
+
+    def unlisten(self, event: MonitorEvents, handler: Callable[[Engine], Any]) -> None:
+        """Undo :meth:`listen`.
+
+        Args:
+            event: the event.
+            handler: the bound method.
+        """
+        self._listeners[event] = [each for each in self._listeners[event] if each() not in (None, handler)]
+
+    def has_handlers(self, *events: MonitorEvents) -> bool:
+        """Whether anyone but the monitors listens to one of the events.
+
+        Args:
+            events: the events.
+        """
+        engine = self._engine()
+        return engine is not None and any(engine._event_handlers.get(event) for event in events)
+
+    @property
+    def members(self) -> list[Any]:
+        """The monitors attached to the engine."""
+        return list(self._members)
+
+    def parameters(self, model: nn.Module) -> list[nn.Parameter]:
+        """The parameters that a model had when the train step started.
+
+        Args:
+            model: a model that a monitor has joined with.
+        """
+        return self._models[id(model)].parameters
+
+    def shares(self, model: nn.Module) -> bool:
+        """Whether the optimizer whose step is going on holds parameters of a model.
+
+        Args:
+            model: a model that a monitor has joined with.
+        """
+        return self.stepping is not None and self._models[id(model)].shares(self.stepping)
+
+    def fire(self, event: MonitorEvents) -> None:
+        """Call the monitors, and then everyone else who listens.
+
+        Args:
+            event: the event.
+        """
+        engine = self._engine()
+        if engine is None:
+            return
+        handlers = [listener() for listener in self._listeners[event]]
+        # All of them look before one changes anything: their order is that of attaching, and must not matter.
+        for change in [handler(engine) for handler in handlers if handler is not None]:
+            if change is not None:
+                change()
+        if event == MonitorEvents.TRAIN_STEP_COMPLETED:
+            self.active = False
+        if self.has_handlers(event):
+            with users_grad_mode():
+                engine.fire_event(event)
+
+    # A run
+
+    def _own_handlers(self) -> list[tuple[Events, Callable[..., Any]]]:
+        return [
+            (Events.ITERATION_STARTED, self._start_iteration),
+            (Events.COMPLETED, self._end),
+            (Events.TERMINATE, self._end),
+            (Events.INTERRUPT, self._interrupt),
+        ]
+
+    def _start_iteration(self, engine: Engine) -> None:
+        if not self._installed:
+            self._install(engine)
+        self._reset()
+        self._awaits_step = True
+        if self.has_handlers(*MonitorEvents):
+            self.arm()
+
+    def arm(self) -> None:
+        """Watch the train step of the iteration that is starting."""
+        self.armed = True
+
+    def _put_on(self, watched: WatchedModel) -> None:
+        changed = watched.refresh()
+        if not (self._listeners[MonitorEvents.GRADIENTS_READY] or self.has_handlers(MonitorEvents.GRADIENTS_READY)):
+            watched.hook.remove()
+        elif changed or not watched.hook:
+            watched.hook.put_on(watched.parameters, self._gradient_hook(watched))
+
+    def _end(self, engine: Engine | None = None) -> None:
+        for member in self._members:
+            member.ended()
+        self._uninstall()
+
+    def _interrupt(self, engine: Engine) -> None:
+        # A run that is interrupted between ITERATION_STARTED and the train step goes on with the train step.
+        if not self._awaits_step:
+            self._uninstall()
+
+    def _reset(self) -> None:
+        self._tasks.clear()
+        self.reached = self.reached_parameters = self.unreduced = frozenset()
+        self.stepping = None
+        self.armed = self.active = self._awaits_step = False
+
+    def _install(self, engine: Engine) -> None:
+        remove_all(self._handles)  # those of an interrupt that came while others were put on or taken off
+        # The finalizer of a dropped watch has to find these too.
+        self._handles += [watched.hook for watched in self._models.values()]
+        watch = weakref.ref(self)
+
+        def step_started(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            owner = watch()
+            return None if owner is None else owner._on_step_started(optimizer, args, kwargs)
+
+        def step_completed(optimizer: Optimizer, *_: Any) -> None:
+            owner = watch()
+            if owner is not None:
+                owner._on_step_completed(optimizer)
+
+        def train_step(original: Callable[..., Any], engine: Engine, batch: Any) -> Any:
+            owner = watch()
+            if owner is None:
+                return original(engine, batch)
+            owner.active, owner._awaits_step = owner.armed, False
+            for watched in owner._models.values():
+                if owner.armed:
+                    owner._put_on(watched)
+                else:
+                    watched.hook.remove()
+            with ExitStack() as around:
+                for context in owner._contexts():
+                    around.enter_context(context)
+                output = original(engine, batch)
+            if owner.active:
+                owner.fire(MonitorEvents.TRAIN_STEP_COMPLETED)
+            return output
+
+        def handle_exception(original: Callable[..., Any], error: BaseException) -> None:
+            owner = watch()
+            if owner is not None:
+                owner._end()
+            original(error)
+
+        # One by one, and what takes them off again first: an interrupt may come at any moment.
+        # Ignite swallows exceptions as soon as anyone has ever listened to EXCEPTION_RAISED, so nobody here may.
+        self._handles.append(Patch(engine, "_handle_exception", handle_exception))
+        # The one way to know that a train step has returned before anything else on the engine does.
+        self._handles.append(Patch(engine, "_process_function", train_step))
+        # A compiled step would trace into the hooks.
+        self._handles.append(register_optimizer_step_pre_hook(torch.compiler.disable(step_started)))
+        self._handles.append(register_optimizer_step_post_hook(torch.compiler.disable(step_completed)))
+        self._installed = True
+
+    def _contexts(self) -> list[AbstractContextManager[Any]]:
+        return [context for member in self._members for context in member.contexts()] if self.active else []
+
+    def _uninstall(self) -> None:
+        self._installed = False
+        remove_all(self._handles)
+        for watched in self._models.values():
+            watched.run_ended()
+        self._reset()
+        for member in self._members:
+            member.release()
+
+    # Backward
+
+    def _gradient_hook(self, watched: WatchedModel) -> Callable[[Tensor], None]:
+        watch = weakref.ref(self)
+        key = id(watched.model)
+        current_task = torch._C._current_graph_task_id
+        last_task = -1
+        note: Callable[[int], None] = _ignore
+
+        def hook(parameter: Tensor) -> None:
+            nonlocal last_task, note
+            task = current_task()
+            if task != last_task:
+                last_task = task
+                owner = watch()
+                is_watched = owner is not None and owner.active
+                note = owner._on_first_gradient(task, key, parameter) if is_watched and owner is not None else _ignore
+            note(id(parameter))
+
+        return hook
+
+    def _on_first_gradient(self, task: int, key: int, parameter: Tensor) -> Callable[[int], None]:
+        """The first gradient of a model in a backward; what takes in the ids of the parameters it reaches."""
+        for member in self._members:
+            member.backward_started(self._models[key].model, parameter)
+        is_known = task in self._tasks
+        reached = self._tasks.setdefault(task, {}).setdefault(key, set())
+        if not is_known:
+            _queue_end(weakref.ref(self), task, _HOPS)
+        return reached.add
+
+    def _on_gradients_ready(self, task: int) -> None:
+        parameters = self._tasks.pop(task, {})
+        reached = parameters.keys() & self._models.keys()
+        self.reached = frozenset(key for key in reached if self._models[key].reduces)
+        changed = [self._models[key].changed_by_backward(parameters[key]) for key in self.reached]
+        self.reached_parameters = changed[0] if len(changed) == 1 else set().union(*changed)
+        self.unreduced = (self.unreduced | reached) - self.reached
+        if self.reached:
+            self.fire(MonitorEvents.GRADIENTS_READY)
+
+    # Optimizers
+
+    def _on_step_started(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.active or (self.stepping is not None and is_nested(optimizer)):
+            return None
+        if not any(model.shares(optimizer) for model in self._models.values()):
+            return None
+        self.stepping = optimizer
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(closure):
+            self.fire(MonitorEvents.OPTIMIZER_STEP_STARTED)
+            return None
+        # The closure makes the gradients that the step is about to use.
+        closure = self._firing_once(closure)
+        return (args, kwargs | {"closure": closure}) if "closure" in kwargs else ((args[0], closure, *args[2:]), kwargs)
+
+    def _firing_once(self, closure: Callable[..., Any]) -> Callable[..., Any]:
+        watch = weakref.ref(self)
+        fired = False
+
+        @functools.wraps(closure)
+        def fire_after(*args: Any, **kwargs: Any) -> Any:
+            nonlocal fired
+            loss = closure(*args, **kwargs)
+            owner = watch()
+            if owner is not None and owner.active and not fired:
+                fired = True
+                owner.fire(MonitorEvents.OPTIMIZER_STEP_STARTED)
+            return loss
+
+        return fire_after
+
+    def _on_step_completed(self, optimizer: Optimizer) -> None:
+        if self.stepping is optimizer:
+            self.fire(MonitorEvents.OPTIMIZER_STEP_COMPLETED)
+            self.stepping = None
+
+
+def _ignore(_: int) -> None:
+    pass
+
+
+def _queue_end(watch: weakref.ref[Watch], task: int, hops: int) -> None:
+    # A callback that queued itself would hold itself: a cycle for the garbage collector in every backward.
+    def backward_ended() -> None:
+        owner = watch()
+        if hops > 1:
+            _queue_end(watch, task, hops - 1)
+        elif owner is not None:
+            owner._on_gradients_ready(task)
+
+    torch.autograd.Variable._execution_engine.queue_callback(backward_ended)

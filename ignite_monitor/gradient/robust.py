@@ -1,0 +1,70 @@
+"""A threshold rule for noisy, skewed and drifting norms."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ignite_monitor.checks import check_count, check_real
+from ignite_monitor.gradient.thresholds import State, ThresholdRule
+
+
+class RobustThreshold(ThresholdRule):
+    r"""A norm above :math:`\max(\mu + k s,\ r \mu)` is a spike, with a spread :math:`s` of the upper side alone.
+
+    :math:`\mu` is the exponentially weighted mean of the norms so far, and
+
+    .. math::
+        s = \Bigl(\frac{\sum_i w_i \max(x_i - \mu_{i-1}, 0)^3}{\sum_i w_i}\Bigr)^{1/3}
+
+    the cube root of their upper partial moment of order 3 (P. C. Fishburn, "Mean-risk analysis with risk associated
+    with below-target returns", American Economic Review 67(2), 1977, mirrored), each norm measured from the mean of
+    those before it, with weights :math:`w_i = d^{\,n-i}` of the decay d; the first norm counts as no deviation. What
+    norms do below the mean, a falling trend included, does not widen :math:`s`, and a heavy upper tail widens it more
+    than a standard deviation.
+
+    A spike arrives clipped to the threshold it exceeded, and enters halfway between the mean and that threshold. A
+    single one hardly moves the statistics; spikes that are more than :math:`(2/k)^3` of all norms (6 in 100) widen
+    :math:`s` until they are none.
+
+    The threshold scales with the norms. As long as all of them are zero, nothing is judged.
+
+    Args:
+        k: how many upper spreads above the mean.
+        warmup: how many norms go in before any is judged, 2 at least.
+        decay: weight of the past at every new norm, in (0, 1); None weighs all norms the same.
+        least: r, how many times the mean a spike is at least, however even the norms; 1 or less asks for nothing.
+
+    Raises:
+        TypeError: if an argument is not a number of the kind it should be.
+        ValueError: if an argument is out of its range.
+    """
+
+    _ORDER = 3
+
+    def __init__(self, k: float = 5.25, warmup: int = 20, decay: float | None = 0.99, least: float = 2.0) -> None:
+        self.k = check_real("k", k, above=0.0)
+        self.least = check_real("least", least, above=0.0)
+        super().__init__(warmup=check_count("warmup", warmup, least=2), decay=decay)
+
+    def __call__(self, mean: Tensor, std: Tensor, count: Tensor) -> Tensor:
+        return self._limit(self.state)
+
+    def empty(self) -> State:
+        return super().empty() | {"upper": torch.zeros((), dtype=torch.float64, device="cpu")}
+
+    def include(self, state: State, norm: Tensor) -> State:
+        mean, limit = state["mean"], self._limit(state)
+        # What equals the limit to the last bit was clipped to it. Comparing with ">=" would also halve norms that were
+        # not judged, and a rule that is learning a new level should learn it from whole norms.
+        norm = torch.where(norm == limit, (mean + limit) / 2, norm)
+        excess = (norm - mean).clamp(min=0.0) * (state["count"] > 0)
+        return super().include(state, norm) | {"upper": state["upper"] * self.decay + excess**self._ORDER}
+
+    def _limit(self, state: State) -> Tensor:
+        mean = state["mean"]
+        spread = (state["upper"] / state["weight"]) ** (1 / self._ORDER)
+        limit = torch.maximum(mean + self.k * spread, self.least * mean)
+        return torch.where(limit > 0, limit, math.inf)

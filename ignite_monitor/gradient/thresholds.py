@@ -1,0 +1,246 @@
+"""Threshold rules: from the gradient norms seen so far, how large the next one may be."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+from ignite_monitor.checks import check_count, check_real
+from ignite_monitor.gradient.moments import Moments
+from ignite_monitor.model.devices import move_like
+
+State = dict[str, Tensor]
+
+
+class ThresholdRule:
+    """What every threshold rule shares: the running moments of the norms, warm-up, and a state that checkpoints.
+
+    A rule of your own overrides :meth:`__call__`; one that remembers more than the moments also extends
+    :meth:`empty` and :meth:`include`. All of a rule's state is one floating-point vector on the norms' device, and no
+    method reads it on the host, so that judging a norm never waits for the device.
+
+    Args:
+        warmup: how many norms go in before any is judged.
+        decay: weight of the past at every new norm, in (0, 1); None weighs all norms the same.
+
+    Raises:
+        TypeError: if an argument is not a number of the kind it should be.
+        ValueError: if an argument is out of its range.
+
+    Examples:
+        .. code-block:: python
+
+            class TwiceTheMean(ThresholdRule):
+                def __call__(self, mean, std, count):
+                    return 2 * mean
+
+            GradMonitor(model, optimizer, threshold=TwiceTheMean(warmup=50))
+    """
+
+    def __init__(self, *, warmup: int = 20, decay: float | None = None) -> None:
+        self.warmup = check_count("warmup", warmup)
+        self.decay = 1.0 if decay is None else check_real("decay", decay, above=0.0, below=1.0)
+        empty = self.empty()
+        self._shapes = {name: value.shape for name, value in empty.items()}
+        self._only_numbers = not any(self._shapes.values())
+        self._empty = _pack(empty)
+        self._set(self._empty)
+
+    def __call__(self, mean: Tensor, std: Tensor, count: Tensor) -> Tensor | float:
+        """The largest norm that is no spike.
+
+        Args:
+            mean: (weighted) mean of the norms so far, 0-dim.
+            std: their (weighted) sample standard deviation, 0-dim; NaN before the second.
+            count: how many they are, 0-dim.
+
+        Raises:
+            NotImplementedError: if the rule does not override it.
+        """
+        raise NotImplementedError
+
+    def empty(self) -> State:
+        """The state before the first norm: name -> float64 tensor of any shape on the CPU."""
+        return Moments.empty()._asdict()
+
+    def include(self, state: State, norm: Tensor) -> State:
+        """The state after one more norm, as new tensors of the same shapes.
+
+        Args:
+            state: the state before it.
+            norm: the norm, 0-dim.
+        """
+        return Moments(*(state[name] for name in Moments._fields)).include(norm, self.decay)._asdict()
+
+    def statistics(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What a norm is judged by, 0-dim each.
+
+        The largest norm that is no spike, inf as long as nothing is judged; the mean of the norms that went in, NaN
+        before the first; their sample standard deviation, NaN before the second.
+        """
+        moments = self.moments
+        std = moments.std
+        limit = self(moments.mean, std, moments.count)
+        limit = limit.to(moments.mean) if isinstance(limit, Tensor) else torch.full_like(moments.mean, float(limit))
+        limit = torch.where(moments.count >= self.warmup, limit, math.inf).nan_to_num(nan=math.inf, posinf=math.inf)
+        return limit, torch.where(moments.count > 0, moments.mean, math.nan), std
+
+    @property
+    def moments(self) -> Moments:
+        """Running mean and spread of the norms that went in."""
+        return Moments(*(self.state[name] for name in Moments._fields))
+
+    def threshold(self) -> Tensor:
+        """The largest norm that is no spike, 0-dim; inf as long as nothing is judged."""
+        return self.statistics()[0]
+
+    def observe(self, norm: Tensor, restart: Tensor | None = None) -> None:
+        """Take in one norm; one that is not finite, or above 1e92 so that powers of it are not, is left out.
+
+        Args:
+            norm: the norm, 0-dim.
+            restart: 0-dim bool: whether to forget all earlier norms first.
+        """
+        before = self._vector if restart is None else torch.where(restart, self._empty, self._vector)
+        after = _pack(self.include(self._unpack(before), norm))
+        self._set(torch.where(norm <= torch.finfo(norm.dtype).max ** 0.3, after, before))
+
+    def to(self, reference: Tensor) -> None:
+        """Move the state to where a tensor is.
+
+        Args:
+            reference: a floating-point tensor of the device and dtype to compute in.
+        """
+        self._empty = move_like(self._empty, reference)
+        self._set(move_like(self._vector, reference))
+
+    def state_dict(self) -> State:
+        """The state, name -> tensor."""
+        return {name: value.clone() for name, value in self.state.items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
+        """Continue from a saved state.
+
+        Args:
+            state_dict: what :meth:`state_dict` returned for a rule of the same kind.
+
+        Raises:
+            ValueError: if names or shapes differ from this rule's own.
+        """
+        if not isinstance(state_dict, Mapping):
+            raise ValueError(f"Argument state_dict should be a dictionary of tensors, but given {type(state_dict)}")
+        values = {name: torch.as_tensor(value) for name, value in state_dict.items()}
+        own = {name: tuple(shape) for name, shape in self._shapes.items()}
+        given = {name: tuple(value.shape) for name, value in values.items()}
+        if own != given:
+            raise ValueError(
+                f"Argument state_dict should hold {own} for {type(self).__name__}, but given {given}: "
+                "was it saved with another threshold rule?"
+            )
+        self._set(_pack({name: values[name] for name in own}).to(self._empty))
+
+    def _set(self, vector: Tensor) -> None:
+        self._vector = vector
+        self.state = self._unpack(vector)
+
+    def _unpack(self, vector: Tensor) -> State:
+        if self._only_numbers:
+            return dict(zip(self._shapes, vector.unbind(), strict=True))
+        parts = vector.split([shape.numel() for shape in self._shapes.values()])
+        return {name: part.view(shape) for (name, shape), part in zip(self._shapes.items(), parts, strict=True)}
+
+    def __repr__(self) -> str:
+        given = vars(self) | {"decay": None if self.decay == 1.0 else self.decay}
+        names = [name for name in inspect.signature(type(self)).parameters if name in given]
+        return f"{type(self).__name__}({', '.join(f'{name}={given[name]!r}' for name in names)})"
+
+
+class MeanStdThreshold(ThresholdRule):
+    r"""A norm above :math:`\mu + k \sigma` is a spike.
+
+    :math:`\mu` and :math:`\sigma` are the mean and the sample standard deviation of the norms so far (Welford), with
+    ``decay`` exponentially weighted; see :class:`~ignite_monitor.gradient.moments.Moments`.
+
+    Args:
+        k: how many standard deviations above the mean.
+        warmup: how many norms go in before any is judged, 2 at least.
+        decay: weight of the past at every new norm, in (0, 1); None weighs all norms the same.
+
+    Raises:
+        TypeError: if an argument is not a number of the kind it should be.
+        ValueError: if an argument is out of its range.
+    """
+
+    def __init__(self, k: float = 3.0, warmup: int = 20, decay: float | None = None) -> None:
+        self.k = check_real("k", k, above=0.0)
+        super().__init__(warmup=check_count("warmup", warmup, least=2), decay=decay)
+
+    def __call__(self, mean: Tensor, std: Tensor, count: Tensor) -> Tensor:
+        return torch.add(mean, std, alpha=self.k)
+
+
+class StaticThreshold(ThresholdRule):
+    """A norm above a fixed number is a spike, from the first one on.
+
+    Args:
+        value: the number, greater than 0.
+
+    Raises:
+        TypeError: if ``value`` is not a number.
+        ValueError: if ``value`` is not greater than 0.
+    """
+
+    def __init__(self, value: float) -> None:
+        self.value = check_real("value", value, above=0.0)
+        super().__init__(warmup=0)
+
+    def __call__(self, mean: Tensor, std: Tensor, count: Tensor) -> float:
+        return self.value
+
+
+class CallableThreshold(ThresholdRule):
+    """A norm above ``rule(mean, std, count)`` is a spike.
+
+    The function is asked from the third norm on, when a standard deviation exists; a longer warm-up is its own
+    business (it is given ``count``). It may return NaN or inf where it has no opinion. It is tried once, with a mean
+    of 1, a deviation of 0.1 and a count of 100, when the rule is made.
+
+    Args:
+        rule: function of three 0-dim tensors that returns a number or a 0-dim tensor.
+
+    Raises:
+        TypeError: if ``rule`` is no function of three tensors that returns a number.
+        ValueError: if it raises an error.
+    """
+
+    def __init__(self, rule: Callable[[Tensor, Tensor, Tensor], Tensor | float]) -> None:
+        if not callable(rule) or isinstance(rule, type):
+            raise TypeError(f"Argument threshold should be a threshold rule or a function, but given {rule}")
+        super().__init__(warmup=2)
+        try:
+            answer = rule(*torch.tensor([1.0, 0.1, 100.0], dtype=torch.float64, device="cpu").unbind())
+        except Exception as error:
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(
+                f"Argument threshold should be a function of mean, std and count, but {rule} raised {error!r}"
+            ) from error
+        if not (isinstance(answer, Real) or (isinstance(answer, Tensor) and answer.ndim == 0)):
+            raise TypeError(
+                f"Argument threshold should return a number or a 0-dim tensor, but {rule} returned {type(answer)}"
+            )
+        self.rule = rule
+
+    def __call__(self, mean: Tensor, std: Tensor, count: Tensor) -> Tensor | float:
+        return self.rule(mean, std, count)
+
+
+def _pack(state: State) -> Tensor:
+    values = list(state.values())
+    if any(value.ndim for value in values):
+        return torch.cat([value.reshape(-1) for value in values])
+    return torch.stack(values)

@@ -1,0 +1,125 @@
+"""Seeing the forward passes of a model's modules from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch import nn
+
+from ignite_monitor.model.backward import in_backward
+
+_CALL = nn.Module._call_impl.__code__
+
+
+@contextlib.contextmanager
+def before_forward(modules: Iterable[nn.Module], hook: Callable[..., Any]) -> Iterator[None]:
+    """While it lasts, calls a hook before each forward pass of the modules, with the inputs they are about to get.
+
+    Args:
+        modules: the modules.
+        hook: is given the module, its positional arguments and its keyword arguments.
+    """
+    modules = list(modules)
+    places = [(module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs) for module in modules]
+    with _on(places, _Hook(hook, modules)):
+        yield
+
+
+@contextlib.contextmanager
+def after_forward(modules: Iterable[nn.Module], hook: Callable[..., Any]) -> Iterator[None]:
+    """While it lasts, calls a hook after each forward pass of the modules, with the outputs that others get.
+
+    Args:
+        modules: the modules.
+        hook: is given the module, its positional arguments, its keyword arguments and its output.
+    """
+    modules = list(modules)
+    places = [(module._forward_hooks, module._forward_hooks_with_kwargs) for module in modules]
+    with _on(places, _Hook(hook, modules)):
+        yield
+
+
+@contextlib.contextmanager
+def outputs_to(modules: Iterable[nn.Module], hook: ModuleHook) -> Iterator[None]:
+    """While it lasts, calls a hook after each forward pass of the modules, with the outputs that others get.
+
+    What it does itself comes at half the cost of :func:`after_forward`.
+
+    Args:
+        modules: the modules.
+        hook: is given the module, its positional arguments and its output; also of shallow copies of the modules.
+    """
+    places: list[dict[Any, Any]] = [module._forward_hooks for module in modules]
+    key = object()
+    try:
+        for hooks in places:
+            hooks[key] = hook
+        yield
+    finally:
+        for hooks in places:
+            hooks.pop(key, None)
+
+
+def is_recomputation() -> bool:
+    """Whether a forward pass is one that activation checkpointing repeats in the middle of a backward pass."""
+    return in_backward()
+
+
+def running_module() -> nn.Module | None:
+    """The innermost module whose forward pass is going on; None outside of any."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _CALL:
+            module: nn.Module = frame.f_locals["self"]
+            return module
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return None
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+def _no_hook() -> Callable[..., Any]:
+    return _nothing
+
+
+class ModuleHook:
+    """A hook in whose place there is one that does nothing in deep copies of its modules."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        return _nothing
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[()]]:
+        return _no_hook, ()
+
+
+class _Hook(ModuleHook):
+    def __init__(self, hook: Callable[..., Any], modules: Iterable[nn.Module]) -> None:
+        self._hook = hook
+        self._modules = {id(module) for module in modules}
+
+    def __call__(self, module: nn.Module, *args: Any) -> Any:
+        # A shallow copy has the hooks of the module itself.
+        return self._hook(module, *args) if id(module) in self._modules else None
+
+
+# As ``register_forward_hook`` does it, for hundreds of modules at a tenth of the cost, which matters where hooks come
+# and go with every monitored iteration. The last hook sees what those of the user have made of inputs and outputs.
+@contextlib.contextmanager
+def _on(places: list[tuple[dict[Any, Any], dict[Any, Any]]], hook: _Hook) -> Iterator[None]:
+    key = object()
+    try:
+        for hooks, with_kwargs in places:
+            hooks[key] = hook
+            with_kwargs[key] = True
+        yield
+    finally:
+        for hooks, with_kwargs in places:
+            hooks.pop(key, None)
+            with_kwargs.pop(key, None)

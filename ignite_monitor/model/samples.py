@@ -1,0 +1,331 @@
+"""Samples of a model's parameters, taken at the same places again and again, in few operations."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ignite_monitor.model.device_of import device_of
+from ignite_monitor.model.devices import upload, wide_dtype
+from ignite_monitor.model.names import named_parameters
+from ignite_monitor.model.norms import is_sharded
+from ignite_monitor.model.sampling import fnv1a_64, spread_indices, stratum_widths
+from ignite_monitor.model.sparse import summed_values
+from ignite_monitor.model.updates import row_norms
+
+_MEASURABLE = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128)
+_KEPT = 16
+
+
+class ParameterSamples:
+    """The sampled elements of all parameters of a model, and room for their values.
+
+    The places depend on a parameter's name and size alone. Of a DTensor each rank looks at those sampled elements
+    that it holds, and :meth:`over_ranks` puts the ranks' norms together.
+
+    Parameters without elements, and those of a dtype that is not for computing with (integers, float8), have no sample
+    and NaN for a norm.
+
+    Args:
+        model: the model.
+        sample_size: how many elements to take of each parameter, None for all. Of a table with more rows than that one
+            of each row is taken, since it may be an embedding, of which a step moves few rows.
+
+    Attributes:
+        names: the parameters' names, without those of wrappers.
+        parameters: the parameters, each once.
+        measurable: the places of those that have a sample.
+        sharded: the places of those that are DTensors.
+        device: where results are.
+        dtype: what they are in.
+    """
+
+    def __init__(self, model: nn.Module, sample_size: int | None) -> None:
+        found = list(named_parameters(model))
+        self.names = [name for name, _, _ in found]
+        self.parameters = [parameter for _, parameter, _ in found]
+        self.device = device_of(model)
+        self.dtype = wide_dtype(self.device)
+        self.measurable = {place for place, parameter in enumerate(self.parameters) if is_measurable(parameter)}
+        self.sharded = {place for place, parameter in enumerate(self.parameters) if is_sharded(parameter)}
+        self._modules = list(model.modules())
+        self._identity = self._identify()
+        self._scales: list[float] = []
+        members: dict[tuple[torch.device, torch.dtype, int, bool], list[_Member]] = {}
+        meshes: dict[tuple[Any, tuple[int, ...]], list[int]] = {}
+        parameter: Any
+        for place, (name, parameter, _) in enumerate(found):
+            numel = parameter.numel()
+            size = sample_size
+            if size is not None and parameter.ndim == 2:
+                size = max(size, len(parameter))
+            taken = numel if size is None else min(size, numel)
+            self._scales.append(math.sqrt(numel / taken) if taken else 1.0)
+            if place not in self.measurable:
+                continue
+            # Places in the part that this rank holds, and what each weighs; None for all of it, or where all weigh 1.
+            index = weight = None
+            if taken < numel:
+                index = spread_indices(fnv1a_64(name), numel, taken)
+                if numel % taken:
+                    weight = (stratum_widths(numel, taken).double() * taken / numel).sqrt()
+            if place in self.sharded:
+                if index is not None:
+                    index, held = _local_places(parameter, index)
+                    weight = None if weight is None else weight[held]
+                dims = tuple(i for i, placed in enumerate(parameter.placements) if not placed.is_replicate())
+                meshes.setdefault((parameter.device_mesh, dims), []).append(place)
+            local = _local(parameter)
+            width = local.numel() if index is None else len(index)
+            if width:
+                key = (local.device, _work_dtype(local.dtype), width, index is None)
+                members.setdefault(key, []).append(_Member(place, parameter, index, weight))
+        self._groups = [_Group(device, dtype, each) for (device, dtype, _, _), each in members.items()]
+        self._with_elements = {place for group in self._groups for place in group.places}
+        self._factors = upload(torch.tensor(self._scales, dtype=self.dtype, device="cpu"), self.device)
+        self._meshes = {
+            key: upload(torch.tensor(places, device="cpu"), self.device) for key, places in meshes.items() if key[1]
+        }
+        # Where in the groups' results each parameter's is.
+        in_groups = [place for group in self._groups for place in group.places]
+        self._positions = {place: position for position, place in enumerate(in_groups)}
+        self._positions |= dict.fromkeys(self.measurable - self._with_elements, -1)
+        self._absent = upload(torch.tensor([math.nan, 0.0], dtype=self.dtype, device="cpu"), self.device)
+        self._orders: dict[tuple[int, ...], Tensor] = {}
+
+    def fit(self) -> bool:
+        """Whether the model's parameters are still those that were sampled."""
+        return self._identify() == self._identity
+
+    def has_elements(self, place: int) -> bool:
+        """Whether this rank holds elements of a parameter's sample.
+
+        Args:
+            place: the parameter's place.
+        """
+        return place in self._with_elements
+
+    def keep_weights(self, weights: Sequence[Tensor | None]) -> None:
+        """Copy the sampled elements of the weights, to be compared with later ones.
+
+        Args:
+            weights: for each parameter itself, or another tensor of its shape; None to keep what is kept of it.
+        """
+        for group in self._groups:
+            group.copy(weights, group.before)
+
+    def weights_and_changes(self, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Norms of the sampled elements of the kept weights, which it uses up, and of what has changed since.
+
+        Args:
+            weights: as for :meth:`keep_weights`.
+        """
+        kept, changed = [], []
+        for group in self._groups:
+            group.copy(weights, group.now)
+            group.now.sub_(group.before)
+            kept.append(group.norms(group.before))
+            changed.append(group.norms(group.now))
+        return self._in_order(kept, self._positions), self._in_order(changed, self._positions)
+
+    def gradient_norms(self, gradients: Mapping[int, Tensor]) -> list[tuple[dict[int, int], Tensor]]:
+        """Norms of the sampled elements of some gradients; of sparse ones from all they hold.
+
+        Args:
+            gradients: place of a parameter -> its gradient.
+
+        Returns:
+            Pieces for :meth:`ordered`: place -> position in a tensor, and the tensor.
+        """
+        sources: list[Tensor | None] = [None] * len(self.parameters)
+        pieces = []
+        for place, gradient in gradients.items():
+            parameter: Any = self.parameters[place]
+            placed: Any = gradient
+            if place in self.sharded and placed.placements != parameter.placements:
+                placed = placed.redistribute(placements=parameter.placements)
+            if placed.layout == torch.strided:
+                sources[place] = placed
+            else:
+                norms = row_norms(summed_values(placed).reshape(1, -1)) / self._scales[place]
+                pieces.append(({place: 0}, norms))
+        for group in self._groups:
+            rows = {place: row for row, place in enumerate(group.places) if sources[place] is not None}
+            if rows:
+                group.copy(sources, group.now)
+                first, last = min(rows.values()), max(rows.values())
+                pieces.append(
+                    ({place: row - first for place, row in rows.items()}, group.norms(group.now, first, last))
+                )
+        return [(places, norms.to(self._absent, non_blocking=True)) for places, norms in pieces]
+
+    def ordered(self, norms: Sequence[Tensor], positions: Mapping[int, int]) -> Tensor:
+        """Each gradient's norm, estimated from that of its sampled elements.
+
+        Args:
+            norms: the tensors that :meth:`gradient_norms` gave.
+            positions: place of a parameter -> its position in all of them, one after the other, or -1 for 0; the others
+                have NaN.
+        """
+        return self._in_order(norms, positions) * self._factors
+
+    def over_ranks(self, norms: Tensor) -> Tensor:
+        """Norms of what the ranks hold together, where parameters are sharded: one collective per sharded dimension.
+
+        Args:
+            norms: of this rank's parts, of shape (…, parameters).
+        """
+        for (mesh, dims), places in self._meshes.items():
+            from torch.distributed import all_reduce
+
+            squares = norms.index_select(-1, places) ** 2
+            for dim in dims:
+                all_reduce(squares, group=mesh.get_group(dim))
+            norms = norms.index_copy(-1, places, squares.sqrt())
+        return norms
+
+    def _in_order(self, norms: Sequence[Tensor], positions: Mapping[int, int]) -> Tensor:
+        end = sum(map(len, norms)) + len(self._absent)
+        key = (end, *(positions.get(place, -2) for place in range(len(self.parameters))))
+        if key not in self._orders:
+            if len(self._orders) >= _KEPT:
+                self._orders.clear()
+            at = torch.tensor([at if at >= 0 else end + at for at in key[1:]], device="cpu")
+            self._orders[key] = upload(at, self.device)
+        absent = self._absent
+        return torch.cat([*(norm.to(absent, non_blocking=True) for norm in norms), absent])[self._orders[key]]
+
+    def _identify(self) -> list[Any]:
+        """What makes the samples useless when it changes: modules, and parameters with their place and kind."""
+        found: list[Any] = []
+        for module in self._modules:
+            found += map(id, module._modules.values())
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    found += (id(parameter), parameter.device, parameter.dtype, parameter.shape)
+        return found
+
+
+class _Member(NamedTuple):
+    place: int
+    parameter: Any
+    elements: Tensor | None
+    weight: Tensor | None
+
+
+class _Group:
+    """Parameters on one device of which equally many elements are looked at, or all: a row each."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, members: list[_Member]) -> None:
+        self.places = [member.place for member in members]
+        parts = [_local(member.parameter) for member in members]
+        indices = [member.elements for member in members if member.elements is not None]
+        self._indices = list(upload(torch.stack(indices), device).unbind()) if indices else []
+        width = len(indices[0]) if indices else parts[0].numel()
+        self._weights: Tensor | None = None
+        if any(member.weight is not None for member in members):
+            ones = torch.ones(width, dtype=torch.float64, device="cpu")
+            sizes = {(member.parameter.numel(), is_sharded(member.parameter)) for member in members}
+            alike = len(sizes) == 1 and not is_sharded(members[0].parameter)
+            weighing = members[:1] if alike else members
+            weights = torch.stack([ones if member.weight is None else member.weight for member in weighing])
+            self._weights = upload(weights.to(dtype.to_real()), device)
+        self.before, self.now = (torch.zeros(len(members), width, dtype=dtype, device=device) for _ in range(2))
+        # Rows in the shapes of what is copied to them.
+        self._targets = {
+            id(rows): [row if indices else row.view(part.shape) for row, part in zip(rows, parts, strict=True)]
+            for rows in (self.before, self.now)
+        }
+        self._is_sharded = any(is_sharded(member.parameter) for member in members)
+
+    def norms(self, rows: Tensor, first: int = 0, last: int | None = None) -> Tensor:
+        """The norms of some rows' sampled elements, each weighed by how many it stands for; uses the rows up.
+
+        Args:
+            rows: ``before`` or ``now``.
+            first: the first of them.
+            last: the last one; None for that of all.
+        """
+        last = len(rows) - 1 if last is None else last
+        rows = rows[first : last + 1]
+        if self._weights is not None:
+            rows.mul_(self._weights if len(self._weights) == 1 else self._weights[first : last + 1])
+        return row_norms(rows)
+
+    def copy(self, sources: Sequence[Tensor | None], rows: Tensor) -> None:
+        """Copy the sampled elements of those sources that there are.
+
+        Args:
+            sources: for each parameter of the model a tensor of its shape, or None.
+            rows: where to, ``before`` or ``now``.
+        """
+        targets = self._targets[id(rows)]
+        found: list[Any] = [sources[place] for place in self.places]
+        if self._is_sharded:
+            found = [_local(source) for source in found]
+        if self._indices:
+            for source, index, target in zip(found, self._indices, targets, strict=True):
+                if source is None:
+                    continue
+                if source.dtype == target.dtype:
+                    torch.take(source, index, out=target)
+                else:
+                    target.copy_(torch.take(source, index))
+            return
+        if any(source is None for source in found):
+            pairs = [pair for pair in zip(targets, found, strict=True) if pair[1] is not None]
+            targets, found = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        if found:
+            torch._foreach_copy_(targets, found)
+
+
+def is_measurable(parameter: Tensor) -> bool:
+    """Whether a parameter has elements, with data, of a dtype to compute with.
+
+    Args:
+        parameter: the parameter.
+    """
+    has_data = parameter.numel() > 0 and parameter.layout == torch.strided and not parameter.is_meta
+    return has_data and parameter.dtype in _MEASURABLE
+
+
+def reshard(model: nn.Module) -> None:
+    """Put FSDP2's sharded parameters, which the optimizer holds, back in place where a forward pass left whole ones.
+
+    Args:
+        model: the model.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None or not isinstance(getattr(fsdp, "FSDPModule", None), type):
+        return
+    for module in model.modules():
+        if isinstance(module, fsdp.FSDPModule) and not all(map(is_sharded, module.parameters(recurse=False))):
+            module.reshard()
+
+
+def _local(tensor: Any) -> Tensor:
+    local: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
+    return local
+
+
+def _local_places(parameter: Any, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Of places in the whole parameter, those that this rank holds, as places in its part; and which those are."""
+    chunks = parameter.__create_chunk_list__()  # what torch.distributed.checkpoint asks for: offset and size
+    local = torch.zeros_like(index)
+    held = torch.ones_like(index, dtype=torch.bool)
+    stride = numel = 1
+    for whole, offset, size in reversed(list(zip(parameter.shape, chunks[0].offsets, chunks[0].sizes, strict=True))):
+        at = index // numel % whole - offset
+        held &= (at >= 0) & (at < size)
+        local += at * stride
+        stride, numel = stride * size, numel * whole
+    return local[held], held
+
+
+def _work_dtype(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype.is_complex or dtype.itemsize > 4 else torch.float32

@@ -1,0 +1,97 @@
+"""Whether two models are built alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ignite_monitor.model.names import named_modules
+
+
+def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
+    """The user's own modules by name, without the wrappers around them.
+
+    What is inside of scripted and traced modules is left out: it is never called from Python.
+
+    Args:
+        model: the model.
+    """
+    modules = dict(named_modules(model))  # a wrapper comes before what it wraps, by the same name
+    scripted = [module for module in modules.values() if isinstance(module, torch.jit.ScriptModule)]
+    inside = {id(each) for module in scripted for each in module.modules() if each is not module}
+    return {name: module for name, module in modules.items() if id(module) not in inside}
+
+
+def is_layer(name: str, module: nn.Module) -> bool:
+    """Whether a module has parameters of its own.
+
+    Args:
+        name: its name.
+        module: the module.
+    """
+    # The weights of a parametrized module are in a submodule that it computes them with.
+    if ".parametrizations." in f".{name}.":
+        return False
+    return any(each is not None for each in module._parameters.values()) or hasattr(module, "parametrizations")
+
+
+def first_difference(model: nn.Module, other: nn.Module) -> str | None:
+    """The first module or parameter in which another model differs; None if they are built alike.
+
+    Compared are names and classes of modules, whatever wraps or shards them, and names and shapes of parameters.
+
+    Args:
+        model: the model.
+        other: the other one.
+    """
+    ours, theirs = modules_by_name(model), modules_by_name(other)
+    difference = _first_difference(
+        {name: _kind(module) for name, module in ours.items()},
+        {name: _kind(module) for name, module in theirs.items()},
+        "module",
+    )
+    return difference or _first_difference(_parameters(ours), _parameters(theirs), "parameter")
+
+
+def first_difference_of_states(state: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+    """The first entry in which another state_dict differs by name or shape; None if there is none.
+
+    Args:
+        state: the state_dict.
+        other: the other one.
+    """
+    return _first_difference(_shapes(state), _shapes(other), "entry")
+
+
+def _first_difference(ours: dict[str, str], theirs: dict[str, str], what: str) -> str | None:
+    for name, kind in ours.items():
+        if name not in theirs:
+            return f"{what} {name!r} ({kind}) is not in it"
+        if theirs[name] != kind:
+            return f"{what} {name!r} is {theirs[name]} in it, not {kind}"
+    return next((f"{what} {name!r} ({kind}) is in it alone" for name, kind in theirs.items() if name not in ours), None)
+
+
+def _parameters(modules: dict[str, nn.Module]) -> dict[str, str]:
+    return {
+        f"{name}.{last}".lstrip("."): str(tuple(parameter.shape))
+        for name, module in modules.items()
+        for last, parameter in module._parameters.items()
+        if parameter is not None
+    }
+
+
+def _shapes(state: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        name: str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
+        for name, value in state.items()
+    }
+
+
+def _kind(module: nn.Module) -> str:
+    # fully_shard makes a class of its own out of a module's.
+    kinds = type(module).__mro__
+    return next(kind.__name__ for kind in kinds if "FSDPModule" not in {base.__name__ for base in kind.__mro__})

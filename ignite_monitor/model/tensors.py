@@ -1,0 +1,77 @@
+"""The tensors in what a module returns."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ignite_monitor.model.names import tags
+
+
+def tagged_tensors(output: Any) -> list[tuple[str, Tensor]]:
+    """As :func:`floating_tensors`, with places as loggers keep them, each different.
+
+    Args:
+        output: what a module has returned.
+    """
+    if type(output) is tuple and all(each is None or type(each) is Tensor for each in output):  # at less expense
+        members = enumerate(output)
+        return [(str(place), each) for place, each in members if each is not None and each.is_floating_point()]
+    found = list(floating_tensors(output))
+    if len(found) == 1 and not found[0][0]:
+        return found
+    places = _tags_of(tuple(place for place, _ in found))
+    return [(place, tensor) for place, (_, tensor) in zip(places, found, strict=True)]
+
+
+@functools.lru_cache(1024)
+def _tags_of(places: tuple[str, ...]) -> list[str]:
+    return tags(places)
+
+
+def floating_tensors(output: Any, path: str = "", around: frozenset[int] = frozenset()) -> Iterator[tuple[str, Tensor]]:
+    """Every floating-point tensor in a tensor, tuple, list, mapping or dataclass, nested or not, with its place.
+
+    Places are positions, keys and names of fields, joined by ``/``; that of a single tensor is empty. What contains
+    itself is entered once.
+
+    Args:
+        output: what a module has returned.
+        path: where it lies itself.
+        around: the ids of what it lies in.
+    """
+    if isinstance(output, Tensor):
+        if output.is_floating_point():
+            yield path, output
+        return
+    if id(output) in around:
+        return
+    if isinstance(output, (tuple, list)):
+        members: list[tuple[Any, Any]] = list(enumerate(output))
+    elif isinstance(output, Mapping):
+        members = list(output.items())
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        members = [(field.name, getattr(output, field.name, None)) for field in dataclasses.fields(output)]
+    else:
+        return
+    for key, member in members:
+        if member is not None:
+            yield from floating_tensors(member, f"{path}/{key}" if path else str(key), around | {id(output)})
+
+
+def version(tensor: Any) -> int:
+    """A number that grows with every change in place that autograd knows of.
+
+    Of a DTensor it is that of both: what FSDP2 accumulates into the local part only this part counts, and what is done
+    to the whole only the whole; operations on many tensors at once neither does.
+
+    Args:
+        tensor: the tensor.
+    """
+    local = getattr(tensor, "_local_tensor", None)
+    number: int = tensor._version
+    return number if local is None else number + local._version

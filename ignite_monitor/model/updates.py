@@ -1,0 +1,113 @@
+"""How much weights have moved, which have stopped, and the order statistics that sum many parameters up."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ignite_monitor.model.devices import wide_dtype
+
+# Rows up to this length are cheap enough to be summed in float64.
+_SHORT = 1 << 14
+# On the CPU longer ones are summed in float32 in blocks of this length, which keeps the sums right to 1e-6; where the
+# norm is not between these, squares may have left float32's range.
+_BLOCK = 1024
+_SAFE = (1e-9, 1e18)
+# The same for float64.
+_SAFE_WIDE = (1e-140, 1e150)
+
+
+def row_norms(rows: Tensor) -> Tensor:
+    r"""The l2 norm of every row, :math:`\sqrt{\sum_j |x_{ij}|^2}`, summed in float64.
+
+    Args:
+        rows: real or complex floating point, of shape (rows, columns).
+
+    Returns:
+        float64 of shape (rows,) (float32 on devices without float64).
+    """
+    dtype = wide_dtype(rows.device)
+    if rows.is_complex():
+        rows = torch.view_as_real(rows).flatten(1)
+    if rows.dtype == dtype:
+        return _norm_of_any_size(rows)
+    if rows.device.type != "cpu" or rows.shape[1] <= _SHORT:
+        return _norm(rows, dtype)
+    whole = rows.shape[1] // _BLOCK * _BLOCK
+    blocks = torch.linalg.vector_norm(rows[:, :whole].unflatten(1, (-1, _BLOCK)), dim=2)
+    norms = _norm(torch.cat([blocks, rows[:, whole:]], dim=1), dtype)
+    outside = _outside(norms, *_SAFE)
+    if len(outside):
+        norms[outside] = _norm(rows[outside], dtype)
+    return norms
+
+
+def update_ratios(changes: Tensor, weights: Tensor, eps: float) -> Tensor:
+    r"""How much parameters have moved for their size, :math:`\lVert\Delta w\rVert / (\lVert w\rVert + \epsilon)`.
+
+    Args:
+        changes: norms of the changes.
+        weights: norms of the weights before them, of the same shape.
+        eps: what keeps the ratio finite where a weight is 0.
+    """
+    return changes / (weights + eps)
+
+
+def count_still(still: Tensor, ratios: Tensor, threshold: float, measured: Tensor) -> Tensor:
+    """In how many measured steps in a row each parameter has stood still, one more step included.
+
+    Args:
+        still: the counts before the step.
+        ratios: the step's update ratios; NaN, of weights that are not finite, is not standing still.
+        threshold: the largest ratio that is.
+        measured: bool, which parameters the step was to move; the others keep their count.
+    """
+    return torch.where(measured, torch.where(ratios <= threshold, still + 1, 0), still)
+
+
+def order_statistics(values: Tensor) -> Tensor:
+    """Median, 95th percentile, minimum and maximum of the values that are not NaN.
+
+    The median of an even number of values is the mean of the two in the middle; the percentile is the nearest-rank
+    one, the smallest value that at least 95 % of the values do not exceed (rank ceil(0.95 n)).
+
+    Args:
+        values: of shape (…, n).
+
+    Returns:
+        The four of them, of shape (…, 4), NaN where there is no value.
+    """
+    count = (~values.isnan()).sum(-1, keepdim=True)
+    ranks = torch.cat([(count + 1) // 2, count // 2 + 1, (95 * count + 99) // 100, count.clamp(max=1), count], -1)
+    # Sorting puts NaN last; rank 0, of no values, finds the one that is put before all.
+    ordered = torch.nn.functional.pad(values.sort(-1).values, (1, 0), value=torch.nan)
+    picked = ordered.gather(-1, torch.where(count > 0, ranks, 0))
+    return torch.cat([picked[..., :2].mean(-1, keepdim=True), picked[..., 2:]], -1)
+
+
+def _norm_of_any_size(rows: Tensor) -> Tensor:
+    """Norms of rows whose squares may not fit their dtype, which is the widest."""
+    if rows.device.type != "cpu":
+        return _scaled_norm(rows)
+    norms = _norm(rows, rows.dtype)
+    outside = _outside(norms, *_SAFE_WIDE)
+    if len(outside):
+        norms[outside] = _scaled_norm(rows[outside])
+    return norms
+
+
+def _scaled_norm(rows: Tensor) -> Tensor:
+    if not rows.shape[1]:
+        return _norm(rows, rows.dtype)
+    largest = rows.abs().amax(-1, keepdim=True)
+    unit = torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
+    return unit.squeeze(-1) * _norm(rows / unit, rows.dtype)
+
+
+def _outside(norms: Tensor, least: float, most: float) -> Tensor:
+    return ((norms <= least) | ~(norms < most)).nonzero().squeeze(1)
+
+
+def _norm(values: Tensor, dtype: torch.dtype) -> Tensor:
+    norms: Tensor = torch.linalg.vector_norm(values, dim=-1, dtype=dtype)
+    return norms

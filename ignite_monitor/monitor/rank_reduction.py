@@ -1,0 +1,144 @@
+"""Putting together what several ranks have observed, each in its own batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ignite_monitor.model.devices import upload, wide_dtype
+from ignite_monitor.monitor.deferred_flag import Lookout
+
+# Named rows of numbers, by what they are of: kind -> names and a row for each. A kind's rows are of one length.
+Rows = dict[Any, tuple[list[str], Tensor]]
+
+Key = TypeVar("Key")
+
+Slot = tuple[str, Any, str, int]  # how ranks are put together, kind, name, length
+
+
+class RankReduction:
+    """Adds up rows over ranks, or takes the larger numbers, where not every rank need have the same rows.
+
+    The ranks agree on the rows there are in their first iteration. What a rank meets later is left out until they
+    have agreed anew, in the next iteration, so that every iteration takes two collectives, whatever a rank has seen,
+    and nothing waits for the device. What a rank has not seen this time takes no part; where none has, the numbers are
+    0 and minus infinity.
+    """
+
+    def __init__(self) -> None:
+        self._slots: list[Slot] = []
+        self._agreed = False
+        self._news = Lookout()
+        self._places: dict[tuple[str, tuple[Slot, ...]], Tensor] = {}
+
+    def __call__(self, sums: Rows, maxima: Rows, device: torch.device) -> tuple[Rows, Rows]:
+        """The rows of all ranks.
+
+        Args:
+            sums: rows to be added up.
+            maxima: rows of which to take the largest numbers.
+            device: where they are, or are to be where there are none.
+        """
+        own = [_slots("sum", sums), _slots("max", maxima)]
+        if not self._agreed or self._news.heard(wait=True):
+            self._agree([*own[0], *own[1]])
+        known = set(self._slots)
+        new = any(slot not in known for slots in own for slot in slots)
+        flag = torch.full((1,), float(new), dtype=wide_dtype(device), device=device)
+        total = torch.cat([self._arranged("sum", own[0], sums, 0.0, device), flag])
+        largest = self._arranged("max", own[1], maxima, -torch.inf, device).nan_to_num_(
+            torch.inf, torch.inf, -torch.inf
+        )
+        dist.all_reduce(total)
+        if len(largest):
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
+        self._news.tell(total[-1] > 0)
+        return self._rows("sum", total), self._rows("max", largest)
+
+    def _agree(self, own: list[Slot]) -> None:
+        everyone: list[list[Slot]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, [*dict.fromkeys([*self._slots, *own])])
+        union = dict.fromkeys(slot for slots in everyone for slot in slots)
+        kinds = list(dict.fromkeys(slot[:2] for slot in union))
+        self._slots = sorted(union, key=lambda slot: kinds.index(slot[:2]))
+        self._agreed = True
+        self._places.clear()
+
+    def _arranged(self, how: str, own: list[Slot], rows: Rows, missing: float, device: torch.device) -> Tensor:
+        """This rank's numbers, flat, where all ranks have them."""
+        wide = wide_dtype(device)
+        slots = [slot for slot in self._slots if slot[0] == how]
+        flat = [each.to(device, wide).flatten() for _, each in rows.values()]
+        if own == slots:
+            return torch.cat(flat) if flat else torch.zeros(0, dtype=wide, device=device)
+        key = (how, tuple(own))
+        places = self._places.get(key)
+        if places is None:
+            starts, start = {}, 0
+            for slot in own:
+                starts[slot] = start
+                start += slot[3]
+            nowhere = torch.tensor([start], device="cpu")
+            parts = [
+                torch.arange(starts[slot], starts[slot] + slot[3], device="cpu")
+                if slot in starts
+                else nowhere.expand(slot[3])
+                for slot in slots
+            ]
+            places = upload(torch.cat([nowhere[:0], *parts]), device)
+            self._places = {key: places} if len(self._places) > 8 else self._places | {key: places}
+        return torch.cat([*flat, torch.full((1,), missing, dtype=wide, device=device)])[places]
+
+    def _rows(self, how: str, flat: Tensor) -> Rows:
+        rows: dict[Any, tuple[list[str], Tensor]] = {}
+        names: dict[tuple[Any, int], list[str]] = {}
+        for each, kind, name, length in self._slots:
+            if each == how:
+                names.setdefault((kind, length), []).append(name)
+        start = 0
+        for (kind, length), own in names.items():
+            end = start + len(own) * length
+            rows[kind] = (own, flat[start:end].view(len(own), length))
+            start = end
+        return rows
+
+
+def can_reduce(model: nn.Module) -> bool:
+    """Whether all ranks are known to be where this one is.
+
+    Args:
+        model: the model, as the train step uses it.
+    """
+    # Without a group of torch's it is another backend of Ignite's.
+    return dist.is_initialized() and not is_joined(model)
+
+
+def is_joined(model: nn.Module) -> bool:
+    """Whether ranks may have run out of data, and make no collectives but those of DistributedDataParallel's join().
+
+    Args:
+        model: the model, as the train step uses it.
+    """
+    replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    return any(each._join_config.enable for each in replicas)
+
+
+def gathered(values: dict[Key, Tensor]) -> dict[Key, Tensor]:
+    """The numbers that all ranks have of each name, one rank after the other, the same on each.
+
+    Args:
+        values: one-dimensional tensors.
+    """
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, {name: numbers.cpu() for name, numbers in values.items()})
+    names: Iterable[Key] = dict.fromkeys(name for each in everyone for name in each)
+    return {name: torch.cat([each[name] for each in everyone if name in each]) for name in names}
+
+
+def _slots(how: str, rows: Rows) -> list[Slot]:
+    return [(how, kind, name, each.shape[1]) for kind, (names, each) in rows.items() for name in names]

@@ -1,0 +1,155 @@
+"""Which parameters an iteration's optimizer steps were to move."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ignite_monitor.model.devices import upload
+
+
+class SteppedParameters:
+    """Finds out, from one iteration's optimizer steps, which parameters had one.
+
+    A parameter had a step if it has ``requires_grad``, lies in a group whose learning rate is not 0, and the optimizer
+    met a gradient, of this parameter or of any other it holds: one that gets none stands still. Who wants a step to do
+    nothing hides the gradients for as long as it lasts, or sets the ``found_inf`` of a fused optimizer; when, depends
+    on the order of the handlers. So both are looked at when the step starts, when it ends, and at each backward that a
+    closure runs in between.
+
+    Args:
+        places: id of a parameter -> its place; parameters that are not in it do not count.
+
+    Attributes:
+        any: whether a step was made for any parameter, if only with a learning rate of 0.
+    """
+
+    def __init__(self, places: Mapping[int, int]) -> None:
+        self.any = False
+        self._places = places
+        self._certain: set[int] = set()
+        self._depending: list[tuple[list[int], Tensor]] = []
+        self._groups: list[tuple[list[tuple[int, Tensor, int]], Tensor | bool]] = []
+        self._with_gradient: set[int] = set()
+        self._found_inf: list[Tensor] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._certain or self._depending)
+
+    def started(self, optimizer: Optimizer) -> list[int]:
+        """An optimizer is about to make its step; the places of its parameters.
+
+        Args:
+            optimizer: the optimizer.
+        """
+        self._found_inf = []
+        self._groups = []
+        for group in optimizer.param_groups:
+            rate = group.get("lr")
+            moves: Tensor | bool = rate != 0
+            members = [
+                (self._places[id(parameter)], parameter, parameter._version)
+                for parameter in group["params"]
+                if id(parameter) in self._places and parameter.requires_grad
+            ]
+            self._groups.append((members, moves))
+        self.met_gradients(optimizer)
+        return [place for members, _ in self._groups for place, _, _ in members]
+
+    def met_gradients(self, optimizer: Optimizer) -> None:
+        """The optimizer is about to use the gradients that are there now.
+
+        Args:
+            optimizer: the optimizer, whose step has started.
+        """
+        self._with_gradient = {
+            place for members, _ in self._groups for place, parameter, _ in members if parameter.grad is not None
+        }
+        self._look_for_inf(optimizer)
+
+    def completed(self, optimizer: Optimizer) -> list[int]:
+        """The optimizer's step has returned; the places for which it was made, if only with a learning rate of 0.
+
+        Args:
+            optimizer: the optimizer.
+        """
+        self._look_for_inf(optimizer)
+        made = ~torch.stack([found != 0 for found in self._found_inf]).any() if self._found_inf else None
+        stepped: list[int] = []
+        for members, _ in self._groups:
+            # A hook of the user's may have zeroed the gradients; only then the version, which fused steps do not
+            # raise, has to tell.
+            moved = [
+                place
+                for place, parameter, version in members
+                if place in self._with_gradient and (parameter.grad is not None or parameter._version != version)
+            ]
+            stepped += moved
+        if stepped:
+            for members, moves in self._groups:
+                self._count([place for place, _, _ in members], moves, made)
+        self._groups = []
+        self.any = self.any or bool(stepped)
+        return stepped
+
+    def mask(self, masks: HostMasks) -> Tensor:
+        """For each parameter, whether it had a step: a bool tensor.
+
+        Args:
+            masks: what makes it.
+        """
+        mask = masks.of(self._certain)
+        for places, moves in self._depending:
+            mask = mask | (masks.of(places) & moves.reshape(()).to(mask.device, non_blocking=True))
+        return mask
+
+    def _count(self, places: list[int], moves: Tensor | bool, made: Tensor | None) -> None:
+        if not places or moves is False:
+            return
+        if made is not None:
+            moves = made if moves is True else moves.to(made.device, non_blocking=True) & made
+        if moves is True:
+            self._certain.update(places)
+        else:
+            self._depending.append((places, moves))
+
+    def _look_for_inf(self, optimizer: Optimizer) -> None:
+        found = getattr(optimizer, "found_inf", None)
+        if isinstance(found, Tensor):
+            # It may be changed in place after the step.
+            self._found_inf.append(found.detach().clone().reshape(()))
+
+
+class HostMasks:
+    """Sets of places, known on the host, as bool tensors on the device.
+
+    Iterations tend to ask for the same sets, which are kept; a copy to a device may otherwise have to wait for it.
+
+    Args:
+        size: how many places there are.
+        device: where the tensors go.
+    """
+
+    _KEPT = 16
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._size = size
+        self._device = device
+        self._masks: dict[frozenset[int], Tensor] = {}
+
+    def of(self, places: Iterable[int]) -> Tensor:
+        """True at the places; not to be changed.
+
+        Args:
+            places: the places.
+        """
+        key = frozenset(places)
+        if key not in self._masks:
+            if len(self._masks) >= self._KEPT:
+                self._masks.clear()
+            mask = torch.tensor([place in key for place in range(self._size)], dtype=torch.bool, device="cpu")
+            self._masks[key] = upload(mask, self._device)
+        return self._masks[key]

@@ -1,0 +1,159 @@
+r"""The refined coordinate check: how much of a layer's change is its weights', and how much its inputs'.
+
+A layer f with weights W has become :math:`f_t`, and its input :math:`x_t`; at the reference they were :math:`f_0` and
+:math:`x_0`. Its output has changed by
+
+.. math:: f_t(x_t) - f_0(x_0) = (f_t(x_t) - f_0(x_t)) + (f_0(x_t) - f_0(x_0))
+
+of which the first term, for a matrix :math:`(W_t - W_0) x_t`, is the update of the weights at work, and the second,
+:math:`W_0 (x_t - x_0)`, what the layers before it have done. The method is that of `On the Surprising Effectiveness of
+Large Learning Rates under Standard Width Scaling <https://arxiv.org/abs/2505.22491>`_.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ignite_monitor.model.devices import wide_dtype
+
+
+class Change(NamedTuple):
+    r"""The change of a layer's output, in two parts.
+
+    Attributes:
+        weight_update: :math:`f_t(x_t) - f_0(x_t)`.
+        input_drift: :math:`f_0(x_t) - f_0(x_0)`.
+    """
+
+    weight_update: Tensor
+    input_drift: Tensor
+
+    @property
+    def output(self) -> Tensor:
+        """The sum of both, the whole change."""
+        return self.weight_update + self.input_drift
+
+
+def linear_change(
+    function: Callable[[Tensor, Tensor], Tensor],
+    weight_change: Tensor,
+    reference_weight: Tensor,
+    input_change: Tensor,
+    x: Tensor,
+) -> Change:
+    r"""The change of an output that is linear in the input and in the weight.
+
+    Differences are taken before the function and not after it, so that small ones keep their digits:
+
+    .. math:: f(x_t, W_t) - f(x_0, W_0) = f(x_t, W_t - W_0) + f(x_t - x_0, W_0)
+
+    Args:
+        function: of an input and a weight, linear in either: a matrix product, a convolution, a product.
+        weight_change: :math:`W_t - W_0`.
+        reference_weight: :math:`W_0`, of the same shape.
+        input_change: :math:`x_t - x_0`.
+        x: :math:`x_t`, of the same shape.
+
+    Examples:
+        .. code-block:: python
+
+            change = linear_change(torch.nn.functional.linear, W - W_0, W_0, x - x_0, x)
+            mean_norm(change.weight_update), mean_norm(change.input_drift)
+    """
+    return Change(function(x, weight_change), function(input_change, reference_weight))
+
+
+def output_change(output: Tensor, crossed: Tensor, reference_output: Tensor) -> Change:
+    """The change of any function's output, from three evaluations of it.
+
+    A change that is small beside the outputs has as many digits less.
+
+    Args:
+        output: :math:`f_t(x_t)`.
+        crossed: :math:`f_0(x_t)`, of the same shape.
+        reference_output: :math:`f_0(x_0)`, of the same shape.
+    """
+    return Change(output - crossed, crossed - reference_output)
+
+
+def normalized_change(
+    x: Tensor, reference_x: Tensor, shape: Sequence[int], eps: float | None, *, centred: bool
+) -> tuple[Tensor, Tensor]:
+    r"""The normalised input :math:`n(x)` of LayerNorm or RMSNorm, and how much it has changed.
+
+    With :math:`c(x) = x - \operatorname{mean}(x)`, or x itself for RMSNorm, :math:`r(x) = (\operatorname{mean}(c(x)^2)
+    + \epsilon)^{-1/2}` and :math:`n(x) = c(x) r(x)`,
+
+    .. math::
+
+        n(x_t) - n(x_0) = c(x_t - x_0)\, r(x_t) + c(x_0)\, (r(x_t) - r(x_0)), \qquad
+        r(x_t) - r(x_0) = -\frac{\operatorname{mean}(c(x_t - x_0)\, c(x_t + x_0))\, r(x_t)^2\, r(x_0)^2}{r(x_t)
+        + r(x_0)},
+
+    where nothing large is taken from something large, so that a small change keeps its digits.
+
+    Args:
+        x: :math:`x_t`.
+        reference_x: :math:`x_0`, of the same shape.
+        shape: the last dimensions, over which is normalised.
+        eps: :math:`\epsilon`; None for the precision of the inputs' dtype.
+        centred: whether the mean is taken off, as LayerNorm does.
+
+    Returns:
+        :math:`n(x_t)` and :math:`n(x_t) - n(x_0)`.
+    """
+    dims = list(range(-len(shape), 0))
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    then, change = reference_x, x - reference_x
+    if centred:
+        then, change = then - then.mean(dims, keepdim=True), change.sub_(change.mean(dims, keepdim=True))
+    now = then + change
+    r_now, r_then = (
+        (torch.linalg.vector_norm(each, dim=dims, keepdim=True).square_() / math.prod(shape) + eps).rsqrt_()
+        for each in (now, then)
+    )
+    growth = (now + then).mul_(change).mean(dims, keepdim=True)
+    r_change = -growth * (r_now * r_then).square_() / (r_now + r_then)
+    return now.mul_(r_now), change.mul_(r_now).addcmul_(then, r_change)
+
+
+def feature_norms(values: Tensor, dim: int = -1) -> Tensor:
+    """The l2 norms over one dimension, as a vector with one for each place along the others.
+
+    Args:
+        values: a tensor in float32 or float64, of any shape; a number is a vector of one.
+        dim: the dimension of the features.
+    """
+    if not values.ndim:
+        values = values.reshape(1)
+    if dim % values.ndim == values.ndim - 1:
+        norms: Tensor = torch.linalg.vector_norm(values, dim=dim)
+    else:  # which reads memory along other dimensions slowly
+        norms = values.square().sum(dim).sqrt()
+    return norms.reshape(-1)
+
+
+def mean_norm(values: Tensor, dim: int = -1) -> Tensor:
+    """The mean of the l2 norms over one dimension; NaN if there are none.
+
+    Args:
+        values: a tensor in float32 or float64.
+        dim: the dimension of the features.
+    """
+    return feature_norms(values, dim).mean(dtype=wide_dtype(values.device))
+
+
+def weight_share(weight_update: Tensor, input_drift: Tensor) -> Tensor:
+    """The weights' share in a layer's change, between 0 and 1; 0 where nothing has changed.
+
+    Args:
+        weight_update: norms of the weights' part.
+        input_drift: norms of the inputs' part, of the same shape.
+    """
+    both = weight_update + input_drift
+    return torch.where(both == 0, 0.0, weight_update / both)

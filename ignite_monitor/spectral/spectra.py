@@ -1,0 +1,172 @@
+"""Measures the spectral norms of a model's weights again and again, each time from what the last one has found."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ignite_monitor.model.devices import move_like, upload
+from ignite_monitor.model.sampling import fnv1a_64
+from ignite_monitor.monitor.deferred_flag import Lookout
+from ignite_monitor.spectral.block_lanczos import WARM
+from ignite_monitor.spectral.norm import TOLERANCE, SpectralNorms, newton_schulz, power, svd
+from ignite_monitor.spectral.weights import Batch, Weight, batches
+
+# Where looking at the bound would mean to wait for a device, or ranks might see it differently, these many steps are
+# made: without vectors, with them, and where the last bound was too wide.
+_COLD, _WARM, _AGAIN = 40, 14, 40
+
+
+class Spectra(NamedTuple):
+    """What was measured, for each weight in order.
+
+    Attributes:
+        norms: spectral norms; NaN for a weight that is not finite.
+        errors: bounds of their relative errors; NaN where nothing is known.
+        frobenius: Frobenius norms.
+    """
+
+    norms: Tensor
+    errors: Tensor
+    frobenius: Tensor
+
+
+class SpectralMeter:
+    """Spectral norms by one method, and the vectors that its next measurement starts with.
+
+    Args:
+        method: one of ``METHODS``.
+        logger: where warnings go.
+        prefix: who warns.
+        what: what is measured, in a warning's words.
+
+    Attributes:
+        steps: how many steps of "power" the last measurement made, for the weight that needed most.
+        vectors: name of a weight -> its vectors.
+        count: how many measurements there have been.
+    """
+
+    def __init__(self, method: str, logger: logging.Logger, prefix: str, what: str) -> None:
+        self.method = method
+        self.steps = self.count = 0
+        self.vectors: dict[str, Tensor] = {}
+        self._logger = logger
+        self._about = prefix, what
+        self._failed, self._wide, self._damaged = Lookout(), Lookout(), Lookout()
+        self._warned = False
+
+    def measure(self, weights: Iterable[Weight]) -> Spectra:
+        """The norms of all weights.
+
+        Args:
+            weights: the weights, at least one.
+        """
+        self._again = self._wide.heard()
+        self.count += 1
+        self.steps = 0
+        vectors: dict[str, Tensor] = {}
+        names: list[str] = []
+        found: list[SpectralNorms] = []
+        weights = list(weights)
+        for batch in batches(weights):
+            norms = self._measure(batch)
+            names += batch.names
+            found.append(norms)
+            self.steps = max(self.steps, norms.steps)
+            if norms.vectors is not None:
+                vectors |= zip(batch.names, (each.clone() for each in norms.vectors), strict=True)
+        self.vectors = vectors
+        device = found[0].norms.device
+        places = {name: place for place, name in enumerate(names)}
+        order = upload(torch.tensor([places[weight.name] for weight in weights], device="cpu"), device)
+        spectra = Spectra(
+            *(
+                torch.cat([getattr(each, name).to(device, non_blocking=True) for each in found])[order]
+                for name in Spectra._fields
+            )
+        )
+        self._damaged.tell(spectra.norms.isnan().any())
+        self.warn()
+        return spectra
+
+    def warn(self, wait: bool = False) -> None:
+        """Say, once, that weights that are not finite are left out.
+
+        Args:
+            wait: whether to wait for the device to know.
+        """
+        if self._damaged.heard(wait) and not self._warned:
+            self._warned = True
+            self._logger.warning("%s: %s that are not finite are left out", *self._about)
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many measurements there have been, the method, and the vectors by name."""
+        return {"count": self.count, "method": self.method, "vectors": OrderedDict(self.vectors)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from a saved state; vectors that fit no weight any more are not used.
+
+        Args:
+            state_dict: what :meth:`state_dict` returned.
+
+        Raises:
+            TypeError: if it holds something else than a count, and tensors by name.
+            ValueError: if the vectors are damaged.
+        """
+        count, vectors = state_dict.get("count"), state_dict.get("vectors")
+        if not isinstance(count, int) or not isinstance(vectors, Mapping):
+            raise TypeError("Argument state_dict should hold a count and vectors by name")
+        for name, each in vectors.items():
+            if not isinstance(name, str) or not isinstance(each, Tensor):
+                raise TypeError(
+                    f"Argument state_dict should hold a tensor for each name, but {name!r} has {type(each)}"
+                )
+            if each.ndim != 2 or not each.dtype.is_floating_point or not bool(each.isfinite().all()):
+                raise ValueError(f"Argument state_dict should hold vectors, finite, for {name!r}")
+        self.count = count
+        self.vectors = {name: each.detach().clone() for name, each in vectors.items()}
+        if state_dict.get("method") == "power":  # another one may have been given up
+            self.method = "power"
+
+    def _measure(self, batch: Batch) -> SpectralNorms:
+        matrices = batch.matrices
+        seed = fnv1a_64("\n".join([*batch.names, str(self.count)]))
+        generator = torch.Generator(matrices.device).manual_seed(seed % 2**63)
+        if self.method == "svd":
+            return svd(matrices)
+        if self.method != "power":
+            dtype = batch.dtype if batch.dtype == torch.bfloat16 else matrices.dtype
+            found = newton_schulz(matrices, self.method, generator, dtype)
+            failed = found.errors.isinf()
+            self._failed.tell(failed.any())
+            if not self._failed.heard():
+                norms = found.norms.masked_fill(failed, torch.nan)
+                return found._replace(norms=norms, errors=found.errors.masked_fill(failed, torch.nan))
+            self._logger.warning(
+                '%s: method "%s" gives no norm that is possible for some %s: "power" takes its place from here on',
+                self._about[0], self.method, self._about[1],
+            )  # fmt: skip
+            self.method = "power"
+        vectors = self._known(batch)
+        steps = None
+        if matrices.device.type != "cpu" or batch.is_shared:
+            steps = _COLD if vectors is None else _WARM
+            if self._again and not batch.is_shared:
+                steps = _AGAIN
+        found = power(matrices, vectors, generator, steps)
+        if steps is not None:
+            self._wide.tell((found.errors > TOLERANCE).any())
+        return found
+
+    def _known(self, batch: Batch) -> Tensor | None:
+        shape = (WARM, batch.matrices.n)
+        known = [self.vectors.get(name) for name in batch.names]
+        if any(each is None or each.shape != shape for each in known):
+            return None
+        like = torch.empty((), dtype=batch.matrices.dtype, device=batch.matrices.device)
+        return torch.stack([move_like(each, like) for each in known if each is not None])

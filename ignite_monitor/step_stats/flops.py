@@ -1,0 +1,59 @@
+"""Counting the floating-point operations of what runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import flop_counter
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ignite_monitor.model.norms import any_sharded
+
+
+class FlopCount(TorchDispatchMode):
+    """While it lasts, counts this rank's floating-point operations of matrix products, convolutions and attention.
+
+    By the formulas of ``torch.utils.flop_counter``, in which a multiplication and an addition are two operations. Its
+    FlopCounterMode would put hooks on all modules, of which compiled ones warn, and does not know the CPU's attention.
+
+    Attributes:
+        counts: dtype of the first factor -> how many.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts: Counter[torch.dtype] = Counter()
+        self._formulas = _CPU | flop_counter.flop_registry
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [each for each in args if isinstance(each, Tensor)]
+        if any_sharded(tensors):
+            return NotImplemented  # DTensor goes first, and comes back with what this rank makes of it
+        result = func(*args, **kwargs)
+        formula = self._formulas.get(getattr(func, "_overloadpacket", func))
+        # With fake tensors DTensor finds out shapes.
+        if formula is not None and tensors and not any(isinstance(each, FakeTensor) for each in tensors):
+            self.counts[tensors[0].dtype] += formula(*args, **kwargs, out_val=result)
+        return result
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    return int(flop_counter.sdpa_flop_count(query.shape, key.shape, value.shape))
+
+
+def _attention_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    return int(flop_counter.sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape))
+
+
+_CPU: dict[Any, Callable[..., int]] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}

@@ -1,0 +1,291 @@
+"""StepStatsHandler: how long train steps take, how much they get done, and with which memory and learning rates."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from ignite.engine import Engine
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ignite_monitor.checks import check_real, check_type
+from ignite_monitor.events.monitor_events import MonitorEvents
+from ignite_monitor.model.device_of import device_of
+from ignite_monitor.model.devices import wide_dtype
+from ignite_monitor.model.eager import eager
+from ignite_monitor.model.optimizers import held_by
+from ignite_monitor.model.samples import is_measurable, reshard
+from ignite_monitor.model.sharding import check_whole
+from ignite_monitor.monitor.base import Handlers, Monitor
+from ignite_monitor.monitor.ranks import gradient_norm
+from ignite_monitor.step_stats.clock import StepClock
+from ignite_monitor.step_stats.flops import FlopCount
+from ignite_monitor.step_stats.items import count_items
+from ignite_monitor.step_stats.memory import peak_memory, resident_memory
+from ignite_monitor.step_stats.peaks import peak_flops as known_peak
+
+
+class StepStatsHandler(Monitor):
+    r"""Says how long a train step takes, and what a run should be known by: speed, memory, learning rates, weights.
+
+    ==============================  ==================================================================================
+    in ``engine.state.metrics``     meaning (0-dim tensors)
+    ==============================  ==================================================================================
+    ``step/time_ms``                how long the train step took, without loading its data
+    ``step/items_per_s``            items of the batch over that time, on this rank
+    ``step/mfu``                    model FLOPs utilisation: operations of a train step over what the device could have
+                                    made in that time; absent where its peak is not known
+    ``step/parameter_norm``         the l2 norm of all parameters together, as the train step leaves them
+    ``step/lr/group_{i}``           the learning rate of each parameter group, as the optimizer's first step used it;
+                                    where it makes none, as the train step leaves it
+    ``step/peak_memory_mb``         the most memory so far, in MiB: of tensors on CUDA, of the process on the CPU
+    ``step/reserved_memory_mb``     on CUDA: what the allocator holds now
+    ``step/resident_memory_mb``     on the CPU, where the system says it: what the process holds now
+    ==============================  ==================================================================================
+
+    On CUDA time is taken by events on the device, and the first three are known once these have passed: they appear
+    when values come to the host, that is when a logger writes. On devices other than CPU and CUDA they are absent.
+
+    **FLOPs.** Where the peak is known or given, the operations of one train step are counted, the first that is
+    monitored, by the formulas of ``torch.utils.flop_counter``: forward and backward, recomputation by activation
+    checkpointing included. Compiled models run eagerly in it, and the first three values are absent, since counting
+    slows it down. The count stands for all later steps, so batches should be alike. The peak is that of dense matrix
+    products in the dtype that most operations are made in.
+
+    Args:
+        model: the model, as the train step uses it (wrapped, where it is wrapped).
+        optimizer: the optimizer whose learning rates to publish.
+        items: from a batch, as the train step gets it, to how many items it holds, say tokens; None for the length of
+            its first tensor.
+        peak_flops: operations a second of the device at most; None to look it up by the device's name.
+        prefix: what the values' names start with.
+
+    Attributes:
+        flops: operations of one train step on this rank; None as long as they have not been counted.
+
+    Raises:
+        TypeError: if an argument is of another type.
+        ValueError: if ``peak_flops`` is not greater than 0, or FullyShardedDataParallel has sharded the model.
+
+    Examples:
+        .. code-block:: python
+
+            stats = StepStatsHandler(model, optimizer, items=lambda batch: batch["input_ids"].numel())
+            stats.attach(trainer, Events.ITERATION_STARTED(every=10))
+            stats.log_to(tensorboard_logger, trainer)
+    """
+
+    _state_dict_all_req_keys = ("flops", "dtype")
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        items: Callable[[Any], float | Tensor] | None = None,
+        peak_flops: float | None = None,
+        prefix: str = "step",
+    ) -> None:
+        super().__init__(model, prefix)
+        check_whole(model)
+        check_type("optimizer", optimizer, Optimizer, "torch.optim.Optimizer")
+        if items is not None and not callable(items):
+            raise TypeError(f"Argument items should be callable or None, but given {type(items)}")
+        self.optimizer = optimizer
+        self.items = items
+        self.peak_flops = None if peak_flops is None else check_real("peak_flops", peak_flops, above=0, below=math.inf)
+        self.flops: int | None = None
+        self._dtype = ""  # that the operations were made in
+        self._clock: StepClock | None = None
+        self._count: FlopCount | None = None
+        self._items: float | Tensor | None = None
+        self._rates: list[Tensor] = []
+        self._warned = False
+
+    def state_dict(self) -> OrderedDict[str, Any]:
+        """The operations of one train step, as far as they have been counted, and their dtype's name."""
+        return OrderedDict(flops=self.flops, dtype=self._dtype)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from a saved state, without counting again.
+
+        Args:
+            state_dict: what :meth:`state_dict` returned.
+
+        Raises:
+            TypeError: if it is no mapping, or holds something else.
+            ValueError: if it was saved by a monitor of another kind.
+        """
+        super().load_state_dict(state_dict)
+        flops, dtype = state_dict["flops"], state_dict["dtype"]
+        if not (flops is None or isinstance(flops, int)) or not isinstance(dtype, str):
+            raise TypeError(f"Argument state_dict should hold a count and a name of a dtype, but it holds {state_dict}")
+        self.flops, self._dtype = flops, dtype
+
+    # What it listens to
+
+    def handlers(self) -> Handlers:
+        """The events the monitor listens to, each with its method."""
+        return [
+            (MonitorEvents.OPTIMIZER_STEP_COMPLETED, self._on_step_completed),
+            (MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed),
+        ]
+
+    def start_iteration(self, engine: Engine) -> None:
+        """Forget the last monitored iteration.
+
+        Args:
+            engine: the engine.
+        """
+        self.release()
+
+    def contexts(self) -> list[AbstractContextManager[Any]]:
+        """What to have around the train step that is about to start, where the monitor is armed."""
+        if not self._armed:
+            return []
+        device = self._device
+        if self.flops is None and (self.peak_flops is not None or _is_listed(device)):
+            self._count = FlopCount()
+            return [eager(), self._count]
+        engine = self._attached_to()
+        if device.type not in ("cpu", "cuda") or engine is None:
+            return []
+        self._items = self._count_items(engine.state.batch)  # which the train step may take apart
+        self._clock = StepClock(device)
+        return [self._clock]
+
+    def release(self) -> None:
+        """Let go of everything that belongs to the run that has ended, or is interrupted."""
+        self._clock = self._count = self._items = None
+        self._rates = []
+
+    @property
+    def _device(self) -> torch.device:
+        return device_of(self.model)
+
+    def _on_step_completed(self, engine: Engine) -> None:
+        # Right after the step: before it, handlers may still change the rates, and then schedulers do.
+        if self._armed and not self._rates and self._is_stepping:
+            self._rates = self._current_rates()
+
+    @property
+    def _is_stepping(self) -> bool:
+        """Whether the step that is going on is the optimizer's, or that of a wrapper around it, or of what it wraps."""
+        stepping = None if self._watch is None else self._watch.stepping
+        return stepping is self.optimizer or (
+            stepping is not None and not held_by(stepping).isdisjoint(held_by(self.optimizer))
+        )
+
+    def _current_rates(self) -> list[Tensor]:
+        device = self._device
+        return [_copied(group["lr"], device) for group in self.optimizer.param_groups]
+
+    @torch.no_grad()
+    def _on_train_step_completed(self, engine: Engine) -> None:
+        if not self._armed:
+            return
+        if self._count is not None:
+            counts = self._count.counts
+            self.flops = sum(counts.values())
+            self._dtype = str(max(counts, key=lambda dtype: counts[dtype], default="")).removeprefix("torch.")
+        reshard(self.model)
+        parameters = [each for each in self.model.parameters() if is_measurable(each)]
+        values: dict[str, Tensor] = {
+            f"lr/group_{i}": rate for i, rate in enumerate(self._rates or self._current_rates())
+        }
+        if parameters:
+            values["parameter_norm"] = gradient_norm(parameters, 2.0, None)
+        values |= {name: _number(value) for name, value in self._memory().items() if value is not None}
+        if self._clock is not None and self._device.type == "cpu":
+            values |= {name: _number(value) for name, value in self._times(self._items).items()}
+        self.publish(**values)
+
+    def _times(self, items: float | Tensor | None) -> dict[str, Any]:
+        """What is to be published of the time that the step took, once it is known."""
+        seconds = None if self._clock is None else self._clock.seconds()
+        if not seconds:
+            return {}
+        values: dict[str, Any] = {"time_ms": 1e3 * seconds}
+        if items is not None:
+            values["items_per_s"] = items / seconds
+        peak = self._peak()
+        if self.flops and peak is not None:
+            values["mfu"] = self.flops / seconds / peak
+        return values
+
+    def _peak(self) -> float | None:
+        if self.peak_flops is not None or not self._dtype:
+            return self.peak_flops
+        device = self._device
+        if device.type != "cuda":
+            return None
+        dtype = getattr(torch, self._dtype, torch.float64)
+        return known_peak(torch.cuda.get_device_name(device), dtype, torch.backends.cuda.matmul.allow_tf32)
+
+    def _count_items(self, batch: Any) -> float | Tensor | None:
+        if self.items is None:
+            items: float | Tensor | None = count_items(batch)
+        else:
+            items = self.items(batch)
+            items = items.detach().clone() if isinstance(items, Tensor) else float(items)
+        if items is None and not self._warned:
+            self._warned = True
+            self.logger.warning(
+                "%s: no tensor was found in a batch, so items_per_s is absent: give items, from a batch to a count",
+                self.prefix,
+            )
+        return items
+
+    def _memory(self) -> dict[str, float | None]:
+        device = self._device
+        if device.type == "cuda":
+            return {
+                "peak_memory_mb": torch.cuda.max_memory_allocated(device) / 2**20,
+                "reserved_memory_mb": torch.cuda.memory_reserved(device) / 2**20,
+            }
+        resident, peak = resident_memory(), peak_memory()
+        # The system brings the peak up to date now and then.
+        peak = peak if resident is None or peak is None else max(peak, resident)
+        return {"peak_memory_mb": peak, "resident_memory_mb": resident}
+
+    # Values on the host
+
+    def carried(self) -> list[Tensor]:
+        """Tensors of any shape that come to the host whenever the values do, in the same transfer."""
+        return [self._items] if self._is_late and isinstance(self._items, Tensor) else []
+
+    def receive(self, carried: list[list[float]]) -> dict[str, float]:
+        """Take in what :meth:`carried` gave, now that it is on the host.
+
+        Args:
+            carried: the tensors, flat.
+        """
+        if not self._is_late:
+            return {}
+        return self._times(carried[0][0] if carried else self._items)
+
+    @property
+    def _is_late(self) -> bool:
+        return self._clock is not None and bool(self.metrics) and self._device.type != "cpu"
+
+
+def _copied(rate: Any, device: torch.device) -> Tensor:
+    if isinstance(rate, Tensor):
+        return rate.detach().clone().reshape(())
+    return torch.full((), rate, dtype=wide_dtype(device), device=device)
+
+
+def _number(value: float | Tensor) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.reshape(())
+    return torch.tensor(value, dtype=torch.float64, device="cpu")
+
+
+def _is_listed(device: torch.device) -> bool:
+    """Whether the peak of a device is known for some dtype."""
+    return device.type == "cuda" and known_peak(torch.cuda.get_device_name(device), torch.float16, False) is not None

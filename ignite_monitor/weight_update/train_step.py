@@ -1,0 +1,184 @@
+"""What train steps do to the sampled parameters of a model."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Set
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ignite_monitor.model.optimizers import held_by
+from ignite_monitor.model.samples import ParameterSamples, reshard
+from ignite_monitor.monitor.stepped import HostMasks, SteppedParameters
+from ignite_monitor.weight_update.gradient_norms import GradientNorms
+
+_NARROW = (torch.bfloat16, torch.float16)
+
+
+class Measured(NamedTuple):
+    """What a train step did, for each parameter; anything where a mask is False.
+
+    Attributes:
+        gradients: norms of the gradients that the step was made with, or that are still accumulated.
+        with_gradient: which parameters had one; None if none had.
+        weights: norms of the weights before the step.
+        changes: norms of what it changed of them.
+        moved: which parameters it was to move; None if there was no step.
+    """
+
+    gradients: Tensor
+    with_gradient: Tensor | None
+    weights: Tensor
+    changes: Tensor
+    moved: Tensor | None
+
+
+class SampledTrainStep:
+    """Follows the train steps of a run, one after the other.
+
+    Args:
+        model: the model.
+        sample_size: see :class:`ParameterSamples`.
+        optimizer: the optimizer whose parameters count; None for all.
+
+    Attributes:
+        samples: the sampled parameters.
+        rounded: names of parameters of low precision of which no float32 copy is at hand.
+    """
+
+    def __init__(self, model: nn.Module, sample_size: int | None, optimizer: Optimizer | None) -> None:
+        reshard(model)
+        self._model = model
+        self.samples = ParameterSamples(model, sample_size)
+        self.rounded: set[str] = set()
+        self._optimizer = optimizer
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet([] if optimizer is None else [optimizer])
+        self._measurable = {id(self.samples.parameters[place]): place for place in self.samples.measurable}
+        self._narrow = [place for place, each in enumerate(self.samples.parameters) if each.dtype in _NARROW]
+        self._masks = HostMasks(len(self.samples.names), self.samples.device)
+        self._stepped = SteppedParameters({})
+        self._gradients = GradientNorms(self.samples, {})
+
+    @property
+    def stepped(self) -> bool:
+        """Whether an optimizer's step was made for any parameter, if only with a learning rate of 0."""
+        return self._stepped.any
+
+    def fits(self) -> bool:
+        """Whether the model's parameters are still those that were sampled."""
+        if not self.samples.fit():
+            reshard(self._model)
+            return self.samples.fit()
+        return True
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """A train step is about to start: keep the weights' samples."""
+        places = self._measurable
+        if self._optimizer is not None:
+            held = held_by(self._optimizer)
+            places = {key: place for key, place in places.items() if key in held}
+        self._stepped = SteppedParameters(places)
+        self._gradients = GradientNorms(self.samples, places)
+        self.samples.keep_weights(self._weights())
+
+    def gradients_ready(self, scale: Tensor | None, reached: Set[int], stepping: Optimizer | None) -> None:
+        """A backward has ended.
+
+        Args:
+            scale: what the gradients are scaled by; None for 1.
+            reached: ids of the parameters that it has reached.
+            stepping: the optimizer in whose step it has; None if in none.
+        """
+        if stepping is not None:
+            self._stepped.met_gradients(stepping)
+        self._gradients.gradients_ready(scale, reached)
+
+    def step_started(self, optimizer: Optimizer, reduced: bool) -> None:
+        """An optimizer is about to make its step with the gradients that are there.
+
+        Args:
+            optimizer: the optimizer.
+            reduced: whether they are the same on every rank.
+        """
+        if optimizer not in self._optimizers:
+            self._optimizers.add(optimizer)
+            self._keep_copies(optimizer)
+        places = self._stepped.started(optimizer)
+        if reduced:
+            # Of those set by hand. Fused optimizers are given what to unscale them by.
+            self._gradients.step_started(places, getattr(optimizer, "grad_scale", None))
+
+    def step_completed(self, optimizer: Optimizer) -> None:
+        """The optimizer has returned from its step.
+
+        Args:
+            optimizer: the optimizer.
+        """
+        self._gradients.step_completed(self._stepped.completed(optimizer))
+
+    @torch.no_grad()
+    def completed(self) -> Measured | None:
+        """The train step has returned: what it did, or None if there was neither a gradient nor a step."""
+        samples, gradient = self.samples, self._gradients.result(self._masks)
+        if gradient is None and not self._stepped:
+            return None
+        nothing = torch.zeros(len(samples.names), dtype=samples.dtype, device=samples.device)
+        norms, with_gradient = (nothing, None) if gradient is None else gradient
+        weights = changes = nothing
+        moved = None
+        if self._stepped:
+            weights, changes = samples.weights_and_changes(self._weights())
+            moved = self._stepped.mask(self._masks)
+        norms, weights, changes = samples.over_ranks(torch.stack([norms, weights, changes])).unbind()
+        return Measured(norms, with_gradient, weights, changes, moved)
+
+    def _weights(self) -> list[Tensor]:
+        weights: list[Tensor] = list(self.samples.parameters)
+        for place in self._narrow:
+            weights[place] = self._precise(self.samples.names[place], self.samples.parameters[place])
+        return weights
+
+    @torch.no_grad()
+    def _keep_copies(self, optimizer: Optimizer) -> None:
+        """Of an optimizer that is met for the first time, take its float32 copies of the weights for these."""
+        copies: list[Tensor | None] = [None] * len(self.samples.parameters)
+        for place in self._narrow:
+            copies[place] = _float32_copy(optimizer, self.samples.parameters[place])
+        if any(each is not None for each in copies):
+            self.samples.keep_weights(copies)
+
+    def _precise(self, name: str, parameter: nn.Parameter) -> Tensor:
+        for optimizer in self._optimizers:
+            copy = _float32_copy(optimizer, parameter)
+            if copy is not None:
+                self.rounded.discard(name)
+                return copy
+        self.rounded.add(name)
+        return parameter
+
+
+def _float32_copy(optimizer: Optimizer, parameter: nn.Parameter) -> Tensor | None:
+    for key, value in optimizer.state.get(parameter, {}).items():
+        if (
+            isinstance(value, Tensor)
+            and value.shape == parameter.shape
+            and value.dtype in (torch.float32, torch.float64)
+            and ("master" in str(key) or "fp32" in str(key))
+        ):
+            return value
+    return None
+
+
+def unknown_where(values: Tensor, known: Tensor | None) -> Tensor:
+    """Values with NaN where they are not known.
+
+    Args:
+        values: the values.
+        known: bool, where they are; None for nowhere.
+    """
+    return torch.full_like(values, math.nan) if known is None else torch.where(known, values, math.nan)

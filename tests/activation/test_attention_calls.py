@@ -1,0 +1,614 @@
+"""Attention calls of models that know nothing of it, against probabilities in float64."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import weakref
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from transformers import BertConfig, BertModel, GPT2Config, GPT2Model, LlamaConfig, LlamaModel
+
+from ignite_monitor.activation.attention import attention_entropy
+from ignite_monitor.activation.attention_calls import AttentionCalls
+
+
+class Seen:
+    """What a handler would do: keep the names of the modules that run, and sum entropies by name."""
+
+    def __init__(self, model):
+        self.names, self.total, self.rows, self.calls, self.arguments = [], {}, {}, [], []
+        self.watch = AttentionCalls(lambda: self.names[-1], self.on_call)
+        self.name_of = {module: name for name, module in model.named_modules()}
+        self.handles = [
+            register_module_forward_pre_hook(self.before),
+            register_module_forward_hook(self.after, always_call=True),
+        ]
+
+    def before(self, module, args):
+        self.names.append(self.name_of.get(module))
+        self.watch.enter(module.training)
+
+    def after(self, module, args, output):
+        self.watch.leave()
+        self.names.pop()
+
+    def on_call(self, name, query, key, value, mask, is_causal, scale, enable_gqa):
+        assert not torch.is_grad_enabled()
+        assert not torch.is_autocast_enabled("cpu")
+        tensors = [query, key, value] if mask is None else [query, key, value, mask]
+        assert not any(each.requires_grad for each in tensors)
+        self.calls.append(name)
+        self.arguments.append((query, key, value, mask, is_causal, scale, enable_gqa))
+        found = attention_entropy(query, key, mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+        self.total[name] = self.total.get(name, 0) + found.total
+        self.rows[name] = self.rows.get(name, 0) + found.rows
+
+    def mean(self, name):
+        return self.total[name] / self.rows[name]
+
+    def remove(self):
+        for handle in self.handles:
+            handle.remove()
+
+
+@pytest.fixture
+def watch():
+    """Seen, removed at the end of the test."""
+    watched = []
+    yield lambda model: watched.append(Seen(model)) or watched[-1]
+    for seen in watched:
+        seen.remove()
+
+
+def clean():
+    return _get_current_function_mode_stack() == []
+
+
+def of(probabilities):
+    """Mean entropy per head, of probabilities of shape (batch, heads, L, S)."""
+    return torch.special.entr(probabilities.detach().double()).sum(-1).mean((0, 2))
+
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50, "bos_token_id": 0}
+SMALL |= {"eos_token_id": 1, "max_position_embeddings": 64}
+TRANSFORMERS = {
+    "h.{}.attn": (GPT2Model, GPT2Config(**SMALL, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)),
+    "layers.{}.self_attn": (LlamaModel, LlamaConfig(**SMALL, intermediate_size=48, num_key_value_heads=2)),
+    "encoder.layer.{}.attention.self": (
+        BertModel,
+        BertConfig(**SMALL, intermediate_size=48, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0),
+    ),
+}
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("place", TRANSFORMERS)
+def test_transformers(place, padded, watch):
+    """Against the probabilities that the models themselves return, computed eagerly in float64."""
+    kind, config = TRANSFORMERS[place]
+    models = []
+    for implementation in ("sdpa", "eager"):
+        config = copy.deepcopy(config)
+        config._attn_implementation = implementation
+        models.append(kind(config).train())
+    model, eager = models[0], models[1].double()
+    with torch.no_grad():
+        for parameter in model.parameters():  # so that attention is far from even
+            parameter.mul_(8 if parameter.ndim > 1 else 1)
+    eager.load_state_dict(model.state_dict())
+    tokens = torch.randint(50, (3, 12), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(3, 12, dtype=torch.long)
+    if padded:
+        mask[1, 8:], mask[2, 3:] = 0, 0
+    seen = watch(model)
+    model(tokens, attention_mask=mask)
+    expected = eager(tokens, attention_mask=mask, output_attentions=True).attentions
+    assert seen.calls == [place.format(0), place.format(1)]
+    for layer, probabilities in enumerate(expected):
+        torch.testing.assert_close(seen.mean(place.format(layer)), of(probabilities), rtol=1e-4, atol=1e-5)
+    assert clean()
+
+
+class Own(nn.Module):
+    """A user's own attention, and how it calls the function."""
+
+    def __init__(self, function=None, **arguments):
+        super().__init__()
+        self.project = nn.Linear(16, 48)
+        self.function = function
+        self.arguments = arguments
+
+    def forward(self, x):
+        query, key, value = self.project(x).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4)
+        function = self.function or F.scaled_dot_product_attention
+        return function(query, key, value, **self.arguments).transpose(1, 2).flatten(2)
+
+
+def inputs(*shape, seed=1):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+ARGUMENTS = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "boolean": {"attn_mask": torch.rand(6, 6, generator=torch.Generator().manual_seed(0)) < 0.8},
+    "additive": {"attn_mask": inputs(2, 1, 6, 6)},
+    "scale": {"scale": 2.0},
+    "dropout": {"dropout_p": 0.5},
+    "all": {"attn_mask": inputs(4, 6, 6), "scale": 0.7, "dropout_p": 0.1},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("arguments", ARGUMENTS)
+def test_a_module_of_ones_own(arguments, dtype, watch):
+    given = dict(ARGUMENTS[arguments])
+    if given.get("attn_mask") is not None and given["attn_mask"].dtype != torch.bool:
+        given["attn_mask"] = given["attn_mask"].to(dtype)
+    model = nn.Sequential(Own(**given), nn.Linear(16, 16)).to(dtype)
+    x = (inputs(2, 6, 16) * 3).to(dtype)
+    seen = watch(model)
+    model(x)
+    query, key, _ = model[0].project(x).double().unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4)
+    given.pop("dropout_p", None)
+    if given.get("attn_mask") is not None and given["attn_mask"].dtype != torch.bool:
+        given["attn_mask"] = given["attn_mask"].double()
+    probabilities = F.scaled_dot_product_attention(query, key, torch.eye(6).double().expand(2, 4, 6, 6), **given)
+    assert seen.calls == ["0"]
+    torch.testing.assert_close(seen.mean("0"), of(probabilities), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("function", [scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention])
+def test_functions_imported_by_name_are_seen(function, watch):
+    seen = watch(model := nn.Sequential(Own(function)))
+    model(inputs(2, 6, 16))
+    assert seen.calls == ["0"]
+
+
+def test_all_calls_of_a_module_are_handed_on(watch):
+    own = Own()
+    seen = watch(model := nn.Sequential(own, own, nn.Sequential(own)))
+    model(inputs(2, 6, 16))
+    assert seen.calls == ["0"] * 3
+
+
+class Multi(nn.Module):
+    """nn.MultiheadAttention and what it is called with."""
+
+    def __init__(self, attention, **arguments):
+        super().__init__()
+        self.attention = attention
+        self.arguments = arguments
+
+    def forward(self, *args):
+        return self.attention(*args, **self.arguments)[0]
+
+
+CAUSAL = torch.ones(6, 6, dtype=torch.bool).triu(1)
+PADDING = torch.arange(6) >= torch.tensor([[6], [4], [2]])
+OPTIONS = {
+    "plain": {},
+    "batch first": {"batch_first": True},
+    "no bias": {"bias": False},
+    "bias_kv": {"add_bias_kv": True},
+    "zero": {"add_zero_attn": True},
+    "both": {"add_bias_kv": True, "add_zero_attn": True},
+    "separate": {"kdim": 10, "vdim": 6},
+    "separate, both": {"kdim": 10, "vdim": 6, "add_bias_kv": True, "add_zero_attn": True, "bias": False},
+    "dropout": {"dropout": 0.3},
+}
+MASKED = {
+    "nothing": {},
+    "padding": {"key_padding_mask": PADDING},
+    "float padding": {"key_padding_mask": torch.zeros(3, 6).masked_fill(PADDING, -torch.inf)},
+    "mask": {"attn_mask": CAUSAL},
+    "causal": {"attn_mask": CAUSAL, "is_causal": True},
+    "causal padding": {"attn_mask": CAUSAL, "is_causal": True, "key_padding_mask": PADDING},
+    "mask per head": {"attn_mask": (inputs(12, 6, 6) > 0.8).index_fill(2, torch.tensor(0), 0)},
+    "float mask": {"attn_mask": inputs(6, 6)},
+    "float masks": {"attn_mask": inputs(12, 6, 6), "key_padding_mask": inputs(3, 6)},
+}
+
+
+def probabilities_of(attention, args, arguments):
+    """Those of a copy in float64 that returns them."""
+    double = {
+        name: each.double() if torch.is_tensor(each) and each.is_floating_point() else each
+        for name, each in arguments.items()
+    }
+    double |= {"need_weights": True, "average_attn_weights": False}
+    exact = copy.deepcopy(attention).double()
+    exact.dropout = 0.0
+    return exact(*(each.double() for each in args), **double)[1]
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("masked", MASKED)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_multihead_attention(options, masked, need_weights, watch):
+    torch.manual_seed(0)
+    attention = nn.MultiheadAttention(16, 4, **OPTIONS[options])
+    with torch.no_grad():
+        for parameter in attention.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    args = [inputs(6, 3, 16), inputs(6, 3, attention.kdim, seed=2), inputs(6, 3, attention.vdim, seed=3)]
+    if attention.batch_first:
+        args = [each.transpose(0, 1) for each in args]
+    arguments = dict(MASKED[masked])
+    # Without weights torch hands the hint alone to the kernel, and what was appended to the keys is then in the future.
+    hint = masked == "causal" and not need_weights and ("both" in options or options in {"bias_kv", "zero"})
+    if hint:
+        arguments["attn_mask"] = torch.ones(6, 6, dtype=torch.bool)
+    model = Multi(attention, **arguments, need_weights=need_weights)
+    seen = watch(model)
+    model(*args)
+    assert seen.calls == ["attention"]
+    if hint:
+        _, key, *_, mask, is_causal, _, _ = seen.arguments[0]
+        assert mask is None
+        assert is_causal
+        assert key.shape[-2] > 6
+    else:
+        expected = probabilities_of(attention, args, arguments)
+        torch.testing.assert_close(seen.mean("attention"), of(expected), rtol=1e-4, atol=1e-4)
+    if not attention.dropout:
+        query, key, value, mask, is_causal, scale, _ = seen.arguments[0]
+        heads = F.scaled_dot_product_attention(query, key, value, mask, 0.0, is_causal, scale=scale)
+        output = attention.out_proj(heads.permute(0, 2, 1, 3).flatten(2))
+        torch.testing.assert_close(output if attention.batch_first else output.transpose(0, 1), model(*args))
+
+
+@pytest.mark.parametrize("arguments", [{}, {"attn_mask": CAUSAL}, {"attn_mask": inputs(4, 6, 6)}])
+def test_multihead_attention_without_a_batch(arguments, watch):
+    attention = nn.MultiheadAttention(16, 4)
+    args = [inputs(6, 16)] * 3
+    arguments = {**arguments, "key_padding_mask": torch.zeros(6).index_fill(0, torch.tensor(3), -torch.inf)}
+    if arguments.get("attn_mask") is CAUSAL:
+        arguments["key_padding_mask"] = arguments["key_padding_mask"] < 0
+    seen = watch(model := Multi(attention, **arguments))
+    model(*args)
+    expected = probabilities_of(attention, args, arguments)
+    torch.testing.assert_close(seen.mean("attention"), of(expected[None]), rtol=1e-5, atol=1e-6)
+
+
+def test_static_keys():
+    attention = nn.MultiheadAttention(16, 4)
+    keys, values = inputs(12, 9, 4), inputs(12, 9, 4, seed=2)
+    call = partial(
+        F.multi_head_attention_forward, *[inputs(6, 3, 16)] * 3, 16, 4, attention.in_proj_weight,
+        attention.in_proj_bias, None, None, False, 0.0, attention.out_proj.weight, attention.out_proj.bias,
+        static_k=keys, static_v=values, average_attn_weights=False,
+    )  # fmt: skip
+    found = []
+    with AttentionCalls(lambda: "here", lambda name, *arguments: found.append(arguments)):
+        _, probabilities = call()
+    torch.testing.assert_close(
+        attention_entropy(*found[0][:2]).total,
+        torch.special.entr(probabilities).sum((0, 2, 3)).double(),
+        rtol=1e-5,
+        atol=0.0,
+    )
+    assert torch.equal(found[0][2], values.view(3, 4, 9, 4))
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_transformer_encoder_in_training(norm_first, watch):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, norm_first=norm_first, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    x = inputs(3, 6, 16)
+    given = []
+    watched = model.layers[1].self_attn.register_forward_pre_hook(lambda module, args: given.append(args))
+    seen = watch(model)
+    model(x, src_key_padding_mask=PADDING)
+    watched.remove()
+    assert seen.calls == ["layers.0.self_attn", "layers.1.self_attn"]
+    seen.remove()
+    expected = probabilities_of(model.layers[1].self_attn, given[0], {"key_padding_mask": PADDING})
+    torch.testing.assert_close(seen.mean("layers.1.self_attn"), of(expected), rtol=1e-4, atol=1e-5)
+
+
+def mixed():
+    """Attention of every kind with dropout, one part frozen and in eval mode."""
+    torch.manual_seed(0)
+    frozen = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True).eval().requires_grad_(False)
+    return nn.Sequential(
+        frozen,
+        Own(dropout_p=0.2, is_causal=True),
+        nn.TransformerEncoderLayer(16, 4, 32, dropout=0.2, batch_first=True),
+        nn.Linear(16, 2),
+    )
+
+
+def train(watch, model, watched, context=None):
+    seen = watch(model) if watched else None
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    outputs = []
+    for step in range(3):
+        optimizer.zero_grad()
+        with context or torch.enable_grad():
+            output = model(inputs(3, 6, 16, seed=step))
+        output.float().square().mean().backward()
+        optimizer.step()
+        outputs.append(output.detach())
+    left = [*outputs, *model.state_dict().values(), torch.get_rng_state()]
+    return left + [each.grad for each in model.parameters() if each.grad is not None], seen
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_training_is_bitwise_the_same(autocast, watch):
+    def context():
+        return torch.autocast("cpu", torch.bfloat16) if autocast else None
+
+    plain, _ = train(watch, mixed(), False, context())
+    watched, seen = train(watch, mixed(), True, context())
+    assert len(plain) == len(watched)
+    assert all(torch.equal(*pair) for pair in zip(plain, watched, strict=True))
+    assert seen.calls == ["1", "2.self_attn"] * 3
+    assert clean()
+
+
+def test_the_fast_path_of_a_part_in_eval_mode_is_taken(monkeypatch, watch):
+    calls = []
+    fast = torch._transformer_encoder_layer_fwd
+    monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", lambda *args: calls.append(1) or fast(*args))
+    seen = watch(model := mixed())
+    model(inputs(3, 6, 16))
+    assert calls == [1]
+    assert seen.calls == ["1", "2.self_attn"]
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, **arguments):
+        super().__init__()
+        self.inner = mixed()[1:]
+        self.arguments = arguments
+
+    def forward(self, x):
+        return checkpoint(self.inner, x.requires_grad_(), **self.arguments)
+
+
+def save_products():
+    return create_selective_checkpoint_contexts(
+        lambda context, op, *args, **kwargs: (
+            CheckpointPolicy.MUST_SAVE
+            if op in {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
+            else CheckpointPolicy.PREFER_RECOMPUTE
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"use_reentrant": True}, {"use_reentrant": False}, {"use_reentrant": False, "context_fn": save_products}],
+)
+def test_recomputation_in_backward_is_no_second_call(arguments, watch):
+    torch.manual_seed(0)
+    plain, _ = train(watch, Checkpointed(**arguments), False)
+    torch.manual_seed(0)
+    watched, seen = train(watch, Checkpointed(**arguments), True)
+    assert all(torch.equal(*pair) for pair in zip(plain, watched, strict=True))
+    assert seen.calls == ["inner.1", "inner.2.self_attn"] * 3
+    assert clean()
+
+
+def test_a_model_that_is_checkpointed_as_a_whole(watch):
+    model = mixed()[1:]
+    seen = watch(model)
+    checkpoint(model, inputs(3, 6, 16).requires_grad_(), use_reentrant=False).sum().backward()
+    assert seen.calls == ["1", "2.self_attn"]
+    assert clean()
+
+
+def test_a_gradient_taken_inside_a_forward(watch):
+    class Penalty(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Checkpointed(use_reentrant=True)
+
+        def forward(self, x):
+            x = x.requires_grad_()
+            self.inner(x).sum().backward()
+            return self.inner(x)
+
+    seen = watch(model := Penalty())
+    model(inputs(3, 6, 16))
+    assert seen.calls == ["inner.inner.1", "inner.inner.2.self_attn"] * 2
+    assert clean()
+
+
+class Fails(nn.Module):
+    def forward(self, x):
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_exception_in_the_forward(error, watch):
+    failing = Fails()
+    failing.error = error("mine")
+    seen = watch(model := nn.Sequential(Own(), nn.Sequential(failing)))
+    with pytest.raises(error, match="mine"):
+        model(inputs(2, 6, 16))
+    if error is KeyboardInterrupt:  # torch runs no hook then
+        assert _get_current_function_mode_stack() == [seen.watch]
+        seen.watch.close()
+    assert clean()
+    seen.watch.leave()
+    assert clean()
+
+
+class Mine(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def ignore(*args):
+    pass
+
+
+def test_modes_of_others_stay_as_they_are():
+    """In whatever order modes are entered and left, everyone finds his own on top."""
+    calls = AttentionCalls(lambda: "here", ignore)
+    first, second, third = Mine(), Mine(), Mine()
+    with first:
+        calls.enter()
+        with second:
+            assert _get_current_function_mode_stack() == [calls, first, second]
+        third.__enter__()
+        calls.leave()
+        assert _get_current_function_mode_stack() == [first, third]
+        third.__exit__(None, None, None)
+        calls.enter()
+    assert _get_current_function_mode_stack() == [calls]
+    calls.leave()
+    assert clean()
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_default_device_set_and_unset_in_a_forward(inside):
+    calls = AttentionCalls(lambda: "here", ignore)
+    mode = Mine()
+    try:
+        if not inside:
+            torch.set_default_device("cpu")
+        calls.enter()
+        with mode:
+            torch.set_default_device("meta")
+            assert torch.ones(1).is_meta
+            with torch.device("cpu"):
+                assert not torch.ones(1).is_meta
+            assert torch.ones(1).is_meta
+            torch.set_default_device(None)
+        assert _get_current_function_mode_stack() == [calls]
+        calls.leave()
+    finally:
+        torch.set_default_device(None)
+    assert clean()
+
+
+def test_a_default_device_does_not_reach_the_function():
+    found = []
+    calls = AttentionCalls(lambda: "here", lambda name, query, *_: found.append((query, torch.ones(1))))
+    x = inputs(3, 1, 2, 4, 8)
+    with torch.device("meta"), calls:
+        F.scaled_dot_product_attention(*x)
+    assert not any(each.is_meta for each in found[0])
+
+
+def test_pairs_inside_pairs():
+    calls = AttentionCalls(lambda: "here", ignore)
+    with calls:
+        with calls:
+            assert _get_current_function_mode_stack() == [calls]
+            calls.enter(False)
+            assert clean()
+            with calls:
+                assert _get_current_function_mode_stack() == [calls]
+            assert clean()
+            calls.leave()
+        assert _get_current_function_mode_stack() == [calls]
+    assert clean()
+    for _ in range(3):
+        calls.leave()
+    calls.close()
+    assert clean()
+
+
+def test_two_watchers_each_see_a_call_once():
+    found = []
+    one, two = (AttentionCalls(lambda name=name: name, lambda name, *_: found.append(name)) for name in ("one", "two"))
+    with one, two:
+        F.scaled_dot_product_attention(*inputs(3, 1, 2, 4, 8))
+    assert sorted(found) == ["one", "two"]
+    assert clean()
+
+
+def test_other_threads_are_not_watched():
+    found = []
+
+    def attend():
+        assert clean()
+        F.scaled_dot_product_attention(*inputs(3, 1, 2, 4, 8))
+
+    with AttentionCalls(lambda: "here", lambda *_: found.append(1)) as calls:
+        other = threading.Thread(target=attend)
+        other.start()
+        other.join()
+        assert found == []
+        calls.leave()
+        assert clean()
+        calls.enter()
+
+
+def test_where_no_module_counts_nothing_is_handed_on():
+    with AttentionCalls(lambda: None, pytest.fail):
+        F.scaled_dot_product_attention(*inputs(3, 1, 2, 4, 8))
+
+
+def test_errors_of_the_function_reach_the_caller():
+    def fail(*args):
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"), AttentionCalls(lambda: "here", fail):
+        F.scaled_dot_product_attention(*inputs(3, 1, 2, 4, 8))
+    assert clean()
+
+
+def test_calls_that_torch_refuses_are_not_handed_on():
+    with AttentionCalls(lambda: "here", pytest.fail), pytest.raises(RuntimeError):
+        F.scaled_dot_product_attention(inputs(1, 2, 4, 8), inputs(1, 2, 4, 7), inputs(1, 2, 4, 8))
+    assert clean()
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_tensors_without_values_are_skipped_and_named():
+    calls = AttentionCalls(lambda: "here", pytest.fail)
+    x = inputs(5, 1, 2, 4, 8)
+    with calls:
+        torch.vmap(lambda each: F.scaled_dot_product_attention(each, each, each))(x)
+        assert calls.skipped == {"here"}
+        calls.skipped.clear()
+        nested = torch.nested.nested_tensor([inputs(3, 2, 8), inputs(4, 2, 8)], layout=torch.jagged).transpose(1, 2)
+        F.scaled_dot_product_attention(nested, nested, nested)
+        assert calls.skipped == {"here"}
+        calls.skipped.clear()
+        F.scaled_dot_product_attention(*x[:3].to("meta"))
+        assert calls.skipped == {"here"}
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+def test_flex_attention_and_compiled_parts_run_as_ever():
+    x = inputs(1, 2, 16, 8)
+    compiled = torch.compile(lambda x: F.scaled_dot_product_attention(x, x, x) + 1, backend="eager")
+    plain = flex_attention(x, x, x), compiled(x)
+    with AttentionCalls(lambda: "here", ignore):
+        watched = flex_attention(x, x, x), compiled(x)
+    assert all(torch.equal(*pair) for pair in zip(plain, watched, strict=True))
+    assert clean()
+
+
+def test_nothing_keeps_it_alive():
+    found = []
+    calls = AttentionCalls(lambda: "here", lambda *_: found.append(1))
+    with calls:
+        F.scaled_dot_product_attention(*inputs(3, 1, 2, 4, 8))
+    alive = weakref.ref(calls)
+    gc.disable()
+    try:
+        del calls
+        assert alive() is None
+    finally:
+        gc.enable()

@@ -1,0 +1,1354 @@
+"""GradMonitor in one process: what it publishes and flags, whatever the train step looks like."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import math
+import random
+import statistics
+import threading
+
+import pytest
+import torch
+from ignite.engine import Engine, Events, create_supervised_trainer
+from ignite.handlers import Checkpoint
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ignite_monitor import GradMonitor, MeanStdThreshold, MonitorEvents, StaticThreshold, ThresholdRule
+from tests._trainers import (
+    Judge,
+    Recorder,
+    assert_same,
+    grad_norm,
+    loss_of,
+    make_batches,
+    make_model,
+    norm_of,
+    train,
+    training_state,
+    true_norm,
+)
+
+CLOSE = {"rel": 1e-5}
+
+
+def sgd(model, **kwargs):
+    return torch.optim.SGD(model.parameters(), **({"lr": 0.01} | kwargs))
+
+
+def plain_step(model, optimizer, *, zero_at="start", seen=None, leave_out=False):
+    """A train step by hand; ``seen`` gets the norm in float64 and the flag, right after backward."""
+
+    def step(engine, batch):
+        if zero_at == "start":
+            optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        loss.backward()
+        if seen is not None:
+            norm, flag = (getattr(engine.state, name, None) for name in ("grad_norm", "unhealthy_spike"))
+            seen.append((grad_norm(model), None if norm is None else float(norm), flag))
+        if not (leave_out and engine.state.unhealthy_spike):
+            optimizer.step()
+        if zero_at == "end":
+            optimizer.zero_grad()
+        return loss.item()
+
+    return step
+
+
+# Flag, norm and statistics
+
+
+@pytest.mark.parametrize("zero_at", ["start", "end"])
+@pytest.mark.parametrize("with_optimizer", [True, False])
+def test_flag_and_norm_speak_of_this_iterations_gradients_when_backward_returns(zero_at, with_optimizer):
+    model, seen = make_model(), []
+    optimizer = sgd(model)
+    monitor = GradMonitor(model, optimizer if with_optimizer else None)
+    step = plain_step(model, optimizer, zero_at=zero_at, seen=seen, leave_out=True)
+    recorder = train(step, make_batches(40, spikes=[30]), monitor)
+
+    truth, norms, flags = zip(*seen, strict=True)
+    assert norms == pytest.approx(truth, **CLOSE)
+    assert [bool(flag) for flag in flags] == [i == 30 for i in range(1, 41)]
+    assert all(flag.dtype == torch.bool and flag.ndim == 0 for flag in flags)
+    assert recorder.flags == [bool(flag) for flag in flags]
+    assert recorder.norms == pytest.approx(norms, rel=0)
+    assert recorder.of("grad/norm") == pytest.approx(norms, rel=0)
+
+
+def test_flag_is_false_and_norm_is_none_before_backward_even_after_a_spike():
+    model, early = make_model(), []
+    optimizer = sgd(model, lr=1e-6)
+
+    def step(engine, batch):
+        early.append((engine.state.unhealthy_spike, engine.state.grad_norm, set(engine.state.metrics)))
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+
+    train(step, make_batches(5, spikes=[2, 4]), GradMonitor(model, optimizer, threshold=StaticThreshold(50.0)))
+    assert early == [(False, None, set())] * 5
+
+
+@pytest.mark.parametrize("decay", [None, 0.9])
+@pytest.mark.parametrize("with_optimizer", [True, False])
+def test_statistics_threshold_and_spikes_are_those_of_the_earlier_norms(decay, with_optimizer):
+    model, seen = make_model(), []
+    optimizer = sgd(model)
+    monitor = GradMonitor(
+        model, optimizer if with_optimizer else None, threshold=MeanStdThreshold(k=2.5, warmup=8, decay=decay)
+    )
+    recorder = train(plain_step(model, optimizer, seen=seen), make_batches(50, spikes=[20, 21, 40], factor=10), monitor)
+
+    judge = Judge(k=2.5, warmup=8, decay=decay or 1.0)
+    expected = [judge.expect(norm) for norm, _, _ in seen]
+    for name in ("mean", "std", "threshold", "spike"):
+        found = recorder.of(f"grad/{name}")
+        assert found == [
+            values.get(name) if found[i] is None else pytest.approx(values[name], **CLOSE)
+            for i, values in enumerate(expected)
+        ], name
+    spikes = [values["spike"] for values in expected]
+    assert {20, 21, 40} <= {i for i, spike in enumerate(spikes, 1) if spike}
+    assert recorder.of("grad/spike_count") == [sum(spikes[: i + 1]) for i in range(50)]
+    assert recorder.of("grad/skipped_count") == [0] * 50
+    assert recorder.of("grad/nonfinite_count") == [0] * 50
+
+
+def test_exactly_the_promised_keys_are_published_as_0_dim_tensors_and_the_metrics_are_the_states():
+    model = make_model()
+    optimizer = sgd(model)
+    monitor = GradMonitor(model, optimizer, threshold=MeanStdThreshold(warmup=3))
+    engine = Engine(plain_step(model, optimizer))
+    monitor.attach(engine)
+    keys = []
+
+    @engine.on(Events.ITERATION_COMPLETED)
+    def look(engine):
+        assert engine.state.metrics == monitor.metrics
+        assert all(isinstance(value, torch.Tensor) and value.ndim == 0 for value in monitor.metrics.values())
+        keys.append({name.removeprefix("grad/") for name in monitor.metrics})
+
+    engine.run(make_batches(5), max_epochs=1)
+    always = {"norm", "spike", "spike_count", "skipped_count", "nonfinite_count"}
+    assert (
+        keys == [always, always | {"mean"}] + [always | {"mean", "std"}] + [always | {"mean", "std", "threshold"}] * 2
+    )
+
+
+def test_a_filter_leaves_no_value_in_the_iterations_between_and_counts_the_monitored_alone():
+    model, seen = make_model(), []
+    optimizer = sgd(model, lr=1e-4)
+    monitor = GradMonitor(model, optimizer, threshold=MeanStdThreshold(warmup=3))
+    step = plain_step(model, optimizer, seen=seen)
+    recorder = train(step, make_batches(20, spikes=[11, 12]), monitor, event=Events.ITERATION_STARTED(every=2))
+
+    judge = Judge(warmup=3)
+    for i, (values, (norm, _, _)) in enumerate(zip(recorder.metrics, seen, strict=True), 1):
+        if i % 2:
+            assert values == {}
+            assert recorder.flags[i - 1] is False
+            assert recorder.norms[i - 1] is None
+        else:
+            expected = judge.expect(norm) | {"norm": norm}
+            assert {name: values[f"grad/{name}"] for name in expected} == pytest.approx(expected, **CLOSE)
+            assert ("grad/threshold" in values) == ("threshold" in expected)
+    assert recorder.of("grad/spike")[11] == 1
+
+
+@pytest.mark.parametrize("norm_type", [0.5, 1, 2.0, 3.0, math.inf])
+def test_norm_types(norm_type):
+    model, truth = make_model(), []
+    optimizer = sgd(model)
+
+    def step(engine, batch):
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        truth.append(grad_norm(model, norm_type))
+        optimizer.step()
+
+    recorder = train(step, make_batches(3), GradMonitor(model, optimizer, norm_type=norm_type))
+    assert recorder.norms == pytest.approx(truth, **CLOSE)
+
+
+def test_a_high_norm_type_of_small_gradients_does_not_underflow():
+    model, truth = make_model(), []
+
+    def step(engine, batch):
+        model.zero_grad()
+        (loss_of(model, batch) * 1e-7).backward()
+        truth.append(max(float(parameter.grad.abs().max()) for parameter in model.parameters()))
+
+    recorder = train(step, make_batches(2), GradMonitor(model, norm_type=64.0))
+    assert recorder.norms == pytest.approx(truth, rel=0.1)  # between the largest and n ** (1 / 64) times that
+
+
+# When a norm enters the statistics
+
+
+@pytest.mark.parametrize("zero_at", ["start", "end"])
+def test_accumulation_makes_one_observation_per_optimizer_step_of_the_accumulated_gradient(zero_at):
+    model = make_model()
+    optimizer = sgd(model)
+    batches = make_batches(60, spikes=[47])
+    truth, partial = [], []
+
+    def step(engine, batch):
+        i = engine.state.iteration - 1
+        if zero_at == "start" and i % 3 == 0:
+            optimizer.zero_grad()
+        if i % 3 == 0:
+            truth.append(true_norm(model, batches[i : i + 3]))
+        partial.append(true_norm(model, batches[i - i % 3 : i + 1]))
+        loss_of(model, batch).backward()
+        if i % 3 == 2:
+            optimizer.step()
+            if zero_at == "end":
+                optimizer.zero_grad()
+
+    monitor = GradMonitor(model, optimizer, threshold=MeanStdThreshold(warmup=5))
+    recorder = train(step, batches, monitor)
+
+    assert recorder.norms == pytest.approx(partial, **CLOSE)
+    assert recorder.norms[2::3] == pytest.approx(truth, **CLOSE)
+    judge = Judge(warmup=5)
+    expected = [judge.expect(norm) for norm in truth]
+    for name in ("mean", "std", "threshold", "spike"):
+        found = recorder.of(f"grad/{name}")[2::3]
+        assert found == [pytest.approx(values[name], **CLOSE) if name in values else None for values in expected], name
+    assert recorder.of("grad/spike_count")[-1] == sum(values["spike"] for values in expected) >= 1
+    assert float(monitor.state_dict()["detector"]["rule"]["count"]) == 20
+
+
+def test_accumulation_in_create_supervised_trainer():
+    model = make_model()
+    optimizer = sgd(model)
+    trainer = create_supervised_trainer(model, optimizer, nn.functional.mse_loss, gradient_accumulation_steps=4)
+    monitor = GradMonitor(model, optimizer)
+    monitor.attach(trainer)
+    recorder = Recorder(trainer)
+    batches, before, truth = make_batches(16), [copy.deepcopy(model)], []
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(every=4), lambda _: before.append(copy.deepcopy(model)))
+    trainer.run(batches, max_epochs=1)
+
+    for i, weights in enumerate(before[:-1]):
+        truth.append(true_norm(weights, batches[4 * i : 4 * i + 4]) / 4)
+    assert recorder.norms[3::4] == pytest.approx(truth, **CLOSE)
+    assert float(monitor.state_dict()["detector"]["rule"]["count"]) == 4
+
+
+def test_a_flagged_iteration_that_the_train_step_leaves_out_is_counted():
+    model, seen = make_model(), []
+    optimizer = sgd(model)
+    monitor = GradMonitor(model, optimizer, threshold=MeanStdThreshold(warmup=5))
+    step = plain_step(model, optimizer, seen=seen, leave_out=True)
+    recorder = train(step, make_batches(30, spikes=[10, 20]), monitor)
+
+    judge = Judge(warmup=5)
+    expected = [judge.expect(norm) for norm, _, _ in seen]
+    assert recorder.of("grad/spike") == [values["spike"] for values in expected]
+    assert recorder.of("grad/spike_count")[-1] == sum(values["spike"] for values in expected) >= 2
+    assert recorder.of("grad/mean")[-1] == pytest.approx(expected[-1]["mean"], **CLOSE)
+
+
+def test_a_spike_found_while_accumulating_counts_once_and_is_announced_once():
+    model, announced, events = make_model(), [], []
+    optimizer = sgd(model, lr=1e-6)
+
+    def step(engine, batch):
+        if engine.state.iteration % 3 == 1:
+            optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        if engine.state.iteration % 3 == 0:
+            optimizer.step()
+
+    engine = Engine(step)
+    monitor = GradMonitor(
+        model,
+        optimizer,
+        threshold=StaticThreshold(100.0),
+        on_spike=lambda engine, norm: announced.append((engine.state.iteration, float(norm))),
+    )
+    monitor.attach(engine)
+    engine.add_event_handler(MonitorEvents.SPIKE_DETECTED, lambda engine: events.append(engine.state.iteration))
+    recorder = Recorder(engine)
+    engine.run(make_batches(9, spikes=[4]), max_epochs=1)
+
+    assert events == [4]
+    assert announced == [(4, pytest.approx(recorder.norms[3]))]
+    assert recorder.flags == [False] * 3 + [True] * 3 + [False] * 3
+    assert recorder.of("grad/spike_count")[-1] == 1
+
+
+def test_several_backwards_and_steps_in_one_iteration_are_each_judged():
+    model, truth = make_model(), []
+    optimizer = sgd(model)
+
+    def step(engine, batch):
+        for part in (0, 4):
+            optimizer.zero_grad()
+            piece = (batch[0][part : part + 4], batch[1][part : part + 4])
+            truth.append(true_norm(model, [piece]))
+            loss_of(model, piece).backward()
+            assert float(engine.state.grad_norm) == pytest.approx(truth[-1], **CLOSE)
+            optimizer.step()
+
+    monitor = GradMonitor(model, optimizer, threshold=MeanStdThreshold(warmup=4))
+    recorder = train(step, make_batches(10), monitor)
+    judge = Judge(warmup=4)
+    expected = [judge.expect(norm) for norm in truth]
+    assert recorder.norms == pytest.approx(truth[1::2], **CLOSE)
+    assert recorder.of("grad/mean") == pytest.approx([values["mean"] for values in expected[1::2]], **CLOSE)
+    assert float(monitor.state_dict()["detector"]["rule"]["count"]) == len(truth)
+
+
+def test_a_second_step_that_is_flagged_and_left_out_is_counted_and_announced():
+    model, announced = make_model(), []
+    optimizer = sgd(model, lr=1e-6)
+
+    def step(engine, batch):
+        for factor in (1.0, 1e3 if engine.state.iteration == 4 else 1.0):
+            optimizer.zero_grad()
+            loss_of(model, (batch[0], batch[1] * factor)).backward()
+            if not engine.state.unhealthy_spike:
+                optimizer.step()
+
+    monitor = GradMonitor(
+        model,
+        optimizer,
+        threshold=StaticThreshold(50.0),
+        on_spike=lambda engine, _: announced.append(engine.state.iteration),
+    )
+    recorder = train(step, make_batches(6), monitor)
+    assert recorder.of("grad/spike_count") == [0, 0, 0, 1, 1, 1]
+    assert announced == [4]
+
+
+def test_two_backwards_before_one_step_are_one_gradient():
+    model, truth = make_model(), []
+    optimizer = sgd(model)
+
+    def step(engine, batch):
+        optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        penalty = sum(parameter.pow(2).sum() for parameter in model.parameters())
+        loss.backward(retain_graph=True)
+        first = float(engine.state.grad_norm)
+        penalty.backward()
+        truth.append((first, grad_norm(model)))
+        optimizer.step()
+
+    monitor = GradMonitor(model, optimizer)
+    recorder = train(step, make_batches(6), monitor)
+    assert recorder.norms == pytest.approx([whole for _, whole in truth], **CLOSE)
+    assert all(first != pytest.approx(whole, **CLOSE) for first, whole in truth)
+    assert float(monitor.state_dict()["detector"]["rule"]["count"]) == 6
+
+
+@pytest.mark.parametrize("optimizer_type", [torch.optim.SGD, torch.optim.LBFGS])
+def test_closure_steps_are_judged_inside_the_step(optimizer_type):
+    model, truth = make_model(), []
+    optimizer = optimizer_type(model.parameters(), lr=0.01)
+
+    def step(engine, batch):
+        def closure():
+            optimizer.zero_grad()
+            loss = loss_of(model, batch)
+            loss.backward()
+            norm = true_norm(model, [batch])
+            assert float(engine.state.grad_norm) == pytest.approx(norm, **CLOSE)
+            truth.append((engine.state.iteration, norm))
+            return loss
+
+        optimizer.step(closure)
+
+    told = []
+    monitor = GradMonitor(
+        model, optimizer, threshold=StaticThreshold(1e-3), on_spike=lambda engine, norm: told.append(float(norm))
+    )
+    recorder = train(step, make_batches(4), monitor)
+    first = dict(reversed(truth))  # what a closure evaluates later is the line search's
+    assert recorder.norms == told == pytest.approx([first[i] for i in range(1, 5)], **CLOSE)
+    assert recorder.of("grad/spike_count") == [1, 2, 3, 4]
+    assert float(monitor.state_dict()["detector"]["rule"]["count"]) == 4
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("zero_at", ["start", "end"])
+def test_a_level_that_rises_for_good_never_stops_a_train_step_that_leaves_spikes_out(zero_at, set_to_none):
+    model, steps = make_model(), []
+    optimizer = sgd(model, lr=1e-6)
+
+    def step(engine, batch):
+        if zero_at == "start":
+            optimizer.zero_grad(set_to_none=set_to_none)
+        loss_of(model, batch).backward()
+        if not engine.state.unhealthy_spike:
+            optimizer.step()
+            steps.append(engine.state.iteration)
+        if zero_at == "end":
+            optimizer.zero_grad(set_to_none=set_to_none)
+
+    monitor = GradMonitor(model, optimizer, threshold=MeanStdThreshold(k=10.0), max_consecutive_spikes=6)
+    recorder = train(step, make_batches(90, spikes=range(31, 91), factor=1000), monitor)
+    assert steps == [*range(1, 31), *range(37, 91)]
+    assert recorder.of("grad/spike_count") == [0] * 30 + [1, 2, 3, 4, 5] + [6] * 55
+
+
+def test_a_gradient_that_grows_to_parameters_without_one_is_one_observation():
+    body, one, other = (nn.Linear(1, 1, bias=False) for _ in range(3))
+    model = nn.ModuleList([body, one, other])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+
+    def step(engine, batch):
+        first = engine.state.iteration % 2 == 1
+        if first:
+            optimizer.zero_grad()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(1.0)
+        (one if first else other)(body(batch)).sum().backward()
+        if not first:
+            optimizer.step()
+
+    monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(5.0))
+    recorder = train(step, [torch.full((1, 1), value) for value in (100.0, 1.0, 1.0, 1.0)], monitor)
+    assert recorder.of("grad/spike_count") == [1, 1, 1, 1]
+    assert float(monitor.state_dict()["detector"]["rule"]["count"]) == 2
+
+
+def test_a_gan_trained_in_alternating_iterations_counts_no_leftovers():
+    generator, discriminator = nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False)
+    optimizers = {each: torch.optim.SGD(each.parameters(), lr=1e-9) for each in (generator, discriminator)}
+
+    def step(engine, batch):
+        trained = discriminator if engine.state.iteration % 2 else generator
+        optimizers[trained].zero_grad()
+        fake = generator(batch)
+        loss = discriminator(fake.detach() if trained is discriminator else 1000 * fake).sum()
+        loss.backward()
+        optimizers[trained].step()
+
+    engine = Engine(step)
+    monitors = [
+        GradMonitor(each, optimizers[each], threshold=StaticThreshold(50.0), prefix=name, flag=f"{name}_spike")
+        for each, name in ((generator, "g"), (discriminator, "d"))
+    ]
+    told = []
+    monitors[1].on_spike = lambda engine, norm: told.append(engine.state.iteration)
+    for monitor in monitors:
+        monitor.attach(engine)
+    seen = []
+    engine.add_event_handler(
+        Events.ITERATION_COMPLETED,
+        lambda e: seen.append((sorted({name[0] for name in e.state.metrics}), bool(e.state.d_spike))),
+    )
+    engine.run([torch.ones(3, 2)] * 6)
+    assert seen == [(["d"], False), (["g"], False)] * 3
+    assert told == []
+    assert float(monitors[1].state_dict()["detector"]["rule"]["count"]) == 3
+
+
+def test_loading_a_state_while_a_gradient_may_still_grow_loses_nothing_of_it():
+    model = make_model()
+    optimizer = sgd(model, lr=1e-6)
+    monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(1e-3))
+    engine = Engine(lambda engine, batch: loss_of(model, batch).backward())
+    monitor.attach(engine)
+    saved = monitor.state_dict()
+    saved["detector"]["spike_count"] = torch.tensor(1000.0, dtype=torch.float64)
+    engine.add_event_handler(Events.ITERATION_COMPLETED(once=1), lambda: monitor.load_state_dict(saved))
+    engine.run(make_batches(2))
+    assert float(monitor.metrics["grad/spike_count"]) == 1001
+
+
+def test_an_event_and_callback_tell_of_every_judged_spike_before_the_optimizer_steps():
+    model, told = make_model(), []
+    optimizer = sgd(model, lr=1e-6)
+    monitor = GradMonitor(
+        model,
+        optimizer,
+        threshold=StaticThreshold(50.0),
+        on_spike=lambda engine, norm: told.append(("callback", engine.state.iteration, norm.ndim)),
+    )
+    engine = Engine(plain_step(model, optimizer))
+    monitor.attach(engine)
+    for event in (MonitorEvents.GRADIENTS_READY, MonitorEvents.OPTIMIZER_STEP_STARTED, MonitorEvents.SPIKE_DETECTED):
+        engine.add_event_handler(event, lambda engine, name: told.append((name, engine.state.iteration)), event.name)
+    engine.run(make_batches(3, spikes=[2]), max_epochs=1)
+    assert [entry for entry in told if entry[1] == 2][-1][0] == "OPTIMIZER_STEP_STARTED"
+    assert [entry for entry in told if "SPIKE" in entry[0]] == [("SPIKE_DETECTED", 2)]
+    assert [entry for entry in told if entry[0] == "callback"] == [("callback", 2, 0)]
+
+
+def test_an_error_in_on_spike_reaches_the_user_as_it_is():
+    class StopError(Exception):
+        pass
+
+    def stop(engine, norm):
+        raise StopError
+
+    model = make_model()
+    monitor = GradMonitor(model, threshold=StaticThreshold(50.0), on_spike=stop)
+    with pytest.raises(StopError):
+        train(plain_step(model, sgd(model)), make_batches(3, spikes=[2]), monitor)
+
+
+# Non-finite norms and a new level
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("with_optimizer", [True, False])
+@pytest.mark.parametrize("leave_out", [True, False])
+def test_non_finite_gradients_are_flagged_counted_and_kept_out_of_the_statistics(value, with_optimizer, leave_out):
+    model, truth = make_model(), []
+    optimizer = sgd(model)
+
+    def step(engine, batch):
+        optimizer.zero_grad()
+        loss_of(model, batch).backward(inputs=list(model.parameters()))
+        truth.append(grad_norm(model))
+        if leave_out and engine.state.unhealthy_spike:
+            return
+        if engine.state.unhealthy_spike:  # let it be seen by the optimizer without wrecking what follows
+            for group in optimizer.param_groups:
+                group["lr"] = 0.0
+            torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
+            for parameter in model.parameters():
+                parameter.grad.nan_to_num_()
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = 0.01
+
+    batches = make_batches(20)
+    batches[11][1][0, 0] = value
+    monitor = GradMonitor(model, optimizer if with_optimizer else None, threshold=MeanStdThreshold(warmup=5, k=6.0))
+    recorder = train(step, batches, monitor)
+
+    judge = Judge(warmup=5, k=6.0)
+    expected = [judge.expect(norm) for norm in truth]
+    assert recorder.flags == [values["spike"] == 1 for values in expected] == [i == 11 for i in range(20)]
+    assert not math.isfinite(recorder.norms[11])
+    assert recorder.of("grad/nonfinite_count") == [0] * 11 + [1] * 9
+    assert recorder.of("grad/spike_count") == [0] * 11 + [1] * 9
+    assert recorder.of("grad/threshold")[5:] == pytest.approx([values["threshold"] for values in expected[5:]], **CLOSE)
+    assert recorder.of("grad/mean")[1:] == pytest.approx([values["mean"] for values in expected[1:]], **CLOSE)
+
+
+@pytest.mark.parametrize("bad", [[1], [1, 2], [2], [1, 2, 3, 4, 5]])
+@pytest.mark.parametrize("skip_step", [True, False])
+def test_non_finite_gradients_during_warm_up_publish_nothing_that_is_not_known(bad, skip_step):
+    model = make_model()
+    optimizer = sgd(model)
+    batches = make_batches(10, spikes=bad, factor=math.nan)
+    monitor = GradMonitor(model, optimizer, threshold=MeanStdThreshold(warmup=3), skip_step=skip_step)
+    recorder = train(plain_step(model, optimizer, leave_out=not skip_step), batches, monitor)
+
+    judge = Judge(warmup=3)
+    for i, values in enumerate(recorder.metrics):
+        expected = judge.expect(values["grad/norm"])
+        found = {name.removeprefix("grad/"): value for name, value in values.items()}
+        shown = {name: found[name] for name in ("mean", "std", "threshold", "spike") if name in found}
+        assert shown == pytest.approx(expected, **CLOSE), f"iteration {i + 1}"
+
+
+def test_a_level_that_rises_for_good_costs_at_most_max_consecutive_spikes_steps_in_a_row(caplog):
+    model = make_model()
+    optimizer = sgd(model, lr=1e-5)
+    monitor = GradMonitor(
+        model, optimizer, threshold=MeanStdThreshold(k=6.0, warmup=5), skip_step=True, max_consecutive_spikes=4
+    )
+    with caplog.at_level(logging.WARNING):
+        recorder = train(plain_step(model, optimizer), make_batches(60, spikes=range(21, 61), factor=100), monitor)
+    assert recorder.flags == [False] * 20 + [True] * 4 + [False] * 36
+    assert recorder.of("grad/skipped_count")[-1] == 4
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    # The rule has learned the new level, and judges again.
+    assert recorder.of("grad/mean")[-1] == pytest.approx(sum(recorder.norms[23:59]) / 36, **CLOSE)
+    thresholds = [value for value in recorder.of("grad/threshold") if value is not None]
+    assert all(math.isfinite(value) for value in thresholds)
+    new_level = recorder.norms[23:59]
+    limit = statistics.mean(new_level) + 6 * statistics.stdev(new_level)
+    assert recorder.of("grad/threshold")[-1] == pytest.approx(limit, **CLOSE)
+
+
+def test_a_level_above_a_static_threshold_publishes_no_infinite_threshold():
+    model = make_model()
+    optimizer = sgd(model, lr=1e-6)
+    monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(50.0), max_consecutive_spikes=3)
+    recorder = train(plain_step(model, optimizer), make_batches(20, spikes=range(6, 21)), monitor)
+    assert recorder.flags == [False] * 5 + [True] * 3 + [False] * 12
+    assert all(value is None or value == 50.0 for value in recorder.of("grad/threshold"))
+
+
+def test_statistics_appear_as_soon_as_they_exist_when_every_step_is_left_out():
+    model, seen = make_model(), []
+    optimizer = sgd(model)
+    monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(1e-3), max_consecutive_spikes=100)
+    recorder = train(plain_step(model, optimizer, seen=seen, leave_out=True), make_batches(5), monitor)
+    assert recorder.of("grad/mean") == [None] + [pytest.approx(1e-3)] * 4
+
+
+# Gradients from elsewhere, and none
+
+
+@pytest.mark.parametrize("with_optimizer", [True, False])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_gradients_set_by_hand_count_at_the_step(with_optimizer, in_place):
+    model, truth = make_model(), []
+    optimizer = sgd(model, lr=1e-4)
+
+    def step(engine, batch):
+        gradients = torch.autograd.grad(loss_of(model, batch), list(model.parameters()))
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            if in_place and parameter.grad is not None:
+                parameter.grad.copy_(gradient)
+            else:
+                parameter.grad = gradient
+        truth.append(grad_norm(model))
+        optimizer.step()
+
+    monitor = GradMonitor(model, optimizer if with_optimizer else None, threshold=MeanStdThreshold(warmup=5))
+    recorder = train(step, make_batches(30, spikes=[20]), monitor)
+    judge = Judge(warmup=5)
+    expected = [judge.expect(norm) for norm in truth]
+    assert recorder.norms == pytest.approx(truth, **CLOSE)
+    assert recorder.of("grad/spike") == [values["spike"] for values in expected]
+    assert recorder.of("grad/mean")[1:] == pytest.approx([values["mean"] for values in expected[1:]], **CLOSE)
+
+
+def test_gradients_set_by_hand_after_a_backward_replace_its_gradient():
+    model, truth = make_model(), []
+    optimizer = sgd(model)
+
+    def step(engine, batch):
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        for parameter in model.parameters():
+            parameter.grad = parameter.grad.sign()
+        truth.append(grad_norm(model))
+        optimizer.step()
+
+    recorder = train(step, make_batches(5), GradMonitor(model, optimizer))
+    assert recorder.norms == pytest.approx(truth, **CLOSE)
+    assert recorder.of("grad/mean")[-1] == pytest.approx(sum(truth[:-1]) / 4, **CLOSE)
+
+
+def test_gradients_written_into_the_tensors_of_a_backward_that_was_left_out_are_judged_anew():
+    model, truth = make_model(), []
+    optimizer = sgd(model, lr=1e-6)
+
+    def step(engine, batch):
+        if engine.state.iteration % 2:
+            optimizer.zero_grad(set_to_none=False)
+            loss_of(model, batch).backward()  # for its own sake: no step follows
+            truth.append(grad_norm(model))
+            return
+        for parameter in model.parameters():
+            parameter.grad.fill_(float(engine.state.iteration))
+        truth.append(grad_norm(model))
+        optimizer.step()
+
+    recorder = train(step, make_batches(6), GradMonitor(model, optimizer))
+    assert recorder.norms == pytest.approx(truth, **CLOSE)
+
+
+def test_gradients_set_by_hand_in_a_closure_are_measured_or_reported(caplog):
+    model, truth = make_model(), []
+    optimizer = sgd(model)
+
+    def step(engine, batch):
+        def closure():
+            loss = loss_of(model, batch)
+            for parameter, gradient in zip(
+                model.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True
+            ):
+                parameter.grad = gradient
+            truth.append(grad_norm(model))
+            return loss
+
+        optimizer.step(closure)
+
+    with caplog.at_level(logging.WARNING):
+        recorder = train(step, make_batches(3), GradMonitor(model, optimizer))
+    assert recorder.norms == pytest.approx(truth, **CLOSE) or (
+        recorder.metrics == [{}] * 3 and len(caplog.records) == 1
+    )
+
+
+def test_an_update_without_backward_or_optimizer_is_measured_or_reported(caplog):
+    model, truth = make_model(), []
+
+    def step(engine, batch):
+        parameters = list(model.parameters())
+        for parameter, gradient in zip(parameters, torch.autograd.grad(loss_of(model, batch), parameters), strict=True):
+            parameter.grad = gradient
+            parameter.data -= 0.01 * gradient
+        truth.append(grad_norm(model))
+
+    with caplog.at_level(logging.WARNING):
+        recorder = train(step, make_batches(3), GradMonitor(model))
+    assert recorder.norms == pytest.approx(truth, **CLOSE) or (
+        recorder.metrics == [{}] * 3 and len(caplog.records) == 1
+    )
+
+
+@pytest.mark.parametrize("with_optimizer", [True, False])
+def test_no_gradients_at_all_publish_nothing_and_warn_once_saying_what_to_do(caplog, with_optimizer):
+    model, other = make_model(), make_model(1)
+    optimizer = sgd(other)
+    monitor = GradMonitor(model, sgd(model) if with_optimizer else None)
+    with caplog.at_level(logging.WARNING):
+        recorder = train(plain_step(other, optimizer), make_batches(5), monitor)
+    assert recorder.metrics == [{}] * 5
+    assert recorder.flags == [False] * 5
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "optimizer" in record.getMessage()
+
+
+def test_a_step_without_gradients_does_not_count_the_gradient_of_an_earlier_iteration():
+    model = make_model()
+    optimizer = sgd(model)
+
+    def step(engine, batch):
+        optimizer.zero_grad()
+        if engine.state.iteration % 2:
+            loss_of(model, batch).backward()  # and no step
+        else:
+            optimizer.step()
+
+    monitor = GradMonitor(model, optimizer)
+    recorder = train(step, make_batches(6), monitor)
+    assert recorder.metrics[1::2] == [{}] * 3
+    assert float(monitor.state_dict()["detector"]["rule"]["count"]) == 0
+
+
+def test_a_train_step_that_returns_early_publishes_nothing():
+    model, truth = make_model(), []
+    optimizer = sgd(model)
+
+    def step(engine, batch):
+        if engine.state.iteration % 2:
+            return
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        truth.append(grad_norm(model))
+        optimizer.step()
+
+    recorder = train(step, make_batches(6), GradMonitor(model, optimizer))
+    assert recorder.metrics[::2] == [{}] * 3
+    assert recorder.norms[1::2] == pytest.approx(truth, **CLOSE)
+
+
+def test_a_backward_in_a_handler_after_the_train_step_changes_nothing():
+    def run(probe):
+        model = make_model()
+        optimizer = sgd(model)
+        engine = Engine(plain_step(model, optimizer))
+        monitor = GradMonitor(model, optimizer)
+        monitor.attach(engine)
+
+        @engine.on(Events.ITERATION_COMPLETED)
+        def look_ahead(engine):
+            if probe:
+                optimizer.zero_grad()
+                (1e3 * loss_of(model, engine.state.batch)).backward()
+                optimizer.zero_grad()
+
+        recorder = Recorder(engine)
+        engine.run(make_batches(6), max_epochs=1)
+        return recorder.metrics, monitor.state_dict()
+
+    assert_same(run(probe=True), run(probe=False))
+
+
+def test_another_engine_that_trains_the_model_between_iterations_is_not_watched():
+    model = make_model()
+    optimizer = sgd(model)
+    engine, inner = Engine(plain_step(model, optimizer)), Engine(plain_step(model, optimizer))
+    monitor = GradMonitor(model, optimizer)
+    monitor.attach(engine)
+    engine.add_event_handler(Events.EPOCH_COMPLETED, lambda _: inner.run(make_batches(3, seed=5), max_epochs=1))
+    engine.run(make_batches(4), max_epochs=2)
+    assert float(monitor.state_dict()["detector"]["rule"]["count"]) == 8
+
+
+# Kinds of gradients
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale"),
+    [
+        (torch.float16, 300.0),  # squares overflow float16
+        (torch.float16, 1e-6),  # squares underflow float16
+        (torch.bfloat16, 1e30),  # squares overflow bfloat16 and float32
+        (torch.bfloat16, 1e-30),  # squares underflow both
+        (torch.float32, 1e30),
+        (torch.float32, 1e-30),
+        (torch.float64, 1e100),
+    ],
+)
+def test_gradients_whose_squares_do_not_fit_their_dtype(dtype, scale):
+    model, truth = make_model().to(dtype), []
+    optimizer = sgd(model)
+
+    def step(engine, batch):
+        optimizer.zero_grad()
+        for parameter in model.parameters():
+            gradient = torch.full_like(parameter, scale)
+            parameter.backward(gradient)
+        truth.append(grad_norm(model))
+
+    recorder = train(step, [None] * 2, GradMonitor(model, optimizer))
+    assert all(value > 0 for value in truth)
+    assert recorder.norms == pytest.approx(truth, rel=1e-6)
+    assert recorder.flags == [False] * 2
+
+
+class Odd(nn.Module):
+    """Scalar, empty, complex, sparse, float64 and integer parameters, and one that no loss reaches."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.scalar = nn.Parameter(torch.tensor(1.5))
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.complex = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+        self.wide = nn.Parameter(torch.randn(2, dtype=torch.float64))
+        self.table = nn.Embedding(10, 4, sparse=True)
+        self.codes = nn.Parameter(torch.arange(3), requires_grad=False)
+        self.unused = nn.Parameter(torch.randn(3))
+
+    def forward(self, indices):
+        return (
+            self.scalar**2
+            + self.empty.sum()
+            + self.complex.abs().pow(2).sum()
+            + self.wide.pow(2).sum()
+            + self.table(indices).pow(2).sum()
+        )
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_scalar_empty_complex_sparse_and_unused_parameters(norm_type, micro_batches):
+    model, truth = Odd(), []
+    optimizer = sgd(model)
+
+    def step(engine, indices):
+        optimizer.zero_grad()
+        for _ in range(micro_batches):
+            model(indices).backward()
+        truth.append(grad_norm(model, norm_type))
+        optimizer.step()
+
+    indices = torch.tensor([1, 1, 3, 3, 3])
+    recorder = train(step, [indices] * 3, GradMonitor(model, optimizer, norm_type=norm_type))
+    assert recorder.norms == pytest.approx(truth, **CLOSE)
+
+
+def test_tied_weights_count_once():
+    model, truth = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2)), []
+    model[2].weight = model[0].weight
+    optimizer = sgd(model)
+
+    def step(engine, batch):
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        truth.append(norm_of(p.grad for p in [model[0].weight, model[0].bias, model[2].bias, *model[3].parameters()]))
+        optimizer.step()
+
+    assert train(step, make_batches(3), GradMonitor(model, optimizer)).norms == pytest.approx(truth, **CLOSE)
+
+
+# Which parameters
+
+
+def test_parameters_outside_the_optimizer_do_not_count():
+    model, truth = make_model(), []
+    optimizer = torch.optim.SGD(model[2].parameters(), lr=0.01)
+
+    def step(engine, batch):
+        model.zero_grad()
+        loss_of(model, batch).backward()
+        truth.append(norm_of(parameter.grad for parameter in model[2].parameters()))
+        optimizer.step()
+
+    assert train(step, make_batches(3), GradMonitor(model, optimizer)).norms == pytest.approx(truth, **CLOSE)
+
+
+def test_a_backward_that_reaches_a_part_of_the_model_is_measured():
+    model, truth = make_model(), []
+    optimizer = sgd(model)
+
+    def step(engine, batch):
+        optimizer.zero_grad()
+        part = model[2] if engine.state.iteration % 2 else model[0]
+        part(torch.ones(2, part.in_features)).sum().backward()
+        truth.append(grad_norm(model))
+        optimizer.step()
+
+    assert train(step, make_batches(4), GradMonitor(model, optimizer)).norms == pytest.approx(truth, **CLOSE)
+
+
+@pytest.mark.parametrize("when", ["between iterations", "before forward", "in a group added late"])
+def test_parameters_unfrozen_while_training(when):
+    model, truth = make_model(), []
+    model[0].requires_grad_(False)
+    optimizer = sgd(model[2]) if when == "in a group added late" else sgd(model)
+
+    def unfreeze(engine):
+        if engine.state.iteration == 3:
+            model[0].requires_grad_(True)
+            if when == "in a group added late":
+                optimizer.add_param_group({"params": list(model[0].parameters())})
+
+    def step(engine, batch):
+        if when != "between iterations":
+            unfreeze(engine)
+        optimizer.zero_grad()
+        if engine.state.iteration == 4:
+            model[0](batch[0]).sum().backward()  # the unfrozen part alone
+        else:
+            loss_of(model, batch).backward()
+        truth.append(grad_norm(model))
+        optimizer.step()
+
+    engine = Engine(step)
+    GradMonitor(model, optimizer).attach(engine)
+    if when == "between iterations":
+        engine.add_event_handler(Events.ITERATION_STARTED, unfreeze)
+    recorder = Recorder(engine)
+    engine.run(make_batches(5), max_epochs=1)
+    assert recorder.norms == pytest.approx(truth, **CLOSE)
+
+
+def test_unfreezing_between_two_backwards_of_one_iteration():
+    model, truth = make_model(), []
+    model[0].requires_grad_(False)
+    optimizer = sgd(model)
+
+    def step(engine, batch):
+        optimizer.zero_grad()
+        model[0].requires_grad_(False)
+        loss_of(model, batch).backward()
+        model[0].requires_grad_(True)
+        loss_of(model, batch).backward()
+        truth.append(grad_norm(model))
+        optimizer.step()
+
+    assert train(step, make_batches(3), GradMonitor(model, optimizer)).norms == pytest.approx(truth, **CLOSE)
+
+
+# Two models, two monitors
+
+
+class Gan:
+    """A generator, a discriminator and their optimizers; ``first`` makes its step first."""
+
+    def __init__(self, first):
+        self.g, self.d, self.first = make_model(0), nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)), first
+        self.g_optimizer, self.d_optimizer = sgd(self.g), sgd(self.d, momentum=0.9)
+        self.truth = {"g": [], "d": []}
+
+    def __call__(self, engine, batch):
+        for name in ("d", "g") if self.first == "d" else ("g", "d"):
+            getattr(self, f"train_{name}")(*batch)
+            self.truth[name].append(grad_norm(getattr(self, name)))
+            assert float(getattr(engine.state, f"{name}_norm")) == pytest.approx(self.truth[name][-1], **CLOSE)
+            getattr(self, f"{name}_optimizer").step()
+
+    def train_g(self, noise, _):
+        self.g_optimizer.zero_grad()
+        (-self.d(self.g(noise)).mean()).backward()
+
+    def train_d(self, noise, real):
+        self.d_optimizer.zero_grad()
+        (self.d(self.g(noise).detach()).mean() - self.d(real).mean()).backward()
+
+
+@pytest.mark.parametrize("first", ["d", "g"])
+@pytest.mark.parametrize("with_optimizer", [True, False])
+def test_a_gan_with_a_monitor_per_model(first, with_optimizer):
+    gan = Gan(first)
+    monitors = [
+        GradMonitor(getattr(gan, name), getattr(gan, f"{name}_optimizer"), prefix=name, flag=f"bad_{name}")
+        for name in "gd"
+    ]
+    if not with_optimizer:
+        monitors[0] = GradMonitor(gan.g, prefix="g", flag="bad_g")
+    recorder = train(gan, make_batches(30, spikes=[25]), *monitors)
+    for name in "gd":
+        judge = Judge()
+        expected = [judge.expect(norm) for norm in gan.truth[name]]
+        assert recorder.of(f"{name}/norm") == pytest.approx(gan.truth[name], **CLOSE)
+        for key in ("mean", "std", "threshold", "spike"):
+            found = recorder.of(f"{name}/{key}")
+            assert found == [pytest.approx(v[key], rel=1e-4) if key in v else None for v in expected], (name, key)
+        assert recorder.of(f"{name}/spike_count")[-1] == sum(values["spike"] for values in expected)
+
+
+def test_two_optimizers_on_the_parts_of_one_model_used_in_turn_publish_no_value_of_an_earlier_iteration():
+    model = make_model()
+    head, body = (torch.optim.SGD(model[i].parameters(), lr=0.01) for i in (2, 0))
+    truth = []
+
+    def step(engine, batch):
+        optimizer, part = (head, model[2]) if engine.state.iteration % 2 else (body, model[0])
+        optimizer.zero_grad()
+        part(torch.randn(4, part.in_features)).pow(2).sum().backward()
+        truth.append(grad_norm(part))
+        optimizer.step()
+
+    monitors = [
+        GradMonitor(model, head, prefix="head", flag="bad_head"),
+        GradMonitor(model, body, prefix="body", flag="bad_body"),
+    ]
+    recorder = train(step, make_batches(8), *monitors)
+    assert recorder.of("head/norm") == [pytest.approx(n, **CLOSE) if i % 2 == 0 else None for i, n in enumerate(truth)]
+    assert recorder.of("body/norm") == [pytest.approx(n, **CLOSE) if i % 2 else None for i, n in enumerate(truth)]
+
+
+def test_a_backward_through_another_part_of_the_model_leaves_the_norm_of_one_that_has_been_clipped():
+    model = make_model()
+    head, body = (torch.optim.SGD(model[i].parameters(), lr=0.01) for i in (2, 0))
+    truth, moments = [], []
+
+    def step(engine, batch):
+        model.zero_grad(set_to_none=False)
+        model[2](torch.randn(4, 8)).pow(2).sum().backward()
+        truth.append(grad_norm(model[2]))
+        nn.utils.clip_grad_norm_(model[2].parameters(), 1e-3)
+        model[0](batch[0]).pow(2).sum().backward()
+        moments.append(float(engine.state.grad_norm))
+        head.step()
+        body.step()
+
+    recorder = train(step, make_batches(6), GradMonitor(model, head))
+    assert moments == pytest.approx(truth, **CLOSE)
+    assert recorder.of("grad/norm") == pytest.approx(truth, **CLOSE)
+    assert recorder.of("grad/mean")[-1] == pytest.approx(sum(truth[:-1]) / 5, **CLOSE)
+
+
+def test_two_optimizers_on_one_model_stepped_together_each_have_their_norm_and_statistics():
+    model = make_model()
+    optimizers = [torch.optim.SGD(model[i].parameters(), lr=0.01) for i in (0, 2)]
+    truth = []
+
+    def step(engine, batch):
+        model.zero_grad()
+        loss_of(model, batch).backward()
+        truth.append([grad_norm(model[i]) for i in (0, 2)])
+        for optimizer in optimizers:
+            optimizer.step()
+
+    monitors = [GradMonitor(model, o, prefix=f"m{i}", flag=f"bad_{i}") for i, o in enumerate(optimizers)]
+    recorder = train(step, make_batches(6), *monitors)
+    for i in range(2):
+        assert recorder.of(f"m{i}/norm") == pytest.approx([norms[i] for norms in truth], **CLOSE)
+        assert recorder.of(f"m{i}/mean")[-1] == pytest.approx(sum(norms[i] for norms in truth[:-1]) / 5, **CLOSE)
+
+
+def test_two_monitors_on_one_model_and_optimizer_agree_with_each_alone():
+    def run(*names):
+        model = make_model()
+        optimizer = sgd(model)
+        rules = {"a": MeanStdThreshold(warmup=5), "b": StaticThreshold(20.0)}
+        monitors = [GradMonitor(model, optimizer, threshold=rules[n], prefix=n, flag=f"bad_{n}") for n in names]
+        recorder = train(plain_step(model, optimizer), make_batches(20, spikes=[10]), *monitors)
+        return {key: recorder.of(key) for key in sorted({key for values in recorder.metrics for key in values})}
+
+    assert_same(run("a", "b"), run("a") | run("b"))
+
+
+# Graphs of every kind
+
+
+def check_against_own_truth(forward, model, backward=lambda loss: loss.backward(), count=3):
+    optimizer, truth = sgd(model), []
+
+    def step(engine, batch):
+        optimizer.zero_grad()
+        backward(nn.functional.mse_loss(forward(batch[0]), batch[1]))
+        truth.append(grad_norm(model))
+        assert float(engine.state.grad_norm) == pytest.approx(truth[-1], **CLOSE)
+        optimizer.step()
+
+    monitor = GradMonitor(model, optimizer)
+    recorder = train(step, make_batches(count), monitor)
+    assert recorder.norms == pytest.approx(truth, **CLOSE)
+    assert recorder.of("grad/mean")[-1] == pytest.approx(sum(truth[:-1]) / (count - 1), **CLOSE)
+    assert float(monitor.state_dict()["detector"]["rule"]["count"]) == count
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing(reentrant):
+    model = nn.Sequential(nn.Linear(4, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 2))
+
+    def forward(x):
+        return model[2](checkpoint(model[1], model[0](x), use_reentrant=reentrant))
+
+    check_against_own_truth(forward, model)
+
+
+def test_every_segment_checkpointed_reentrantly():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2))
+
+    def forward(x):
+        x = x.clone().requires_grad_()
+        for layer in model:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return x
+
+    check_against_own_truth(forward, model)
+
+
+def test_retain_graph_and_a_second_backward_through_the_same_graph():
+    model = make_model()
+
+    def backward(loss):
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    check_against_own_truth(model, model, backward)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_create_graph_and_a_gradient_penalty():
+    model = make_model()
+
+    def backward(loss):
+        loss.backward(create_graph=True)
+        sum(parameter.grad.pow(2).sum() for parameter in model.parameters()).backward()
+        for parameter in model.parameters():
+            parameter.grad = parameter.grad.detach()
+
+    optimizer, truth = sgd(model), []
+
+    def step(engine, batch):
+        optimizer.zero_grad()
+        backward(loss_of(model, batch))
+        truth.append(grad_norm(model))
+        optimizer.step()
+
+    recorder = train(step, make_batches(3), GradMonitor(model, optimizer))
+    assert recorder.norms == pytest.approx(truth, **CLOSE)
+
+
+def test_backward_with_inputs_named():
+    model = make_model()
+    check_against_own_truth(model, model, lambda loss: loss.backward(inputs=list(model.parameters())))
+
+
+def test_backward_from_another_thread():
+    model = make_model()
+
+    def backward(loss):
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+
+    check_against_own_truth(model, model, backward)
+
+
+def test_a_backward_that_fails_and_is_tried_again():
+    model, failing = make_model(), []
+
+    def fail(gradient):
+        if failing:
+            raise RuntimeError("out of memory")
+
+    def forward(x):
+        hidden = model[1](model[0](x))
+        hidden.register_hook(fail)
+        return model[2](hidden)
+
+    def backward(loss):
+        failing.append(True)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            loss.backward(retain_graph=True)
+        failing.clear()
+        model.zero_grad()
+        loss.backward()
+
+    check_against_own_truth(forward, model, backward)
+
+
+def test_a_compiled_model():
+    model = make_model()
+    compiled = torch.compile(model, backend="aot_eager")
+    optimizer, truth = sgd(model), []
+
+    def step(engine, batch):
+        optimizer.zero_grad()
+        loss_of(compiled, batch).backward()
+        truth.append(true_norm(model, [batch]))
+        assert float(engine.state.grad_norm) == pytest.approx(truth[-1], **CLOSE)
+        optimizer.step()
+
+    recorder = train(step, make_batches(30, spikes=[25]), GradMonitor(compiled, optimizer))
+    assert recorder.norms == pytest.approx(truth, **CLOSE)
+    assert recorder.flags[24]
+
+
+# Training is untouched, and resumes
+
+
+class Noisy(nn.Module):
+    """Dropout, batch norm and noise of three random generators."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 2))
+
+    def forward(self, x):
+        return self.body(x + 0.1 * torch.randn_like(x) + random.random() * 0.1)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda p: torch.optim.SGD(p, 0.01, momentum=0.9), lambda p: torch.optim.AdamW(p, fused=True)]
+)
+@pytest.mark.parametrize("skip_step", [True, False])
+def test_training_is_bitwise_the_same_with_the_monitor_as_without(make, skip_step):
+    def run(monitored):
+        random.seed(0)
+        model = Noisy()
+        optimizer = make(model.parameters())
+        outputs = []
+
+        def step(engine, batch):
+            optimizer.zero_grad()
+            loss = loss_of(model, batch)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            outputs.append(loss.detach())
+
+        monitors = [GradMonitor(model, optimizer, threshold=MeanStdThreshold(k=100.0), skip_step=skip_step)]
+        train(step, make_batches(40), *monitors * monitored)
+        return training_state(model, optimizer), outputs, torch.get_rng_state(), random.getstate()
+
+    assert_same(run(True), run(False))
+
+
+class Doubled(ThresholdRule):
+    """A user's rule with a state of its own: twice the largest norm so far."""
+
+    def __init__(self):
+        super().__init__(warmup=3)
+
+    def empty(self):
+        return super().empty() | {"largest": torch.zeros(())}
+
+    def include(self, state, norm):
+        return super().include(state, norm) | {"largest": torch.maximum(state["largest"], norm.to(state["largest"]))}
+
+    def __call__(self, mean, std, count):
+        return 2 * self.state["largest"]
+
+
+class Rest:
+    """The rest of the batches, with the length of all, as a resumable sampler gives them."""
+
+    def __init__(self, batches, start):
+        self.batches, self.start = batches, start
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __iter__(self):
+        return iter(self.batches[self.start :])
+
+
+RULES = {
+    "mean and std": lambda: MeanStdThreshold(warmup=5),
+    "decay": lambda: MeanStdThreshold(warmup=5, decay=0.9),
+    "static": lambda: StaticThreshold(20.0),
+    "function": lambda: lambda mean, std, count: 3 * mean,
+    "own rule": Doubled,
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("half", [2, 13, 16])
+@pytest.mark.parametrize("skip_step", [True, False])
+@pytest.mark.parametrize(
+    "spikes", [{9: 1e3, 22: 1e3}, {1: math.nan, 3: math.nan, 9: 1e3}, dict.fromkeys(range(10, 25), 30.0)]
+)
+def test_a_resumed_run_publishes_what_the_uninterrupted_run_does(rule, half, spikes, skip_step):
+    batches = make_batches(30)
+    for i, factor in spikes.items():
+        batches[i - 1][1].mul_(factor)
+
+    def build():
+        model = make_model()
+        optimizer = sgd(model)
+        engine = Engine(plain_step(model, optimizer, leave_out=not skip_step))
+        monitor = GradMonitor(model, optimizer, threshold=RULES[rule](), skip_step=skip_step, max_consecutive_spikes=4)
+        monitor.attach(engine)
+        parts = {"model": model, "optimizer": optimizer, "trainer": engine, "monitor": monitor}
+        return parts, Recorder(engine)
+
+    parts, whole = build()
+    saved = io.BytesIO()
+    parts["trainer"].add_event_handler(
+        Events.ITERATION_COMPLETED(once=half),
+        lambda _: torch.save(Checkpoint(to_save=parts, save_handler=lambda *_: None)._setup_checkpoint(), saved),
+    )
+    parts["trainer"].run(batches, max_epochs=1)
+
+    resumed, second = build()
+    saved.seek(0)
+    Checkpoint.load_objects(to_load=resumed, checkpoint=torch.load(saved, weights_only=True))
+    resumed["trainer"].run(Rest(batches, half), max_epochs=1)
+    assert_same(second.metrics, whole.metrics[half:])
+    assert second.flags == whole.flags[half:]
+    assert_same(resumed["monitor"].state_dict(), parts["monitor"].state_dict())
+
+
+def test_optimizer_steps_inside_of_backward_leave_no_whole_gradient_and_nothing_is_published(caplog):
+    model = make_model()
+    optimizers = {parameter: torch.optim.SGD([parameter], lr=0.01) for parameter in model.parameters()}
+
+    def step_at_once(parameter):
+        optimizers[parameter].step()
+        parameter.grad = None
+
+    for parameter in optimizers:
+        parameter.register_post_accumulate_grad_hook(step_at_once)
+    recorder = train(lambda _, batch: loss_of(model, batch).backward(), make_batches(3), GradMonitor(model))
+    assert recorder.metrics == [{}] * 3
+    assert recorder.flags == [False] * 3
+    assert len([record for record in caplog.records if "no gradient of the model" in record.getMessage()]) == 1
+
+
+def test_blocks_of_parameters_that_take_turns_in_the_optimizer():
+    """As many each, so that their number tells nothing."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8))
+    blocks = [list(model[0].parameters()), list(model[2].parameters())]
+    optimizer = torch.optim.SGD(blocks[0], lr=0.1)
+    expected, found = [], []
+
+    def train_step(engine, batch):
+        model.zero_grad()
+        model(batch).square().mean().backward()
+        held = optimizer.param_groups[0]["params"]
+        expected.append(torch.cat([each.grad.double().flatten() for each in held]).norm().item())
+        optimizer.step()
+
+    trainer = Engine(train_step)
+    GradMonitor(model, optimizer).attach(trainer)
+    trainer.add_event_handler(
+        Events.ITERATION_STARTED(every=2),
+        lambda engine: optimizer.param_groups[0].update(params=blocks[engine.state.iteration // 2 % 2]),
+    )
+    trainer.add_event_handler(
+        Events.ITERATION_COMPLETED, lambda engine: found.append(float(engine.state.metrics["grad/norm"]))
+    )
+    trainer.run([torch.randn(4, 8) for _ in range(7)], max_epochs=1)
+    assert found == pytest.approx(expected, rel=1e-5)

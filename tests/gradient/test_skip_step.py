@@ -1,0 +1,371 @@
+"""skip_step: a run in which a spike is skipped is bitwise the run that leaves its batch out."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from ignite.engine import Engine, create_supervised_trainer
+from torch import nn
+from torch.amp import GradScaler
+
+from ignite_monitor import (
+    ActivationHandler,
+    GradMonitor,
+    MeanStdThreshold,
+    SpectralNormHandler,
+    StaticThreshold,
+    WeightUpdateHandler,
+)
+from tests._trainers import Recorder, assert_same, loss_of, make_batches, make_model, train, training_state
+
+O = torch.optim  # noqa: E741
+OPTIMIZERS = {
+    "SGD": lambda p: O.SGD(p, lr=0.01),
+    "SGD momentum": lambda p: O.SGD(p, lr=0.01, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "fused SGD": lambda p: O.SGD(p, lr=0.01, weight_decay=0.1, fused=True),
+    "fused SGD momentum": lambda p: O.SGD(p, lr=0.01, momentum=0.9, weight_decay=0.1, fused=True),
+    "Adam": lambda p: O.Adam(p, amsgrad=True),
+    "AdamW": lambda p: O.AdamW(p, weight_decay=0.1),
+    "fused Adam": lambda p: O.Adam(p, amsgrad=True, fused=True),
+    "fused AdamW": lambda p: O.AdamW(p, weight_decay=0.1, fused=True),
+    "RMSprop": lambda p: O.RMSprop(p, momentum=0.9, centered=True, weight_decay=0.1),
+    "Adagrad": lambda p: O.Adagrad(p, weight_decay=0.1),
+    "fused Adagrad": lambda p: O.Adagrad(p, weight_decay=0.1, fused=True),
+    "Muon": lambda p: O.Muon(p),
+    "Adadelta": lambda p: O.Adadelta(p),
+    "Adafactor": lambda p: O.Adafactor(p),
+    "Adamax": lambda p: O.Adamax(p),
+    "ASGD": lambda p: O.ASGD(p),
+    "NAdam": lambda p: O.NAdam(p),
+    "RAdam": lambda p: O.RAdam(p),
+    "Rprop": lambda p: O.Rprop(p),
+}
+FEW = ["SGD momentum", "AdamW", "fused AdamW", "fused SGD momentum", "RMSprop"]
+LIMIT = 60.0
+
+
+def build(name):
+    model = make_model(bias=name != "Muon")  # which takes matrices alone
+    return model, OPTIMIZERS[name](model.parameters())
+
+
+def hand_written(model, optimizer, *, zero_at="start", scaler=None, clip=None, closure=False):
+    def backward(batch):
+        loss = loss_of(model, batch)
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        return loss
+
+    def evaluate(batch):
+        optimizer.zero_grad()
+        return backward(batch)
+
+    def step(engine, batch):
+        if closure:
+            optimizer.step(lambda: evaluate(batch))
+            return
+        if zero_at == "start":
+            optimizer.zero_grad()
+        backward(batch)
+        if clip is not None:
+            if scaler is not None:
+                scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+        if zero_at == "end":
+            optimizer.zero_grad()
+
+    return step
+
+
+def compare(name, spikes, make_step, count=12, factor=1e3, limit=LIMIT, scaler=None, threshold=None):
+    """Train with the spikes and a monitor, and without either; both end in the same state."""
+    batches = make_batches(count, spikes, factor)
+    model, optimizer = build(name)
+    monitor = GradMonitor(
+        model, optimizer, threshold=threshold or StaticThreshold(limit), skip_step=True, scaler=scaler and scaler()
+    )
+    recorder = train(make_step(model, optimizer, monitor.scaler), batches, monitor)
+    skipped = [0.0, *recorder.of("grad/skipped_count")]
+    assert [i for i in range(1, count + 1) if skipped[i] > skipped[i - 1]] == list(spikes)
+    assert recorder.of("grad/spike_count")[-1] == skipped[-1] == len(spikes)
+    assert [i for i, flag in enumerate(recorder.flags, 1) if flag] == list(spikes)
+
+    other, other_optimizer = build(name)
+    kept = [batch for i, batch in enumerate(batches, 1) if i not in spikes]
+    train(make_step(other, other_optimizer, scaler and scaler()), kept)
+    assert_same(training_state(model, optimizer), training_state(other, other_optimizer))
+    assert not any(
+        hasattr(optimizer, name) and not hasattr(other_optimizer, name) for name in ("found_inf", "grad_scale")
+    )
+    return recorder
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("spikes", [(7,), (1,), (1, 2, 6, 7, 8)])
+def test_a_skipped_spike_leaves_no_trace_in_parameters_gradients_and_optimizer_state(name, spikes):
+    compare(name, spikes, lambda model, optimizer, _: hand_written(model, optimizer))
+
+
+@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("spikes", [(7,), (1, 2)])
+def test_non_finite_gradients_are_skipped(name, value, spikes):
+    compare(name, spikes, lambda model, optimizer, _: hand_written(model, optimizer), factor=value)
+
+
+@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("form", [{"zero_at": "end"}, {"clip": 0.5}, {"closure": True}])
+@pytest.mark.parametrize("spikes", [(7,), (1, 5)])
+def test_any_form_of_train_step(name, form, spikes):
+    compare(name, spikes, lambda model, optimizer, _: hand_written(model, optimizer, **form))
+
+
+@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("form", [{}, {"zero_at": "end"}, {"clip": 0.5}])
+@pytest.mark.parametrize("spikes", [(7,), (1, 5)])
+def test_with_a_scaler(name, form, spikes):
+    compare(
+        name,
+        spikes,
+        lambda model, optimizer, scaler: hand_written(model, optimizer, scaler=scaler, **form),
+        scaler=lambda: GradScaler("cpu", init_scale=2.0**10),
+    )
+
+
+@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("spikes", [(7,), (1, 5)])
+def test_in_create_supervised_trainer(name, spikes):
+    def make_step(model, optimizer, _):
+        return create_supervised_trainer(model, optimizer, nn.functional.mse_loss)._process_function
+
+    compare(name, spikes, make_step)
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_with_a_threshold_learned_while_training(name):
+    compare(
+        name,
+        (21, 30),
+        lambda model, optimizer, _: hand_written(model, optimizer),
+        count=40,
+        threshold=MeanStdThreshold(k=30.0, warmup=20),
+    )
+
+
+@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("where", [4, 5, 6])
+def test_a_spike_in_any_micro_batch_skips_the_accumulated_step(name, where):
+    batches = make_batches(12, [where], 1e4)
+
+    def make_step(model, optimizer):
+        def step(engine, batch):
+            if (engine.state.iteration - 1) % 3 == 0:
+                optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            if engine.state.iteration % 3 == 0:
+                optimizer.step()
+
+        return step
+
+    model, optimizer = build(name)
+    monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), skip_step=True)
+    recorder = train(make_step(model, optimizer), batches, monitor)
+    other, other_optimizer = build(name)
+    train(make_step(other, other_optimizer), batches[:3] + batches[6:])
+    assert_same(training_state(model, optimizer), training_state(other, other_optimizer))
+    assert recorder.of("grad/skipped_count")[-1] == recorder.of("grad/spike_count")[-1] == 1
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_a_spike_in_the_first_of_two_backwards_inside_a_closure_skips_the_whole_step(name):
+    batches = make_batches(8)
+
+    def make_step(model, optimizer, spike=None):
+        def step(engine, batch):
+            def closure():
+                optimizer.zero_grad()
+                factor = 1e4 if engine.state.iteration == spike else 1.0
+                loss_of(model, (batch[0], factor * batch[1])).backward()
+                loss_of(model, batch).backward()
+
+            optimizer.step(closure)
+
+        return step
+
+    model, optimizer = build(name)
+    monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), skip_step=True)
+    recorder = train(make_step(model, optimizer, spike=4), batches, monitor)
+    other, other_optimizer = build(name)
+    train(make_step(other, other_optimizer), batches[:3] + batches[4:])
+    assert_same(training_state(model, optimizer), training_state(other, other_optimizer))
+    assert recorder.flags == [i == 4 for i in range(1, 9)]
+    assert recorder.of("grad/skipped_count")[-1] == 1
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_the_gradients_are_still_there_after_a_skipped_step(name):
+    def run(factor):
+        model, optimizer = build(name)
+        GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), skip_step=True).attach(
+            engine := Engine(hand_written(model, optimizer))
+        )
+        engine.run(make_batches(3, [3], factor), max_epochs=1)
+        return model, make_batches(3, [3], factor)[2]
+
+    model, batch = run(1e3)
+    found = [parameter.grad for parameter in model.parameters()]
+    assert_same(found, list(torch.autograd.grad(loss_of(model, batch), list(model.parameters()))))
+
+
+def test_gradients_set_by_hand_are_skipped():
+    def make_step(model, optimizer, _):
+        def step(engine, batch):
+            gradients = torch.autograd.grad(loss_of(model, batch), list(model.parameters()))
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+
+        return step
+
+    for name in FEW:
+        compare(name, (1, 6), make_step)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_two_groups_and_a_learning_rate_scheduler(fused):
+    def run(batches, monitored):
+        model = make_model()
+        groups = [{"params": model[0].parameters(), "lr": 0.01}, {"params": model[2].parameters(), "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=0.02, weight_decay=0.1, fused=fused)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        inner = hand_written(model, optimizer)
+
+        def step(engine, batch):
+            inner(engine, batch)
+            if batch[1].abs().max() < 100:
+                scheduler.step()
+
+        monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), skip_step=True)
+        train(step, batches, *[monitor] * monitored)
+        return training_state(model, optimizer), scheduler.state_dict()
+
+    batches = make_batches(10, [1, 5, 6])
+    kept = [batch for i, batch in enumerate(batches, 1) if i not in (1, 5, 6)]
+    (skipped, one), (left_out, other) = run(batches, True), run(kept, False)
+    assert_same(skipped, left_out)
+    assert_same(one["_last_lr"], other["_last_lr"])
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_parameters_that_the_optimizer_holds_outside_the_model_are_skipped_too(name):
+    def run(batches, monitored):
+        model, extra = make_model(), nn.Parameter(torch.ones(2))
+        optimizer = OPTIMIZERS[name]([*model.parameters(), extra])
+
+        def step(engine, batch):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(batch[0]) * extra, batch[1]).backward()
+            optimizer.step()
+
+        monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), skip_step=True)
+        train(step, batches, *[monitor] * monitored)
+        return training_state(model, optimizer), extra.detach(), extra.grad
+
+    batches = make_batches(10, [1, 6])
+    assert_same(run(batches, True), run([batch for i, batch in enumerate(batches, 1) if i not in (1, 6)], False))
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_a_parameter_whose_first_gradient_comes_with_a_spike(name):
+    def run(batches, monitored):
+        model, late = make_model(), nn.Linear(2, 2)
+        late.load_state_dict({"weight": torch.eye(2), "bias": torch.zeros(2)})
+        whole = nn.ModuleList([model, late])
+        optimizer = OPTIMIZERS[name](whole.parameters())
+
+        def step(engine, batch):
+            optimizer.zero_grad()
+            spike = batch[1].abs().max() > 100
+            outputs = model(batch[0])
+            nn.functional.mse_loss(late(outputs) if spike else outputs, batch[1]).backward()
+            optimizer.step()
+
+        monitor = GradMonitor(whole, optimizer, threshold=StaticThreshold(LIMIT), skip_step=True)
+        train(step, batches, *[monitor] * monitored)
+        return training_state(whole, optimizer)["model"], optimizer.state_dict()
+
+    batches = make_batches(8, [5])
+    assert_same(run(batches, True), run([batch for i, batch in enumerate(batches, 1) if i != 5], False))
+
+
+def test_the_other_optimizer_of_the_train_step_is_not_skipped():
+    model = make_model()
+    watched, free = (torch.optim.SGD(model[i].parameters(), lr=1e-4) for i in (0, 2))
+    before = {}
+
+    def step(engine, batch):
+        model.zero_grad()
+        loss_of(model, batch).backward()
+        before[engine.state.iteration] = [p.detach().clone() for p in model.parameters()]
+        watched.step()
+        free.step()
+
+    train(step, make_batches(3, [3]), GradMonitor(model, watched, threshold=StaticThreshold(50.0), skip_step=True))
+    changed = [not torch.equal(a, b) for a, b in zip(before[3], model.parameters(), strict=True)]
+    assert changed == [False, False, True, True]
+
+
+def test_at_most_max_consecutive_spikes_steps_are_lost_in_a_row():
+    model, optimizer = build("AdamW")
+    monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), skip_step=True, max_consecutive_spikes=3)
+    recorder = train(hand_written(model, optimizer), make_batches(20, range(6, 21)), monitor)
+    assert recorder.of("grad/skipped_count")[-1] == 3
+    assert float(optimizer.state_dict()["state"][0]["step"]) == 17
+
+
+def test_iterations_that_are_not_monitored_are_not_skipped():
+    model, optimizer = build("AdamW")
+    engine = Engine(hand_written(model, optimizer))
+    monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), skip_step=True)
+    recorder = Recorder(engine)
+    with monitor.attach(engine):
+        engine.run(make_batches(4, [2]), max_epochs=1)
+    engine.run(make_batches(4, [2]), max_epochs=1)
+    assert recorder.of("grad/skipped_count")[:4] == [0, 1, 1, 1]
+    assert float(optimizer.state_dict()["state"][0]["step"]) == 3 + 4
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_what_is_published_of_a_skipped_step_is_the_same_in_any_order_of_attaching(name):
+    def published(order):
+        model, optimizer = build(name)
+        monitors = {
+            "grad": GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), skip_step=True),
+            "update": WeightUpdateHandler(model, optimizer),
+            "activation": ActivationHandler(model, gradients={"norm": torch.linalg.vector_norm}),
+            "spectral": SpectralNormHandler(model, updates=True),
+        }
+        engine = Engine(hand_written(model, optimizer, clip=0.5))
+        for monitor in sorted(monitors, reverse=order == "last"):
+            monitors[monitor].attach(engine)
+        recorder = Recorder(engine)
+        engine.run(make_batches(8, [6]), max_epochs=1)
+        return recorder.metrics
+
+    first, last = published("first"), published("last")
+    for one, other in zip(first, last, strict=True):
+        assert one == pytest.approx(other, rel=0, abs=0, nan_ok=True)
+    assert "gradient_after_clip/0.weight/norm" in first[5]
+    assert math.isnan(first[5].get("monitor/update_ratio_max", math.nan))
+
+
+def test_lbfgs_is_refused():
+    model = make_model()
+    with pytest.raises(ValueError, match=r"skip_step.*LBFGS"):
+        GradMonitor(model, torch.optim.LBFGS(model.parameters()), skip_step=True)

@@ -1,0 +1,166 @@
+"""Threshold rules against their formulas in NumPy."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from ignite_monitor.gradient.robust import RobustThreshold
+from ignite_monitor.gradient.thresholds import CallableThreshold, MeanStdThreshold, StaticThreshold, ThresholdRule
+
+
+def feed(rule, norms):
+    """The threshold before each norm."""
+    thresholds = []
+    for norm in norms:
+        thresholds.append(rule.threshold().item())
+        rule.observe(torch.tensor(norm, dtype=torch.float64))
+    return thresholds
+
+
+NORMS = np.random.default_rng(0).lognormal(size=60)
+
+
+def test_mean_plus_k_std_of_the_norms_before():
+    thresholds = feed(MeanStdThreshold(k=2.5, warmup=10), NORMS)
+    expected = [math.inf] * 10 + [NORMS[:i].mean() + 2.5 * NORMS[:i].std(ddof=1) for i in range(10, 60)]
+    np.testing.assert_allclose(thresholds, expected, rtol=1e-12)
+
+
+def test_exponentially_weighted():
+    thresholds = feed(MeanStdThreshold(k=3.0, warmup=5, decay=0.8), NORMS)
+    for i in (5, 20, 59):
+        weights = 0.8 ** np.arange(i - 1, -1, -1.0)
+        mean = np.average(NORMS[:i], weights=weights)
+        variance = (weights * (NORMS[:i] - mean) ** 2).sum() / (weights.sum() - (weights**2).sum() / weights.sum())
+        np.testing.assert_allclose(thresholds[i], mean + 3.0 * math.sqrt(variance), rtol=1e-12)
+
+
+def test_static_from_the_first_norm_on():
+    assert feed(StaticThreshold(2.0), NORMS[:4]) == [2.0] * 4
+
+
+def test_a_function_is_asked_from_the_third_norm_on():
+    asked = []
+
+    def rule(mean, std, count):
+        asked.append(count.item())
+        return 2 * mean + std
+
+    thresholds = feed(CallableThreshold(rule), NORMS[:6])
+    assert thresholds[:2] == [math.inf, math.inf]
+    expected = [2 * NORMS[:i].mean() + NORMS[:i].std(ddof=1) for i in range(2, 6)]
+    np.testing.assert_allclose(thresholds[2:], expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("opinion", [math.nan, math.inf])
+def test_a_rule_without_an_opinion_allows_everything(opinion):
+    assert feed(CallableThreshold(lambda mean, std, count: opinion), NORMS[:5]) == [math.inf] * 5
+
+
+def test_a_rule_of_ones_own():
+    class TwiceTheMean(ThresholdRule):
+        def __call__(self, mean, std, count):
+            return 2 * mean
+
+    thresholds = feed(TwiceTheMean(warmup=3), NORMS[:10])
+    np.testing.assert_allclose(thresholds, [math.inf] * 3 + [2 * NORMS[:i].mean() for i in range(3, 10)], rtol=1e-12)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e300])
+def test_norms_without_finite_squares_leave_no_trace(bad):
+    one, other = MeanStdThreshold(warmup=3), MeanStdThreshold(warmup=3)
+    feed(one, [1.0, 2.0, bad, 3.0, bad, 2.0])
+    feed(other, [1.0, 2.0, 3.0, 2.0])
+    assert one.state_dict() == other.state_dict()
+
+
+def test_a_restart_forgets_everything_before_it():
+    one, other = MeanStdThreshold(warmup=2), MeanStdThreshold(warmup=2)
+    feed(one, NORMS[:20])
+    one.observe(torch.tensor(5.0, dtype=torch.float64), restart=torch.tensor(True))
+    other.observe(torch.tensor(5.0, dtype=torch.float64), restart=torch.tensor(False))
+    assert one.state_dict() == other.state_dict()
+
+
+@pytest.mark.parametrize("make", [MeanStdThreshold, lambda: MeanStdThreshold(decay=0.9), lambda: StaticThreshold(1.0)])
+def test_state_continues(make):
+    whole, first, second = make(), make(), make()
+    expected = feed(whole, NORMS)
+    feed(first, NORMS[:30])
+    second.load_state_dict(first.state_dict())
+    assert feed(second, NORMS[30:]) == expected[30:]
+
+
+def test_the_state_of_another_rule_is_refused():
+    class Richer(MeanStdThreshold):
+        def empty(self):
+            return super().empty() | {"window": torch.zeros(4)}
+
+    with pytest.raises(ValueError, match="window"):
+        MeanStdThreshold().load_state_dict(Richer().state_dict())
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "named"),
+    [
+        (lambda: MeanStdThreshold(k="3"), TypeError, "k"),
+        (lambda: MeanStdThreshold(k=True), TypeError, "k"),
+        (lambda: MeanStdThreshold(k=-1.0), ValueError, "k"),
+        (lambda: MeanStdThreshold(k=math.nan), ValueError, "k"),
+        (lambda: MeanStdThreshold(warmup=1), ValueError, "warmup"),
+        (lambda: MeanStdThreshold(warmup=2.5), TypeError, "warmup"),
+        (lambda: MeanStdThreshold(decay=1.0), ValueError, "decay"),
+        (lambda: MeanStdThreshold(decay=0), ValueError, "decay"),
+        (lambda: MeanStdThreshold(decay="a"), TypeError, "decay"),
+        (lambda: StaticThreshold(0.0), ValueError, "value"),
+        (lambda: StaticThreshold(None), TypeError, "value"),
+        (lambda: StaticThreshold(math.inf), ValueError, "value"),
+        (lambda: CallableThreshold(3.0), TypeError, "threshold"),
+        (lambda: CallableThreshold(lambda mean, std, count: "high"), TypeError, "threshold"),
+        (lambda: ThresholdRule(warmup=-1), ValueError, "warmup"),
+    ],
+)
+def test_bad_arguments_are_named(make, error, named):
+    with pytest.raises(error, match=f"Argument {named} "):
+        make()
+
+
+class Multiple(ThresholdRule):
+    def __init__(self, times, *, unused=None, **others):
+        super().__init__(**others)
+        self.times = times
+
+    def __call__(self, mean, std, count):
+        return self.times * mean
+
+
+@pytest.mark.parametrize(
+    ("rule", "told"),
+    [
+        (MeanStdThreshold(k=6), "MeanStdThreshold(k=6.0, warmup=20, decay=None)"),
+        (MeanStdThreshold(2.5, 7, 0.9), "MeanStdThreshold(k=2.5, warmup=7, decay=0.9)"),
+        (StaticThreshold(3), "StaticThreshold(value=3.0)"),
+        (RobustThreshold(k=2), "RobustThreshold(k=2.0, warmup=20, decay=0.99, least=2.0)"),
+        (
+            RobustThreshold(warmup=5, decay=None, least=1.5),
+            "RobustThreshold(k=5.25, warmup=5, decay=None, least=1.5)",
+        ),
+        (CallableThreshold(max), "CallableThreshold(rule=<built-in function max>)"),
+        (Multiple(2.0, warmup=50), "Multiple(times=2.0)"),
+    ],
+)
+def test_a_rule_is_told_with_its_arguments(rule, told):
+    assert repr(rule) == told
+
+
+@pytest.mark.parametrize("rule", [MeanStdThreshold(4.5, decay=0.5), StaticThreshold(0.1), RobustThreshold(least=3)])
+def test_what_a_rule_is_told_as_makes_it_again(rule):
+    again = eval(repr(rule))
+    for norm in torch.linspace(1, 2, 30, dtype=torch.float64):
+        rule.observe(norm)
+        again.observe(norm)
+    assert torch.equal(again.threshold(), rule.threshold())

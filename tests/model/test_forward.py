@@ -1,0 +1,135 @@
+"""Hooks that see forward passes, and the module that runs."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ignite_monitor.model.eager import eager
+from ignite_monitor.model.forward import after_forward, before_forward, is_recomputation, running_module
+from ignite_monitor.model.names import unwrapped
+
+
+def hooks(model: nn.Module) -> list[dict]:
+    names = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
+    return [dict(getattr(module, name)) for module in model.modules() for name in names]
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, x, *, scale=1.0):
+        return self.inner(x) * scale
+
+
+def test_sees_what_others_get_with_keyword_arguments_and_leaves_as_it_came():
+    model = Scaled()
+    model.register_forward_hook(lambda module, args, output: output + 1)
+    model.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+    before = hooks(model)
+    seen = []
+    x = torch.ones(2, 3)
+    with (
+        before_forward([model], lambda *given: seen.append(given)),
+        after_forward([model, model.inner], lambda *given: seen.append(given)),
+    ):
+        output = model(x, scale=3.0)
+    assert hooks(model) == before
+    assert [given[0] for given in seen] == [model, model.inner, model]
+    torch.testing.assert_close(seen[0][1][0], x * 2)
+    assert seen[0][2] == {"scale": 3.0}
+    assert seen[2][3] is output
+    model(x)
+    assert len(seen) == 3
+
+
+def test_copies_made_meanwhile_have_hooks_that_do_nothing():
+    model = Scaled()
+    seen = []
+    with after_forward([model, model.inner], lambda *given: seen.append(given[0])):
+        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    for each in copies:
+        each(torch.ones(2, 3))
+        pickle.dumps(each)
+    assert seen == []
+
+
+def test_two_at_once_and_an_error_in_the_forward():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(4, 4))
+    before = hooks(model)
+    first, second = [], []
+    outer = after_forward(model, lambda *given: first.append(given[0]))
+    inner = after_forward(model, lambda *given: second.append(given[0]))
+    with pytest.raises(RuntimeError, match="shapes"), outer, inner:
+        model(torch.ones(2, 3))
+    assert first == second == [model[0]]
+    assert hooks(model) == before
+
+
+def test_running_module_is_the_innermost():
+    seen = []
+
+    class Leaf(nn.Module):
+        def forward(self, x):
+            seen.append(running_module())
+            return x
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.leaf = Leaf()
+
+        def forward(self, x):
+            x = self.leaf(x)
+            seen.append(running_module())
+            return x
+
+    model = Outer()
+    model(1)
+    assert seen == [model.leaf, model]
+    assert running_module() is None
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_recomputation_is_told_from_a_pass(use_reentrant):
+    layers = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Tanh())
+    seen = []
+    x = torch.ones(2, 3, requires_grad=True)
+    with after_forward([layers[0]], lambda *_: seen.append(is_recomputation())):
+        checkpoint(layers, x, use_reentrant=use_reentrant).sum().backward()
+    assert seen == [False, True]
+
+
+def test_copies_of_a_wrapped_model_have_its_own_root():
+    model = Scaled()
+    assert unwrapped(model) is model
+    assert unwrapped(nn.DataParallel(model)) is model
+    assert unwrapped(torch.compile(nn.DataParallel(model))) is model
+    assert isinstance(unwrapped(copy.deepcopy(nn.DataParallel(model))), Scaled)
+
+
+def test_eager_calls_hooks_of_a_compiled_model_and_compiles_nothing_again():
+    compiled = []
+
+    def backend(graph, _):
+        compiled.append(graph)
+        return graph.forward
+
+    model = Scaled()
+    fast = torch.compile(model, backend=backend)
+    x = torch.ones(2, 3)
+    fast(x)
+    seen = []
+    for _ in range(3):
+        with eager(), after_forward([model.inner], lambda *_: seen.append(1)):
+            fast(x)
+        fast(x)
+    assert len(seen) == 3
+    assert len(compiled) == 1

@@ -1,0 +1,121 @@
+"""Norms of many tensors against float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from ignite_monitor.model.norms import combine, total_norm
+
+
+def exact(tensors, norm_type):
+    wide = [torch.view_as_real(t).double() if t.is_complex() and norm_type == 2 else t for t in tensors]
+    elements = torch.cat([t.to_dense().abs().double().reshape(-1) for t in wide])
+    largest = elements.max()
+    if norm_type == math.inf or largest == 0:
+        return largest
+    return largest * ((elements / largest) ** norm_type).sum() ** (1 / norm_type)
+
+
+def close(norm, expected, rtol=1e-6):
+    assert norm.shape == ()
+    assert norm.dtype == torch.float64
+    torch.testing.assert_close(norm, expected, rtol=rtol, atol=0.0)
+
+
+@pytest.mark.parametrize("norm_type", [0.5, 1.0, 2.0, 3.0, math.inf])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_norm_of_many_shapes(dtype, norm_type):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(), (0,), (7,), (3, 5), (2, 3, 4, 5), (70_000,), (300, 400)]
+    tensors = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    close(total_norm(tensors, norm_type), exact(tensors, norm_type))
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [
+        (torch.float16, 6e4),
+        (torch.float16, 6e-8),
+        (torch.bfloat16, 1e30),
+        (torch.bfloat16, 1e-30),
+        (torch.float32, 1e25),
+        (torch.float32, 3e-25),
+        (torch.float32, 1e-40),
+        (torch.float64, 1e100),
+        (torch.float64, 1e300),
+        (torch.float64, 1e-200),
+        (torch.float64, 5e-324),
+    ],
+)
+def test_values_whose_powers_fit_no_float32(dtype, value, norm_type):
+    tensors = [torch.full((100,), value, dtype=dtype), torch.full((90_000,), -value, dtype=dtype)]
+    close(total_norm(tensors, norm_type), exact(tensors, norm_type))
+
+
+@pytest.mark.parametrize(("numel", "rtol"), [(100, 1e-6), (16_384, 2e-5), (16_385, 1e-6), (1_000_000, 1e-6)])
+@pytest.mark.parametrize("value", [0.1, 1.3, 6e4])
+def test_equal_numbers_whose_roundings_add_up(numel, rtol, value):
+    tensor = torch.full((numel,), value)
+    close(total_norm([tensor]), exact([tensor], 2.0), rtol)
+
+
+def test_a_tiny_tensor_beside_a_large_one():
+    close(total_norm([torch.full((10,), 1e-30), torch.full((10,), 2.0)]), torch.tensor(math.sqrt(40.0)).double())
+
+
+def test_float32_sums_of_many_terms_keep_their_digits():
+    tensor = torch.randn(5_000_000, generator=torch.Generator().manual_seed(0))
+    close(total_norm([tensor]), tensor.double().norm(), rtol=1e-7)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_non_finite_elements_are_seen(bad, norm_type):
+    tensor = torch.ones(100_000)
+    tensor[77_777] = bad
+    norm = total_norm([torch.ones(3), tensor], norm_type)
+    assert norm.isnan() if math.isnan(bad) else norm.item() == math.inf
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+def test_complex_numbers_count_by_their_absolute_value(norm_type):
+    tensors = [torch.randn(50, dtype=torch.complex64, generator=torch.Generator().manual_seed(0)).conj()]
+    close(total_norm(tensors, norm_type), exact([t.resolve_conj() for t in tensors], norm_type))
+
+
+def test_sparse_tensors_count_coalesced():
+    sparse = torch.sparse_coo_tensor([[0, 0, 2]], [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], (4, 2), check_invariants=True)
+    assert not sparse.is_coalesced()
+    close(total_norm([sparse, torch.ones(2)]), exact([sparse, torch.ones(2)], 2.0))
+
+
+def test_tensors_that_lie_in_another_order():
+    tensor = torch.randn(8, 16, 30, 40, generator=torch.Generator().manual_seed(0))
+    for each in (tensor.to(memory_format=torch.channels_last), tensor.transpose(0, 3), tensor[:, ::2], tensor[:1]):
+        close(total_norm([each.expand(2, *each.shape)]), exact([each, each], 2.0))
+
+
+def test_nothing_and_zeros():
+    assert total_norm([]).item() == 0.0
+    assert total_norm([torch.zeros(0)], math.inf).item() == 0.0
+    assert total_norm([torch.zeros(10), torch.zeros(100_000)]).item() == 0.0
+
+
+def test_no_graph_is_built_and_nothing_changes():
+    tensor = torch.randn(10, requires_grad=True)
+    before = tensor.detach().clone()
+    assert not total_norm([tensor * 2]).requires_grad
+    assert torch.equal(tensor, before)
+
+
+@pytest.mark.parametrize("factor", [1.0, 1e300, 1e-300])
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
+def test_combining_norms_of_parts(norm_type, factor):
+    whole = torch.randn(30, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    parts = [torch.linalg.vector_norm(part, norm_type) * factor for part in whole.split([5, 20, 5])]
+    expected = torch.linalg.vector_norm(whole, norm_type) * factor
+    torch.testing.assert_close(combine(parts, norm_type), expected, rtol=1e-12, atol=0.0)

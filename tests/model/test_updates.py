@@ -1,0 +1,105 @@
+"""Norms of rows, ratios, counts of standing still and order statistics, against plain Python."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ignite_monitor.model.sparse import summed_values
+from ignite_monitor.model.updates import count_still, order_statistics, row_norms, update_ratios
+
+
+@pytest.mark.parametrize("columns", [1, 1000, 70_001, 300_000])
+@pytest.mark.parametrize("factor", [1.0, 1e-30, 1e30])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64])
+def test_row_norms(columns, factor, dtype):
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(3, columns, generator=generator, dtype=dtype) * factor
+    rows[2] = 0.1 * factor
+    expected = [math.sqrt(math.fsum(abs(x) ** 2 for x in row)) for row in rows.tolist()]
+    assert row_norms(rows).tolist() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("columns", [10, 100_000])
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_row_norms_of_non_finite_and_zero_rows(columns, value):
+    rows = torch.zeros(3, columns)
+    rows[0, -1], rows[2, 0] = value, 3.0
+    first, second, third = row_norms(rows).tolist()
+    assert not math.isfinite(first)
+    assert (second, third) == (0.0, 3.0)
+
+
+@pytest.mark.parametrize("value", [1e300, 1e-200, 5e-324])
+def test_row_norms_whose_squares_fit_no_float64(value):
+    rows = torch.tensor([[3.0, 4.0], [0.0, 0.0], [0.0, -1.0]], dtype=torch.float64)
+    rows[2] *= value
+    assert row_norms(rows).tolist() == pytest.approx([5.0, 0.0, value], rel=1e-12, abs=0)
+    assert row_norms(value * rows[:2]).tolist() == pytest.approx([5.0 * value, 0.0], rel=1e-12, abs=0)
+
+
+def test_row_norms_without_rows_or_columns():
+    assert row_norms(torch.zeros(0, 5)).tolist() == []
+    assert row_norms(torch.zeros(2, 0)).tolist() == [0.0, 0.0]
+
+
+def test_update_ratios():
+    ratios = update_ratios(torch.tensor([1.0, 0.0, 2.0]), torch.tensor([4.0, 0.0, 0.0]), eps=0.5)
+    assert ratios.tolist() == pytest.approx([1 / 4.5, 0.0, 4.0])
+
+
+def test_count_still():
+    ratios = torch.tensor([0.0, 1e-3, 1e-13, 0.0, math.nan])
+    measured = torch.tensor([True, True, True, False, True])
+    still = count_still(torch.full((5,), 2.0), ratios, 1e-12, measured)
+    assert still.tolist() == [3, 0, 3, 2, 0]
+
+
+@given(st.lists(st.floats(0, 1e9) | st.just(math.nan), max_size=70))
+def test_order_statistics(values):
+    known = sorted(value for value in values if not math.isnan(value))
+    median, p95, least, largest = order_statistics(torch.tensor(values, dtype=torch.float64)).tolist()
+    if not known:
+        assert all(map(math.isnan, (median, p95, least, largest)))
+        return
+    assert median == pytest.approx(statistics.median(known))
+    rank = next(i for i in range(1, len(known) + 1) if 100 * i >= 95 * len(known))
+    assert (p95, least, largest) == (known[rank - 1], known[0], known[-1])
+
+
+@pytest.mark.parametrize("count", range(1, 121))
+def test_nearest_rank(count):
+    assert order_statistics(torch.arange(1, count + 1).double())[1] == math.ceil(95 * count / 100)
+
+
+def test_order_statistics_with_infinity():
+    assert order_statistics(torch.tensor([math.inf, 1.0, math.nan, 3.0])).tolist() == [3.0, math.inf, 1.0, math.inf]
+
+
+def test_order_statistics_of_rows():
+    rows = torch.tensor([[1.0, math.nan, 3.0], [5.0, 6.0, 7.0]])
+    assert torch.equal(order_statistics(rows), torch.stack([order_statistics(row) for row in rows]))
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_summed_values_have_the_norm_of_the_tensor(dims):
+    generator = torch.Generator().manual_seed(0)
+    indices = torch.randint(0, 4, (dims, 60), generator=generator)
+    sparse = torch.sparse_coo_tensor(
+        indices, torch.randn(60, 5, generator=generator), (4,) * dims + (5,), check_invariants=True
+    )
+    norm = sparse.to_dense().double().norm()
+    assert float(summed_values(sparse).double().norm()) == pytest.approx(float(norm), rel=1e-6)
+    assert torch.equal(summed_values(sparse.coalesce()), sparse.coalesce().values())
+
+
+def test_summed_values_of_nothing():
+    sparse = torch.sparse_coo_tensor(
+        torch.zeros(1, 0, dtype=torch.long), torch.zeros(0, 5), (4, 5), check_invariants=True
+    )
+    assert summed_values(sparse).shape == (0, 5)

@@ -1,0 +1,656 @@
+"""RCCHandler against whole evaluations in float64."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ignite.engine import Engine, Events
+from torch import nn
+
+from ignite_monitor import RCCHandler
+from ignite_monitor.reference.copies import detached_copy
+from tests.rcc._truth import QUANTITIES, truth
+
+
+def perturb(model, size=0.1, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += size * torch.randn(parameter.shape, generator=generator)
+
+
+def call(model, batch):
+    return model(**batch) if isinstance(batch, dict) else model(batch)
+
+
+def measure(handler, batches, around=None):
+    """What is published of one iteration with a forward pass for each batch."""
+    found = {}
+
+    def train_step(engine, _):
+        with around or torch.enable_grad():
+            for batch in batches:
+                call(handler.model, batch)
+
+    engine = Engine(train_step)
+    with handler.attach(engine):
+        engine.add_event_handler(
+            Events.ITERATION_COMPLETED, lambda e: found.update({k: float(v) for k, v in e.state.metrics.items()})
+        )
+        engine.run([0])
+    return found
+
+
+def check(model, batches, size=0.1, rel=1e-4, floor=1e-5, **arguments):
+    """Measured values are the true ones, after the weights have moved."""
+    handler = RCCHandler(model, **arguments)
+    reference = copy.deepcopy(handler.reference)
+    perturb(model, size)
+    expected = truth(model, reference, batches)
+    found = measure(handler, batches)
+    assert set(found) == set(expected)
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value, rel=rel, abs=floor * size), name
+    return found
+
+
+class Drift(nn.Module):
+    """Its input and a little more, so that the next layer's input changes."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.shift = nn.Parameter(torch.randn(()))
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x * (1 + self.shift) + self.shift)
+
+
+class Scale(nn.Module):
+    def __init__(self, features=6):
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(features))
+
+    def forward(self, x):
+        return torch.tanh(x) * self.scale
+
+
+class Attention(nn.MultiheadAttention):
+    def forward(self, x):
+        return super().forward(x, key=x, value=x)[:1]
+
+
+class OutputSize(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.ConvTranspose2d(4, 6, 3, stride=2, dilation=2)
+
+    def forward(self, x):
+        return self.conv(x, output_size=[15, 14])
+
+
+LAYERS = {
+    "Linear": (lambda: nn.Linear(6, 5), (7, 6)),
+    "Linear without bias": (lambda: nn.Linear(6, 5, bias=False), (7, 3, 6)),
+    "LayerNorm": (lambda: nn.LayerNorm(6), (7, 6)),
+    "LayerNorm without bias": (lambda: nn.LayerNorm(6, bias=False), (7, 6)),
+    "LayerNorm over two": (lambda: nn.LayerNorm((3, 6)), (7, 3, 6)),
+    "RMSNorm": (lambda: nn.RMSNorm(6), (7, 6)),
+    "RMSNorm, eps": (lambda: nn.RMSNorm(6, eps=1e-3), (7, 6)),
+    "Conv1d": (lambda: nn.Conv1d(4, 6, 3, stride=2, groups=2), (5, 4, 9)),
+    "Conv1d, one sample": (lambda: nn.Conv1d(4, 6, 3), (4, 9)),
+    "Conv2d": (lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="circular"), (5, 4, 6, 6)),
+    "Conv2d without bias": (lambda: nn.Conv2d(4, 6, 3, padding="same", dilation=2, bias=False), (5, 4, 6, 6)),
+    "Conv3d": (lambda: nn.Conv3d(4, 6, 2), (2, 4, 3, 4, 3)),
+    "ConvTranspose1d": (lambda: nn.ConvTranspose1d(4, 6, 3, stride=2, output_padding=1), (5, 4, 9)),
+    "ConvTranspose2d": (OutputSize, (5, 4, 6, 5)),
+    "ConvTranspose3d": (lambda: nn.ConvTranspose3d(4, 6, 2, bias=False), (2, 4, 3, 4, 3)),
+    "BatchNorm": (lambda: nn.BatchNorm2d(4), (5, 4, 3, 3)),
+    "GroupNorm": (lambda: nn.GroupNorm(2, 4), (5, 4, 3)),
+    "PReLU": (lambda: nn.PReLU(4), (5, 4, 3)),
+    "a user's": (Scale, (7, 6)),
+    "MultiheadAttention": (lambda: Attention(6, 2, batch_first=True), (3, 5, 6)),
+    "GRU": (lambda: nn.GRU(6, 4, batch_first=True), (3, 5, 6)),
+    "LSTM": (lambda: nn.LSTM(6, 4, num_layers=2), (3, 5, 6)),
+}
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_layers(layer, offload):
+    make, shape = LAYERS[layer]
+    torch.manual_seed(0)
+    model = Drift(make())
+    found = check(model, [torch.randn(shape) for _ in range(2)], offload=offload)
+    assert found["rcc/input_drift/_root_"] == 0
+    assert min(value for name, value in found.items() if name.endswith(("/layer", "/layer.conv"))) > 0
+
+
+class Overridden(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).square()
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        nn.utils.parametrizations.weight_norm,
+        nn.utils.weight_norm,
+        nn.utils.parametrizations.spectral_norm,
+        nn.utils.spectral_norm,
+        lambda layer: Overridden(6, 6),
+    ],
+)
+def test_a_linear_layer_with_something_in_between_is_evaluated(wrap):
+    torch.manual_seed(0)
+    model = nn.Sequential(wrap(nn.Linear(6, 6)), nn.Tanh(), wrap(nn.Linear(6, 6)))
+    x = torch.randn(7, 6)
+    handler = RCCHandler(model, prefix="a")
+    perturb(model)
+    ours, theirs = detached_copy(model), detached_copy(handler.reference)
+    buffers = copy.deepcopy(dict(handler.reference.named_buffers()))
+    with torch.no_grad():
+        y_t, y_0 = ours(x), theirs(x)
+    found = measure(handler, [x])
+    assert {name for name in found if name.endswith(".weight")} == set()
+    assert found["a/output_change/2"] == pytest.approx(float((y_t - y_0).norm(dim=-1).mean()), rel=1e-4)
+    assert found["a/input_drift/0"] == 0
+    assert found["a/weight_update/0"] > 0
+    assert all(torch.equal(each, buffers[name]) for name, each in handler.reference.named_buffers())
+
+
+def test_embeddings_and_a_tied_head():
+    class Language(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tokens, self.places = nn.Embedding(11, 6, padding_idx=0), nn.Embedding(5, 6)
+            self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 11, bias=False)
+            self.head.weight = self.tokens.weight
+
+        def forward(self, tokens):
+            return self.head(self.norm(self.tokens(tokens) + self.places(input=torch.arange(5))))
+
+    torch.manual_seed(0)
+    found = check(Language(), [torch.randint(0, 11, (3, 5)) for _ in range(2)])
+    assert [name for name in found if "/tokens" in name] == ["rcc/weight_update/tokens"]
+    assert "rcc/input_drift/head" in found
+
+
+def test_an_embedding_whose_rows_are_shortened_as_they_are_used():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(11, 6, max_norm=0.5), nn.Linear(6, 2))
+    tokens = torch.arange(11)
+    handler = RCCHandler(model)
+    assert measure(handler, [tokens] * 2)["rcc/weight_update/0"] == 0
+    perturb(model)
+    found = measure(handler, [tokens])
+    change = (model[0].weight - handler.reference[0].weight).detach()
+    assert found["rcc/weight_update/0"] == pytest.approx(float(change.norm(dim=-1).mean()))
+
+
+class Several(nn.Module):
+    """Calls layers twice, by keyword, and layers that return tuples or dictionaries."""
+
+    def __init__(self):
+        super().__init__()
+        self.twice, self.pair, self.named = nn.Linear(6, 6), Pair(), Named()
+        self.block = nn.ModuleDict({"a b": nn.Linear(6, 6)})
+
+    def forward(self, x):
+        x = self.twice(input=torch.tanh(self.twice(x)))
+        x, _ = self.pair(flag=None, x=x)
+        return self.block["a b"](input=self.named({"x": x})["y"])
+
+
+class Pair(Scale):
+    def forward(self, x, flag):
+        return super().forward(x), [flag]
+
+
+class Named(Scale):
+    def forward(self, given):
+        return {"count": 3, "y": super().forward(given["x"])}
+
+
+def test_several_calls_keywords_tuples_and_micro_batches():
+    torch.manual_seed(0)
+    batches = [torch.randn(size, 6) for size in (3, 8, 1)]
+    found = check_named(Several(), batches)
+    assert "rcc/input/block.a_b" in found
+
+
+def check_named(model, batches):
+    """As ``check``, with the names that loggers keep."""
+    handler = RCCHandler(model)
+    reference = copy.deepcopy(handler.reference)
+    perturb(model)
+    found = measure(handler, batches)
+    expected = {name.replace(" ", "_"): value for name, value in truth(model, reference, batches).items()}
+    assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    return found
+
+
+@pytest.mark.parametrize("size", [1e-6, 1e-7])
+def test_small_updates_keep_their_digits(size):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(50, 64), nn.LayerNorm(64), nn.Linear(64, 64), nn.RMSNorm(64))
+    tokens = torch.arange(50)
+    handler = RCCHandler(model)
+    perturb(model, size)
+    expected = truth(model, handler.reference, [tokens])
+    found = measure(handler, [tokens])
+    for layer in range(4):
+        name = f"rcc/weight_update/{layer}"
+        assert found[name] == pytest.approx(expected[name], rel=2e-3)  # of the weights only whole roundings have moved
+    # The inputs' own rounding errors are the limit here.
+    assert found["rcc/input_drift/1"] == pytest.approx(expected["rcc/input_drift/1"], rel=1e-3)
+
+
+class First(nn.Module):
+    def forward(self, outputs):
+        return outputs[0]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_the_parts_add_up_in_random_networks(data):
+    """What is published of outputs as the sum of both parts is what the outputs themselves have changed by."""
+    torch.manual_seed(data.draw(st.integers(0, 2**16)))
+    width = data.draw(st.integers(1, 6))
+    layers, size = [], width
+    for _ in range(data.draw(st.integers(1, 5))):
+        kind = data.draw(st.sampled_from(["linear", "matrix", "norm", "scale", "tanh", "attention", "rms"]))
+        after = data.draw(st.integers(1, 6)) if kind in ("linear", "matrix") else size
+        layers.append(
+            {
+                "linear": lambda i, j: nn.Linear(i, j),
+                "matrix": lambda i, j: nn.Linear(i, j, bias=False),
+                "norm": lambda i, j: nn.LayerNorm(i, eps=0.1),
+                "rms": lambda i, j: nn.RMSNorm(i, eps=0.1),
+                "scale": lambda i, j: Scale(i),
+                "tanh": lambda i, j: nn.Tanh(),
+                "attention": lambda i, j: Attention(i, 1, batch_first=True),
+            }[kind](size, after)
+        )
+        if kind == "attention":
+            layers.append(First())
+        size = after
+    model = nn.Sequential(nn.Linear(width, width), *layers)
+    shape = data.draw(st.lists(st.integers(1, 4), min_size=2, max_size=2))
+    batches = [torch.randn(*shape, width) for _ in range(data.draw(st.integers(1, 3)))]
+    update = data.draw(st.sampled_from([0.0, 1e-3, 1.0]))
+    check(model, batches, update, rel=1e-3, floor=1e-3)
+
+
+# Nothing has changed yet
+
+
+def language_models():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    gpt2 = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=31, n_positions=8, n_embd=8, n_layer=2, n_head=2)
+    )
+    llama = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=31, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, attention_dropout=0.1,
+        )
+    )  # fmt: skip
+    return {"gpt2": gpt2, "llama": llama}
+
+
+@pytest.fixture(scope="module")
+def models():
+    return language_models()
+
+
+def tokens_of(count, size=3):
+    generator = torch.Generator().manual_seed(0)
+    every = [torch.randint(0, 31, (size, 6), generator=generator) for _ in range(count)]
+    return [{"input_ids": tokens, "labels": tokens} for tokens in every]
+
+
+class Random(nn.Module):
+    """Dropout, batch statistics, and layers left out at random."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.norm, self.drop = nn.BatchNorm1d(6), nn.Dropout(0.3)
+        self.attention = Attention(6, 2, dropout=0.2, batch_first=True)
+        self.scale = Scale()
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        x = self.relu(x)
+        for layer in self.layers:
+            if random.random() < 0.8:
+                x = self.drop(layer(x))
+        return self.scale(self.attention(self.relu(self.norm(x))[None])[0])
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", ["random", "gpt2", "llama"])
+def test_everything_is_0_before_the_first_update(models, name, autocast):
+    torch.manual_seed(0)
+    model = Random() if name == "random" else models[name].train()
+    batches = [torch.randn(8, 6) for _ in range(4)] if name == "random" else tokens_of(2)
+    found = measure(RCCHandler(model), batches, torch.autocast("cpu", torch.bfloat16) if autocast else None)
+    inputs = {value for key, value in found.items() if key.startswith("rcc/input/")}
+    others = {value for key, value in found.items() if not key.startswith("rcc/input/")}
+    assert others == {0.0}
+    assert min(inputs) > 0
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_language_models(models, name):
+    model = copy.deepcopy(models[name])
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0
+    found = check(model.train(), tokens_of(2), rel=1e-3)
+    layers = {key.removeprefix("rcc/weight_update/") for key in found if key.startswith("rcc/weight_update/")}
+    expected = {"gpt2": "transformer.h.1.attn.c_attn.weight", "llama": "model.layers.1.self_attn.k_proj"}
+    assert {expected[name], "lm_head"} <= layers
+
+
+# Training
+
+
+def train(model, batches, watched, autocast=False, **arguments):
+    """Parameters, buffers, gradients, outputs and random numbers of a training, and what was published."""
+    torch.manual_seed(1)
+    random.seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    outputs, published = [], []
+
+    def train_step(engine, batch):
+        optimizer.zero_grad()
+        for micro in batch:
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                output = call(model, micro)
+                loss = output if isinstance(output, torch.Tensor) else output["loss"]
+            loss.float().square().mean().backward()
+            outputs.append(loss.detach().clone())
+        optimizer.step()
+
+    engine = Engine(train_step)
+    if watched:
+        RCCHandler(model, **arguments).attach(engine)
+        engine.add_event_handler(
+            Events.ITERATION_COMPLETED,
+            lambda e: published.append({key: float(value) for key, value in e.state.metrics.items()}),
+        )
+    engine.run(batches, max_epochs=1)
+    state = [*model.state_dict().values(), *(each.grad for each in model.parameters()), *outputs, torch.rand(3)]
+    return state, random.random(), published
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", ["random", "gpt2", "llama"])
+def test_training_is_untouched(models, name, autocast):
+    torch.manual_seed(0)
+    model = Random() if name == "random" else models[name].train()
+    micro = [torch.randn(8, 6) for _ in range(6)] if name == "random" else tokens_of(6)
+    batches = [micro[i : i + 2] for i in range(0, 6, 2)]
+    states = [train(copy.deepcopy(model), copy.deepcopy(batches), watched, autocast) for watched in (True, False)]
+    for ours, theirs in zip(states[0][0], states[1][0], strict=True):
+        assert (ours is None and theirs is None) or torch.equal(ours, theirs)
+    assert states[0][1] == states[1][1]
+    published = states[0][2]
+    assert len(published) == 3
+    assert published[0]["rcc/weight_update_max"] == 0
+    assert published[1]["rcc/weight_update_max"] > 0
+
+
+def test_weights_that_change_between_passes():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5))
+    handler = RCCHandler(model)
+    x = torch.randn(4, 6)
+    found = []
+
+    def train_step(engine, _):
+        model(x)
+        with torch.no_grad():
+            model[0].weight += 1
+        model(x)
+
+    engine = Engine(train_step)
+    handler.attach(engine)
+    engine.add_event_handler(Events.ITERATION_COMPLETED, lambda e: found.append(e.state.metrics))
+    engine.run([0])
+    once = F.linear(x, torch.ones(5, 6)).norm(dim=-1).mean()
+    torch.testing.assert_close(found[0]["rcc/weight_update/0"].float(), once / 2)
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
+def test_compiled_models(backend):
+    torch.manual_seed(0)
+    model = Several()
+    compiled = torch.compile(model, backend=backend)
+    batch = torch.randn(5, 6)
+    compiled(batch)  # hooks that come later would not be called
+    handler = RCCHandler(compiled)
+    reference = copy.deepcopy(handler.reference)
+    perturb(model)
+    compiled(batch)
+    expected = {name.replace(" ", "_"): value for name, value in truth(model, reference, [batch]).items()}
+    assert measure(handler, [batch]) == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+# References
+
+
+def test_reference_that_is_given(tmp_path):
+    torch.manual_seed(0)
+    model, other = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2)), None
+    other = copy.deepcopy(model)
+    perturb(other)
+    torch.save(other.state_dict(), tmp_path / "weights.pt")
+    x = torch.randn(4, 6)
+    expected = truth(model, other, [x])
+    other.eval()
+    for reference in (other, nn.DataParallel(other), tmp_path / "weights.pt", str(tmp_path / "weights.pt")):
+        assert measure(RCCHandler(model, reference=reference), [x]) == pytest.approx(expected, rel=1e-4)
+    assert not other.training
+    assert all(each.requires_grad for each in other.parameters())
+    with pytest.raises(ValueError, match="module '1' is ReLU in it, not Tanh"):
+        RCCHandler(model, reference=nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2)))
+
+
+def test_resumed_handler_compares_with_the_first_weights(tmp_path):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(6, 5)), torch.randn(4, 6)
+    handler = RCCHandler(model)
+    perturb(model)
+    torch.save(handler.state_dict(), tmp_path / "handler.pt")
+    expected = measure(handler, [x])
+    resumed = RCCHandler(copy.deepcopy(model))
+    assert measure(resumed, [x])["rcc/weight_update_max"] == 0
+    state = torch.load(tmp_path / "handler.pt", weights_only=True)
+    resumed.load_state_dict(state)
+    assert measure(resumed, [x]) == expected
+    given = RCCHandler(model, reference=copy.deepcopy(model))
+    assert dict(given.state_dict()) == {"reference": None}
+    given.load_state_dict(given.state_dict())
+    with pytest.raises(ValueError, match="reference='init'"):
+        given.load_state_dict(state)
+    with pytest.raises(ValueError, match="holds no reference"):
+        resumed.load_state_dict(given.state_dict())
+    with pytest.raises(ValueError, match="structure"):
+        RCCHandler(nn.Sequential(nn.Linear(6, 4))).load_state_dict(state)
+
+
+# What is left out
+
+
+def test_include_and_exclude():
+    model = nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 6, bias=False))
+    found = measure(RCCHandler(model, include="[12]", exclude="1"), [torch.randn(2, 6)])
+    assert {name for name in found if "/" in name.removeprefix("rcc/")} == {
+        f"rcc/{quantity}/2" for quantity in (*QUANTITIES, "weight_share")
+    }
+    with pytest.raises(ValueError, match="include and exclude"):
+        RCCHandler(model, include="nothing")
+    with pytest.raises(ValueError, match="include"):
+        RCCHandler(model, include="(")
+    with pytest.raises(TypeError, match="reference"):
+        RCCHandler(model, reference=3)
+
+
+def test_evaluation_and_pauses_do_not_count(caplog):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+    handler = RCCHandler(model)
+    expected = measure(handler, [torch.ones(2, 6)])
+    found = []
+
+    def train_step(engine, _):
+        model(torch.ones(2, 6))
+        with handler.paused():
+            model(torch.randn(2, 6))
+        model.eval()
+        model(torch.randn(2, 6))
+        model.train()
+
+    engine = Engine(train_step)
+    handler.attach(engine)
+    engine.add_event_handler(Events.ITERATION_COMPLETED, lambda e: found.append(dict(e.state.metrics)))
+    engine.run([0])
+    assert found == [expected]
+    assert caplog.records == []
+    handler = RCCHandler(model.eval())
+    assert measure(handler, [torch.ones(2, 6)]) == {}
+    assert "none of 1 monitored iterations had a forward pass" in caplog.text
+
+
+class Careless(Scale):
+    def forward(self, x):
+        return super().forward(x.mul_(2))
+
+
+def test_what_cannot_be_measured_is_absent_with_one_warning(caplog):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), Careless(), nn.Linear(6, 6), Bag())
+    x = torch.randn(4, 6)
+    handler = RCCHandler(model)
+    for _ in range(3):
+        found = measure(handler, [x])
+    assert {name.split("/")[2] for name in found if name.count("/") > 1} == {"0", "0.weight", "2", "2.weight"}
+    assert len(caplog.records) == 2
+    assert "1 is not compared: it changes its input in place" in caplog.text
+    assert "3 is not compared: no floating-point tensor is in its output" in caplog.text
+
+
+class Bag(Scale):
+    def forward(self, x):
+        return super().forward(x).argmax(-1)
+
+
+def test_a_reference_elsewhere_stops_nothing(caplog):
+    model = nn.Sequential(nn.Linear(6, 6))
+    handler = RCCHandler(model, reference=copy.deepcopy(model).to("meta"))
+    for _ in range(2):
+        assert measure(handler, [torch.ones(2, 6)]) == {}
+    assert len(caplog.records) == 1
+    assert "rcc: the reference can't be run on the model's inputs" in caplog.text
+
+
+def test_own_copy_follows_the_model_to_another_device():
+    model = nn.Sequential(nn.Linear(6, 6))
+    handler = RCCHandler(model)
+    model.to("meta")
+    measure_nothing = Engine(lambda *_: model(torch.ones(2, 6, device="meta")))
+    handler.attach(measure_nothing)
+    measure_nothing.run([0])
+    assert handler.reference[0].weight.device.type == "meta"
+
+
+class Apart(nn.Module):
+    """Two layers, of which one alone meets what isn't finite."""
+
+    def __init__(self):
+        super().__init__()
+        self.finite, self.other = nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.finite(x) + self.other(x / 0).nan_to_num()
+
+
+@pytest.mark.parametrize("x", [1.0, 0.0])
+def test_what_is_not_finite_is_absent(x):
+    torch.manual_seed(0)
+    handler = RCCHandler(Apart())
+    perturb(handler.model)
+    found = measure(handler, [torch.full((2, 6), x)])
+    assert {name.split("/")[2].partition(".")[0] for name in found if name.count("/") > 1} == {"finite"}
+    assert found["rcc/weight_update_max"] == found["rcc/weight_update_median"] == found["rcc/weight_update/finite"]
+
+
+def test_an_empty_batch_has_nothing_to_measure():
+    handler = RCCHandler(nn.Linear(6, 3))
+    assert measure(handler, [torch.ones(0, 6)]) == {}
+    assert measure(handler, [torch.ones(2, 6)])["rcc/input/_root_"] == pytest.approx(6**0.5)
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy])
+def test_copies_made_in_a_train_step_are_not_looked_at(duplicate, caplog):
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+    handler = RCCHandler(model)
+    runs, values = [], []
+    handler.reference.register_forward_hook(lambda *_: runs.append(None))
+
+    def train_step(engine, x):
+        duplicate(model)(100 * x)
+        duplicate(model)(torch.ones(9, 6))
+        model(x)
+
+    engine = Engine(train_step)
+    handler.attach(engine)
+    engine.add_event_handler(Events.ITERATION_COMPLETED, lambda e: values.append(float(e.state.metrics["rcc/input/0"])))
+    engine.run([torch.ones(4, 6)])
+    assert (len(runs), values) == (1, [pytest.approx(6**0.5)])
+    assert caplog.records == []
+
+
+class OwnRMSNorm(nn.Module):
+    """As language models have it, with an offset."""
+
+    def __init__(self, features):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(features))
+
+    def forward(self, x):
+        wide = x.float()
+        return ((1 + self.weight) * (wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)).to(
+            x.dtype
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [0.1, 1e-3])
+def test_a_normalization_in_low_precision_is_not_measured_by_its_rounding(dtype, size):
+    torch.manual_seed(0)
+    model = nn.Sequential(OwnRMSNorm(64)).to(dtype)
+    handler = RCCHandler(model)
+    perturb(model, size)
+    x = (3 * torch.randn(7, 64)).to(dtype)
+    found = measure(handler, [x])
+    wide, moved = x.double(), model[0].weight.detach().double()
+    update = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * moved
+    assert found["rcc/weight_update/0"] == pytest.approx(float(update.norm(dim=-1).mean()), rel=1e-3)
+    assert found["rcc/output_change/0"] == pytest.approx(float(update.norm(dim=-1).mean()), rel=1e-3)
+    assert found["rcc/input_drift/0"] == 0
+    assert found["rcc/input/0"] == pytest.approx(float(wide.norm(dim=-1).mean()), rel=1e-5)

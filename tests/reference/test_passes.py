@@ -1,0 +1,338 @@
+"""Forward passes of a model beside those of a reference."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ignite_monitor.model.structure import modules_by_name
+from ignite_monitor.reference.passes import ReferencePasses
+from ignite_monitor.reference.reference import Reference, is_reference_run
+
+
+class Recorder:
+    """Keeps outputs, and hands pairs of them on."""
+
+    def __init__(self) -> None:
+        self.passes = []
+        self.entered = []
+
+    def keep(self, name, module, args, kwargs, output):
+        return [output if isinstance(output, torch.Tensor) else output[0], None]
+
+    def enter(self, name, module, args, kwargs, kept):
+        self.entered.append(name)
+        return len(args)
+
+    def leave(self, name, output, entered, kept):
+        output = output if isinstance(output, torch.Tensor) else output[0]
+        assert kept[1] is None
+        return output.detach().clone(), kept[0].clone(), entered
+
+    def passed(self, results):
+        self.passes.append(results)
+
+    def differences(self, i=-1):
+        return {
+            name: [float((ours - theirs).abs().max()) for ours, theirs, _ in pairs]
+            for name, pairs in self.passes[i].items()
+        }
+
+
+def watch(model, reference="init", offload=False):
+    recorder, warnings = Recorder(), []
+    passes = ReferencePasses(
+        Reference(model, reference), modules_by_name(model), recorder, warnings.append, offload=offload
+    )
+    return passes, recorder, warnings
+
+
+class Net(nn.Module):
+    """Calls a module twice, with keyword arguments, returns tuples, changes what it has made in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)
+        self.relu, self.drop = nn.ReLU(inplace=True), nn.Dropout(0.5)
+        self.skip = nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.relu(x)
+        x = self.relu(self.norm(self.first(input=self.first(x))))
+        if random.random() < 0.5:
+            x = x + self.skip(x)
+        x = x * 2
+        x += 1
+        return self.last(self.drop(x)), x
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_pairs_calls_and_changes_nothing(offload):
+    torch.manual_seed(0)
+    model = Net()
+    twin = copy.deepcopy(model)
+    passes, recorder, warnings = watch(model, offload=offload)
+    inputs = [torch.randn(8, 4) for _ in range(6)]
+    outputs = {}
+    for which, each in (("watched", model), ("alone", twin)):
+        torch.manual_seed(1)
+        random.seed(1)
+        outputs[which] = []
+        with passes.watched() if which == "watched" else torch.enable_grad():
+            for x in inputs:
+                output = each(x.clone())[0]
+                output.sum().backward()
+                outputs[which].append(output.detach())
+    assert warnings == []
+    assert all(map(torch.equal, outputs["watched"], outputs["alone"]))
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+    assert all(map(torch.equal, model.buffers(), twin.buffers()))
+    assert len(recorder.passes) == len(inputs)
+    assert {len(results.get("skip", ())) for results in recorder.passes} == {0, 1}
+    for i, results in enumerate(recorder.passes):
+        assert len(results["first"]) == 2
+        assert [entered for _, _, entered in results["first"]] == [1, 0]
+        assert {each for found in recorder.differences(i).values() for each in found} == {0.0}
+
+
+def test_what_is_changed_in_place_later_on_is_kept_as_it_was():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4), nn.Hardtanh(inplace=True))
+    passes, recorder, _ = watch(model)
+    x = torch.randn(8, 4)
+    expected = model[0](x).detach()
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    for _ in range(2):
+        with passes.watched():
+            model(x)
+        ((_, kept, _),) = recorder.passes[-1]["0"]
+        assert torch.equal(kept, expected)
+
+
+def test_passes_that_do_not_count():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    passes, recorder, warnings = watch(model)
+    x = torch.randn(2, 4)
+    model(x)
+    with passes.watched():
+        model.eval()
+        model(x)
+        model.train()
+        with passes.paused():
+            model(x)
+        model[0](x)
+        with pytest.raises(RuntimeError):
+            model(torch.ones(2, 3))
+        torch.func.vmap(model)(x)
+    assert recorder.passes == []
+    assert recorder.entered == []
+    assert len(warnings) == 1  # the reference could not be run either
+    with passes.watched():
+        model(x)
+    assert len(recorder.passes) == 1
+
+
+def test_a_pass_that_raises_is_forgotten():
+    class Raises(nn.Module):
+        def forward(self, x):
+            if not is_reference_run() and x.isnan().any():
+                raise ZeroDivisionError
+            return x
+
+    model = nn.Sequential(nn.Linear(4, 4), Raises(), nn.Linear(4, 4))
+    passes, recorder, warnings = watch(model)
+    with passes.watched():
+        with pytest.raises(ZeroDivisionError):
+            model(torch.full((2, 4), torch.nan))
+        model(torch.ones(2, 4))
+    assert len(recorder.passes) == 1
+    assert {name: len(pairs) for name, pairs in recorder.passes[0].items()} == {"": 1, "0": 1, "1": 1, "2": 1}
+    assert warnings == []
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_recomputation_is_not_compared(use_reentrant):
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+        def forward(self, x):
+            return checkpoint(self.block, x, use_reentrant=use_reentrant)
+
+    model = Checkpointed()
+    passes, recorder, warnings = watch(model)
+    with passes.watched():
+        model(torch.ones(2, 4, requires_grad=True)).sum().backward()
+    assert len(recorder.entered) == 4
+    assert len(recorder.passes) == 1
+    assert warnings == []
+
+
+def test_root_called_within_itself():
+    class Recursive(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+
+        def forward(self, x, depth=1):
+            x = self.linear(x)
+            return self(x, depth - 1) if depth else x
+
+    model = Recursive()
+    passes, recorder, warnings = watch(model)
+    with passes.watched():
+        model(torch.ones(2, 2))
+        model(torch.ones(2, 2))
+    assert [list(results) for results in recorder.passes] == [["linear"]] * 2
+    assert recorder.differences() == {"linear": [0.0, 0.0]}
+    assert len(warnings) == 1
+
+
+def test_calls_that_do_not_pair_are_left_out():
+    class Routed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate, self.expert, self.other = nn.Linear(2, 1), nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def forward(self, x):
+            return self.expert(x) if self.gate(x).mean() > 0 else self.other(x)
+
+    model = Routed()
+    passes, recorder, warnings = watch(model)
+    with torch.no_grad():
+        model.gate.bias.copy_(-model.gate(torch.ones(2, 2))[0] * 2)
+    with passes.watched():
+        for _ in range(3):
+            model(torch.ones(2, 2))
+    assert [set(results) for results in recorder.passes] == [{"", "gate"}] * 3
+    assert sorted(warnings) == [
+        f"{name} is not compared: it is called other than in the reference" for name in ("expert", "other")
+    ]
+
+
+def test_a_reference_that_fails_is_reported_once():
+    model, other = nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4)).to("meta")
+    passes, recorder, warnings = watch(model, other)
+    state = torch.get_rng_state()
+    with passes.watched():
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+    assert recorder.passes == []
+    assert len(warnings) == 1
+    assert "the reference can't be run on the model's inputs" in warnings[0]
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_model_that_makes_a_backward_pass_in_its_forward():
+    class Force(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.energy = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+
+        def forward(self, x):
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)[0]
+
+    model = Force()
+    passes, recorder, warnings = watch(model)
+    with passes.watched():
+        for _ in range(2):
+            model(torch.ones(2, 3)).sum().backward()
+    assert [set(results) for results in recorder.passes] == [{"", "energy", "energy.0", "energy.1", "energy.2"}] * 2
+    assert recorder.differences()[""] == [0.0]
+    assert warnings == []
+
+
+@pytest.mark.parametrize("where", ["enter", "leave"])
+def test_errors_of_the_comparison_leave_the_call_out(where):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    passes, recorder, warnings = watch(model)
+    original = getattr(recorder, where)
+
+    def fails(name, *rest):
+        return original(name, *rest) if name != "1" else 1 / 0
+
+    setattr(recorder, where, fails)
+    with passes.watched():
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+    assert [set(results) for results in recorder.passes] == [{"", "0"}] * 2
+    assert warnings == ["1 is not compared: ZeroDivisionError: division by zero"]
+    assert passes.warned
+
+
+def test_shared_modules_of_model_and_reference():
+    class Net(nn.Module):
+        def __init__(self, body):
+            super().__init__()
+            self.body, self.head = body, nn.Linear(2, 2)
+
+        def forward(self, x):
+            return self.head(self.body(x))
+
+    body = nn.Linear(2, 2)
+    model = Net(body)
+    passes, recorder, warnings = watch(model, Net(body))
+    with passes.watched():
+        model(torch.ones(2, 2))
+    assert recorder.differences()["body"] == [0.0]
+    assert recorder.differences()["head"][0] > 0
+    assert warnings == []
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_what_is_kept_is_freed_as_the_model_reaches_it(offload):
+    class Counting(Recorder):
+        alive = []
+        kept = []
+
+        def keep(self, name, module, args, kwargs, output):
+            return [output.clone()]
+
+        def leave(self, name, output, entered, kept):
+            self.kept.append(weakref.ref(kept[0]))
+            self.alive.append(sum(each() is not None for each in self.kept))
+
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
+    recorder = Counting()
+    names = [name for name in modules_by_name(model) if name]
+    passes = ReferencePasses(Reference(model, "init"), names, recorder, print, offload=offload)
+    gc.disable()
+    try:
+        with passes.watched():
+            model(torch.ones(2, 4))
+    finally:
+        gc.enable()
+    assert recorder.alive == [1] * 5
+    assert [each() for each in recorder.kept] == [None] * 5
+
+
+def test_cache_of_keys_and_values_is_the_models_own():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config)
+    passes, recorder, warnings = watch(model)
+    recorder.keep = lambda name, module, args, kwargs, output: []
+    recorder.leave = lambda name, output, entered, kept: True
+    cache = transformers.DynamicCache()
+    with passes.watched():
+        for _ in range(2):
+            model(torch.tensor([[1, 2, 3]]), past_key_values=cache)
+    assert warnings == []
+    assert cache.get_seq_length() == 6
+    assert all(len(calls) == 1 for calls in recorder.passes[-1].values())
+    assert "lm_head" in recorder.passes[-1]

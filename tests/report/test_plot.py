@@ -1,0 +1,77 @@
+"""Figures of awkward runs."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from matplotlib import image
+
+from ignite_monitor.report.panels import picture
+from ignite_monitor.report.plot import draw
+from ignite_monitor.report.series import tidy
+from tests.report import _runs as runs
+
+AWKWARD = {
+    "one point": {name: (steps[:1], values[:1]) for name, (steps, values) in runs.weights().items()},
+    "spikes": runs.grad(runs.with_spike([50, 90]), [50, 90]),
+    "nothing finite": {"a": runs.series([math.nan] * 3), "b": runs.series([math.inf, -math.inf])},
+    "holes": runs.grad(np.where(np.arange(200) % 50 == 7, math.nan, runs.calm_norms())),
+    "huge": {"a": runs.series([1e-300, 1e300]), "b": runs.series([-1.7e308, 1.7e308]), "c": runs.series([5e-324, 1])},
+    "both signs": {"a": runs.series([-1e9, 1e-9, 1e9, 1, 1, 1]), "b": runs.series(-(10.0 ** np.arange(9)))},
+    "flat": {"zero": runs.series([0, 0]), "one": runs.series([1, 1, 1]), "tiny": runs.series([1e-200] * 4)},
+    "names": {
+        name: runs.series([1, 2]) for name in ("x/_root_", r"$\bad", "a%s{}", "n\n\x1bl", "激活", "y/_z", "z" * 300)
+    },
+    "late": {"a": (np.array([10**12, 2 * 10**12]), np.array([1.0, 2.0]))},
+    "step 0": {"a": (np.array([0]), np.array([1.0]))},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "log"), [*((name, False) for name in AWKWARD), ("huge", True), ("both signs", True), ("flat", True)]
+)
+def test_awkward_runs_are_drawn(tmp_path, name, log):
+    draw(picture(tidy(AWKWARD[name])), tmp_path / "run.png", title=r"$\bad_name", log=log)
+    pixels = image.imread(tmp_path / "run.png")
+    assert pixels.shape[0] > 100
+    assert len(np.unique(pixels.reshape(-1, pixels.shape[2]), axis=0)) > 5
+
+
+def test_spikes_are_red(tmp_path):
+    def red(run):
+        draw(picture(tidy(run)), tmp_path / "run.png")
+        pixels = image.imread(tmp_path / "run.png")[..., :3]
+        return int(((pixels[..., 0] > 0.7) & (pixels[..., 1:] < 0.3).all(-1)).sum())
+
+    assert red(runs.grad(runs.with_spike([50]), [50])) > 10
+    assert red(runs.grad(runs.with_spike([50]))) == 0
+
+
+def test_hundreds_of_series(tmp_path):
+    run = {f"activation/h.{i}.mlp/std": runs.series(runs.noise(300, i)) for i in range(500)}
+    draw(picture(tidy(run)), tmp_path / "run.png")
+    assert image.imread(tmp_path / "run.png").shape[0] < 600
+
+
+@pytest.mark.parametrize("ending", ["pdf", "svg", "PNG"])
+def test_other_formats(tmp_path, ending):
+    draw(picture(tidy(runs.grad(runs.calm_norms()))), tmp_path / f"run.{ending}")
+    start = (tmp_path / f"run.{ending}").read_bytes()[:8]
+    assert start.startswith({"pdf": b"%PDF", "svg": b"<?xml", "PNG": b"\x89PNG"}[ending])
+
+
+def test_matplotlib_is_imported_only_to_draw():
+    program = "import sys, ignite_monitor.cli, ignite_monitor.report.plot; print('matplotlib' in sys.modules)"
+    assert (
+        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "False\n"
+    )
+
+
+def test_without_matplotlib_the_error_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'ignite-monitor\[cli\]'"):
+        draw(picture(tidy(runs.grad(runs.calm_norms()))), tmp_path / "run.png")

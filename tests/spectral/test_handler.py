@@ -1,0 +1,501 @@
+"""SpectralNormHandler: the norms of what each train step leaves, and of what it did."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ignite.engine import Engine, Events
+from sklearn.datasets import load_digits
+from torch import nn
+
+from ignite_monitor import GradMonitor, SpectralNormHandler, StaticThreshold
+from ignite_monitor.spectral import spectra
+
+KEYS = {"norm_max", "norm_mean", "norm_std", "stable_rank_min", "stable_rank_median", "error_max", "iterations"}
+UPDATE_KEYS = {"update_norm_max", "update_error_max"} | {
+    f"{of}_condition_{kind}" for of in ("update", "weight") for kind in ("max", "median")
+}
+
+
+def sigma(tensor):
+    return float(torch.linalg.matrix_norm(tensor.detach().double().flatten(1), ord=2))
+
+
+def matrices_of(model):
+    return {name: p for name, p in model.named_parameters() if p.ndim >= 2}
+
+
+class Net(nn.Module):
+    """Weights on both sides of the size where known vectors are needed, a convolution and an embedding."""
+
+    def __init__(self, width=300):
+        super().__init__()
+        self.conv = nn.Conv1d(1, 4, 3, padding=1)
+        self.first = nn.Linear(256, width)
+        self.hidden = nn.Linear(width, width)
+        self.head = nn.Linear(width, 10)
+        self.classes = nn.Embedding(10, 6)
+
+    def forward(self, x):
+        x = self.conv(x.unsqueeze(1)).flatten(1)
+        return self.head(F.relu(self.hidden(F.relu(self.first(x))))) + self.classes.weight.sum()
+
+
+@pytest.fixture(scope="module")
+def batches():
+    digits = load_digits()
+    images = torch.tensor(digits.data, dtype=torch.float32) / 16
+    return list(zip(images.split(128), torch.tensor(digits.target).split(128), strict=True))[:14]
+
+
+def make(batches, optimizer_of=None, model=None, **arguments):
+    torch.manual_seed(0)
+    model = Net() if model is None else model
+    optimizer = (optimizer_of or (lambda p: torch.optim.Adam(p, lr=1e-3)))(model.parameters())
+
+    def train_step(engine, batch):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(batch[0]), batch[1])
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return model, optimizer, Engine(train_step), SpectralNormHandler(model, **arguments)
+
+
+def numbers(handler):
+    return {name.removeprefix("spectral/"): float(value) for name, value in handler.metrics.items()}
+
+
+@pytest.mark.parametrize("method", ["power", "svd"])
+def test_values_against_float64(batches, method):
+    model, _, trainer, handler = make(batches, method=method, per_parameter=True, top_k=2)
+    handler.attach(trainer)
+    seen = []
+
+    @trainer.on(Events.ITERATION_COMPLETED)
+    def check(_):
+        weights = matrices_of(model)
+        norms = {name: sigma(weight) for name, weight in weights.items()}
+        ranks = [float(weight.detach().double().norm()) ** 2 / norms[name] ** 2 for name, weight in weights.items()]
+        values = torch.tensor(list(norms.values()), dtype=torch.float64)
+        got = numbers(handler)
+        assert KEYS | {f"norm/{name}" for name in norms} == set(got)
+        for name, norm in norms.items():
+            assert abs(got[f"norm/{name}"] / norm - 1) <= got["error_max"] <= 1.01e-3, name
+        assert got["norm_max"] == pytest.approx(float(values.max()), rel=1e-5)
+        assert got["norm_mean"] == pytest.approx(float(values.mean()), rel=1e-5)
+        assert got["norm_std"] == pytest.approx(float(values.std(correction=0)), rel=1e-5)
+        assert got["stable_rank_min"] == pytest.approx(min(ranks), rel=1e-5)
+        assert got["stable_rank_median"] == pytest.approx(sorted(ranks)[2], rel=1e-5)
+        host = handler.on_host()
+        top = {name: value for name, value in host.items() if name.startswith("spectral/topk/")}
+        assert list(top) == [f"spectral/topk/{name}" for name in sorted(norms, key=lambda name: -norms[name])[:2]]
+        seen.append(got["iterations"])
+
+    trainer.run(batches[:5])
+    assert len(seen) == 5
+    assert handler.iterations == seen[-1]
+    assert (max(seen) > 0) is (method == "power")
+
+
+def test_within_a_thousandth_along_a_real_training_with_all_that_can_happen(batches):
+    """Learning rate spikes, new random weights, swapped rows, a transposed weight, other signs, another scale."""
+    model, optimizer, trainer, handler = make(batches, include="weight", per_parameter=True)
+    handler.attach(trainer)
+    worst, steps = [], []
+
+    @trainer.on(Events.ITERATION_STARTED)
+    @torch.no_grad()
+    def disturb(engine):
+        weight = model.hidden.weight
+        optimizer.param_groups[0]["lr"] = 3.0 if engine.state.iteration % 13 == 5 else 1e-3
+        change = {
+            8: lambda: model.hidden.reset_parameters(),
+            11: lambda: weight.copy_(weight[torch.randperm(300)]),
+            14: lambda: weight.copy_(weight.T.clone()),
+            16: lambda: weight.neg_(),
+            20: lambda: weight.mul_(1e-6),
+            23: lambda: weight.copy_(torch.eye(300)),
+            25: lambda: weight.add_(torch.outer(torch.randn(300), torch.randn(300)), alpha=0.01),
+            27: lambda: weight.zero_(),
+        }.get(engine.state.iteration)
+        if change is not None:
+            change()
+
+    @trainer.on(Events.ITERATION_COMPLETED)
+    def check(_):
+        got = numbers(handler)
+        for name, weight in matrices_of(model).items():
+            worst.append(abs(got[f"norm/{name}"] / sigma(weight) - 1))
+        assert max(worst[-5:]) <= got["error_max"]
+        steps.append(handler.iterations)
+
+    trainer.run(batches, max_epochs=3)
+    assert max(worst) < 1e-3
+    assert len(steps) == 42
+    assert min(steps) > 0
+
+
+def test_updates_against_float64(batches):
+    model, _, trainer, handler = make(
+        batches, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1), updates=True
+    )
+    handler.attach(trainer)
+    before = {}
+
+    @trainer.on(Events.ITERATION_STARTED)
+    def keep(_):
+        before.update({name: weight.detach().double().clone() for name, weight in matrices_of(model).items()})
+
+    @trainer.on(Events.ITERATION_COMPLETED)
+    def check(_):
+        got = numbers(handler)
+        assert set(got) == KEYS | UPDATE_KEYS
+        weights = matrices_of(model)
+        scale = {name: (len(weight) / weight[0].numel()) ** 0.5 for name, weight in weights.items()}
+        scale["classes.weight"] = 1 / scale["classes.weight"]  # an embedding goes from its rows
+        updates = {name: sigma(weight.detach().double() - before[name]) for name, weight in weights.items()}
+        # Differences of float32 numbers have a rounding of their own.
+        assert got["update_norm_max"] == pytest.approx(max(updates.values()), rel=1e-4)
+        for of, norms in (("update", updates), ("weight", {name: sigma(each) for name, each in weights.items()})):
+            conditions = sorted(norm / scale[name] for name, norm in norms.items())
+            assert got[f"{of}_condition_max"] == pytest.approx(conditions[-1], rel=1e-4)
+            assert got[f"{of}_condition_median"] == pytest.approx(conditions[2], rel=1e-4)
+        assert got["update_error_max"] < 0.05
+
+    trainer.run(batches[:5])
+
+
+@pytest.mark.parametrize("how", ["no step", "lr 0", "skipped spike", "frozen", "outside the optimizer"])
+def test_no_step_no_update(batches, how):
+    model, optimizer, trainer, handler = make(batches, updates=True)
+    if how == "no step":
+        trainer = Engine(lambda _, batch: F.cross_entropy(model(batch[0]), batch[1]).backward())
+    elif how == "lr 0":
+        optimizer.param_groups[0]["lr"] = 0.0
+    elif how == "skipped spike":
+        GradMonitor(model, optimizer, threshold=StaticThreshold(1e-9), skip_step=True).attach(trainer)
+    elif how == "frozen":
+        for weight in matrices_of(model).values():
+            weight.requires_grad_(False)
+    elif how == "outside the optimizer":
+        optimizer.param_groups[0]["params"] = [p for p in model.parameters() if p.ndim < 2]
+    handler.attach(trainer)
+    trainer.run(batches[:2])
+    assert set(numbers(handler)) == KEYS | {"weight_condition_max", "weight_condition_median"}
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch without Muon")
+def test_hidden_matrices_of_muon(batches):
+    model = nn.Sequential(
+        nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 32, bias=False), nn.ReLU(), nn.Linear(32, 10), nn.Linear(10, 10)
+    )
+    hidden = [model[2].weight]
+    muon = torch.optim.Muon(hidden, lr=0.02, weight_decay=0.0)
+    rest = torch.optim.AdamW([p for p in model.parameters() if p is not model[2].weight], lr=1e-3)
+
+    def train_step(_, batch):
+        model.zero_grad()
+        F.cross_entropy(model(batch[0]), batch[1]).backward()
+        muon.step()
+        rest.step()
+
+    trainer = Engine(train_step)
+    handler = SpectralNormHandler(model, include=r"^2\.weight$", updates=True, per_parameter=True)
+    handler.attach(trainer)
+
+    @trainer.on(Events.ITERATION_COMPLETED)
+    def check(_):
+        got = numbers(handler)
+        assert {name for name in got if name.startswith("norm/")} == {"norm/2.weight"}
+        # Muon's update is nearly orthogonal: all of its singular values lie between 0.7 and 1.2 times the step.
+        assert 0.5 * 0.02 < got["update_norm_max"] < 1.5 * 0.02
+
+    trainer.run(batches[:3])
+
+
+def test_which_parameters_are_measured():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(7, 5)
+            self.head = nn.Linear(5, 7)
+            self.head.weight = self.embedding.weight  # once
+            self.conv = nn.Conv2d(2, 3, (3, 2))
+            self.norm = nn.LayerNorm(5)  # no matrix
+            self.empty = nn.Parameter(torch.zeros(0, 4))
+            self.frozen = nn.Parameter(torch.randn(1, 9), requires_grad=False)
+            self.waves = nn.Parameter(torch.randn(3, 3, dtype=torch.complex64))
+            self.column = nn.Parameter(torch.randn(9, 1))
+            self.narrow = nn.Parameter(torch.randn(6, 4).half())
+            self.normed = torch.nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))
+
+    model = Odd()
+    handler = SpectralNormHandler(torch.compile(model), per_parameter=True, exclude=r"original0$")
+    engine = Engine(lambda *_: None)
+    handler.attach(engine)
+    engine.run([0])
+    named = {name.removeprefix("norm/"): value for name, value in numbers(handler).items() if name.startswith("norm/")}
+    expected = {name: sigma(dict(model.named_parameters())[name]) for name in (
+        "embedding.weight", "conv.weight", "frozen", "column", "narrow", "normed.parametrizations.weight.original1"
+    )}  # fmt: skip
+    assert named == pytest.approx(expected, rel=1e-4)
+
+
+def test_weights_stored_by_input():
+    """Transposed convolutions and Conv1D of transformers: their matrix goes from what goes in to what comes out."""
+    transformers = pytest.importorskip("transformers")
+    model = nn.ModuleDict(
+        {
+            "plain": nn.ConvTranspose1d(4, 6, 3),
+            "grouped": nn.ConvTranspose2d(4, 6, (3, 2), groups=2),
+            "gpt": transformers.pytorch_utils.Conv1D(12, 5),
+            "table": nn.Embedding(9, 5),
+        }
+    )
+    first, second = model["grouped"].weight.detach().split(2)  # of shape (2, 3, 3, 2) each
+    matrices = {
+        "plain.weight": model["plain"].weight.detach().transpose(0, 1).flatten(1),
+        "grouped.weight": torch.cat([first.transpose(0, 1), second.transpose(0, 1)]).flatten(1),
+        "gpt.weight": model["gpt"].weight.detach().T,
+        "table.weight": model["table"].weight.detach().T,
+    }
+    expected = {name: sigma(matrix) for name, matrix in matrices.items()}
+    conditions = sorted(expected[name] / (len(matrix) / matrix[0].numel()) ** 0.5 for name, matrix in matrices.items())
+    handler = SpectralNormHandler(model, updates=True, per_parameter=True)
+    engine = Engine(lambda *_: None)
+    handler.attach(engine)
+    engine.run([0])
+    got = numbers(handler)
+    assert {name: got[f"norm/{name}"] for name in expected} == pytest.approx(expected, rel=1e-4)
+    assert got["weight_condition_max"] == pytest.approx(conditions[-1], rel=1e-4)
+    assert got["weight_condition_median"] == pytest.approx(sum(conditions[1:3]) / 2, rel=1e-4)
+
+
+def test_parametrized_weights_are_not_computed():
+    """Spectral normalisation changes its buffers whenever anyone looks at the weight in training."""
+    model = nn.Sequential(nn.Embedding(9, 5), nn.Linear(5, 4), nn.ConvTranspose1d(2, 2, 1))
+    for module in model:
+        torch.nn.utils.parametrizations.spectral_norm(module)
+    before = copy.deepcopy(model.state_dict())
+    handler = SpectralNormHandler(model, updates=True, per_parameter=True)
+    engine = Engine(lambda *_: None)
+    handler.attach(engine)
+    engine.run([0, 0])
+    assert all(map(torch.equal, before.values(), model.state_dict().values()))
+    original = model[1].parametrizations.weight.original
+    assert numbers(handler)["norm/1.parametrizations.weight.original"] == pytest.approx(sigma(original), rel=1e-4)
+
+
+def test_bfloat16_and_moved_models(batches):
+    """The vectors follow the model from float32 to bfloat16 and float64; the norm is that of the rounded weights."""
+    model, _, _, handler = make(batches, per_parameter=True, include="hidden.weight")
+    trainer = Engine(lambda *_: None)
+    handler.attach(trainer)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.float32):
+        model.to(dtype)
+        trainer.run([0])
+        got = numbers(handler)
+        assert abs(got["norm/hidden.weight"] / sigma(model.hidden.weight) - 1) <= got["error_max"] < 1.01e-3
+
+
+@pytest.mark.parametrize("method", ["power", "ns5-fast", "ns3-accurate", "svd"])
+def test_weight_that_is_not_finite_is_left_out_with_one_warning(batches, method, caplog):
+    model, _, trainer, handler = make(batches, method=method, per_parameter=True, top_k=1)
+    model.hidden.weight.requires_grad_(False)[3, 4] = math.nan
+    trainer = Engine(lambda *_: None)
+    handler.attach(trainer)
+    with caplog.at_level(logging.WARNING):
+        trainer.run(range(4))
+    assert len(caplog.records) == 1
+    got = numbers(handler)
+    assert "norm/hidden.weight" not in got
+    assert "norm/first.weight" in got
+    assert all(map(math.isfinite, got.values()))
+    assert "spectral/topk/hidden.weight" not in handler.on_host()
+
+
+def test_nothing_finite_publishes_no_norm(batches, caplog):
+    model = nn.Linear(3, 3)
+    nn.init.constant_(model.weight, math.inf)
+    handler = SpectralNormHandler(model)
+    engine = Engine(lambda *_: None)
+    handler.attach(engine)
+    engine.run([0])
+    assert not any("norm" in name or "rank" in name for name in handler.on_host())
+
+
+def test_quick_method_that_fails_gives_way_to_power(caplog):
+    """Newton-Schulz brings so small a part of the matrix nowhere near 1, and its start has hardly a part of it."""
+    model = nn.Linear(400, 400, bias=False)
+    with torch.no_grad():
+        model.weight.zero_()
+        model.weight[17, 19] = 1.0
+    handler = SpectralNormHandler(model, method="ns5-fast", per_parameter=True)
+    handler._weights._failed.tell(torch.tensor(True))  # what the method says when it fails
+    engine = Engine(lambda *_: None)
+    handler.attach(engine)
+    with caplog.at_level(logging.WARNING):
+        engine.run(range(3))
+    assert len([record for record in caplog.records if '"power" takes its place' in record.message]) == 1
+    assert numbers(handler)["norm_max"] == pytest.approx(1.0, rel=1e-6)
+    assert "error_max" in numbers(handler)
+
+
+@pytest.mark.parametrize("method", ["ns5-fast", "ns3-accurate"])
+def test_quick_methods_publish_no_bound(batches, method):
+    model, _, trainer, handler = make(batches, method=method)
+    handler.attach(trainer)
+    trainer.run(batches[:2])
+    got = numbers(handler)
+    assert set(got) == KEYS - {"error_max"}
+    assert got["norm_max"] == pytest.approx(max(map(sigma, matrices_of(model).values())), rel=0.5)
+
+
+def test_random_numbers_of_the_training_are_not_used(batches):
+    _, _, trainer, handler = make(batches, updates=True)
+    handler.attach(trainer)
+    states = []
+    trainer.add_event_handler(Events.ITERATION_STARTED, lambda _: states.append(torch.get_rng_state()))
+    trainer.run(batches[:3])
+    states.append(torch.get_rng_state())
+    assert all(torch.equal(states[1], state) for state in states[2:])
+
+
+def test_resumed_run_publishes_what_the_uninterrupted_one_does(batches, tmp_path):
+    def start():
+        model, optimizer, trainer, handler = make(batches, updates=True, per_parameter=True)
+        handler.attach(trainer, Events.ITERATION_STARTED(every=2))
+        seen = {}
+        trainer.add_event_handler(
+            Events.ITERATION_COMPLETED, lambda e: seen.update({e.state.iteration: numbers(handler)})
+        )
+        return model, optimizer, trainer, handler, seen
+
+    *_, trainer, _, whole = start()
+    trainer.run(batches[:8])
+    model, optimizer, trainer, handler, first = start()
+    trainer.run(batches[:4])
+    torch.save([each.state_dict() for each in (model, optimizer, handler)], tmp_path / "state.pt")
+    model, optimizer, trainer, handler, second = start()
+    for each, state in zip(
+        (model, optimizer, handler), torch.load(tmp_path / "state.pt", weights_only=True), strict=True
+    ):
+        each.load_state_dict(state)
+    trainer.run(batches[4:8])
+    assert [whole[i] for i in range(1, 5)] == [first[i] for i in range(1, 5)]
+    assert [whole[i] for i in range(5, 9)] == [second[i] for i in range(1, 5)]
+    assert any("hidden" in name for name in handler.state_dict()["weights"]["vectors"])
+
+
+def test_resumed_with_another_architecture(batches):
+    _, _, trainer, handler = make(batches, updates=True)
+    handler.attach(trainer)
+    trainer.run(batches[:2])
+    model, _, trainer, other = make(batches, model=Net(width=280), updates=True, per_parameter=True)
+    other.load_state_dict(copy.deepcopy(handler.state_dict()))
+    other.attach(trainer)
+    trainer.run(batches[:2])
+    got = numbers(other)
+    for name, weight in matrices_of(model).items():
+        assert abs(got[f"norm/{name}"] / sigma(weight) - 1) <= got["error_max"]
+    assert set(other.state_dict()["weights"]["vectors"]) == {"first.weight", "hidden.weight"}
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"count": "1"}, TypeError),
+        ({"vectors": [1]}, TypeError),
+        ({"vectors": {"a": 1}}, TypeError),
+        ({"vectors": {"a": torch.full((8, 300), math.nan)}}, ValueError),
+        ({"vectors": {"a": torch.zeros(3)}}, ValueError),
+    ],
+)
+def test_damaged_states_are_refused(batches, change, error):
+    *_, handler = make(batches)
+    state = handler.state_dict()
+    state["updates"] = state["updates"] | change
+    with pytest.raises(error, match="state_dict"):
+        handler.load_state_dict(state)
+
+
+def test_fixed_steps_where_nobody_may_look(batches, monkeypatch):
+    """As on a GPU: the first measurement makes more steps, and so does one after a bound that was too wide."""
+    calls = []
+    original = spectra.power
+
+    def power(matrices, vectors, generator, steps):
+        calls.append(4)
+        return original(matrices, vectors, generator, calls[-1])
+
+    monkeypatch.setattr(spectra, "power", power)
+    model, _, trainer, handler = make(batches, include="hidden.weight")
+    handler.attach(trainer)
+
+    @trainer.on(Events.ITERATION_COMPLETED)
+    def check(_):
+        got = numbers(handler)
+        assert abs(got["norm_max"] / sigma(model.hidden.weight) - 1) <= got["error_max"]
+        assert handler.iterations == 4
+
+    trainer.run(batches[:6])
+    assert set(calls) == {4}
+
+
+def test_names_that_tags_cannot_hold_and_parameters_that_come_and_go(batches):
+    model, _, trainer, handler = make(batches, updates=True, per_parameter=True)
+    handler.attach(trainer)
+    trainer.run(batches[:1])
+
+    @trainer.on(Events.ITERATION_STARTED(once=2))
+    def grow(_):
+        model.extra = nn.Linear(4, 290)
+        model.hidden.weight = nn.Parameter(model.hidden.weight.detach() * 2)
+
+    trainer.run(batches[:3])
+    got = numbers(handler)
+    assert got["norm/extra.weight"] == pytest.approx(sigma(model.extra.weight), rel=1e-4)
+    assert got["norm/hidden.weight"] == pytest.approx(sigma(model.hidden.weight), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"method": "lanczos"}, ValueError, "method"),
+        ({"method": 1}, TypeError, "method"),
+        ({"include": "("}, ValueError, "include"),
+        ({"exclude": 1}, TypeError, "exclude"),
+        ({"include": "nothing"}, ValueError, "two dimensions"),
+        ({"updates": 1}, TypeError, "updates"),
+        ({"per_parameter": "yes"}, TypeError, "per_parameter"),
+        ({"top_k": -1}, ValueError, "top_k"),
+        ({"top_k": 1.5}, TypeError, "top_k"),
+    ],
+)
+def test_bad_arguments(arguments, error, words):
+    with pytest.raises(error, match=words):
+        SpectralNormHandler(nn.Linear(2, 2), **arguments)
+
+
+def test_nothing_is_read_on_the_host(batches, monkeypatch):
+    """Where vectors are needed, too: what the CPU looks at costs nothing to know."""
+    model = Net()
+    handler = SpectralNormHandler(model, updates=True, per_parameter=True)
+    trainer = Engine(lambda *_: nn.init.normal_(model.hidden.weight, generator=torch.Generator().manual_seed(0)))
+    handler.attach(trainer)
+    reads = []
+    for name in ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "numpy", "cpu"):
+        original = getattr(torch.Tensor, name)
+        monkeypatch.setattr(
+            torch.Tensor, name, lambda self, *args, _original=original, **kwargs: (reads.append(1), _original(self))[1]
+        )
+    trainer.run(range(3))
+    assert reads == []
+    assert handler.iterations > 0

@@ -1,0 +1,146 @@
+"""One line attaches what most trainings want, and one takes it away."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ignite.engine import Engine, Events, create_supervised_trainer
+from ignite.handlers import Checkpoint, DiskSaver
+from torch import nn
+
+from ignite_monitor import GradMonitor, attach_monitors
+from tests._helpers import footprint, make_batches, make_trainer
+from tests.monitor.test_contract import ListLogger
+
+
+@pytest.fixture
+def parts():
+    return make_trainer()
+
+
+def families(named):
+    return {name.split("/")[0] for name in named}
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_who_watches_when_and_who_hears_of_it(parts, every):
+    model, optimizer, trainer = parts
+    loggers = [ListLogger(), ListLogger()]
+    attach_monitors(trainer, model, optimizer, loggers=loggers, every=every)
+    trainer.run(make_batches(8))
+    for logger in loggers:
+        steps = {family: [step for step, named in logger.written if family in families(named)] for family in
+                 ("grad", "monitor", "activation")}  # fmt: skip
+        assert steps["grad"] == list(range(1, 9))
+        assert steps["monitor"] == steps["activation"] == list(range(every, 9, every))
+    metrics = trainer.state.metrics
+    assert {f"activation/_root_/{name}" for name in ("std", "max_abs", "dead_fraction", "nonfinite_count")} <= {
+        *metrics
+    }
+    assert not any(name.endswith(("/mean", "/l2_norm")) for name in metrics if name.startswith("activation/"))
+
+
+def test_flag_is_there_and_nothing_is_skipped():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    flags, moved = [], []
+
+    def train_step(engine, batch):
+        before = model.weight.detach().clone()
+        optimizer.zero_grad()
+        F.mse_loss(model(batch[0]), batch[1]).backward()
+        flags.append(bool(engine.state.unhealthy_spike))
+        optimizer.step()
+        moved.append(not torch.equal(before, model.weight))
+
+    batches = [(torch.randn(8, 4), torch.randn(8, 2)) for _ in range(40)]
+    batches[30] = (batches[30][0], 1e4 * batches[30][1])
+    trainer = Engine(train_step)
+    attach_monitors(trainer, model, optimizer)
+    trainer.run(batches)
+    assert flags[30]
+    assert sum(flags[20:30]) <= 1
+    assert all(moved)
+
+
+@pytest.mark.parametrize("leave", ["with", "remove", "remove twice"])
+def test_leaves_as_it_came(parts, leave):
+    model, optimizer, trainer = parts
+    trainer.run(make_batches(2))
+    before = footprint(trainer, model, optimizer)
+    if leave == "with":
+        with attach_monitors(trainer, model, optimizer, loggers=ListLogger(), every=1):
+            trainer.run(make_batches(2))
+    else:
+        handle = attach_monitors(trainer, model, optimizer, loggers=ListLogger(), every=1)
+        trainer.run(make_batches(2))
+        handle.remove()
+        if leave == "remove twice":
+            handle.remove()
+    assert footprint(trainer, model, optimizer) == before
+
+
+def test_what_fails_half_way_leaves_nothing(parts):
+    model, optimizer, trainer = parts
+    GradMonitor(model, prefix="monitor").attach(trainer)
+    trainer.state.metrics.clear()
+    before = footprint(trainer, model, optimizer)
+    with pytest.raises(ValueError, match=r"claimed|prefix"):
+        attach_monitors(trainer, model, optimizer, loggers=ListLogger())
+    assert footprint(trainer, model, optimizer) == before
+
+
+@pytest.mark.parametrize(
+    ("bad", "error", "message"),
+    [
+        ({"trainer": None}, TypeError, "Argument trainer"),
+        ({"model": 3}, TypeError, "Argument model"),
+        ({"optimizer": None}, TypeError, "Argument optimizer"),
+        ({"scaler": 1}, TypeError, "Argument scaler"),
+        ({"loggers": 1}, TypeError, "Argument loggers"),
+        ({"loggers": [print]}, TypeError, "Argument loggers"),
+        ({"every": 0}, ValueError, "Argument every"),
+        ({"every": 2.0}, TypeError, "Argument every"),
+    ],
+)
+def test_bad_arguments_are_named(parts, bad, error, message):
+    model, optimizer, trainer = parts
+    given = {"trainer": trainer, "model": model, "optimizer": optimizer} | bad
+    before = footprint(trainer, model, optimizer)
+    with pytest.raises(error, match=message):
+        attach_monitors(**given)
+    assert footprint(trainer, model, optimizer) == before
+
+
+def test_resumes_from_a_checkpoint(tmp_path):
+    def run(handle_of, batches):
+        torch.manual_seed(0)
+        model = nn.Linear(6, 3)  # without dropout, which a resumed run would draw anew
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        trainer = create_supervised_trainer(model, optimizer, F.mse_loss)
+        handle = handle_of(trainer, model, optimizer)
+        norms = []
+        trainer.add_event_handler(
+            Events.ITERATION_COMPLETED, lambda e: norms.append(float(e.state.metrics.get("grad/mean", -1)))
+        )
+        trainer.run(batches)
+        return norms, {**handle.monitors, "model": model, "optimizer": optimizer}
+
+    batches = make_batches(30)
+    whole, _ = run(attach_monitors, batches)
+    _, saved = run(attach_monitors, batches[:20])
+    saver = Checkpoint(saved, DiskSaver(str(tmp_path)), filename_pattern="state.pt")
+    saver(Engine(lambda *_: None))
+
+    def resumed(trainer, model, optimizer):
+        handle = attach_monitors(trainer, model, optimizer)
+        Checkpoint.load_objects(
+            {**handle.monitors, "model": model, "optimizer": optimizer},
+            torch.load(tmp_path / "state.pt", weights_only=True),
+        )
+        return handle
+
+    rest, _ = run(resumed, batches[20:])
+    assert rest == whole[20:]

@@ -1,0 +1,1411 @@
+"""WeightUpdateHandler against what an independent float64 computation says of the same train steps."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import statistics
+from collections import Counter
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ignite.engine import Engine, Events
+from ignite.handlers.wandb_logger import OutputHandler, WandBLogger
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+
+from ignite_monitor import GradMonitor, MonitorEvents, StaticThreshold, WeightUpdateHandler
+
+KEYS = {
+    "grad_median", "grad_p95", "grad_min", "grad_max", "vanishing_count", "exploding_count",
+    "update_ratio_median", "update_ratio_p95", "update_ratio_min", "update_ratio_max", "frozen_count",
+}  # fmt: skip
+LOGGER = "ignite_monitor.weight_update.handler.WeightUpdateHandler"
+
+
+def make_model(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def make_batches(count: int, factor: float = 1.0):
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randn(8, 5, generator=generator), factor * torch.randn(8, 3, generator=generator))] * count
+
+
+def loss_of(model, batch):
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+def plain_step(model, optimizer):
+    def train_step(_, batch):
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+
+    return train_step
+
+
+def norm(tensor: Tensor) -> float:
+    tensor = tensor.detach().to_dense()
+    return math.sqrt(math.fsum(abs(x) ** 2 for x in tensor.flatten().tolist()))
+
+
+def wide(tensor: Tensor) -> Tensor:
+    return tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def summary(values) -> dict[str, float]:
+    values = sorted(values)
+    return {
+        "median": statistics.median(values),
+        "p95": values[math.ceil(95 * len(values) / 100) - 1],
+        "min": values[0],
+        "max": values[-1],
+    }
+
+
+class Watched:
+    """An engine with a handler, and for each iteration what is true (from whole copies) and what was published."""
+
+    def __init__(self, model, train_step, handler, event=Events.ITERATION_STARTED):
+        self.model, self.handler, self.engine = model, handler, Engine(train_step)
+        self.ratios: list[dict[str, float]] = []
+        self.norms: list[dict[str, float]] = []
+        self.published: list[dict[str, float]] = []
+        self.engine.add_event_handler(Events.ITERATION_STARTED, self._start)
+        handler.attach(self.engine, event)
+        self.engine.add_event_handler(MonitorEvents.GRADIENTS_READY, self._gradients)
+        self.engine.add_event_handler(Events.ITERATION_COMPLETED, self._complete)
+
+    def run(self, batches, **kwargs):
+        self.engine.run(batches, **kwargs)
+        return self
+
+    def _start(self, _):
+        self._before = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        self.norms.append({})
+
+    def _gradients(self, _):
+        scaler = self.handler.scaler
+        scale = scaler.get_scale() if scaler is not None else 1.0
+        self.norms[-1] = {n: norm(p.grad) / scale for n, p in self.model.named_parameters() if p.grad is not None}
+
+    def _complete(self, engine):
+        self.ratios.append({
+            name: norm(wide(p) - wide(self._before[name])) / (norm(self._before[name]) + self.handler.eps)
+            for name, p in self.model.named_parameters() if name in self._before
+        })  # fmt: skip
+        self.published.append({
+            name.removeprefix("monitor/"): float(value) for name, value in engine.state.metrics.items()
+        })  # fmt: skip
+
+    def check(self, *iterations: int, only=None, rel=1e-4):
+        """The published values of the iterations are those of the parameters that ``only`` accepts."""
+        for i in iterations or range(len(self.published)):
+            ratios = [ratio for name, ratio in self.ratios[i].items() if only is None or only(name)]
+            norms = [value for name, value in self.norms[i].items() if only is None or only(name)]
+            expected = {f"update_ratio_{kind}": value for kind, value in summary(ratios).items()}
+            expected |= {f"grad_{kind}": value for kind, value in summary(norms).items()}
+            got = {name: self.published[i][name] for name in expected}
+            assert got == pytest.approx(expected, rel=rel, abs=1e-12), i
+
+
+# The ratio
+
+
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
+    "SGD momentum decay": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "AdamW foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
+    "AdamW tensor lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01)),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+}
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["optimizer given", "not given"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_ratio_is_of_what_the_train_step_did(name, given):
+    model = make_model()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    handler = WeightUpdateHandler(model, optimizer if given else None, sample_size=None)
+    run = Watched(model, plain_step(model, optimizer), handler).run(make_batches(4))
+    assert all(values.keys() == KEYS for values in run.published)
+    run.check()
+
+
+def test_clipping_is_in_the_ratio_and_not_in_the_gradient():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train_step(_, batch):
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+
+    Watched(model, train_step, WeightUpdateHandler(model, optimizer)).run(make_batches(3, 10.0)).check()
+
+
+def test_what_a_backward_does_not_reach_is_not_measured_for_having_been_clipped_or_set_to_zero():
+    model = make_model()
+    first, last = (torch.optim.SGD(model[i].parameters(), lr=0.1) for i in (0, 3))
+    truth, published = [], []
+
+    def train_step(engine, batch):
+        model.zero_grad(set_to_none=False)
+        parts = [0, 3] if engine.state.iteration == 1 else [3]
+        norms = {}
+        for part in parts:
+            model[part](torch.randn(8, model[part].in_features)).square().mean().backward()
+            norms |= {name: norm(each.grad) for name, each in model[part].named_parameters(f"{part}")}
+            nn.utils.clip_grad_norm_(model[part].parameters(), 1e-3)
+        truth.append(norms)
+        for part, optimizer in ((0, first), (3, last)):
+            if part in parts:
+                optimizer.step()
+
+    engine = Engine(train_step)
+    handler = WeightUpdateHandler(model)
+    handler.attach(engine)
+    engine.add_event_handler(
+        Events.ITERATION_COMPLETED,
+        lambda _: published.append(
+            {name: each.grad_norm for name, each in handler.diagnostics.items() if not math.isnan(each.grad_norm)}
+        ),
+    )
+    engine.run(make_batches(3), max_epochs=1)
+    assert published == [pytest.approx(norms, rel=1e-5) for norms in truth]
+    assert handler.on_host()["monitor/vanishing_count"] == 0
+
+
+def test_parameter_groups_and_two_optimizers():
+    model = make_model()
+    first = torch.optim.SGD([
+        {"params": model[0].parameters(), "lr": 0.1},
+        {"params": model[1].parameters(), "lr": 0.0},
+    ])  # fmt: skip
+    second = torch.optim.AdamW(model[3].parameters())
+
+    def train_step(_, batch):
+        model.zero_grad()
+        loss_of(model, batch).backward()
+        first.step()
+        second.step()
+
+    handler = WeightUpdateHandler(model)
+    run = Watched(model, train_step, handler).run(make_batches(5))
+    ratios = [summary([r for name, r in step.items() if name[0] != "1"]) for step in run.ratios]
+    assert [values["update_ratio_min"] for values in run.published] == pytest.approx([r["min"] for r in ratios])
+    assert [values["frozen_count"] for values in run.published] == [0.0] * 5
+    assert math.isnan(handler.diagnostics["1.weight"].update_ratio)
+    assert not math.isnan(handler.diagnostics["1.weight"].grad_norm)
+
+    only = WeightUpdateHandler(model, second)
+    Watched(model, train_step, only).run(make_batches(3)).check(only=lambda name: name[0] == "3")
+
+
+@pytest.mark.parametrize("steps", [2, 5])
+def test_several_steps_in_one_iteration(steps):
+    model = make_model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+
+    def train_step(_, batch):
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            optimizer.step()
+
+    Watched(model, train_step, WeightUpdateHandler(model, optimizer)).run(make_batches(3)).check()
+
+
+def test_closure():
+    model = make_model()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+
+    def train_step(_, batch):
+        def closure():
+            optimizer.zero_grad()
+            loss = loss_of(model, batch)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+    Watched(model, train_step, WeightUpdateHandler(model, optimizer)).run(make_batches(3)).check()
+
+
+def test_weights_changed_by_hand_in_the_train_step_are_in_the_ratio():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = plain_step(model, optimizer)
+
+    def train_step(engine, batch):
+        step(engine, batch)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.clamp_(-0.2, 0.2)
+
+    Watched(model, train_step, WeightUpdateHandler(model, optimizer)).run(make_batches(3)).check()
+
+
+def test_ignites_own_trainer():
+    from ignite.engine import create_supervised_trainer
+
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = create_supervised_trainer(model, optimizer, nn.MSELoss())._process_function
+    Watched(model, step, WeightUpdateHandler(model, optimizer)).run(make_batches(3)).check()
+
+
+@pytest.mark.parametrize("sample_size", [256, 1024])
+def test_sampled_ratio_and_norm_are_within_the_stated_error(sample_size):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(40)))
+    for layer in model:
+        nn.init.normal_(layer.weight, std=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train_step(_, batch):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+
+    handler = WeightUpdateHandler(model, sample_size=sample_size)
+    run = Watched(model, train_step, handler).run(make_batches(1))
+    diagnostics = handler.diagnostics
+    off = [diagnostics[name].update_ratio / ratio - 1 for name, ratio in run.ratios[0].items()]
+    expected = 1 / math.sqrt(sample_size)
+    assert 0.6 * expected < math.sqrt(statistics.fmean(x * x for x in off)) < 1.4 * expected  # 40 of them: 11 %
+    off = [diagnostics[name].grad_norm / norm(parameter.grad) - 1 for name, parameter in model.named_parameters()]
+    assert math.sqrt(statistics.fmean(x * x for x in off)) < 1.4 / math.sqrt(2 * sample_size)
+
+
+def test_sampled_norms_are_unbiased_where_the_sample_is_not_much_smaller_than_the_tensor():
+    """One tap of three has all the weight, and strata of one and two elements take turns with them."""
+    names = [f"layer{i}" for i in range(40)]
+    model = nn.ModuleDict({name: nn.Conv1d(512, 512, 3, groups=512, bias=False) for name in names})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(0)
+
+    def uneven(like):
+        values = 0.05 * torch.randn(like.shape, generator=generator)
+        values[:, 0, 1] = torch.randn(512, generator=generator)
+        return values
+
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.ones_like(parameter))
+
+    def train_step(_, batch):
+        for parameter in model.parameters():
+            parameter.grad = uneven(parameter)
+        optimizer.step()
+
+    handler = WeightUpdateHandler(model)
+    run = Watched(model, train_step, handler).run(range(1))
+    diagnostics = handler.diagnostics
+    x = model["layer0"].weight.grad
+    claim = math.sqrt((float(x.pow(4).mean() / x.square().mean() ** 2) - 1) / (4 * 1024))
+    norms = [diagnostics[n].grad_norm / norm(p.grad) - 1 for n, p in model.named_parameters()]
+    ratios = [diagnostics[n].update_ratio / ratio - 1 for n, ratio in run.ratios[0].items()]
+    for off in (norms, ratios):
+        assert math.sqrt(statistics.fmean(each * each for each in off)) < 1.2 * claim
+        assert abs(statistics.fmean(off)) < 3 * claim / math.sqrt(40)
+
+
+def test_sample_of_a_parameter_is_the_same_under_every_wrapping():
+    def ratios(wrap):
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 5))
+        for seed, parameter in enumerate(model.parameters()):
+            nn.init.normal_(parameter, generator=torch.Generator().manual_seed(seed))
+        wrapped = wrap(model)
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+
+        def train_step(_, batch):
+            for seed, parameter in enumerate(model.parameters()):
+                parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
+            optimizer.step()
+
+        handler = WeightUpdateHandler(wrapped, sample_size=100)
+        engine = Engine(train_step)
+        handler.attach(engine)
+        engine.run([0])
+        return handler.diagnostics
+
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    plain = ratios(lambda model: model)
+    assert list(plain) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert ratios(nn.DataParallel) == plain
+    assert ratios(lambda model: torch.compile(model, backend="eager")) == plain
+    assert ratios(lambda model: torch.compile(nn.DataParallel(checkpoint_wrapper(model)), backend="eager")) == plain
+
+
+# What is frozen
+
+
+def frozen_counts(run):
+    return [values.get("frozen_count") for values in run.published]
+
+
+def still_step(model, optimizer, still, name="3.weight"):
+    """A train step in whose iterations ``still`` one parameter gets a gradient of 0."""
+
+    def train_step(engine, batch):
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        if engine.state.iteration in still:
+            dict(model.named_parameters())[name].grad.zero_()
+        optimizer.step()
+
+    return train_step
+
+
+def test_frozen_after_patience_and_thawed_as_soon_as_it_moves(caplog):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handler = WeightUpdateHandler(model, optimizer, frozen_patience_steps=3)
+    step = still_step(model, optimizer, still={2, 3, 5, 6, 7, 8, 10, 11, 12})
+    with caplog.at_level(logging.WARNING, LOGGER):
+        run = Watched(model, step, handler).run(make_batches(12))
+    assert frozen_counts(run) == [0, 0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 1]
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == 2
+    assert all("3.weight" in warning and "0.weight" not in warning for warning in warnings)
+    assert {name for name, each in handler.diagnostics.items() if each.is_frozen} == {"3.weight"}
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_frozen_because_no_gradient_reaches_it(given):
+    """As behind a ``detach()`` that should not be there: the optimizer passes over what has no gradient."""
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def train_step(engine, batch):
+        optimizer.zero_grad()
+        hidden = model[:3](batch[0])
+        F.mse_loss(model[3](hidden.detach() if engine.state.iteration > 2 else hidden), batch[1]).backward()
+        optimizer.step()
+
+    handler = WeightUpdateHandler(model, optimizer if given else None)
+    run = Watched(model, train_step, handler).run(make_batches(6))
+    assert frozen_counts(run) == [0, 0, 0, 0, 4, 4]
+    assert [values["update_ratio_min"] == 0 for values in run.published] == [False] * 2 + [True] * 4
+    diagnostics = handler.diagnostics
+    assert {name for name, each in diagnostics.items() if each.is_frozen} == {
+        f"{i}.{kind}" for i in (0, 1) for kind in ("weight", "bias")
+    }
+    assert math.isnan(diagnostics["0.weight"].grad_norm)
+    assert not diagnostics["0.weight"].is_vanishing
+
+
+@pytest.mark.parametrize("why", ["requires_grad", "no group", "lr 0", "tensor lr 0"])
+def test_not_frozen_because_it_was_not_to_move(why):
+    model = make_model()
+    head, rest = list(model[3].parameters()), list(model[:2].parameters())
+    groups = [{"params": rest}]
+    if why != "no group":
+        rate = {"lr 0": 0.0, "tensor lr 0": torch.tensor(0.0)}.get(why, 0.1)
+        groups.append({"params": head, "lr": rate})
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    if why == "requires_grad":
+        model[3].requires_grad_(False)
+
+    def train_step(_, batch):
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+
+    for given in (optimizer, None):
+        handler = WeightUpdateHandler(model, given)
+        run = Watched(model, train_step, handler).run(make_batches(5))
+        assert frozen_counts(run) == [0.0] * 5
+        assert all(values["update_ratio_min"] > 0 for values in run.published)
+        assert math.isnan(handler.diagnostics["3.weight"].update_ratio)
+        assert not handler.diagnostics["3.weight"].is_frozen
+
+
+def test_accumulation_iterations_have_gradients_and_no_ratio():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train_step(engine, batch):
+        loss_of(model, batch).backward()
+        if engine.state.iteration % 4 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    run = Watched(model, train_step, WeightUpdateHandler(model, optimizer)).run(make_batches(8))
+    gradient_keys = {key for key in KEYS if not key.startswith(("update", "frozen"))}
+    assert [set(values) for values in run.published] == ([gradient_keys] * 3 + [KEYS]) * 2
+    run.check(3, 7)
+    assert [v["grad_max"] for v in run.published] == pytest.approx([max(n.values()) for n in run.norms], rel=1e-5)
+    assert [frozen_counts(run)[i] for i in (3, 7)] == [0, 0]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_amp_overflow_is_no_step(fused):
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
+    scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
+
+    def train_step(engine, batch):
+        optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        if engine.state.iteration in (2, 3, 4, 5):
+            loss = loss * math.inf
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    handler = WeightUpdateHandler(model, optimizer, scaler=scaler, frozen_patience_steps=2)
+    run = Watched(model, train_step, handler).run(make_batches(7))
+    run.check(0, 5, 6)
+    for values in run.published[1:5]:
+        assert all(math.isnan(values.get(key, math.nan)) for key in KEYS - {"vanishing_count", "exploding_count"})
+        assert (values["vanishing_count"], values["exploding_count"]) == (0, 0)
+    assert [frozen_counts(run)[i] for i in (0, 5, 6)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("first", ["handler", "grad monitor"])
+@pytest.mark.parametrize("how", ["plain", "fused", "closure"])
+def test_step_that_grad_monitor_skipped_is_no_step(first, how):
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=how == "fused")
+
+    def train_step(engine, batch):
+        def closure():
+            optimizer.zero_grad()
+            loss = loss_of(model, batch) * (1e6 if engine.state.iteration in (3, 4, 5) else 1)
+            loss.backward()
+            return loss
+
+        if how != "closure":
+            closure()
+        optimizer.step(*[closure] * (how == "closure"))
+
+    handler = WeightUpdateHandler(model, optimizer, frozen_patience_steps=2)
+    monitor = GradMonitor(model, optimizer, skip_step=True, threshold=StaticThreshold(1e4))
+    run = Watched(model, train_step, handler)
+    if first == "grad monitor":
+        handler.detach()
+        monitor.attach(run.engine)
+        handler.attach(run.engine)
+    else:
+        monitor.attach(run.engine)
+    run.run(make_batches(7))
+    assert [max(ratios.values()) == 0 for ratios in run.ratios] == [False, False, True, True, True, False, False]
+    for i in (2, 3, 4):
+        run.published[i].setdefault("frozen_count", math.nan)
+        assert math.isnan(frozen_counts(run)[i])
+        assert math.isnan(run.published[i].get("update_ratio_max", math.nan))
+        assert run.published[i]["grad_max"] == pytest.approx(max(run.norms[i].values()), rel=1e-5)
+    assert [frozen_counts(run)[i] for i in (0, 1, 5, 6)] == [0] * 4
+    run.check(0, 1, 5, 6)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradients_hidden_by_a_users_own_hook_are_no_step(fused):
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    optimizer.register_step_pre_hook(lambda *_: model.zero_grad())
+    run = Watched(model, plain_step(model, optimizer), WeightUpdateHandler(model)).run(make_batches(4))
+    assert frozen_counts(run) == [None] * 4
+
+
+def test_patience_survives_a_checkpoint(tmp_path):
+    from ignite.handlers import Checkpoint, DiskSaver
+
+    def start():
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handler = WeightUpdateHandler(model, optimizer)
+        run = Watched(model, still_step(model, optimizer, still={2, 3, 4, 5}), handler)
+        return run, {"model": model, "optimizer": optimizer, "trainer": run.engine, "handler": handler}
+
+    run, to_save = start()
+    saver = Checkpoint(to_save, DiskSaver(tmp_path, require_empty=False), filename_pattern="c.pt")
+    run.engine.add_event_handler(Events.ITERATION_COMPLETED(once=3), saver)
+    run.run(make_batches(6), max_epochs=1)
+    resumed, to_load = start()
+    Checkpoint.load_objects(to_load, torch.load(tmp_path / "c.pt", weights_only=True))
+    resumed.run(make_batches(6), max_epochs=1)
+    assert frozen_counts(run) == [0, 0, 0, 1, 1, 0]
+    assert frozen_counts(resumed) == frozen_counts(run)[3:]
+
+
+def test_state_is_kept_by_name_through_wrapping_and_new_parameters():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handler = WeightUpdateHandler(model, optimizer)
+    Watched(model, still_step(model, optimizer, {1, 2}), handler).run(make_batches(2))
+    model.append(nn.Linear(3, 3))
+    wrapped = nn.DataParallel(model)
+    other = WeightUpdateHandler(wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1))
+    other.load_state_dict(handler.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train_step(_, batch):
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        model[3].weight.grad.zero_()
+        optimizer.step()
+
+    engine = Engine(train_step)
+    other.attach(engine)
+    engine.run(make_batches(1))
+    assert list(other.diagnostics) == [*handler.diagnostics, "4.weight", "4.bias"]
+    assert other.diagnostics["3.weight"].is_frozen
+    with pytest.raises(ValueError, match="names"):
+        WeightUpdateHandler(nn.Linear(2, 2)).load_state_dict(
+            WeightUpdateHandler(nn.Sequential(nn.Linear(2, 2))).state_dict()
+        )
+
+
+# Gradients
+
+
+def test_gradients_that_the_step_zeroes_at_its_end():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train_step(_, batch):
+        loss_of(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    Watched(model, train_step, WeightUpdateHandler(model)).run(make_batches(3)).check()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("unscale", [False, True])
+def test_gradients_are_unscaled_under_a_scaler(fused, unscale):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    scaler = GradScaler("cpu", init_scale=2.0**12, growth_interval=2)
+
+    def train_step(_, batch):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, batch)).backward()
+        if unscale:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+
+    Watched(model, train_step, WeightUpdateHandler(model, scaler=scaler)).run(make_batches(6)).check()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradients_set_by_hand(fused):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    norms = []
+
+    def train_step(_, batch):
+        gradients = torch.autograd.grad(loss_of(model, batch), list(model.parameters()))
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        norms.append(summary(map(norm, gradients)))
+        optimizer.step()
+
+    run = Watched(model, train_step, WeightUpdateHandler(model)).run(make_batches(3))
+    for values, expected in zip(run.published, norms, strict=True):
+        assert values["grad_max"] == pytest.approx(expected["max"], rel=1e-5)
+        assert values["grad_median"] == pytest.approx(expected["median"], rel=1e-5)
+
+
+def test_missing_gradient_is_neither_vanishing_nor_exploding_and_zero_is_vanishing():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    class Scale(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, factor):
+            ctx.factor = factor
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            return g * ctx.factor, None
+
+    unused, zero, large = (nn.Parameter(torch.ones(3)) for _ in range(3))
+    model.unused, model.zero, model.large = unused, zero, large
+    optimizer.add_param_group({"params": [unused, zero, large]})
+
+    def train_step(_, batch):
+        optimizer.zero_grad()
+        loss = loss_of(model, batch) + Scale.apply(zero, 0.0).sum() + Scale.apply(large, 1e3).sum()
+        loss.backward()
+        optimizer.step()
+
+    handler = WeightUpdateHandler(model, optimizer)
+    run = Watched(model, train_step, handler).run(make_batches(2))
+    assert [(v["vanishing_count"], v["exploding_count"]) for v in run.published] == [(1, 1)] * 2
+    diagnostics = handler.diagnostics
+    assert math.isnan(diagnostics["unused"].grad_norm)
+    assert not (diagnostics["unused"].is_vanishing)
+    assert not (diagnostics["unused"].is_exploding)
+    assert (diagnostics["zero"].is_vanishing, diagnostics["large"].is_exploding) == (True, True)
+    assert diagnostics["large"].grad_norm == pytest.approx(1e3 * math.sqrt(3))
+
+
+def test_non_finite_gradient_is_exploding():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def train_step(_, batch):
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        model[0].bias.grad[0] = math.nan
+        optimizer.step()
+
+    handler = WeightUpdateHandler(model, optimizer)
+    engine = Engine(train_step)
+    handler.attach(engine)
+    engine.run([(torch.full((8, 5), math.nan), torch.zeros(8, 3))])
+    assert float(handler.metrics["monitor/exploding_count"]) == 6
+
+
+def test_of_two_backward_passes_the_one_that_the_step_used_counts():
+    """A GAN's generator sends gradients into its discriminator after the discriminator's step."""
+    model, other = make_model(), nn.Linear(5, 5)
+    optimizer, others = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(other.parameters(), lr=0.1)
+    norms = []
+
+    def train_step(_, batch):
+        model.zero_grad()
+        loss_of(model, batch).backward()
+        norms.append(max(norm(p.grad) for p in model.parameters()))
+        optimizer.step()
+        (1e3 * model(other(batch[0]))).square().mean().backward()
+        others.step()
+
+    run = Watched(model, train_step, WeightUpdateHandler(model, optimizer)).run(make_batches(3))
+    assert [values["grad_max"] for values in run.published] == pytest.approx(norms, rel=1e-5)
+
+
+def gradient_norms(handler):
+    return {name: each.grad_norm for name, each in handler.diagnostics.items()}
+
+
+def two_parts():
+    torch.manual_seed(0)
+    return nn.ModuleDict({"a": nn.Linear(4, 3, bias=False), "b": nn.Linear(4, 3, bias=False)})
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_gradient_left_over_from_an_earlier_iteration_has_no_norm(given):
+    """Tasks in turn, of which only the one whose turn it is has its head zeroed and stepped."""
+    model = two_parts()
+    optimizers = {name: torch.optim.SGD(part.parameters(), lr=0.1) for name, part in model.items()}
+    everything = torch.optim.SGD(model.parameters(), lr=0.1)
+    handler = WeightUpdateHandler(model, everything if given else None)
+    seen = []
+
+    def train_step(engine, batch):
+        name = "ab"[engine.state.iteration % 2]
+        optimizers[name].zero_grad()
+        model[name](torch.ones(2, 4)).square().sum().backward()
+        seen.append({f"{name}.weight": norm(model[name].weight.grad)})
+        optimizers[name].step()
+
+    engine = Engine(train_step)
+    handler.attach(engine)
+
+    @engine.on(Events.ITERATION_COMPLETED)
+    def look(_):
+        got = {name: value for name, value in gradient_norms(handler).items() if not math.isnan(value)}
+        assert got == pytest.approx(seen[-1])
+        assert float(handler.metrics["monitor/grad_min"]) == pytest.approx(min(seen[-1].values()))
+
+    engine.run(range(5))
+    assert len(seen) == 5
+
+
+def test_optimizer_that_steps_every_third_iteration_has_norms_in_these_alone():
+    model = two_parts()
+    handler = WeightUpdateHandler(model)
+    optimizers = {name: torch.optim.Adam(part.parameters()) for name, part in model.items()}
+
+    def train_step(engine, batch):
+        for name in "ab"[engine.state.iteration % 3 != 0 :]:
+            optimizers[name].zero_grad()
+            model[name](torch.ones(2, 4)).square().sum().backward()
+            optimizers[name].step()
+
+    engine, has_norm = Engine(train_step), []
+    handler.attach(engine)
+
+    @engine.on(Events.ITERATION_COMPLETED)
+    def look(_):
+        has_norm.append([not math.isnan(value) for value in gradient_norms(handler).values()])
+
+    engine.run(range(6))
+    assert has_norm == [[False, True], [False, True], [True, True]] * 2
+
+
+@pytest.mark.parametrize("none", [True, False])
+def test_two_optimizers_with_a_backward_each_in_one_iteration(none):
+    model, true = two_parts(), {}
+    optimizers = {name: torch.optim.SGD(part.parameters(), lr=0.1) for name, part in model.items()}
+
+    def train_step(_, batch):
+        for name, optimizer in optimizers.items():
+            model[name](torch.ones(2, 4)).square().sum().backward()
+            true[f"{name}.weight"] = norm(model[name].weight.grad)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=none)
+
+    handler = WeightUpdateHandler(model)
+    run = Watched(model, train_step, handler).run(range(3))
+    assert gradient_norms(handler) == pytest.approx(true)
+    assert run.published[-1]["vanishing_count"] == 0
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.0])
+def test_gan_with_one_handler_has_the_norms_of_each_models_own_step(rate):
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"G": nn.Linear(2, 3, bias=False), "D": nn.Linear(3, 1, bias=False)})
+    of_g = torch.optim.SGD(model["G"].parameters(), lr=0.1)
+    of_d = torch.optim.SGD(model["D"].parameters(), lr=rate)
+    true = {}
+
+    def train_step(_, batch):
+        fake = model["G"](torch.randn(8, 2))
+        of_d.zero_grad()
+        (model["D"](fake.detach()).square().mean() - model["D"](torch.ones(8, 3)).mean()).backward()
+        true["D.weight"] = norm(model["D"].weight.grad)
+        of_d.step()
+        of_g.zero_grad()
+        (-1e3 * model["D"](fake)).mean().backward()
+        true["G.weight"] = norm(model["G"].weight.grad)
+        of_g.step()
+
+    handler = WeightUpdateHandler(model)
+    Watched(model, train_step, handler).run(range(3))
+    assert gradient_norms(handler) == pytest.approx(true)
+
+
+@pytest.mark.parametrize("sample_size", [None, 8])
+def test_optimizers_that_step_in_backward(sample_size):
+    model, true = make_model(), {}
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
+
+    def step(parameter):
+        true[names[parameter]] = norm(parameter.grad)
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    handler = WeightUpdateHandler(model, sample_size=sample_size)
+    Watched(model, lambda _, batch: loss_of(model, batch).backward(), handler).run(make_batches(3))
+    exact = [name for name, parameter in model.named_parameters() if sample_size is None or parameter.numel() <= 8]
+    got = gradient_norms(handler)
+    assert {name: got[name] for name in exact} == pytest.approx({name: true[name] for name in exact})
+    assert got == pytest.approx(true, rel=0.9)
+
+
+def test_gradients_set_by_hand_after_a_backward():
+    model, norms = make_model(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train_step(_, batch):
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        for parameter in model.parameters():
+            parameter.grad = 1e-3 * parameter.grad
+        norms.append(max(norm(parameter.grad) for parameter in model.parameters()))
+        optimizer.step()
+
+    run = Watched(model, train_step, WeightUpdateHandler(model, optimizer)).run(make_batches(3))
+    assert [values["grad_max"] for values in run.published] == pytest.approx(norms, rel=1e-5)
+
+
+def test_zero_gradients_of_parameters_that_need_none_do_not_vanish():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train_step(engine, batch):
+        model[0].requires_grad_(engine.state.iteration < 2)
+        optimizer.zero_grad(set_to_none=False)
+        loss_of(model, batch).backward()
+        optimizer.step()
+
+    handler = WeightUpdateHandler(model, optimizer)
+    run = Watched(model, train_step, handler).run(make_batches(4))
+    assert [values["vanishing_count"] for values in run.published] == [0] * 4
+    assert math.isnan(handler.diagnostics["0.weight"].grad_norm)
+
+
+def test_gradients_are_each_measured_once_in_an_ordinary_iteration(monkeypatch):
+    from ignite_monitor.model.samples import ParameterSamples
+
+    asked, original = [], ParameterSamples.gradient_norms
+    monkeypatch.setattr(
+        ParameterSamples, "gradient_norms", lambda self, g: asked.append(sorted(g)) or original(self, g)
+    )
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train_step(_, batch):
+        loss_of(model, batch).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+    Watched(model, train_step, WeightUpdateHandler(model)).run(make_batches(3)).check()
+    assert asked == [list(range(6))] * 3
+
+
+# Low precision
+
+
+def test_bfloat16_update_below_rounding_is_said_to_be(caplog):
+    model = make_model().to(torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-7)
+    batches = [(x.bfloat16(), y.bfloat16()) for x, y in make_batches(4)]
+    handler = WeightUpdateHandler(model, optimizer)
+    with caplog.at_level(logging.WARNING, LOGGER):
+        Watched(model, plain_step(model, optimizer), handler).run(batches)
+    text = " ".join(record.getMessage() for record in caplog.records)
+    assert "3.weight" in text
+    assert "rounding" in text
+
+
+class MasterSGD(torch.optim.Optimizer):
+    """Updates float32 copies of low-precision weights, as mixed-precision optimizers do."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    master = state.setdefault("master_param", parameter.detach().float().clone())
+                    master.sub_(parameter.grad.float(), alpha=group["lr"])
+                    parameter.copy_(master)
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_bfloat16_with_a_master_copy_has_its_ratio(given, caplog):
+    model = make_model().to(torch.bfloat16)
+    optimizer = MasterSGD(model.parameters(), lr=1e-5)
+    batches = [(x.bfloat16(), y.bfloat16()) for x, y in make_batches(5)]
+    expected = []
+
+    def train_step(_, batch):
+        before = [optimizer.state[p]["master_param"].clone() if p in optimizer.state else p.detach().float()
+                  for p in model.parameters()]  # fmt: skip
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+        after = [optimizer.state[p]["master_param"] for p in model.parameters()]
+        expected.append(summary([norm(b.double() - a.double()) / (norm(a) + 1e-12)
+                                 for a, b in zip(before, after, strict=True)]))  # fmt: skip
+
+    handler = WeightUpdateHandler(model, optimizer if given else None)
+    with caplog.at_level(logging.WARNING, LOGGER):
+        run = Watched(model, train_step, handler).run(batches)
+    assert [values["update_ratio_max"] for values in run.published] == pytest.approx(
+        [values["max"] for values in expected], rel=1e-3
+    )
+    assert frozen_counts(run) == [0] * 5
+    assert not caplog.records
+
+
+def test_master_copy_that_is_older_than_the_run(caplog):
+    model = make_model().to(torch.bfloat16)
+    optimizer = MasterSGD(model.parameters(), lr=1e-5)
+    batches = [(x.bfloat16(), y.bfloat16()) for x, y in make_batches(3)]
+    expected, got = [], []
+
+    def train_step(_, batch):
+        before = [
+            optimizer.state.get(p, {}).get("master_param", p.detach().float()).clone() for p in model.parameters()
+        ]
+        plain_step(model, optimizer)(_, batch)
+        after = [optimizer.state[p]["master_param"] for p in model.parameters()]
+        ratios = [norm(b.double() - a.double()) / (norm(a) + 1e-12) for a, b in zip(before, after, strict=True)]
+        expected.append(summary(ratios)["max"])
+
+    engine = Engine(train_step)
+    handler = WeightUpdateHandler(model)
+    handler.attach(engine)
+    engine.add_event_handler(
+        Events.ITERATION_COMPLETED, lambda _: got.append(float(handler.metrics["monitor/update_ratio_max"]))
+    )
+    for _ in range(3):
+        engine.run(batches, max_epochs=1)
+    assert got == pytest.approx(expected, rel=1e-3)
+
+
+# Unusual parameters
+
+
+def test_tied_parameters_count_once():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 3))
+    model[1].weight = model[0].weight
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handler = WeightUpdateHandler(model, optimizer)
+    Watched(model, plain_step(model, optimizer), handler).run(make_batches(3)).check()
+    assert list(handler.diagnostics) == ["0.weight", "0.bias", "1.bias", "2.weight", "2.bias"]
+
+
+def test_empty_scalar_integer_and_complex_parameters():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(5, 3)
+            self.empty = nn.Parameter(torch.zeros(0, 3))
+            self.scalar = nn.Parameter(torch.tensor(2.0))
+            self.complex = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+            self.integer = nn.Parameter(torch.arange(3), requires_grad=False)
+
+        def forward(self, x):
+            return self.scalar * self.inner(x) + self.complex.abs() + self.empty.sum()
+
+    torch.manual_seed(0)
+    model = Odd()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    handler = WeightUpdateHandler(model, optimizer)
+    run = Watched(model, plain_step(model, optimizer), handler).run(make_batches(4))
+    run.check(only=lambda name: name not in ("empty", "integer"))
+    assert frozen_counts(run) == [0] * 4
+    assert math.isnan(handler.diagnostics["empty"].update_ratio)
+    assert math.isnan(handler.diagnostics["integer"].update_ratio)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.complex32], ids=str)
+def test_parameters_of_dtypes_that_torch_does_not_compute_with_are_left_alone(dtype):
+    model = make_model()
+    model.scaled = nn.Parameter(torch.zeros(2000).to(dtype), requires_grad=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    forward = nn.Sequential(*list(model)[:4])
+    handler = WeightUpdateHandler(model, sample_size=4)
+    run = Watched(forward, plain_step(forward, optimizer), handler).run(make_batches(2))
+    assert run.published[-1]["update_ratio_min"] > 0
+    assert math.isnan(handler.diagnostics["scaled"].update_ratio)
+
+
+@pytest.mark.parametrize("how", ["weight_norm", "bare"])
+def test_table_that_is_no_embeddings_weight(how):
+    torch.manual_seed(0)
+    model = (
+        nn.utils.parametrizations.weight_norm(nn.Embedding(5000, 8), dim=None) if how == "weight_norm" else nn.Module()
+    )
+    if how == "bare":
+        model.table = nn.Parameter(torch.randn(5000, 8))
+        model.forward = lambda x: F.embedding(x, model.table)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.ndim == 2], lr=0.1)
+
+    def train_step(_, batch):
+        optimizer.zero_grad()
+        model(torch.tensor([11, 2500])).square().sum().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():  # what the norm does to the other rows
+                mask = torch.zeros_like(parameter)
+                mask.view(len(mask) if mask.ndim else 1, -1)[[11, 2500] if mask.ndim else [0]] = 1
+                parameter.grad *= mask
+        optimizer.step()
+
+    handler = WeightUpdateHandler(model, sample_size=64, frozen_patience_steps=1)
+    run = Watched(model, train_step, handler).run(range(3))
+    assert frozen_counts(run) == [0] * 3
+    assert run.published[-1]["vanishing_count"] == 0
+
+
+@pytest.mark.parametrize("sample_size", [None, 16])
+@pytest.mark.parametrize("mode", ["sparse", "dense", "bag"])
+def test_embedding_of_which_a_step_touches_few_rows(mode, sample_size):
+    torch.manual_seed(0)
+    kind = nn.EmbeddingBag if mode == "bag" else nn.Embedding
+    model = nn.Sequential(kind(500, 8, sparse=mode != "dense"), nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train_step(_, batch):
+        optimizer.zero_grad()
+        out = model(torch.tensor([[3, 3, 7, 200]]))
+        out.square().sum().backward()
+        optimizer.step()
+
+    handler = WeightUpdateHandler(model, optimizer, sample_size=sample_size, frozen_patience_steps=1)
+    run = Watched(model, train_step, handler).run(make_batches(4))
+    assert frozen_counts(run) == [0] * 4
+    got = handler.diagnostics["0.weight"]
+    # 3 of 500 sampled rows have moved, by numbers of which the sample has one each
+    assert got.update_ratio == pytest.approx(run.ratios[-1]["0.weight"], rel=1e-4 if sample_size is None else 0.7)
+    exact = sample_size is None or mode != "dense"
+    assert got.grad_norm == pytest.approx(run.norms[-1]["0.weight"], rel=1e-4 if exact else 0.7)
+
+
+def test_non_contiguous_weights_and_gradients():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.LazyLinear(3))
+    model(torch.randn(2, 3, 5, 5))
+    model.to(memory_format=torch.channels_last)
+    model[2].weight.data = model[2].weight.data.t().contiguous().t()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = [(torch.randn(2, 3, 5, 5), torch.randn(2, 3))] * 3
+    for sample_size in (None, 10_000):
+        handler = WeightUpdateHandler(model, sample_size=sample_size)
+        Watched(model, plain_step(model, optimizer), handler).run(batches).check()
+
+
+@pytest.mark.parametrize("when", ["between epochs", "in a train step"])
+def test_parameter_added_after_attach(when, caplog):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = plain_step(model, optimizer)
+    done = []
+
+    def grow():
+        done.append(True)
+        model.append(nn.Linear(3, 3))
+        optimizer.add_param_group({"params": list(model[4].parameters())})
+
+    def train_step(engine, batch):
+        if when == "in a train step" and engine.state.iteration == 3:
+            grow()
+        step(engine, batch)
+
+    handler = WeightUpdateHandler(model, optimizer)
+    run = Watched(model, train_step, handler)
+    run.engine.add_event_handler(Events.EPOCH_STARTED(once=2), lambda _: when == "between epochs" and grow())
+    with caplog.at_level(logging.WARNING, LOGGER):
+        run.run(make_batches(2), max_epochs=3)
+    run.check(0, 1, 3 if when == "in a train step" else 2, 5)
+    (record,) = caplog.records
+    assert "added" in record.getMessage()
+    assert "4.weight, 4.bias" in record.getMessage()
+    assert "4.weight" in handler.diagnostics
+
+
+def test_patience_stays_with_its_parameter_when_one_is_added_before_it():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handler = WeightUpdateHandler(model, optimizer, frozen_patience_steps=4)
+    run = Watched(model, still_step(model, optimizer, still=range(2, 9)), handler)
+
+    @run.engine.on(Events.ITERATION_COMPLETED(once=3))
+    def grow(_):
+        model[0].extra = nn.Parameter(torch.ones(2))
+
+    run.run(make_batches(6))
+    assert frozen_counts(run) == [0, 0, 0, 0, 1, 1]
+    assert [name for name, each in handler.diagnostics.items() if each.is_frozen] == ["3.weight"]
+
+
+def test_parameter_replaced_or_removed():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = Watched(model, lambda e, b: plain_step(model, optimizer)(e, b), WeightUpdateHandler(model))
+    run.run(make_batches(2))
+    model[3] = nn.Linear(7, 3, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.run(make_batches(2)).check()
+
+
+def test_names_that_a_tag_cannot_hold():
+    model = nn.ModuleDict({"a b": nn.Linear(5, 3), "a_b": nn.Linear(5, 3), "é": nn.Linear(5, 3)})
+    model.forward = lambda x: sum(each(x) for each in model.values())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handler = WeightUpdateHandler(model, top_k=9)
+    Watched(model, plain_step(model, optimizer), handler).run(make_batches(1))
+    assert handler.diagnostics.keys() == {f"{name}.{kind}" for name in model for kind in ("weight", "bias")}
+    assert {name for name in handler.metrics if "topk" in name} == {
+        f"monitor/topk_grad/{name}" for name in
+        ("a_b.weight", "a_b.bias", "a_b.weight_2", "a_b.bias_2", "_.weight", "_.bias")
+    }  # fmt: skip
+
+
+# Names, loggers and synchronisations
+
+
+class Reads(Counter):
+    """Counts every way in which Python reads a tensor's value on the host."""
+
+    NAMES = (
+        "item", "tolist", "__bool__", "__int__", "__float__", "__index__", "numpy", "cpu", "is_nonzero", "equal",
+        "__contains__", "__format__", "__array__",
+    )  # fmt: skip
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    counts = Reads()
+
+    def counting(name, original):
+        def wrapped(self, *args, **kwargs):
+            counts[name] += 1
+            return original(self, *args, **kwargs)
+
+        return wrapped
+
+    for name in Reads.NAMES:
+        monkeypatch.setattr(Tensor, name, counting(name, getattr(Tensor, name)), raising=False)
+    return counts
+
+
+def wandb(logged):
+    logger = MagicMock(spec=WandBLogger)
+    logger.log = lambda named, step, sync=None: logged.append(named)
+    logger.attach_output_handler = lambda engine, event, **kwargs: WandBLogger.attach(
+        logger, engine, OutputHandler(**kwargs), event
+    )
+    return logger
+
+
+@pytest.mark.parametrize("top_k", [0, 2, 5])
+def test_named_keys(top_k):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train_step(engine, batch):
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        if engine.state.iteration > 2:
+            model[3].bias.grad.zero_()
+        model[3].weight.grad.zero_()
+        model[0].weight.grad.zero_()
+        optimizer.step()
+
+    handler = WeightUpdateHandler(model, optimizer, top_k=top_k, frozen_patience_steps=2)
+    logged: list[dict[str, float]] = []
+    run = Watched(model, train_step, handler)
+    handler.log_to(wandb(logged), run.engine)
+    run.run(make_batches(6))
+    for i, named in enumerate(logged):
+        gradients = {name: value for name, value in named.items() if "topk_grad" in name}
+        largest = sorted(run.norms[i].items(), key=lambda pair: -pair[1])[:top_k]
+        assert gradients == pytest.approx({f"monitor/topk_grad/{name}": value for name, value in largest}, rel=1e-5)
+        frozen = {name: value for name, value in named.items() if "topk_frozen" in name}
+        still = {"0.weight": i + 1, "3.weight": i + 1, "3.bias": i - 1}
+        expected = [(name, count) for name, count in still.items() if count >= 2][:top_k]
+        assert frozen == {f"monitor/topk_frozen/{name}": count for name, count in expected}
+        assert len(named) == 11 + len(gradients) + len(frozen)
+    assert {name: float(value) for name, value in run.engine.state.metrics.items()} == logged[-1]
+
+
+@pytest.mark.parametrize("sample_size", [4, 1024])
+def test_nothing_is_read_on_the_host_without_a_logger(reads, sample_size):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = Engine(plain_step(model, optimizer))
+    WeightUpdateHandler(model, optimizer, sample_size=sample_size).attach(engine)
+    reads.clear()
+    engine.run(make_batches(10))
+    assert reads == {}
+
+
+def test_one_transfer_for_any_number_of_loggers(reads):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = Engine(plain_step(model, optimizer))
+    handler = WeightUpdateHandler(model, optimizer)
+    handler.attach(engine)
+    GradMonitor(model).attach(engine)
+    logged: list[dict[str, float]] = []
+    for _ in range(3):
+        handler.log_to(wandb(logged), engine)
+    each = []
+    engine.add_event_handler(Events.ITERATION_STARTED, lambda _: reads.clear())
+    engine.add_event_handler(Events.ITERATION_COMPLETED, lambda _: each.append(dict(reads)))
+    engine.run(make_batches(4))
+    assert each == [{"tolist": 1}] * 4
+    assert len(logged) == 12
+
+
+@pytest.mark.parametrize("log_first", [False, True])
+def test_logger_on_train_step_completed_sees_this_iteration(log_first):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = Engine(plain_step(model, optimizer))
+    handler = WeightUpdateHandler(model, optimizer, top_k=0)
+    logged: list[dict[str, float]] = []
+    steps = [
+        lambda: handler.log_to(wandb(logged), engine, MonitorEvents.TRAIN_STEP_COMPLETED),
+        lambda: handler.attach(engine, Events.ITERATION_STARTED(every=2)),
+    ]
+    for step in steps if log_first else reversed(steps):
+        step()
+    engine.run(make_batches(4))
+    assert len(logged) == 2
+    assert logged[-1] == {name: float(value) for name, value in handler.metrics.items()}
+
+
+def test_diagnostics_are_python_numbers_before_during_and_after_a_run():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handler = WeightUpdateHandler(model, optimizer)
+    for each in handler.diagnostics.values():
+        assert math.isnan(each.grad_norm)
+        assert math.isnan(each.update_ratio)
+        assert not (each.is_vanishing)
+        assert not (each.is_exploding)
+        assert not (each.is_frozen)
+    run = Watched(model, plain_step(model, optimizer), handler).run(make_batches(3))
+    after = handler.diagnostics
+    for name, each in after.items():
+        assert [type(value) for value in each] == [float, float, bool, bool, bool]
+        assert each.update_ratio == pytest.approx(run.ratios[-1][name], rel=1e-4)
+        assert each.grad_norm == pytest.approx(run.norms[-1][name], rel=1e-4)
+    handler.detach()
+    assert handler.diagnostics == after
+
+
+def test_run_without_an_optimizer_step_says_so_once(caplog):
+    model = make_model()
+    engine = Engine(lambda _, batch: loss_of(model, batch).backward())
+    WeightUpdateHandler(model).attach(engine)
+    with caplog.at_level(logging.WARNING, LOGGER):
+        engine.run(make_batches(3))
+    (record,) = caplog.records
+    assert "optimizer step" in record.getMessage()
+
+
+def test_learning_rate_of_0_throughout_is_no_reason_for_a_warning(caplog):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with caplog.at_level(logging.WARNING, LOGGER):
+        run = Watched(model, plain_step(model, optimizer), WeightUpdateHandler(model)).run(make_batches(3))
+    assert frozen_counts(run) == [None] * 3
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("sample_size", [8, None])
+def test_memory_is_that_of_the_sample_and_allocated_once(sample_size):
+    model = nn.Sequential(nn.Linear(5, 300), nn.Linear(300, 300), nn.Linear(300, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    handler = WeightUpdateHandler(model, optimizer, sample_size=sample_size)
+    engine = Engine(plain_step(model, optimizer))
+    handler.attach(engine)
+    held = []
+
+    @engine.on(Events.ITERATION_COMPLETED)
+    def look(_):
+        groups = handler._step.samples._groups
+        held.append([buffer.data_ptr() for group in groups for buffer in (group.before, group.now)])
+        elements = sum(group.before.numel() + group.now.numel() for group in groups)
+        assert elements == 2 * (
+            300 + 8 + 300 + 8 + 8 + 3 if sample_size else sum(p.numel() for p in model.parameters())
+        )
+
+    engine.run(make_batches(3))
+    assert held[0] == held[1] == held[2]
+    assert handler._step is None
+
+
+def test_model_of_several_dtypes():
+    model = make_model()
+    model[3].double()
+    model[2].forward = lambda x: x.tanh().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = [(x, y.double()) for x, y in make_batches(3)]
+    Watched(model, plain_step(model, optimizer), WeightUpdateHandler(model)).run(batches).check()
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "name"),
+    [
+        ({"optimizer": 1}, TypeError, "optimizer"),
+        ({"optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters())}, ValueError, "optimizer"),
+        ({"scaler": 1}, TypeError, "scaler"),
+        ({"sample_size": 0}, ValueError, "sample_size"),
+        ({"sample_size": 1.5}, TypeError, "sample_size"),
+        ({"sample_size": True}, TypeError, "sample_size"),
+        ({"vanishing_grad_threshold": -1.0}, ValueError, "vanishing_grad_threshold"),
+        ({"vanishing_grad_threshold": 1e3}, ValueError, "vanishing_grad_threshold"),
+        ({"exploding_grad_threshold": "1"}, TypeError, "exploding_grad_threshold"),
+        ({"exploding_grad_threshold": math.nan}, ValueError, "exploding_grad_threshold"),
+        ({"frozen_update_ratio_threshold": -1e-9}, ValueError, "frozen_update_ratio_threshold"),
+        ({"frozen_patience_steps": 0}, ValueError, "frozen_patience_steps"),
+        ({"frozen_patience_steps": 2.0}, TypeError, "frozen_patience_steps"),
+        ({"top_k": -1}, ValueError, "top_k"),
+        ({"eps": 0}, ValueError, "eps"),
+        ({"eps": None}, TypeError, "eps"),
+        ({"prefix": 3}, TypeError, "prefix"),
+        ({"prefix": ""}, ValueError, "prefix"),
+        ({"model": 3}, TypeError, "model"),
+    ],
+)
+def test_bad_arguments(arguments, error, name):
+    with pytest.raises(error, match=name):
+        WeightUpdateHandler(**{"model": make_model(), **arguments})
+
+
+@pytest.mark.parametrize(
+    ("damaged", "error"),
+    [
+        ({"names": 3}, TypeError),
+        ({"names": "abcd"}, TypeError),
+        ({"names": [1, 2]}, TypeError),
+        ({"still": "xx"}, TypeError),
+        ({"still": None}, TypeError),
+        ({"still": torch.tensor([math.nan, 0.0])}, ValueError),
+        ({"still": torch.tensor([0.0, -1.0])}, ValueError),
+        ({"still": torch.tensor([0.0, math.inf])}, ValueError),
+        ({"still": torch.zeros(3)}, ValueError),
+    ],
+)
+def test_damaged_state(damaged, error):
+    handler = WeightUpdateHandler(nn.Linear(2, 2))
+    with pytest.raises(error, match="state_dict"):
+        handler.load_state_dict(handler.state_dict() | damaged)
+
+
+def test_default_device_is_of_no_concern():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = make_batches(3)
+    torch.set_default_device("meta")
+    try:
+        handler = WeightUpdateHandler(model, optimizer, sample_size=8)
+        other = WeightUpdateHandler(model)
+        engine = Engine(plain_step(model, optimizer))
+        handler.attach(engine)
+        logged: list[dict[str, float]] = []
+        handler.log_to(wandb(logged), engine)
+        engine.run(batches, max_epochs=1)
+        other.load_state_dict(handler.state_dict())
+    finally:
+        torch.set_default_device(None)
+    assert all(0 < named["monitor/update_ratio_min"] < 1 for named in logged)
+    assert len(logged) == 3
+
+
+def test_arguments_after_the_second_are_keyword_only():
+    model = make_model()
+    with pytest.raises(TypeError):
+        WeightUpdateHandler(model, torch.optim.SGD(model.parameters()), None)
+
+
+def test_training_is_untouched():
+    def train(watched):
+        model = make_model()
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        engine = Engine(plain_step(model, optimizer))
+        if watched:
+            WeightUpdateHandler(model, optimizer, sample_size=3).attach(engine)
+        engine.run(make_batches(5))
+        return copy.deepcopy([list(model.parameters()), optimizer.state_dict()["state"], torch.get_rng_state()])
+
+    torch.testing.assert_close(train(True), train(False), rtol=0, atol=0)
