@@ -9,12 +9,6 @@ from numbers import Integral, Real
 def check_real(name: str, value: object, *, above: float = -math.inf, below: float = math.inf) -> float:
     """The argument as a float.
 
-    Args:
-        name: how the argument is called.
-        value: what was given for it.
-        above: what it has to be greater than.
-        below: what it has to be less than.
-
     Raises:
         TypeError: if it is not a real number.
         ValueError: if it is NaN or not between the bounds.
@@ -31,11 +25,6 @@ def check_real(name: str, value: object, *, above: float = -math.inf, below: flo
 def check_count(name: str, value: object, *, least: int = 0) -> int:
     """The argument as an int.
 
-    Args:
-        name: how the argument is called.
-        value: what was given for it.
-        least: the smallest number allowed.
-
     Raises:
         TypeError: if it is not an integer.
         ValueError: if it is smaller than ``least``.
@@ -49,12 +38,6 @@ def check_count(name: str, value: object, *, least: int = 0) -> int:
 
 def check_type(name: str, value: object, kind: type, described: str) -> None:
     """Refuse an argument of another type.
-
-    Args:
-        name: how the argument is called.
-        value: what was given for it.
-        kind: the type it has to be.
-        described: how messages call that type.
 
     Raises:
         TypeError: if it is of another type.

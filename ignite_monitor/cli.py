@@ -328,9 +328,6 @@ def _progress(names: list[str]) -> Iterator[str]:
 def _one_line(path: str) -> Iterator[None]:
     """Turn what bad input raises into one line that names the file.
 
-    Args:
-        path: the file.
-
     Raises:
         BadInput: if that is what was raised.
         BrokenPipeError: if the reader of the output has gone.

@@ -6,6 +6,8 @@ import ast
 import importlib
 import inspect
 import pkgutil
+import re
+from enum import Enum
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -213,3 +215,32 @@ def test_public_methods_have_a_docstring_of_their_own_or_inherited():
     }
     assert methods
     assert [name for name, method in methods.items() if not inspect.getdoc(method)] == []
+
+
+def public_callables():
+    """(name, signature, docstring) of every public class, function, and public method of a public class."""
+    for package in (ignite_monitor, scaling):
+        for name in package.__all__:
+            value = getattr(package, name)
+            if inspect.isclass(value) and not issubclass(value, (tuple, Enum, Exception)):
+                yield name, inspect.signature(value.__init__), inspect.getdoc(value)
+                for attribute, method in inspect.getmembers(value, inspect.isfunction):
+                    if attribute[0] != "_" and method.__module__.startswith("ignite_monitor"):
+                        yield f"{name}.{attribute}", inspect.signature(method), inspect.getdoc(method)
+            elif inspect.isfunction(value):
+                yield name, inspect.signature(value), inspect.getdoc(value)
+
+
+# What a monitor overrides is for those who write one: its docstring says what its signature does not.
+FOR_MONITORS = {"publish", "publish_table", "clear", "receive", "backward_started", "start_iteration"}
+
+
+def test_public_docstrings_document_every_argument():
+    lacking = {
+        f"{name}({argument})"
+        for name, signature, docstring in public_callables()
+        if name.rpartition(".")[2] not in FOR_MONITORS
+        for argument, parameter in signature.parameters.items()
+        if argument != "self" and not re.search(rf"^ +\**{argument}: ", docstring or "", re.MULTILINE)
+    }
+    assert lacking == set()

@@ -33,9 +33,7 @@ class Aggregation:
         """Take in a number.
 
         Args:
-            name: what it is called.
             value: the number, 0-dim, of the widest dtype.
-            weight: its weight in a mean.
             how: one of ``AGGREGATES``, or a function of all the numbers of a name.
         """
         _, values, weights = self._numbers.setdefault(name, (how, [], []))
@@ -53,9 +51,7 @@ class Aggregation:
         """Take in sums and what to divide them by, for a mean over all there are.
 
         Args:
-            names: what they are called.
             totals: the sums, one for each name.
-            counts: what to divide by.
         """
         new = torch.stack([totals, counts], 1)
         known = self._ratios.get(tuple(names))
@@ -86,11 +82,7 @@ class Aggregation:
 
 
 def numbers_of(parts: Parts) -> list[tuple[list[str], Tensor]]:
-    """Names and the numbers that the parts make, NaN where there is none.
-
-    Args:
-        parts: the parts.
-    """
+    """Names and the numbers that the parts make, NaN where there is none."""
     found = []
     for kind, (names, rows) in parts.items():
         if kind == "ratio":

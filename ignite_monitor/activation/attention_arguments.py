@@ -50,25 +50,13 @@ def read_scaled_dot_product(
     """Those of ``scaled_dot_product_attention``, as they are.
 
     Args:
-        query: as there.
-        key: as there.
-        value: as there.
-        attn_mask: as there.
         dropout_p: as there; not used.
-        is_causal: as there.
-        scale: as there.
-        enable_gqa: as there.
     """
     return AttentionArguments(query, key, value, attn_mask, is_causal, scale, enable_gqa)
 
 
 def read_multi_head(*args: Any, **kwargs: Any) -> AttentionArguments:
-    """Those that ``multi_head_attention_forward`` computes on its way, per head.
-
-    Args:
-        args: what it was called with.
-        kwargs: what it was called with by name.
-    """
+    """Those that ``multi_head_attention_forward`` computes on its way, per head."""
     bound = _MULTI_HEAD.bind(*args, **kwargs)
     bound.apply_defaults()
     call = SimpleNamespace(**bound.arguments)

@@ -17,9 +17,6 @@ from ignite_monitor.model.tensors import floating_tensors, tagged_tensors
 class OutputComparison:
     """Measures each output of the model against that of the reference.
 
-    Args:
-        tags: the modules' names and what their numbers are called.
-
     Attributes:
         measured: what takes the differences in.
         incomplete: tags of modules that could not be compared in all of their calls.
@@ -34,11 +31,7 @@ class OutputComparison:
         self.seen = False
 
     def start(self, measured: Measured) -> None:
-        """An iteration begins.
-
-        Args:
-            measured: what takes its differences in.
-        """
+        """An iteration begins."""
         self.measured = measured
         self.incomplete.clear()
         self._begun.clear()
@@ -46,15 +39,7 @@ class OutputComparison:
     def keep(
         self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Sequence[Tensor | None]:
-        """What to keep of a call of the reference: the tensors that it has returned.
-
-        Args:
-            name: the module's name.
-            module: the reference's module.
-            args: positional arguments.
-            kwargs: keyword arguments.
-            output: what it returned.
-        """
+        """What to keep of a call of the reference: the tensors that it has returned."""
         return [tensor for _, tensor in floating_tensors(output)]
 
     def enter(
@@ -63,10 +48,6 @@ class OutputComparison:
         """A call of the model begins.
 
         Args:
-            name: the module's name.
-            module: the model's module.
-            args: positional arguments.
-            kwargs: keyword arguments.
             kept: what was kept of the same call of the reference.
         """
         self._begun.add(name)
@@ -75,8 +56,6 @@ class OutputComparison:
         """A call of the model has returned; whether its output is like the reference's.
 
         Args:
-            name: the module's name.
-            output: what the module returned.
             entered: None.
             kept: what was kept of the same call of the reference.
         """
@@ -105,12 +84,7 @@ class OutputComparison:
 
 
 def without(found: tuple[list[str], Tensor], incomplete: Collection[str]) -> tuple[list[str], Tensor]:
-    """Names and numbers, but for the differences of some modules.
-
-    Args:
-        found: names and numbers.
-        incomplete: the modules' tags.
-    """
+    """Names and numbers, but for the differences of some modules."""
     names, numbers = found
     starts = tuple(f"activation_difference/{tag}/" for tag in incomplete)
     kept = [place for place, name in enumerate(names) if not name.startswith(starts)] if starts else []

@@ -29,11 +29,8 @@ class ForwardMetrics:
     """What the forward passes of an iteration say.
 
     Args:
-        root: the whole model.
         modules: the modules to look at, and what their numbers are called.
-        names: tag -> name of the module.
         metrics: what to measure of outputs, and of queries, keys and values.
-        attention: whether to look at attention calls.
         pauses: as long as there are any, nothing is looked at.
 
     Attributes:

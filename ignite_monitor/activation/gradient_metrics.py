@@ -28,7 +28,6 @@ class GradientMetrics:
 
     Args:
         parameters: the parameters, and name and tag of each.
-        metrics: the metrics.
     """
 
     def __init__(self, parameters: Mapping[nn.Parameter, tuple[str, str]], metrics: MetricSet) -> None:
@@ -46,7 +45,6 @@ class GradientMetrics:
 
         Args:
             scale: what the gradients are scaled by; None for 1.
-            reached: ids of the parameters that it has reached.
         """
         waiting = (parameter for parameter in self._parameters if parameter not in self._stepped)
         changed = [
@@ -61,7 +59,6 @@ class GradientMetrics:
         """An optimizer is about to make its first step.
 
         Args:
-            parameters: its parameters.
             scale: what their gradients are scaled by; None for 1.
         """
         own = [each for each in parameters if each in self._parameters and each not in self._stepped]

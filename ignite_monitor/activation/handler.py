@@ -245,7 +245,6 @@ class ActivationHandler(Monitor):
     # What it listens to
 
     def handlers(self) -> Handlers:
-        """The events the monitor listens to, each with its method."""
         of_gradients: Handlers = [
             (MonitorEvents.GRADIENTS_READY, self._on_gradients_ready),
             (MonitorEvents.OPTIMIZER_STEP_STARTED, self._on_step_started),
@@ -254,7 +253,6 @@ class ActivationHandler(Monitor):
         return [*of_gradients, last] if self._metrics["gradient"] else [last]
 
     def contexts(self) -> list[AbstractContextManager[Any]]:
-        """What to have around the train step that is about to start, where the monitor is armed."""
         if not self._armed:
             return []
         self._look_at_model()
@@ -279,7 +277,6 @@ class ActivationHandler(Monitor):
             yield
 
     def ended(self) -> None:
-        """The run has ended: say what it lacked."""
         if self._passes is not None and self._monitored and not self._compared and not self._passes.warned:
             self._warn(
                 f"none of {self._monitored} monitored iterations had a forward pass of the whole model in training "
@@ -288,14 +285,12 @@ class ActivationHandler(Monitor):
         self._monitored, self._compared = 0, False
 
     def release(self) -> None:
-        """Let go of everything that belongs to the run that has ended, or is interrupted."""
         self._known = self._forward = self._comparison = self._passes = self._gradients = None
         self._parameters = {}
         self._of_parameters = []
         self._over_ranks = RankReduction()
 
     def on_host(self) -> dict[str, float]:
-        """This iteration's values as floats, without those that were not measured."""
         host = super().on_host()
         return {name: value for name, value in host.items() if not math.isnan(value)} if self._may_lack else host
 

@@ -23,8 +23,6 @@ class Measured:
     """Collects what metrics say of the tensors of one kind.
 
     Args:
-        family: what the names of the numbers start with.
-        metrics: the metrics.
         units: whether the tensors have a batch, and thus units that may be dead.
     """
 
@@ -44,19 +42,13 @@ class Measured:
         self._metric_of.clear()
 
     def wants(self, name: str) -> bool:
-        """Whether there is anything to measure of a module or parameter.
-
-        Args:
-            name: its name.
-        """
+        """Whether there is anything to measure of a module or parameter."""
         return bool(self._columns or self.metrics.of(name))
 
     def see(self, key: str, name: str, tensor: Tensor) -> None:
         """Measure a tensor; by the user's own metrics alone if it is complex.
 
         Args:
-            key: what its numbers are called.
-            name: the module or parameter that it belongs to.
             tensor: the tensor; where it is part of a graph, under ``no_grad``.
         """
         if self._columns:
@@ -73,8 +65,6 @@ class Measured:
         """As :meth:`see`, of the difference of two tensors.
 
         Args:
-            key: what its numbers are called.
-            name: the module or parameter that it belongs to.
             tensor: the tensor, detached.
             other: what to subtract, detached.
         """
@@ -87,8 +77,6 @@ class Measured:
         """Measure tensors of one shape that belong to one module.
 
         Args:
-            keys: what their numbers are called.
-            name: the module.
             tensors: of shape (keys, ...), detached.
         """
         if self._columns:
@@ -101,21 +89,13 @@ class Measured:
         """Take in a value that is no metric's.
 
         Args:
-            key: what it is called.
             value: a number, or a tensor, of which the mean counts.
-            device: where numbers go.
         """
         weight = value.numel() if isinstance(value, Tensor) else 1
         self._aggregation.add(key, as_number(value, device), weight, self.metrics.aggregate)
 
     def add_ratios(self, keys: Sequence[str], totals: Tensor, counts: Tensor) -> None:
-        """Take in sums, and what to divide them by.
-
-        Args:
-            keys: what the ratios are called.
-            totals: the sums.
-            counts: what to divide by.
-        """
+        """Take in sums, and what to divide them by."""
         self._aggregation.add_ratios(keys, totals, counts)
 
     def pass_ended(self) -> None:
@@ -143,7 +123,6 @@ class Measured:
         Args:
             sums: the first of :meth:`rows`, of this rank or of all.
             maxima: the second.
-            everywhere: whether they are of all ranks.
         """
         found: Numbers = []
         if (self.family, "table") in sums:
@@ -172,9 +151,6 @@ class Measured:
 
     def _aggregated(self, everywhere: bool) -> Numbers:
         """What functions of the user's make of a metric's numbers.
-
-        Args:
-            everywhere: whether of those of all ranks.
 
         Raises:
             RuntimeError: if one raises an error, which is its cause.

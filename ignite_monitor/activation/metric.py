@@ -61,9 +61,6 @@ class Metric:
 def check_aggregate(aggregate: Any) -> Aggregate:
     """The argument, if it is a way to aggregate.
 
-    Args:
-        aggregate: what was given for it.
-
     Raises:
         TypeError: if it is neither a string nor callable.
         ValueError: if it is another string.
@@ -80,9 +77,7 @@ class MetricSet:
     """The metrics of one kind of tensor.
 
     Args:
-        argument: the argument that they were given for.
         given: name -> function, :class:`Metric`, or True for the built-in one of that name; True for the built-in set.
-        builtin: the names of the built-in set.
         aggregate: how numbers are put together where a metric doesn't say.
 
     Raises:
@@ -138,11 +133,7 @@ class MetricSet:
         return cast("Callable[[Tensor], float | Tensor]", own or self.aggregate)
 
     def of(self, name: str) -> list[tuple[str, Metric]]:
-        """The user's own metrics for a module or parameter.
-
-        Args:
-            name: its name.
-        """
+        """The user's own metrics for a module or parameter."""
         return [(key, metric) for key, metric in self.own.items() if name in metric]
 
 
@@ -151,11 +142,6 @@ _TAG = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_./")
 
 def call_metric(metric: Metric, what: str, tensors: tuple[Tensor, ...]) -> Tensor:
     """The number that a metric gives of a tensor, 0-dim and of the device's widest dtype.
-
-    Args:
-        metric: the metric.
-        what: what messages call the two.
-        tensors: what its function is given.
 
     Raises:
         FailedFunctionError: if the function raises an error, which is its cause, or returns something else.
@@ -170,10 +156,6 @@ def call_metric(metric: Metric, what: str, tensors: tuple[Tensor, ...]) -> Tenso
 
 def as_number(value: Any, device: torch.device) -> Tensor:
     """A number, or the mean of a tensor, as a 0-dim tensor of the widest dtype.
-
-    Args:
-        value: the number or tensor.
-        device: where a number goes.
 
     Raises:
         TypeError: if it is neither.

@@ -73,7 +73,6 @@ class Observations:
         """Observe a tensor, which may be changed in place afterwards; nothing of one that has no statistics.
 
         Args:
-            name: what it belongs to.
             tensor: the tensor; where it is part of a graph, under ``no_grad``.
         """
         if self.add_again(name, tensor) or not has_statistics(tensor):

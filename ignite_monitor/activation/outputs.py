@@ -24,8 +24,6 @@ def outputs(
     """While it lasts, hands on the floating-point tensors that modules return, each before anything can change it.
 
     Args:
-        modules: the modules, and what they are called.
-        wanted: whether the forward pass that is going on counts.
         seen: is given a module's name, the place in its output, empty for a single tensor, and the tensor, under
             ``no_grad``; no mode sees what it does.
         seen_again: is given a module's name and a tensor that is all of its output, first; returns whether it is like

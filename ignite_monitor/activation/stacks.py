@@ -20,11 +20,7 @@ _is_functorch_wrapped_tensor = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def stacked_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype of a tensor's copy.
-
-    Args:
-        tensor: the tensor.
-    """
+    """The dtype of a tensor's copy."""
     if tensor.device.type == "cpu":
         return torch.float64
     return torch.float32 if is_float8(tensor) else tensor.dtype
@@ -35,7 +31,6 @@ class Stack:
 
     Args:
         like: a tensor of the shape, dtype and device.
-        room: how many there is room for.
 
     Attributes:
         tensor: the copies, of shape (room, ...).
@@ -71,12 +66,7 @@ class Stacks:
         return sum(each.bytes for each in self._stacks.values())
 
     def add(self, name: str, tensor: Tensor) -> bool:
-        """Copy a tensor, if there is room for it.
-
-        Args:
-            name: what it belongs to.
-            tensor: the tensor, of any kind.
-        """
+        """Copy a tensor, if there is room for it."""
         if tensor.is_nested or _is_functorch_wrapped_tensor(tensor):
             return False
         stack = self._stacks.get((tensor.shape, tensor.dtype, tensor.device))

@@ -54,20 +54,12 @@ def unit_dimension(shape: Sequence[int]) -> int | None:
 
 
 def has_statistics(tensor: Tensor) -> bool:
-    """Whether a tensor's elements are numbers that the statistics are defined for: real ones.
-
-    Args:
-        tensor: the tensor.
-    """
+    """Whether a tensor's elements are numbers that the statistics are defined for: real ones."""
     return tensor.dtype not in _WITHOUT_STATISTICS
 
 
 def is_float8(tensor: Tensor) -> bool:
-    """Whether a tensor is of a dtype that is for storing alone, and which float32 holds exactly.
-
-    Args:
-        tensor: the tensor.
-    """
+    """Whether a tensor is of a dtype that is for storing alone, and which float32 holds exactly."""
     return tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point
 
 
@@ -183,8 +175,6 @@ def statistics(sums: Tensor, largest: Tensor, dead: Tensor, units: Tensor) -> Te
 
     Args:
         sums: as in :class:`Sums`, added up over the parts.
-        largest: the largest absolute values.
-        dead: how many units are dead.
         units: how many there are; 0 for tensors without.
 
     Returns:

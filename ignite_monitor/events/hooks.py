@@ -39,7 +39,6 @@ class GradientHook:
 
         Args:
             parameters: the parameters; those that can't have a gradient are left out.
-            hook: is given the parameter.
         """
         self.remove()
         for parameter in parameters:
@@ -60,11 +59,7 @@ class GradientHook:
 
 
 class WatchedModel:
-    """A model, how many monitors watch it, and the hook that is on its parameters.
-
-    Args:
-        model: the model.
-    """
+    """A model, how many monitors watch it, and the hook that is on its parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -103,20 +98,12 @@ class WatchedModel:
         return all(replica.require_backward_grad_sync for replica in self._replicas)
 
     def changed_by_backward(self, reached: set[int]) -> set[int]:
-        """The ids of the parameters whose gradients a backward may have changed.
-
-        Args:
-            reached: of those that it has reached on this rank.
-        """
+        """The ids of the parameters whose gradients a backward may have changed."""
         # DistributedDataParallel gives a rank gradients of what only others have reached.
         return {id(parameter) for parameter in self.parameters} if self._replicas else reached
 
     def shares(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer holds parameters of the model.
-
-        Args:
-            optimizer: the optimizer.
-        """
+        """Whether an optimizer holds parameters of the model."""
         held = parameters_of(optimizer)
         known = self._shared.get(optimizer)
         if known is None or not are_same(known[0], held):
@@ -126,12 +113,7 @@ class WatchedModel:
 
 
 def are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether two sequences hold the same objects.
-
-    Args:
-        some: the one.
-        others: the other.
-    """
+    """Whether two sequences hold the same objects."""
     return len(some) == len(others) and all(map(is_, some, others))
 
 
@@ -139,8 +121,6 @@ class Patch:
     """Something callable of an engine, replaced until it is removed.
 
     Args:
-        engine: the engine.
-        name: the attribute.
         replacement: is called with the original, and what the original is called with.
     """
 
@@ -187,9 +167,6 @@ def is_nested(optimizer: Optimizer) -> bool:
     """Whether an optimizer's step is made inside of another one, as those of wrapped optimizers and base classes are.
 
     If not, an earlier one has raised an error that the train step lives with.
-
-    Args:
-        optimizer: the optimizer.
     """
     hooked = getattr(type(optimizer).step, "__code__", None)  # the function around every step that calls its hooks
     frame, steps = sys._getframe(), 0

@@ -37,10 +37,6 @@ class MonitorEvents(EventEnum):
 
 
 def register_events(engine: Engine) -> None:
-    """Make an engine know :class:`MonitorEvents`.
-
-    Args:
-        engine: the engine.
-    """
+    """Make an engine know :class:`MonitorEvents`."""
     if MonitorEvents.GRADIENTS_READY not in engine._allowed_events:  # has_registered_events() is Ignite 0.5.2's
         engine.register_events(*MonitorEvents, event_to_attr=dict.fromkeys(MonitorEvents, "iteration"))

@@ -36,12 +36,7 @@ class Member(Protocol):
         """What to have around the train step that is about to start."""
 
     def backward_started(self, model: nn.Module, parameter: Tensor) -> None:
-        """A backward has accumulated into the first parameter of a model that it has got to.
-
-        Args:
-            model: the model.
-            parameter: the parameter.
-        """
+        """A backward has accumulated into the first parameter of a model that it has got to."""
 
 
 class Watch:
@@ -51,9 +46,6 @@ class Watch:
     raises an error; those on parameters in monitored iterations alone. The engine owns the watch; the watch knows the
     engine, and the hooks know the watch, by weak references alone, so that a run that is dropped is freed as it would
     be without.
-
-    Args:
-        engine: the engine to fire on.
 
     Attributes:
         armed: whether this iteration is monitored.
@@ -87,11 +79,7 @@ class Watch:
 
     @classmethod
     def of(cls, engine: Engine) -> Watch:
-        """The engine's watch, made by the first monitor that asks.
-
-        Args:
-            engine: the engine.
-        """
+        """The engine's watch, made by the first monitor that asks."""
         watch: Watch | None = getattr(engine, cls._ATTRIBUTE, None)
         if watch is None:
             register_events(engine)
@@ -105,9 +93,7 @@ class Watch:
         """Take a monitor in.
 
         Args:
-            member: the monitor.
             model: the model whose backward passes and optimizer steps it wants to hear of.
-            prefixes: what the names of its values start with.
 
         Raises:
             ValueError: if another monitor on this engine has one of these prefixes.
@@ -130,13 +116,7 @@ class Watch:
         watched.monitors += 1
 
     def leave(self, member: Member, model: nn.Module, prefixes: Iterable[str]) -> None:
-        """Let a monitor go; with the last one everything goes.
-
-        Args:
-            member: the monitor.
-            model: the model it joined with.
-            prefixes: the prefixes it joined with.
-        """
+        """Let a monitor go; with the last one everything goes."""
         self._prefixes.difference_update(prefixes)
         self._members.discard(member)
         watched = self._models[id(model)]
@@ -155,7 +135,6 @@ class Watch:
         """Call a monitor's method at an event, before all other handlers.
 
         Args:
-            event: the event.
             handler: the bound method; the engine's other handlers keep its monitor alive. What it changes of that
                 which the other monitors look at, it does in a function that it returns.
         """
@@ -165,20 +144,11 @@ class Watch:
                 self._put_on(watched)
 
     def unlisten(self, event: MonitorEvents, handler: Callable[[Engine], Any]) -> None:
-        """Undo :meth:`listen`.
-
-        Args:
-            event: the event.
-            handler: the bound method.
-        """
+        """Undo :meth:`listen`."""
         self._listeners[event] = [each for each in self._listeners[event] if each() not in (None, handler)]
 
     def has_handlers(self, *events: MonitorEvents) -> bool:
-        """Whether anyone but the monitors listens to one of the events.
-
-        Args:
-            events: the events.
-        """
+        """Whether anyone but the monitors listens to one of the events."""
         engine = self._engine()
         return engine is not None and any(engine._event_handlers.get(event) for event in events)
 
@@ -188,27 +158,15 @@ class Watch:
         return list(self._members)
 
     def parameters(self, model: nn.Module) -> list[nn.Parameter]:
-        """The parameters that a model had when the train step started.
-
-        Args:
-            model: a model that a monitor has joined with.
-        """
+        """The parameters that a model had when the train step started."""
         return self._models[id(model)].parameters
 
     def shares(self, model: nn.Module) -> bool:
-        """Whether the optimizer whose step is going on holds parameters of a model.
-
-        Args:
-            model: a model that a monitor has joined with.
-        """
+        """Whether the optimizer whose step is going on holds parameters of a model."""
         return self.stepping is not None and self._models[id(model)].shares(self.stepping)
 
     def fire(self, event: MonitorEvents) -> None:
-        """Call the monitors, and then everyone else who listens.
-
-        Args:
-            event: the event.
-        """
+        """Call the monitors, and then everyone else who listens."""
         engine = self._engine()
         if engine is None:
             return

@@ -201,14 +201,12 @@ class GradMonitor(Monitor):
         self._before = None
 
     def on_host(self) -> dict[str, float]:
-        """This iteration's values as floats, without a threshold or spread that there is not yet."""
         values = super().on_host()
         return {name: value for name, value in values.items() if math.isfinite(value) or name.endswith("/norm")}
 
     # What it listens to
 
     def handlers(self) -> Handlers:
-        """The events the monitor listens to, each with its method."""
         return [
             (MonitorEvents.GRADIENTS_READY, self._on_gradients_ready),
             (MonitorEvents.OPTIMIZER_STEP_STARTED, self._on_step_started),
@@ -218,15 +216,9 @@ class GradMonitor(Monitor):
 
     @property
     def attributes(self) -> list[str]:
-        """The attributes that the monitor sets on the engine's state."""
         return [self.flag, self._norm_attribute]
 
     def clear(self, engine: Engine) -> None:
-        """Take this monitor's values out of the engine's state.
-
-        Args:
-            engine: the engine.
-        """
         super().clear(engine)
         setattr(engine.state, self.flag, False)
         setattr(engine.state, self._norm_attribute, None)
@@ -240,7 +232,6 @@ class GradMonitor(Monitor):
         self._gradient = self._before = None
 
     def release(self) -> None:
-        """Let go of everything that belongs to the run that has ended, or is interrupted."""
         # What is accumulated in the gradients stays there, and is known by weak references.
         self._stepped = self._stepping = None
         self._own = ([], [], [])
@@ -249,12 +240,6 @@ class GradMonitor(Monitor):
         self._report_restarts(wait=True)
 
     def backward_started(self, model: nn.Module, parameter: Tensor) -> None:
-        """A backward has accumulated into the first parameter of a monitored model that it has got to.
-
-        Args:
-            model: the model.
-            parameter: the parameter.
-        """
         if model is self.model and self._armed and self._gradient is not None:
             self._gradient.backward_started(parameter)
 

@@ -22,7 +22,6 @@ class JudgedGradient:
     to the first of them. How often it changes them does not tell: reducing them over ranks adds to that.
 
     Args:
-        verdict: what the detector said of its norm.
         tensors: the gradient, a tensor per parameter.
         shared: whether the backward that made it reached other monitored models too.
 
@@ -59,11 +58,7 @@ class JudgedGradient:
             self._wholes = [0 if own is None else own._version for own in (reference() for reference in self._tensors)]
 
     def backward_started(self, parameter: Tensor) -> None:
-        """A backward has accumulated into the first parameter it has got to.
-
-        Args:
-            parameter: the parameter.
-        """
+        """A backward has accumulated into the first parameter it has got to."""
         if self._replaced is not None:
             return
         self._replaced = any(reference() is None for reference in self._tensors)

@@ -16,9 +16,6 @@ from ignite_monitor.model.optimizers import parameters_of
 def check_skippable(optimizer: Optimizer | None) -> None:
     """Refuse an optimizer whose step can't be left out.
 
-    Args:
-        optimizer: the optimizer.
-
     Raises:
         ValueError: if there is none, or it is LBFGS, whose step evaluates the loss as often as it likes.
     """
@@ -44,7 +41,6 @@ class StepSkipper:
         """Skip the step if the gradient is a spike.
 
         Args:
-            optimizer: the optimizer, about to make its step.
             spike: 0-dim bool tensor.
             read: reads ``spike`` on the host; called where it has to be known there.
 

@@ -48,7 +48,6 @@ class SpikeDetector:
     Everything is a tensor on the norms' device, and nothing is read on the host.
 
     Args:
-        rule: the threshold rule.
         max_consecutive_spikes: how many finite spikes in a row mean a new level.
         overflow_is_spike: whether a non-finite norm is a spike; False where a GradScaler looks after it.
 

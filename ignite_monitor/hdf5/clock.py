@@ -30,31 +30,19 @@ class Clock:
         self.written()
 
     def start(self, engine: Engine) -> int | None:
-        """An engine starts; the iteration after which a run begins with it.
-
-        Args:
-            engine: the engine.
-        """
+        """An engine starts; the iteration after which a run begins with it."""
         if self.is_running and self._running_engine() not in {None, engine}:
             return None
         self.is_running = True
         return self._begin(engine, engine.state.iteration)
 
     def complete(self, engine: Engine) -> None:
-        """An engine has come to its end.
-
-        Args:
-            engine: the engine.
-        """
+        """An engine has come to its end."""
         if self._running_engine() is engine:
             self.is_running = False
 
     def place(self, engine: Engine) -> Place:
-        """Where a value that comes from an engine now belongs.
-
-        Args:
-            engine: the engine.
-        """
+        """Where a value that comes from an engine now belongs."""
         running = self._running_engine()
         if running is None or (running is not engine and not self.is_running):
             self._begin(engine, max(0, engine.state.iteration - 1))  # nobody saw it start
@@ -62,11 +50,7 @@ class Clock:
         return Place(self._run, self._start, running.state.iteration, running is not engine)
 
     def tick(self, engine: Engine) -> int | None:
-        """An iteration of any of the engines starts; the iteration after which a run begins with it.
-
-        Args:
-            engine: the engine.
-        """
+        """An iteration of any of the engines starts; the iteration after which a run begins with it."""
         self._iterations += 1
         if self._running_engine() is not engine:
             return None

@@ -20,19 +20,11 @@ class ValueWriter(Protocol):
         """Append values to the file.
 
         Args:
-            engine: the engine that they come from.
-            step: their step.
-            values: name -> value.
             tag: what to put before the names, with a slash.
         """
 
     def warn_once(self, about: str, message: str) -> None:
-        """Give a warning, unless there was one about the same.
-
-        Args:
-            about: what it is about.
-            message: the warning.
-        """
+        """Give a warning, unless there was one about the same."""
 
 
 class OutputHandler(BaseOutputHandler):
@@ -43,7 +35,6 @@ class OutputHandler(BaseOutputHandler):
         metric_names: names in ``engine.state.metrics``, or ``"all"``.
         output_transform: takes the engine's output, gives a number, a tensor or a dict.
         global_step_transform: takes engine and event, gives the step; by default the engine's iteration or epoch.
-        state_attributes: names of attributes of the engine's state.
     """
 
     def __init__(
@@ -83,7 +74,6 @@ class OptimizerParamsHandler(BaseOptimizerParamsHandler):
 
     Args:
         optimizer: the optimizer, or anything with ``param_groups``.
-        param_name: the parameter's name.
         tag: what to put before it, with a slash; None for nothing.
     """
 

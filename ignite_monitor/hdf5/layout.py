@@ -88,9 +88,6 @@ def create(path: Path) -> None:
 def opened(path: Path) -> Iterator[Any]:
     """The ``h5py.File``, for reading.
 
-    Args:
-        path: the file.
-
     Raises:
         FileNotFoundError: if it is not there.
         ValueError: if it is damaged, or was not written by HDF5Logger.
@@ -114,11 +111,7 @@ def opened(path: Path) -> Iterator[Any]:
 
 
 def one_line(error: BaseException) -> str:
-    """What an error says, in one line, which HDF5 does not.
-
-    Args:
-        error: the error.
-    """
+    """What an error says, in one line, which HDF5 does not."""
     return " ".join(str(error).split())
 
 
@@ -134,30 +127,17 @@ def _check(path: Path, file: Any) -> None:
 
 
 def read_names(file: Any) -> list[str]:
-    """All names, in the order of their numbers.
-
-    Args:
-        file: the open file.
-    """
+    """All names, in the order of their numbers."""
     return [json.loads(line) for line in file["names"][()].tobytes().splitlines()]
 
 
 def read_rows(file: Any) -> NDArray[Any]:
-    """The rows that have not been taken back, in the order of writing.
-
-    Args:
-        file: the open file.
-    """
+    """The rows that have not been taken back, in the order of writing."""
     rows = file["rows"][()]
     return rows[rows["count"] > 0]  # type: ignore[no-any-return]
 
 
 def room_for(name: str, elements: int) -> int:
-    """How many bytes a dataset may grow by at most when elements are added, compressed or not.
-
-    Args:
-        name: the dataset.
-        elements: their number.
-    """
+    """How many bytes a dataset may grow by at most when elements are added, compressed or not."""
     dtype, chunk = COLUMNS[name]
     return (math.ceil(elements / chunk) + 2) * (chunk * dtype.itemsize + 4096)

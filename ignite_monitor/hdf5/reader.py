@@ -32,7 +32,6 @@ class Recording(Mapping[str, Series]):
 
     Args:
         series: name -> (steps, values).
-        times: name -> when they were written.
     """
 
     def __init__(self, series: dict[str, Series], times: dict[str, NDArray[np.datetime64]]) -> None:
@@ -52,9 +51,6 @@ class Recording(Mapping[str, Series]):
 
     def times(self, name: str) -> NDArray[np.datetime64]:
         """When the values of a name were written, in UTC, to the millisecond.
-
-        Args:
-            name: the name.
 
         Raises:
             KeyError: if there is none such.

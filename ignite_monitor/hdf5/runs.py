@@ -37,7 +37,6 @@ class TakenBack(NamedTuple):
 
         Args:
             rows: all rows.
-            ids: the numbers of names that they refer to.
         """
         of_run = (rows["run"] == self.run) & (rows["count"] > 0)
         if self.ids is None:
@@ -73,7 +72,6 @@ class EarlierRuns:
 
     Args:
         rows: its rows.
-        ids: the numbers of names that they refer to.
         first_own: the number of the first run that is the logger's own.
 
     Attributes:
@@ -100,9 +98,6 @@ class EarlierRuns:
         """What a new row takes the place of.
 
         Args:
-            place: where the row is written.
-            step: its step.
-            ids: the numbers of its names.
             list_number: the same for every row with these names.
         """
         key = place.run, place.nested, list_number

@@ -37,7 +37,6 @@ class SwappedFile:
     """The file, which nobody else writes until it is closed.
 
     Args:
-        path: the file.
         mode: ``"x"``, ``"w"`` or ``"a"``.
 
     Raises:
@@ -67,9 +66,6 @@ class SwappedFile:
 
     def write(self, patch: Patch) -> None:
         """Put a patch into the file.
-
-        Args:
-            patch: the patch.
 
         Raises:
             OSError: if that fails. The file is then as it was.
@@ -109,7 +105,6 @@ class SwappedFile:
         need is taken before, where an error is an error.
 
         Args:
-            patch: the patch.
             locking: whether readers may have it open.
 
         Raises:

@@ -56,7 +56,6 @@ class Writer:
     """Writes rows to a file.
 
     Args:
-        path: the file.
         mode: ``"x"``, ``"w"`` or ``"a"``.
 
     Raises:
@@ -101,11 +100,7 @@ class Writer:
         """Take a row, and write those that wait if there are many values in them.
 
         Args:
-            step: the row's step.
-            tag: what the names start with.
-            names: the rest of the names.
             values: one for each.
-            place: where in which run the row is written.
         """
         self._last = max(self._last, place.iteration)
         named = self._list_of(tag, names)

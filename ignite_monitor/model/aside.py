@@ -22,11 +22,7 @@ def aside() -> Iterator[None]:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is data on one device: no DTensor, nested, meta or fake tensor, and none under ``vmap``.
-
-    Args:
-        tensor: the tensor.
-    """
+    """Whether a tensor is data on one device: no DTensor, nested, meta or fake tensor, and none under ``vmap``."""
     return (
         (type(tensor) is Tensor or type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__)
         and tensor.layout is _strided

@@ -10,7 +10,6 @@ def upload(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor from the CPU on a device, without waiting for it.
 
     Args:
-        tensor: the tensor.
         device: the device.
     """
     if device.type == "cpu":
@@ -19,12 +18,7 @@ def upload(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def move_like(tensor: Tensor, reference: Tensor) -> Tensor:
-    """A tensor on another one's device and of its dtype, without waiting for either device.
-
-    Args:
-        tensor: the tensor.
-        reference: the other one.
-    """
+    """A tensor on another one's device and of its dtype, without waiting for either device."""
     tensor = tensor.to(reference.dtype)
     if tensor.device.type == "cpu":
         return upload(tensor, reference.device)

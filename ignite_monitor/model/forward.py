@@ -19,7 +19,6 @@ def before_forward(modules: Iterable[nn.Module], hook: Callable[..., Any]) -> It
     """While it lasts, calls a hook before each forward pass of the modules, with the inputs they are about to get.
 
     Args:
-        modules: the modules.
         hook: is given the module, its positional arguments and its keyword arguments.
     """
     modules = list(modules)
@@ -33,7 +32,6 @@ def after_forward(modules: Iterable[nn.Module], hook: Callable[..., Any]) -> Ite
     """While it lasts, calls a hook after each forward pass of the modules, with the outputs that others get.
 
     Args:
-        modules: the modules.
         hook: is given the module, its positional arguments, its keyword arguments and its output.
     """
     modules = list(modules)
@@ -49,7 +47,6 @@ def outputs_to(modules: Iterable[nn.Module], hook: ModuleHook) -> Iterator[None]
     What it does itself comes at half the cost of :func:`after_forward`.
 
     Args:
-        modules: the modules.
         hook: is given the module, its positional arguments and its output; also of shallow copies of the modules.
     """
     places: list[dict[Any, Any]] = [module._forward_hooks for module in modules]

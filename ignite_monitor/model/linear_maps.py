@@ -25,10 +25,6 @@ def is_plain(module: nn.Module, *kinds: type[nn.Module]) -> bool:
 
     Those with a forward of their own are not, nor those whose weight is computed: by a parametrization, or by what
     weight or spectral norm put in their place.
-
-    Args:
-        module: the module.
-        kinds: classes of torch.
     """
     if "forward" in vars(module) or module._parameters.get("weight") is None:
         return False
@@ -45,9 +41,6 @@ def linear_map(module: nn.Module) -> Callable[[tuple[Any, ...], dict[str, Any]],
     """How to get, from the arguments of a call, what a module computes of an input and a weight, bias apart.
 
     None if it is not one of Linear, convolutions, transposed convolutions, and Conv1D of transformers.
-
-    Args:
-        module: the module.
     """
     if is_plain(module, nn.Linear):
         return lambda args, kwargs: F.linear
@@ -63,9 +56,6 @@ def linear_map(module: nn.Module) -> Callable[[tuple[Any, ...], dict[str, Any]],
 
 def weights_by_input(model: nn.Module) -> dict[int, int]:
     """The weights whose first dimension is what goes into a module, not what comes out of it.
-
-    Args:
-        model: the model.
 
     Returns:
         Id of a parameter -> 0 for one of shape (in, out), of an embedding or of Conv1D of transformers; the number of
@@ -83,11 +73,7 @@ def weights_by_input(model: nn.Module) -> dict[int, int]:
 
 
 def feature_dim(module: nn.Module) -> int:
-    """The dimension that holds the features in a module's inputs and outputs.
-
-    Args:
-        module: the module.
-    """
+    """The dimension that holds the features in a module's inputs and outputs."""
     if isinstance(module, nn.modules.conv._ConvNd):
         return -len(module.kernel_size) - 1
     return 1 if isinstance(module, _OVER_CHANNELS) else -1

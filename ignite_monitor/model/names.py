@@ -17,9 +17,6 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
     Wrappers are those of torch: DistributedDataParallel, DataParallel, FullyShardedDataParallel, ``torch.compile``
     and activation checkpointing. A module that the user calls ``module`` keeps its name.
-
-    Args:
-        model: the model.
     """
     clean = {"": ""}
     modules: dict[str, nn.Module] = {}
@@ -37,21 +34,13 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The user's own model in whatever it has been wrapped in.
-
-    Args:
-        model: the model.
-    """
+    """The user's own model in whatever it has been wrapped in."""
     # A wrapper comes before what it wraps, by the same name.
     return [module for name, module in named_modules(model) if not name][-1]
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Module]]:
-    """All parameters, each once and by its first name, with the modules that own them.
-
-    Args:
-        model: the model.
-    """
+    """All parameters, each once and by its first name, with the modules that own them."""
     seen = set()
     for name, module in named_modules(model):
         for last, parameter in module.named_parameters(recurse=False):
@@ -61,11 +50,7 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.M
 
 
 def tags(names: Iterable[str]) -> list[str]:
-    """Names as loggers keep them: of letters, digits, ``-``, ``_``, ``.`` and ``/``, each different.
-
-    Args:
-        names: the names.
-    """
+    """Names as loggers keep them: of letters, digits, ``-``, ``_``, ``.`` and ``/``, each different."""
     found: dict[str, None] = {}
     for name in names:
         plain = tag = re.sub(r"[^A-Za-z0-9_./-]", "_", name)

@@ -63,7 +63,6 @@ def combine(norms: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
 
     Args:
         norms: 0-dim tensors on one device and of one dtype.
-        norm_type: p.
     """
     values = torch.stack(list(norms))
     if norm_type in (1.0, math.inf):
@@ -112,7 +111,6 @@ def reduce_norm(norm: Tensor, norm_type: float, all_reduce: Callable[[Tensor, bo
 
     Args:
         norm: the norm of this rank's part, 0-dim.
-        norm_type: p.
         all_reduce: gives the sum of a tensor over the ranks, or with True as its second argument the largest.
     """
     if norm_type == math.inf:
@@ -124,22 +122,14 @@ def reduce_norm(norm: Tensor, norm_type: float, all_reduce: Callable[[Tensor, bo
 
 
 def any_sharded(tensors: Iterable[Tensor]) -> bool:
-    """Whether there is a DTensor among tensors.
-
-    Args:
-        tensors: the tensors.
-    """
+    """Whether there is a DTensor among tensors."""
     # No DTensor exists before its module is imported, which takes a while.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and any(issubclass(kind, module.DTensor) for kind in set(map(type, tensors)))
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor.
-
-    Args:
-        tensor: the tensor.
-    """
+    """Whether a tensor is a DTensor."""
     return any_sharded((tensor,))
 
 

@@ -32,7 +32,6 @@ class ParameterSamples:
     and NaN for a norm.
 
     Args:
-        model: the model.
         sample_size: how many elements to take of each parameter, None for all. Of a table with more rows than that one
             of each row is taken, since it may be an embedding, of which a step moves few rows.
 
@@ -103,11 +102,7 @@ class ParameterSamples:
         return self._identify() == self._identity
 
     def has_elements(self, place: int) -> bool:
-        """Whether this rank holds elements of a parameter's sample.
-
-        Args:
-            place: the parameter's place.
-        """
+        """Whether this rank holds elements of a parameter's sample."""
         return place in self._with_elements
 
     def keep_weights(self, weights: Sequence[Tensor | None]) -> None:
@@ -135,9 +130,6 @@ class ParameterSamples:
 
     def gradient_norms(self, gradients: Mapping[int, Tensor]) -> list[tuple[dict[int, int], Tensor]]:
         """Norms of the sampled elements of some gradients; of sparse ones from all they hold.
-
-        Args:
-            gradients: place of a parameter -> its gradient.
 
         Returns:
             Pieces for :meth:`ordered`: place -> position in a tensor, and the tensor.
@@ -285,21 +277,13 @@ class _Group:
 
 
 def is_measurable(parameter: Tensor) -> bool:
-    """Whether a parameter has elements, with data, of a dtype to compute with.
-
-    Args:
-        parameter: the parameter.
-    """
+    """Whether a parameter has elements, with data, of a dtype to compute with."""
     has_data = parameter.numel() > 0 and parameter.layout == torch.strided and not parameter.is_meta
     return has_data and parameter.dtype in _MEASURABLE
 
 
 def reshard(model: nn.Module) -> None:
-    """Put FSDP2's sharded parameters, which the optimizer holds, back in place where a forward pass left whole ones.
-
-    Args:
-        model: the model.
-    """
+    """Put FSDP2's sharded parameters, which the optimizer holds, back in place where a forward pass left whole ones."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None or not isinstance(getattr(fsdp, "FSDPModule", None), type):
         return

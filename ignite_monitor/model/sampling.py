@@ -13,9 +13,6 @@ _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB1331
 def fnv1a_64(text: str) -> int:
     """The 64-bit FNV-1a hash of a text's UTF-8 bytes (Fowler, Noll and Vo), the same in every process.
 
-    Args:
-        text: the text.
-
     Examples:
         >>> hex(fnv1a_64("foobar"))
         '0x85944171f73967e8'
@@ -36,7 +33,6 @@ def spread_indices(seed: int, numel: int, count: int | None) -> Tensor:
 
     Args:
         seed: any integer, of which the lowest 64 bits count.
-        numel: how many elements the tensor has.
         count: how many to take; None, or more than there are: all.
 
     Returns:
@@ -57,7 +53,6 @@ def stratum_widths(numel: int, count: int) -> Tensor:
     """How many elements each one of a sample of :func:`spread_indices` stands for.
 
     Args:
-        numel: how many elements the tensor has.
         count: how many are taken, at most ``numel``.
 
     Returns:

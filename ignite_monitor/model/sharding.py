@@ -11,9 +11,6 @@ from torch import nn
 def flat_sharding(model: nn.Module) -> str | None:
     """Whether parameters are parts of flattened ones, of which neither shape nor elements can be told; None if not.
 
-    Args:
-        model: the model.
-
     Returns:
         ``"sharded"`` where each rank has another part, ``"hybrid"`` where some ranks have the same.
     """
@@ -29,9 +26,6 @@ def flat_sharding(model: nn.Module) -> str | None:
 
 def check_whole(model: nn.Module) -> None:
     """Refuse a model whose parameters can't be told one from the other.
-
-    Args:
-        model: the model.
 
     Raises:
         ValueError: if it is sharded by FullyShardedDataParallel.

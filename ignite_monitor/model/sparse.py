@@ -12,9 +12,6 @@ def summed_values(sparse: Tensor) -> Tensor:
     ``coalesce()`` does it too, but waits for the device, since the size of its result depends on the indices. This
     result keeps the size that is there, with zeros where several values have become one.
 
-    Args:
-        sparse: a sparse COO tensor, coalesced or not.
-
     Returns:
         A dense tensor, of the size of ``sparse._values()``, with the same norm as ``sparse``.
     """

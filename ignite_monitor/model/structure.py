@@ -15,9 +15,6 @@ def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
     """The user's own modules by name, without the wrappers around them.
 
     What is inside of scripted and traced modules is left out: it is never called from Python.
-
-    Args:
-        model: the model.
     """
     modules = dict(named_modules(model))  # a wrapper comes before what it wraps, by the same name
     scripted = [module for module in modules.values() if isinstance(module, torch.jit.ScriptModule)]
@@ -26,12 +23,7 @@ def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def is_layer(name: str, module: nn.Module) -> bool:
-    """Whether a module has parameters of its own.
-
-    Args:
-        name: its name.
-        module: the module.
-    """
+    """Whether a module has parameters of its own."""
     # The weights of a parametrized module are in a submodule that it computes them with.
     if ".parametrizations." in f".{name}.":
         return False
@@ -42,10 +34,6 @@ def first_difference(model: nn.Module, other: nn.Module) -> str | None:
     """The first module or parameter in which another model differs; None if they are built alike.
 
     Compared are names and classes of modules, whatever wraps or shards them, and names and shapes of parameters.
-
-    Args:
-        model: the model.
-        other: the other one.
     """
     ours, theirs = modules_by_name(model), modules_by_name(other)
     difference = _first_difference(
@@ -57,12 +45,7 @@ def first_difference(model: nn.Module, other: nn.Module) -> str | None:
 
 
 def first_difference_of_states(state: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
-    """The first entry in which another state_dict differs by name or shape; None if there is none.
-
-    Args:
-        state: the state_dict.
-        other: the other one.
-    """
+    """The first entry in which another state_dict differs by name or shape; None if there is none."""
     return _first_difference(_shapes(state), _shapes(other), "entry")
 
 

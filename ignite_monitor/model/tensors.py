@@ -13,11 +13,7 @@ from ignite_monitor.model.names import tags
 
 
 def tagged_tensors(output: Any) -> list[tuple[str, Tensor]]:
-    """As :func:`floating_tensors`, with places as loggers keep them, each different.
-
-    Args:
-        output: what a module has returned.
-    """
+    """As :func:`floating_tensors`, with places as loggers keep them, each different."""
     if type(output) is tuple and all(each is None or type(each) is Tensor for each in output):  # at less expense
         members = enumerate(output)
         return [(str(place), each) for place, each in members if each is not None and each.is_floating_point()]
@@ -38,11 +34,6 @@ def floating_tensors(output: Any, path: str = "", around: frozenset[int] = froze
 
     Places are positions, keys and names of fields, joined by ``/``; that of a single tensor is empty. What contains
     itself is entered once.
-
-    Args:
-        output: what a module has returned.
-        path: where it lies itself.
-        around: the ids of what it lies in.
     """
     if isinstance(output, Tensor):
         if output.is_floating_point():
@@ -68,9 +59,6 @@ def version(tensor: Any) -> int:
 
     Of a DTensor it is that of both: what FSDP2 accumulates into the local part only this part counts, and what is done
     to the whole only the whole; operations on many tensors at once neither does.
-
-    Args:
-        tensor: the tensor.
     """
     local = getattr(tensor, "_local_tensor", None)
     number: int = tensor._version

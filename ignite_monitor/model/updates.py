@@ -46,7 +46,6 @@ def update_ratios(changes: Tensor, weights: Tensor, eps: float) -> Tensor:
     r"""How much parameters have moved for their size, :math:`\lVert\Delta w\rVert / (\lVert w\rVert + \epsilon)`.
 
     Args:
-        changes: norms of the changes.
         weights: norms of the weights before them, of the same shape.
         eps: what keeps the ratio finite where a weight is 0.
     """
@@ -59,7 +58,6 @@ def count_still(still: Tensor, ratios: Tensor, threshold: float, measured: Tenso
     Args:
         still: the counts before the step.
         ratios: the step's update ratios; NaN, of weights that are not finite, is not standing still.
-        threshold: the largest ratio that is.
         measured: bool, which parameters the step was to move; the others keep their count.
     """
     return torch.where(measured, torch.where(ratios <= threshold, still + 1, 0), still)

@@ -84,11 +84,7 @@ class Monitor(Serializable):
         return []
 
     def start_iteration(self, engine: Engine) -> None:
-        """Get ready for a monitored iteration.
-
-        Args:
-            engine: the engine.
-        """
+        """Get ready for a monitored iteration."""
 
     def contexts(self) -> list[AbstractContextManager[Any]]:
         """What to have around the train step that is about to start, where the monitor is armed."""
@@ -98,12 +94,7 @@ class Monitor(Serializable):
         """The run has ended: say what it lacked."""
 
     def backward_started(self, model: nn.Module, parameter: Tensor) -> None:
-        """A backward has accumulated into the first parameter of a monitored model that it has got to.
-
-        Args:
-            model: the model.
-            parameter: the parameter.
-        """
+        """A backward has accumulated into the first parameter of a monitored model that it has got to."""
 
     def release(self) -> None:
         """Let go of everything that belongs to the run that has ended, or is interrupted."""
@@ -124,11 +115,7 @@ class Monitor(Serializable):
         return {}
 
     def clear(self, engine: Engine) -> None:
-        """Take this monitor's values out of the engine's state.
-
-        Args:
-            engine: the engine.
-        """
+        """Take this monitor's values out of the engine's state."""
         self.retract()
 
     # What users call

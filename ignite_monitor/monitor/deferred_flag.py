@@ -31,11 +31,7 @@ class Lookout:
             self._send()
 
     def heard(self, wait: bool = False) -> bool:
-        """Whether something has happened since this was last true, as far as is known by now.
-
-        Args:
-            wait: whether to wait for what is not known yet.
-        """
+        """Whether something has happened since this was last true, as far as is known by now."""
         self._receive(wait)
         if wait and self._flag is not None:
             self._send()

@@ -27,9 +27,6 @@ class AddedHandlers:
     """The handlers that something adds to an engine between the making of this object and :meth:`note`.
 
     Ignite's own handles do not tell two equal handlers from each other, and a progress bar gives none.
-
-    Args:
-        engine: the engine.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -89,7 +86,6 @@ class LoggedValues:
     """An ``output_transform`` that gives a monitor's values instead of the engine's output.
 
     Args:
-        monitor: the monitor.
         family: what the names of the values start with, which is stripped from them; empty for all values.
     """
 
@@ -106,11 +102,7 @@ class LoggedValues:
 
 
 def transfer(groups: list[list[Tensor]]) -> list[list[list[float]]]:
-    """The elements of groups of tensors, each flat, in one transfer per device.
-
-    Args:
-        groups: lists of tensors of any shapes.
-    """
+    """The elements of groups of tensors, each flat, in one transfer per device."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for tensors in groups:
         for tensor in tensors:

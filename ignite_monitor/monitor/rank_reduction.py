@@ -109,31 +109,19 @@ class RankReduction:
 
 
 def can_reduce(model: nn.Module) -> bool:
-    """Whether all ranks are known to be where this one is.
-
-    Args:
-        model: the model, as the train step uses it.
-    """
+    """Whether all ranks are known to be where this one is."""
     # Without a group of torch's it is another backend of Ignite's.
     return dist.is_initialized() and not is_joined(model)
 
 
 def is_joined(model: nn.Module) -> bool:
-    """Whether ranks may have run out of data, and make no collectives but those of DistributedDataParallel's join().
-
-    Args:
-        model: the model, as the train step uses it.
-    """
+    """Whether ranks may have run out of data, and make no collectives but those of DistributedDataParallel's join()."""
     replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     return any(each._join_config.enable for each in replicas)
 
 
 def gathered(values: dict[Key, Tensor]) -> dict[Key, Tensor]:
-    """The numbers that all ranks have of each name, one rank after the other, the same on each.
-
-    Args:
-        values: one-dimensional tensors.
-    """
+    """The numbers that all ranks have of each name, one rank after the other, the same on each."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, {name: numbers.cpu() for name, numbers in values.items()})
     names: Iterable[Key] = dict.fromkeys(name for each in everyone for name in each)

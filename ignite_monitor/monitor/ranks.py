@@ -19,7 +19,6 @@ def reduction_of(model: nn.Module, reduction: str) -> str | None:
     """What :func:`gradient_norm` has to do for a model.
 
     Args:
-        model: the model, as the train step uses it.
         reduction: what the user wants: ``"mean"`` or ``"sum"``.
 
     Raises:
@@ -51,7 +50,6 @@ def gradient_norm(gradients: Sequence[Tensor], norm_type: float, reduction: str 
 
     Args:
         gradients: this rank's gradients, at least one.
-        norm_type: p.
         reduction: what the ranks' plain gradients are to each other: ``"mean"`` replicas, of whose norms the root
             mean square is taken; ``"sum"`` parts of one; None the same to the last bit, so that nothing is
             communicated. DTensors are exact in any.
@@ -92,11 +90,7 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 
 
 def from_first_rank(number: int) -> int:
-    """A number as rank 0 has it, in one collective; without other ranks the number itself.
-
-    Args:
-        number: the number.
-    """
+    """A number as rank 0 has it, in one collective; without other ranks the number itself."""
     if world_size() == 1:
         return number
     if dist.is_available() and dist.is_initialized():

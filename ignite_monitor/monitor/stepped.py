@@ -40,11 +40,7 @@ class SteppedParameters:
         return bool(self._certain or self._depending)
 
     def started(self, optimizer: Optimizer) -> list[int]:
-        """An optimizer is about to make its step; the places of its parameters.
-
-        Args:
-            optimizer: the optimizer.
-        """
+        """An optimizer is about to make its step; the places of its parameters."""
         self._found_inf = []
         self._groups = []
         for group in optimizer.param_groups:
@@ -60,22 +56,14 @@ class SteppedParameters:
         return [place for members, _ in self._groups for place, _, _ in members]
 
     def met_gradients(self, optimizer: Optimizer) -> None:
-        """The optimizer is about to use the gradients that are there now.
-
-        Args:
-            optimizer: the optimizer, whose step has started.
-        """
+        """The optimizer is about to use the gradients that are there now."""
         self._with_gradient = {
             place for members, _ in self._groups for place, parameter, _ in members if parameter.grad is not None
         }
         self._look_for_inf(optimizer)
 
     def completed(self, optimizer: Optimizer) -> list[int]:
-        """The optimizer's step has returned; the places for which it was made, if only with a learning rate of 0.
-
-        Args:
-            optimizer: the optimizer.
-        """
+        """The optimizer's step has returned; the places for which it was made, if only with a learning rate of 0."""
         self._look_for_inf(optimizer)
         made = ~torch.stack([found != 0 for found in self._found_inf]).any() if self._found_inf else None
         stepped: list[int] = []
@@ -96,11 +84,7 @@ class SteppedParameters:
         return stepped
 
     def mask(self, masks: HostMasks) -> Tensor:
-        """For each parameter, whether it had a step: a bool tensor.
-
-        Args:
-            masks: what makes it.
-        """
+        """For each parameter, whether it had a step: a bool tensor."""
         mask = masks.of(self._certain)
         for places, moves in self._depending:
             mask = mask | (masks.of(places) & moves.reshape(()).to(mask.device, non_blocking=True))
@@ -127,10 +111,6 @@ class HostMasks:
     """Sets of places, known on the host, as bool tensors on the device.
 
     Iterations tend to ask for the same sets, which are kept; a copy to a device may otherwise have to wait for it.
-
-    Args:
-        size: how many places there are.
-        device: where the tensors go.
     """
 
     _KEPT = 16
@@ -141,11 +121,7 @@ class HostMasks:
         self._masks: dict[frozenset[int], Tensor] = {}
 
     def of(self, places: Iterable[int]) -> Tensor:
-        """True at the places; not to be changed.
-
-        Args:
-            places: the places.
-        """
+        """True at the places; not to be changed."""
         key = frozenset(places)
         if key not in self._masks:
             if len(self._masks) >= self._KEPT:

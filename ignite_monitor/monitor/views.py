@@ -34,7 +34,6 @@ class NamedViews:
 
         Args:
             names: the names, each once.
-            values: the values, one-dimensional.
 
         Returns:
             Values, which stay as they are for as long as anyone has use for them, and name -> 0-dim view of them.

@@ -173,28 +173,19 @@ class RCCHandler(Monitor):
     # What it listens to
 
     def handlers(self) -> Handlers:
-        """The events the monitor listens to, each with its method."""
         return [(MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed)]
 
     def contexts(self) -> list[AbstractContextManager[Any]]:
-        """What to have around the train step that is about to start, where the monitor is armed."""
         return [eager(), self._passes.watched()] if self._armed else []
 
     def start_iteration(self, engine: Engine) -> None:
-        """Forget what was measured last time.
-
-        Args:
-            engine: the engine.
-        """
         self._changes.norms = []
         self._monitored += 1
 
     def on_host(self) -> dict[str, float]:
-        """This iteration's values as floats, without those that were not measured."""
         return {name: value for name, value in super().on_host().items() if not math.isnan(value)}
 
     def ended(self) -> None:
-        """The run has ended: say what it lacked."""
         if self._monitored and not self._changes.seen and not self._passes.warned:
             self.logger.warning(
                 "%s: none of %d monitored iterations had a forward pass of the whole model in training mode, so "
@@ -204,7 +195,6 @@ class RCCHandler(Monitor):
             )
 
     def release(self) -> None:
-        """Let go of everything that belongs to the run that has ended, or is interrupted."""
         self._changes.norms = []
 
     def _on_train_step_completed(self, engine: Engine) -> None:

@@ -38,10 +38,6 @@ class LayerChanges:
 
     Every layer has a place for each of :data:`QUANTITIES`, and one more for each without the bias.
 
-    Args:
-        reference: the reference.
-        layers: the names of the layers.
-
     Attributes:
         norms: layers and their places, sums of norms for them, and how many norms each is of.
         seen: how many forward passes there were.
@@ -53,45 +49,22 @@ class LayerChanges:
         self.seen = 0
 
     def places(self, name: str) -> range:
-        """What there can be norms of.
-
-        Args:
-            name: the layer.
-        """
+        """What there can be norms of."""
         return self._layers[name].places()
 
     def keep(self, name: str, module: nn.Module, args: Args, kwargs: Kwargs, output: Any) -> list[Tensor | None]:
-        """The input, and of those that have to be evaluated the output.
-
-        Args:
-            name: the layer.
-            module: the reference's module.
-            args: positional arguments.
-            kwargs: keyword arguments.
-            output: what it returned.
-        """
+        """The input, and of those that have to be evaluated the output."""
         return self._layers[name].keep(args, kwargs, output)
 
     def enter(self, name: str, module: nn.Module, args: Args, kwargs: Kwargs, kept: list[Tensor | None]) -> Any:
-        """What can be measured before a layer runs: its weights are whole, its inputs still as it gets them.
-
-        Args:
-            name: the layer.
-            module: the model's module.
-            args: positional arguments.
-            kwargs: keyword arguments.
-            kept: what was kept of the reference.
-        """
+        """What can be measured before a layer runs: its weights are whole, its inputs still as it gets them."""
         return self._layers[name].enter(module, args, kwargs, kept)
 
     def leave(self, name: str, output: Any, entered: Any, kept: list[Tensor | None]) -> Norms:
         """The norms of a call.
 
         Args:
-            name: the layer.
-            output: what the model's module returned.
             entered: what :meth:`enter` returned.
-            kept: what was kept of the reference.
         """
         return self._layers[name].leave(output, entered, kept)
 
@@ -163,11 +136,6 @@ class _Layer:
 
     def _parameters(self, module: nn.Module, args: Args, kwargs: Kwargs) -> dict[str, tuple[Tensor, Tensor]]:
         """The model's and the reference's weight and bias, by name.
-
-        Args:
-            module: the model's module.
-            args: positional arguments of the call.
-            kwargs: keyword arguments of the call.
 
         Raises:
             NotComparableError: if one of them can't be had whole.

@@ -102,7 +102,6 @@ def normalized_change(
         reference_x: :math:`x_0`, of the same shape.
         shape: the last dimensions, over which is normalised.
         eps: :math:`\epsilon`; None for the precision of the inputs' dtype.
-        centred: whether the mean is taken off, as LayerNorm does.
 
     Returns:
         :math:`n(x_t)` and :math:`n(x_t) - n(x_0)`.
@@ -152,7 +151,6 @@ def weight_share(weight_update: Tensor, input_drift: Tensor) -> Tensor:
     """The weights' share in a layer's change, between 0 and 1; 0 where nothing has changed.
 
     Args:
-        weight_update: norms of the weights' part.
         input_drift: norms of the inputs' part, of the same shape.
     """
     both = weight_update + input_drift

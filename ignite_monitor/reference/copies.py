@@ -33,9 +33,6 @@ def separate_copy(model: nn.Module) -> tuple[nn.Module, list[str]]:
     may well keep for the training what they see. Those of torch and transformers, and the multipliers of a
     parametrization, are part of how a module works.
 
-    Args:
-        model: the model.
-
     Raises:
         ValueError: if it can't be copied.
     """

@@ -38,15 +38,7 @@ class Comparison(Protocol):
     def keep(
         self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Sequence[Tensor | None]:
-        """What to keep of a call of the reference until the model reaches it.
-
-        Args:
-            name: the module's name.
-            module: the reference's module.
-            args: positional arguments.
-            kwargs: keyword arguments.
-            output: what it returned.
-        """
+        """What to keep of a call of the reference until the model reaches it."""
 
     def enter(
         self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], kept: list[Tensor | None]
@@ -54,10 +46,6 @@ class Comparison(Protocol):
         """A call of the model begins. What it returns is handed to :meth:`leave`.
 
         Args:
-            name: the module's name.
-            module: the model's module.
-            args: positional arguments.
-            kwargs: keyword arguments.
             kept: what was kept of the same call of the reference; what is taken out of the list is freed.
         """
 
@@ -65,8 +53,6 @@ class Comparison(Protocol):
         """A call of the model has returned. What it returns is handed to :meth:`passed`; None for nothing.
 
         Args:
-            name: the module's name.
-            output: what the module returned.
             entered: what :meth:`enter` returned.
             kept: what was kept of the same call of the reference.
         """
@@ -87,9 +73,6 @@ class ReferencePasses:
     reaches it.
 
     Args:
-        reference: the reference.
-        names: the modules to compare.
-        comparison: what to do with their calls.
         warn: is told why something can't be compared, each reason once.
         offload: whether what is kept waits in the host's memory, page-locked, rather than on the device.
     """
@@ -146,11 +129,7 @@ class ReferencePasses:
         return bool(self._warned)
 
     def say(self, reason: str) -> None:
-        """Warn why something can't be compared, if that has not been said before.
-
-        Args:
-            reason: why.
-        """
+        """Warn why something can't be compared, if that has not been said before."""
         if reason not in self._warned:
             self._warned.add(reason)
             self._warn(reason)

@@ -161,7 +161,6 @@ class Reference:
         buffers of either, and random number generators are the same afterwards.
 
         Args:
-            name: the module.
             args: positional arguments; they are copied.
             kwargs: keyword arguments; they are copied.
             parameters: what its parameters are this time, by name; None for what they are.

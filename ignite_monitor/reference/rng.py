@@ -17,7 +17,6 @@ def drawn_again(devices: Iterable[torch.device], generators: Iterable[torch.Gene
 
     Args:
         devices: the devices whose default generators count, beside that of the CPU.
-        generators: other generators.
     """
     every = [torch.default_generator, *generators]
     others: list[tuple[Any, torch.device, torch.Tensor]] = []

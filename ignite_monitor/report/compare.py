@@ -76,7 +76,6 @@ def compare(files: tuple[str, str], runs: tuple[Mapping[str, Series], Mapping[st
     """Two runs side by side, up to the last iteration that both have.
 
     Args:
-        files: the runs' files.
         runs: name -> series, of each.
     """
     first, second = runs
@@ -91,11 +90,7 @@ def compare(files: tuple[str, str], runs: tuple[Mapping[str, Series], Mapping[st
 
 
 def as_json(comparison: Comparison) -> dict[str, Any]:
-    """A comparison as JSON's own types; numbers that are not finite are None.
-
-    Args:
-        comparison: the comparison.
-    """
+    """A comparison as JSON's own types; numbers that are not finite are None."""
     return {
         "version": VERSION,
         "compared_until": comparison.until,

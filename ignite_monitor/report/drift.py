@@ -13,11 +13,7 @@ from ignite_monitor.report.series import listed, number, printable, times
 
 
 def drift_findings(group: Group) -> Iterator[Finding]:
-    """Findings about what changed each layer's output: its own weights, or what comes in.
-
-    Args:
-        group: the metrics of one RCCHandler.
-    """
+    """Findings about what changed each layer's output: its own weights, or what comes in."""
     update = {layer: series.end() for layer, series in group.each("weight_update").items()}
     drift = {layer: series.end() for layer, series in group.each("input_drift").items()}
     both = {layer: (update[layer], drift[layer]) for layer in update if layer in drift}
@@ -47,11 +43,7 @@ def drift_findings(group: Group) -> Iterator[Finding]:
 
 
 def spectral_findings(group: Group) -> Iterator[Finding]:
-    """Findings about the weights' largest singular values.
-
-    Args:
-        group: the metrics of one SpectralNormHandler.
-    """
+    """Findings about the weights' largest singular values."""
     series = group.get("norm_max")
     if series is None or not len(series.finite.values):
         return

@@ -70,11 +70,7 @@ class Group:
         return f"{self.root}/{metric}"
 
     def each(self, metric: str) -> dict[str, Series]:
-        """Layer or parameter -> its series; of a layer that RCCHandler has with and without its bias, with it.
-
-        Args:
-            metric: the metric.
-        """
+        """Layer or parameter -> its series; of a layer that RCCHandler has with and without its bias, with it."""
         found = {item: series for item, (_, series) in self.items.get(metric, {}).items()}
         if self.kind == "rcc":
             found = {item: found[item] for item in found if item.removesuffix(".weight") not in found.keys() - {item}}
@@ -82,11 +78,7 @@ class Group:
 
 
 def groups(run: Mapping[str, Series]) -> list[Group]:
-    """The metrics of a run by monitor; the user's own come last.
-
-    Args:
-        run: name -> series.
-    """
+    """The metrics of a run by monitor; the user's own come last."""
     roots = {kind: _roots(set(run), kind) for kind in ("grad", "weights", "rcc")}
     found: dict[tuple[str, str], Group] = {}
     for name, series in run.items():

@@ -30,9 +30,5 @@ class Finding:
 
 
 def steps(of: Iterable[int]) -> tuple[int, ...]:
-    """Steps of an array as Python's own numbers.
-
-    Args:
-        of: the steps.
-    """
+    """Steps of an array as Python's own numbers."""
     return tuple(int(step) for step in of)

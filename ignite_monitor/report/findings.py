@@ -42,9 +42,6 @@ ORDER = (
 def find(run: Mapping[str, Series]) -> list[Finding]:
     """What happened in a run, most important first.
 
-    Args:
-        run: name -> series.
-
     Examples:
         .. code-block:: python
 
@@ -65,11 +62,7 @@ def healthy(findings: list[Finding]) -> bool:
 
 
 def looked_at(run: Mapping[str, Series]) -> list[str]:
-    """What a run's file lets one judge, in words.
-
-    Args:
-        run: name -> series.
-    """
+    """What a run's file lets one judge, in words."""
     told = []
     for group in groups(run):
         norm, frozen = group.get("norm"), group.get("frozen_count")

@@ -16,7 +16,6 @@ def gradient_findings(group: Group, weights: Sequence[Group]) -> Iterator[Findin
     """Findings about gradient norms.
 
     Args:
-        group: the metrics of one GradMonitor.
         weights: those of the WeightUpdateHandlers, which know whether a step was made.
     """
     norm, spike = group.get("norm"), group.get("spike")

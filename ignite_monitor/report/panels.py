@@ -86,7 +86,6 @@ def picture(run: Mapping[str, Series], selection: re.Pattern[str] | None = None)
     """The panels of a run.
 
     Args:
-        run: name -> series.
         selection: which metrics to show, by a match anywhere in their names; None for all.
     """
     found = groups(run)
@@ -254,12 +253,7 @@ PANELS: dict[str, Callable[[Group], Iterator[Panel]]] = {
 
 
 def thinned(series: Series, points: int) -> Series:
-    """A series with fewer points that looks the same: of each stretch the smallest and the largest value.
-
-    Args:
-        series: the series.
-        points: how many points to keep, about.
-    """
+    """A series with fewer points that looks the same: of each stretch the smallest and the largest value."""
     count = len(series.steps)
     if count <= 2 * points:
         return series
@@ -291,7 +285,6 @@ def short(labels: list[str], length: int = 36) -> list[str]:
     """Labels without what all of them begin with, and without their middles where they are long.
 
     Args:
-        labels: the labels.
         length: how long they may be.
     """
     parts = [label.split(".") for label in labels]

@@ -33,9 +33,7 @@ def draw(picture: Picture, path: str | Path, title: str = "", log: bool = False)
     """Write a figure of a run.
 
     Args:
-        picture: what it shows.
         path: where to; the ending says in which format (png, pdf, svg).
-        title: what stands above it.
         log: whether every panel has a logarithmic scale, and not those alone whose values span decades.
 
     Raises:

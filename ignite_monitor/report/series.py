@@ -31,29 +31,20 @@ class Series(NamedTuple):
         return self if keep.all() else Series(self.steps[keep], self.values[keep])
 
     def at(self, steps: Array) -> Array:
-        """Its values at steps, NaN where there is none.
-
-        Args:
-            steps: the steps.
-        """
+        """Its values at steps, NaN where there is none."""
         if not len(self.steps):
             return np.full(len(steps), math.nan)
         places = np.minimum(np.searchsorted(self.steps, steps), len(self.steps) - 1)
         return np.where(self.steps[places] == steps, self.values[places], math.nan)
 
     def where(self, condition: Array) -> Array:
-        """The steps at which a condition holds.
-
-        Args:
-            condition: a boolean for every step.
-        """
+        """The steps at which a condition holds."""
         return np.asarray(self.steps[condition])
 
     def start(self, share: float = 0.1, at_most: int = 50) -> float:
         """The median of its first finite values, NaN if it has none.
 
         Args:
-            share: how much of it to take.
             at_most: how many values at most.
         """
         values = self.finite.values
@@ -63,7 +54,6 @@ class Series(NamedTuple):
         """The median of its last finite values, NaN if it has none.
 
         Args:
-            share: how much of it to take.
             at_most: how many values at most.
         """
         values = self.finite.values
@@ -138,53 +128,31 @@ def tidy(run: Mapping[str, Sequence[Any]]) -> dict[str, Series]:
 
 
 def natural(name: str) -> list[tuple[int, int, str]]:
-    """A key that sorts ``layers.2`` before ``layers.10``.
-
-    Args:
-        name: the name.
-    """
+    """A key that sorts ``layers.2`` before ``layers.10``."""
     return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d+)", name)]
 
 
 def number(value: float, digits: int = 4) -> str:
-    """A number as people write it.
-
-    Args:
-        value: the number.
-        digits: how many significant digits.
-    """
+    """A number as people write it."""
     if math.isfinite(value) and value == int(value) and abs(value) < 1e6:
         return str(int(value))
     return f"{value:.{digits}g}"
 
 
 def times(factor: float) -> str:
-    """How many times as large something is.
-
-    Args:
-        factor: the ratio.
-    """
+    """How many times as large something is."""
     if factor >= 1e6:
         return f"{factor:.2g} times"
     return f"{factor:.0f} times" if factor >= 10 else f"{factor:.2g} times"
 
 
 def printable(name: str) -> str:
-    """A name that is safe to send to a terminal.
-
-    Args:
-        name: the name, which comes out of a file.
-    """
+    """A name that is safe to send to a terminal."""
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in name)
 
 
 def listed(words: Iterable[str], at_most: int = 5) -> str:
-    """Words in a sentence: ``a, b and 3 more``.
-
-    Args:
-        words: the words.
-        at_most: how many of them to name.
-    """
+    """Words in a sentence: ``a, b and 3 more``."""
     words = list(words)
     named = words[:at_most] if len(words) > at_most + 1 else words
     left = len(words) - len(named)
@@ -198,7 +166,6 @@ def iterations(steps: Iterable[int], at_most: int = 6) -> str:
 
     Args:
         steps: the steps, in ascending order.
-        at_most: how many numbers and ranges to name.
     """
     ranges: list[list[int]] = []
     for step in map(int, steps):

@@ -46,7 +46,6 @@ def summarise(file: str, run: Mapping[str, Series]) -> Summary:
     """What happened in a run.
 
     Args:
-        file: the run's file.
         run: name -> series, of which there is one at least.
     """
     found = groups(run)
@@ -64,11 +63,7 @@ def summarise(file: str, run: Mapping[str, Series]) -> Summary:
 
 
 def as_json(summary: Summary) -> dict[str, Any]:
-    """A summary as JSON's own types; numbers that are not finite are None.
-
-    Args:
-        summary: the summary.
-    """
+    """A summary as JSON's own types; numbers that are not finite are None."""
     return {
         "version": VERSION,
         "file": summary.file,
@@ -81,11 +76,7 @@ def as_json(summary: Summary) -> dict[str, Any]:
 
 
 def findings_json(findings: list[Finding]) -> list[dict[str, Any]]:
-    """Findings as JSON's own types.
-
-    Args:
-        findings: the findings.
-    """
+    """Findings as JSON's own types."""
     return [
         {
             "kind": finding.kind,
@@ -100,11 +91,7 @@ def findings_json(findings: list[Finding]) -> list[dict[str, Any]]:
 
 
 def plain(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers, of which those that are not finite become None.
-
-    Args:
-        numbers: name -> number.
-    """
+    """Numbers, of which those that are not finite become None."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in numbers.items()

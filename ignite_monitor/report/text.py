@@ -33,12 +33,7 @@ STYLES = {"problem": ("✗", "bold red"), "warning": ("!", "yellow"), "note": ("
 
 
 def summary_text(summary: Summary, every: bool = False) -> list[RenderableType]:
-    """A summary to be printed.
-
-    Args:
-        summary: the summary.
-        every: whether the table holds every metric.
-    """
+    """A summary to be printed."""
     count = len(summary.metrics)
     parts: list[RenderableType] = [
         Text.assemble(
@@ -63,11 +58,7 @@ def summary_text(summary: Summary, every: bool = False) -> list[RenderableType]:
 
 
 def findings_text(summary: Summary) -> list[RenderableType]:
-    """What happened in a run, to be printed.
-
-    Args:
-        summary: the run's summary.
-    """
+    """What happened in a run, to be printed."""
     parts = [_verdict(summary), *(_finding(finding) for finding in summary.findings)]
     if summary.looked_at:
         parts.append(Text(f"Looked at: {printable('; '.join(summary.looked_at))}.", style="dim"))
@@ -75,12 +66,7 @@ def findings_text(summary: Summary) -> list[RenderableType]:
 
 
 def comparison_text(comparison: Comparison, every: bool = False) -> list[RenderableType]:
-    """A comparison to be printed.
-
-    Args:
-        comparison: the comparison.
-        every: whether the table holds every metric.
-    """
+    """A comparison to be printed."""
     parts: list[RenderableType] = []
     for which, letter in enumerate("AB"):
         parts.append(
@@ -123,7 +109,6 @@ def show(parts: Iterable[RenderableType], stream: TextIO | None = None) -> None:
     """Print to a stream: in colour and in its width on a terminal, plain and as wide as need be elsewhere.
 
     Args:
-        parts: what to print.
         stream: where to; None for the standard output.
     """
     stream = stream or sys.stdout

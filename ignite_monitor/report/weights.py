@@ -13,11 +13,7 @@ from ignite_monitor.report.series import Series, iterations, listed, number, pri
 
 
 def weight_findings(group: Group) -> Iterator[Finding]:
-    """Findings about how the parameters move.
-
-    Args:
-        group: the metrics of one WeightUpdateHandler.
-    """
+    """Findings about how the parameters move."""
     yield from _frozen(group)
     yield from _ratios(group)
     for metric, where in (
@@ -46,22 +42,13 @@ def weight_findings(group: Group) -> Iterator[Finding]:
 
 
 def last_quarter(series: Series) -> Series:
-    """The part of a series in the last quarter of its values, one at least.
-
-    Args:
-        series: the series.
-    """
+    """The part of a series in the last quarter of its values, one at least."""
     first = len(series.steps) - max(1, len(series.steps) // 4)
     return Series(series.steps[first:], series.values[first:])
 
 
 def persists(series: Series, above: float) -> bool:
-    """Whether a series is above a number at its end, and not now and then only.
-
-    Args:
-        series: the series.
-        above: the number.
-    """
+    """Whether a series is above a number at its end, and not now and then only."""
     values = last_quarter(series).values
     return bool(len(values)) and float(np.mean(values > above)) >= limits.PERSISTENT_SHARE and values[-1] > above
 

@@ -32,7 +32,6 @@ class AlignmentMeasurement:
     """Runs a reference beside the model and measures how its layers are aligned.
 
     Args:
-        reference: the reference.
         layers: what each layer's modules are called, by its name.
         sample_size: how many rows of a batch to measure.
         warn: is told why something can't be measured, each reason once.
@@ -155,7 +154,6 @@ def find_layers(model: nn.Module, parametrization: Parametrization | None) -> di
     """The layers whose alignment is defined, each with the names of its modules.
 
     Args:
-        model: the model.
         parametrization: with it only its layers count, and only those whose inputs grow with the width.
     """
     modules = modules_by_name(model)

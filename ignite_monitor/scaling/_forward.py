@@ -18,7 +18,6 @@ def run(model: nn.Module, sample_input: Any) -> Any:
     """What the model returns.
 
     Args:
-        model: the model.
         sample_input: a tensor, a tuple of arguments, or a dict of keyword arguments.
     """
     if isinstance(sample_input, Mapping):
@@ -28,11 +27,7 @@ def run(model: nn.Module, sample_input: Any) -> Any:
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """A model that runs eagerly and in evaluation mode, and is afterwards as it was, like all random numbers.
-
-    Args:
-        model: the model.
-    """
+    """A model that runs eagerly and in evaluation mode, and is afterwards as it was, like all random numbers."""
     attributes = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
     values = [(buffer, buffer.clone()) for _, _, held in attributes for buffer in held.values() if buffer is not None]
     cuda = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()

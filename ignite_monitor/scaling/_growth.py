@@ -35,10 +35,6 @@ class Grown(NamedTuple):
 def growing_modules(small: nn.Module, large: nn.Module) -> list[Grown]:
     """The modules whose weights are larger in one of two models.
 
-    Args:
-        small: the smaller model.
-        large: the larger model.
-
     Raises:
         TypeError: if one is no module.
         ValueError: if they differ in more than sizes, or can't be looked into, or nothing grows.
@@ -101,7 +97,6 @@ def width_and_type(grown: Grown, seen: tuple[int, int] | None) -> tuple[int, str
     """Width and layer type of a module; None if it has no weight that activations are multiplied by.
 
     Args:
-        grown: the module.
         seen: the last dimensions of what it takes and returns, None where it is no single tensor.
 
     Raises:

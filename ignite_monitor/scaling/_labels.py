@@ -52,11 +52,7 @@ class MadeTensors(TorchDispatchMode):
 
 
 def storage_of(tensor: Tensor) -> int:
-    """What all views of a tensor have in common; 0 where there is no such thing.
-
-    Args:
-        tensor: the tensor.
-    """
+    """What all views of a tensor have in common; 0 where there is no such thing."""
     return 0 if tensor.layout != torch.strided or is_transformed(tensor) else int(tensor.untyped_storage()._cdata)
 
 
@@ -64,7 +60,6 @@ def tensors_in(tree: Any, depth: int = 0) -> list[Tensor]:
     """All tensors in a tree.
 
     Args:
-        tree: lists, tuples, dicts and so on.
         depth: how many levels deep to look into the attributes of objects, too.
     """
     found = []

@@ -10,11 +10,6 @@ from ignite_monitor.scaling.module import ParametrizedModule
 
 
 def layer_name(modules: Mapping[str, nn.Module], name: str) -> str:
-    """The name of the layer that a module is: its own, or that of the ParametrizedModule around it.
-
-    Args:
-        modules: the modules of a model, by name.
-        name: the module's name.
-    """
+    """The name of the layer that a module is: its own, or that of the ParametrizedModule around it."""
     owner = name.rpartition(".")[0]
     return owner if name and isinstance(modules.get(owner), ParametrizedModule) else name

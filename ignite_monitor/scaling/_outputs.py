@@ -22,40 +22,20 @@ Kwargs = dict[str, Any]
 
 
 class OutputChanges:
-    """Measures the outputs of a model's layers, multipliers included, for :class:`ReferencePasses`.
-
-    Args:
-        reference: the reference.
-    """
+    """Measures the outputs of a model's layers, multipliers included, for :class:`ReferencePasses`."""
 
     def __init__(self, reference: Reference) -> None:
         self._run = reference.run
         self._mean_squares: dict[str, list[Tensor]] = {}
 
     def keep(self, name: str, module: nn.Module, args: Args, kwargs: Kwargs, output: Any) -> Sequence[Tensor | None]:
-        """The output.
-
-        Args:
-            name: the layer.
-            module: the reference's module.
-            args: positional arguments.
-            kwargs: keyword arguments.
-            output: what it returned.
-        """
+        """The output."""
         return [_first(output)]
 
     def enter(
         self, name: str, module: nn.Module, args: Args, kwargs: Kwargs, kept: list[Tensor | None]
     ) -> Tensor | None:
-        """What the reference's layer makes of the inputs that the model's is about to get.
-
-        Args:
-            name: the layer.
-            module: the model's module.
-            args: positional arguments.
-            kwargs: keyword arguments.
-            kept: what was kept of the reference.
-        """
+        """What the reference's layer makes of the inputs that the model's is about to get."""
         # The inputs of the whole model are those of the reference.
         return _first(self._run(name, args, kwargs)) if name else kept[0]
 
@@ -63,10 +43,7 @@ class OutputChanges:
         """Mean squares of the call, one for each of :data:`QUANTITIES`.
 
         Args:
-            name: the layer.
-            output: what the model's module returned.
             entered: what :meth:`enter` returned.
-            kept: what was kept of the reference.
 
         Raises:
             NotComparableError: if there is no output to measure.

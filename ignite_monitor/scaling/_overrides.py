@@ -14,10 +14,6 @@ T = TypeVar("T")
 def check_ab(name: str, value: object) -> tuple[float, float]:
     """The argument as two floats.
 
-    Args:
-        name: how the argument is called.
-        value: what was given for it.
-
     Raises:
         TypeError: if it is not two numbers.
     """
@@ -32,9 +28,6 @@ def overridden(
     """What the overrides say of the layers, by the layers' names.
 
     Args:
-        name: how the argument is called.
-        overrides: what was given for it.
-        types: the layers' types by name.
         check: makes of (name, value) a value, or raises.
 
     Raises:

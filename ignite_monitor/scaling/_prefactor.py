@@ -15,11 +15,7 @@ class HasPrefactor(Protocol):
 
 
 class PrefactorGroup(dict[str, Any]):
-    """A group of an optimizer, whose "lr" is a prefactor.
-
-    Args:
-        owner: what has the prefactor.
-    """
+    """A group of an optimizer, whose "lr" is a prefactor."""
 
     def __init__(self, owner: HasPrefactor) -> None:
         super().__init__(lr=owner.lr_prefactor)
@@ -35,11 +31,7 @@ class PrefactorGroup(dict[str, Any]):
 
 
 class PrefactorOptimizer(Optimizer):
-    """An optimizer with nothing to optimize, and one group, whose "lr" is a prefactor.
-
-    Args:
-        owner: what has the prefactor.
-    """
+    """An optimizer with nothing to optimize, and one group, whose "lr" is a prefactor."""
 
     def __init__(self, owner: HasPrefactor) -> None:
         super().__init__([torch.zeros(1)], {"lr": owner.lr_prefactor})
@@ -47,9 +39,5 @@ class PrefactorOptimizer(Optimizer):
         self._opt_called = True  # torch's schedulers warn of steps of theirs before one of the optimizer's
 
     def step(self, closure: Any = None) -> Any:
-        """Do nothing.
-
-        Args:
-            closure: is not called.
-        """
+        """Do nothing."""
         return None

@@ -13,7 +13,6 @@ class LayerRates:
     """Learning rates of the groups that belong to a parametrization; others, without "layer_name", are left alone.
 
     Args:
-        parametrization: the parametrization.
         optimizer: an optimizer whose groups are made of its ``param_groups``.
 
     Raises:
@@ -41,12 +40,7 @@ class LayerRates:
         return rates
 
     def set(self, solution: Solution, prefactor: float) -> None:
-        """Set each group's "lr" to prefactor * fan_in ** -c, and its "c".
-
-        Args:
-            solution: the exponents.
-            prefactor: the prefactor.
-        """
+        """Set each group's "lr" to prefactor * fan_in ** -c, and its "c"."""
         self._rates = self._computed(solution, prefactor)
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
             if rate is None:

@@ -14,12 +14,7 @@ from ignite_monitor.scaling.parametrization import Parametrization
 
 
 class SeededWeights:
-    """Lets a reference's weights go, but while they are needed.
-
-    Args:
-        reference: a copy of the parametrization's model.
-        parametrization: the parametrization.
-    """
+    """Lets a reference's weights go, but while they are needed."""
 
     def __init__(self, reference: Reference, parametrization: Parametrization) -> None:
         self._layers = dict(parametrization.layers)
@@ -40,9 +35,6 @@ class SeededWeights:
 
     def load(self, seeds: Mapping[str, Mapping[str, int]]) -> None:
         """Take the seeds of a saved run over.
-
-        Args:
-            seeds: by layer and parameter.
 
         Raises:
             ValueError: if they are of other layers.

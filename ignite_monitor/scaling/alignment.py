@@ -43,7 +43,6 @@ def row_alignment(product: Product, fan_in: float, x: Tensor, weight: Tensor) ->
         product: of an input and a weight, linear in either: a matrix product or a convolution.
         fan_in: n, how many products each output is the sum of, more than 1.
         x: z, whose first dimension is that of the rows.
-        weight: W.
     """
     exponents = (rms(product(x, weight)).log() - (rms(x) * rms(weight[None])).log()) / math.log(fan_in)
     return torch.where(exponents.isfinite(), exponents, math.nan)

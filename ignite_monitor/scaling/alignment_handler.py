@@ -161,35 +161,25 @@ class AlignmentHandler(Monitor):
         self._reference.load_state_dict(state_dict["reference"])
 
     def on_host(self) -> dict[str, float]:
-        """This iteration's values as floats, without those that are not defined."""
         return {name: value for name, value in super().on_host().items() if not math.isnan(value)}
 
     # What it listens to
 
     def handlers(self) -> Handlers:
-        """The events the monitor listens to, each with its method."""
         return [(MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed)]
 
     def contexts(self) -> list[AbstractContextManager[Any]]:
-        """What to have around the train step that is about to start, where the monitor is armed."""
         if not self._armed:
             return []
         return [*([] if self._seeded is None else [self._seeded.drawn()]), *self._measurement.contexts()]
 
     def start_iteration(self, engine: Engine) -> None:
-        """Forget what was measured last time.
-
-        Args:
-            engine: the engine.
-        """
         self._measurement.clear()
 
     def ended(self) -> None:
-        """The run has ended: say what it lacked."""
         self._measurement.ended()
 
     def release(self) -> None:
-        """Let go of everything that belongs to the run that has ended, or is interrupted."""
         self._measurement.clear()
 
     def _on_train_step_completed(self, engine: Engine) -> None:

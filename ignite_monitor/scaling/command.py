@@ -21,9 +21,6 @@ def run(target: str, widths: Sequence[int], steps: int, seeds: int) -> Coordinat
     Args:
         target: ``MODULE:FACTORY``, where MODULE is the name of a module or the path of a Python file, and FACTORY,
             called without arguments, returns ``(make_model, make_batch)`` or these and ``train_step``.
-        widths: the widths.
-        steps: how many updates to make.
-        seeds: how many trainings to make at every width.
 
     Raises:
         ValueError: if the target is no such thing, or raises an error.

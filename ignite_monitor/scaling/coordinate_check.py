@@ -141,12 +141,7 @@ def _train(
     """What the layers' outputs are like in each step.
 
     Args:
-        model: the model.
-        optimizer: its optimizer.
         make_batch: as for :func:`coordinate_check`.
-        train_step: likewise, or the default one.
-        width: the width.
-        seed: the seed.
 
     Raises:
         ValueError: if nothing was seen.

@@ -191,7 +191,6 @@ def _draw(result: CoordinateCheck, path: str | os.PathLike[str]) -> None:
     """Write a figure: above, root mean squares over the width; below, their slopes, steep ones in red.
 
     Args:
-        result: the coordinate check.
         path: where to; the ending says in which format (png, pdf, svg).
 
     Raises:

@@ -63,12 +63,7 @@ class Term(NamedTuple):
     variables: tuple[Variable, ...] = ()
 
     def plus(self, constant: float, *variables: Variable) -> Term:
-        """The term with more added to it.
-
-        Args:
-            constant: a number to add.
-            variables: variables to add.
-        """
+        """The term with more added to it."""
         return Term(self.constant + constant, self.variables + variables)
 
 
@@ -78,8 +73,6 @@ def terms(graph: LayerGraph, alignment: Mapping[str, Alignment], optimizer_type:
     They stand in an order in which each can be evaluated: gammas backwards, then r forwards.
 
     Args:
-        graph: the graph.
-        alignment: by the node's name.
         optimizer_type: "adam" or "sgd".
 
     Raises:
@@ -99,7 +92,6 @@ def evaluate(minima: Mapping[Variable, list[Term]], c: Mapping[str, float]) -> d
 
     Args:
         minima: what :func:`terms` returned.
-        c: every layer's learning-rate exponent, by name.
     """
     values = {("c", name): value for name, value in c.items()}
     for variable, candidates in minima.items():

@@ -40,7 +40,6 @@ def as_alignment(name: str, value: object) -> Alignment:
     """An alignment, given by its name or as three numbers.
 
     Args:
-        name: how messages call it.
         value: "full", "no", or (alpha, omega, u).
 
     Raises:
@@ -176,10 +175,6 @@ def chain(nodes: Iterable[Node]) -> LayerGraph:
 
 def tied(graph: LayerGraph, parameters: Mapping[str, Mapping[str, object]]) -> LayerGraph:
     """The graph in which layers with the same weights have one learning rate.
-
-    Args:
-        graph: the graph.
-        parameters: the layers' parameters, by the layer's name and theirs.
 
     Raises:
         ValueError: if layers share some of their weights and not all, or have different fixed c.

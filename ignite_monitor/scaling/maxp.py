@@ -198,27 +198,18 @@ class MaxPScheduler(Monitor):
     # What it listens to
 
     def handlers(self) -> Handlers:
-        """The events the monitor listens to, each with its method."""
         return [(MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed)]
 
     def contexts(self) -> list[AbstractContextManager[Any]]:
-        """What to have around the train step that is about to start, where the alignment is to be measured."""
         return self._measurement.contexts() if self._armed and self._is_due() else []
 
     def start_iteration(self, engine: Engine) -> None:
-        """Forget what was measured last time.
-
-        Args:
-            engine: the engine.
-        """
         self._measurement.clear()
 
     def ended(self) -> None:
-        """The run has ended: say what it lacked."""
         self._measurement.ended()
 
     def release(self) -> None:
-        """Let go of everything that belongs to the run that has ended, or is interrupted."""
         self._measurement.clear()
 
     def _is_due(self) -> bool:

@@ -19,7 +19,6 @@ class Multiplier:
     It is copied and pickled with the module, and ``torch.compile`` goes through it.
 
     Args:
-        width: the n of the layer.
         layer_type: "embedding", "hidden", "readout" or "attention".
         a: the exponent of the multiplier, None for the default.
         b: the exponent of the initial standard deviation, None for the default.
@@ -48,13 +47,7 @@ class Multiplier:
         self.value = 1.0
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """The output, with every floating-point tensor in it multiplied.
-
-        Args:
-            module: the module.
-            args: its inputs.
-            output: what it returned.
-        """
+        """The output, with every floating-point tensor in it multiplied."""
         if self.value == 1.0:
             return output
         if isinstance(output, Tensor):
@@ -66,11 +59,7 @@ class Multiplier:
 
 
 def multiplier_of(module: nn.Module) -> Multiplier | None:
-    """The multiplier that a module has, if it has one.
-
-    Args:
-        module: the module.
-    """
+    """The multiplier that a module has, if it has one."""
     return next((hook for hook in module._forward_hooks.values() if isinstance(hook, Multiplier)), None)
 
 
@@ -148,8 +137,6 @@ def draw_weights(weight: Tensor, std: float, seed: int, padding_idx: int | None 
 
     Args:
         weight: the parameter, of which shape, dtype and device are taken.
-        std: their standard deviation.
-        seed: of the random numbers.
         padding_idx: a row that is 0.
     """
     generator = torch.Generator("cpu").manual_seed(seed)

@@ -19,7 +19,6 @@ class LinearProgram:
     """The linear program of a graph as sparse rows over columns for c, r and gamma.
 
     Args:
-        graph: the graph.
         minima: what r and gamma of every node are the smallest of.
     """
 

@@ -113,9 +113,6 @@ def solve(
 def check_optimizer_type(optimizer_type: object) -> str:
     """The argument, if there are rules for it.
 
-    Args:
-        optimizer_type: what was given.
-
     Raises:
         ValueError: if it is neither "adam" nor "sgd".
     """

@@ -50,7 +50,6 @@ def trace_graph(model: nn.Module, layers: Iterable[tuple[nn.Module, Node]], samp
     The model runs once, in evaluation mode and without gradients.
 
     Args:
-        model: the model.
         layers: modules, and what is known of each as a node without inputs.
         sample_input: an input: a tensor, a tuple of arguments, or a dict of keyword arguments.
 
@@ -70,7 +69,6 @@ def between_layers(model: nn.Module, layers: Iterable[tuple[nn.Module, Node]], s
     """What a model does between its layers.
 
     Args:
-        model: the model.
         layers: modules, and what is known of each as a node without inputs.
         sample_input: an input, as in :func:`trace_graph`.
     """

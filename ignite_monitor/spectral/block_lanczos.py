@@ -117,9 +117,6 @@ class BlockLanczos:
     def missing(self, relative: float) -> Tensor:
         """About how many more steps it takes until the bounds differ by this at most, as far as square roots go.
 
-        Args:
-            relative: how much.
-
         Returns:
             Of shape (B,): 0 where they do so now, elsewhere 1 or more.
         """

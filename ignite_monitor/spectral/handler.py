@@ -176,13 +176,11 @@ class SpectralNormHandler(Monitor):
         self._weights, self._updates = meters
 
     def on_host(self) -> dict[str, float]:
-        """This iteration's values as floats, without those that were not measured."""
         return {name: value for name, value in super().on_host().items() if not math.isnan(value)}
 
     # What it listens to
 
     def handlers(self) -> Handlers:
-        """The events the monitor listens to, each with its method."""
         handlers: Handlers = [(MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed)]
         if self.updates:
             handlers += [
@@ -193,11 +191,6 @@ class SpectralNormHandler(Monitor):
         return handlers
 
     def start_iteration(self, engine: Engine) -> None:
-        """Keep the weights, if updates are measured.
-
-        Args:
-            engine: the engine.
-        """
         self._norms = None
         self._weights.warn()
         if not self.updates:
@@ -208,7 +201,6 @@ class SpectralNormHandler(Monitor):
         self._before = {name: weight.local.clone() for name, weight in weights.items()}
 
     def release(self) -> None:
-        """Let go of everything that belongs to the run that has ended, or is interrupted."""
         self._weights.warn(wait=True)
         self._before = {}
         self._stepped = SteppedParameters({})
@@ -316,15 +308,9 @@ class SpectralNormHandler(Monitor):
     # Values on the host
 
     def carried(self) -> list[Tensor]:
-        """Tensors of any shape that come to the host whenever the values do, in the same transfer."""
         return [] if self._norms is None or not self.top_k or not self.metrics else [self._norms]
 
     def receive(self, carried: list[list[float]]) -> dict[str, float]:
-        """Take in what :meth:`carried` gave, now that it is on the host.
-
-        Args:
-            carried: the tensors, flat.
-        """
         if not carried:
             return {}
         named = [(tag, norm) for tag, norm in zip(tags(self._names), carried[0], strict=True) if not math.isnan(norm)]

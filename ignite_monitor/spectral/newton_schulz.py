@@ -26,7 +26,6 @@ def ns5_fast(matrices: Tensor, start: Tensor, dtype: torch.dtype) -> Tensor:
     Args:
         matrices: of shape (B, m, n), divided by their Frobenius norms.
         start: where power iteration starts, of shape (B, min(m, n)).
-        dtype: what the products are made in.
 
     Returns:
         Of shape (B,).
@@ -50,7 +49,6 @@ def ns3_accurate(matrices: Tensor, start: Tensor, dtype: torch.dtype) -> Tensor:
     Args:
         matrices: of shape (B, m, n), divided by their Frobenius norms.
         start: where power iteration starts, of shape (B, min(m, n)).
-        dtype: what the products are made in.
 
     Returns:
         Of shape (B,).

@@ -50,7 +50,6 @@ def power(matrices: Matrices, vectors: Tensor | None, generator: torch.Generator
     which one side is 224 or less need neither vectors nor steps: see :func:`dominant`.
 
     Args:
-        matrices: the matrices.
         vectors: of the last measurement, of shape (B, WARM, n); None for random ones.
         generator: for the random vectors, on the matrices' device; the same on every rank.
         steps: how many to make; None for as many as bring the bound to 1e-3, which has to look at it on the host.
@@ -94,8 +93,6 @@ def newton_schulz(matrices: Matrices, method: str, generator: torch.Generator, d
     Args:
         matrices: the matrices, with all of their rows.
         method: ``"ns5-fast"`` or ``"ns3-accurate"``.
-        generator: for the vector that power iteration starts with.
-        dtype: what the iterations' products are made in.
 
     Returns:
         The errors are inf where the method has failed: no matrix has such a Frobenius and such a spectral norm.

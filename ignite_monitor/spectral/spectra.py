@@ -41,9 +41,6 @@ class SpectralMeter:
 
     Args:
         method: one of ``METHODS``.
-        logger: where warnings go.
-        prefix: who warns.
-        what: what is measured, in a warning's words.
 
     Attributes:
         steps: how many steps of "power" the last measurement made, for the weight that needed most.

@@ -61,11 +61,7 @@ class Batch(NamedTuple):
 
 
 def is_matrix(parameter: Tensor) -> bool:
-    """Whether a parameter has a spectral norm: at least two dimensions, and real numbers to compute with.
-
-    Args:
-        parameter: the parameter.
-    """
+    """Whether a parameter has a spectral norm: at least two dimensions, and real numbers to compute with."""
     return parameter.ndim >= 2 and is_measurable(parameter) and not parameter.is_complex()
 
 
@@ -76,9 +72,6 @@ def as_weight(name: str, parameter: Tensor, whole: bool, turned: int = 0) -> Wei
     where all of it is needed.
 
     Args:
-        name: its name.
-        parameter: the parameter.
-        whole: whether all of it is needed on every rank.
         turned: the number of groups where its shape is (in, out / groups, k…), of which (out, in / groups · k…) is to
             be made; 0 where it is (out, in, k…).
     """
@@ -99,9 +92,6 @@ def as_weight(name: str, parameter: Tensor, whole: bool, turned: int = 0) -> Wei
 
 def batches(weights: Iterable[Weight]) -> Iterable[Batch]:
     """Weights of one shape, dtype and device together.
-
-    Args:
-        weights: the weights.
 
     Yields:
         Each batch when it is asked for, since it may be a copy.

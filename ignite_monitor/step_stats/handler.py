@@ -130,22 +130,15 @@ class StepStatsHandler(Monitor):
     # What it listens to
 
     def handlers(self) -> Handlers:
-        """The events the monitor listens to, each with its method."""
         return [
             (MonitorEvents.OPTIMIZER_STEP_COMPLETED, self._on_step_completed),
             (MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed),
         ]
 
     def start_iteration(self, engine: Engine) -> None:
-        """Forget the last monitored iteration.
-
-        Args:
-            engine: the engine.
-        """
         self.release()
 
     def contexts(self) -> list[AbstractContextManager[Any]]:
-        """What to have around the train step that is about to start, where the monitor is armed."""
         if not self._armed:
             return []
         device = self._device
@@ -160,7 +153,6 @@ class StepStatsHandler(Monitor):
         return [self._clock]
 
     def release(self) -> None:
-        """Let go of everything that belongs to the run that has ended, or is interrupted."""
         self._clock = self._count = self._items = None
         self._rates = []
 
@@ -256,15 +248,9 @@ class StepStatsHandler(Monitor):
     # Values on the host
 
     def carried(self) -> list[Tensor]:
-        """Tensors of any shape that come to the host whenever the values do, in the same transfer."""
         return [self._items] if self._is_late and isinstance(self._items, Tensor) else []
 
     def receive(self, carried: list[list[float]]) -> dict[str, float]:
-        """Take in what :meth:`carried` gave, now that it is on the host.
-
-        Args:
-            carried: the tensors, flat.
-        """
         if not self._is_late:
             return {}
         return self._times(carried[0][0] if carried else self._items)

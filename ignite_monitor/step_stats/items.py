@@ -11,9 +11,6 @@ from torch import Tensor
 def count_items(batch: Any) -> int | None:
     """The length of the first tensor in a batch: in a tensor, or nested in tuples, lists and mappings.
 
-    Args:
-        batch: the batch.
-
     Returns:
         None if there is no tensor with a dimension in it.
     """

@@ -63,7 +63,6 @@ def peak_flops(name: str, dtype: torch.dtype, allow_tf32: bool) -> float | None:
 
     Args:
         name: what CUDA calls the device.
-        dtype: the factors' dtype.
         allow_tf32: whether products of float32 may be made in TF32.
     """
     if dtype in (torch.bfloat16, torch.float16):

@@ -20,8 +20,6 @@ class FrozenParameters:
     """In how many measured steps in a row each parameter has stood still.
 
     Args:
-        names: the parameters' names.
-        threshold: the largest update ratio that means standing still.
         patience: after how many such steps a parameter is frozen.
 
     Attributes:
@@ -40,7 +38,6 @@ class FrozenParameters:
         """Go over to another set of parameters; those with a known name keep their count.
 
         Args:
-            names: the names.
             like: a tensor of the device and dtype that ratios will have.
         """
         still = self.still.to(like.dtype)
@@ -55,12 +52,7 @@ class FrozenParameters:
         self.still = still
 
     def observe(self, ratios: Tensor, moved: Tensor) -> Tensor:
-        """Count one step, and give for each parameter whether it had that step and is frozen.
-
-        Args:
-            ratios: the step's update ratios.
-            moved: bool, which parameters it was to move.
-        """
+        """Count one step, and give for each parameter whether it had that step and is frozen."""
         before = self.still >= self._patience
         self.still = count_still(self.still, ratios, self._threshold, moved)
         after = self.still >= self._patience
@@ -72,7 +64,6 @@ class FrozenParameters:
 
         Args:
             ratio: its update ratio, NaN if it had no step.
-            still: its count.
         """
         return not math.isnan(ratio) and still >= self._patience
 
@@ -85,11 +76,7 @@ class FrozenParameters:
         return self._lookout.heard(wait)
 
     def is_still(self, still: Sequence[float] | None = None) -> list[bool]:
-        """For each parameter whether it is frozen, whether it had the last step or not.
-
-        Args:
-            still: the counts, where they are on the host already.
-        """
+        """For each parameter whether it is frozen, whether it had the last step or not."""
         if still is not None:
             return [count >= self._patience for count in still]
         return on_host(self.still >= self._patience)
@@ -98,8 +85,6 @@ class FrozenParameters:
         """Warn of parameters that have frozen since the last time.
 
         Args:
-            logger: where to.
-            prefix: who warns.
             is_still: what :meth:`is_still` says.
             is_rounded: for each parameter, whether rounding may be why it stands still.
         """
@@ -161,11 +146,7 @@ def _counts(still: Any) -> Tensor:
 
 
 def on_host(mask: Tensor) -> list[bool]:
-    """A mask as a list. From a CPU no value is read, which counts as waiting to whoever looks for that.
-
-    Args:
-        mask: one-dimensional bool tensor.
-    """
+    """A mask as a list. From a CPU no value is read, which counts as waiting to whoever looks for that."""
     if mask.device.type == "cpu":
         return [len(each.nonzero()) > 0 for each in mask.split(1)] if len(mask) else []
     values: list[bool] = mask.tolist()

@@ -25,7 +25,6 @@ class GradientNorms:
     Which norm is whose is known on the host, so that nothing has to be looked at on the device.
 
     Args:
-        samples: the sampled parameters.
         places: id of a parameter -> its place; parameters that are not in it do not count.
     """
 
@@ -46,7 +45,6 @@ class GradientNorms:
 
         Args:
             scale: what the gradients are scaled by; None for 1.
-            reached: ids of the parameters that it has reached.
         """
         gradients = self._gradients(self._places.values())
         parameters = self._samples.parameters
@@ -65,7 +63,6 @@ class GradientNorms:
         """An optimizer is about to make its step.
 
         Args:
-            places: those of its parameters.
             scale: what their gradients are scaled by, where they have not been measured; None for 1.
         """
         gradients = self._gradients(places)
@@ -79,21 +76,13 @@ class GradientNorms:
         )
 
     def step_completed(self, places: Iterable[int]) -> None:
-        """An optimizer has made its step.
-
-        Args:
-            places: those of the parameters that it was made for.
-        """
+        """An optimizer has made its step."""
         for place in places:
             if place in self._latest:
                 self._used[place] = self._latest[place]
 
     def result(self, masks: HostMasks) -> tuple[Tensor, Tensor] | None:
-        """Each parameter's norm, and whether it has one; None if none has.
-
-        Args:
-            masks: what makes the mask.
-        """
+        """Each parameter's norm, and whether it has one; None if none has."""
         positions = self._latest | self._used
         return (self._samples.ordered(self._norms, positions), masks.of(positions)) if positions else None
 

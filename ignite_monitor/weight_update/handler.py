@@ -217,7 +217,6 @@ class WeightUpdateHandler(Monitor):
         self._step = None  # the counts are on the CPU now: the next iteration takes them to the device
 
     def on_host(self) -> dict[str, float]:
-        """This iteration's values as floats, without those that were not measured."""
         return {name: value for name, value in super().on_host().items() if not math.isnan(value)}
 
     def detach(self) -> None:
@@ -229,7 +228,6 @@ class WeightUpdateHandler(Monitor):
     # What it listens to
 
     def handlers(self) -> Handlers:
-        """The events the monitor listens to, each with its method."""
         return [
             (MonitorEvents.GRADIENTS_READY, self._on_gradients_ready),
             (MonitorEvents.OPTIMIZER_STEP_STARTED, self._on_step_started),
@@ -238,11 +236,6 @@ class WeightUpdateHandler(Monitor):
         ]
 
     def start_iteration(self, engine: Engine) -> None:
-        """Keep the weights' samples, to compare those after the train step with.
-
-        Args:
-            engine: the engine.
-        """
         if self._frozen.changed():
             self._warn()
         if self._step is None or not self._step.fits():
@@ -251,7 +244,6 @@ class WeightUpdateHandler(Monitor):
             self._step.start()
 
     def ended(self) -> None:
-        """The run has ended: say what it lacked."""
         if self._monitored and not self._stepped:
             self.logger.warning(
                 "%s: none of %d monitored iterations had an optimizer step with a gradient of the model, so no update "
@@ -263,7 +255,6 @@ class WeightUpdateHandler(Monitor):
         self._monitored = self._stepped = 0
 
     def release(self) -> None:
-        """Let go of everything that belongs to the run that has ended, or is interrupted."""
         self._step = None
         if self._frozen.changed(wait=True):
             self._warn()
@@ -350,15 +341,9 @@ class WeightUpdateHandler(Monitor):
     # Values on the host
 
     def carried(self) -> list[Tensor]:
-        """Tensors of any shape that come to the host whenever the values do, in the same transfer."""
         return [] if self._table is None or not self.metrics else [self._table]
 
     def receive(self, carried: list[list[float]]) -> dict[str, float]:
-        """Take in what :meth:`carried` gave, now that it is on the host.
-
-        Args:
-            carried: the tensors, flat.
-        """
         if not carried:
             return {}
         (flat,) = carried

@@ -41,7 +41,6 @@ class SampledTrainStep:
     """Follows the train steps of a run, one after the other.
 
     Args:
-        model: the model.
         sample_size: see :class:`ParameterSamples`.
         optimizer: the optimizer whose parameters count; None for all.
 
@@ -91,7 +90,6 @@ class SampledTrainStep:
 
         Args:
             scale: what the gradients are scaled by; None for 1.
-            reached: ids of the parameters that it has reached.
             stepping: the optimizer in whose step it has; None if in none.
         """
         if stepping is not None:
@@ -102,7 +100,6 @@ class SampledTrainStep:
         """An optimizer is about to make its step with the gradients that are there.
 
         Args:
-            optimizer: the optimizer.
             reduced: whether they are the same on every rank.
         """
         if optimizer not in self._optimizers:
@@ -114,11 +111,7 @@ class SampledTrainStep:
             self._gradients.step_started(places, getattr(optimizer, "grad_scale", None))
 
     def step_completed(self, optimizer: Optimizer) -> None:
-        """The optimizer has returned from its step.
-
-        Args:
-            optimizer: the optimizer.
-        """
+        """The optimizer has returned from its step."""
         self._gradients.step_completed(self._stepped.completed(optimizer))
 
     @torch.no_grad()
@@ -178,7 +171,6 @@ def unknown_where(values: Tensor, known: Tensor | None) -> Tensor:
     """Values with NaN where they are not known.
 
     Args:
-        values: the values.
         known: bool, where they are; None for nowhere.
     """
     return torch.full_like(values, math.nan) if known is None else torch.where(known, values, math.nan)
