@@ -77,7 +77,7 @@ class AttentionCalls(TorchFunctionMode):
         self.skipped: set[str] = set()
 
     def enter(self, watched: bool = True) -> None:
-        """Watch from here on, until :meth:`leave`; in pairs, one in the other, each thread for itself.
+        """EventSource from here on, until :meth:`leave`; in pairs, one in the other, each thread for itself.
 
         Args:
             watched: whether to watch, False for a module in eval mode.

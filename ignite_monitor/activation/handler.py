@@ -202,7 +202,7 @@ class ActivationHandler(Monitor):
         self._parameters: dict[nn.Parameter, tuple[str, str]] = {}
         self._of_parameters: Numbers = []
         self._over_ranks = RankReduction()
-        self._monitored = 0  # iterations of this run
+        self._monitored_count = 0  # iterations of this run
         self._compared = False  # whether there was a pass to compare in one of them
         self._may_lack = False  # whether there is NaN in place of what was not measured
 
@@ -253,7 +253,7 @@ class ActivationHandler(Monitor):
         return [*of_gradients, last] if self._metrics["gradient"] else [last]
 
     def contexts(self) -> list[AbstractContextManager[Any]]:
-        if not self._armed:
+        if not self._is_running:
             return []
         self._look_at_model()
         return [self._watching()]
@@ -277,12 +277,12 @@ class ActivationHandler(Monitor):
             yield
 
     def ended(self) -> None:
-        if self._passes is not None and self._monitored and not self._compared and not self._passes.warned:
+        if self._passes is not None and self._monitored_count and not self._compared and not self._passes.warned:
             self._warn(
-                f"none of {self._monitored} monitored iterations had a forward pass of the whole model in training "
-                "mode, so no activation_difference is published"
+                f"none of {self._monitored_count} monitored iterations had a forward pass of the whole model in "
+                "training mode, so no activation_difference is published"
             )
-        self._monitored, self._compared = 0, False
+        self._monitored_count, self._compared = 0, False
 
     def release(self) -> None:
         self._known = self._forward = self._comparison = self._passes = self._gradients = None
@@ -295,31 +295,31 @@ class ActivationHandler(Monitor):
         return {name: value for name, value in host.items() if not math.isnan(value)} if self._may_lack else host
 
     def _on_gradients_ready(self, engine: Engine) -> None:
-        if not self._armed or self._gradients is None or self._watch is None:
+        if not self._is_running or self._gradients is None or self._source is None:
             return
-        if id(self.model) in self._watch.reached:
+        if id(self.model) in self._source.reached:
             scale = None
             if self.scaler is not None:
                 scale = self.scaler.scale(torch.ones((), device=device_of(self.model)))
-            self._gradients.gradients_ready(scale, self._watch.reached_parameters)
+            self._gradients.gradients_ready(scale, self._source.reached_parameters)
 
     def _on_step_started(self, engine: Engine) -> None:
-        if not self._armed or self._gradients is None or self._watch is None or self._watch.stepping is None:
+        if not self._is_running or self._gradients is None or self._source is None or self._source.stepping is None:
             return
-        if id(self.model) not in self._watch.unreduced:
-            optimizer = self._watch.stepping
+        if id(self.model) not in self._source.unreduced:
+            optimizer = self._source.stepping
             # Fused optimizers are given what to unscale gradients by.
             self._gradients.step_started(parameters_of(optimizer), getattr(optimizer, "grad_scale", None))
 
     def _on_train_step_completed(self, engine: Engine) -> None:
-        if not self._armed or self._forward is None:
+        if not self._is_running or self._forward is None:
             return
         found, self._of_parameters = self._of_forward() + self._of_parameters, []
         if self._comparison is not None:
             found = [without(each, self._comparison.incomplete) for each in found]
             self._comparison.measured = None
             self._compared |= self._comparison.seen
-        self._monitored += 1
+        self._monitored_count += 1
         if self._gradients is not None:
             before, after = self._gradients.numbers()
             found += before + after
@@ -393,9 +393,9 @@ class ActivationHandler(Monitor):
 
     def _look_at_model(self) -> None:
         """Learn the names of modules and parameters, where they may be others than in the last monitored iteration."""
-        if self._watch is None or self._known is self._watch.parameters(self.model):
+        if self._source is None or self._known is self._source.parameters(self.model):
             return
-        self._known = self._watch.parameters(self.model)
+        self._known = self._source.parameters(self.model)
         modules = modules_by_name(self.model)
         of_modules = dict(zip(modules, tags(name or "_root_" for name in modules), strict=True))
         selected = [name for name in modules if (name or "_root_") in self._selection]

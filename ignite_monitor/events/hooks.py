@@ -34,7 +34,7 @@ class GradientHook:
     def __bool__(self) -> bool:
         return bool(self._places)
 
-    def put_on(self, parameters: Iterable[nn.Parameter], hook: Callable[[Tensor], None]) -> None:
+    def register(self, parameters: Iterable[nn.Parameter], hook: Callable[[Tensor], None]) -> None:
         """Have a hook called whenever a gradient has been accumulated into one of the parameters.
 
         Args:
@@ -58,7 +58,7 @@ class GradientHook:
                 parameter._post_accumulate_grad_hooks = None
 
 
-class WatchedModel:
+class MonitoredModel:
     """A model, how many monitors watch it, and the hook that is on its parameters."""
 
     def __init__(self, model: nn.Module) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ignite_monitor.events.hooks import Patch, WatchedModel, is_nested, remove_all
+from ignite_monitor.events.hooks import MonitoredModel, Patch, is_nested, remove_all
 from ignite_monitor.events.monitor_events import MonitorEvents, register_events
 from ignite_monitor.model.backward import users_grad_mode
 
@@ -23,8 +23,8 @@ from ignite_monitor.model.backward import users_grad_mode
 _HOPS = 3
 
 
-class Member(Protocol):
-    """What a :class:`Watch` knows of a monitor."""
+class MonitorLike(Protocol):
+    """What an :class:`EventSource` knows of a monitor."""
 
     def ended(self) -> None:
         """The run has ended: say what it lacked."""
@@ -39,17 +39,17 @@ class Member(Protocol):
         """A backward has accumulated into the first parameter of a model that it has got to."""
 
 
-class Watch:
+class EventSource:
     """Fires :class:`MonitorEvents` on one engine; shared by all monitors attached to it.
 
     Its hooks exist from a run's first iteration to its end, whether it completes, is terminated or interrupted, or
-    raises an error; those on parameters in monitored iterations alone. The engine owns the watch; the watch knows the
-    engine, and the hooks know the watch, by weak references alone, so that a run that is dropped is freed as it would
+    raises an error; those on parameters in monitored iterations alone. The engine owns the source; the source knows the
+    engine, and the hooks know the source, by weak references alone, so that a run that is dropped is freed as it would
     be without.
 
     Attributes:
-        armed: whether this iteration is monitored.
-        active: whether its train step is going on. What happens in handlers, or on other engines, is not watched.
+        monitored: whether this iteration is monitored.
+        running: whether its train step is going on. What happens in handlers, or on other engines, is not watched.
         reached: while GRADIENTS_READY fires, the ids of the models that the backward reached.
         reached_parameters: and of their parameters that it may have changed the gradients of.
         unreduced: ids of the models whose gradients are not reduced: this iteration's last backward that reached them
@@ -57,18 +57,18 @@ class Watch:
         stepping: while an optimizer makes its step, the optimizer.
     """
 
-    _ATTRIBUTE = "_ignite_monitor_watch"  # of the engine, which owns its watch
+    _ATTRIBUTE = "_ignite_monitor_events"  # of the engine, which owns its source
 
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)
-        self._models: dict[int, WatchedModel] = {}
+        self._models: dict[int, MonitoredModel] = {}
         self._handles: list[Any] = []
         weakref.finalize(self, remove_all, self._handles).atexit = False
         self._installed = False
-        self._members: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._monitors: weakref.WeakSet[Any] = weakref.WeakSet()
         self._listeners: dict[MonitorEvents, list[weakref.WeakMethod[Any]]] = {event: [] for event in MonitorEvents}
         self._prefixes: set[str] = set()
-        self.armed = self.active = self._awaits_step = False
+        self.monitored = self.running = self._awaits_step = False
         self._tasks: dict[int, dict[int, set[int]]] = {}
         self.reached: frozenset[int] = frozenset()
         self.reached_parameters: Set[int] = frozenset()
@@ -78,18 +78,18 @@ class Watch:
     # Who takes part
 
     @classmethod
-    def of(cls, engine: Engine) -> Watch:
-        """The engine's watch, made by the first monitor that asks."""
-        watch: Watch | None = getattr(engine, cls._ATTRIBUTE, None)
-        if watch is None:
+    def of(cls, engine: Engine) -> EventSource:
+        """The engine's source, made by the first monitor that asks."""
+        source: EventSource | None = getattr(engine, cls._ATTRIBUTE, None)
+        if source is None:
             register_events(engine)
-            watch = cls(engine)
-            setattr(engine, cls._ATTRIBUTE, watch)
-            for event, handler in watch._own_handlers():
+            source = cls(engine)
+            setattr(engine, cls._ATTRIBUTE, source)
+            for event, handler in source._own_handlers():
                 engine.add_event_handler(event, handler)
-        return watch
+        return source
 
-    def join(self, member: Member, model: nn.Module, prefixes: Iterable[str]) -> None:
+    def add(self, monitor: MonitorLike, model: nn.Module, prefixes: Iterable[str]) -> None:
         """Take a monitor in.
 
         Args:
@@ -105,27 +105,27 @@ class Watch:
                 f"Another monitor on this engine has the prefix {taken[0]!r}: give this one another prefix"
             )
         self._prefixes |= prefixes
-        self._members.add(member)
-        watched = self._models.get(id(model))
-        if watched is None:
-            watched = self._models[id(model)] = WatchedModel(model)
+        self._monitors.add(monitor)
+        entry = self._models.get(id(model))
+        if entry is None:
+            entry = self._models[id(model)] = MonitoredModel(model)
             if self._installed:  # attached while a run is going on
-                self._handles.append(watched.hook)
-            if self.active:
-                self._put_on(watched)
-        watched.monitors += 1
+                self._handles.append(entry.hook)
+            if self.running:
+                self._register(entry)
+        entry.monitors += 1
 
-    def leave(self, member: Member, model: nn.Module, prefixes: Iterable[str]) -> None:
+    def remove(self, monitor: MonitorLike, model: nn.Module, prefixes: Iterable[str]) -> None:
         """Let a monitor go; with the last one everything goes."""
         self._prefixes.difference_update(prefixes)
-        self._members.discard(member)
-        watched = self._models[id(model)]
-        watched.monitors -= 1
-        if not watched.monitors:
+        self._monitors.discard(monitor)
+        entry = self._models[id(model)]
+        entry.monitors -= 1
+        if not entry.monitors:
             del self._models[id(model)]
-            watched.hook.remove()
+            entry.hook.remove()
         engine = self._engine()
-        if not self._members and engine is not None:
+        if not self._monitors and engine is not None:
             self._uninstall()
             for event, handler in self._own_handlers():
                 engine.remove_event_handler(handler, event)
@@ -139,9 +139,9 @@ class Watch:
                 which the other monitors look at, it does in a function that it returns.
         """
         self._listeners[event].append(weakref.WeakMethod(handler))
-        if self.active and event == MonitorEvents.GRADIENTS_READY:
-            for watched in self._models.values():
-                self._put_on(watched)
+        if self.running and event == MonitorEvents.GRADIENTS_READY:
+            for entry in self._models.values():
+                self._register(entry)
 
     def unlisten(self, event: MonitorEvents, handler: Callable[[Engine], Any]) -> None:
         """Undo :meth:`listen`."""
@@ -153,9 +153,9 @@ class Watch:
         return engine is not None and any(engine._event_handlers.get(event) for event in events)
 
     @property
-    def members(self) -> list[Any]:
+    def monitors(self) -> list[Any]:
         """The monitors attached to the engine."""
-        return list(self._members)
+        return list(self._monitors)
 
     def parameters(self, model: nn.Module) -> list[nn.Parameter]:
         """The parameters that a model had when the train step started."""
@@ -176,7 +176,7 @@ class Watch:
             if change is not None:
                 change()
         if event == MonitorEvents.TRAIN_STEP_COMPLETED:
-            self.active = False
+            self.running = False
         if self.has_handlers(event):
             with users_grad_mode():
                 engine.fire_event(event)
@@ -197,22 +197,22 @@ class Watch:
         self._reset()
         self._awaits_step = True
         if self.has_handlers(*MonitorEvents):
-            self.arm()
+            self.monitor_iteration()
 
-    def arm(self) -> None:
-        """Watch the train step of the iteration that is starting."""
-        self.armed = True
+    def monitor_iteration(self) -> None:
+        """Follow the train step of the iteration that is starting."""
+        self.monitored = True
 
-    def _put_on(self, watched: WatchedModel) -> None:
-        changed = watched.refresh()
+    def _register(self, entry: MonitoredModel) -> None:
+        changed = entry.refresh()
         if not (self._listeners[MonitorEvents.GRADIENTS_READY] or self.has_handlers(MonitorEvents.GRADIENTS_READY)):
-            watched.hook.remove()
-        elif changed or not watched.hook:
-            watched.hook.put_on(watched.parameters, self._gradient_hook(watched))
+            entry.hook.remove()
+        elif changed or not entry.hook:
+            entry.hook.register(entry.parameters, self._gradient_hook(entry))
 
     def _end(self, engine: Engine | None = None) -> None:
-        for member in self._members:
-            member.ended()
+        for monitor in self._monitors:
+            monitor.ended()
         self._uninstall()
 
     def _interrupt(self, engine: Engine) -> None:
@@ -224,43 +224,43 @@ class Watch:
         self._tasks.clear()
         self.reached = self.reached_parameters = self.unreduced = frozenset()
         self.stepping = None
-        self.armed = self.active = self._awaits_step = False
+        self.monitored = self.running = self._awaits_step = False
 
     def _install(self, engine: Engine) -> None:
         remove_all(self._handles)  # those of an interrupt that came while others were put on or taken off
-        # The finalizer of a dropped watch has to find these too.
-        self._handles += [watched.hook for watched in self._models.values()]
-        watch = weakref.ref(self)
+        # The finalizer of a dropped source has to find these too.
+        self._handles += [entry.hook for entry in self._models.values()]
+        source = weakref.ref(self)
 
         def step_started(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            owner = watch()
+            owner = source()
             return None if owner is None else owner._on_step_started(optimizer, args, kwargs)
 
         def step_completed(optimizer: Optimizer, *_: Any) -> None:
-            owner = watch()
+            owner = source()
             if owner is not None:
                 owner._on_step_completed(optimizer)
 
         def train_step(original: Callable[..., Any], engine: Engine, batch: Any) -> Any:
-            owner = watch()
+            owner = source()
             if owner is None:
                 return original(engine, batch)
-            owner.active, owner._awaits_step = owner.armed, False
-            for watched in owner._models.values():
-                if owner.armed:
-                    owner._put_on(watched)
+            owner.running, owner._awaits_step = owner.monitored, False
+            for entry in owner._models.values():
+                if owner.monitored:
+                    owner._register(entry)
                 else:
-                    watched.hook.remove()
+                    entry.hook.remove()
             with ExitStack() as around:
                 for context in owner._contexts():
                     around.enter_context(context)
                 output = original(engine, batch)
-            if owner.active:
+            if owner.running:
                 owner.fire(MonitorEvents.TRAIN_STEP_COMPLETED)
             return output
 
         def handle_exception(original: Callable[..., Any], error: BaseException) -> None:
-            owner = watch()
+            owner = source()
             if owner is not None:
                 owner._end()
             original(error)
@@ -276,22 +276,22 @@ class Watch:
         self._installed = True
 
     def _contexts(self) -> list[AbstractContextManager[Any]]:
-        return [context for member in self._members for context in member.contexts()] if self.active else []
+        return [context for monitor in self._monitors for context in monitor.contexts()] if self.running else []
 
     def _uninstall(self) -> None:
         self._installed = False
         remove_all(self._handles)
-        for watched in self._models.values():
-            watched.run_ended()
+        for entry in self._models.values():
+            entry.run_ended()
         self._reset()
-        for member in self._members:
-            member.release()
+        for monitor in self._monitors:
+            monitor.release()
 
     # Backward
 
-    def _gradient_hook(self, watched: WatchedModel) -> Callable[[Tensor], None]:
-        watch = weakref.ref(self)
-        key = id(watched.model)
+    def _gradient_hook(self, entry: MonitoredModel) -> Callable[[Tensor], None]:
+        source = weakref.ref(self)
+        key = id(entry.model)
         current_task = torch._C._current_graph_task_id
         last_task = -1
         note: Callable[[int], None] = _ignore
@@ -301,17 +301,17 @@ class Watch:
             task = current_task()
             if task != last_task:
                 last_task = task
-                owner = watch()
-                is_watched = owner is not None and owner.active
-                note = owner._on_first_gradient(task, key, parameter) if is_watched and owner is not None else _ignore
+                owner = source()
+                is_running = owner is not None and owner.running
+                note = owner._on_first_gradient(task, key, parameter) if is_running and owner is not None else _ignore
             note(id(parameter))
 
         return hook
 
     def _on_first_gradient(self, task: int, key: int, parameter: Tensor) -> Callable[[int], None]:
         """The first gradient of a model in a backward; what takes in the ids of the parameters it reaches."""
-        for member in self._members:
-            member.backward_started(self._models[key].model, parameter)
+        for monitor in self._monitors:
+            monitor.backward_started(self._models[key].model, parameter)
         is_known = task in self._tasks
         reached = self._tasks.setdefault(task, {}).setdefault(key, set())
         if not is_known:
@@ -331,7 +331,7 @@ class Watch:
     # Optimizers
 
     def _on_step_started(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self.active or (self.stepping is not None and is_nested(optimizer)):
+        if not self.running or (self.stepping is not None and is_nested(optimizer)):
             return None
         if not any(model.shares(optimizer) for model in self._models.values()):
             return None
@@ -345,15 +345,15 @@ class Watch:
         return (args, kwargs | {"closure": closure}) if "closure" in kwargs else ((args[0], closure, *args[2:]), kwargs)
 
     def _firing_once(self, closure: Callable[..., Any]) -> Callable[..., Any]:
-        watch = weakref.ref(self)
+        source = weakref.ref(self)
         fired = False
 
         @functools.wraps(closure)
         def fire_after(*args: Any, **kwargs: Any) -> Any:
             nonlocal fired
             loss = closure(*args, **kwargs)
-            owner = watch()
-            if owner is not None and owner.active and not fired:
+            owner = source()
+            if owner is not None and owner.running and not fired:
                 fired = True
                 owner.fire(MonitorEvents.OPTIMIZER_STEP_STARTED)
             return loss
@@ -370,12 +370,12 @@ def _ignore(_: int) -> None:
     pass
 
 
-def _queue_end(watch: weakref.ref[Watch], task: int, hops: int) -> None:
+def _queue_end(source: weakref.ref[EventSource], task: int, hops: int) -> None:
     # A callback that queued itself would hold itself: a cycle for the garbage collector in every backward.
     def backward_ended() -> None:
-        owner = watch()
+        owner = source()
         if hops > 1:
-            _queue_end(watch, task, hops - 1)
+            _queue_end(source, task, hops - 1)
         elif owner is not None:
             owner._on_gradients_ready(task)
 

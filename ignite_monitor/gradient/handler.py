@@ -240,11 +240,11 @@ class GradMonitor(Monitor):
         self._report_restarts(wait=True)
 
     def backward_started(self, model: nn.Module, parameter: Tensor) -> None:
-        if model is self.model and self._armed and self._gradient is not None:
+        if model is self.model and self._is_running and self._gradient is not None:
             self._gradient.backward_started(parameter)
 
     def _on_gradients_ready(self, engine: Engine) -> None:
-        if not self._armed or self._watch is None or id(self.model) not in self._watch.reached:
+        if not self._is_running or self._source is None or id(self.model) not in self._source.reached:
             return
         gradients = self._gradients()
         earlier = self._gradient
@@ -256,7 +256,7 @@ class GradMonitor(Monitor):
             scale = self.scaler.scale(torch.ones((), device=gradients[0].device))
         grew = earlier is not None and earlier.grew_into(gradients)
         self._settle(undo=grew)
-        gradient = self._judge(engine, gradients, scale, shared=len(self._watch.reached) > 1)
+        gradient = self._judge(engine, gradients, scale, shared=len(self._source.reached) > 1)
         if earlier is not None and grew:
             gradient.announced = earlier.announced
         # A backward that reaches other models too may be theirs: a GAN's generator sends gradients through its
@@ -266,7 +266,7 @@ class GradMonitor(Monitor):
             self._announce(engine, gradient)
 
     def _on_step_started(self, engine: Engine) -> Callable[[], None] | None:
-        if not self._armed or self._watch is None:
+        if not self._is_running or self._source is None:
             return None
         gradient, self._stepping = self._gradient, None
         if self._skipper is not None:
@@ -283,7 +283,7 @@ class GradMonitor(Monitor):
         if gradient is None or changes is None or (changes and (gradient.used or not gradient.seen)):
             # Set by hand since the last backward. Fused optimizers are given what to unscale them by.
             self._settle(undo=False)
-            gradient = self._judge(engine, gradients, getattr(self._watch.stepping, "grad_scale", None))
+            gradient = self._judge(engine, gradients, getattr(self._source.stepping, "grad_scale", None))
         else:
             self._settle(undo=True)  # where it is left over from an iteration that made no step
             gradient.settle()
@@ -295,12 +295,12 @@ class GradMonitor(Monitor):
         return None if self._skipper is None else functools.partial(self._skip, gradient)
 
     def _skip(self, gradient: JudgedGradient) -> None:
-        if self._skipper is not None and self._watch is not None and self._watch.stepping is not None:
-            skipped = self._skipper.skip(self._watch.stepping, gradient.verdict.spike, gradient.is_spike)
+        if self._skipper is not None and self._source is not None and self._source.stepping is not None:
+            skipped = self._skipper.skip(self._source.stepping, gradient.verdict.spike, gradient.is_spike)
             self._skipped_count = self._skipped_count + skipped
 
     def _on_step_completed(self, engine: Engine) -> Callable[[], None] | None:
-        if not self._armed or not self._is_own_step():
+        if not self._is_running or not self._is_own_step():
             return None
         gradient, self._stepping = self._stepping, None
         if gradient is not None and self._gradient is not None:
@@ -311,11 +311,11 @@ class GradMonitor(Monitor):
         return None if self._skipper is None else self._skipper.restore
 
     def _on_train_step_completed(self, engine: Engine) -> None:
-        if not self._armed or self._watch is None:
+        if not self._is_running or self._source is None:
             return
         gradient = self._gradient
         if gradient is None or not gradient.seen:
-            if id(self.model) not in self._watch.unreduced:
+            if id(self.model) not in self._source.unreduced:
                 self._report_missing(engine)
             return
         if self._stepped is not None and (gradient.used or gradient.foreign):
@@ -338,9 +338,9 @@ class GradMonitor(Monitor):
     # Its parts
 
     def _gradients(self) -> list[Tensor]:
-        if self._watch is None:
+        if self._source is None:
             return []
-        parameters = self._watch.parameters(self.model)
+        parameters = self._source.parameters(self.model)
         if self.optimizer is not None:
             held = parameters_of(self.optimizer)
             if parameters is not self._own[0] or not are_same(held, self._own[1]):
@@ -351,9 +351,9 @@ class GradMonitor(Monitor):
 
     def _is_reached(self) -> bool:
         parameters, _, own = self._own
-        if self._watch is None or self.optimizer is None or len(own) == len(parameters):
+        if self._source is None or self.optimizer is None or len(own) == len(parameters):
             return True
-        return any(id(parameter) in self._watch.reached_parameters for parameter in own)
+        return any(id(parameter) in self._source.reached_parameters for parameter in own)
 
     def _judge(
         self, engine: Engine, gradients: list[Tensor], scale: Tensor | None, shared: bool = False
@@ -419,23 +419,23 @@ class GradMonitor(Monitor):
         )
 
     def _is_own_step(self) -> bool:
-        if self._watch is None or self._watch.stepping is None:
+        if self._source is None or self._source.stepping is None:
             return False
         if self.optimizer is None:
-            return self._watch.shares(self.model)
+            return self._source.shares(self.model)
         # An optimizer that wraps another one has its param_groups.
-        return self._watch.stepping.param_groups is self.optimizer.param_groups
+        return self._source.stepping.param_groups is self.optimizer.param_groups
 
     def _announce(self, engine: Engine, gradient: JudgedGradient) -> None:
-        if gradient.announced or self._watch is None:
+        if gradient.announced or self._source is None:
             return
-        listened = self._watch.has_handlers(MonitorEvents.SPIKE_DETECTED)
+        listened = self._source.has_handlers(MonitorEvents.SPIKE_DETECTED)
         if (listened or self.on_spike is not None) and gradient.is_spike():
             gradient.announced = True
             if self.on_spike is not None:
                 with users_grad_mode():
                     self.on_spike(engine, gradient.verdict.norm)
-            self._watch.fire(MonitorEvents.SPIKE_DETECTED)
+            self._source.fire(MonitorEvents.SPIKE_DETECTED)
 
     def _report_restarts(self, wait: bool) -> None:
         if self._lookout.heard(wait):

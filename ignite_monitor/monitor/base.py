@@ -19,7 +19,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from ignite_monitor.checks import check_type
 from ignite_monitor.events.monitor_events import MonitorEvents, register_events
-from ignite_monitor.events.source import Watch
+from ignite_monitor.events.source import EventSource
 from ignite_monitor.monitor.loggers import AddedHandlers, LoggedValues, transfer
 from ignite_monitor.monitor.views import NamedViews
 
@@ -64,10 +64,10 @@ class Monitor(Serializable):
         self.metrics: dict[str, Tensor] = {}
         self.logger = logging.getLogger(f"{type(self).__module__}.{type(self).__name__}")
         self._engine: weakref.ref[Engine] | None = None
-        self._watch: Watch | None = None
+        self._source: EventSource | None = None
         self._filters: list[Callable[[Engine, int], bool] | None] = []
         self._log_handlers: list[AddedHandlers] = []
-        self._selected = False
+        self._monitored = False
         self._host: dict[str, float] | None = None
         self._tables: list[tuple[list[str], Tensor]] = []
         self._views = NamedViews()
@@ -152,14 +152,14 @@ class Monitor(Serializable):
         taken = [name for name in self.attributes if hasattr(engine.state, name)]
         if taken:
             raise ValueError(f"engine.state.{taken[0]} is already claimed, by another monitor or by code of your own")
-        watch = Watch.of(engine)
-        watch.join(self, self.model, self.families)
-        self._watch = watch
+        source = EventSource.of(engine)
+        source.add(self, self.model, self.families)
+        self._source = source
         self._engine = weakref.ref(engine)
         self._filters = [getattr(each, "filter", None) for each in events]
         engine.add_event_handler(Events.ITERATION_STARTED, self._start)
         for name, handler in self.handlers():
-            watch.listen(name, handler)
+            source.listen(name, handler)
         self.clear(engine)
         return MonitorHandle(self, engine)
 
@@ -168,18 +168,18 @@ class Monitor(Serializable):
         while self._log_handlers:
             self._log_handlers.pop().remove()
         engine = self._attached_to()
-        if engine is None or self._watch is None:
+        if engine is None or self._source is None:
             return
         for name, handler in self.handlers():
-            self._watch.unlisten(name, handler)
+            self._source.unlisten(name, handler)
         engine.remove_event_handler(self._start, Events.ITERATION_STARTED)
         self.ended()
         self.release()
         self.clear(engine)
         self._views.clear()
-        self._selected = False
-        self._watch.leave(self, self.model, self.families)
-        self._watch = self._engine = None
+        self._monitored = False
+        self._source.remove(self, self.model, self.families)
+        self._source = self._engine = None
         for attribute in self.attributes:
             delattr(engine.state, attribute)
 
@@ -279,17 +279,17 @@ class Monitor(Serializable):
     def on_host(self) -> dict[str, float]:
         """This iteration's values as floats; those of all monitors on the engine come over in one transfer."""
         if self._host is None:
-            members = [self] if self._watch is None else self._watch.members
-            stale = [member for member in members if member._host is None]
-            numbers = transfer([[*member._published(), *member.carried()] for member in stale])
-            for member, own in zip(stale, numbers, strict=True):
-                member._take_over(own)
+            monitors = [self] if self._source is None else self._source.monitors
+            stale = [monitor for monitor in monitors if monitor._host is None]
+            numbers = transfer([[*monitor._published(), *monitor.carried()] for monitor in stale])
+            for monitor, own in zip(stale, numbers, strict=True):
+                monitor._take_over(own)
         return self._host or {}
 
     @property
-    def _armed(self) -> bool:
+    def _is_running(self) -> bool:
         """Whether a train step is going on that this monitor watches."""
-        return self._selected and self._watch is not None and self._watch.active
+        return self._monitored and self._source is not None and self._source.running
 
     def _attached_to(self) -> Engine | None:
         return self._engine() if self._engine is not None else None
@@ -326,9 +326,9 @@ class Monitor(Serializable):
     def _start(self, engine: Engine) -> None:
         self.clear(engine)
         iteration = engine.state.iteration
-        self._selected = any(accepts is None or accepts(engine, iteration) for accepts in self._filters)
-        if self._selected and self._watch is not None:
-            self._watch.arm()
+        self._monitored = any(accepts is None or accepts(engine, iteration) for accepts in self._filters)
+        if self._monitored and self._source is not None:
+            self._source.monitor_iteration()
             self.start_iteration(engine)
 
 

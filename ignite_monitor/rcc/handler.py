@@ -147,7 +147,7 @@ class RCCHandler(Monitor):
         warn = functools.partial(self.logger.warning, "%s: %s", prefix)
         self._changes = LayerChanges(self._reference, self._layers)
         self._passes = ReferencePasses(self._reference, self._layers, self._changes, warn, offload=bool(offload))
-        self._monitored = 0
+        self._monitored_count = 0
 
     def paused(self) -> AbstractContextManager[None]:
         """A context in which forward passes are not seen."""
@@ -176,29 +176,29 @@ class RCCHandler(Monitor):
         return [(MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed)]
 
     def contexts(self) -> list[AbstractContextManager[Any]]:
-        return [eager(), self._passes.watched()] if self._armed else []
+        return [eager(), self._passes.watched()] if self._is_running else []
 
     def start_iteration(self, engine: Engine) -> None:
         self._changes.norms = []
-        self._monitored += 1
+        self._monitored_count += 1
 
     def on_host(self) -> dict[str, float]:
         return {name: value for name, value in super().on_host().items() if not math.isnan(value)}
 
     def ended(self) -> None:
-        if self._monitored and not self._changes.seen and not self._passes.warned:
+        if self._monitored_count and not self._changes.seen and not self._passes.warned:
             self.logger.warning(
                 "%s: none of %d monitored iterations had a forward pass of the whole model in training mode, so "
                 "nothing is published",
                 self.prefix,
-                self._monitored,
+                self._monitored_count,
             )
 
     def release(self) -> None:
         self._changes.norms = []
 
     def _on_train_step_completed(self, engine: Engine) -> None:
-        if not self._armed:
+        if not self._is_running:
             return
         norms, self._changes.norms = self._changes.norms, []
         if world_size() > 1 and is_joined(self.model):

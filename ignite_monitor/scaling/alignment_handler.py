@@ -169,7 +169,7 @@ class AlignmentHandler(Monitor):
         return [(MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed)]
 
     def contexts(self) -> list[AbstractContextManager[Any]]:
-        if not self._armed:
+        if not self._is_running:
             return []
         return [*([] if self._seeded is None else [self._seeded.drawn()]), *self._measurement.contexts()]
 
@@ -183,7 +183,7 @@ class AlignmentHandler(Monitor):
         self._measurement.clear()
 
     def _on_train_step_completed(self, engine: Engine) -> None:
-        if not self._armed:
+        if not self._is_running:
             return
         if world_size() > 1 and is_joined(self.model):
             self._measurement.clear()

@@ -201,7 +201,7 @@ class MaxPScheduler(Monitor):
         return [(MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed)]
 
     def contexts(self) -> list[AbstractContextManager[Any]]:
-        return self._measurement.contexts() if self._armed and self._is_due() else []
+        return self._measurement.contexts() if self._is_running and self._is_due() else []
 
     def start_iteration(self, engine: Engine) -> None:
         self._measurement.clear()
@@ -217,7 +217,7 @@ class MaxPScheduler(Monitor):
         return steps >= 0 and steps % self._solve_interval == 0
 
     def _on_train_step_completed(self, engine: Engine) -> None:
-        if not self._armed:
+        if not self._is_running:
             return
         self._look_for_others()
         if self._is_due():

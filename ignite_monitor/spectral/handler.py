@@ -206,20 +206,20 @@ class SpectralNormHandler(Monitor):
         self._stepped = SteppedParameters({})
 
     def _on_gradients_ready(self, engine: Engine) -> None:
-        if self._armed and self._watch is not None and self._watch.stepping is not None:
-            self._stepped.met_gradients(self._watch.stepping)
+        if self._is_running and self._source is not None and self._source.stepping is not None:
+            self._stepped.met_gradients(self._source.stepping)
 
     def _on_step_started(self, engine: Engine) -> None:
-        if self._armed and self._watch is not None and self._watch.stepping is not None:
-            self._stepped.started(self._watch.stepping)
+        if self._is_running and self._source is not None and self._source.stepping is not None:
+            self._stepped.started(self._source.stepping)
 
     def _on_step_completed(self, engine: Engine) -> None:
-        if self._armed and self._watch is not None and self._watch.stepping is not None:
-            self._stepped.completed(self._watch.stepping)
+        if self._is_running and self._source is not None and self._source.stepping is not None:
+            self._stepped.completed(self._source.stepping)
 
     @torch.no_grad()
     def _on_train_step_completed(self, engine: Engine) -> None:
-        if not self._armed:
+        if not self._is_running:
             return
         parameters = self._parameters()
         weights = self._as_weights(parameters, self._weights)

@@ -139,7 +139,7 @@ class StepStatsHandler(Monitor):
         self.release()
 
     def contexts(self) -> list[AbstractContextManager[Any]]:
-        if not self._armed:
+        if not self._is_running:
             return []
         device = self._device
         if self.flops is None and (self.peak_flops is not None or _is_listed(device)):
@@ -162,13 +162,13 @@ class StepStatsHandler(Monitor):
 
     def _on_step_completed(self, engine: Engine) -> None:
         # Right after the step: before it, handlers may still change the rates, and then schedulers do.
-        if self._armed and not self._rates and self._is_stepping:
+        if self._is_running and not self._rates and self._is_stepping:
             self._rates = self._current_rates()
 
     @property
     def _is_stepping(self) -> bool:
         """Whether the step that is going on is the optimizer's, or that of a wrapper around it, or of what it wraps."""
-        stepping = None if self._watch is None else self._watch.stepping
+        stepping = None if self._source is None else self._source.stepping
         return stepping is self.optimizer or (
             stepping is not None and not held_by(stepping).isdisjoint(held_by(self.optimizer))
         )
@@ -179,7 +179,7 @@ class StepStatsHandler(Monitor):
 
     @torch.no_grad()
     def _on_train_step_completed(self, engine: Engine) -> None:
-        if not self._armed:
+        if not self._is_running:
             return
         if self._count is not None:
             counts = self._count.counts

@@ -174,7 +174,7 @@ class WeightUpdateHandler(Monitor):
         self._table: Tensor | None = None  # of the last monitored iteration: gradient norms, ratios, still
         self._rows: list[list[float]] | None = None  # the same on the host
         self._rounded: frozenset[str] = frozenset()
-        self._monitored = self._stepped = 0
+        self._monitored_count = self._stepped = 0
         self._replaced_reported = False
 
     @property
@@ -244,15 +244,15 @@ class WeightUpdateHandler(Monitor):
             self._step.start()
 
     def ended(self) -> None:
-        if self._monitored and not self._stepped:
+        if self._monitored_count and not self._stepped:
             self.logger.warning(
                 "%s: none of %d monitored iterations had an optimizer step with a gradient of the model, so no update "
                 "ratio is published. Either model or optimizer is not the one that the train step uses, or only "
                 "iterations without a step are monitored: then attach with another filter.",
                 self.prefix,
-                self._monitored,
+                self._monitored_count,
             )
-        self._monitored = self._stepped = 0
+        self._monitored_count = self._stepped = 0
 
     def release(self) -> None:
         self._step = None
@@ -260,28 +260,43 @@ class WeightUpdateHandler(Monitor):
             self._warn()
 
     def _on_gradients_ready(self, engine: Engine) -> None:
-        if not self._armed or self._step is None or self._watch is None or id(self.model) not in self._watch.reached:
+        if (
+            not self._is_running
+            or self._step is None
+            or self._source is None
+            or id(self.model) not in self._source.reached
+        ):
             return
         scale = None
         if self.scaler is not None:
             scale = self.scaler.scale(torch.ones((), device=self._step.samples.device))
-        self._step.gradients_ready(scale, self._watch.reached_parameters, self._watch.stepping)
+        self._step.gradients_ready(scale, self._source.reached_parameters, self._source.stepping)
 
     def _on_step_started(self, engine: Engine) -> None:
-        if self._armed and self._step is not None and self._watch is not None and self._watch.stepping is not None:
-            self._step.step_started(self._watch.stepping, reduced=id(self.model) not in self._watch.unreduced)
+        if (
+            self._is_running
+            and self._step is not None
+            and self._source is not None
+            and self._source.stepping is not None
+        ):
+            self._step.step_started(self._source.stepping, reduced=id(self.model) not in self._source.unreduced)
 
     def _on_step_completed(self, engine: Engine) -> None:
-        if self._armed and self._step is not None and self._watch is not None and self._watch.stepping is not None:
-            self._step.step_completed(self._watch.stepping)
+        if (
+            self._is_running
+            and self._step is not None
+            and self._source is not None
+            and self._source.stepping is not None
+        ):
+            self._step.step_completed(self._source.stepping)
 
     def _on_train_step_completed(self, engine: Engine) -> None:
-        if not self._armed or self._step is None:
+        if not self._is_running or self._step is None:
             return
         if not self._step.fits():
             self._report_replaced(engine)
             return
-        self._monitored += 1
+        self._monitored_count += 1
         measured = self._step.completed()
         self._stepped += self._step.stepped
         if measured is None:
