@@ -49,27 +49,9 @@ def linear_map(module: nn.Module) -> Callable[[tuple[Any, ...], dict[str, Any]],
         return lambda args, kwargs: lambda x, weight: convolve(x, weight, None)
     if is_plain(module, *_TRANSPOSED):
         return lambda args, kwargs: _transposed(module, *args, **kwargs)
-    if _is_conv1d(module) and is_plain(module, type(module)):
+    if is_conv1d(module) and is_plain(module, type(module)):
         return lambda args, kwargs: torch.matmul
     return None
-
-
-def weights_by_input(model: nn.Module) -> dict[int, int]:
-    """The weights whose first dimension is what goes into a module, not what comes out of it.
-
-    Returns:
-        Id of a parameter -> 0 for one of shape (in, out), of an embedding or of Conv1D of transformers; the number of
-        groups of a transposed convolution for one of shape (in, out / groups, …).
-    """
-    found: dict[int, int] = {}
-    for module in model.modules():
-        if isinstance(module, (*_TRANSPOSED, nn.Embedding, nn.EmbeddingBag)) or _is_conv1d(module):
-            # Not module.weight, which a parametrization would compute, and maybe change its buffers for.
-            computed = getattr(module._modules.get("parametrizations"), "weight", None)
-            weight = module._parameters.get("weight") if computed is None else getattr(computed, "original", None)
-            if weight is not None:
-                found[id(weight)] = module.groups if isinstance(module, _TRANSPOSED) else 0
-    return found
 
 
 def feature_dim(module: nn.Module) -> int:
@@ -79,7 +61,8 @@ def feature_dim(module: nn.Module) -> int:
     return 1 if isinstance(module, _OVER_CHANNELS) else -1
 
 
-def _is_conv1d(module: nn.Module) -> bool:
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether it is Conv1D of transformers, a linear layer whose weight is of shape (in, out)."""
     kind = type(module)
     return f"{kind.__module__}.{kind.__qualname__}" == "transformers.pytorch_utils.Conv1D"
 

@@ -57,6 +57,11 @@ class SpectralMeter:
         self._failed, self._wide, self._damaged = Lookout(), Lookout(), Lookout()
         self._warned = False
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it needs all of a weight on every rank."""
+        return self.method != "power"
+
     def measure(self, weights: Iterable[Weight]) -> Spectra:
         """The norms of all weights.
 
