@@ -239,7 +239,7 @@ class EventSource:
         def step_completed(optimizer: Optimizer, *_: Any) -> None:
             owner = source()
             if owner is not None:
-                owner._on_step_completed(optimizer)
+                owner.step_completed(optimizer)
 
         def train_step(original: Callable[..., Any], engine: Engine, batch: Any) -> Any:
             owner = source()
@@ -360,7 +360,8 @@ class EventSource:
 
         return fire_after
 
-    def _on_step_completed(self, optimizer: Optimizer) -> None:
+    def step_completed(self, optimizer: Optimizer) -> None:
+        """An optimizer has made its step, or it was left out."""
         if self.stepping is optimizer:
             self.fire(MonitorEvents.OPTIMIZER_STEP_COMPLETED)
             self.stepping = None

@@ -8,6 +8,7 @@ import math
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -68,7 +69,9 @@ class GradMonitor(Monitor):
         threshold: a threshold rule, of which a copy is taken, or a function ``(mean, std, count) -> threshold``.
             By default ``MeanStdThreshold()``.
         skip_step: whether to make the optimizer's ``step()`` do nothing at a spike: no update, no weight decay, no
-            momentum, no step count. Fused optimizers skip on the device; for others the flag is read on the host.
+            momentum, no step count. Fused optimizers skip on the device; for others the flag is read on the host. Of
+            optimizers outside ``torch.optim`` the step is not run, so it has to be called as ``optimizer.step()``,
+            without a closure: a ValueError says so at the first step.
         on_spike: function ``(engine, norm)``, called at a spike.
         max_consecutive_spikes: how many spikes in a row mean a new level, from which the rule then starts afresh.
         norm_type: p of the norm, greater than 0, ``math.inf`` allowed.
@@ -84,8 +87,9 @@ class GradMonitor(Monitor):
     Raises:
         TypeError: if an argument is of another type.
         ValueError: if an argument has a value it can't have, the optimizer holds none of the model's parameters,
-            ``skip_step`` is asked for without an optimizer or with LBFGS, or ``reduction`` is not that of the model's
-            wrapper: "mean" for DistributedDataParallel, "sum" for FullyShardedDataParallel.
+            ``skip_step`` is asked for without an optimizer or with one that needs a closure (LBFGS, SAM), or
+            ``reduction`` is not that of the model's wrapper: "mean" for DistributedDataParallel, "sum" for
+            FullyShardedDataParallel.
 
     Examples:
         .. code-block:: python
@@ -217,6 +221,11 @@ class GradMonitor(Monitor):
     @property
     def attributes(self) -> list[str]:
         return [self.flag, self._norm_attribute]
+
+    def contexts(self) -> list[AbstractContextManager[Any]]:
+        if not self._is_running or self._skipper is None or self.optimizer is None or self._source is None:
+            return []
+        return [self._skipper.around(self.optimizer, self._source.step_completed)]
 
     def clear(self, engine: Engine) -> None:
         super().clear(engine)
