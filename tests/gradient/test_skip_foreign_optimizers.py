@@ -107,7 +107,7 @@ OPTIMIZERS = {
         f"pytorch_optimizer.{name}": of("pytorch_optimizer", name, **arguments)
         for name, arguments in {
             "Adai": {}, "AdaBound": {}, "Ranger21": {"num_iterations": 100}, "Ranger": {}, "Lion": {}, "Prodigy": {},
-            "SophiaH": {}, "SOAP": {}, "Adan": {}, "DAdaptAdam": {}, "MADGRAD": {}, "LARS": {}, "Adalite": {},
+            "SOAP": {}, "Adan": {}, "DAdaptAdam": {}, "MADGRAD": {}, "LARS": {}, "Adalite": {},
             "StableAdamW": {}, "ScheduleFreeAdamW": {}, "Yogi": {}, "APOLLO": {}, "CAME": {}, "Tiger": {},
         }.items()
     },
