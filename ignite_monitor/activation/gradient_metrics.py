@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
@@ -14,17 +13,15 @@ from ignite_monitor.activation.measured import Measured, Numbers, put_together
 from ignite_monitor.activation.metric import MetricSet
 from ignite_monitor.model.devices import upload
 from ignite_monitor.model.norms import is_sharded
-from ignite_monitor.model.tensors import version
 
 
 class GradientMetrics:
-    """Follows the gradients of parameters through one iteration.
+    """Measures the gradients of parameters through one iteration.
 
-    A gradient is measured when a backward has changed it, in place of an earlier measurement, and once more when an
-    optimizer is about to make its step with it and something else has changed it since. One that an optimizer gets
-    without a backward, set by hand, is measured then. What comes after the first step belongs to another optimizer's
-    backward, or to a step that is not looked at. A gradient that nothing has touched in this iteration is an
-    earlier one's.
+    A gradient is measured when a backward that reached its parameter has ended, in place of an earlier measurement, and
+    once more when an optimizer is about to make its step with it, where it may have been clipped. One that no backward
+    of this iteration has made, set by hand or left from an earlier one, is measured then. What comes after the first
+    step belongs to another optimizer's backward, or to a step that is not looked at.
 
     Args:
         parameters: the parameters, and name and tag of each.
@@ -35,7 +32,6 @@ class GradientMetrics:
         self._metrics = metrics
         self._before: Numbers = []
         self._after: Numbers = []
-        self._seen = {parameter: _mark(each) for parameter, each in _gradients(parameters)}
         self._measured: set[nn.Parameter] = set()
         self._kept: dict[nn.Parameter, tuple[Tensor, Tensor | None]] = {}
         self._stepped: set[nn.Parameter] = set()
@@ -45,13 +41,10 @@ class GradientMetrics:
 
         Args:
             scale: what the gradients are scaled by; None for 1.
+            reached: ids of the parameters whose gradients it may have changed.
         """
-        waiting = (parameter for parameter in self._parameters if parameter not in self._stepped)
-        changed = [
-            (each, gradient)
-            for each, gradient in _gradients(waiting)
-            if self._is_replaced(each, gradient) or (id(each) in reached and self._is_new(each, gradient))
-        ]
+        waiting = (each for each in self._parameters if each not in self._stepped and id(each) in reached)
+        changed = list(_gradients(waiting))
         self._before += self._measure("gradient", changed, scale)
         self._measured.update(parameter for parameter, _ in changed)
 
@@ -64,18 +57,16 @@ class GradientMetrics:
         own = [each for each in parameters if each in self._parameters and each not in self._stepped]
         gradients = list(_gradients(own))
         by_hand = [(each, gradient) for each, gradient in gradients if each not in self._measured]
-        changed = []
+        of_backward = []
         for each, gradient in gradients:
             if each not in self._measured:
                 continue
-            if is_sharded(gradient):
-                # It counts no change by an operation on many tensors, which is how gradients are clipped, and all ranks
-                # have to gather it, also those that make no step.
+            if is_sharded(gradient):  # which all ranks have to gather, also those that make no step
                 self._kept[each] = gradient.detach().clone(), scale
-            elif self._is_new(each, gradient):
-                changed.append((each, gradient))
+            else:
+                of_backward.append((each, gradient))
         self._before += self._measure("gradient", by_hand, scale)
-        self._after += self._measure("gradient_after_clip", changed, scale)
+        self._after += self._measure("gradient_after_clip", of_backward, scale)
         self._stepped.update(own)
 
     def numbers(self) -> tuple[Numbers, Numbers]:
@@ -92,7 +83,6 @@ class GradientMetrics:
     def _measure(self, family: str, gradients: list[tuple[nn.Parameter, Tensor]], scale: Tensor | None) -> Numbers:
         measured = Measured(family, self._metrics)
         for parameter, gradient in gradients:
-            self._seen[parameter] = _mark(gradient)
             if measured.wants(self._parameters[parameter][0]):
                 self._see(measured, parameter, whole_tensor(gradient), scale)
         return measured.numbers(*measured.rows())
@@ -115,13 +105,6 @@ class GradientMetrics:
             whole = whole.to(torch.promote_types(whole.dtype, torch.float32)) / scale.to(whole.device)
         measured.see(tag, name, whole)
 
-    def _is_new(self, parameter: nn.Parameter, gradient: Tensor) -> bool:
-        return self._is_replaced(parameter, gradient) or self._seen[parameter][1] != _mark(gradient)[1]
-
-    def _is_replaced(self, parameter: nn.Parameter, gradient: Tensor) -> bool:
-        seen = self._seen.get(parameter)
-        return seen is None or seen[0]() is not gradient
-
 
 def whole_tensor(tensor: Tensor) -> Tensor:
     """A tensor as it is, detached: of one that is sharded all parts, of a sparse one a dense one.
@@ -138,10 +121,6 @@ def whole_tensor(tensor: Tensor) -> Tensor:
 
 def _gradients(parameters: Iterable[nn.Parameter]) -> Iterable[tuple[nn.Parameter, Tensor]]:
     return ((each, each.grad) for each in parameters if each.grad is not None)
-
-
-def _mark(gradient: Tensor) -> tuple[weakref.ref[Tensor], int]:
-    return weakref.ref(gradient), version(gradient)
 
 
 def _differing(before: tuple[list[str], Tensor], after: tuple[list[str], Tensor]) -> tuple[list[str], Tensor]:

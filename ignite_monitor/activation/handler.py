@@ -25,6 +25,7 @@ from ignite_monitor.activation.measured import Measured, Numbers, put_together
 from ignite_monitor.activation.metric import MetricSet, check_aggregate
 from ignite_monitor.activation.statistics import STATISTICS, has_statistics
 from ignite_monitor.checks import check_type
+from ignite_monitor.events.ledger import GradientsReady, OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.model.device_of import device_of
 from ignite_monitor.model.devices import move_like
@@ -294,22 +295,13 @@ class ActivationHandler(Monitor):
         host = super().on_host()
         return {name: value for name, value in host.items() if not math.isnan(value)} if self._may_lack else host
 
-    def _on_gradients_ready(self, engine: Engine) -> None:
-        if not self._is_running or self._gradients is None or self._source is None:
-            return
-        if id(self.model) in self._source.reached:
-            scale = None
-            if self.scaler is not None:
-                scale = self.scaler.scale(torch.ones((), device=device_of(self.model)))
-            self._gradients.gradients_ready(scale, self._source.reached_parameters)
+    def _on_gradients_ready(self, engine: Engine, backward: GradientsReady) -> None:
+        if self._gradients is not None:
+            self._gradients.gradients_ready(backward.scale(self.scaler), backward.reached)
 
-    def _on_step_started(self, engine: Engine) -> None:
-        if not self._is_running or self._gradients is None or self._source is None or self._source.stepping is None:
-            return
-        if id(self.model) not in self._source.unreduced:
-            optimizer = self._source.stepping
-            # Fused optimizers are given what to unscale gradients by.
-            self._gradients.step_started(parameters_of(optimizer), getattr(optimizer, "grad_scale", None))
+    def _on_step_started(self, engine: Engine, step: OptimizerStep) -> None:
+        if self._gradients is not None and step.ledger.reduced:
+            self._gradients.step_started(parameters_of(step.optimizer), step.scale)
 
     def _on_train_step_completed(self, engine: Engine) -> None:
         if not self._is_running or self._forward is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol
 
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ignite_monitor.events.hooks import MonitoredModel, Patch, is_nested, remove_all
+from ignite_monitor.events.hooks import Patch, is_nested, remove_all
+from ignite_monitor.events.ledger import GradientLedger, GradientsReady, OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents, register_events
 from ignite_monitor.model.backward import users_grad_mode
 
@@ -35,9 +36,6 @@ class MonitorLike(Protocol):
     def contexts(self) -> list[AbstractContextManager[Any]]:
         """What to have around the train step that is about to start."""
 
-    def backward_started(self, model: nn.Module, parameter: Tensor) -> None:
-        """A backward has accumulated into the first parameter of a model that it has got to."""
-
 
 class EventSource:
     """Fires :class:`MonitorEvents` on one engine; shared by all monitors attached to it.
@@ -50,10 +48,6 @@ class EventSource:
     Attributes:
         monitored: whether this iteration is monitored.
         running: whether its train step is going on. What happens in handlers, or on other engines, is not watched.
-        reached: while GRADIENTS_READY fires, the ids of the models that the backward reached.
-        reached_parameters: and of their parameters that it may have changed the gradients of.
-        unreduced: ids of the models whose gradients are not reduced: this iteration's last backward that reached them
-            has not done it.
         stepping: while an optimizer makes its step, the optimizer.
     """
 
@@ -61,7 +55,7 @@ class EventSource:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)
-        self._models: dict[int, MonitoredModel] = {}
+        self._models: dict[int, GradientLedger] = {}
         self._handles: list[Any] = []
         weakref.finalize(self, remove_all, self._handles).atexit = False
         self._installed = False
@@ -69,10 +63,8 @@ class EventSource:
         self._listeners: dict[MonitorEvents, list[weakref.WeakMethod[Any]]] = {event: [] for event in MonitorEvents}
         self._prefixes: set[str] = set()
         self.monitored = self.running = self._awaits_step = False
+        self._monitoring: set[int] = set()  # ids of the monitors that look at this iteration
         self._tasks: dict[int, dict[int, set[int]]] = {}
-        self.reached: frozenset[int] = frozenset()
-        self.reached_parameters: Set[int] = frozenset()
-        self.unreduced: frozenset[int] = frozenset()
         self.stepping: Optimizer | None = None
 
     # Who takes part
@@ -108,7 +100,7 @@ class EventSource:
         self._monitors.add(monitor)
         entry = self._models.get(id(model))
         if entry is None:
-            entry = self._models[id(model)] = MonitoredModel(model)
+            entry = self._models[id(model)] = GradientLedger(model)
             if self._installed:  # attached while a run is going on
                 self._handles.append(entry.hook)
             if self.running:
@@ -131,19 +123,21 @@ class EventSource:
                 engine.remove_event_handler(handler, event)
             delattr(engine, self._ATTRIBUTE)
 
-    def listen(self, event: MonitorEvents, handler: Callable[[Engine], Any]) -> None:
+    def listen(self, event: MonitorEvents, handler: Callable[..., Any]) -> None:
         """Call a monitor's method at an event, before all other handlers.
 
         Args:
-            handler: the bound method; the engine's other handlers keep its monitor alive. What it changes of that
-                which the other monitors look at, it does in a function that it returns.
+            handler: the bound method; the engine's other handlers keep its monitor alive. It is called with the
+                engine, and in iterations that its monitor looks at with a :class:`GradientsReady` of its model, or an
+                :class:`OptimizerStep`, of the events that these belong to. What it changes of that which the other
+                monitors look at, it does in a function that it returns.
         """
         self._listeners[event].append(weakref.WeakMethod(handler))
         if self.running and event == MonitorEvents.GRADIENTS_READY:
             for entry in self._models.values():
                 self._register(entry)
 
-    def unlisten(self, event: MonitorEvents, handler: Callable[[Engine], Any]) -> None:
+    def unlisten(self, event: MonitorEvents, handler: Callable[..., Any]) -> None:
         """Undo :meth:`listen`."""
         self._listeners[event] = [each for each in self._listeners[event] if each() not in (None, handler)]
 
@@ -157,22 +151,36 @@ class EventSource:
         """The monitors attached to the engine."""
         return list(self._monitors)
 
+    def ledger(self, model: nn.Module) -> GradientLedger:
+        """What is known of the gradients of a model."""
+        return self._models[id(model)]
+
     def parameters(self, model: nn.Module) -> list[nn.Parameter]:
         """The parameters that a model had when the train step started."""
         return self._models[id(model)].parameters
 
-    def shares(self, model: nn.Module) -> bool:
-        """Whether the optimizer whose step is going on holds parameters of a model."""
-        return self.stepping is not None and self._models[id(model)].shares(self.stepping)
+    def fire(self, event: MonitorEvents, about: Mapping[int, Any] | None = None) -> None:
+        """Call the monitors, and then everyone else who listens.
 
-    def fire(self, event: MonitorEvents) -> None:
-        """Call the monitors, and then everyone else who listens."""
+        Args:
+            about: id of a model -> what has happened to its gradients. The monitors of other models, and those that
+                do not look at this iteration, are not called. None calls all of them, with the engine alone.
+        """
         engine = self._engine()
         if engine is None:
             return
-        handlers = [listener() for listener in self._listeners[event]]
+        handlers: list[Any] = [handler for listener in self._listeners[event] if (handler := listener()) is not None]
         # All of them look before one changes anything: their order is that of attaching, and must not matter.
-        for change in [handler(engine) for handler in handlers if handler is not None]:
+        if about is None:
+            changes = [handler(engine) for handler in handlers]
+        else:
+            looking = [each for each in handlers if id(each.__self__) in self._monitoring]
+            changes = [
+                handler(engine, about[id(handler.__self__.model)])
+                for handler in looking
+                if id(handler.__self__.model) in about
+            ]
+        for change in changes:
             if change is not None:
                 change()
         if event == MonitorEvents.TRAIN_STEP_COMPLETED:
@@ -199,11 +207,13 @@ class EventSource:
         if self.has_handlers(*MonitorEvents):
             self.monitor_iteration()
 
-    def monitor_iteration(self) -> None:
-        """Follow the train step of the iteration that is starting."""
+    def monitor_iteration(self, monitor: MonitorLike | None = None) -> None:
+        """Follow the train step of the iteration that is starting, for a monitor or for listeners of the user's."""
         self.monitored = True
+        if monitor is not None:
+            self._monitoring.add(id(monitor))
 
-    def _register(self, entry: MonitoredModel) -> None:
+    def _register(self, entry: GradientLedger) -> None:
         changed = entry.refresh()
         if not (self._listeners[MonitorEvents.GRADIENTS_READY] or self.has_handlers(MonitorEvents.GRADIENTS_READY)):
             entry.hook.remove()
@@ -222,7 +232,9 @@ class EventSource:
 
     def _reset(self) -> None:
         self._tasks.clear()
-        self.reached = self.reached_parameters = self.unreduced = frozenset()
+        self._monitoring.clear()
+        for ledger in self._models.values():
+            ledger.reduced = True
         self.stepping = None
         self.monitored = self.running = self._awaits_step = False
 
@@ -289,7 +301,7 @@ class EventSource:
 
     # Backward
 
-    def _gradient_hook(self, entry: MonitoredModel) -> Callable[[Tensor], None]:
+    def _gradient_hook(self, entry: GradientLedger) -> Callable[[Tensor], None]:
         source = weakref.ref(self)
         key = id(entry.model)
         current_task = torch._C._current_graph_task_id
@@ -303,15 +315,13 @@ class EventSource:
                 last_task = task
                 owner = source()
                 is_running = owner is not None and owner.running
-                note = owner._on_first_gradient(task, key, parameter) if is_running and owner is not None else _ignore
+                note = owner._on_first_gradient(task, key) if is_running and owner is not None else _ignore
             note(id(parameter))
 
         return hook
 
-    def _on_first_gradient(self, task: int, key: int, parameter: Tensor) -> Callable[[int], None]:
+    def _on_first_gradient(self, task: int, key: int) -> Callable[[int], None]:
         """The first gradient of a model in a backward; what takes in the ids of the parameters it reaches."""
-        for monitor in self._monitors:
-            monitor.backward_started(self._models[key].model, parameter)
         is_known = task in self._tasks
         reached = self._tasks.setdefault(task, {}).setdefault(key, set())
         if not is_known:
@@ -319,14 +329,18 @@ class EventSource:
         return reached.add
 
     def _on_gradients_ready(self, task: int) -> None:
-        parameters = self._tasks.pop(task, {})
-        reached = parameters.keys() & self._models.keys()
-        self.reached = frozenset(key for key in reached if self._models[key].reduces)
-        changed = [self._models[key].changed_by_backward(parameters[key]) for key in self.reached]
-        self.reached_parameters = changed[0] if len(changed) == 1 else set().union(*changed)
-        self.unreduced = (self.unreduced | reached) - self.reached
-        if self.reached:
-            self.fire(MonitorEvents.GRADIENTS_READY)
+        tasks = self._tasks.pop(task, {})
+        running = self._tasks.keys()
+        changed = {
+            key: self._models[key].backward_ended(task, reached, running)
+            for key, reached in tasks.items()
+            if key in self._models
+        }
+        ready = {key: each for key, each in changed.items() if each is not None}
+        shared = len(ready) > 1
+        about = {key: GradientsReady(self._models[key], each, shared, self.stepping) for key, each in ready.items()}
+        if about:
+            self.fire(MonitorEvents.GRADIENTS_READY, about)
 
     # Optimizers
 
@@ -338,13 +352,13 @@ class EventSource:
         self.stepping = optimizer
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
-            self.fire(MonitorEvents.OPTIMIZER_STEP_STARTED)
+            self._fire_step(MonitorEvents.OPTIMIZER_STEP_STARTED, optimizer)
             return None
         # The closure makes the gradients that the step is about to use.
-        closure = self._firing_once(closure)
+        closure = self._firing_once(closure, optimizer)
         return (args, kwargs | {"closure": closure}) if "closure" in kwargs else ((args[0], closure, *args[2:]), kwargs)
 
-    def _firing_once(self, closure: Callable[..., Any]) -> Callable[..., Any]:
+    def _firing_once(self, closure: Callable[..., Any], optimizer: Optimizer) -> Callable[..., Any]:
         source = weakref.ref(self)
         fired = False
 
@@ -355,7 +369,7 @@ class EventSource:
             owner = source()
             if owner is not None and owner.running and not fired:
                 fired = True
-                owner.fire(MonitorEvents.OPTIMIZER_STEP_STARTED)
+                owner._fire_step(MonitorEvents.OPTIMIZER_STEP_STARTED, optimizer)
             return loss
 
         return fire_after
@@ -363,8 +377,11 @@ class EventSource:
     def step_completed(self, optimizer: Optimizer) -> None:
         """An optimizer has made its step, or it was left out."""
         if self.stepping is optimizer:
-            self.fire(MonitorEvents.OPTIMIZER_STEP_COMPLETED)
+            self._fire_step(MonitorEvents.OPTIMIZER_STEP_COMPLETED, optimizer)
             self.stepping = None
+
+    def _fire_step(self, event: MonitorEvents, optimizer: Optimizer) -> None:
+        self.fire(event, {key: OptimizerStep(ledger, optimizer) for key, ledger in self._models.items()})
 
 
 def _ignore(_: int) -> None:

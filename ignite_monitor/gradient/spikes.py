@@ -36,6 +36,10 @@ class Verdict(NamedTuple):
     spike: Tensor
     nonfinite: Tensor
 
+    def where(self, flag: Tensor, other: Verdict) -> Verdict:
+        """This verdict where a 0-dim bool tensor is True, else another one."""
+        return Verdict(*(torch.where(flag, own, its) for own, its in zip(self, other, strict=True)))
+
 
 class SpikeDetector:
     """Judges norms by a threshold rule and feeds the rule so that neither a spike nor a new level can blind it.
@@ -79,7 +83,7 @@ class SpikeDetector:
         if norm.device != self.suspended.device or norm.dtype != self.suspended.dtype:
             self._to(norm)
         limit, mean, std = self.rule.statistics()
-        threshold = torch.where(self.suspended > 0, math.inf, limit) if _may_be_true(self.suspended) else limit
+        threshold = torch.where(self.suspended > 0, math.inf, limit) if may_be_true(self.suspended) else limit
         nonfinite = ~norm.isfinite()
         spike = norm > threshold
         spike = spike | nonfinite if self.overflow_is_spike else spike & ~nonfinite
@@ -98,10 +102,10 @@ class SpikeDetector:
             spike, nonfinite = spike & when, nonfinite & when
         self.nonfinite_count = self.nonfinite_count + nonfinite
         finite = norm.isfinite()
-        if _may_be_true(self.suspended):
+        if may_be_true(self.suspended):
             self.suspended = self.suspended * ~((norm <= limit) & (limit < math.inf))
-        if not _may_be_true(spike):
-            if _may_be_true(self.consecutive):
+        if not may_be_true(spike):
+            if may_be_true(self.consecutive):
                 self.consecutive = self.consecutive * ~finite
             self.rule.observe(norm)
             return
@@ -113,6 +117,20 @@ class SpikeDetector:
         self.restarts = self.restarts + new_level
         self.suspended = torch.maximum(self.suspended, new_level.to(self.suspended.dtype))
         self.rule.observe(torch.where(exceeded & ~new_level, threshold, norm), restart=new_level)
+
+    def go_back(self, earlier: SpikeDetector, when: Tensor) -> None:
+        """Forget what has been observed since a copy was made.
+
+        Args:
+            earlier: the copy.
+            when: 0-dim bool: whether to.
+        """
+        if not may_be_true(when):
+            return
+        for name in self._COUNTS:
+            own = getattr(self, name)
+            setattr(self, name, torch.where(when, getattr(earlier, name).to(own), own))
+        self.rule.go_back(earlier.rule, when)
 
     def __copy__(self) -> SpikeDetector:
         twin = object.__new__(type(self))
@@ -148,6 +166,6 @@ class SpikeDetector:
             setattr(self, name, move_like(getattr(self, name), reference))
 
 
-def _may_be_true(flag: Tensor) -> bool:
-    # What lies on the CPU can be looked at without waiting for anything.
+def may_be_true(flag: Tensor) -> bool:
+    """Whether a 0-dim bool tensor is True, as far as that is known without waiting for a device."""
     return flag.device.type != "cpu" or len(flag.nonzero()) > 0

@@ -110,6 +110,15 @@ class ThresholdRule:
         after = _pack(self.include(self._unpack(before), norm))
         self._set(torch.where(norm <= torch.finfo(norm.dtype).max ** 0.3, after, before))
 
+    def go_back(self, earlier: ThresholdRule, when: Tensor) -> None:
+        """Forget the norms that a rule of the same kind has not taken in.
+
+        Args:
+            earlier: the rule.
+            when: 0-dim bool: whether to.
+        """
+        self._set(torch.where(when, earlier._vector.to(self._vector), self._vector))
+
     def to(self, reference: Tensor) -> None:
         """Move the state to where a tensor is.
 

@@ -93,9 +93,6 @@ class Monitor(Serializable):
     def ended(self) -> None:
         """The run has ended: say what it lacked."""
 
-    def backward_started(self, model: nn.Module, parameter: Tensor) -> None:
-        """A backward has accumulated into the first parameter of a monitored model that it has got to."""
-
     def release(self) -> None:
         """Let go of everything that belongs to the run that has ended, or is interrupted."""
 
@@ -328,7 +325,7 @@ class Monitor(Serializable):
         iteration = engine.state.iteration
         self._monitored = any(accepts is None or accepts(engine, iteration) for accepts in self._filters)
         if self._monitored and self._source is not None:
-            self._source.monitor_iteration()
+            self._source.monitor_iteration(self)
             self.start_iteration(engine)
 
 

@@ -89,6 +89,11 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     return values if world_size() == 1 else _all_reduce(values, False)
 
 
+def any_over_ranks(flag: Tensor) -> Tensor:
+    """Whether a 0-dim bool tensor is True on any rank, in one collective."""
+    return _all_reduce(flag.to(torch.float32), True) > 0
+
+
 def from_first_rank(number: int) -> int:
     """A number as rank 0 has it, in one collective; without other ranks the number itself."""
     if world_size() == 1:

@@ -12,6 +12,7 @@ from ignite.engine import Engine
 from torch import Tensor, nn
 
 from ignite_monitor.checks import check_count, check_type
+from ignite_monitor.events.ledger import GradientsReady, OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.model.devices import upload
 from ignite_monitor.model.names import named_parameters, tags
@@ -213,17 +214,15 @@ class SpectralNormHandler(Monitor):
         self._before = {}
         self._stepped = SteppedParameters({})
 
-    def _on_gradients_ready(self, engine: Engine) -> None:
-        if self._is_running and self._source is not None and self._source.stepping is not None:
-            self._stepped.met_gradients(self._source.stepping)
+    def _on_gradients_ready(self, engine: Engine, backward: GradientsReady) -> None:
+        if backward.optimizer is not None:
+            self._stepped.met_gradients(backward.optimizer)
 
-    def _on_step_started(self, engine: Engine) -> None:
-        if self._is_running and self._source is not None and self._source.stepping is not None:
-            self._stepped.started(self._source.stepping)
+    def _on_step_started(self, engine: Engine, step: OptimizerStep) -> None:
+        self._stepped.started(step.optimizer)
 
-    def _on_step_completed(self, engine: Engine) -> None:
-        if self._is_running and self._source is not None and self._source.stepping is not None:
-            self._stepped.completed(self._source.stepping)
+    def _on_step_completed(self, engine: Engine, step: OptimizerStep) -> None:
+        self._stepped.completed(step.optimizer)
 
     @torch.no_grad()
     def _on_train_step_completed(self, engine: Engine) -> None:

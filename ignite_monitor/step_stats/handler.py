@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ignite_monitor.checks import check_real, check_type
+from ignite_monitor.events.ledger import OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.model.device_of import device_of
 from ignite_monitor.model.devices import wide_dtype
@@ -160,18 +161,11 @@ class StepStatsHandler(Monitor):
     def _device(self) -> torch.device:
         return device_of(self.model)
 
-    def _on_step_completed(self, engine: Engine) -> None:
+    def _on_step_completed(self, engine: Engine, step: OptimizerStep) -> None:
         # Right after the step: before it, handlers may still change the rates, and then schedulers do.
-        if self._is_running and not self._rates and self._is_stepping:
+        is_own = step.optimizer is self.optimizer or not held_by(step.optimizer).isdisjoint(held_by(self.optimizer))
+        if not self._rates and is_own:
             self._rates = self._current_rates()
-
-    @property
-    def _is_stepping(self) -> bool:
-        """Whether the step that is going on is the optimizer's, or that of a wrapper around it, or of what it wraps."""
-        stepping = None if self._source is None else self._source.stepping
-        return stepping is self.optimizer or (
-            stepping is not None and not held_by(stepping).isdisjoint(held_by(self.optimizer))
-        )
 
     def _current_rates(self) -> list[Tensor]:
         device = self._device

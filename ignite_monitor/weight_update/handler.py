@@ -14,6 +14,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from ignite_monitor.checks import check_count, check_real, check_type
+from ignite_monitor.events.ledger import GradientsReady, OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.model.names import named_parameters, tags
 from ignite_monitor.model.optimizers import held_by
@@ -259,36 +260,17 @@ class WeightUpdateHandler(Monitor):
         if self._frozen.changed(wait=True):
             self._warn()
 
-    def _on_gradients_ready(self, engine: Engine) -> None:
-        if (
-            not self._is_running
-            or self._step is None
-            or self._source is None
-            or id(self.model) not in self._source.reached
-        ):
-            return
-        scale = None
-        if self.scaler is not None:
-            scale = self.scaler.scale(torch.ones((), device=self._step.samples.device))
-        self._step.gradients_ready(scale, self._source.reached_parameters, self._source.stepping)
+    def _on_gradients_ready(self, engine: Engine, backward: GradientsReady) -> None:
+        if self._step is not None:
+            self._step.gradients_ready(backward.scale(self.scaler), backward.reached, backward.optimizer)
 
-    def _on_step_started(self, engine: Engine) -> None:
-        if (
-            self._is_running
-            and self._step is not None
-            and self._source is not None
-            and self._source.stepping is not None
-        ):
-            self._step.step_started(self._source.stepping, reduced=id(self.model) not in self._source.unreduced)
+    def _on_step_started(self, engine: Engine, step: OptimizerStep) -> None:
+        if self._step is not None:
+            self._step.step_started(step.optimizer, step.scale, step.ledger.reduced)
 
-    def _on_step_completed(self, engine: Engine) -> None:
-        if (
-            self._is_running
-            and self._step is not None
-            and self._source is not None
-            and self._source.stepping is not None
-        ):
-            self._step.step_completed(self._source.stepping)
+    def _on_step_completed(self, engine: Engine, step: OptimizerStep) -> None:
+        if self._step is not None:
+            self._step.step_completed(step.optimizer)
 
     def _on_train_step_completed(self, engine: Engine) -> None:
         if not self._is_running or self._step is None:
