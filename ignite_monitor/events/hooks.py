@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from operator import is_
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ignite_monitor.model._torch import drop_gradient_hooks, gradient_hooks, registries
 from ignite_monitor.model.optimizers import parameters_of
 
 
@@ -43,9 +43,7 @@ class GradientHook:
         self.remove()
         for parameter in parameters:
             if parameter.dtype.is_floating_point or parameter.dtype.is_complex:
-                hooks = parameter._post_accumulate_grad_hooks
-                if hooks is None:
-                    parameter._post_accumulate_grad_hooks = hooks = OrderedDict()
+                hooks = gradient_hooks(parameter)
                 hooks[self] = hook
                 self._places.append((parameter, hooks))
 
@@ -54,8 +52,7 @@ class GradientHook:
         while self._places:
             parameter, hooks = self._places.pop()
             hooks.pop(self, None)
-            if not hooks and parameter._post_accumulate_grad_hooks is hooks:
-                parameter._post_accumulate_grad_hooks = None
+            drop_gradient_hooks(parameter, hooks)
 
 
 class MonitoredModel:
@@ -82,7 +79,7 @@ class MonitoredModel:
         modules = list(self.model.modules())
         # What scripted modules consist of is fixed, and kept in no dictionaries.
         plain = [each for each in modules if not isinstance(each, torch.jit.ScriptModule)]
-        self._registries = [vars(each)[name] for each in plain for name in ("_parameters", "_modules")]
+        self._registries = [registry for each in plain for registry in registries(each)]
         self._members = list(chain.from_iterable(map(dict.values, self._registries)))
         self.parameters = list(self.model.parameters())
         self._shared.clear()

@@ -9,6 +9,7 @@ from operator import is_, sub
 from torch import Tensor
 
 from ignite_monitor.gradient.spikes import Verdict
+from ignite_monitor.model._torch import version as own_version
 from ignite_monitor.model.norms import any_sharded
 from ignite_monitor.model.tensors import version
 
@@ -67,7 +68,7 @@ class JudgedGradient:
         known = self._versions if self._wholes is None else self._wholes
         by_backward = parameter.grad if self._wholes is None else None
         found = ((reference(), number) for reference, number in zip(self._tensors, known, strict=True))
-        self._replaced = all(own is None or own._version - number > (own is by_backward) for own, number in found)
+        self._replaced = all(own is None or own_version(own) - number > (own is by_backward) for own, number in found)
 
     def is_made_of(self, tensors: Sequence[Tensor]) -> bool:
         """Whether these are its tensors, whatever has been done to them in place.
@@ -107,4 +108,4 @@ class JudgedGradient:
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    return [version(tensor) for tensor in tensors] if any_sharded(tensors) else [each._version for each in tensors]
+    return [version(tensor) for tensor in tensors] if any_sharded(tensors) else list(map(own_version, tensors))

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ignite_monitor.model._torch import local_part
+from ignite_monitor.model._torch import version as own_version
 from ignite_monitor.model.names import tags
 
 
@@ -60,6 +62,5 @@ def version(tensor: Any) -> int:
     Of a DTensor it is that of both: what FSDP2 accumulates into the local part only this part counts, and what is done
     to the whole only the whole; operations on many tensors at once neither does.
     """
-    local = getattr(tensor, "_local_tensor", None)
-    number: int = tensor._version
-    return number if local is None else number + local._version
+    local = local_part(tensor)
+    return own_version(tensor) if local is None else own_version(tensor) + own_version(local)

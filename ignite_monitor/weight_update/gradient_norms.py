@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Set
 import torch
 from torch import Tensor
 
+from ignite_monitor.model._torch import version as own_version
 from ignite_monitor.model.samples import ParameterSamples
 from ignite_monitor.model.tensors import version
 from ignite_monitor.monitor.stepped import HostMasks
@@ -99,7 +100,7 @@ class GradientNorms:
             self._seen[place] = weakref.ref(gradient), self._version(place, gradient)
 
     def _version(self, place: int, gradient: Tensor) -> int:
-        return version(gradient) if place in self._samples.sharded else gradient._version
+        return version(gradient) if place in self._samples.sharded else own_version(gradient)
 
     def _is_replaced(self, place: int, gradient: Tensor) -> bool:
         return place not in self._seen or self._seen[place][0]() is not gradient
