@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from ignite_monitor.activation.aggregation import Aggregate
+from ignite_monitor.activation.attention_calls import check_attention
 from ignite_monitor.activation.differences import OutputComparison, without
 from ignite_monitor.activation.forward_metrics import ForwardMetrics, named_apart
 from ignite_monitor.activation.gradient_metrics import GradientMetrics, whole_tensor
@@ -174,6 +175,8 @@ class ActivationHandler(Monitor):
             for family, (argument, each) in given.items()
         }
         check_type("attention", attention, bool, "bool")
+        if attention:
+            check_attention()
         check_type("offload", offload, bool, "bool")
         if scaler is not None:
             check_type("scaler", scaler, GradScaler, "torch.amp.GradScaler or None")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ignite_monitor.model._torch import dispatch_modes, function_modes, set_grad_enabled
 from ignite_monitor.model.aside import aside
 from ignite_monitor.model.forward import ModuleHook, outputs_to
 from ignite_monitor.model.tensors import tagged_tensors
@@ -52,23 +53,18 @@ class _Outputs(ModuleHook):
         name = self._names.get(id(module))
         if name is None or not self._wanted():  # a shallow copy has the hooks of the module itself
             return
-        if _function_modes() or _dispatch_modes():
+        if function_modes() or dispatch_modes():
             with aside():
                 self._hand_on(name, output)
             return
         with_graph = torch.is_grad_enabled()
-        _set_grad_enabled(False)
+        set_grad_enabled(False)
         try:
             if type(output) is not Tensor or not self._seen_again(name, output):
                 self._hand_on(name, output)
         finally:
-            _set_grad_enabled(with_graph)
+            set_grad_enabled(with_graph)
 
     def _hand_on(self, name: str, output: Any) -> None:
         for place, tensor in tagged_tensors(output):
             self._seen(name, place, tensor)
-
-
-_function_modes = torch._C._len_torch_function_stack
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_set_grad_enabled = torch._C._set_grad_enabled

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ignite_monitor.activation.statistics import is_float8
+from ignite_monitor.model._torch import is_functorch_wrapped
 
 # All stacks together take up at most so many bytes, and one at most so many. There is room for so many tensors of a
 # shape at first, and for twice as many whenever it runs out.
@@ -16,7 +17,6 @@ _STACK_BYTES = 2**22
 _ROWS = 32
 
 _strided = torch.strided
-_is_functorch_wrapped_tensor = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def stacked_dtype(tensor: Tensor) -> torch.dtype:
@@ -67,7 +67,7 @@ class Stacks:
 
     def add(self, name: str, tensor: Tensor) -> bool:
         """Copy a tensor, if there is room for it."""
-        if tensor.is_nested or _is_functorch_wrapped_tensor(tensor):
+        if tensor.is_nested or is_functorch_wrapped(tensor):
             return False
         stack = self._stacks.get((tensor.shape, tensor.dtype, tensor.device))
         if stack is None or (place := len(stack.names)) == stack.room or tensor.layout is not _strided:

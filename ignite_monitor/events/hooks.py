@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from ignite.engine import Engine
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from ignite_monitor.model._torch import drop_gradient_hooks, gradient_hooks
 
 
 class GradientHook:
@@ -37,9 +38,7 @@ class GradientHook:
         self.remove()
         for parameter in parameters:
             if parameter.dtype.is_floating_point or parameter.dtype.is_complex:
-                hooks = parameter._post_accumulate_grad_hooks
-                if hooks is None:
-                    parameter._post_accumulate_grad_hooks = hooks = OrderedDict()
+                hooks = gradient_hooks(parameter)
                 hooks[self] = hook
                 self._places.append((parameter, hooks))
 
@@ -48,8 +47,7 @@ class GradientHook:
         while self._places:
             parameter, hooks = self._places.pop()
             hooks.pop(self, None)
-            if not hooks and parameter._post_accumulate_grad_hooks is hooks:
-                parameter._post_accumulate_grad_hooks = None
+            drop_gradient_hooks(parameter, hooks)
 
 
 class Patch:

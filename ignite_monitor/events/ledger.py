@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from ignite_monitor.events.hooks import GradientHook
 from ignite_monitor.events.look import Look
+from ignite_monitor.model._torch import registries
 from ignite_monitor.model.optimizers import parameters_of
 
 
@@ -111,7 +112,7 @@ class GradientLedger:
         modules = list(self.model.modules())
         # What scripted modules consist of is fixed, and kept in no dictionaries.
         plain = [each for each in modules if not isinstance(each, torch.jit.ScriptModule)]
-        self._registries = [vars(each)[name] for each in plain for name in ("_parameters", "_modules")]
+        self._registries = [registry for each in plain for registry in registries(each)]
         self._members = list(chain.from_iterable(map(dict.values, self._registries)))
         self.parameters = list(self.model.parameters())
         self._own.clear()

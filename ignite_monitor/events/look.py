@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ignite_monitor.model._torch import backward_number
 from ignite_monitor.model.norms import any_sharded, is_sharded, total_norm
 from ignite_monitor.model.tensors import floating_tensors
 
@@ -72,7 +73,7 @@ class Look:
                 self._hooks.close()
 
     def _look(self) -> None:
-        task = torch._C._current_graph_task_id()
+        task = backward_number()
         if task in self._seen:
             return
         gradients: list[Any] = [each.grad for each in self._parameters if each.grad is not None]

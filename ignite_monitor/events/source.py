@@ -17,6 +17,16 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ignite_monitor.events.hooks import Patch, is_nested, remove_all
 from ignite_monitor.events.ledger import GradientLedger, GradientsReady, OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents, register_events
+from ignite_monitor.model._torch import (
+    HANDLE_EXCEPTION,
+    TRAIN_STEP,
+    backward_number,
+    check_engine,
+    handles_exceptions,
+    has_handlers,
+    need,
+    queue_callback,
+)
 from ignite_monitor.model.backward import users_grad_mode
 
 # How often the callback at the end of backward queues itself anew, so as to run after those of
@@ -144,7 +154,7 @@ class EventSource:
     def has_handlers(self, *events: MonitorEvents) -> bool:
         """Whether anyone but the monitors listens to one of the events."""
         engine = self._engine()
-        return engine is not None and any(engine._event_handlers.get(event) for event in events)
+        return engine is not None and has_handlers(engine, events)
 
     @property
     def monitors(self) -> list[Any]:
@@ -279,9 +289,10 @@ class EventSource:
 
         # One by one, and what takes them off again first: an interrupt may come at any moment.
         # Ignite swallows exceptions as soon as anyone has ever listened to EXCEPTION_RAISED, so nobody here may.
-        self._handles.append(Patch(engine, "_handle_exception", handle_exception))
+        if handles_exceptions(engine):
+            self._handles.append(Patch(engine, HANDLE_EXCEPTION, handle_exception))
         # The one way to know that a train step has returned before anything else on the engine does.
-        self._handles.append(Patch(engine, "_process_function", train_step))
+        self._handles.append(Patch(engine, TRAIN_STEP, train_step))
         # A compiled step would trace into the hooks.
         self._handles.append(register_optimizer_step_pre_hook(torch.compiler.disable(step_started)))
         self._handles.append(register_optimizer_step_post_hook(torch.compiler.disable(step_completed)))
@@ -304,7 +315,7 @@ class EventSource:
     def _gradient_hook(self, entry: GradientLedger) -> Callable[[Tensor], None]:
         source = weakref.ref(self)
         key = id(entry.model)
-        current_task = torch._C._current_graph_task_id
+        current_task = backward_number
         last_task = -1
         note: Callable[[int], None] = _ignore
 
@@ -384,6 +395,17 @@ class EventSource:
         self.fire(event, {key: OptimizerStep(ledger, optimizer) for key, ledger in self._models.items()})
 
 
+def check_events(feature: str, engine: Engine, events: Iterable[MonitorEvents]) -> None:
+    """Refuse what can't be heard of with the installed torch and Ignite.
+
+    Raises:
+        RuntimeError: if a private name that one of the events needs is gone.
+    """
+    check_engine(engine)
+    if MonitorEvents.GRADIENTS_READY in events:
+        need(feature, backward_number, queue_callback)
+
+
 def _ignore(_: int) -> None:
     pass
 
@@ -397,4 +419,4 @@ def _queue_end(source: weakref.ref[EventSource], task: int, hops: int) -> None:
         elif owner is not None:
             owner._on_gradients_ready(task)
 
-    torch.autograd.Variable._execution_engine.queue_callback(backward_ended)
+    queue_callback(backward_ended)

@@ -23,6 +23,7 @@ from ignite_monitor.hdf5.handlers import OptimizerParamsHandler, OutputHandler
 from ignite_monitor.hdf5.layout import TROUBLE, import_h5py, one_line
 from ignite_monitor.hdf5.values import flatten
 from ignite_monitor.hdf5.writer import Writer
+from ignite_monitor.model._torch import put_first
 
 MODES = ("x", "w", "a")
 
@@ -200,8 +201,7 @@ class HDF5Logger(BaseLogger):
             self._engines.add(engine)
             engine.add_event_handler(Events.STARTED, self._start)
             # First of all, or an evaluation at the start of a training would not be known as one within it.
-            handlers = engine._event_handlers[Events.STARTED]
-            handlers.insert(0, handlers.pop())
+            put_first(engine, Events.STARTED)
             engine.add_event_handler(Events.ITERATION_STARTED, self._start_iteration)
             engine.add_event_handler(Events.COMPLETED, self._complete)
 

@@ -9,9 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ignite_monitor.model.backward import in_backward
-
-_CALL = nn.Module._call_impl.__code__
+from ignite_monitor.model._torch import forward_hooks, in_backward, module_call
 
 
 @contextlib.contextmanager
@@ -22,8 +20,7 @@ def before_forward(modules: Iterable[nn.Module], hook: Callable[..., Any]) -> It
         hook: is given the module, its positional arguments and its keyword arguments.
     """
     modules = list(modules)
-    places = [(module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs) for module in modules]
-    with _on(places, _Hook(hook, modules)):
+    with _on([forward_hooks(module, before=True, with_kwargs=True) for module in modules], _Hook(hook, modules)):
         yield
 
 
@@ -35,8 +32,7 @@ def after_forward(modules: Iterable[nn.Module], hook: Callable[..., Any]) -> Ite
         hook: is given the module, its positional arguments, its keyword arguments and its output.
     """
     modules = list(modules)
-    places = [(module._forward_hooks, module._forward_hooks_with_kwargs) for module in modules]
-    with _on(places, _Hook(hook, modules)):
+    with _on([forward_hooks(module, before=False, with_kwargs=True) for module in modules], _Hook(hook, modules)):
         yield
 
 
@@ -49,15 +45,8 @@ def outputs_to(modules: Iterable[nn.Module], hook: ModuleHook) -> Iterator[None]
     Args:
         hook: is given the module, its positional arguments and its output; also of shallow copies of the modules.
     """
-    places: list[dict[Any, Any]] = [module._forward_hooks for module in modules]
-    key = object()
-    try:
-        for hooks in places:
-            hooks[key] = hook
+    with _on([forward_hooks(module, before=False, with_kwargs=False) for module in modules], hook):
         yield
-    finally:
-        for hooks in places:
-            hooks.pop(key, None)
 
 
 def is_recomputation() -> bool:
@@ -69,7 +58,7 @@ def running_module() -> nn.Module | None:
     """The innermost module whose forward pass is going on; None outside of any."""
     frame = sys._getframe(1)
     while frame is not None:
-        if frame.f_code is _CALL:
+        if frame.f_code is module_call:
             module: nn.Module = frame.f_locals["self"]
             return module
         if frame.f_back is None:
@@ -109,14 +98,15 @@ class _Hook(ModuleHook):
 # As ``register_forward_hook`` does it, for hundreds of modules at a tenth of the cost, which matters where hooks come
 # and go with every monitored iteration. The last hook sees what those of the user have made of inputs and outputs.
 @contextlib.contextmanager
-def _on(places: list[tuple[dict[Any, Any], dict[Any, Any]]], hook: _Hook) -> Iterator[None]:
+def _on(places: list[list[dict[Any, Any]]], hook: ModuleHook) -> Iterator[None]:
     key = object()
     try:
-        for hooks, with_kwargs in places:
+        for hooks, *with_kwargs in places:
             hooks[key] = hook
-            with_kwargs[key] = True
+            for each in with_kwargs:
+                each[key] = True
         yield
     finally:
-        for hooks, with_kwargs in places:
-            hooks.pop(key, None)
-            with_kwargs.pop(key, None)
+        for place in places:
+            for each in place:
+                each.pop(key, None)

@@ -19,7 +19,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from ignite_monitor.checks import check_type
 from ignite_monitor.events.monitor_events import MonitorEvents, register_events
-from ignite_monitor.events.source import EventSource
+from ignite_monitor.events.source import EventSource, check_events
 from ignite_monitor.monitor.loggers import AddedHandlers, LoggedValues, transfer
 from ignite_monitor.monitor.views import NamedViews
 
@@ -133,6 +133,7 @@ class Monitor(Serializable):
             TypeError: if ``engine`` is no Engine, or ``event`` no event.
             ValueError: if ``event`` is another event, the monitor is attached already, or the names that it needs in
                 the engine's state are taken.
+            RuntimeError: if what it needs is gone from the installed torch or Ignite.
 
         Examples:
             .. code-block:: python
@@ -149,6 +150,7 @@ class Monitor(Serializable):
         taken = [name for name in self.attributes if hasattr(engine.state, name)]
         if taken:
             raise ValueError(f"engine.state.{taken[0]} is already claimed, by another monitor or by code of your own")
+        check_events(type(self).__name__, engine, [event for event, _ in self.handlers()])
         source = EventSource.of(engine)
         source.add(self, self.model, self.families)
         self._source = source

@@ -13,6 +13,8 @@ from ignite.engine import Engine
 from ignite.handlers.base_logger import BaseLogger
 from torch import Tensor
 
+from ignite_monitor.model._torch import event_handlers, need
+
 
 class HasValues(Protocol):
     """What loggers have to know of a monitor."""
@@ -31,7 +33,8 @@ class AddedHandlers:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)
-        self._before = {id(handler) for handlers in engine._event_handlers.values() for handler in handlers}
+        need("log_to", event_handlers(engine))
+        self._before = {id(handler) for handlers in event_handlers(engine).values() for handler in handlers}
         self._added: list[tuple[Any, tuple[Any, ...]]] = []
 
     def note(self, monitor: HasValues | None = None, family: str = "") -> None:
@@ -47,7 +50,7 @@ class AddedHandlers:
         engine = self._engine()
         if engine is None:
             return
-        for event, handlers in engine._event_handlers.items():
+        for event, handlers in event_handlers(engine).items():
             for place, (handler, args, kwargs) in enumerate(handlers):
                 if id(handlers[place]) in self._before:
                     continue
@@ -63,8 +66,8 @@ class AddedHandlers:
         engine = self._engine()
         for event, added in self._added:
             if engine is not None:
-                handlers = engine._event_handlers[event]
-                engine._event_handlers[event] = [handler for handler in handlers if handler is not added]
+                handlers = event_handlers(engine)[event]
+                event_handlers(engine)[event] = [handler for handler in handlers if handler is not added]
         self._added.clear()
 
 

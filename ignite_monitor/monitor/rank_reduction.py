@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ignite_monitor.model._torch import is_in_join
 from ignite_monitor.model.devices import upload, wide_dtype
 from ignite_monitor.monitor.deferred_flag import Lookout
 
@@ -117,7 +118,7 @@ def can_reduce(model: nn.Module) -> bool:
 def is_joined(model: nn.Module) -> bool:
     """Whether ranks may have run out of data, and make no collectives but those of DistributedDataParallel's join()."""
     replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
-    return any(each._join_config.enable for each in replicas)
+    return any(map(is_in_join, replicas))
 
 
 def gathered(values: dict[Key, Tensor]) -> dict[Key, Tensor]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ignite_monitor.model._torch import version as version_of
 from ignite_monitor.model.devices import upload
 
 
@@ -32,7 +33,7 @@ class SteppedParameters:
         self._places = places
         self._certain: set[int] = set()
         self._depending: list[tuple[list[int], Tensor]] = []
-        self._groups: list[tuple[list[tuple[int, Tensor, int | None]], Tensor | bool]] = []
+        self._groups: list[tuple[list[tuple[int, Tensor, int]], Tensor | bool]] = []
         self._with_gradient: set[int] = set()
         self._found_inf: list[Tensor] = []
 
@@ -47,7 +48,7 @@ class SteppedParameters:
             rate = group.get("lr")
             moves: Tensor | bool = rate != 0
             members = [
-                (self._places[id(parameter)], parameter, _version(parameter))
+                (self._places[id(parameter)], parameter, version_of(parameter))
                 for parameter in group["params"]
                 if id(parameter) in self._places and parameter.requires_grad
             ]
@@ -73,7 +74,7 @@ class SteppedParameters:
             moved = [
                 place
                 for place, parameter, version in members
-                if place in self._with_gradient and (parameter.grad is not None or _version(parameter) != version)
+                if place in self._with_gradient and (parameter.grad is not None or version_of(parameter) != version)
             ]
             stepped += moved
         if stepped:
@@ -105,11 +106,6 @@ class SteppedParameters:
         if isinstance(found, Tensor):
             # It may be changed in place after the step.
             self._found_inf.append(found.detach().clone().reshape(()))
-
-
-def _version(parameter: Tensor) -> int | None:
-    """How often it has been changed in place; None where nobody counts."""
-    return None if parameter.is_inference() else parameter._version
 
 
 class HostMasks:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ignite_monitor.model._torch import storage_owners
+
 
 class NamedViews:
     """Shows the elements of a tensor as 0-dim tensors by name.
@@ -58,7 +60,7 @@ class NamedViews:
         of_views = set(map(sys.getrefcount, self._views.values()))
         of_values = sys.getrefcount(self._values)
         memory = self._values.untyped_storage()
-        of_memory = sys.getrefcount(memory), torch._C._storage_Use_Count(memory._cdata)
+        of_memory = sys.getrefcount(memory), storage_owners(memory)
         return of_views, of_values, of_memory, memory.is_shared()
 
 
@@ -69,4 +71,5 @@ def _counts_all_owners() -> bool:
         value = torch.zeros((), device="cpu")
         alone = sys.getrefcount(value)
         graph = torch.ones((), device="cpu", requires_grad=True) * value
-        return graph.requires_grad and sys.getrefcount(value) > alone
+        counts = graph.requires_grad and sys.getrefcount(value) > alone
+        return counts and storage_owners(value.untyped_storage()) is not None

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ignite_monitor.model._torch import buffers_in, modules_in, parameters_in
 from ignite_monitor.model.devices import wide_dtype
 from ignite_monitor.model.forward import before_forward
 from ignite_monitor.model.linear_maps import feature_dim, is_plain, linear_map
@@ -141,7 +142,7 @@ class _Layer:
             NotComparableError: if one of them can't be had whole.
         """
         ours: dict[str, Any] = {
-            name: each for name in module._parameters if (each := getattr(module, name)) is not None
+            name: each for name in parameters_in(module) if (each := getattr(module, name)) is not None
         }
         theirs = {name: getattr(self._reference, name) for name in ours}
         if any_sharded(theirs.values()):
@@ -311,11 +312,11 @@ def _layer(name: str, reference: Reference) -> _Layer:
 
 def _is_low_norm(module: nn.Module) -> bool:
     """Whether a module is a normalization in low precision, as the RMSNorm that language models bring along."""
-    parameters = {name: each for name, each in module._parameters.items() if each is not None}
+    parameters = {name: each for name, each in parameters_in(module).items() if each is not None}
     return (
         type(module).__name__.endswith("Norm")
-        and not module._modules
-        and not module._buffers
+        and not modules_in(module)
+        and not buffers_in(module)
         and parameters.keys() in ({"weight"}, {"weight", "bias"})
         and all(each.ndim == 1 and each.is_floating_point() and each.itemsize < 4 for each in parameters.values())
     )

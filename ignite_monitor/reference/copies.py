@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ignite_monitor.model._torch import known_forward_hooks, remove_forward_hook
+
 T = TypeVar("T")
 
 
@@ -36,7 +38,7 @@ def separate_copy(model: nn.Module) -> tuple[nn.Module, list[str]]:
     Raises:
         ValueError: if it can't be copied.
     """
-    own = [hook for module in model.modules() for hook in _hooks(module).values() if not _of_library(hook)]
+    own = [hook for module in model.modules() for hook in known_forward_hooks(module).values() if not _of_library(hook)]
     try:
         separate = detached_copy(model, own)
     except Exception as error:
@@ -45,18 +47,12 @@ def separate_copy(model: nn.Module) -> tuple[nn.Module, list[str]]:
         ) from error
     stripped = []
     for name, module in separate.named_modules():
-        lost = [key for key, hook in _hooks(module).items() if not _of_library(hook)]
-        for kind, key in lost:
-            for place in (kind, f"{kind}_with_kwargs", f"{kind}_always_called"):
-                getattr(module, place, {}).pop(key, None)
+        lost = [known for known, hook in known_forward_hooks(module).items() if not _of_library(hook)]
+        for known in lost:
+            remove_forward_hook(module, known)
         if lost:
             stripped.append(name or "the root module")
     return separate, stripped
-
-
-def _hooks(module: nn.Module) -> dict[tuple[str, int], Any]:
-    kinds = ("_forward_pre_hooks", "_forward_hooks")
-    return {(kind, key): hook for kind in kinds for key, hook in getattr(module, kind).items()}
 
 
 def _of_library(hook: Any) -> bool:

@@ -7,16 +7,17 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from ignite_monitor.model._torch import is_transformed, module_call, version
 from ignite_monitor.model.forward import after_forward, before_forward, is_recomputation
 from ignite_monitor.model.structure import modules_by_name
 from ignite_monitor.reference.reference import Reference, is_reference_run
 
-_CALL = nn.Module._call_impl.__code__
 _ATTEMPTS = 3
 
 
@@ -144,7 +145,7 @@ class ReferencePasses:
             or not module.training
             or is_reference_run()
             or is_recomputation()
-            or torch._C._functorch.peek_interpreter_stack() is not None
+            or is_transformed(filter(_is_tensor, chain(args, kwargs.values(), module.parameters())))
             or _is_nested(module)
         ):
             return
@@ -282,13 +283,17 @@ class _Pass:
         return list(self._unpaired | left | dict.fromkeys(self.begun))
 
 
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
 def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+    return 0 if tensor.is_inference() else version(tensor)
 
 
 def _is_nested(module: nn.Module) -> bool:
     frame, calls = sys._getframe(), 0
     while frame.f_back is not None:
         frame = frame.f_back
-        calls += frame.f_code is _CALL and frame.f_locals["self"] is module
+        calls += frame.f_code is module_call and frame.f_locals["self"] is module
     return calls > 1

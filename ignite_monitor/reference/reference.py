@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parallel import DataParallel
 
+from ignite_monitor.model._torch import buffers_in, counts_changes, move, need, parameters_in
 from ignite_monitor.model.names import named_modules, unwrapped
 from ignite_monitor.model.structure import first_difference, first_difference_of_states, modules_by_name
 from ignite_monitor.reference.copies import detached_copy, separate_copy
@@ -55,6 +56,7 @@ class Reference:
     """
 
     def __init__(self, model: nn.Module, reference: str | os.PathLike[str] | nn.Module) -> None:
+        need("A reference", counts_changes)  # of what is kept for its runs
         for name, module in named_modules(model):
             if isinstance(module, torch.jit.ScriptModule):
                 # Not even a copy: it shares what is compiled after some calls, and with that the calls are counted.
@@ -141,13 +143,13 @@ class Reference:
         if not self._own:
             return
         for copied, ours in self._twins.items():
-            for name, mine in ours._parameters.items():
-                theirs = copied._parameters[name]
+            for name, mine in parameters_in(ours).items():
+                theirs = parameters_in(copied)[name]
                 if mine is None or theirs is None:
                     continue
                 if theirs.device != mine.device:
-                    copied._apply(lambda tensor, device=mine.device: tensor.to(device), recurse=False)
-                    theirs = copied._parameters[name]
+                    move(copied, mine.device)
+                    theirs = parameters_in(copied)[name]
                 if theirs is not None and theirs.requires_grad != mine.requires_grad:
                     theirs.requires_grad_(mine.requires_grad)
 
@@ -215,7 +217,7 @@ class Reference:
 def _put_back(modules: list[nn.Module]) -> Iterator[None]:
     """Training flags and buffers of modules are the same afterwards; buffers are copies while it lasts."""
     modes = [module.training for module in modules]
-    buffers = [(module._buffers, dict(module._buffers)) for module in modules if module._buffers]
+    buffers = [(registry, dict(registry)) for module in modules if (registry := buffers_in(module))]
     try:
         for registry, saved in buffers:
             registry.update((name, None if each is None else each.clone()) for name, each in saved.items())
@@ -230,7 +232,7 @@ def _put_back(modules: list[nn.Module]) -> Iterator[None]:
 
 
 def _tensors(module: nn.Module) -> list[Tensor]:
-    return [each for each in (*module._parameters.values(), *module._buffers.values()) if each is not None]
+    return [each for each in (*parameters_in(module).values(), *buffers_in(module).values()) if each is not None]
 
 
 def _generators(ours: nn.Module, theirs: nn.Module) -> list[tuple[torch.Generator, torch.Generator]]:

@@ -20,6 +20,7 @@ from torch.func import functional_call
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
+from ignite_monitor.model._torch import modules_in, parameters_in
 from ignite_monitor.model.device_of import device_of
 from ignite_monitor.model.linear_maps import is_conv1d
 from ignite_monitor.model.names import named_modules
@@ -112,7 +113,7 @@ def _is_stacked_by_input(module: nn.Module, name: str, shape: torch.Size) -> boo
     """Whether matrices of shape (in, out) are stacked: as the bias beside them, or the module itself, says."""
     rows, columns = shape[-2:]
     for bias_name in {f"{name}_bias", name.replace("weight", "bias")} - {name}:
-        bias = module._parameters.get(bias_name)
+        bias = parameters_in(module).get(bias_name)
         if bias is not None and rows != columns and bias.shape[-1] in (rows, columns):
             return bias.shape[-1] == columns
     return bool(getattr(module, "is_transposed", False))
@@ -120,13 +121,13 @@ def _is_stacked_by_input(module: nn.Module, name: str, shape: torch.Size) -> boo
 
 def _computed(module: nn.Module) -> Iterator[_Computed]:
     """The weights that a module computes of its parameters."""
-    parametrizations = module._modules.get("parametrizations")
+    parametrizations = modules_in(module).get("parametrizations")
     if isinstance(parametrizations, nn.ModuleDict):
         for name, recipe in parametrizations.items():
             make = partial(_parametrized, recipe)
             yield _Computed(name, tuple(recipe.parameters()), make().shape, make)
-    of: Any = module._parameters
-    for hook in module._forward_pre_hooks.values():
+    of: Any = parameters_in(module)
+    for hook in getattr(module, "_forward_pre_hooks", {}).values():
         name = getattr(hook, "name", "")
         if isinstance(hook, WeightNorm):
             parts = of[f"{name}_g"], of[f"{name}_v"]
@@ -159,8 +160,8 @@ def _evaluating(root: nn.Module) -> Iterator[None]:
 
 def _low_rank(module: nn.Module) -> Iterator[_Computed]:
     """LoRA as PEFT keeps it: base_layer.weight + scaling · B A of the active adapters, where that is all there is."""
-    base, down, up = (module._modules.get(name) for name in ("base_layer", "lora_A", "lora_B"))
-    weight = None if base is None else base._parameters.get("weight")
+    base, down, up = (modules_in(module).get(name) for name in ("base_layer", "lora_A", "lora_B"))
+    weight = None if base is None else parameters_in(base).get("weight")
     scaling = getattr(module, "scaling", None)
     if not isinstance(down, nn.ModuleDict) or not isinstance(up, nn.ModuleDict) or weight is None:
         return

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from ignite_monitor.checks import check_real, check_type
 from ignite_monitor.events.ledger import OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
+from ignite_monitor.model._torch import Gone, dispatch_mode, need
 from ignite_monitor.model.device_of import device_of
 from ignite_monitor.model.devices import wide_dtype
 from ignite_monitor.model.eager import eager
@@ -71,6 +72,7 @@ class StepStatsHandler(Monitor):
 
     Raises:
         TypeError: if an argument is of another type.
+        RuntimeError: if ``peak_flops`` is given, and the installed torch has no way to count operations.
         ValueError: if ``peak_flops`` is not greater than 0, or FullyShardedDataParallel has sharded the model.
 
     Examples:
@@ -97,6 +99,8 @@ class StepStatsHandler(Monitor):
         check_type("optimizer", optimizer, Optimizer, "torch.optim.Optimizer")
         if items is not None and not callable(items):
             raise TypeError(f"Argument items should be callable or None, but given {type(items)}")
+        if peak_flops is not None:
+            need("StepStatsHandler(peak_flops=...)", dispatch_mode)
         self.optimizer = optimizer
         self.items = items
         self.peak_flops = None if peak_flops is None else check_real("peak_flops", peak_flops, above=0, below=math.inf)
@@ -268,4 +272,6 @@ def _number(value: float | Tensor) -> Tensor:
 
 def _is_listed(device: torch.device) -> bool:
     """Whether the peak of a device is known for some dtype."""
+    if isinstance(dispatch_mode, Gone):
+        return False  # where nobody has asked for it
     return device.type == "cuda" and known_peak(torch.cuda.get_device_name(device), torch.float16, False) is not None
