@@ -15,15 +15,17 @@ _CALL = nn.Module._call_impl.__code__
 
 
 @contextlib.contextmanager
-def before_forward(modules: Iterable[nn.Module], hook: Callable[..., Any]) -> Iterator[None]:
+def before_forward(modules: Iterable[nn.Module], hook: Callable[..., Any], *, first: bool = False) -> Iterator[None]:
     """While it lasts, calls a hook before each forward pass of the modules, with the inputs they are about to get.
 
     Args:
-        hook: is given the module, its positional arguments and its keyword arguments.
+        hook: is given the module, its positional arguments and its keyword arguments; a :class:`ModuleHook` also of
+            shallow copies of the modules.
+        first: whether it comes before the user's hooks rather than after them.
     """
     modules = list(modules)
     places = [(module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs) for module in modules]
-    with _on(places, _Hook(hook, modules)):
+    with _on(places, hook if isinstance(hook, ModuleHook) else _Hook(hook, modules), first):
         yield
 
 
@@ -32,11 +34,12 @@ def after_forward(modules: Iterable[nn.Module], hook: Callable[..., Any]) -> Ite
     """While it lasts, calls a hook after each forward pass of the modules, with the outputs that others get.
 
     Args:
-        hook: is given the module, its positional arguments, its keyword arguments and its output.
+        hook: is given the module, its positional arguments, its keyword arguments and its output; a
+            :class:`ModuleHook` also of shallow copies of the modules.
     """
     modules = list(modules)
     places = [(module._forward_hooks, module._forward_hooks_with_kwargs) for module in modules]
-    with _on(places, _Hook(hook, modules)):
+    with _on(places, hook if isinstance(hook, ModuleHook) else _Hook(hook, modules)):
         yield
 
 
@@ -109,12 +112,14 @@ class _Hook(ModuleHook):
 # As ``register_forward_hook`` does it, for hundreds of modules at a tenth of the cost, which matters where hooks come
 # and go with every monitored iteration. The last hook sees what those of the user have made of inputs and outputs.
 @contextlib.contextmanager
-def _on(places: list[tuple[dict[Any, Any], dict[Any, Any]]], hook: _Hook) -> Iterator[None]:
+def _on(places: list[tuple[Any, dict[Any, Any]]], hook: Any, first: bool = False) -> Iterator[None]:
     key = object()
     try:
         for hooks, with_kwargs in places:
             hooks[key] = hook
             with_kwargs[key] = True
+            if first:
+                hooks.move_to_end(key, last=False)
         yield
     finally:
         for hooks, with_kwargs in places:

@@ -1,12 +1,10 @@
-"""A frozen model to compare with: what it is, and running it so that nothing else notices."""
+"""A frozen model to compare with."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
-import threading
-import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -18,21 +16,10 @@ from torch.nn.parallel import DataParallel
 from ignite_monitor.model.names import named_modules, unwrapped
 from ignite_monitor.model.structure import first_difference, first_difference_of_states, modules_by_name
 from ignite_monitor.reference.copies import detached_copy, separate_copy
-from ignite_monitor.reference.rng import drawn_again
+from ignite_monitor.reference.rng import drawn_again, generators_of, set_alike
+from ignite_monitor.reference.unnoticed import Fence, marked, put_back
 
 _logger = logging.getLogger(__name__)
-
-
-class _Here(threading.local):
-    running = False
-
-
-_here = _Here()
-
-
-def is_reference_run() -> bool:
-    """Whether a forward pass is one of a reference, and none of the model that is trained."""
-    return _here.running
 
 
 class Reference:
@@ -46,7 +33,7 @@ class Reference:
     Attributes:
         module: the reference.
         modules: its modules by name.
-        saves: whether a run saves tensors for a backward pass; True once one has failed for want of them.
+        is_copy: whether it is the monitor's own, without the hooks of the user's.
         kept: whether it has to be saved with a run: it can't be given once more when that is resumed.
 
     Raises:
@@ -69,7 +56,8 @@ class Reference:
                     "use fully_shard or DistributedDataParallel"
                 )
         self.root = unwrapped(model)
-        self.saves = False
+        self.is_copy = not isinstance(reference, nn.Module)
+        copies: dict[nn.Module, nn.Module] = {}
         self.kept = isinstance(reference, str) and reference == "init"
         if isinstance(reference, nn.Module):
             self.module = unwrapped(reference)
@@ -77,7 +65,7 @@ class Reference:
                 raise ValueError("Argument reference should be another module than model, but given the same")
             self._refuse(first_difference(self.root, self.module))
         elif isinstance(reference, (str, os.PathLike)):
-            self.module, stripped = separate_copy(self.root)
+            self.module, copies, stripped = separate_copy(self.root)
             if stripped:
                 _logger.warning(
                     "The copy of the model that serves as its reference is without your forward hooks, on %s: if they "
@@ -91,11 +79,17 @@ class Reference:
                 f"Argument reference should be 'init', a module or the path of a state_dict, but given "
                 f"{type(reference)}"
             )
-        self._own = not isinstance(reference, nn.Module)
         self.modules = modules_by_name(self.module)
         ours = modules_by_name(self.root)
-        self._twins = {module: ours[name] for name, module in self.modules.items()}
+        # Also those that a copy holds without having them registered.
+        self._twins = copies | {module: ours[name] for name, module in self.modules.items()}
         self._within: dict[str, list[tuple[nn.Module, nn.Module]]] = {}
+        self._fence = Fence(self.root, self.module, copies)
+        self._generators = {
+            theirs: [(path, held[path], each) for path, each in generators_of(theirs).items() if path in held]
+            for theirs, mine in self._twins.items()
+            if (held := generators_of(mine))
+        }
 
     # Its weights
 
@@ -138,7 +132,7 @@ class Reference:
 
     def follow(self) -> None:
         """Move a copy that is its own to where the model has been moved; frozen parameters are frozen in it too."""
-        if not self._own:
+        if not self.is_copy:
             return
         for copied, ours in self._twins.items():
             for name, mine in ours._parameters.items():
@@ -165,80 +159,45 @@ class Reference:
             kwargs: keyword arguments; they are copied.
             parameters: what its parameters are this time, by name; None for what they are.
         """
-        with self._unnoticed(name), self._nothing_saved():
+        with self._unnoticed(name):
             args, kwargs = detached_copy((args, kwargs))
             if parameters is not None:
                 return functional_call(self.modules[name], parameters, args, kwargs)
             return self.modules[name](*args, **kwargs)
 
-    def _nothing_saved(self) -> contextlib.AbstractContextManager[Any]:
-        """No backward pass of the reference will want what autograd saves, unless the forward pass has one in it."""
-        if self.saves:
-            return contextlib.nullcontext()
-        self_reference = weakref.ref(self)
-
-        def unpack(_: None) -> Tensor:
-            owner = self_reference()
-            if owner is not None:
-                owner.saves = True
-            raise RuntimeError("the reference makes a backward pass of its own")
-
-        return torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, unpack)
+    @property
+    def saves(self) -> bool:
+        """Whether a run saves tensors for a backward pass: True once one has failed for want of them."""
+        return self._fence.saves
 
     @contextlib.contextmanager
     def _unnoticed(self, name: str) -> Iterator[None]:
         within = self._within.get(name)
         if within is None:
-            modules = self.modules[name].modules()
+            modules = self.modules[name].modules() if name else self._twins
             within = self._within[name] = [(self._twins[each], each) for each in modules if each in self._twins]
         devices = {tensor.device for _, module in within for tensor in _tensors(module)}
-        generators = [pair for ours, theirs in within for pair in _generators(ours, theirs)]
-        cached = torch.is_autocast_cache_enabled()
-        outer = is_reference_run()
-        with drawn_again(devices, [mine for mine, _ in generators]), _put_back([theirs for _, theirs in within]):
-            try:
-                # What is cast without gradients here would be found in the cache by those who want gradients.
-                torch.set_autocast_cache_enabled(False)
-                _here.running = True
-                for mine, copied in generators:
-                    copied.set_state(mine.get_state())
-                for ours, theirs in within:
-                    if theirs.training != ours.training:
-                        theirs.training = ours.training
-                yield
-            finally:
-                _here.running = outer
-                torch.set_autocast_cache_enabled(cached)
-
-
-@contextlib.contextmanager
-def _put_back(modules: list[nn.Module]) -> Iterator[None]:
-    """Training flags and buffers of modules are the same afterwards; buffers are copies while it lasts."""
-    modes = [module.training for module in modules]
-    buffers = [(module._buffers, dict(module._buffers)) for module in modules if module._buffers]
-    try:
-        for registry, saved in buffers:
-            registry.update((name, None if each is None else each.clone()) for name, each in saved.items())
-        yield
-    finally:
-        for module, mode in zip(modules, modes, strict=True):
-            if module.training != mode:
-                module.training = mode
-        for registry, saved in buffers:
-            registry.clear()
-            registry.update(saved)
+        generators = [
+            (vars(mine).get(path[0], held) if len(path) == 1 else held, copied)
+            for mine, theirs in within
+            for path, held, copied in self._generators.get(theirs, ())
+        ]
+        with (
+            drawn_again(devices, [mine for mine, _ in generators]),
+            put_back([theirs for _, theirs in within]),
+            marked(),
+            self._fence.nothing_saved() if name else self._fence.around(),
+        ):
+            for mine, copied in generators:
+                set_alike(copied, mine)
+            for ours, theirs in within:
+                if theirs.training != ours.training:
+                    theirs.training = ours.training
+            yield
 
 
 def _tensors(module: nn.Module) -> list[Tensor]:
     return [each for each in (*module._parameters.values(), *module._buffers.values()) if each is not None]
-
-
-def _generators(ours: nn.Module, theirs: nn.Module) -> list[tuple[torch.Generator, torch.Generator]]:
-    return [
-        (mine, vars(theirs)[name])
-        for name, mine in vars(ours).items()
-        if isinstance(mine, torch.Generator) and isinstance(vars(theirs).get(name), torch.Generator)
-    ]
 
 
 def _read(path: str | os.PathLike[str], names: set[str]) -> Mapping[str, Any]:

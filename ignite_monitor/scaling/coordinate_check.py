@@ -156,11 +156,12 @@ def _train(
         step += 1
         _seed(seed, step)
         batch = make_batch(width)
+        outputs.clear()
         with ExitStack() as stack:
             stack.enter_context(eager())
             stack.enter_context(passes.watched())
             train_step(model, optimizer, batch)
-        found = outputs.take()
+        found = outputs.values(passes.incomplete)
         if not found:
             raise ValueError(
                 "Argument train_step should run the whole model in training mode, but nothing was seen of it"

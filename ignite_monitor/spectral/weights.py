@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ignite_monitor.model.norms import is_sharded
 from ignite_monitor.model.samples import is_measurable
+from ignite_monitor.model.sharding import all_reduce
 from ignite_monitor.spectral.matrices import AllReduce, Matrices
 
 # So many elements are measured as one batch, which is a float32 copy of them. On the CPU batches make no big matrix
@@ -112,16 +113,12 @@ def batches(weights: Iterable[Weight]) -> Iterable[Batch]:
 
 
 def _over(groups: tuple[Any, ...]) -> AllReduce:
-    def all_reduce(values: Tensor, largest: bool) -> Tensor:
-        from torch.distributed import ReduceOp
-        from torch.distributed import all_reduce as reduce
-
-        values = values.clone(memory_format=torch.contiguous_format)
+    def over_groups(values: Tensor, largest: bool) -> Tensor:
         for group in groups:
-            reduce(values, ReduceOp.MAX if largest else ReduceOp.SUM, group=group)
+            values = all_reduce(values, largest, group)
         return values
 
-    return all_reduce
+    return over_groups
 
 
 def _work_dtype(dtype: torch.dtype) -> torch.dtype:
