@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -34,6 +35,7 @@ class Reference:
         module: the reference.
         modules: its modules by name.
         is_copy: whether it is the monitor's own, without the hooks of the user's.
+        saves: whether a run saves tensors for a backward pass; True once one has failed for want of them.
         kept: whether it has to be saved with a run: it can't be given once more when that is resumed.
 
     Raises:
@@ -57,6 +59,7 @@ class Reference:
                 )
         self.root = unwrapped(model)
         self.is_copy = not isinstance(reference, nn.Module)
+        self.saves = False
         copies: dict[nn.Module, nn.Module] = {}
         self.kept = isinstance(reference, str) and reference == "init"
         if isinstance(reference, nn.Module):
@@ -159,16 +162,28 @@ class Reference:
             kwargs: keyword arguments; they are copied.
             parameters: what its parameters are this time, by name; None for what they are.
         """
-        with self._unnoticed(name):
+        with self._unnoticed(name), self._nothing_saved():
             args, kwargs = detached_copy((args, kwargs))
             if parameters is not None:
                 return functional_call(self.modules[name], parameters, args, kwargs)
-            return self.modules[name](*args, **kwargs)
+            output = self.modules[name](*args, **kwargs)
+            if not name:
+                self._fence.check(output)
+            return output
 
-    @property
-    def saves(self) -> bool:
-        """Whether a run saves tensors for a backward pass: True once one has failed for want of them."""
-        return self._fence.saves
+    def _nothing_saved(self) -> contextlib.AbstractContextManager[Any]:
+        """No backward pass of the reference will want what autograd saves, unless the forward pass has one in it."""
+        if self.saves:
+            return contextlib.nullcontext()
+        self_reference = weakref.ref(self)
+
+        def unpack(_: None) -> Tensor:
+            owner = self_reference()
+            if owner is not None:
+                owner.saves = True
+            raise RuntimeError("the reference makes a backward pass of its own")
+
+        return torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, unpack)
 
     @contextlib.contextmanager
     def _unnoticed(self, name: str) -> Iterator[None]:
@@ -186,7 +201,7 @@ class Reference:
             drawn_again(devices, [mine for mine, _ in generators]),
             put_back([theirs for _, theirs in within]),
             marked(),
-            self._fence.nothing_saved() if name else self._fence.around(),
+            contextlib.nullcontext() if name else self._fence.around(),
         ):
             for mine, copied in generators:
                 set_alike(copied, mine)

@@ -56,6 +56,11 @@ def drawn_again(devices: Iterable[torch.device], generators: Iterable[Any] = ())
             numpy.set_state(numpy_state)
 
 
+def cuda_devices() -> list[torch.device]:
+    """Those that have been used, so that to ask for their random numbers starts nothing."""
+    return [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if torch.cuda.is_initialized() else []
+
+
 def set_alike(generator: Any, other: Any) -> None:
     """Have a generator draw what another one of its kind is about to draw."""
     if generator is not other:

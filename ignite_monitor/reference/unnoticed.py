@@ -6,15 +6,15 @@ import contextlib
 import os
 import sys
 import threading
-import weakref
 from collections.abc import Iterator, Mapping
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ignite_monitor.model.forward import before_forward
+from ignite_monitor.model.tensors import floating_tensors
 from ignite_monitor.reference.call import NotComparableError
 
 
@@ -31,6 +31,9 @@ def is_reference_run() -> bool:
     return here.running
 
 
+_REMEDY = "copy.deepcopy does not go into what holds it, so give a module of its own as the argument reference"
+
+
 class TrainingModelUsedError(NotComparableError):
     """The reference was about to run a module, or has used a weight, of the model that is trained."""
 
@@ -39,74 +42,66 @@ class Fence:
     """Keeps a reference out of the model that is trained.
 
     A function that ``copy.deepcopy`` shares may call a module of the model, or use its weights. A module is stopped
-    before it runs; a weight is met when autograd saves it for a backward pass.
+    before it runs; a weight is found afterwards among what the outputs are computed from.
 
-    Attributes:
-        broken: why the run can't be used; None as long as it can. The user's own ``except`` may have the error.
+    Args:
+        twins: modules of the reference -> modules of the model, unregistered ones included.
     """
 
     def __init__(self, model: nn.Module, reference: nn.Module, twins: Mapping[nn.Module, nn.Module]) -> None:
         own = set(reference.modules()) | twins.keys()
         names = dict.fromkeys(twins.values(), "a module that is not registered")
         names |= {module: name or "the root module" for name, module in model.named_modules()}
-        self._modules = {module: name for module, name in names.items() if module not in own}
         self._own = own
-        self._weights: set[int] = set()
-        self.saves = False
-        self.broken: TrainingModelUsedError | None = None
+        self._modules = {module: name for module, name in names.items() if module not in own}
+        self._broken: TrainingModelUsedError | None = None
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
         """While it lasts the whole reference runs; an error is raised where it leaves its own modules."""
-        self.broken = None
-        self._weights = set(_parameters(self._modules)) - set(_parameters(self._own))
-        try:
-            with before_forward(self._modules, self._stop, first=True), self.nothing_saved():
-                yield
-        finally:
-            self._weights.clear()
-        if self.broken is not None:
-            raise self.broken
+        self._broken = None
+        with before_forward(self._modules, self._stop, first=True):
+            yield
+        if self._broken is not None:  # and the model's own code lives with the error
+            raise self._broken
 
-    def nothing_saved(self) -> contextlib.AbstractContextManager[Any]:
-        """No backward pass of the reference will want what autograd saves, unless the forward pass has one in it."""
-        if self.saves:
-            return contextlib.nullcontext()
-        weak = weakref.ref(self)
+    def check(self, outputs: Any) -> None:
+        """Look for weights of the model that is trained among what outputs are computed from.
 
-        def pack(tensor: Tensor) -> None:
-            owner = weak()
-            if owner is not None and id(tensor if tensor._base is None else tensor._base) in owner._weights:
-                owner._refuse("uses a weight of the model that trains")
-
-        def unpack(_: None) -> Tensor:
-            owner = weak()
-            if owner is not None:
-                owner.saves = True
-            raise RuntimeError("the reference makes a backward pass of its own")
-
-        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+        Raises:
+            TrainingModelUsedError: if there is one.
+        """
+        own = {id(each) for module in self._own for each in module._parameters.values()}
+        weights = {
+            id(each): f"{key} of {name}"
+            for module, name in self._modules.items()
+            for key, each in module._parameters.items()
+            if each is not None and id(each) not in own
+        }
+        nodes = {each.grad_fn for _, each in floating_tensors(outputs) if each.grad_fn is not None}
+        found = list(nodes)
+        while found:
+            node = found.pop()
+            weight = weights.get(id(getattr(node, "variable", None)))
+            if weight is not None:
+                raise TrainingModelUsedError(f"the reference uses {weight} of the model that trains: {_REMEDY}")
+            new = {each for each, _ in node.next_functions if each is not None} - nodes
+            nodes |= new
+            found += new
 
     def _stop(self, module: nn.Module, *_: Any) -> None:
         if here.running:
-            self._refuse(f"calls {self._modules[module]} of the model that trains")
-
-    def _refuse(self, what: str) -> None:
-        self.broken = TrainingModelUsedError(
-            f"the reference {what}, from {_caller()}: copy.deepcopy does not go into what holds it, so give a module "
-            "of its own as the argument reference"
-        )
-        raise self.broken
-
-
-def _parameters(modules: Any) -> Iterator[int]:
-    return (id(each) for module in modules for each in module._parameters.values() if each is not None)
+            name = self._modules[module]
+            self._broken = TrainingModelUsedError(
+                f"the reference calls {name} of the model that trains, from {_caller()}: {_REMEDY}"
+            )
+            raise self._broken
 
 
 def _caller() -> str:
     """The innermost function of the user's that is running, and the module and attribute that hold it."""
-    frame: FrameType | None = sys._getframe(3)
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "torch":
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_globals["__name__"].partition(".")[0] in ("torch", "ignite_monitor"):
         frame = frame.f_back
     if frame is None:
         return "a function of torch"
