@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ignite_monitor import RCCHandler
-from ignite_monitor.reference.passes import _Pass
+from ignite_monitor.reference.kept import KeptPass
 
 TIME_LIMIT, MEMORY_LIMIT, OFFLOADED_LIMIT = 2.0, 1.2, 0.5
 
@@ -92,24 +92,24 @@ class Alive(TorchDispatchMode):
 
 def most_alive(model: nn.Module, tokens: torch.Tensor, handler: RCCHandler | None) -> int:
     """Bytes alive at the peak of one forward pass, in an iteration that the handler watches."""
-    original = _Pass._offloaded
+    original = KeptPass._offloaded
 
-    def offloaded(self: _Pass, tensor: torch.Tensor) -> torch.Tensor:
+    def offloaded(self: KeptPass, tensor: torch.Tensor) -> torch.Tensor:
         alive.elsewhere = True
         try:
             return original(self, tensor)
         finally:
             alive.elsewhere = False
 
-    _Pass._offloaded = offloaded
+    KeptPass._offloaded = offloaded
     try:
         with Alive() as alive, nullcontext() if handler is None else handler._passes.watched():
             model(tokens)
         return alive.most
     finally:
-        _Pass._offloaded = original
+        KeptPass._offloaded = original
         if handler is not None:
-            handler._changes.norms = []
+            handler._changes.clear()
 
 
 def seconds(function: Any) -> float:

@@ -145,7 +145,6 @@ def test_who_imports_ignite():
     assert rest == {
         "ignite_monitor/attaching.py",
         "ignite_monitor/demo.py",
-        "ignite_monitor/scaling/alignment_handler.py",
         "ignite_monitor/scaling/maxp.py",
     }
 

@@ -6,81 +6,49 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ignite_monitor.activation.measured import Measured
+from ignite_monitor.activation.metric import MetricSet
 from ignite_monitor.model.aside import is_plain
 from ignite_monitor.model.devices import upload
 from ignite_monitor.model.tensors import floating_tensors, tagged_tensors
+from ignite_monitor.reference.call import Call, Comparison, NotComparableError
 
 
-class OutputComparison:
+class OutputComparison(Comparison):
     """Measures each output of the model against that of the reference.
 
     Attributes:
         measured: what takes the differences in.
-        incomplete: tags of modules that could not be compared in all of their calls.
-        seen: whether a forward pass has been compared.
     """
 
-    def __init__(self, tags: Mapping[str, str]) -> None:
-        self._tags = tags
-        self._begun: set[str] = set()
-        self.measured: Measured | None = None
-        self.incomplete: set[str] = set()
-        self.seen = False
+    by_weights = False
 
-    def start(self, measured: Measured) -> None:
-        """An iteration begins."""
-        self.measured = measured
-        self.incomplete.clear()
-        self._begun.clear()
+    def __init__(self, tags: Mapping[str, str], metrics: MetricSet) -> None:
+        self.tags = tags
+        self.measured = Measured("activation_difference", metrics)
 
-    def keep(
-        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> Sequence[Tensor | None]:
-        """What to keep of a call of the reference: the tensors that it has returned."""
-        return [tensor for _, tensor in floating_tensors(output)]
+    def clear(self) -> None:
+        self.measured.clear()
 
-    def enter(
-        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], kept: list[Tensor | None]
-    ) -> None:
-        """A call of the model begins.
+    def keep(self, call: Call) -> Sequence[Tensor | None]:
+        return [tensor for _, tensor in floating_tensors(call.output)]
 
-        Args:
-            kept: what was kept of the same call of the reference.
-        """
-        self._begun.add(name)
-
-    def leave(self, name: str, output: Any, entered: None, kept: list[Tensor | None]) -> bool | None:
-        """A call of the model has returned; whether its output is like the reference's.
-
-        Args:
-            entered: None.
-            kept: what was kept of the same call of the reference.
-        """
-        ours = tagged_tensors(output)
-        theirs = [each for each in kept if each is not None]
-        alike = [tensor.shape for _, tensor in ours] == [each.shape for each in theirs]
-        if self.measured is None or not alike or not all(map(is_plain, [*(each for _, each in ours), *theirs])):
-            self.incomplete.add(self._tags[name])
-            return None
+    def leave(self, call: Call) -> bool:
+        ours, tag = tagged_tensors(call.output), self.tags[call.name]
+        theirs = [each for each in call.kept if each is not None]
+        if [tensor.shape for _, tensor in ours] != [each.shape for each in theirs]:
+            raise NotComparableError("its outputs have other shapes than in the reference")
+        if not all(map(is_plain, [*(each for _, each in ours), *theirs])):
+            raise NotComparableError("its outputs have no values of their own here (DTensors, nested, sparse)")
         for (place, tensor), other in zip(ours, theirs, strict=True):
-            key = f"{self._tags[name]}/{place}" if place else self._tags[name]
-            self.measured.see_difference(key, name or "_root_", tensor.detach(), other.detach())
+            key = f"{tag}/{place}" if place else tag
+            self.measured.see_difference(key, call.name or "_root_", tensor.detach(), other.detach())
         return True
 
     def passed(self, results: dict[str, list[Any]]) -> None:
-        """A forward pass of the whole model has returned.
-
-        Args:
-            results: name -> what :meth:`leave` returned, one for each call.
-        """
-        self.incomplete |= {self._tags[name] for name in self._begun - results.keys()}
-        self._begun.clear()
-        self.seen |= bool(results)
-        if self.measured is not None:
-            self.measured.pass_ended()
+        self.measured.pass_ended()
 
 
 def without(found: tuple[list[str], Tensor], incomplete: Collection[str]) -> tuple[list[str], Tensor]:

@@ -20,7 +20,7 @@ from ignite_monitor.model.aside import aside, is_plain
 from ignite_monitor.model.device_of import device_of
 from ignite_monitor.model.forward import after_forward, before_forward, is_recomputation, running_module
 from ignite_monitor.model.names import tags
-from ignite_monitor.reference.reference import is_reference_run
+from ignite_monitor.reference.unnoticed import is_reference_run
 
 _RECORDED = "activation (recorded)"
 

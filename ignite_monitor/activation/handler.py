@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import logging
 import math
 import os
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -36,18 +33,17 @@ from ignite_monitor.model.optimizers import parameters_of
 from ignite_monitor.model.selection import Pattern, Selection
 from ignite_monitor.model.sharding import check_whole
 from ignite_monitor.model.structure import modules_by_name
-from ignite_monitor.monitor.base import Handlers, Monitor
-from ignite_monitor.monitor.rank_reduction import RankReduction, Rows, can_reduce
+from ignite_monitor.monitor.base import Handlers
+from ignite_monitor.monitor.rank_reduction import RankReduction, Rows
 from ignite_monitor.monitor.ranks import world_size
-from ignite_monitor.reference.passes import ReferencePasses
-from ignite_monitor.reference.reference import Reference
+from ignite_monitor.reference.monitor import ReferenceMonitor
 
 _WITHOUT_UNITS = tuple(name for name in STATISTICS if name != "dead_fraction")
 
 Metrics = Mapping[str, Any] | bool | None
 
 
-class ActivationHandler(Monitor):
+class ActivationHandler(ReferenceMonitor):
     r"""Publishes statistics of what the modules of a model return, of attention, parameters and gradients, by name.
 
     ==============================================  ==================================================================
@@ -136,7 +132,7 @@ class ActivationHandler(Monitor):
             trainer.run(loader, max_epochs=5)
     """
 
-    _state_dict_all_req_keys = ("reference",)
+    _lacking = "no activation_difference is published"
 
     def __init__(
         self,
@@ -194,57 +190,27 @@ class ActivationHandler(Monitor):
         self._selection = Selection(include, exclude)
         self._attention = attention
         self._offload = offload
-        self._reference = None if reference is None else Reference(model, reference)
+        if reference is not None:
+            self._set_reference(reference)
         self._pauses: list[None] = []
-        # Each run and model has ReferencePasses of its own, which must not hold the handler, but get this.
-        self._warn = functools.partial(_warn_once, self.logger, set())
         self._known: list[nn.Parameter] | None = None  # the parameters that the model had when it was looked at
         self._forward: ForwardMetrics | None = None
-        self._comparison: OutputComparison | None = None
-        self._passes: ReferencePasses | None = None
+        self._differences: OutputComparison | None = None
         self._gradients: GradientMetrics | None = None
         self._parameters: dict[nn.Parameter, tuple[str, str]] = {}
         self._of_parameters: Numbers = []
         self._over_ranks = RankReduction()
-        self._monitored_count = 0  # iterations of this run
-        self._compared = False  # whether there was a pass to compare in one of them
         self._may_lack = False  # whether there is NaN in place of what was not measured
-
-    @property
-    def reference(self) -> nn.Module | None:
-        """The reference."""
-        return None if self._reference is None else self._reference.module
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """A context in which forward passes are not seen."""
         self._pauses.append(None)
         try:
-            with contextlib.nullcontext() if self._passes is None else self._passes.paused():
+            with super().paused():
                 yield
         finally:
             self._pauses.pop()
-
-    def state_dict(self) -> OrderedDict[str, Any]:
-        """The weights of the reference; None where there is none, or it was given as a module or a path."""
-        return OrderedDict(reference=None if self._reference is None else self._reference.state_dict())
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Compare with the reference of a saved run from now on.
-
-        Args:
-            state_dict: what :meth:`state_dict` returned.
-
-        Raises:
-            TypeError: if it is no mapping.
-            ValueError: if it was saved by a monitor of another kind, or with a reference of another kind or structure.
-        """
-        super().load_state_dict(state_dict)
-        saved = state_dict["reference"]
-        if self._reference is not None:
-            self._reference.load_state_dict(saved)
-        elif saved is not None:
-            raise ValueError("Argument state_dict holds a reference, but this handler has none")
 
     # What it listens to
 
@@ -253,8 +219,7 @@ class ActivationHandler(Monitor):
             (MonitorEvents.GRADIENTS_READY, self._on_gradients_ready),
             (MonitorEvents.OPTIMIZER_STEP_STARTED, self._on_step_started),
         ]
-        last = (MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed)
-        return [*of_gradients, last] if self._metrics["gradient"] else [last]
+        return [*(of_gradients if self._metrics["gradient"] else []), *super().handlers()]
 
     def contexts(self) -> list[AbstractContextManager[Any]]:
         if not self._is_running:
@@ -271,25 +236,13 @@ class ActivationHandler(Monitor):
         if self._metrics["gradient"]:
             self._gradients = GradientMetrics(self._parameters, self._metrics["gradient"])
         self._forward.start()
-        around = [eager(), *self._forward.contexts()]
-        if self._comparison is not None and self._passes is not None:
-            self._comparison.start(Measured("activation_difference", self._metrics["activation_difference"]))
-            around.append(self._passes.watched())
         with contextlib.ExitStack() as stack:
-            for context in around:
+            for context in [eager(), *self._forward.contexts(), *super().contexts()]:
                 stack.enter_context(context)
             yield
 
-    def ended(self) -> None:
-        if self._passes is not None and self._monitored_count and not self._compared and not self._passes.warned:
-            self._warn(
-                f"none of {self._monitored_count} monitored iterations had a forward pass of the whole model in "
-                "training mode, so no activation_difference is published"
-            )
-        self._monitored_count, self._compared = 0, False
-
     def release(self) -> None:
-        self._known = self._forward = self._comparison = self._passes = self._gradients = None
+        self._known = self._forward = self._differences = self._comparison = self._passes = self._gradients = None
         self._parameters = {}
         self._of_parameters = []
         self._over_ranks = RankReduction()
@@ -310,11 +263,10 @@ class ActivationHandler(Monitor):
         if not self._is_running or self._forward is None:
             return
         found, self._of_parameters = self._of_forward() + self._of_parameters, []
-        if self._comparison is not None:
-            found = [without(each, self._comparison.incomplete) for each in found]
-            self._comparison.measured = None
-            self._compared |= self._comparison.seen
-        self._monitored_count += 1
+        if self._differences is not None and self._passes is not None:
+            self._forget()
+            incomplete = [self._differences.tags[name] for name in self._passes.incomplete]
+            found = [without(each, incomplete) for each in found]
         if self._gradients is not None:
             before, after = self._gradients.numbers()
             found += before + after
@@ -346,8 +298,8 @@ class ActivationHandler(Monitor):
         if self._forward is None:
             return []
         measured = [self._forward.activation, self._forward.entropy, self._forward.recorded]
-        if self._comparison is not None and self._comparison.measured is not None:
-            measured.append(self._comparison.measured)
+        if self._differences is not None:
+            measured.append(self._differences.measured)
         found: Numbers = []
         if world_size() == 1:
             for each in measured:
@@ -359,8 +311,7 @@ class ActivationHandler(Monitor):
             more_sums, more_maxima = each.rows()
             sums |= more_sums
             maxima |= more_maxima
-        if not can_reduce(self.model):
-            self._warn("nothing is published of forward passes where ranks can't be put together")
+        if not self._may_add():
             return []
         sums, maxima = self._over_ranks(sums, maxima, device_of(self.model))
         for each in measured:
@@ -414,17 +365,6 @@ class ActivationHandler(Monitor):
             self._warn(f"built-in metrics are of real numbers, and left out for {', '.join(unlike)}")
         if self._reference is not None and self._metrics["activation_difference"]:
             compared = [name for name in selected if name in self._reference.modules]
-            self._comparison = OutputComparison({name: of_modules[name] for name in compared})
-            self._passes = ReferencePasses(
-                self._reference,
-                compared,
-                self._comparison,
-                self._warn,
-                offload=self._offload,
-            )
-
-
-def _warn_once(logger: logging.Logger, told: set[str], reason: str) -> None:
-    if reason not in told:
-        told.add(reason)
-        logger.warning("%s", reason)
+            tags_of = {name: of_modules[name] for name in compared}
+            self._differences = OutputComparison(tags_of, self._metrics["activation_difference"])
+            self._compare(compared, self._differences, offload=self._offload)

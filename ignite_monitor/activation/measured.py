@@ -12,7 +12,8 @@ from ignite_monitor.activation.metric import MetricSet, as_number, call_metric
 from ignite_monitor.activation.observations import Observations, Table
 from ignite_monitor.activation.statistics import STATISTICS, has_statistics, is_float8
 from ignite_monitor.model.devices import upload, wide_dtype
-from ignite_monitor.monitor.rank_reduction import Rows, gathered
+from ignite_monitor.monitor.rank_reduction import Rows
+from ignite_monitor.monitor.ranks import from_every_rank
 
 Numbers = list[tuple[list[str], Tensor]]
 
@@ -158,7 +159,9 @@ class Measured:
         of = self._metric_of
         values = {(name, of.get(name)): numbers for name, (_, numbers) in self._aggregation.values().items()}
         if everywhere and self.metrics.gathers:
-            values = gathered(values)
+            ranks = from_every_rank({key: numbers.cpu() for key, numbers in values.items()})
+            keys = dict.fromkeys(key for each in ranks for key in each)
+            values = {key: torch.cat([each[key] for each in ranks if key in each]) for key in keys}
         found: Numbers = []
         for (name, metric), numbers in values.items():
             how = self.metrics.function_of(metric)

@@ -13,7 +13,7 @@ from ignite_monitor.activation.aggregation import AGGREGATES, Aggregate
 from ignite_monitor.activation.statistics import STATISTICS
 from ignite_monitor.model.devices import wide_dtype
 from ignite_monitor.model.selection import Pattern, Selection
-from ignite_monitor.reference.passes import FailedFunctionError
+from ignite_monitor.reference.call import FailedFunctionError
 
 
 class Metric:

@@ -30,8 +30,7 @@ from ignite_monitor.model.devices import move_like
 from ignite_monitor.model.optimizers import held_by
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.deferred_flag import Lookout
-from ignite_monitor.monitor.rank_reduction import is_joined
-from ignite_monitor.monitor.ranks import any_over_ranks, gradient_norm, reduction_of, world_size
+from ignite_monitor.monitor.ranks import all_take_part, gradient_norm, max_over_ranks, reduction_of, world_size
 
 
 class GradMonitor(Monitor):
@@ -365,8 +364,8 @@ class GradMonitor(Monitor):
             return
         look, self._look = self._look, None
         grows = None if look is None else look.grows
-        if grows is not None and world_size() > 1 and not is_joined(self.model):
-            grows = any_over_ranks(grows)
+        if grows is not None and world_size() > 1 and all_take_part(self.model):
+            grows = max_over_ranks(grows.to(torch.float32)) > 0
         # Only who has been told of a spike, and has thus waited for it, waits here.
         on_cpu = grows is None or grows.device.type == "cpu" or self._window.announced
         does_grow = on_cpu and grows is not None and bool(grows)

@@ -109,6 +109,9 @@ class _Registered(dict[Any, Any]):
     def __setitem__(self, key: Any, hook: Any) -> None:
         super().__setitem__(key, self._register(hook))
 
+    def move_to_end(self, key: Any, last: bool) -> None:
+        """Hooks that are registered stay in their order, as far as nobody knows better."""
+
     def pop(self, key: Any, default: Any = None) -> Any:
         handle = super().pop(key, None)
         return default if handle is None else handle.remove()
@@ -145,7 +148,7 @@ def registries(module: nn.Module) -> list[dict[str, Any]]:
     return [] if any(each is None for each in kept) else kept  # type: ignore[return-value]
 
 
-def forward_hooks(module: nn.Module, before: bool, with_kwargs: bool) -> list[dict[Any, Any]]:
+def forward_hooks(module: nn.Module, before: bool, with_kwargs: bool) -> list[Any]:
     """The forward hooks of a module, and which of them are given keyword arguments; without them each is registered.
 
     Putting one on costs a tenth of registering it.

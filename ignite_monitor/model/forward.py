@@ -13,14 +13,17 @@ from ignite_monitor.model._torch import forward_hooks, in_backward, module_call
 
 
 @contextlib.contextmanager
-def before_forward(modules: Iterable[nn.Module], hook: Callable[..., Any]) -> Iterator[None]:
+def before_forward(modules: Iterable[nn.Module], hook: Callable[..., Any], *, first: bool = False) -> Iterator[None]:
     """While it lasts, calls a hook before each forward pass of the modules, with the inputs they are about to get.
 
     Args:
-        hook: is given the module, its positional arguments and its keyword arguments.
+        hook: is given the module, its positional arguments and its keyword arguments; a :class:`ModuleHook` also of
+            shallow copies of the modules.
+        first: whether it comes before the user's hooks rather than after them.
     """
     modules = list(modules)
-    with _on([forward_hooks(module, before=True, with_kwargs=True) for module in modules], _Hook(hook, modules)):
+    places = [forward_hooks(module, before=True, with_kwargs=True) for module in modules]
+    with _on(places, hook if isinstance(hook, ModuleHook) else _Hook(hook, modules), first):
         yield
 
 
@@ -29,10 +32,12 @@ def after_forward(modules: Iterable[nn.Module], hook: Callable[..., Any]) -> Ite
     """While it lasts, calls a hook after each forward pass of the modules, with the outputs that others get.
 
     Args:
-        hook: is given the module, its positional arguments, its keyword arguments and its output.
+        hook: is given the module, its positional arguments, its keyword arguments and its output; a
+            :class:`ModuleHook` also of shallow copies of the modules.
     """
     modules = list(modules)
-    with _on([forward_hooks(module, before=False, with_kwargs=True) for module in modules], _Hook(hook, modules)):
+    places = [forward_hooks(module, before=False, with_kwargs=True) for module in modules]
+    with _on(places, hook if isinstance(hook, ModuleHook) else _Hook(hook, modules)):
         yield
 
 
@@ -98,13 +103,15 @@ class _Hook(ModuleHook):
 # As ``register_forward_hook`` does it, for hundreds of modules at a tenth of the cost, which matters where hooks come
 # and go with every monitored iteration. The last hook sees what those of the user have made of inputs and outputs.
 @contextlib.contextmanager
-def _on(places: list[list[dict[Any, Any]]], hook: ModuleHook) -> Iterator[None]:
+def _on(places: list[list[Any]], hook: Any, first: bool = False) -> Iterator[None]:
     key = object()
     try:
         for hooks, *with_kwargs in places:
             hooks[key] = hook
             for each in with_kwargs:
                 each[key] = True
+            if first:
+                hooks.move_to_end(key, last=False)
         yield
     finally:
         for place in places:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ignite_monitor.model._torch import foreach_norm
 from ignite_monitor.model.devices import wide_dtype
+from ignite_monitor.model.sharding import all_reduce
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -94,32 +95,24 @@ def sharded_norm(tensors: Iterable[DTensor], norm_type: float = 2.0) -> Tensor:
     for (mesh, dims), local in groups.items():
         norm = total_norm(local, norm_type)
         for dim in dims:
-            norm = reduce_norm(norm, norm_type, partial(_all_reduce, mesh.get_group(dim)))
+            norm = reduce_norm(norm, norm_type, partial(all_reduce, group=mesh.get_group(dim)))
         norms.append(norm)
     return norms[0] if len(norms) == 1 else combine(norms, norm_type)
 
 
-def _all_reduce(group: Any, value: Tensor, largest: bool) -> Tensor:
-    value = value.clone()
-    torch.distributed.all_reduce(
-        value, torch.distributed.ReduceOp.MAX if largest else torch.distributed.ReduceOp.SUM, group=group
-    )
-    return value
-
-
-def reduce_norm(norm: Tensor, norm_type: float, all_reduce: Callable[[Tensor, bool], Tensor]) -> Tensor:
+def reduce_norm(norm: Tensor, norm_type: float, over_ranks: Callable[[Tensor, bool], Tensor]) -> Tensor:
     """The norm of a vector whose parts lie on several ranks, each of which knows the norm of its own.
 
     Args:
         norm: the norm of this rank's part, 0-dim.
-        all_reduce: gives the sum of a tensor over the ranks, or with True as its second argument the largest.
+        over_ranks: gives the sum of a tensor over the ranks, or with True as its second argument the largest.
     """
     if norm_type == math.inf:
-        return all_reduce(norm, True)
+        return over_ranks(norm, True)
     if norm_type in _TAME:
-        return all_reduce(norm**norm_type, False) ** (1.0 / norm_type)
-    unit = _unit(all_reduce(norm, True))
-    return unit * all_reduce((norm / unit) ** norm_type, False) ** (1.0 / norm_type)
+        return over_ranks(norm**norm_type, False) ** (1.0 / norm_type)
+    unit = _unit(over_ranks(norm, True))
+    return unit * over_ranks((norm / unit) ** norm_type, False) ** (1.0 / norm_type)
 
 
 def any_sharded(tensors: Iterable[Tensor]) -> bool:

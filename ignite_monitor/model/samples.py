@@ -16,6 +16,7 @@ from ignite_monitor.model.devices import upload, wide_dtype
 from ignite_monitor.model.names import named_parameters
 from ignite_monitor.model.norms import is_sharded
 from ignite_monitor.model.sampling import fnv1a_64, spread_indices, stratum_widths
+from ignite_monitor.model.sharding import all_reduce
 from ignite_monitor.model.sparse import summed_values
 from ignite_monitor.model.updates import row_norms
 
@@ -174,11 +175,9 @@ class ParameterSamples:
             norms: of this rank's parts, of shape (…, parameters).
         """
         for (mesh, dims), places in self._meshes.items():
-            from torch.distributed import all_reduce
-
             squares = norms.index_select(-1, places) ** 2
             for dim in dims:
-                all_reduce(squares, group=mesh.get_group(dim))
+                squares = all_reduce(squares, group=mesh.get_group(dim))
             norms = norms.index_copy(-1, places, squares.sqrt())
         return norms
 

@@ -1,15 +1,26 @@
-"""How FullyShardedDataParallel, the predecessor of ``fully_shard``, keeps parameters."""
+"""What lies in parts on several ranks: putting it together, and telling who keeps it so."""
 
 from __future__ import annotations
 
 import sys
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+
+def all_reduce(values: Tensor, largest: bool = False, group: Any = None) -> Tensor:
+    """The sum of the tensors of a process group, or with ``largest`` the largest numbers, place by place."""
+    values = values.clone(memory_format=torch.contiguous_format)
+    kind = torch.distributed.ReduceOp.MAX if largest else torch.distributed.ReduceOp.SUM
+    torch.distributed.all_reduce(values, kind, group=group)
+    return values
 
 
 def flat_sharding(model: nn.Module) -> str | None:
     """Whether parameters are parts of flattened ones, of which neither shape nor elements can be told; None if not.
+
+    FullyShardedDataParallel, the predecessor of ``fully_shard``, keeps them so.
 
     Returns:
         ``"sharded"`` where each rank has another part, ``"hybrid"`` where some ranks have the same.

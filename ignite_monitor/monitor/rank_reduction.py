@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
-from ignite_monitor.model._torch import is_in_join
 from ignite_monitor.model.devices import upload, wide_dtype
 from ignite_monitor.monitor.deferred_flag import Lookout
+from ignite_monitor.monitor.ranks import from_every_rank, max_over_ranks, sum_over_ranks
 
 # Named rows of numbers, by what they are of: kind -> names and a row for each. A kind's rows are of one length.
 Rows = dict[Any, tuple[list[str], Tensor]]
-
-Key = TypeVar("Key")
 
 Slot = tuple[str, Any, str, int]  # how ranks are put together, kind, name, length
 
@@ -55,15 +50,14 @@ class RankReduction:
         largest = self._arranged("max", own[1], maxima, -torch.inf, device).nan_to_num_(
             torch.inf, torch.inf, -torch.inf
         )
-        dist.all_reduce(total)
+        total = sum_over_ranks(total)
         if len(largest):
-            dist.all_reduce(largest, dist.ReduceOp.MAX)
+            largest = max_over_ranks(largest)
         self._news.tell(total[-1] > 0)
         return self._rows("sum", total), self._rows("max", largest)
 
     def _agree(self, own: list[Slot]) -> None:
-        everyone: list[list[Slot]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyone, [*dict.fromkeys([*self._slots, *own])])
+        everyone = from_every_rank([*dict.fromkeys([*self._slots, *own])])
         union = dict.fromkeys(slot for slots in everyone for slot in slots)
         kinds = list(dict.fromkeys(slot[:2] for slot in union))
         self._slots = sorted(union, key=lambda slot: kinds.index(slot[:2]))
@@ -107,26 +101,6 @@ class RankReduction:
             rows[kind] = (own, flat[start:end].view(len(own), length))
             start = end
         return rows
-
-
-def can_reduce(model: nn.Module) -> bool:
-    """Whether all ranks are known to be where this one is."""
-    # Without a group of torch's it is another backend of Ignite's.
-    return dist.is_initialized() and not is_joined(model)
-
-
-def is_joined(model: nn.Module) -> bool:
-    """Whether ranks may have run out of data, and make no collectives but those of DistributedDataParallel's join()."""
-    replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
-    return any(map(is_in_join, replicas))
-
-
-def gathered(values: dict[Key, Tensor]) -> dict[Key, Tensor]:
-    """The numbers that all ranks have of each name, one rank after the other, the same on each."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, {name: numbers.cpu() for name, numbers in values.items()})
-    names: Iterable[Key] = dict.fromkeys(name for each in everyone for name in each)
-    return {name: torch.cat([each[name] for each in everyone if name in each]) for name in names}
 
 
 def _slots(how: str, rows: Rows) -> list[Slot]:

@@ -1,9 +1,15 @@
-"""The norm of a gradient, and sums, that lie on several ranks."""
+"""Sums, norms and lists over ranks.
+
+The ranks are those of torch's process group, or of another backend that Ignite knows; without either there is one, and
+nothing is communicated. Under ``join()`` of DistributedDataParallel some may be gone: who adds up what not every rank
+may have, asks :func:`all_take_part` first.
+"""
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import ignite.distributed as idist
 import torch
@@ -11,8 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ignite_monitor.model._torch import is_in_join
 from ignite_monitor.model.norms import any_sharded, combine, is_sharded, reduce_norm, sharded_norm, total_norm
-from ignite_monitor.model.sharding import flat_sharding
+from ignite_monitor.model.sharding import all_reduce, flat_sharding
+
+T = TypeVar("T")
 
 
 def reduction_of(model: nn.Module, reduction: str) -> str | None:
@@ -68,46 +77,52 @@ def _over_ranks(norm: Tensor, norm_type: float, reduction: str | None) -> Tensor
     if ranks == 1:
         return norm
     if reduction == "mean":
-        return (_all_reduce(norm**2, False) / ranks).sqrt()
+        return (_all_reduce(norm**2) / ranks).sqrt()
     return reduce_norm(norm, norm_type, _all_reduce)
 
 
 def world_size() -> int:
     """How many ranks train."""
-    if dist.is_available() and dist.is_initialized():
+    if _has_group():
         return dist.get_world_size()
     # Ignite remembers a process group of torch's beyond its end.
     return 1 if idist.model_name() in ("serial", "native-dist") else idist.get_world_size()
 
 
+def all_take_part(model: nn.Module) -> bool:
+    """Whether every rank is known to be where this one is, so that they may communicate."""
+    replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    return world_size() == 1 or not any(map(is_in_join, replicas))
+
+
 def sum_over_ranks(values: Tensor) -> Tensor:
-    """The sum of the ranks' tensors, in one collective; without other ranks the tensor itself.
-
-    Args:
-        values: a tensor of one shape on all ranks.
-    """
-    return values if world_size() == 1 else _all_reduce(values, False)
+    """The sum of the ranks' tensors, of one shape on all of them, in one collective."""
+    return values if world_size() == 1 else _all_reduce(values)
 
 
-def any_over_ranks(flag: Tensor) -> Tensor:
-    """Whether a 0-dim bool tensor is True on any rank, in one collective."""
-    return _all_reduce(flag.to(torch.float32), True) > 0
+def max_over_ranks(values: Tensor) -> Tensor:
+    """The largest of the ranks' numbers, place by place, in one collective."""
+    return values if world_size() == 1 else _all_reduce(values, largest=True)
 
 
-def from_first_rank(number: int) -> int:
-    """A number as rank 0 has it, in one collective; without other ranks the number itself."""
+def from_every_rank(value: T) -> list[T]:
+    """What each rank has, anything that pickle knows, in the order of the ranks."""
     if world_size() == 1:
-        return number
-    if dist.is_available() and dist.is_initialized():
-        numbers = [number]
-        dist.broadcast_object_list(numbers, src=0)
-        return numbers[0]
-    return int(str(idist.broadcast(str(number), src=0)))
+        return [value]
+    if _has_group():
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, value)
+        return everyone
+    # Other backends know text.
+    texts: Any = idist.all_gather(pickle.dumps(value).hex())
+    return [pickle.loads(bytes.fromhex(text)) for text in texts]
 
 
-def _all_reduce(value: Tensor, largest: bool) -> Tensor:
-    value = value.clone()
-    if dist.is_available() and dist.is_initialized():
-        dist.all_reduce(value, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
-        return value
-    return torch.as_tensor(idist.all_reduce(value, op="MAX" if largest else "SUM"))
+def _all_reduce(values: Tensor, largest: bool = False) -> Tensor:
+    if _has_group():
+        return all_reduce(values, largest)
+    return torch.as_tensor(idist.all_reduce(values.clone(), op="MAX" if largest else "SUM"))
+
+
+def _has_group() -> bool:
+    return dist.is_available() and dist.is_initialized()

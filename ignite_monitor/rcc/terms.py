@@ -21,6 +21,11 @@ from torch import Tensor
 
 from ignite_monitor.model.devices import wide_dtype
 
+QUANTITIES = ("weight_update", "input_drift", "input", "input_change", "output_change")
+
+Norms = dict[int, Tensor]
+"""Vectors of norms by place: that of :data:`QUANTITIES`, or as many more for the same without the bias."""
+
 
 class Change(NamedTuple):
     r"""The change of a layer's output, in two parts.
@@ -135,6 +140,42 @@ def feature_norms(values: Tensor, dim: int = -1) -> Tensor:
     else:  # which reads memory along other dimensions slowly
         norms = values.square().sum(dim).sqrt()
     return norms.reshape(-1)
+
+
+def call_norms(
+    change: Change | None,
+    inputs: tuple[Tensor, Tensor] | None,
+    dim: int,
+    product: tuple[Tensor, Tensor] | None = None,
+    bias_change: Tensor | None = None,
+) -> Norms:
+    """The norms of a layer's call over its features.
+
+    Args:
+        change: the change of its output, but for that of the bias; it is used up, which spares memory and time.
+        inputs: :math:`x_t` and :math:`x_t - x_0`.
+        dim: the dimension of the features; the last where a tensor has fewer.
+        product: what the weight is multiplied with and its change, where the same are wanted without the bias.
+        bias_change: that of the bias, of a shape that fits the output.
+    """
+    norms: Norms = {}
+    if inputs is not None:
+        norms[2], norms[3] = (_norms(each, dim) for each in inputs)
+    if change is not None:
+        update, drift = change
+        norms[0], norms[1] = _norms(update, dim), _norms(drift, dim)
+        output = drift.add_(update)
+        norms[4] = _norms(output, dim)
+    if change is not None and product is not None:
+        of_product = (norms[2], norms[3]) if product is inputs else (_norms(each, dim) for each in product)
+        norms |= dict(zip(range(5, 10), (norms[0], norms[1], *of_product, norms[4]), strict=True))
+        if bias_change is not None:
+            norms[0], norms[4] = _norms(update.add_(bias_change), dim), _norms(output.add_(bias_change), dim)
+    return norms
+
+
+def _norms(values: Tensor, dim: int) -> Tensor:
+    return feature_norms(values, dim if -values.ndim <= dim < values.ndim else -1)
 
 
 def mean_norm(values: Tensor, dim: int = -1) -> Tensor:

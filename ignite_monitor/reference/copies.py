@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ignite_monitor.model._torch import known_forward_hooks, remove_forward_hook
+from ignite_monitor.reference.functions import RebuiltFunctions
+from ignite_monitor.reference.user_hooks import hooks_of_users, remove_hooks_of_users
 
 T = TypeVar("T")
 
 
-def detached_copy(value: T, shared: Iterable[Any] = ()) -> T:
+def detached_copy(value: T) -> T:
     """A deep copy, in which tensors that are parts of a graph are parts of none.
 
     Whatever holds the tensors is copied with them: containers, caches of keys and values, random number generators.
@@ -22,42 +23,44 @@ def detached_copy(value: T, shared: Iterable[Any] = ()) -> T:
 
     Args:
         value: anything that ``copy.deepcopy`` can copy, tensors that require gradients included.
-        shared: objects that are not copied.
     """
     with _DetachedTensors():
-        return copy.deepcopy(value, {id(each): each for each in shared})
+        return copy.deepcopy(value)
 
 
-def separate_copy(model: nn.Module) -> tuple[nn.Module, list[str]]:
-    """A copy of a model that nothing else notices, and the names of the modules that have lost forward hooks by it.
+class SeparateCopy(NamedTuple):
+    """A copy of a model that nothing else notices.
 
-    Functions that a user has registered as forward hooks are left out: they would be called for the copy as well, and
-    may well keep for the training what they see. Those of torch and transformers, and the multipliers of a
-    parametrization, are part of how a module works.
+    Attributes:
+        model: the copy.
+        twins: the copy of every module -> the module; also of modules that are held without being registered.
+        stripped: names of the modules that have lost hooks of the user's, which would be called for the copy as well.
+    """
+
+    model: nn.Module
+    twins: dict[nn.Module, nn.Module]
+    stripped: list[str]
+
+
+def separate_copy(model: nn.Module) -> SeparateCopy:
+    """A copy whose functions are its own, and which is without the forward hooks of the user's.
 
     Raises:
-        ValueError: if it can't be copied.
+        ValueError: if it can't be made.
     """
-    own = [hook for module in model.modules() for hook in known_forward_hooks(module).values() if not _of_library(hook)]
+    memo: dict[int, Any] = {id(hook): hook for module in model.modules() for _, _, hook in hooks_of_users(module)}
     try:
-        separate = detached_copy(model, own)
+        with _DetachedTensors():
+            separate = copy.deepcopy(model, memo)
+            stripped = remove_hooks_of_users(separate)
+            RebuiltFunctions(memo).within(separate)
     except Exception as error:
         raise ValueError(
             f"Argument reference should be a module, since model, a {type(model).__name__}, can't be copied: {error}"
         ) from error
-    stripped = []
-    for name, module in separate.named_modules():
-        lost = [known for known, hook in known_forward_hooks(module).items() if not _of_library(hook)]
-        for known in lost:
-            remove_forward_hook(module, known)
-        if lost:
-            stripped.append(name or "the root module")
-    return separate, stripped
-
-
-def _of_library(hook: Any) -> bool:
-    where = getattr(hook, "__module__", None) or type(hook).__module__
-    return where.partition(".")[0] in ("torch", "transformers") or where.startswith("ignite_monitor.scaling.")
+    originals: Iterable[Any] = memo[id(memo)]  # deepcopy keeps them alive there
+    twins = {memo[id(each)]: each for each in originals if isinstance(each, nn.Module) and id(each) in memo}
+    return SeparateCopy(separate, twins, stripped)
 
 
 class _DetachedTensors(TorchFunctionMode):

@@ -4,66 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator
+from operator import is_
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ignite_monitor.model._torch import is_transformed, module_call, version
-from ignite_monitor.model.forward import after_forward, before_forward, is_recomputation
+from ignite_monitor.model._torch import in_backward, is_transformed, module_call, parameters_in
+from ignite_monitor.model.forward import ModuleHook, after_forward, before_forward
+from ignite_monitor.model.norms import any_sharded
 from ignite_monitor.model.structure import modules_by_name
-from ignite_monitor.reference.reference import Reference, is_reference_run
+from ignite_monitor.reference.call import Call, Comparison, FailedFunctionError, NotComparableError
+from ignite_monitor.reference.kept import KeptPass
+from ignite_monitor.reference.reference import Reference
+from ignite_monitor.reference.unnoticed import TrainingModelUsedError, here
+from ignite_monitor.reference.user_hooks import noticed
 
 _ATTEMPTS = 3
-
-
-class NotComparableError(Exception):
-    """Why a call can't be compared; its message completes "it is not compared: …"."""
-
-
-class FailedFunctionError(RuntimeError):
-    """A function of the user's has raised an error, which training is told of."""
-
-
-class Comparison(Protocol):
-    """What there is to compare in a module's call with the same call of the reference.
-
-    :meth:`keep` and :meth:`enter` are called with gradients being recorded as in the model. Errors that :meth:`enter`
-    and :meth:`leave` raise leave the call out, with a warning, but for those of functions of the user's.
-    """
-
-    def keep(
-        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> Sequence[Tensor | None]:
-        """What to keep of a call of the reference until the model reaches it."""
-
-    def enter(
-        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], kept: list[Tensor | None]
-    ) -> Any:
-        """A call of the model begins. What it returns is handed to :meth:`leave`.
-
-        Args:
-            kept: what was kept of the same call of the reference; what is taken out of the list is freed.
-        """
-
-    def leave(self, name: str, output: Any, entered: Any, kept: list[Tensor | None]) -> Any:
-        """A call of the model has returned. What it returns is handed to :meth:`passed`; None for nothing.
-
-        Args:
-            entered: what :meth:`enter` returned.
-            kept: what was kept of the same call of the reference.
-        """
-
-    def passed(self, results: dict[str, list[Any]]) -> None:
-        """A forward pass of the whole model has returned.
-
-        Args:
-            results: name -> what :meth:`leave` returned, one for each call.
-        """
 
 
 class ReferencePasses:
@@ -76,6 +34,10 @@ class ReferencePasses:
     Args:
         warn: is told why something can't be compared, each reason once.
         offload: whether what is kept waits in the host's memory, page-locked, rather than on the device.
+
+    Attributes:
+        incomplete: names of which a call could not be compared since :meth:`watched` began.
+        seen: whether a pass has ever been compared.
     """
 
     def __init__(
@@ -93,27 +55,32 @@ class ReferencePasses:
         self._offload = offload
         self._warned: set[str] = set()
         self._unstable: set[str] = set()  # modules of whose calls something is changed in place later on
-        self._current: _Pass | None = None
-        ours = modules_by_name(reference.root)
+        self._current: KeptPass | None = None
+        self._around = contextlib.ExitStack()
+        self._weights: dict[nn.Module, tuple[Any, ...]] = {}
+        self._modules = modules_by_name(reference.root)
         names = list(names)
-        self._ours = {ours[name]: name for name in names}
+        self._ours = {self._modules[name]: name for name in names}
         self._theirs = {reference.modules[name]: name for name in names}
         self._paused = 0
+        self.incomplete: set[str] = set()
+        self.seen = False
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """While it lasts, the reference runs before the model does, and their calls are compared."""
         root, modules = [self._reference.root], list(self._ours)
+        self.incomplete.clear()
         try:
             with (
-                before_forward(root, self._start),
-                before_forward(modules, self._enter),
-                after_forward(modules, self._leave),
-                after_forward(root, self._end),
+                before_forward(root, _Hook(self._start)),
+                before_forward(modules, _Hook(self._enter)),
+                after_forward(modules, _Hook(self._leave)),
+                after_forward(root, _Hook(self._end)),
             ):
                 yield
         finally:
-            self._current = None
+            self._forget()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -136,37 +103,69 @@ class ReferencePasses:
             self._warn(reason)
 
     def _leave_out(self, name: str, error: Exception) -> None:
+        self.incomplete.add(name)
         reason = error if isinstance(error, NotComparableError) else f"{type(error).__name__}: {error}"
         self.say(f"{name or 'the root module'} is not compared: {reason}")
 
+    def _leave_all_out(self, reason: str) -> None:
+        self.incomplete.update(self._ours.values())
+        self.say(f"{reason}, so nothing is compared")
+
+    def _forget(self) -> None:
+        self._current = None
+        self._weights.clear()
+        self._around.close()
+
+    # A pass of the whole model
+
     def _start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if (
-            self._paused
+            module is not self._reference.root
+            or self._paused
             or not module.training
-            or is_reference_run()
-            or is_recomputation()
-            or is_transformed(filter(_is_tensor, chain(args, kwargs.values(), module.parameters())))
+            or here.running
+            or in_backward()
+            or is_transformed(
+                each for each in (*args, *kwargs.values(), *module.parameters()) if isinstance(each, Tensor)
+            )
             or _is_nested(module)
         ):
             return
-        self._current = None  # a pass that has raised an error
-        self._current = self._run(args, kwargs)
+        self._forget()  # a pass that has raised an error
+        current = self._run(args, kwargs)
+        if current is None:
+            return
+        if self._comparison.by_weights:
+            # Parts of sharded ones are put together while a module runs.
+            sharded = any_sharded(module.parameters())
+            self._weights = {
+                each: tuple(parameters_in(each).values())
+                for each in module.modules()
+                if parameters_in(each) and not (sharded and any_sharded(each.parameters(recurse=False)))
+            }
+        if self._reference.is_copy:
+            self._around.enter_context(noticed(self._modules, self._hook_has_changed))
+        self._current = current
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Pass | None:
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> KeptPass | None:
         # Once more with copies, where something that was kept has been changed in place before the run was over; and
         # where the run makes a backward pass of its own, with what that needs.
         for _ in range(_ATTEMPTS):
-            current = _Pass(self._offload, self._unstable)
+            current = KeptPass(self._offload, self._unstable)
             saves = self._reference.saves
             try:
                 self._reference.follow()
-                with after_forward(self._theirs, self._keeping(current)):
+                with after_forward(self._theirs, _Hook(self._keeping(current))):
                     self._reference.run("", args, kwargs)
+            except TrainingModelUsedError as error:
+                self._leave_all_out(str(error))
+                return None
             except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
                 if self._reference.saves != saves:
                     continue
-                reason = f"the reference can't be run on the model's inputs ({type(error).__name__}: {error})"
-                self.say(f"{reason}, so nothing is compared")
+                self._leave_all_out(
+                    f"the reference can't be run on the model's inputs ({type(error).__name__}: {error})"
+                )
                 return None
             changed = current.changed()
             if not changed:
@@ -174,40 +173,63 @@ class ReferencePasses:
             self._unstable |= changed
         return current
 
-    def _keeping(self, current: _Pass) -> Callable[..., None]:
+    def _keeping(self, current: KeptPass) -> Callable[..., None]:
         def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            name = self._theirs[module]
-            current.keep(name, self._comparison.keep(name, module, args, kwargs, output))
+            name = self._theirs.get(module)
+            if name is None:
+                return
+            current.keep(name, self._comparison.keep(Call(name, module, args, kwargs, output)))
 
         return keep
 
-    def _seen(self) -> _Pass | None:
-        return None if is_reference_run() or is_recomputation() else self._current
+    def _hook_has_changed(self, name: str) -> None:
+        if self._current is not None:
+            self._current = None
+            self._leave_all_out(
+                f"a forward hook on {name or 'the root module'} changes its inputs or outputs, and the reference, a "
+                "copy of the model, is without it: give a module as the argument reference"
+            )
+
+    def _end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        current = self._current
+        if current is None or module is not self._reference.root:
+            return
+        if here.running or in_backward() or _is_nested(module):
+            return
+        self._forget()
+        for name in current.unpaired():
+            self._leave_out(name, NotComparableError("it is called other than in the reference"))
+        self.seen = True
+        self._comparison.passed({name: each for name, each in current.results.items() if name not in self.incomplete})
+
+    # A call of one module
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        current = self._seen()
-        if current is None:
+        current, name = self._current, self._ours.get(module)
+        if current is None or name is None or here.running or in_backward():
             return
-        name = self._ours[module]
         kept = current.take(name)
         if kept is None:
             return
+        call = Call(name, module, args, kwargs, kept=kept)
         try:
-            current.begun[name] = self._comparison.enter(name, module, args, kwargs, kept), kept
+            if self._weights and not self._has_its_weights(module):
+                raise NotComparableError("its weights are given in its call, as torch.func.functional_call does it")
+            call.entered = self._comparison.enter(call)
+            current.begun[name] = call
         except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
             self._leave_out(name, error)
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        current = self._seen()
-        if current is None:
+        current, name = self._current, self._ours.get(module, "")
+        call = None if current is None or here.running else current.begun.get(name)
+        if current is None or call is None or call.module is not module:
             return
-        name = self._ours[module]
-        begun = current.begun.pop(name, None)
-        if begun is None:
-            return
+        del current.begun[name]
+        call.output = output
         try:
             with torch.no_grad():
-                result = self._comparison.leave(name, output, *begun)
+                result = self._comparison.leave(call)
         except FailedFunctionError:
             raise
         except Exception as error:  # noqa: BLE001 - as above
@@ -216,79 +238,23 @@ class ReferencePasses:
         if result is not None:
             current.results.setdefault(name, []).append(result)
 
-    def _end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        current = self._seen()
-        if current is None or _is_nested(module):
-            return
-        self._current = None
-        for name in current.unpaired():
-            current.results.pop(name, None)
-            self._leave_out(name, NotComparableError("it is called other than in the reference"))
-        self._comparison.passed(current.results)
+    def _has_its_weights(self, module: nn.Module) -> bool:
+        """Whether a module and all in it have the parameters that they had when the pass began."""
+        return all(
+            len(then) == len(now := parameters_in(each)) and all(map(is_, now.values(), then))
+            for each in module.modules()
+            if (then := self._weights.get(each)) is not None
+        )
 
 
-class _Pass:
-    def __init__(self, offload: bool, unstable: set[str]) -> None:
-        self._offload = offload
-        self._unstable = unstable
-        self._kept: dict[str, deque[list[tuple[Tensor, torch.device] | None]]] = {}
-        self._versions: list[tuple[str, weakref.ref[Tensor], int]] = []
-        self._on_host: dict[int, tuple[weakref.ref[Tensor], int, weakref.ref[Tensor]]] = {}
-        self._unpaired: dict[str, None] = {}
-        self.begun: dict[str, Any] = {}
-        self.results: dict[str, list[Any]] = {}
+class _Hook(ModuleHook):
+    """Calls a function that tells the modules of the model from shallow copies of them."""
 
-    def keep(self, name: str, tensors: Sequence[Tensor | None]) -> None:
-        held = [None if each is None else (self._hold(name, each), each.device) for each in tensors]
-        self._kept.setdefault(name, deque()).append(held)
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
 
-    def _hold(self, name: str, tensor: Tensor) -> Tensor:
-        if self._offload:
-            return self._offloaded(tensor)
-        held = tensor.detach()
-        if name in self._unstable:
-            return held.clone()
-        self._versions.append((name, weakref.ref(held), _version(held)))
-        return held
-
-    def _offloaded(self, tensor: Tensor) -> Tensor:
-        # The input of several modules is kept once.
-        source, version, copy = self._on_host.get(id(tensor), (None, None, None))
-        if source is not None and copy is not None and source() is tensor and version == _version(tensor):
-            same = copy()
-            if same is not None:
-                return same
-        pinned = tensor.device.type == "cuda"
-        held = torch.empty_like(tensor, device="cpu", pin_memory=pinned, requires_grad=False)
-        held.copy_(tensor.detach(), non_blocking=True)
-        self._on_host[id(tensor)] = weakref.ref(tensor), _version(tensor), weakref.ref(held)
-        return held
-
-    def changed(self) -> set[str]:
-        return {
-            name
-            for name, reference, version in self._versions
-            if (tensor := reference()) is not None and _version(tensor) != version
-        }
-
-    def take(self, name: str) -> list[Tensor | None] | None:
-        queue = self._kept.get(name)
-        if not queue or name in self.begun:
-            self._unpaired[name] = None
-            return None
-        return [None if each is None else each[0].to(each[1], non_blocking=True) for each in queue.popleft()]
-
-    def unpaired(self) -> list[str]:
-        left = {name: None for name, queue in self._kept.items() if queue}
-        return list(self._unpaired | left | dict.fromkeys(self.begun))
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else version(tensor)
+    def __call__(self, *given: Any) -> None:
+        self._function(*given)
 
 
 def _is_nested(module: nn.Module) -> bool:

@@ -1,11 +1,10 @@
-"""A frozen model to compare with: what it is, and running it so that nothing else notices."""
+"""A frozen model to compare with."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
-import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -19,21 +18,10 @@ from ignite_monitor.model._torch import buffers_in, counts_changes, move, need, 
 from ignite_monitor.model.names import named_modules, unwrapped
 from ignite_monitor.model.structure import first_difference, first_difference_of_states, modules_by_name
 from ignite_monitor.reference.copies import detached_copy, separate_copy
-from ignite_monitor.reference.rng import drawn_again
+from ignite_monitor.reference.rng import drawn_again, generators_of, set_alike
+from ignite_monitor.reference.unnoticed import Fence, marked, put_back
 
 _logger = logging.getLogger(__name__)
-
-
-class _Here(threading.local):
-    running = False
-
-
-_here = _Here()
-
-
-def is_reference_run() -> bool:
-    """Whether a forward pass is one of a reference, and none of the model that is trained."""
-    return _here.running
 
 
 class Reference:
@@ -47,6 +35,7 @@ class Reference:
     Attributes:
         module: the reference.
         modules: its modules by name.
+        is_copy: whether it is the monitor's own, without the hooks of the user's.
         saves: whether a run saves tensors for a backward pass; True once one has failed for want of them.
         kept: whether it has to be saved with a run: it can't be given once more when that is resumed.
 
@@ -71,7 +60,9 @@ class Reference:
                     "use fully_shard or DistributedDataParallel"
                 )
         self.root = unwrapped(model)
+        self.is_copy = not isinstance(reference, nn.Module)
         self.saves = False
+        copies: dict[nn.Module, nn.Module] = {}
         self.kept = isinstance(reference, str) and reference == "init"
         if isinstance(reference, nn.Module):
             self.module = unwrapped(reference)
@@ -79,7 +70,7 @@ class Reference:
                 raise ValueError("Argument reference should be another module than model, but given the same")
             self._refuse(first_difference(self.root, self.module))
         elif isinstance(reference, (str, os.PathLike)):
-            self.module, stripped = separate_copy(self.root)
+            self.module, copies, stripped = separate_copy(self.root)
             if stripped:
                 _logger.warning(
                     "The copy of the model that serves as its reference is without your forward hooks, on %s: if they "
@@ -93,11 +84,17 @@ class Reference:
                 f"Argument reference should be 'init', a module or the path of a state_dict, but given "
                 f"{type(reference)}"
             )
-        self._own = not isinstance(reference, nn.Module)
         self.modules = modules_by_name(self.module)
         ours = modules_by_name(self.root)
-        self._twins = {module: ours[name] for name, module in self.modules.items()}
+        # Also those that a copy holds without having them registered.
+        self._twins = copies | {module: ours[name] for name, module in self.modules.items()}
         self._within: dict[str, list[tuple[nn.Module, nn.Module]]] = {}
+        self._fence = Fence(self.root, self.module, copies)
+        self._generators = {
+            theirs: [(path, held[path], each) for path, each in generators_of(theirs).items() if path in held]
+            for theirs, mine in self._twins.items()
+            if (held := generators_of(mine))
+        }
 
     # Its weights
 
@@ -140,7 +137,7 @@ class Reference:
 
     def follow(self) -> None:
         """Move a copy that is its own to where the model has been moved; frozen parameters are frozen in it too."""
-        if not self._own:
+        if not self.is_copy:
             return
         for copied, ours in self._twins.items():
             for name, mine in parameters_in(ours).items():
@@ -171,7 +168,10 @@ class Reference:
             args, kwargs = detached_copy((args, kwargs))
             if parameters is not None:
                 return functional_call(self.modules[name], parameters, args, kwargs)
-            return self.modules[name](*args, **kwargs)
+            output = self.modules[name](*args, **kwargs)
+            if not name:
+                self._fence.check(output)
+            return output
 
     def _nothing_saved(self) -> contextlib.AbstractContextManager[Any]:
         """No backward pass of the reference will want what autograd saves, unless the forward pass has one in it."""
@@ -191,56 +191,30 @@ class Reference:
     def _unnoticed(self, name: str) -> Iterator[None]:
         within = self._within.get(name)
         if within is None:
-            modules = self.modules[name].modules()
+            modules = self.modules[name].modules() if name else self._twins
             within = self._within[name] = [(self._twins[each], each) for each in modules if each in self._twins]
         devices = {tensor.device for _, module in within for tensor in _tensors(module)}
-        generators = [pair for ours, theirs in within for pair in _generators(ours, theirs)]
-        cached = torch.is_autocast_cache_enabled()
-        outer = is_reference_run()
-        with drawn_again(devices, [mine for mine, _ in generators]), _put_back([theirs for _, theirs in within]):
-            try:
-                # What is cast without gradients here would be found in the cache by those who want gradients.
-                torch.set_autocast_cache_enabled(False)
-                _here.running = True
-                for mine, copied in generators:
-                    copied.set_state(mine.get_state())
-                for ours, theirs in within:
-                    if theirs.training != ours.training:
-                        theirs.training = ours.training
-                yield
-            finally:
-                _here.running = outer
-                torch.set_autocast_cache_enabled(cached)
-
-
-@contextlib.contextmanager
-def _put_back(modules: list[nn.Module]) -> Iterator[None]:
-    """Training flags and buffers of modules are the same afterwards; buffers are copies while it lasts."""
-    modes = [module.training for module in modules]
-    buffers = [(registry, dict(registry)) for module in modules if (registry := buffers_in(module))]
-    try:
-        for registry, saved in buffers:
-            registry.update((name, None if each is None else each.clone()) for name, each in saved.items())
-        yield
-    finally:
-        for module, mode in zip(modules, modes, strict=True):
-            if module.training != mode:
-                module.training = mode
-        for registry, saved in buffers:
-            registry.clear()
-            registry.update(saved)
+        generators = [
+            (vars(mine).get(path[0], held) if len(path) == 1 else held, copied)
+            for mine, theirs in within
+            for path, held, copied in self._generators.get(theirs, ())
+        ]
+        with (
+            drawn_again(devices, [mine for mine, _ in generators]),
+            put_back([theirs for _, theirs in within]),
+            marked(),
+            contextlib.nullcontext() if name else self._fence.around(),
+        ):
+            for mine, copied in generators:
+                set_alike(copied, mine)
+            for ours, theirs in within:
+                if theirs.training != ours.training:
+                    theirs.training = ours.training
+            yield
 
 
 def _tensors(module: nn.Module) -> list[Tensor]:
     return [each for each in (*parameters_in(module).values(), *buffers_in(module).values()) if each is not None]
-
-
-def _generators(ours: nn.Module, theirs: nn.Module) -> list[tuple[torch.Generator, torch.Generator]]:
-    return [
-        (mine, vars(theirs)[name])
-        for name, mine in vars(ours).items()
-        if isinstance(mine, torch.Generator) and isinstance(vars(theirs).get(name), torch.Generator)
-    ]
 
 
 def _read(path: str | os.PathLike[str], names: set[str]) -> Mapping[str, Any]:

@@ -1,10 +1,9 @@
-"""Measuring the alignment of layers while a model trains."""
+"""The alignment of a model's layers in the calls of a train step."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,96 +12,50 @@ from torch import Tensor, nn
 from ignite_monitor.model.aside import aside, is_plain
 from ignite_monitor.model.device_of import device_of
 from ignite_monitor.model.devices import move_like, upload, wide_dtype
-from ignite_monitor.model.eager import eager
 from ignite_monitor.model.linear_maps import CONVOLUTIONS, TRANSPOSED, feature_dim, linear_map
 from ignite_monitor.model.precision import full_precision
 from ignite_monitor.model.structure import modules_by_name
 from ignite_monitor.monitor.ranks import sum_over_ranks
-from ignite_monitor.reference.passes import NotComparableError, ReferencePasses
+from ignite_monitor.reference.call import Call, Comparison, NotComparableError
 from ignite_monitor.reference.reference import Reference
 from ignite_monitor.scaling._layers import layer_name
 from ignite_monitor.scaling.alignment import TERMS, alignment_sums
 from ignite_monitor.scaling.parametrization import Parametrization
 
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
 
-
-class AlignmentMeasurement:
-    """Runs a reference beside the model and measures how its layers are aligned.
+class AlignmentCalls(Comparison):
+    """Measures how the calls of a model's layers are aligned.
 
     Args:
         layers: what each layer's modules are called, by its name.
         sample_size: how many rows of a batch to measure.
-        warn: is told why something can't be measured, each reason once.
+
+    Attributes:
+        layers: names of the layers.
+        rows: name of a module -> row of its layer.
     """
 
-    def __init__(
-        self,
-        reference: Reference,
-        layers: Mapping[str, Sequence[str]],
-        sample_size: int,
-        warn: Callable[[str], None],
-    ) -> None:
+    def __init__(self, reference: Reference, layers: Mapping[str, Sequence[str]], sample_size: int) -> None:
         self.layers = list(layers)
-        self._reference = reference
-        self._warn = warn
-        self._watched = 0
-        self._rows = {name: row for row, names in enumerate(layers.values()) for name in names}
-        self._calls = _Calls(reference, sample_size)
-        self.passes = ReferencePasses(reference, self._rows, self._calls, warn)
-
-    def clear(self) -> None:
-        """Forget what has been measured."""
-        self._calls.sums = []
-
-    def contexts(self) -> list[AbstractContextManager[Any]]:
-        """What to have around a train step in which to measure."""
-        self._watched += 1
-        return [eager(), self.passes.watched()]
-
-    def ended(self) -> None:
-        """The run has ended: warn if it had nothing to measure."""
-        if self._watched and not self._calls.seen and not self.passes.warned:
-            self._warn(
-                f"none of {self._watched} monitored iterations had a forward pass of the whole model in training mode, "
-                "so nothing is measured"
-            )
-
-    def result(self) -> Tensor:
-        """The alignments since :meth:`clear`, over all ranks: a row for each layer, NaN where there is none.
-
-        Every rank has to ask.
-        """
-        device = device_of(self._reference.module)
-        table = torch.zeros(len(self.layers), 2, len(TERMS), dtype=wide_dtype(device), device=device)
-        if self._calls.sums:
-            rows = upload(torch.tensor([self._rows[name] for name, _ in self._calls.sums], device="cpu"), device)
-            table.index_add_(0, rows, torch.stack([move_like(sums, table) for _, sums in self._calls.sums]))
-        self.clear()
-        table = sum_over_ranks(table)
-        return torch.where(table[:, 1] > 0, table[:, 0] / table[:, 1], math.nan)
-
-
-class _Calls:
-    """What the calls of layers say, for :class:`ReferencePasses`."""
-
-    def __init__(self, reference: Reference, sample_size: int) -> None:
+        self.rows = {name: row for row, names in enumerate(layers.values()) for name in names}
         self._reference = reference
         self._sample_size = sample_size
-        self.sums: list[tuple[str, Tensor]] = []
-        self.seen = False
+        self._sums: list[tuple[str, Tensor]] = []
 
-    def keep(self, name: str, module: nn.Module, args: Args, kwargs: Kwargs, output: Any) -> list[Tensor | None]:
-        return [self._sample(module, args, kwargs)]
+    def clear(self) -> None:
+        self._sums = []
 
-    def enter(self, name: str, module: nn.Module, args: Args, kwargs: Kwargs, kept: list[Tensor | None]) -> Tensor:
+    def keep(self, call: Call) -> list[Tensor | None]:
+        return [self._sample(call)]
+
+    def enter(self, call: Call) -> Tensor:
+        module: Any = call.module
         bound = linear_map(module)
         if bound is None:
             raise NotComparableError("its forward has been replaced since the handler was made")
-        theirs: Any = self._reference.modules[name]
+        theirs: Any = self._reference.modules[call.name]
         weight, initial = module.weight, theirs.weight
-        x0, x = kept.pop(), self._sample(module, args, kwargs)
+        x0, x = call.kept.pop(), self._sample(call)
         if x is None or x0 is None:
             raise NotComparableError("its input is no dense tensor on one device")
         if x.shape != x0.shape:
@@ -114,23 +67,35 @@ class _Calls:
             # Mixed precision of fully_shard rounds weights; the reference's are rounded alike.
             w0 = initial.to(weight.dtype).to(wide)
             z0 = x0.to(wide)
-            return alignment_sums(bound(args, kwargs), fan_in(module), z0, x.to(wide) - z0, w0, weight.to(wide) - w0)
-
-    def leave(self, name: str, output: Any, entered: Any, kept: list[Tensor | None]) -> Tensor:
-        sums: Tensor = entered
-        return sums
+            product, change = bound(call.args, call.kwargs), weight.to(wide) - w0
+            return alignment_sums(product, fan_in(module), z0, x.to(wide) - z0, w0, change)
 
     def passed(self, results: dict[str, list[Any]]) -> None:
-        self.seen = True
-        self.sums += [(name, sums) for name, calls in results.items() for sums in calls]
+        self._sums += [(name, sums) for name, calls in results.items() for sums in calls]
 
-    def _sample(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Tensor | None:
-        x = args[0] if args else kwargs.get("input")
+    def result(self, incomplete: Collection[str]) -> Tensor:
+        """The alignments over all ranks, each of which has to ask: a row for each layer, NaN where there is none.
+
+        Args:
+            incomplete: names of modules whose layers are left out.
+        """
+        device = device_of(self._reference.module)
+        table = torch.zeros(len(self.layers), 2, len(TERMS), dtype=wide_dtype(device), device=device)
+        without = {self.rows[name] for name in incomplete}
+        found = [(self.rows[name], sums) for name, sums in self._sums if self.rows[name] not in without]
+        if found:
+            rows = upload(torch.tensor([row for row, _ in found], device="cpu"), device)
+            table.index_add_(0, rows, torch.stack([move_like(sums, table) for _, sums in found]))
+        table = sum_over_ranks(table)
+        return torch.where(table[:, 1] > 0, table[:, 0] / table[:, 1], math.nan)
+
+    def _sample(self, call: Call) -> Tensor | None:
+        x = call.args[0] if call.args else call.kwargs.get("input")
         if not isinstance(x, Tensor) or not is_plain(x) or not x.is_floating_point():
             return None
         with aside():
             # A row has all dimensions from that of the features on.
-            rows = x.detach().reshape(-1, *x.shape[x.ndim + feature_dim(module) :])
+            rows = x.detach().reshape(-1, *x.shape[x.ndim + feature_dim(call.module) :])
             step = max(len(rows) // self._sample_size, 1)
             # A copy, so that no whole batch stays with it, and nothing that the model does in place changes it.
             return rows[::step][: self._sample_size].clone()

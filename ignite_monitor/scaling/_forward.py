@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +11,7 @@ from torch import nn
 
 from ignite_monitor.model._torch import buffers_in
 from ignite_monitor.model.eager import eager
+from ignite_monitor.reference.rng import cuda_devices, drawn_again, generators_of
 
 
 def run(model: nn.Module, sample_input: Any) -> Any:
@@ -31,12 +30,9 @@ def untouched(model: nn.Module) -> Iterator[None]:
     """A model that runs eagerly and in evaluation mode, and is afterwards as it was, like all random numbers."""
     attributes = [(module, dict(vars(module)), dict(buffers_in(module))) for module in model.modules()]
     values = [(buffer, buffer.clone()) for _, _, held in attributes for buffer in held.values() if buffer is not None]
-    cuda = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    state = random.getstate()
-    numpy = sys.modules.get("numpy")
-    numpy_state = None if numpy is None else numpy.random.get_state()
+    generators = [each for module in model.modules() for each in generators_of(module).values()]
     try:
-        with torch.random.fork_rng(cuda), torch.no_grad(), eager():
+        with drawn_again(cuda_devices(), generators), torch.no_grad(), eager():
             model.eval()
             yield
     finally:
@@ -49,6 +45,3 @@ def untouched(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for buffer, value in values:
                 buffer.copy_(value)
-        random.setstate(state)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)

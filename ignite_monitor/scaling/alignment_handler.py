@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -10,24 +9,19 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from ignite.engine import Engine
 from torch import Tensor, nn
 
 from ignite_monitor.checks import check_count
-from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.model.names import tags
 from ignite_monitor.model.selection import Pattern, Selection
-from ignite_monitor.monitor.base import Handlers, Monitor
-from ignite_monitor.monitor.rank_reduction import is_joined
-from ignite_monitor.monitor.ranks import world_size
-from ignite_monitor.reference.reference import Reference
-from ignite_monitor.scaling._alignments import AlignmentMeasurement, find_layers
+from ignite_monitor.reference.monitor import ReferenceMonitor
+from ignite_monitor.scaling._alignments import AlignmentCalls, find_layers
 from ignite_monitor.scaling._seeded import SeededWeights
 from ignite_monitor.scaling.alignment import TERMS, over_layers
 from ignite_monitor.scaling.parametrization import Parametrization
 
 
-class AlignmentHandler(Monitor):
+class AlignmentHandler(ReferenceMonitor):
     r"""Measures how much larger the terms of a layer's change are than their factors, as exponents of its fan-in.
 
     A layer's weights :math:`W_0` have become :math:`W_0 + \Delta W`, and the input that this batch made in the initial
@@ -118,78 +112,42 @@ class AlignmentHandler(Monitor):
         if seeded and parametrization is None:
             raise ValueError("Argument reference can be 'seed' with a Parametrization only, but given a model")
         selection = Selection(include, exclude)
-        self._reference = Reference(model, "init" if seeded else reference)
-        self.reference = self._reference.module
-        found = find_layers(self._reference.root, parametrization)
+        made = self._set_reference("init" if seeded else reference)
+        found = find_layers(made.root, parametrization)
         layers = {name: modules for name, modules in found.items() if name in selection}
         if not layers:
             raise ValueError(
                 "Argument model_or_parametrization should have Linear layers or convolutions that include and exclude "
                 f"leave, but has {list(found) or 'none'}"
             )
-        self._seeded = SeededWeights(self._reference, parametrization) if parametrization and seeded else None
-        warn = functools.partial(self.logger.warning, "%s: %s", prefix)
-        self._measurement = AlignmentMeasurement(self._reference, layers, sample_size, warn)
+        self._seeded = SeededWeights(made, parametrization) if parametrization and seeded else None
+        self._calls = AlignmentCalls(made, layers, sample_size)
+        self._compare(self._calls.rows, self._calls)
         layer_tags = tags(name or "_root_" for name in layers)
         self._keys = [f"{term}/{tag}" for tag in layer_tags for term in TERMS]
         self._keys += [f"{term}_{statistic}" for statistic in ("mean", "min", "max") for term in TERMS]
 
-    def paused(self) -> AbstractContextManager[None]:
-        """A context in which forward passes are not seen."""
-        return self._measurement.passes.paused()
-
     def state_dict(self) -> OrderedDict[str, Any]:
         """The weights of the reference, None where it was given as a module; and the seeds of those that have some."""
         seeds = None if self._seeded is None else self._seeded.seeds
-        return OrderedDict(reference=self._reference.state_dict(), seeds=seeds)
+        return OrderedDict(super().state_dict(), seeds=seeds)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Compare with the reference of a saved run from now on.
-
-        Args:
-            state_dict: what :meth:`state_dict` returned.
-
-        Raises:
-            TypeError: if it is no mapping.
-            ValueError: if it was saved by a monitor of another kind, or with a reference of another kind or structure.
-        """
         super().load_state_dict(state_dict)
         if (state_dict["seeds"] is None) is not (self._seeded is None):
             raise ValueError("Argument state_dict was saved with another reference: give the same one again")
         if self._seeded is not None:
             self._seeded.load(state_dict["seeds"])
-        self._reference.load_state_dict(state_dict["reference"])
 
     def on_host(self) -> dict[str, float]:
         return {name: value for name, value in super().on_host().items() if not math.isnan(value)}
 
-    # What it listens to
-
-    def handlers(self) -> Handlers:
-        return [(MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed)]
-
     def contexts(self) -> list[AbstractContextManager[Any]]:
-        if not self._is_running:
-            return []
-        return [*([] if self._seeded is None else [self._seeded.drawn()]), *self._measurement.contexts()]
+        around = super().contexts()
+        return [self._seeded.drawn(), *around] if around and self._seeded is not None else around
 
-    def start_iteration(self, engine: Engine) -> None:
-        self._measurement.clear()
-
-    def ended(self) -> None:
-        self._measurement.ended()
-
-    def release(self) -> None:
-        self._measurement.clear()
-
-    def _on_train_step_completed(self, engine: Engine) -> None:
-        if not self._is_running:
-            return
-        if world_size() > 1 and is_joined(self.model):
-            self._measurement.clear()
-            self._measurement.passes.say("ranks may have run out of data under join(), so nothing is published")
-            return
-        table = self._measurement.result()
+    def _compared(self, incomplete: set[str]) -> None:
+        table = self._calls.result(incomplete)
         values = torch.cat([table, over_layers(table)]).flatten()
         known = [place for place, value in enumerate(values.unbind()) if _may_be_known(value)]
         if known:

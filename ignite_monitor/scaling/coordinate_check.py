@@ -18,7 +18,7 @@ from ignite_monitor.model.eager import eager
 from ignite_monitor.model.structure import is_layer
 from ignite_monitor.reference.passes import ReferencePasses
 from ignite_monitor.reference.reference import Reference
-from ignite_monitor.reference.rng import drawn_again
+from ignite_monitor.reference.rng import cuda_devices, drawn_again, generators_of
 from ignite_monitor.scaling._layers import layer_name
 from ignite_monitor.scaling._outputs import QUANTITIES, OutputChanges
 from ignite_monitor.scaling.coordinate_result import CoordinateCheck, Record
@@ -98,8 +98,7 @@ def coordinate_check(
     places = [QUANTITIES.index(each) for each in dict.fromkeys(quantities)]
     records: list[Record] = []
     sizes: dict[int, int] = {}
-    devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if torch.cuda.is_initialized() else []
-    with drawn_again(devices), _progress(len(widths) * seeds * (steps + 1)) as advance:
+    with drawn_again(cuda_devices()), _progress(len(widths) * seeds * (steps + 1)) as advance:
         for width in widths:
             for seed in range(seeds):
                 _seed(seed, 0)
@@ -111,13 +110,16 @@ def coordinate_check(
                         f"{sizes[width]} parameters at several widths"
                     )
                 training = _train(model, optimizer, make_batch, train_step or _cross_entropy_step, width, seed)
-                for step, values in zip(range(steps + 1), training, strict=False):
-                    records += [
-                        Record(width, seed, step, layer, QUANTITIES[place], measured[place])
-                        for layer, measured in values.items()
-                        for place in places
-                    ]
-                    advance()
+                # A generator that the model holds may be the user's, and other models' too.
+                held = [each for module in model.modules() for each in generators_of(module).values()]
+                with drawn_again([], held):
+                    for step, values in zip(range(steps + 1), training, strict=False):
+                        records += [
+                            Record(width, seed, step, layer, QUANTITIES[place], measured[place])
+                            for layer, measured in values.items()
+                            for place in places
+                        ]
+                        advance()
     return CoordinateCheck(records)
 
 
@@ -156,11 +158,12 @@ def _train(
         step += 1
         _seed(seed, step)
         batch = make_batch(width)
+        outputs.clear()
         with ExitStack() as stack:
             stack.enter_context(eager())
             stack.enter_context(passes.watched())
             train_step(model, optimizer, batch)
-        found = outputs.take()
+        found = outputs.values(passes.incomplete)
         if not found:
             raise ValueError(
                 "Argument train_step should run the whole model in training mode, but nothing was seen of it"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -15,12 +14,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ignite_monitor.checks import check_count, check_real, check_type
-from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.model.devices import upload, wide_dtype
 from ignite_monitor.model.names import tags
-from ignite_monitor.monitor.base import Handlers, Monitor
-from ignite_monitor.reference.reference import Reference
-from ignite_monitor.scaling._alignments import AlignmentMeasurement, find_layers
+from ignite_monitor.monitor.base import Monitor
+from ignite_monitor.reference.monitor import ReferenceMonitor
+from ignite_monitor.scaling._alignments import AlignmentCalls, find_layers
 from ignite_monitor.scaling._prefactor import PrefactorGroup, PrefactorOptimizer
 from ignite_monitor.scaling._rates import LayerRates
 from ignite_monitor.scaling.graph import Alignment
@@ -28,7 +26,7 @@ from ignite_monitor.scaling.parametrization import Parametrization
 from ignite_monitor.scaling.solver import Solution
 
 
-class MaxPScheduler(Monitor):
+class MaxPScheduler(ReferenceMonitor):
     r"""Sets each layer's learning rate to the largest with which, as its layers are aligned now, nothing grows.
 
     A :class:`Parametrization` supposes an alignment and solves for exponents c once. This handler measures the
@@ -128,10 +126,10 @@ class MaxPScheduler(Monitor):
         self._tags: list[str] = []
         if isinstance(reference, str) and reference != "init":
             raise ValueError(f"Argument reference should be 'init' or a module, but given {reference!r}")
-        self._reference = Reference(parametrization.model, reference)
-        layers = find_layers(self._reference.root, parametrization)
-        warn = functools.partial(self.logger.warning, "%s: %s", self.prefix)
-        self._measurement = AlignmentMeasurement(self._reference, layers, sample_size, warn)
+        made = self._set_reference(reference)
+        layers = find_layers(made.root, parametrization)
+        self._calls = AlignmentCalls(made, layers, sample_size)
+        self._compare(self._calls.rows, self._calls)
 
     @property
     def lr_prefactor(self) -> float:
@@ -158,20 +156,16 @@ class MaxPScheduler(Monitor):
         """
         return PrefactorOptimizer(self)
 
-    def paused(self) -> AbstractContextManager[None]:
-        """A context in which forward passes are not seen."""
-        return self._measurement.passes.paused()
-
     def state_dict(self) -> OrderedDict[str, Any]:
         """The alignments and exponents as they are now, the number of steps, and the reference's weights."""
         return OrderedDict(
+            super().state_dict(),
             steps=self._steps,
             lr_prefactor=self._lr_prefactor,
             alignment={name: list(alignment) for name, alignment in self.alignment.items()},
             c=dict(self.solution.c),
             bias_c=dict(self.solution.bias_c),
             failed_count=self.failed_count,
-            reference=self._reference.state_dict(),
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -184,11 +178,11 @@ class MaxPScheduler(Monitor):
             TypeError: if it is no mapping.
             ValueError: if it was saved by a monitor of another kind, or with another model.
         """
-        super().load_state_dict(state_dict)
+        Monitor.load_state_dict(self, state_dict)
         alignment = {name: Alignment(*each) for name, each in state_dict["alignment"].items()}
         if alignment.keys() != self.alignment.keys() or state_dict["c"].keys() != self.solution.c.keys():
             raise ValueError("Argument state_dict should be of a model with the same layers")
-        self._reference.load_state_dict(state_dict["reference"])
+        super().load_state_dict(state_dict)
         self._steps = int(state_dict["steps"])
         self.failed_count = int(state_dict["failed_count"])
         self.alignment = alignment
@@ -197,20 +191,8 @@ class MaxPScheduler(Monitor):
 
     # What it listens to
 
-    def handlers(self) -> Handlers:
-        return [(MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed)]
-
     def contexts(self) -> list[AbstractContextManager[Any]]:
-        return self._measurement.contexts() if self._is_running and self._is_due() else []
-
-    def start_iteration(self, engine: Engine) -> None:
-        self._measurement.clear()
-
-    def ended(self) -> None:
-        self._measurement.ended()
-
-    def release(self) -> None:
-        self._measurement.clear()
+        return super().contexts() if self._is_due() else []
 
     def _is_due(self) -> bool:
         steps = self._steps - self._warmup_steps
@@ -221,9 +203,12 @@ class MaxPScheduler(Monitor):
             return
         self._look_for_others()
         if self._is_due():
-            self._follow(self._measurement.result())
+            super()._on_train_step_completed(engine)
         self._steps += 1
         self._publish()
+
+    def _compared(self, incomplete: set[str]) -> None:
+        self._follow(self._calls.result(incomplete))
 
     def _follow(self, measured: Tensor) -> None:
         if self._take_in(measured):
@@ -239,7 +224,7 @@ class MaxPScheduler(Monitor):
         """Whether anything was measured."""
         kept = self._alignment_ema
         anything = False
-        for name, row in zip(self._measurement.layers, measured.tolist(), strict=True):
+        for name, row in zip(self._calls.layers, measured.tolist(), strict=True):
             known = [not math.isnan(value) for value in row]
             anything = anything or any(known)
             self.alignment[name] = Alignment(

@@ -13,7 +13,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from ignite_monitor.checks import check_real, check_type
 from ignite_monitor.model.names import named_modules
 from ignite_monitor.model.sampling import fnv1a_64
-from ignite_monitor.monitor.ranks import from_first_rank
+from ignite_monitor.monitor.ranks import from_every_rank
 from ignite_monitor.scaling._overrides import check_ab, overridden
 from ignite_monitor.scaling.graph import PRESETS, Alignment, Node, as_alignment, chain, tied
 from ignite_monitor.scaling.module import Multiplier, draw_weights, multiplier_of
@@ -223,7 +223,7 @@ class Parametrization:
     def _make_layers(
         self, found: Mapping[str, tuple[nn.Module, Multiplier]], std_prefactor: float
     ) -> dict[str, ParametrizedLayer]:
-        base = from_first_rank(int(torch.randint(2**62, (), device="cpu")))
+        base = from_every_rank(int(torch.randint(2**62, (), device="cpu")))[0]
         seeds: dict[int, int] = {}
         layers: dict[str, ParametrizedLayer] = {}
         for name, (module, hook) in found.items():

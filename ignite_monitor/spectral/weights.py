@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ignite_monitor.model.norms import is_sharded
+from ignite_monitor.model.sharding import all_reduce
 from ignite_monitor.spectral.acting_weights import MATRIX, STACK, TABLE, ActingWeight
 from ignite_monitor.spectral.matrices import AllReduce, Matrices
 
@@ -114,16 +115,12 @@ def batches(weights: Iterable[Weight]) -> Iterable[Batch]:
 
 
 def _over(groups: tuple[Any, ...]) -> AllReduce:
-    def all_reduce(values: Tensor, largest: bool) -> Tensor:
-        from torch.distributed import ReduceOp
-        from torch.distributed import all_reduce as reduce
-
-        values = values.clone(memory_format=torch.contiguous_format)
+    def over_groups(values: Tensor, largest: bool) -> Tensor:
         for group in groups:
-            reduce(values, ReduceOp.MAX if largest else ReduceOp.SUM, group=group)
+            values = all_reduce(values, largest, group)
         return values
 
-    return all_reduce
+    return over_groups
 
 
 def _work_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -13,28 +13,31 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ignite_monitor.model.structure import modules_by_name
+from ignite_monitor.reference.call import Comparison
 from ignite_monitor.reference.passes import ReferencePasses
-from ignite_monitor.reference.reference import Reference, is_reference_run
+from ignite_monitor.reference.reference import Reference
+from ignite_monitor.reference.unnoticed import is_reference_run
 
 
-class Recorder:
+class Recorder(Comparison):
     """Keeps outputs, and hands pairs of them on."""
 
-    def __init__(self) -> None:
+    def __init__(self, by_weights=True) -> None:
+        self.by_weights = by_weights
         self.passes = []
         self.entered = []
 
-    def keep(self, name, module, args, kwargs, output):
-        return [output if isinstance(output, torch.Tensor) else output[0], None]
+    def keep(self, call):
+        return [call.output if isinstance(call.output, torch.Tensor) else call.output[0], None]
 
-    def enter(self, name, module, args, kwargs, kept):
-        self.entered.append(name)
-        return len(args)
+    def enter(self, call):
+        self.entered.append(call.name)
+        return len(call.args)
 
-    def leave(self, name, output, entered, kept):
-        output = output if isinstance(output, torch.Tensor) else output[0]
-        assert kept[1] is None
-        return output.detach().clone(), kept[0].clone(), entered
+    def leave(self, call):
+        output = call.output if isinstance(call.output, torch.Tensor) else call.output[0]
+        assert call.kept[1] is None
+        return output.detach().clone(), call.kept[0].clone(), call.entered
 
     def passed(self, results):
         self.passes.append(results)
@@ -259,8 +262,8 @@ def test_errors_of_the_comparison_leave_the_call_out(where):
     passes, recorder, warnings = watch(model)
     original = getattr(recorder, where)
 
-    def fails(name, *rest):
-        return original(name, *rest) if name != "1" else 1 / 0
+    def fails(call):
+        return original(call) if call.name != "1" else 1 / 0
 
     setattr(recorder, where, fails)
     with passes.watched():
@@ -296,11 +299,11 @@ def test_what_is_kept_is_freed_as_the_model_reaches_it(offload):
         alive = []
         kept = []
 
-        def keep(self, name, module, args, kwargs, output):
-            return [output.clone()]
+        def keep(self, call):
+            return [call.output.clone()]
 
-        def leave(self, name, output, entered, kept):
-            self.kept.append(weakref.ref(kept[0]))
+        def leave(self, call):
+            self.kept.append(weakref.ref(call.kept[0]))
             self.alive.append(sum(each() is not None for each in self.kept))
 
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
@@ -326,8 +329,8 @@ def test_cache_of_keys_and_values_is_the_models_own():
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config)
     passes, recorder, warnings = watch(model)
-    recorder.keep = lambda name, module, args, kwargs, output: []
-    recorder.leave = lambda name, output, entered, kept: True
+    recorder.keep = lambda call: []
+    recorder.leave = lambda call: True
     cache = transformers.DynamicCache()
     with passes.watched():
         for _ in range(2):

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from ignite_monitor.reference.reference import Reference, is_reference_run
+from ignite_monitor.reference.reference import Reference
 from ignite_monitor.reference.rng import drawn_again
+from ignite_monitor.reference.unnoticed import is_reference_run
 
 
 class Awkward(nn.Module):

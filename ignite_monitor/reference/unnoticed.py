@@ -1,0 +1,150 @@
+"""Running a reference so that nothing of the training is changed by it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ignite_monitor.model._torch import buffers_in, parameters_in
+from ignite_monitor.model.forward import before_forward
+from ignite_monitor.model.tensors import floating_tensors
+from ignite_monitor.reference.call import NotComparableError
+
+
+class _Here(threading.local):
+    running = False
+
+
+here = _Here()
+"""Whether a forward pass of this thread is one of a reference, and none of the model that is trained."""
+
+
+def is_reference_run() -> bool:
+    """What ``here.running`` says."""
+    return here.running
+
+
+_REMEDY = "copy.deepcopy does not go into what holds it, so give a module of its own as the argument reference"
+
+
+class TrainingModelUsedError(NotComparableError):
+    """The reference was about to run a module, or has used a weight, of the model that is trained."""
+
+
+class Fence:
+    """Keeps a reference out of the model that is trained.
+
+    A function that ``copy.deepcopy`` shares may call a module of the model, or use its weights. A module is stopped
+    before it runs; a weight is found afterwards among what the outputs are computed from.
+
+    Args:
+        twins: modules of the reference -> modules of the model, unregistered ones included.
+    """
+
+    def __init__(self, model: nn.Module, reference: nn.Module, twins: Mapping[nn.Module, nn.Module]) -> None:
+        own = set(reference.modules()) | twins.keys()
+        names = dict.fromkeys(twins.values(), "a module that is not registered")
+        names |= {module: name or "the root module" for name, module in model.named_modules()}
+        self._own = own
+        self._modules = {module: name for module, name in names.items() if module not in own}
+        self._broken: TrainingModelUsedError | None = None
+
+    @contextlib.contextmanager
+    def around(self) -> Iterator[None]:
+        """While it lasts the whole reference runs; an error is raised where it leaves its own modules."""
+        self._broken = None
+        with before_forward(self._modules, self._stop, first=True):
+            yield
+        if self._broken is not None:  # and the model's own code lives with the error
+            raise self._broken
+
+    def check(self, outputs: Any) -> None:
+        """Look for weights of the model that is trained among what outputs are computed from.
+
+        Raises:
+            TrainingModelUsedError: if there is one.
+        """
+        own = {id(each) for module in self._own for each in parameters_in(module).values()}
+        weights = {
+            id(each): f"{key} of {name}"
+            for module, name in self._modules.items()
+            for key, each in parameters_in(module).items()
+            if each is not None and id(each) not in own
+        }
+        nodes = {each.grad_fn for _, each in floating_tensors(outputs) if each.grad_fn is not None}
+        found = list(nodes)
+        while found:
+            node = found.pop()
+            weight = weights.get(id(getattr(node, "variable", None)))
+            if weight is not None:
+                raise TrainingModelUsedError(f"the reference uses {weight} of the model that trains: {_REMEDY}")
+            new = {each for each, _ in node.next_functions if each is not None} - nodes
+            nodes |= new
+            found += new
+
+    def _stop(self, module: nn.Module, *_: Any) -> None:
+        if here.running:
+            name = self._modules[module]
+            self._broken = TrainingModelUsedError(
+                f"the reference calls {name} of the model that trains, from {_caller()}: {_REMEDY}"
+            )
+            raise self._broken
+
+
+def _caller() -> str:
+    """The innermost function of the user's that is running, and the module and attribute that hold it."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_globals["__name__"].partition(".")[0] in ("torch", "ignite_monitor"):
+        frame = frame.f_back
+    if frame is None:
+        return "a function of torch"
+    code = frame.f_code
+    where = f"{getattr(code, 'co_qualname', code.co_name)} ({os.path.basename(code.co_filename)}:{frame.f_lineno})"
+    while frame is not None:
+        holder = frame.f_locals.get("self")
+        for attribute, value in vars(holder).items() if isinstance(holder, nn.Module) else ():
+            function: Any = getattr(value, "func", value)
+            if getattr(getattr(function, "__func__", function), "__code__", None) is code:
+                return f"{where}, the attribute {attribute} of a {type(holder).__name__}"
+        frame = frame.f_back
+    return where
+
+
+@contextlib.contextmanager
+def put_back(modules: list[nn.Module]) -> Iterator[None]:
+    """Training flags and buffers of modules are the same afterwards; buffers are copies while it lasts."""
+    modes = [module.training for module in modules]
+    buffers = [(registry, dict(registry)) for module in modules if (registry := buffers_in(module))]
+    try:
+        for registry, saved in buffers:
+            registry.update((name, None if each is None else each.clone()) for name, each in saved.items())
+        yield
+    finally:
+        for module, mode in zip(modules, modes, strict=True):
+            if module.training != mode:
+                module.training = mode
+        for registry, saved in buffers:
+            registry.clear()
+            registry.update(saved)
+
+
+@contextlib.contextmanager
+def marked() -> Iterator[None]:
+    """While it lasts, this thread runs a reference."""
+    outer, cached = here.running, torch.is_autocast_cache_enabled()
+    try:
+        # What is cast without gradients here would be found in the cache by those who want gradients.
+        torch.set_autocast_cache_enabled(False)
+        here.running = True
+        yield
+    finally:
+        here.running = outer
+        torch.set_autocast_cache_enabled(cached)

@@ -1,0 +1,86 @@
+"""Forward hooks that users have registered, which a copy of their model is without."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from ignite_monitor.model._torch import known_forward_hooks, remove_forward_hook
+from ignite_monitor.model._torch import version as version_of
+from ignite_monitor.model.forward import ModuleHook
+
+
+def hooks_of_users(module: nn.Module) -> list[tuple[str, Any, Callable[..., Any]]]:
+    """Attribute, key and function of each; those of torch and transformers, and our own, are how a module works."""
+    return [(*known, hook) for known, hook in known_forward_hooks(module).items() if not _of_library(hook)]
+
+
+def remove_hooks_of_users(model: nn.Module) -> list[str]:
+    """Take them off all modules; the names of those that had some."""
+    stripped = []
+    for name, module in model.named_modules():
+        hooks = hooks_of_users(module)
+        for kind, key, _ in hooks:
+            remove_forward_hook(module, (kind, key))
+        if hooks:
+            stripped.append(name or "the root module")
+    return stripped
+
+
+@contextlib.contextmanager
+def noticed(modules: Mapping[str, nn.Module], changed: Callable[[str], None]) -> Iterator[None]:
+    """While it lasts, tells the names of modules whose inputs or outputs a user's hook changes or replaces."""
+    replaced: list[tuple[dict[Any, Any], Any, Any, _Noticed]] = []
+    try:
+        for name, module in modules.items():
+            for kind, key, hook in hooks_of_users(module):
+                hooks = getattr(module, kind)
+                hooks[key] = around = _Noticed(hook, name, changed)
+                replaced.append((hooks, key, hook, around))
+        yield
+    finally:
+        for hooks, key, hook, around in replaced:
+            if hooks.get(key) is around:  # and the user has not removed it
+                hooks[key] = hook
+
+
+class _Noticed(ModuleHook):
+    def __init__(self, hook: Callable[..., Any], name: str, changed: Callable[[str], None]) -> None:
+        self._hook = hook
+        self._name = name
+        self._changed = changed
+
+    def __call__(self, module: nn.Module, *given: Any) -> Any:
+        before = list(_tensors(given))
+        versions = [version_of(each) for each in before]
+        result = self._hook(module, *given)
+        if [version_of(each) for each in before] != versions:
+            self._changed(self._name)
+        elif result is not None:
+            # An input is given alone or as a tuple, with keyword arguments or without; an output comes last.
+            returned = [id(each) for each in _tensors(result)]
+            if returned not in ([id(each) for each in _tensors(each)] for each in (given, given[-1])):
+                self._changed(self._name)
+        return result
+
+
+def _of_library(hook: Any) -> bool:
+    where = getattr(hook, "__module__", None) or type(hook).__module__
+    return where.partition(".")[0] in ("torch", "transformers", "ignite_monitor")
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    members: Iterable[Any] = ()
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        members = value
+    elif isinstance(value, Mapping):
+        members = value.values()
+    elif hasattr(value, "__dataclass_fields__"):
+        members = vars(value).values()
+    for each in members:
+        yield from _tensors(each)

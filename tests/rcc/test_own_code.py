@@ -1,0 +1,319 @@
+"""RCCHandler on models whose own code goes beside the modules' calls: functions that they keep, hooks, lent weights."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from ignite.engine import Engine, Events
+from torch import nn
+from torch.func import functional_call
+
+from ignite_monitor import ActivationHandler, RCCHandler
+from ignite_monitor.scaling import AlignmentHandler
+from tests.rcc._truth import truth
+from tests.rcc.test_handler import measure, perturb
+
+
+class Block(nn.Module):
+    """A residual block whose feed-forward part is a function that it keeps, as small language models have it."""
+
+    def __init__(self, width, plain):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.parts = nn.ModuleDict({"up": nn.Linear(width, 2 * width), "down": nn.Linear(2 * width, width)})
+        self.plain = plain
+        parts = self.parts
+        if not plain:
+            self.feed = lambda x: parts.down(torch.tanh(parts.up(x)))
+
+    def forward(self, x):
+        if self.plain:
+            return x + self.parts["down"](torch.tanh(self.parts["up"](self.norm(x))))
+        return x + self.feed(self.norm(x))
+
+
+class Language(nn.Module):
+    def __init__(self, plain=False):
+        super().__init__()
+        self.tokens = nn.Embedding(13, 8)
+        self.blocks = nn.Sequential(*(Block(8, plain) for _ in range(2)))
+        self.head = nn.Linear(8, 13, bias=False)
+
+    def forward(self, tokens):
+        return self.head(self.blocks(self.tokens(tokens)))
+
+
+def without_functions(model):
+    """The same model, written without functions that are kept: its deep copies are copies."""
+    plain = Language(plain=True)
+    plain.load_state_dict(model.state_dict())
+    return plain
+
+
+def test_numbers_of_a_model_that_keeps_functions_are_right():
+    torch.manual_seed(0)
+    model, tokens = Language(), torch.randint(0, 13, (3, 5))
+    handler = RCCHandler(model)
+    start = without_functions(model)
+    perturb(model)
+    expected = truth(without_functions(model), start, [tokens])
+    found = measure(handler, [tokens])
+    assert set(found) == set(expected)
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+    assert found["rcc/input_drift/head"] > 0.1
+
+
+def test_differences_of_a_model_that_keeps_functions_are_right():
+    torch.manual_seed(0)
+    model, tokens = Language(), torch.randint(0, 13, (3, 5))
+    handler = ActivationHandler(model, activation_differences={"l2_norm": True}, reference="init")
+    start = without_functions(model).double()
+    perturb(model)
+    moved = without_functions(model).double()
+    found = measure(handler, [tokens])
+    with torch.no_grad():
+        expected = float((moved(tokens) - start(tokens)).norm(dim=-1).mean())
+    assert found["activation_difference/_root_/l2_norm"] == pytest.approx(expected, rel=1e-5)
+    assert found["activation_difference/blocks.0.parts.up/l2_norm"] > 0
+
+
+def test_alignment_of_a_model_that_keeps_functions_is_right():
+    torch.manual_seed(0)
+    models = Language(), Language(plain=True)
+    models[1].load_state_dict(models[0].state_dict())
+    tokens, found = torch.randint(0, 13, (3, 5)), []
+    for model in models:
+        handler = AlignmentHandler(model)
+        perturb(model)
+        found.append(measure(handler, [tokens]))
+    assert found[0] == found[1]
+    assert "alignment/dZ_dW/blocks.1.parts.down" in found[0]
+
+
+# Weights that are lent for a call
+
+
+class Hyper(nn.Module):
+    """The weights of one layer are made by another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.make, self.base, self.head = nn.Linear(4, 128), nn.Linear(8, 16), nn.Linear(16, 2)
+        self.z = nn.Parameter(torch.randn(4))
+
+    def forward(self, x):
+        weight = self.make(self.z).view(16, 8)
+        return self.head(functional_call(self.base, {"weight": weight}, (x,)))
+
+
+@pytest.mark.parametrize("size", [0.0, 0.1])
+@pytest.mark.parametrize("monitor", [RCCHandler, AlignmentHandler])
+def test_a_layer_whose_weights_are_lent_is_left_out(monitor, size, caplog):
+    torch.manual_seed(0)
+    model, x = Hyper(), torch.randn(6, 8)
+    handler = monitor(model)
+    start = copy.deepcopy(model).double()
+    if size:
+        perturb(model, size)
+    found = measure(handler, [x, x])
+    assert not [name for name in found if "/base" in name]
+    assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
+        "base is not compared: its weights are given in its call, as torch.func.functional_call does it"
+    ]
+    if monitor is RCCHandler:
+        moved = copy.deepcopy(model).double()
+        with torch.no_grad():
+            x0, x1 = (F.linear(x.double(), m.make(m.z).view(16, 8), m.base.bias) for m in (start, moved))
+        drift = F.linear(x1 - x0, start.head.weight).norm(dim=-1).mean()
+        assert found["rcc/input_drift/head"] == pytest.approx(float(drift.detach()), rel=1e-4, abs=1e-7)
+        assert found["rcc/weight_update_max"] == pytest.approx(
+            max(value for name, value in found.items() if name.startswith("rcc/weight_update/"))
+        )
+
+
+def test_the_whole_model_may_be_called_with_lent_weights(caplog):
+    """They are the model's of that pass."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
+    x, other = torch.randn(4, 6), copy.deepcopy(model)
+    perturb(other)
+    handler = RCCHandler(model)
+    found = {}
+    engine = Engine(lambda *_: functional_call(model, dict(other.named_parameters()), (x,)))
+    handler.attach(engine)
+    engine.add_event_handler(Events.ITERATION_COMPLETED, lambda e: found.update(e.state.metrics))
+    engine.run([0])
+    expected = truth(other, model, [x])
+    assert {name: float(value) for name, value in found.items()} == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert caplog.records == []
+
+
+def test_differences_of_outputs_need_no_weights(caplog):
+    torch.manual_seed(0)
+    model, x = Hyper(), torch.randn(6, 8)
+    handler = ActivationHandler(model, activation_differences={"max_abs": True}, reference="init")
+    start = copy.deepcopy(model)
+    perturb(model)
+    found = measure(handler, [x])
+    with torch.no_grad():
+        outputs = [F.linear(x, m.make(m.z).view(16, 8), m.base.bias) for m in (model, start)]
+    expected = float((outputs[0] - outputs[1]).abs().max())
+    assert found["activation_difference/base/max_abs"] == pytest.approx(expected, rel=1e-5)
+    assert caplog.records == []
+
+
+# Hooks of the user's
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4), nn.Linear(4, 3))
+
+
+def in_place(module, args, output):
+    output.mul_(2)
+
+
+def in_place_before(module, args):
+    args[0].add_(1)
+
+
+CHANGING = {
+    "output": lambda module: module.register_forward_hook(lambda m, args, output: 2 * output),
+    "output in place": lambda module: module.register_forward_hook(in_place),
+    "input": lambda module: module.register_forward_pre_hook(lambda m, args: (args[0] + 1,)),
+    "input alone": lambda module: module.register_forward_pre_hook(lambda m, args: args[0] + 1),
+    "input in place": lambda module: module.register_forward_pre_hook(in_place_before),
+    "keywords": lambda module: module.register_forward_pre_hook(
+        lambda m, args, kwargs: ((args[0] + 1,), kwargs), with_kwargs=True
+    ),
+}
+SEEN = []
+LOOKING = {
+    "output": lambda module: module.register_forward_hook(lambda m, args, output: SEEN.append(output.mean())),
+    "same output": lambda module: module.register_forward_hook(lambda m, args, output: output),
+    "input": lambda module: module.register_forward_pre_hook(lambda m, args: SEEN.append(args)),
+    "same input": lambda module: module.register_forward_pre_hook(lambda m, args: args[0]),
+    "keywords": lambda module: module.register_forward_hook(lambda m, args, kwargs, output: output, with_kwargs=True),
+    "same keywords": lambda module: module.register_forward_pre_hook(
+        lambda m, args, kwargs: (args, kwargs), with_kwargs=True
+    ),
+}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("hook", CHANGING)
+@pytest.mark.parametrize("make", [RCCHandler, AlignmentHandler])
+def test_with_hooks_that_change_something_all_is_absent(make, hook, when, caplog):
+    model, x = net(), torch.randn(7, 6)
+    twin = copy.deepcopy(model)
+    if when == "before":
+        CHANGING[hook](model[2])
+    handler = make(model)
+    if when == "after":
+        CHANGING[hook](model[2])
+    CHANGING[hook](twin[2])
+    perturb(model)
+    perturb(twin)
+    assert measure(handler, [x, x]) == {}
+    assert torch.equal(model(x), twin(x))
+    said = [record.getMessage() for record in caplog.records if "is without it" in record.getMessage()]
+    assert len(said) == 1
+    assert "a forward hook on 2 changes its inputs or outputs" in said[0]
+    assert [len(each._forward_hooks) + len(each._forward_pre_hooks) for each in model] == [0, 0, 1, 0]
+
+
+@pytest.mark.parametrize("hook", LOOKING)
+def test_hooks_that_only_look_take_nothing_away(hook, caplog):
+    model, x = net(), torch.randn(7, 6)
+    plain = copy.deepcopy(model)
+    start = copy.deepcopy(model)
+    handle = LOOKING[hook](model[2])
+    handler = RCCHandler(model)
+    original = list(model[2]._forward_hooks.values()) + list(model[2]._forward_pre_hooks.values())
+    perturb(model)
+    perturb(plain)
+    expected = truth(plain, start, [x])
+    assert measure(handler, [x]) == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert list(model[2]._forward_hooks.values()) + list(model[2]._forward_pre_hooks.values()) == original
+    handle.remove()
+    assert not model[2]._forward_hooks
+    assert not model[2]._forward_pre_hooks
+
+
+@pytest.mark.parametrize("hook", CHANGING)
+def test_a_reference_with_the_same_hooks_is_right(hook):
+    """What the layer itself does, between what its hooks do."""
+    model, x = net(), torch.randn(7, 6)
+    reference = copy.deepcopy(model)
+    perturb(model)
+    handler = RCCHandler(model, reference=reference)
+    ours, theirs = copy.deepcopy(model).double(), copy.deepcopy(reference).double()
+    for each in (model, reference, ours, theirs):
+        CHANGING[hook](each[2])
+    found = measure(handler, [x])
+    inputs = {}
+    for which, each in (("now", ours), ("then", theirs)):
+        each[3].register_forward_pre_hook(lambda m, args, which=which: inputs.__setitem__(which, args[0].detach()))
+        each(x.double())
+    drift = F.linear(inputs["now"] - inputs["then"], theirs[3].weight).norm(dim=-1).mean()
+    update = (F.linear(inputs["now"], ours[3].weight - theirs[3].weight) + ours[3].bias - theirs[3].bias).norm(dim=-1)
+    assert found["rcc/input_drift/3"] == pytest.approx(float(drift.detach()), rel=1e-4)
+    assert found["rcc/weight_update/3"] == pytest.approx(float(update.mean().detach()), rel=1e-4)
+
+
+def test_a_hook_that_removes_itself():
+    model, x = net(), torch.randn(7, 6)
+    handler = RCCHandler(model)
+    handle = model[0].register_forward_hook(lambda *_: handle.remove())
+    assert measure(handler, [x])["rcc/input/0"] > 0
+    assert not model[0]._forward_hooks
+
+
+# Random numbers
+
+
+class Drawing(nn.Module):
+    """Noise from a generator that it holds in one way or another."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.linear, self.last = nn.Linear(6, 6), nn.Linear(6, 2)
+        own = torch.Generator().manual_seed(3)
+        if how == "attribute":
+            self.rng, self.draw = own, lambda self: torch.rand(6, generator=self.rng)
+        elif how == "list":
+            self.rng, self.draw = [own], lambda self: torch.rand(6, generator=self.rng[0])
+        elif how == "closure":
+            self.draw = lambda self: torch.rand(6, generator=own)
+        elif how == "python":
+            self.rng = random.Random(3)
+            self.draw = lambda self: torch.tensor([self.rng.random() for _ in range(6)])
+        else:
+            self.rng = np.random.default_rng(3) if how == "numpy" else np.random.RandomState(3)
+            self.draw = lambda self: torch.tensor(self.rng.normal(size=6), dtype=torch.float32)
+
+    def forward(self, x):
+        return self.last(self.linear(x) * self.draw(self))
+
+
+@pytest.mark.parametrize("how", ["attribute", "list", "closure", "python", "numpy", "numpy, older"])
+def test_generators_of_modules_are_where_they_would_be(how):
+    """And the reference draws what the model draws: nothing has changed before the first update."""
+    torch.manual_seed(0)
+    model = Drawing(how)
+    torch.manual_seed(0)
+    twin, x = Drawing(how), torch.randn(4, 6)
+    handler = RCCHandler(model)
+    for _ in range(2):
+        found = measure(handler, [x, x])
+        for _ in range(2):
+            twin(x)
+        assert {value for name, value in found.items() if not name.startswith("rcc/input/")} == {0.0}
+        assert torch.equal(model.draw(model), twin.draw(twin))
