@@ -23,7 +23,7 @@ from ignite.handlers import global_step_from_engine
 from ignite.metrics import Average
 
 from ignite_monitor import GradMonitor, HDF5Logger, read_hdf5
-from ignite_monitor.hdf5 import clock
+from ignite_monitor.hdf5 import runs
 from tests._helpers import footprint, make_batches, make_trainer
 from tests.hdf5._runs import ENVIRONMENT, as_lists, engine_of, log_output, run
 
@@ -350,7 +350,7 @@ def test_a_finished_run_can_be_read_before_closing(path):
 
 def test_slow_iterations_are_written_in_time(path, monkeypatch):
     now, seen = [0.0], []
-    monkeypatch.setattr(clock.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(runs.time, "monotonic", lambda: now[0])
     engine = engine_of()
     with HDF5Logger(path) as logger:
         log_output(logger, engine)

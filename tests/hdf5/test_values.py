@@ -16,7 +16,8 @@ from ignite.engine import Engine
 from ignite.handlers.base_logger import BaseOutputHandler
 from torch import Tensor
 
-from ignite_monitor.hdf5.values import flatten, needs_float64
+from ignite_monitor.hdf5.layout import needs_float64
+from ignite_monitor.hdf5.values import flatten
 
 Pair = namedtuple("Pair", "left right")
 
