@@ -240,7 +240,7 @@ def test_plot_does_not_overwrite_the_run(files, tmp_path, capsys):
     [
         (["summary", "missing.h5"], "missing.h5"),
         (["summary", "."], "directory"),
-        (["summary", "two\nlines"], "two lines"),
+        (["summary", "two\nlines"], "two\\nlines: No such file"),
         (["summary", "foreign.h5"], "foreign.h5"),
         (["summary", "nothing.h5"], "nothing.h5"),
         (["summary", "cut.h5"], "cut.h5"),
