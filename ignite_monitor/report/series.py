@@ -111,13 +111,15 @@ def statistics(series: Series) -> Statistics:
 
 
 def tidy(run: Mapping[str, Sequence[Any]]) -> dict[str, Series]:
-    """A run's metrics as series in ascending order of steps, sorted by name, without those that have no value.
+    """A run's metrics as series in ascending order of steps, without those that have no value.
+
+    Names stay in the order in which they were first recorded.
 
     Args:
         run: name -> (steps, values, …), as :func:`~ignite_monitor.hdf5.read_hdf5` returns it.
     """
     tidied = {}
-    for name in sorted(run, key=natural):
+    for name in run:
         steps, values = np.asarray(run[name][0]), np.asarray(run[name][1], dtype=np.float64)
         if len(steps) > 1 and (np.diff(steps) < 0).any():
             order = np.argsort(steps, kind="stable")
@@ -125,6 +127,12 @@ def tidy(run: Mapping[str, Sequence[Any]]) -> dict[str, Series]:
         if len(steps):
             tidied[name] = Series(steps, values)
     return tidied
+
+
+def last_quarter(series: Series) -> Series:
+    """The part of a series in the last quarter of its values, one at least."""
+    first = len(series.steps) - max(1, len(series.steps) // 4)
+    return Series(series.steps[first:], series.values[first:])
 
 
 def natural(name: str) -> list[tuple[int, int, str]]:
@@ -144,6 +152,11 @@ def times(factor: float) -> str:
     if factor >= 1e6:
         return f"{factor:.2g} times"
     return f"{factor:.0f} times" if factor >= 10 else f"{factor:.2g} times"
+
+
+def plural(count: int, what: str) -> str:
+    """``1 step``, ``2 steps``."""
+    return f"{count} {what}{'s' * (count != 1)}"
 
 
 def printable(name: str) -> str:
