@@ -73,6 +73,23 @@ def healthy(findings: list[Finding]) -> bool | None:
     return None if any(finding.kind == "not_judged" for finding in findings) else True
 
 
+def verdict(findings: list[Finding], monitored: bool) -> str:
+    """A run in a few words.
+
+    Args:
+        monitored: whether there is a monitor's metric in the file.
+    """
+    counts = {kind: sum(finding.severity == kind for finding in findings) for kind in ("problem", "warning")}
+    told = [plural(count, kind) for kind, count in counts.items() if count]
+    if told:
+        return f"Needs attention: {' and '.join(told)}."
+    if not monitored:
+        return "No monitor's metrics are in this file, so there is little to judge by."
+    if healthy(findings) is None:
+        return "Nothing unusual, but the gradients were not judged."
+    return "Healthy: nothing in this run needs attention."
+
+
 def looked_at(run: Mapping[str, Series]) -> list[str]:
     """What a run's file lets one judge, in words."""
     every = groups(run)

@@ -12,7 +12,7 @@ from typing import TextIO
 from ignite_monitor.report.compare import Comparison, Difference
 from ignite_monitor.report.finding import Finding
 from ignite_monitor.report.series import Statistics, listed, number, printable
-from ignite_monitor.report.summary import Summary
+from ignite_monitor.report.summary import Summary, verdict
 
 try:
     from rich import box
@@ -120,15 +120,9 @@ def _console(target: TextIO, terminal: bool) -> Console:
 
 
 def _verdict(summary: Summary) -> RenderableType:
-    if not summary.looked_at and summary.healthy is not False:
-        return Text("No monitor's metrics are in this file, so there is little to judge by.", style="yellow")
-    if summary.healthy is None:
-        return Text("Nothing unusual, but the gradients were not judged.", style="yellow")
-    if summary.healthy:
-        return Text("Healthy: nothing in this run needs attention.", style="bold green")
-    counts = {kind: sum(finding.severity == kind for finding in summary.findings) for kind in ("problem", "warning")}
-    told = [f"{count} {kind}{'s' * (count > 1)}" for kind, count in counts.items() if count]
-    return Text(f"Needs attention: {' and '.join(told)}.", style="bold red" if counts["problem"] else "bold yellow")
+    worst = {finding.severity for finding in summary.findings}
+    style = "bold red" if "problem" in worst else "bold green" if summary.healthy else "bold yellow"
+    return Text(verdict(summary.findings, bool(summary.looked_at)), style=style)
 
 
 def _finding(finding: Finding) -> RenderableType:
@@ -163,9 +157,9 @@ class _Rows:
         widths = [max(map(len, column)) for column in zip(self.header, *self.rows, strict=True)]
         kept = list(range(len(self.header)))
         for name in self.dispensable:
-            if NAME + sum(widths[place] + 3 for place in kept[1:]) > options.max_width:
+            if NAME + sum(widths[place] + 2 for place in kept[1:]) > options.max_width:
                 kept.remove(self.header.index(name))
-        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), show_edge=False, pad_edge=False)
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
         table.add_column(self.header[0], overflow="fold", min_width=NAME)
         for place in kept[1:]:
             table.add_column(self.header[place], justify="right", no_wrap=True)
