@@ -15,7 +15,7 @@ KINDS = {
     "early_norms": "Warm the learning rate up, and look at these batches: no rule judges the first norms.",
     "loss_rose": "Lower the learning rate, and go back to a checkpoint from before.",
     "loss_rose_again": "Go back to a checkpoint from before, with a lower learning rate.",
-    "nonfinite_activations": "Look at that module first: what it is given is finite as far as is recorded.",
+    "nonfinite_activations": "Look at that module first, and at what it is given.",
     "frozen_parameters": "See that the loss depends on them, and that their learning rate is not 0.",
     "attention_collapse": "Normalise queries and keys, or lower the learning rate and the initial weights of both.",
     "dead_units": "Lower the learning rate or the bias, or use an activation that is nowhere flat.",

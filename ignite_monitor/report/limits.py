@@ -69,6 +69,9 @@ LASTING_SHARE = 0.8
 zero, biases and norms, begin far above the median, and come down by 0.7 or more from the one to the other as they grow;
 a learning rate that is too large stays so."""
 
+RATIO_POINTS = 8
+"""From how many looks on a quarter of them says anything."""
+
 SLOW_SPREAD = 1e3
 """How many times the median ratio is above the smallest for that to be far: norms' weights of 1 are 30 times slower."""
 

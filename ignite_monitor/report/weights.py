@@ -108,16 +108,15 @@ def frozen(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
         if series.steps[-1] == counts.steps[-1]
     }
     expected = {each: known[each] for each in since if each in known}
-    harmless = len(expected) == count
+    idle = all(each.endswith(".bias") and f"{each.removesuffix('bias')}weight" not in since for each in since)
+    harmless = len(since) == count and idle
     told = sorted((step, each) for each, step in since.items() if harmless or each not in expected)
     named = [f"{printable(each)} since iteration {step}" for step, each in told]
-    more = f" and {count - len(expected) * (not harmless) - len(named)} more"
-    where = (
-        f": {listed(named, 8)}{more * (not more.startswith(' and 0'))}"
-        if named
-        else f", first in iteration {int(at[0])}"
-    )
+    left = count - len(named) - len(expected) * (not harmless)
+    more = f" and {left} more" if left else ""
+    where = f": {listed(named, 8)}{more}" if named else f", first in iteration {int(at[0])}"
     why = f" It is so by the model's make: {_because(expected)}." if expected else ""
+    why += " They are biases whose weights move." if harmless and len(expected) < count else ""
     yield Finding(
         "frozen_parameters",
         "note" if harmless else "problem",
@@ -200,7 +199,7 @@ def _lasts(factors: Series, end: float) -> bool:
     """Whether the factors have not come down to their end from where they were in the second quarter."""
     count = len(factors.values)
     second = factors.values[count // 4 : count // 2]
-    return len(second) > 0 and end >= limits.LASTING_SHARE * float(np.median(second))
+    return count >= limits.RATIO_POINTS and end >= limits.LASTING_SHARE * float(np.median(second))
 
 
 def untrained(group: Group, run: Sequence[Group]) -> Iterator[Finding]:

@@ -189,6 +189,18 @@ def test_a_keys_bias_that_does_not_move_is_no_problem_but_others_are():
     assert "2 parameters no longer move (monitor/frozen_count): head.weight since iteration 5. It is so" in finding.text
 
 
+def test_a_bias_that_does_not_move_while_its_weight_does_is_no_problem():
+    """Before a BatchNorm that no name tells of."""
+    run = runs.weights(frozen=1) | {"monitor/topk_frozen/0.bias": runs.series(np.arange(3, 43), 5)}
+    finding = only(run, "frozen_parameters")
+    assert finding.severity == "note"
+    assert "0.bias since iteration 5. They are biases whose weights move." in finding.text
+    assert "BatchNorm" not in finding.text
+    run |= {"monitor/frozen_count": runs.series(np.full(40, 2), 5)}
+    run |= {"monitor/topk_frozen/0.weight": runs.series(np.arange(3, 43), 5)}
+    assert only(run, "frozen_parameters").severity == "problem"
+
+
 def test_the_first_module_that_is_not_finite_is_named_in_the_order_of_execution():
     """What holds it has its output later, and its name may come earlier in the alphabet."""
     bad, good = runs.series([0, 0, 5, 5.0]), runs.series([0, 0, 0, 0.0])
