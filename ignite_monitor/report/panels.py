@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import NamedTuple
-
-import numpy as np
 
 from ignite_monitor.report.families import PER_LAYER, Group, groups
 from ignite_monitor.report.finding import Finding
-from ignite_monitor.report.series import Array, Series, natural
+from ignite_monitor.report.series import Series, natural
 from ignite_monitor.report.summary import find, verdict
 
 TWO_STYLES = 6
@@ -312,54 +308,3 @@ PANELS: dict[str, Callable[[Group], Iterator[Panel]]] = {
     "step": _mixed,
     "other": _own,
 }
-
-
-def thinned(series: Series, points: int) -> Series:
-    """A series with fewer points that looks the same: of each stretch the smallest and the largest value."""
-    count = len(series.steps)
-    if count <= 2 * points:
-        return series
-    edges = np.linspace(0, count, points + 1).astype(int)
-    keep: list[int] = []
-    for first, end in pairwise(edges):
-        values = series.values[first:end]
-        bad = np.flatnonzero(~np.isfinite(values))
-        if len(bad) == len(values):
-            keep.append(int(first))
-            continue
-        keep += [int(first + np.nanargmin(_plain(values))), int(first + np.nanargmax(_plain(values)))]
-        keep += [int(first + bad[0])] if len(bad) else []
-    kept = sorted(set(keep))
-    return Series(series.steps[kept], series.values[kept])
-
-
-def decades(values: Array) -> float:
-    """How many decades positive values span; 0 if there are none.
-
-    Args:
-        values: finite values.
-    """
-    positive = values[values > 0]
-    return float(np.log10(positive.max()) - np.log10(positive.min())) if len(positive) else 0.0
-
-
-def short(labels: list[str], length: int = 36) -> list[str]:
-    """Labels without what all of them begin with, and without their middles where they are long.
-
-    Args:
-        length: how long they may be.
-    """
-    parts = [label.split(".") for label in labels]
-    common = 0
-    if len(labels) > 1 and Counter(labels).most_common(1)[0][1] == 1:
-        while all(len(part) > common + 1 and part[common] == parts[0][common] for part in parts):
-            common += 1
-        common -= common and any(part[common][:1].isdecimal() for part in parts)  # h.0, not 0
-    cut = [("…" if common else "") + ".".join(part[common:]) for part in parts]
-    return [
-        each if len(each) <= length else f"{each[: length // 3]}…{each[-(length - length // 3 - 1) :]}" for each in cut
-    ]
-
-
-def _plain(values: Array) -> Array:
-    return np.where(np.isfinite(values), values, np.nan)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ignite_monitor.report.panels import Line, Panel, Picture, decades, short, thinned
-from ignite_monitor.report.series import Array, Series, printable
+from ignite_monitor.report.panels import Line, Panel, Picture
+from ignite_monitor.report.series import Array, Series, decades, printable, short, thinned
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

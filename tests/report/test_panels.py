@@ -8,8 +8,8 @@ import re
 import numpy as np
 import pytest
 
-from ignite_monitor.report.panels import ONE_SCREEN, OWN_PANELS, decades, picture, short, thinned
-from ignite_monitor.report.series import Series, tidy
+from ignite_monitor.report.panels import ONE_SCREEN, OWN_PANELS, picture
+from ignite_monitor.report.series import Series, decades, short, thinned, tidy
 from tests.report import _runs as runs
 
 
