@@ -163,6 +163,7 @@ examples:
     )
     plot.add_argument("--metrics", metavar="REGEX", help="only metrics whose name matches somewhere")
     plot.add_argument("--log", action="store_true", help="a logarithmic scale in every panel")
+    plot.add_argument("--all", action="store_true", help="every panel, and not the nine that matter most")
 
     compare = _command(
         commands,
@@ -263,7 +264,7 @@ def _plot(chosen: argparse.Namespace) -> None:
     if output.exists() and Path(chosen.run).exists() and output.samefile(chosen.run):
         raise BadInput(f"{output} is the run itself, and would be overwritten")
     run = _read(chosen.run)
-    shown = picture(run, selection)
+    shown = picture(run, selection, chosen.all)
     if not shown.panels:
         raise BadInput(f"none of the {len(run)} metrics in {chosen.run} matches {chosen.metrics!r}")
     with _one_line(str(output)):

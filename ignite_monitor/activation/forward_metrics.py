@@ -18,6 +18,7 @@ from ignite_monitor.activation.outputs import outputs
 from ignite_monitor.activation.record import recording
 from ignite_monitor.model.aside import aside, is_plain
 from ignite_monitor.model.device_of import device_of
+from ignite_monitor.model.devices import upload
 from ignite_monitor.model.forward import after_forward, before_forward, is_recomputation, running_module
 from ignite_monitor.model.names import tags
 from ignite_monitor.reference.unnoticed import is_reference_run
@@ -39,6 +40,7 @@ class ForwardMetrics:
         entropy: of attention.
         skipped: tags of modules with tensors that can't be measured.
         complex: what was recorded as a complex number.
+        order: what outputs and heads are called, in the order in which the model computed them first.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class ForwardMetrics:
         self._pauses = pauses
         self.skipped: set[str] = set()
         self.complex: set[str] = set()
+        self.order: dict[str, None] = {}
 
     def start(self) -> None:
         """Forget the last iteration's numbers."""
@@ -75,7 +78,8 @@ class ForwardMetrics:
         """What to have around a train step, for it to be looked at."""
         around: list[AbstractContextManager[Any]] = [recording(self._record)]
         if self._metrics:
-            around.append(outputs(self._modules, self._wanted, self._see, self._see_again))
+            again = self._see_again if self.order else _never  # at first every output goes through _see
+            around.append(outputs(self._modules, self._wanted, self._see, again))
             around.append(after_forward([self._root], self._pass_ended))
         if self._attention:
             around.append(self._attention_calls())
@@ -88,7 +92,9 @@ class ForwardMetrics:
         if not is_plain(tensor):
             self.skipped.add(tag)
         else:
-            self.activation.see(f"{tag}/{place}" if place else tag, self._names[tag], tensor)
+            key = f"{tag}/{place}" if place else tag
+            self.order.setdefault(key)
+            self.activation.see(key, self._names[tag], tensor)
 
     def _pass_ended(self, *_: Any) -> None:
         if self._wanted():
@@ -147,7 +153,19 @@ class ForwardMetrics:
             for kind, tensor in (("query", query), ("key", key), ("value", value)):
                 heads = _by_head(tensor, enable_gqa)
                 keys = [f"{tag}/head_{i}/{kind}" for i in range(len(heads))]
+                self.order |= dict.fromkeys(keys)
                 self.activation.see_all(keys, self._names[tag], heads)
+
+
+def _never(name: str, tensor: Tensor) -> bool:
+    return False
+
+
+def in_order(names: list[str], values: Tensor, order: Mapping[str, None]) -> tuple[list[str], Tensor]:
+    """Names and numbers in the order in which the model computed what they are of, then the others."""
+    place = {f"activation/{key}": at for at, key in enumerate(order)}
+    sequence = sorted(range(len(names)), key=lambda at: place.get(names[at].rpartition("/")[0], len(place)))
+    return [names[at] for at in sequence], values[upload(torch.tensor(sequence, device="cpu"), values.device)]
 
 
 def named_apart(found: Numbers) -> Numbers:

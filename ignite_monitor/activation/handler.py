@@ -17,7 +17,7 @@ from torch.amp import GradScaler
 from ignite_monitor.activation.aggregation import Aggregate
 from ignite_monitor.activation.attention_calls import check_attention
 from ignite_monitor.activation.differences import OutputComparison, without
-from ignite_monitor.activation.forward_metrics import ForwardMetrics, named_apart
+from ignite_monitor.activation.forward_metrics import ForwardMetrics, in_order, named_apart
 from ignite_monitor.activation.gradient_metrics import GradientMetrics, whole_tensor
 from ignite_monitor.activation.measured import Measured, Numbers, put_together
 from ignite_monitor.activation.metric import MetricSet, check_aggregate
@@ -200,6 +200,7 @@ class ActivationHandler(ReferenceMonitor):
         self._parameters: dict[nn.Parameter, tuple[str, str]] = {}
         self._of_parameters: Numbers = []
         self._over_ranks = RankReduction()
+        self._told_order = False
         self._may_lack = False  # whether there is NaN in place of what was not measured
 
     @contextlib.contextmanager
@@ -279,7 +280,10 @@ class ActivationHandler(ReferenceMonitor):
         if self._forward.complex:
             self._warn(f"complex numbers that are recorded are left out: {', '.join(sorted(self._forward.complex))}")
         if any(names for names, _ in found):
-            self._publish(*put_together(found))
+            together = put_together(found)
+            if not self._told_order:  # loggers that keep the order of names keep that of execution
+                together, self._told_order = in_order(*together, self._forward.order), True
+            self._publish(*together)
 
     def _publish(self, names: list[str], values: Tensor) -> None:
         finite = values.isfinite()
