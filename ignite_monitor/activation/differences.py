@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from ignite_monitor.activation.measured import Measured
+from ignite_monitor.activation.measurement import Measurement
 from ignite_monitor.model.aside import is_plain
-from ignite_monitor.model.devices import upload
 from ignite_monitor.model.tensors import floating_tensors, tagged_tensors
+from ignite_monitor.monitor.named_values import NamedValues
 
 
 class OutputComparison:
@@ -26,11 +25,11 @@ class OutputComparison:
     def __init__(self, tags: Mapping[str, str]) -> None:
         self._tags = tags
         self._begun: set[str] = set()
-        self.measured: Measured | None = None
+        self.measured: Measurement | None = None
         self.incomplete: set[str] = set()
         self.seen = False
 
-    def start(self, measured: Measured) -> None:
+    def start(self, measured: Measurement) -> None:
         """An iteration begins."""
         self.measured = measured
         self.incomplete.clear()
@@ -67,7 +66,7 @@ class OutputComparison:
             return None
         for (place, tensor), other in zip(ours, theirs, strict=True):
             key = f"{self._tags[name]}/{place}" if place else self._tags[name]
-            self.measured.see_difference(key, name or "_root_", tensor.detach(), other.detach())
+            self.measured.add_difference(key, name or "_root_", tensor.detach(), other.detach())
         return True
 
     def passed(self, results: dict[str, list[Any]]) -> None:
@@ -83,13 +82,8 @@ class OutputComparison:
             self.measured.pass_ended()
 
 
-def without(found: tuple[list[str], Tensor], incomplete: Collection[str]) -> tuple[list[str], Tensor]:
+def without(found: NamedValues, incomplete: Collection[str]) -> NamedValues:
     """Names and numbers, but for the differences of some modules."""
-    names, numbers = found
     starts = tuple(f"activation_difference/{tag}/" for tag in incomplete)
-    kept = [place for place, name in enumerate(names) if not name.startswith(starts)] if starts else []
-    if not starts or len(kept) == len(names):
-        return found
-    return [names[place] for place in kept], numbers[
-        upload(torch.tensor(kept, dtype=torch.int64, device="cpu"), numbers.device)
-    ]
+    kept = [index for index, name in enumerate(found.names) if not name.startswith(starts)] if starts else []
+    return found if not starts or len(kept) == len(found.names) else found.rows(kept)

@@ -12,14 +12,22 @@ from torch import Tensor, nn
 
 from ignite_monitor.activation.attention import attention_entropy
 from ignite_monitor.activation.attention_calls import AttentionCalls
-from ignite_monitor.activation.measured import Measured, Numbers
+from ignite_monitor.activation.measurement import Measurement
 from ignite_monitor.activation.metric import MetricSet
-from ignite_monitor.activation.outputs import outputs
 from ignite_monitor.activation.record import recording
 from ignite_monitor.model.aside import aside, is_plain
 from ignite_monitor.model.device_of import device_of
-from ignite_monitor.model.forward import after_forward, before_forward, is_recomputation, running_module
+from ignite_monitor.model.forward import (
+    ModuleHook,
+    after_forward,
+    before_forward,
+    is_recomputation,
+    outputs_to,
+    running_module,
+)
 from ignite_monitor.model.names import tags
+from ignite_monitor.model.tensors import tagged_tensors
+from ignite_monitor.monitor.named_values import NamedValues
 from ignite_monitor.reference.reference import is_reference_run
 
 _RECORDED = "activation (recorded)"
@@ -55,10 +63,10 @@ class ForwardMetrics:
         self._names = names
         self._metrics = metrics
         self._attention = attention
-        self.activation = Measured("activation", metrics, units=True)
-        self._see_again = self.activation.see_again
-        self.recorded = Measured(_RECORDED, MetricSet("activations", {}, (), metrics.aggregate))
-        self.entropy = Measured("attention_entropy", MetricSet("attention", {}, (), "mean"))
+        self.activation = Measurement("activation", metrics, units=True)
+        self._add_again = self.activation.add_again
+        self.recorded = Measurement(_RECORDED, MetricSet("activations", {}, (), metrics.aggregate))
+        self.entropy = Measurement("attention_entropy", MetricSet("attention", {}, (), "mean"))
         self._pauses = pauses
         self.skipped: set[str] = set()
         self.complex: set[str] = set()
@@ -75,7 +83,7 @@ class ForwardMetrics:
         """What to have around a train step, for it to be looked at."""
         around: list[AbstractContextManager[Any]] = [recording(self._record)]
         if self._metrics:
-            around.append(outputs(self._modules, self._wanted, self._see, self._see_again))
+            around.append(outputs_to(self._modules, _OutputHook(self)))
             around.append(after_forward([self._root], self._pass_ended))
         if self._attention:
             around.append(self._attention_calls())
@@ -84,11 +92,12 @@ class ForwardMetrics:
     def _wanted(self) -> bool:
         return not (self._pauses or is_recomputation() or is_reference_run()) and self._root.training
 
-    def _see(self, tag: str, place: str, tensor: Tensor) -> None:
-        if not is_plain(tensor):
-            self.skipped.add(tag)
-        else:
-            self.activation.see(f"{tag}/{place}" if place else tag, self._names[tag], tensor)
+    def _add(self, tag: str, output: Any) -> None:
+        for key, tensor in tagged_tensors(output):
+            if not is_plain(tensor):
+                self.skipped.add(tag)
+            else:
+                self.activation.add(f"{tag}/{key}" if key else tag, self._names[tag], tensor)
 
     def _pass_ended(self, *_: Any) -> None:
         if self._wanted():
@@ -107,7 +116,7 @@ class ForwardMetrics:
 
     @contextlib.contextmanager
     def _attention_calls(self) -> Iterator[None]:
-        calls = AttentionCalls(self._running, self._see_attention)
+        calls = AttentionCalls(self._running, self._add_attention)
 
         def before(*_: Any) -> None:
             calls.enter(self._wanted())
@@ -130,7 +139,7 @@ class ForwardMetrics:
         module = running_module()
         return None if module is None else self._modules.get(module)
 
-    def _see_attention(
+    def _add_attention(
         self,
         tag: str,
         query: Tensor,
@@ -147,10 +156,10 @@ class ForwardMetrics:
             for kind, tensor in (("query", query), ("key", key), ("value", value)):
                 heads = _by_head(tensor, enable_gqa)
                 keys = [f"{tag}/head_{i}/{kind}" for i in range(len(heads))]
-                self.activation.see_all(keys, self._names[tag], heads)
+                self.activation.add_all(keys, self._names[tag], heads)
 
 
-def named_apart(found: Numbers) -> Numbers:
+def named_apart(found: list[NamedValues]) -> list[NamedValues]:
     """Names and numbers, with what was recorded under names that nothing else has.
 
     Args:
@@ -162,7 +171,42 @@ def named_apart(found: Numbers) -> Numbers:
     others = dict.fromkeys(name for names, _ in found for name in names if not name.startswith(_RECORDED))
     apart = tags([*others, *(f"activation{name.removeprefix(_RECORDED)}" for name in recorded)])[len(others) :]
     new = dict(zip(recorded, apart, strict=True))
-    return [([new.get(name, name) for name in names], numbers) for names, numbers in found]
+    return [NamedValues([new.get(name, name) for name in names], numbers) for names, numbers in found]
+
+
+class _OutputHook(ModuleHook):
+    """Takes in the floating-point tensors that modules return, each before anything can change it.
+
+    Called between the operations of a model, which leave nothing of it in the processor's caches: what looks like a
+    microsecond here is three.
+    """
+
+    def __init__(self, metrics: ForwardMetrics) -> None:
+        self._tags = {id(module): tag for module, tag in metrics._modules.items()}
+        self._wanted = metrics._wanted
+        self._add = metrics._add
+        self._add_again = metrics._add_again
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        tag = self._tags.get(id(module))
+        if tag is None or not self._wanted():  # a shallow copy has the hooks of the module itself
+            return
+        if _function_modes() or _dispatch_modes():
+            with aside():
+                self._add(tag, output)
+            return
+        with_graph = torch.is_grad_enabled()
+        _set_grad_enabled(False)
+        try:
+            if type(output) is not Tensor or not self._add_again(tag, output):
+                self._add(tag, output)
+        finally:
+            _set_grad_enabled(with_graph)
+
+
+_function_modes = torch._C._len_torch_function_stack
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_set_grad_enabled = torch._C._set_grad_enabled
 
 
 def _by_head(tensor: Tensor, enable_gqa: bool) -> Tensor:

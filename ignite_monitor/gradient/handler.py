@@ -23,16 +23,18 @@ from ignite_monitor.gradient.judged import JudgedGradient
 from ignite_monitor.gradient.skip import StepSkipper, check_skippable
 from ignite_monitor.gradient.spikes import SpikeDetector
 from ignite_monitor.gradient.thresholds import CallableThreshold, MeanStdThreshold, ThresholdRule
+from ignite_monitor.keys import GRADIENT
 from ignite_monitor.model.backward import in_backward, users_grad_mode
 from ignite_monitor.model.devices import move_like
 from ignite_monitor.model.norms import any_sharded, total_norm
 from ignite_monitor.model.optimizers import held_by, parameters_of
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.deferred_flag import Lookout
+from ignite_monitor.monitor.named_values import as_published
 from ignite_monitor.monitor.ranks import gradient_norm, reduction_of, world_size
 
 
-class GradMonitor(Monitor):
+class GradMonitor(Monitor, schema=GRADIENT):
     r"""Watches the norm of the gradient, and says before the optimizer's step whether it is a spike.
 
     The norm is :math:`\lVert g \rVert_p` over all gradients that the coming step would use, reduced over ranks,
@@ -41,18 +43,7 @@ class GradMonitor(Monitor):
     As soon as ``loss.backward()`` returns, ``engine.state.unhealthy_spike`` and ``engine.state.grad_norm`` speak of
     the gradients it left:
 
-    ============================  ==========================================================================
-    in ``engine.state.metrics``   meaning (0-dim tensors)
-    ============================  ==========================================================================
-    ``grad/norm``                 norm of the gradient
-    ``grad/threshold``            the largest norm that is no spike; absent during the rule's warm-up
-    ``grad/mean``                 mean of the norms that the threshold was derived from
-    ``grad/std``                  their sample standard deviation; absent before the second
-    ``grad/spike``                1 if the norm is a spike, else 0
-    ``grad/spike_count``          spikes so far
-    ``grad/skipped_count``        optimizer steps that ``skip_step`` has left out so far
-    ``grad/nonfinite_count``      norms that were inf or NaN so far
-    ============================  ==========================================================================
+    {keys}
 
     With ``optimizer`` one norm per optimizer step enters the statistics, and one per spike whose step the train step
     itself leaves out; without, one per iteration. A spike enters clipped to the threshold that it exceeded, a
@@ -79,7 +70,7 @@ class GradMonitor(Monitor):
             other model every backward takes a collective, so all ranks have to make as many.
         prefix: what the values' names start with. Also names ``engine.state.grad_norm``: ``{prefix}_norm``.
         flag: the attribute of ``engine.state`` that says whether the gradient is a spike: False when an iteration
-            starts, a 0-dim bool tensor from the end of backward on.
+            starts, and the verdict from the end of backward on: a bool on the CPU, else a 0-dim bool tensor.
 
     Raises:
         TypeError: if an argument is of another type.
@@ -199,10 +190,6 @@ class GradMonitor(Monitor):
         self._detector.load_state_dict(state_dict["detector"])
         self._skipped_count, self._known = skipped_count, known
         self._before = None
-
-    def on_host(self) -> dict[str, float]:
-        values = super().on_host()
-        return {name: value for name, value in values.items() if math.isfinite(value) or name.endswith("/norm")}
 
     # What it listens to
 
@@ -365,15 +352,13 @@ class GradMonitor(Monitor):
             self._skipped_count = move_like(self._skipped_count, norm)
         verdict = self._detector.judge(norm)
         gradient = self._gradient = JudgedGradient(verdict, gradients, shared=shared)
-        gradient.statistics = {"norm": norm, "spike": verdict.spike.to(norm.dtype)}
-        # What there is not yet is left out. What lies on the CPU can be looked at without waiting for anything.
-        for name, value, least in (
-            ("threshold", verdict.threshold, self._detector.rule.warmup),
-            ("mean", verdict.mean, 1),
-            ("std", verdict.std, 2),
-        ):
-            if len(value.isfinite().nonzero()) if value.device.type == "cpu" else self._known >= least:
-                gradient.statistics[name] = value
+        gradient.statistics = {
+            "norm": norm,
+            "spike": verdict.spike.to(norm.dtype),
+            "threshold": verdict.threshold,
+            "mean": verdict.mean,
+            "std": verdict.std,
+        }
         self._show(engine, gradient)
         return gradient
 
@@ -408,8 +393,8 @@ class GradMonitor(Monitor):
 
     def _show(self, engine: Engine, gradient: JudgedGradient) -> None:
         verdict = gradient.verdict
-        setattr(engine.state, self.flag, verdict.spike)
-        setattr(engine.state, self._norm_attribute, verdict.norm)
+        setattr(engine.state, self.flag, as_published(verdict.spike))
+        setattr(engine.state, self._norm_attribute, as_published(verdict.norm))
         self.retract()
         self.publish(
             **gradient.statistics,

@@ -12,9 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ignite_monitor.model.devices import upload, wide_dtype
 from ignite_monitor.monitor.deferred_flag import Lookout
+from ignite_monitor.monitor.named_values import NamedValues
 
-# Named rows of numbers, by what they are of: kind -> names and a row for each. A kind's rows are of one length.
-Rows = dict[Any, tuple[list[str], Tensor]]
+# By what they are of: kind -> names and a row of numbers for each. A kind's rows are of one length.
+Rows = dict[Any, NamedValues]
 
 Key = TypeVar("Key")
 
@@ -95,7 +96,7 @@ class RankReduction:
         return torch.cat([*flat, torch.full((1,), missing, dtype=wide, device=device)])[places]
 
     def _rows(self, how: str, flat: Tensor) -> Rows:
-        rows: dict[Any, tuple[list[str], Tensor]] = {}
+        rows: Rows = {}
         names: dict[tuple[Any, int], list[str]] = {}
         for each, kind, name, length in self._slots:
             if each == how:
@@ -103,7 +104,7 @@ class RankReduction:
         start = 0
         for (kind, length), own in names.items():
             end = start + len(own) * length
-            rows[kind] = (own, flat[start:end].view(len(own), length))
+            rows[kind] = NamedValues(own, flat[start:end].view(len(own), length))
             start = end
         return rows
 

@@ -15,6 +15,7 @@ from ignite.engine import Engine
 from torch import Tensor, nn
 
 from ignite_monitor.events.monitor_events import MonitorEvents
+from ignite_monitor.keys import RCC
 from ignite_monitor.model.device_of import device_of
 from ignite_monitor.model.devices import move_like, upload, wide_dtype
 from ignite_monitor.model.eager import eager
@@ -35,7 +36,7 @@ _WIDTH = _PLACES + 2  # and the weights' share in either
 _UPDATES, _DRIFTS = [0, len(QUANTITIES)], [1, len(QUANTITIES) + 1]
 
 
-class RCCHandler(Monitor):
+class RCCHandler(Monitor, schema=RCC):
     r"""Splits each layer's change since the reference into what its weights do and what reaches it.
 
     This is the refined coordinate check of `On the Surprising Effectiveness of Large Learning Rates under Standard
@@ -50,18 +51,7 @@ class RCCHandler(Monitor):
     and for any other function f of its weights, :math:`f_t(x_t) - f_0(x_0) = (f_t(x_t) - f_0(x_t)) + (f_0(x_t) -
     f_0(x_0))`.
 
-    =======================================================  ====================================================
-    in ``engine.state.metrics`` (0-dim tensors)              meaning
-    =======================================================  ====================================================
-    ``rcc/weight_update/{layer}``                            :math:`\lVert(W_t - W_0)\, x_t\rVert`
-    ``rcc/input_drift/{layer}``                              :math:`\lVert W_0\, (x_t - x_0)\rVert`
-    ``rcc/input/{layer}``                                    :math:`\lVert x_t\rVert`
-    ``rcc/input_change/{layer}``                             :math:`\lVert x_t - x_0\rVert`
-    ``rcc/output_change/{layer}``                            :math:`\lVert W_t x_t - W_0 x_0\rVert`
-    ``rcc/weight_share/{layer}``                             ``weight_update / (weight_update + input_drift)``
-    ``rcc/weight_update_max``, ``rcc/weight_update_median``  of the layers' ``weight_update``
-    ``rcc/input_drift_max``, ``rcc/input_drift_median``      of the layers' ``input_drift``
-    =======================================================  ====================================================
+    {keys}
 
     Norms are l2 over the features (the last dimension; that of the channels for convolutions, BatchNorm, InstanceNorm,
     GroupNorm and PReLU), and means over all else: positions, samples, calls, micro-batches and ranks. Where a layer
@@ -69,7 +59,7 @@ class RCCHandler(Monitor):
     ``rcc/…/{layer}.weight``, without it. LayerNorm and RMSNorm are taken as functions of their input x, and as
     ``{layer}.weight`` as products of weight and normalised input. A layer without a floating-point input, as an
     Embedding, has ``weight_update`` alone. All are 0 before the first update. What no rank measures, and what isn't
-    finite, is absent; where only a device knows, it is NaN there and is not logged.
+    finite, is absent.
 
     **Layers** are all modules with parameters of their own, those of the user included; tied weights count in either
     module. For Linear, convolutions, Embedding, LayerNorm and RMSNorm, both terms are computed from differences, in
@@ -182,9 +172,6 @@ class RCCHandler(Monitor):
         self._changes.norms = []
         self._monitored_count += 1
 
-    def on_host(self) -> dict[str, float]:
-        return {name: value for name, value in super().on_host().items() if not math.isnan(value)}
-
     def ended(self) -> None:
         if self._monitored_count and not self._changes.seen and not self._passes.warned:
             self.logger.warning(
@@ -212,17 +199,12 @@ class RCCHandler(Monitor):
         drifts = [(cell - cell % _WIDTH, cell % _WIDTH) for cell in measured if cell % _WIDTH in _DRIFTS]
         cells = sorted(measured | {start + _PLACES + _DRIFTS.index(place) for start, place in drifts})
         values = table.flatten()[upload(torch.tensor(cells, dtype=torch.long, device="cpu"), table.device)]
-        # On the CPU there is no waiting to learn what is not there.
-        if values.device.type == "cpu" and len(missing := values.isnan().nonzero()):
-            absent = set(missing.flatten().tolist())
-            cells = [cell for i, cell in enumerate(cells) if i not in absent]
-            values = values[~values.isnan()]
-        if not cells:
-            return
-        for place, kind in enumerate(("weight_update", "input_drift")):
-            if any(cell % _WIDTH == place for cell in cells):
-                median, _, _, largest = order_statistics(table[:, place]).unbind()
-                self.publish(**{f"{kind}_max": largest, f"{kind}_median": median})
+        summary: dict[str, Tensor] = {}
+        for index, kind in enumerate(("weight_update", "input_drift")):
+            if any(cell % _WIDTH == index for cell in cells):
+                median, _, _, largest = order_statistics(table[:, index]).unbind()
+                summary |= {f"{kind}_max": largest, f"{kind}_median": median}
+        self.publish(**summary)
         self.publish_table([self._name_of(cell) for cell in cells], values)
 
     def _name_of(self, cell: int) -> str:

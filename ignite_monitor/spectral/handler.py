@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from ignite_monitor.checks import check_count, check_type
 from ignite_monitor.events.monitor_events import MonitorEvents
+from ignite_monitor.keys import SPECTRAL
 from ignite_monitor.model.devices import upload
 from ignite_monitor.model.linear_maps import weights_by_input
 from ignite_monitor.model.names import named_parameters, tags
@@ -28,7 +30,7 @@ from ignite_monitor.spectral.spectra import Spectra, SpectralMeter
 from ignite_monitor.spectral.weights import Weight, as_weight, is_matrix
 
 
-class SpectralNormHandler(Monitor):
+class SpectralNormHandler(Monitor, schema=SPECTRAL):
     r"""Measures the spectral norm of every weight, as the train step leaves it.
 
     .. math:: \sigma = \lVert W\rVert_2 = \max_{\lVert x\rVert = 1} \lVert W x\rVert
@@ -37,27 +39,9 @@ class SpectralNormHandler(Monitor):
     once. Those with more than two are flattened to (out, in·k…). Where a parametrization or weight normalisation makes
     a weight of others, these are the parameters.
 
-    ======================================  ==========================================================================
-    in ``engine.state.metrics``             meaning (0-dim tensors)
-    ======================================  ==========================================================================
-    ``spectral/norm_max``                   the largest spectral norm
-    ``spectral/norm_mean``                  the mean over the weights
-    ``spectral/norm_std``                   their standard deviation, over all of them
-    ``spectral/stable_rank_min``            the smallest stable rank :math:`\lVert W\rVert_F^2 / \sigma^2`
-    ``spectral/stable_rank_median``         the median of the stable ranks
-    ``spectral/error_max``                  what no norm's relative error exceeds (absent with the two quick methods)
-    ``spectral/iterations``                 how many steps "power" took for the weight that needed most
-    ``spectral/norm/{name}``                with ``per_parameter=True``: each norm
-    ``spectral/topk/{name}``                the ``top_k`` largest norms
-    ``spectral/update_norm_max``            with ``updates=True``: the largest norm of what the train step changed
-    ``spectral/update_error_max``           what no such norm's relative error exceeds
-    ``spectral/update_condition_max``       the largest :math:`\lVert\Delta W\rVert_2 / \sqrt{out/in}`
-    ``spectral/update_condition_median``    the median of these
-    ``spectral/weight_condition_max``       the largest :math:`\lVert W\rVert_2 / \sqrt{out/in}`
-    ``spectral/weight_condition_median``    the median of these
-    ======================================  ==========================================================================
+    {keys}
 
-    The values named ``topk`` appear once values are on the host: when a logger writes. The others wait for nothing.
+    The values named ``topk`` appear once values are on the host: on the CPU at once, elsewhere when a logger writes.
     A weight that is not finite is left out, with one warning; one that is 0 has norm 0 and no stable rank.
 
     **Methods.** ``"power"`` is power iteration on WᵀW from the vectors that the last measurement ended with, in its
@@ -79,8 +63,7 @@ class SpectralNormHandler(Monitor):
     **Spectral condition.** Features of a layer learn at the same rate at every width if both ‖W‖ and ‖ΔW‖ are of the
     order of :math:`\sqrt{out/in}` (arXiv:2310.17813): the conditions stay of order 1. For an embedding, and for
     ``Conv1D`` of transformers, "in" are the rows. Only weights that an optimizer step was to move count for updates:
-    with a gradient, and a learning rate other than 0. In an iteration without a step the update's keys are absent, or
-    NaN where that is known on the device alone.
+    with a gradient, and a learning rate other than 0. In an iteration without a step the update's keys are absent.
 
     **Memory.** Six vectors for each weight; while it measures, for one batch of weights at a time a float32 copy and
     at most 1200 vectors each, mostly less than 300. With
@@ -175,9 +158,6 @@ class SpectralNormHandler(Monitor):
             meters.append(loaded)
         self._weights, self._updates = meters
 
-    def on_host(self) -> dict[str, float]:
-        return {name: value for name, value in super().on_host().items() if not math.isnan(value)}
-
     # What it listens to
 
     def handlers(self) -> Handlers:
@@ -233,7 +213,7 @@ class SpectralNormHandler(Monitor):
             values |= self._update_values(parameters)
         self._names, self._norms = list(weights), measured.norms
         self._before = {}
-        self.publish(**_known(values))
+        self.publish(**values)
 
     def _sums(self, measured: Spectra) -> dict[str, Tensor]:
         norms = measured.norms
@@ -307,15 +287,14 @@ class SpectralNormHandler(Monitor):
 
     # Values on the host
 
-    def carried(self) -> list[Tensor]:
+    def extra_transfer(self) -> list[Tensor]:
         return [] if self._norms is None or not self.top_k or not self.metrics else [self._norms]
 
-    def receive(self, carried: list[list[float]]) -> dict[str, float]:
-        if not carried:
+    def on_transfer(self, extra: list[list[float]]) -> dict[str, float]:
+        if not extra:
             return {}
-        named = [(tag, norm) for tag, norm in zip(tags(self._names), carried[0], strict=True) if not math.isnan(norm)]
-        named.sort(key=lambda each: -each[1])
-        return {f"topk/{tag}": norm for tag, norm in named[: self.top_k]}
+        known = [(norm, tag) for tag, norm in zip(tags(self._names), extra[0], strict=True) if not math.isnan(norm)]
+        return {f"topk/{tag}": norm for norm, tag in heapq.nlargest(self.top_k, known, key=lambda each: each[0])}
 
 
 def _largest(values: Tensor) -> Tensor:
@@ -326,12 +305,3 @@ def _largest(values: Tensor) -> Tensor:
 def _statistics(name: str, values: Tensor) -> dict[str, Tensor]:
     median, _, _, largest = order_statistics(values).unbind()
     return {f"{name}_max": largest, f"{name}_median": median}
-
-
-def _known(values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """On the CPU, where it costs nothing to know, the values without those that were not measured."""
-    return {
-        name: value
-        for name, value in values.items()
-        if value.device.type != "cpu" or not len(value.isnan().reshape(1).nonzero())
-    }
