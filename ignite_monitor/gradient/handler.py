@@ -29,7 +29,7 @@ from ignite_monitor.model.devices import move_like
 from ignite_monitor.model.norms import any_sharded, total_norm
 from ignite_monitor.model.optimizers import held_by, parameters_of
 from ignite_monitor.monitor.base import Handlers, Monitor
-from ignite_monitor.monitor.deferred_flag import Lookout
+from ignite_monitor.monitor.deferred_flag import DeferredFlag
 from ignite_monitor.monitor.named_values import as_published
 from ignite_monitor.monitor.ranks import gradient_norm, reduction_of, world_size
 
@@ -165,7 +165,7 @@ class GradMonitor(Monitor, schema=GRADIENT):
         self._stepping: JudgedGradient | None = None  # what it is making a step with
         self._before: tuple[SpikeDetector, int] | None = None  # what was known before a gradient that may still grow
         self._known = 0  # how many norms are known to have gone into the rule
-        self._lookout = Lookout()  # for restarts of the rule
+        self._restarted = DeferredFlag()  # for restarts of the rule
         self._missing_reported = False
 
     def state_dict(self) -> OrderedDict[str, Any]:
@@ -366,7 +366,7 @@ class GradMonitor(Monitor, schema=GRADIENT):
         verdict, restarts = gradient.verdict, self._detector.restarts
         self._detector.observe(verdict, when)
         if self._detector.restarts is not restarts:
-            self._lookout.tell(self._detector.restarts > restarts)
+            self._restarted.set(self._detector.restarts > restarts)
         if verdict.norm.device.type == "cpu":
             self._known += len((~verdict.nonfinite if when is None else when & ~verdict.nonfinite).nonzero())
         elif when is None:
@@ -423,7 +423,7 @@ class GradMonitor(Monitor, schema=GRADIENT):
             self._source.fire(MonitorEvents.SPIKE_DETECTED)
 
     def _report_restarts(self, wait: bool) -> None:
-        if self._lookout.heard(wait):
+        if self._restarted.take(wait):
             self.logger.warning(
                 "%s: %d spikes in a row mean that the gradient norm has a new level: the rule starts afresh from it",
                 self.prefix,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_monitor.model.devices import upload, wide_dtype
-from ignite_monitor.monitor.deferred_flag import Lookout
+from ignite_monitor.monitor.deferred_flag import DeferredFlag
 from ignite_monitor.monitor.named_values import NamedValues
 
 # By what they are of: kind -> names and a row of numbers for each. A kind's rows are of one length.
@@ -34,7 +34,7 @@ class RankReduction:
     def __init__(self) -> None:
         self._slots: list[Slot] = []
         self._agreed = False
-        self._news = Lookout()
+        self._news = DeferredFlag()
         self._places: dict[tuple[str, tuple[Slot, ...]], Tensor] = {}
 
     def __call__(self, sums: Rows, maxima: Rows, device: torch.device) -> tuple[Rows, Rows]:
@@ -46,7 +46,7 @@ class RankReduction:
             device: where they are, or are to be where there are none.
         """
         own = [_slots("sum", sums), _slots("max", maxima)]
-        if not self._agreed or self._news.heard(wait=True):
+        if not self._agreed or self._news.take(wait=True):
             self._agree([*own[0], *own[1]])
         known = set(self._slots)
         new = any(slot not in known for slots in own for slot in slots)
@@ -58,7 +58,7 @@ class RankReduction:
         dist.all_reduce(total)
         if len(largest):
             dist.all_reduce(largest, dist.ReduceOp.MAX)
-        self._news.tell(total[-1] > 0)
+        self._news.set(total[-1] > 0)
         return self._rows("sum", total), self._rows("max", largest)
 
     def _agree(self, own: list[Slot]) -> None:

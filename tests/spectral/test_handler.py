@@ -340,7 +340,7 @@ def test_quick_method_that_fails_gives_way_to_power(caplog):
         model.weight.zero_()
         model.weight[17, 19] = 1.0
     handler = SpectralNormHandler(model, method="ns5-fast", per_parameter=True)
-    handler._weights._failed.tell(torch.tensor(True))  # what the method says when it fails
+    handler._weights._failed.set(torch.tensor(True))  # what the method says when it fails
     engine = Engine(lambda *_: None)
     handler.attach(engine)
     with caplog.at_level(logging.WARNING):
