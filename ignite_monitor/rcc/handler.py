@@ -33,7 +33,7 @@ from ignite_monitor.reference.reference import Reference
 
 _PLACES = 2 * len(QUANTITIES)  # with the bias, and without it
 _WIDTH = _PLACES + 2  # and the weights' share in either
-_UPDATES, _DRIFTS = [0, len(QUANTITIES)], [1, len(QUANTITIES) + 1]
+_DRIFTS = [1, len(QUANTITIES) + 1]
 
 
 class RCCHandler(Monitor, schema=RCC):
@@ -192,7 +192,7 @@ class RCCHandler(Monitor, schema=RCC):
             self._passes.say("ranks may have run out of data under join(), so nothing is published")
             return
         table, measured = self._mean_over_ranks(norms)
-        shares = weight_share(table[:, _UPDATES], table[:, _DRIFTS])
+        shares = weight_share(table[:, :: len(QUANTITIES)], table[:, 1 :: len(QUANTITIES)])
         table = torch.cat([table, shares], 1)
         # Of what is measured on no rank, or isn't finite.
         table = torch.where(table.isfinite(), table, math.nan)
