@@ -58,14 +58,14 @@ class OutputComparison:
             entered: None.
             kept: what was kept of the same call of the reference.
         """
-        ours = tagged_tensors(output)
-        theirs = [each for each in kept if each is not None]
-        alike = [tensor.shape for _, tensor in ours] == [each.shape for each in theirs]
-        if self.measured is None or not alike or not all(map(is_plain, [*(each for _, each in ours), *theirs])):
+        tensors = tagged_tensors(output)
+        initial = [tensor for tensor in kept if tensor is not None]
+        alike = [tensor.shape for _, tensor in tensors] == [tensor.shape for tensor in initial]
+        if self.measured is None or not alike or not all(map(is_plain, [*(each for _, each in tensors), *initial])):
             self.incomplete.add(self._tags[name])
             return None
-        for (place, tensor), other in zip(ours, theirs, strict=True):
-            key = f"{self._tags[name]}/{place}" if place else self._tags[name]
+        for (index, tensor), other in zip(tensors, initial, strict=True):
+            key = f"{self._tags[name]}/{index}" if index else self._tags[name]
             self.measured.add_difference(key, name or "_root_", tensor.detach(), other.detach())
         return True
 

@@ -16,12 +16,12 @@ from ignite_monitor.activation.measurement import Measurement
 from ignite_monitor.activation.metric import MetricSet
 from ignite_monitor.activation.record import recording
 from ignite_monitor.model.aside import aside, is_plain
+from ignite_monitor.model.backward import in_backward
 from ignite_monitor.model.device_of import device_of
 from ignite_monitor.model.forward import (
     ModuleHook,
     after_forward,
     before_forward,
-    is_recomputation,
     outputs_to,
     running_module,
 )
@@ -90,7 +90,8 @@ class ForwardMetrics:
         return around
 
     def _wanted(self) -> bool:
-        return not (self._pauses or is_recomputation() or is_reference_run()) and self._root.training
+        # In a backward pass it is one that activation checkpointing repeats.
+        return not (self._pauses or in_backward() or is_reference_run()) and self._root.training
 
     def _add(self, tag: str, output: Any) -> None:
         for key, tensor in tagged_tensors(output):

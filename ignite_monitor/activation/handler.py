@@ -338,22 +338,22 @@ class ActivationHandler(Monitor, schema=ACTIVATION):
         return named_apart([values for each in measured for values in each.values(over_ranks)])
 
     def _measure_parameters(self) -> list[NamedValues]:
+        initial = {}
+        if self._reference is not None and self._metrics["parameter_difference"]:
+            named = named_parameters(self._reference.module)
+            initial = {name: parameter for name, parameter, _ in named if not parameter.is_meta}
+        if not self._metrics["parameter"] and not initial:
+            return []
         current = Measurement("parameter", self._metrics["parameter"])
         difference = Measurement("parameter_difference", self._metrics["parameter_difference"])
-        theirs = {}
-        if self._reference is not None and difference.metrics:
-            named = named_parameters(self._reference.module)
-            theirs = {name: parameter for name, parameter, _ in named if not parameter.is_meta}
-        if not current.metrics and not theirs:
-            return []
         for parameter, (name, tag) in self._parameters.items():
-            compared = name in theirs and difference.wants(name)
+            compared = name in initial and difference.wants(name)
             if not compared and not current.wants(name):
                 continue
             whole = whole_tensor(parameter)
             current.add(tag, name, whole)
             if compared:
-                difference.add_difference(tag, name, whole, move_like(whole_tensor(theirs[name]), whole))
+                difference.add_difference(tag, name, whole, move_like(whole_tensor(initial[name]), whole))
         return current.values() + difference.values()
 
     def _look_at_model(self) -> None:
