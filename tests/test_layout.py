@@ -89,7 +89,8 @@ def test_names_that_go_through_the_root(name, answer):
 
 # Each layer imports those before it. What stands in one line side by side does not import each other.
 LAYERS = (
-    {"checks"},
+    {"checks", "schema"},
+    {"keys"},
     {"model"},
     {"events"},
     {"monitor"},
@@ -107,7 +108,7 @@ def room_of(name: str) -> str:
 
 def test_every_folder_has_its_place():
     folders = {path.parent.name for path in (ROOT / "ignite_monitor").glob("*/__init__.py")}
-    assert folders == {room for room in ROOMS if room != "checks"} | {"hdf5", "report"}
+    assert folders == {room for room in ROOMS if room not in ("checks", "schema", "keys")} | {"hdf5", "report"}
 
 
 def test_direction_of_imports():
@@ -161,7 +162,7 @@ def test_only_scaling_imports_scaling():
 
 
 def test_reports_are_of_numbers_and_know_no_torch():
-    found = imports_of("ignite_monitor/report", "ignite_monitor/cli")
+    found = imports_of("ignite_monitor/report", "ignite_monitor/cli", "ignite_monitor/schema", "ignite_monitor/keys")
     assert found
     assert [(file, name) for file, name in found if within(name, "torch", "ignite")] == []
 
@@ -245,7 +246,7 @@ def public_callables():
 
 
 # What a monitor overrides is for those who write one: its docstring says what its signature does not.
-FOR_MONITORS = {"publish", "publish_table", "clear", "receive", "start_iteration"}
+FOR_MONITORS = {"publish", "publish_table", "clear", "on_transfer", "start_iteration"}
 
 
 def test_public_docstrings_document_every_argument():

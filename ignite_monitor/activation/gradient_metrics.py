@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ignite_monitor.activation.measured import Measured, Numbers, put_together
+from ignite_monitor.activation.measurement import Measurement
 from ignite_monitor.activation.metric import MetricSet
 from ignite_monitor.model.devices import upload
 from ignite_monitor.model.norms import is_sharded
+from ignite_monitor.monitor.named_values import NamedValues, joined
 
 
 class GradientMetrics:
@@ -30,8 +31,8 @@ class GradientMetrics:
     def __init__(self, parameters: Mapping[nn.Parameter, tuple[str, str]], metrics: MetricSet) -> None:
         self._parameters = parameters
         self._metrics = metrics
-        self._before: Numbers = []
-        self._after: Numbers = []
+        self._before: list[NamedValues] = []
+        self._after: list[NamedValues] = []
         self._measured: set[nn.Parameter] = set()
         self._kept: dict[nn.Parameter, tuple[Tensor, Tensor | None]] = {}
         self._stepped: set[nn.Parameter] = set()
@@ -69,7 +70,7 @@ class GradientMetrics:
         self._after += self._measure("gradient_after_clip", of_backward, scale)
         self._stepped.update(own)
 
-    def numbers(self) -> tuple[Numbers, Numbers]:
+    def numbers(self) -> tuple[list[NamedValues], list[NamedValues]]:
         """Names and numbers before and after clipping; after it NaN where those of a parameter have not changed.
 
         Where gradients are sharded, all ranks have to ask.
@@ -77,18 +78,20 @@ class GradientMetrics:
         if not self._before:
             return [], []
         self._after += self._of_kept()
-        before = put_together(self._before)
-        return [before], [_differing(before, put_together(self._after))] if self._after else []
+        before = joined(self._before)
+        return [before], [_differing(before, joined(self._after))] if self._after else []
 
-    def _measure(self, family: str, gradients: list[tuple[nn.Parameter, Tensor]], scale: Tensor | None) -> Numbers:
-        measured = Measured(family, self._metrics)
+    def _measure(
+        self, family: str, gradients: list[tuple[nn.Parameter, Tensor]], scale: Tensor | None
+    ) -> list[NamedValues]:
+        measured = Measurement(family, self._metrics)
         for parameter, gradient in gradients:
             if measured.wants(self._parameters[parameter][0]):
                 self._see(measured, parameter, whole_tensor(gradient), scale)
-        return measured.numbers(*measured.rows())
+        return measured.values()
 
-    def _of_kept(self) -> Numbers:
-        measured = Measured("gradient_after_clip", self._metrics)
+    def _of_kept(self) -> list[NamedValues]:
+        measured = Measurement("gradient_after_clip", self._metrics)
         for parameter in self._parameters:
             if parameter not in self._measured or not is_sharded(parameter):
                 continue
@@ -97,13 +100,13 @@ class GradientMetrics:
                 whole = whole_tensor(gradient)
                 if parameter in self._kept:
                     self._see(measured, parameter, whole, scale)
-        return measured.numbers(*measured.rows())
+        return measured.values()
 
-    def _see(self, measured: Measured, parameter: nn.Parameter, whole: Tensor, scale: Tensor | None) -> None:
+    def _see(self, measured: Measurement, parameter: nn.Parameter, whole: Tensor, scale: Tensor | None) -> None:
         name, tag = self._parameters[parameter]
         if scale is not None:
             whole = whole.to(torch.promote_types(whole.dtype, torch.float32)) / scale.to(whole.device)
-        measured.see(tag, name, whole)
+        measured.add(tag, name, whole)
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
@@ -123,7 +126,7 @@ def _gradients(parameters: Iterable[nn.Parameter]) -> Iterable[tuple[nn.Paramete
     return ((each, each.grad) for each in parameters if each.grad is not None)
 
 
-def _differing(before: tuple[list[str], Tensor], after: tuple[list[str], Tensor]) -> tuple[list[str], Tensor]:
+def _differing(before: NamedValues, after: NamedValues) -> NamedValues:
     """Those after, NaN where none of a parameter's differs from the one before."""
     place = {name.partition("/")[2]: i for i, name in enumerate(before[0])}
     names, numbers = after
@@ -137,4 +140,4 @@ def _differing(before: tuple[list[str], Tensor], after: tuple[list[str], Tensor]
     differs = (numbers != earlier) & ~(numbers.isnan() & earlier.isnan())
     counts = torch.zeros(len(number_of), dtype=numbers.dtype, device=numbers.device)
     counts.index_add_(0, owner, differs.to(numbers.dtype))
-    return names, torch.where(counts[owner] > 0, numbers, math.nan)
+    return NamedValues(names, torch.where(counts[owner] > 0, numbers, math.nan))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,21 +21,6 @@ _LARGER_PIECE = 2**22
 
 # A sum of squares as many times the one of differences from the mean leaves the latter seven digits in float64.
 _SHARED = 1e8
-
-
-class Sums(NamedTuple):
-    """What the statistics of tensors are computed from.
-
-    Attributes:
-        sums: of shape (tensors, 7): the number of elements, that of vectors along the last dimension, the sums of the
-            elements, of the squares of what they differ from their mean by, and of the vectors' norms, how many
-            elements are not finite, and the squared sum of the elements over their number.
-        units: for each stack of tensors, of shape (its tensors, units): the largest absolute value of each unit, NaN
-            where it has one.
-    """
-
-    sums: Tensor
-    units: list[Tensor]
 
 
 def unit_dimension(shape: Sequence[int]) -> int | None:
@@ -63,8 +47,8 @@ def is_float8(tensor: Tensor) -> bool:
     return tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point
 
 
-def sum_up(stacks: Sequence[tuple[Tensor, int | None]]) -> Sums:
-    """The sums of tensors, those of one shape stacked.
+def sum_up(stacks: Sequence[tuple[Tensor, int | None]]) -> tuple[Tensor, list[Tensor]]:
+    """What the statistics of tensors are computed from, those of one shape stacked.
 
     They are taken in float64 (float32 on devices without it); nothing waits for a device but the CPU, which there is
     no waiting for, and no copy of a large tensor is made.
@@ -72,6 +56,12 @@ def sum_up(stacks: Sequence[tuple[Tensor, int | None]]) -> Sums:
     Args:
         stacks: tensors of shape (tensors, ...) on one device, without a gradient, with elements; and the dimension of
             the units in each of theirs, None for a single unit.
+
+    Returns:
+        Sums, of shape (tensors, 7): the number of elements, that of vectors along the last dimension, the sums of the
+        elements, of the squares of what they differ from their mean by, and of the vectors' norms, how many elements
+        are not finite, and the squared sum of the elements over their number. And for each stack, of shape (its
+        tensors, units), the largest absolute value of each unit, NaN where it has one.
     """
     tensors = [each if each.ndim > 1 else each.unsqueeze(-1) for each, _ in stacks]
     sums = torch.cat([_sums(each) for each in tensors])
@@ -88,11 +78,11 @@ def sum_up(stacks: Sequence[tuple[Tensor, int | None]]) -> Sums:
     if sums.device.type == "cpu" and len(kept.logical_not().nonzero()):
         for each in zip(tensors, sums.split(rows), kept.split(rows), strict=True):
             _look_again(*each)
-    return Sums(sums, [_units(each, unit) for each, (_, unit) in zip(tensors, stacks, strict=True)])
+    return sums, [_units(each, unit) for each, (_, unit) in zip(tensors, stacks, strict=True)]
 
 
 def _sums(tensors: Tensor) -> Tensor:
-    """The first six of :class:`Sums`, with the squares of the elements themselves."""
+    """The first six of what :func:`sum_up` gives, with the squares of the elements themselves."""
     pieces = list(_pieces(tensors))
     sums = _sums_of_piece(pieces[0])
     for piece in pieces[1:]:
@@ -174,7 +164,7 @@ def statistics(sums: Tensor, largest: Tensor, dead: Tensor, units: Tensor) -> Te
     there is no such number (the standard deviation of one element), a statistic is NaN.
 
     Args:
-        sums: as in :class:`Sums`, added up over the parts.
+        sums: as :func:`sum_up` gives them, added up over the parts.
         units: how many there are; 0 for tensors without.
 
     Returns:

@@ -25,15 +25,17 @@ from ignite_monitor.gradient.skip import StepSkipper, check_skippable
 from ignite_monitor.gradient.spikes import SpikeDetector, Verdict, may_be_true
 from ignite_monitor.gradient.thresholds import CallableThreshold, MeanStdThreshold, ThresholdRule
 from ignite_monitor.gradient.window import GradientWindow
+from ignite_monitor.keys import GRADIENT
 from ignite_monitor.model.backward import in_backward, users_grad_mode
 from ignite_monitor.model.devices import move_like
 from ignite_monitor.model.optimizers import held_by
 from ignite_monitor.monitor.base import Handlers, Monitor
-from ignite_monitor.monitor.deferred_flag import Lookout
+from ignite_monitor.monitor.deferred_flag import DeferredFlag
+from ignite_monitor.monitor.named_values import as_published
 from ignite_monitor.monitor.ranks import all_take_part, gradient_norm, max_over_ranks, reduction_of, world_size
 
 
-class GradMonitor(Monitor):
+class GradMonitor(Monitor, schema=GRADIENT):
     r"""Watches the norm of the gradient, and says before the optimizer's step whether it is a spike.
 
     The norm is :math:`\lVert g \rVert_p` over all gradients that the coming step would use, reduced over ranks,
@@ -42,18 +44,7 @@ class GradMonitor(Monitor):
     As soon as ``loss.backward()`` returns, ``engine.state.unhealthy_spike`` and ``engine.state.grad_norm`` speak of
     the gradients it left:
 
-    ============================  ==========================================================================
-    in ``engine.state.metrics``   meaning (0-dim tensors)
-    ============================  ==========================================================================
-    ``grad/norm``                 norm of the gradient
-    ``grad/threshold``            the largest norm that is no spike; absent during the rule's warm-up
-    ``grad/mean``                 mean of the norms that the threshold was derived from
-    ``grad/std``                  their sample standard deviation; absent before the second
-    ``grad/spike``                1 if the norm is a spike, else 0
-    ``grad/spike_count``          spikes so far
-    ``grad/skipped_count``        optimizer steps that ``skip_step`` has left out so far
-    ``grad/nonfinite_count``      norms that were inf or NaN so far
-    ============================  ==========================================================================
+    {keys}
 
     With ``optimizer`` one norm per optimizer step enters the statistics, and one per spike whose step the train step
     itself leaves out; without, one per iteration. A spike enters clipped to the threshold that it exceeded, a
@@ -82,7 +73,7 @@ class GradMonitor(Monitor):
             other model every backward takes a collective, so all ranks have to make as many.
         prefix: what the values' names start with. Also names ``engine.state.grad_norm``: ``{prefix}_norm``.
         flag: the attribute of ``engine.state`` that says whether the gradient is a spike: False when an iteration
-            starts, a 0-dim bool tensor from the end of backward on.
+            starts, and the verdict from the end of backward on: a bool on the CPU, else a 0-dim bool tensor.
 
     Raises:
         TypeError: if an argument is of another type.
@@ -119,7 +110,7 @@ class GradMonitor(Monitor):
         scaler: GradScaler | None = None,
         threshold: ThresholdRule | Callable[[Tensor, Tensor, Tensor], Tensor | float] | None = None,
         skip_step: bool = False,
-        on_spike: Callable[[Engine, Tensor], Any] | None = None,
+        on_spike: Callable[[Engine, float | Tensor], Any] | None = None,
         max_consecutive_spikes: int = 10,
         norm_type: float = 2.0,
         reduction: str = "mean",
@@ -174,13 +165,14 @@ class GradMonitor(Monitor):
         # Known before a tentative entry: the statistics, and how many norms are in them for sure.
         self._window: GradientWindow[Verdict, tuple[SpikeDetector, int]] = GradientWindow()
         self._look: Look | None = None  # what decides on that entry
+        self._where: Tensor | None = None  # whether what is published is there, where only the device knows
         self._iteration = -1  # the last one that was monitored
         self._seen = False  # whether there was a gradient in it
         self._stepped: Tensor | None = None  # and a step
         self._skipped: Tensor | None = None  # whether the step that is going on is left out
         self._is_spike: tuple[Verdict, bool] | None = None  # read on the host
         self._known = 0
-        self._lookout = Lookout()  # for restarts of the rule
+        self._restarted = DeferredFlag()  # for restarts of the rule
         self._missing_reported = False
 
     def state_dict(self) -> OrderedDict[str, Any]:
@@ -205,12 +197,6 @@ class GradMonitor(Monitor):
         self._detector.load_state_dict(state_dict["detector"])
         self._skipped_count, self._known = skipped_count, known
         self._window.before = None
-
-    def on_host(self) -> dict[str, float]:
-        values = super().on_host()
-        if math.isnan(values.get(f"{self.prefix}/spike", 0.0)):
-            return {}
-        return {name: value for name, value in values.items() if math.isfinite(value) or name.endswith("/norm")}
 
     # What it listens to
 
@@ -337,7 +323,7 @@ class GradMonitor(Monitor):
             self._window.close()
         self._show(engine, verdict)
         if where is None or may_be_true(where):
-            self._publish(verdict, where)
+            self._publish_verdict(verdict, where)
         else:
             self.retract()
         self._report_restarts(wait=False)
@@ -378,7 +364,7 @@ class GradMonitor(Monitor):
         restarts = self._detector.restarts
         self._detector.observe(verdict, when)
         if self._detector.restarts is not restarts:
-            self._lookout.tell(self._detector.restarts > restarts)
+            self._restarted.set(self._detector.restarts > restarts)
         if verdict.norm.device.type == "cpu":
             self._known += may_be_true(~verdict.nonfinite if when is None else when & ~verdict.nonfinite)
         elif when is None:
@@ -391,10 +377,10 @@ class GradMonitor(Monitor):
         return made if found_inf is None else made & (found_inf == 0).to(made.device)
 
     def _show(self, engine: Engine, verdict: Verdict) -> None:
-        setattr(engine.state, self.flag, on_cpu_a_number(verdict.spike))
-        setattr(engine.state, self._norm_attribute, on_cpu_a_number(verdict.norm))
+        setattr(engine.state, self.flag, as_published(verdict.spike))
+        setattr(engine.state, self._norm_attribute, as_published(verdict.norm))
         if self._source is not None and self._source.has_handlers(*MonitorEvents):  # which may write values
-            self._publish(verdict, None)
+            self._publish_verdict(verdict, None)
 
     def _show_last(self, engine: Engine) -> None:
         """Speak of the last step of this iteration; of none if there was none."""
@@ -402,7 +388,7 @@ class GradMonitor(Monitor):
         if self._window.last is not None:
             self._show(engine, self._window.last.verdict)
 
-    def _publish(self, verdict: Verdict, where: Tensor | None) -> None:
+    def _publish_verdict(self, verdict: Verdict, where: Tensor | None) -> None:
         norm = verdict.norm
         values = {
             "norm": norm,
@@ -420,10 +406,23 @@ class GradMonitor(Monitor):
         ):
             if may_be_true(value.isfinite()) if value.device.type == "cpu" else self._known >= least:
                 values[name] = value
+        self.retract()
         if where is not None and where.device.type != "cpu":
             values = {name: torch.where(where, value, math.nan) for name, value in values.items()}
-        self.retract()
+            self._where = where
         self.publish(**values)
+
+    def extra_transfer(self) -> list[Tensor]:
+        return [] if self._where is None else [self._where]
+
+    def on_transfer(self, extra: list[list[float]]) -> dict[str, float]:
+        if extra and not extra[0][0]:
+            self.retract()
+        return {}
+
+    def retract(self) -> None:
+        super().retract()
+        self._where = None
 
     def _is_known_spike(self, verdict: Verdict) -> bool:
         """Whether it is a spike, known on the host: the first call waits for the device."""
@@ -439,11 +438,11 @@ class GradMonitor(Monitor):
             self._window.announced = True
             if self.on_spike is not None:
                 with users_grad_mode():
-                    self.on_spike(engine, on_cpu_a_number(verdict.norm))
+                    self.on_spike(engine, as_published(verdict.norm))
             self._source.fire(MonitorEvents.SPIKE_DETECTED)
 
     def _report_restarts(self, wait: bool) -> None:
-        if self._lookout.heard(wait):
+        if self._restarted.take(wait):
             self.logger.warning(
                 "%s: %d spikes in a row mean that the gradient norm has a new level: the rule starts afresh from it",
                 self.prefix,
@@ -461,8 +460,3 @@ class GradMonitor(Monitor):
             self.prefix,
             engine.state.iteration,
         )
-
-
-def on_cpu_a_number(value: Tensor) -> Any:
-    """A 0-dim tensor that lies on the CPU as a Python number, any other as it is."""
-    return value.item() if value.device.type == "cpu" else value

@@ -306,5 +306,7 @@ PANELS: dict[str, Callable[[Group], Iterator[Panel]]] = {
     **dict.fromkeys(PER_LAYER, _per_layer),
     "spectral": _spectral,
     "step": _mixed,
+    "alignment": _mixed,
+    "maxp": _mixed,
     "other": _own,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from ignite_monitor.checks import check_count, check_type
 from ignite_monitor.events.ledger import GradientsReady, OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
+from ignite_monitor.keys import SPECTRAL
 from ignite_monitor.model.devices import upload
 from ignite_monitor.model.names import named_parameters, tags
 from ignite_monitor.model.norms import any_sharded
@@ -29,7 +31,7 @@ from ignite_monitor.spectral.spectra import Spectra, SpectralMeter
 from ignite_monitor.spectral.weights import Weight, as_weights
 
 
-class SpectralNormHandler(Monitor):
+class SpectralNormHandler(Monitor, schema=SPECTRAL):
     r"""Measures the spectral norm of every weight, as the train step leaves it.
 
     .. math:: \sigma = \lVert W\rVert_2 = \max_{\lVert x\rVert = 1} \lVert W x\rVert
@@ -40,7 +42,6 @@ class SpectralNormHandler(Monitor):
     a norm, and no part in the conditions below. Where a weight is computed of others, by a parametrization, weight or
     spectral normalisation, or LoRA (PEFT), the result is measured, under the name that the module's weight has.
 
-    ======================================  ==========================================================================
     in ``engine.state.metrics``             meaning (0-dim tensors)
     ======================================  ==========================================================================
     ``spectral/norm_max``                   the largest spectral norm
@@ -60,8 +61,10 @@ class SpectralNormHandler(Monitor):
     ``spectral/weight_condition_max``       the largest :math:`\lVert W\rVert_2 / \sqrt{out/in}`
     ``spectral/weight_condition_median``    the median of these
     ======================================  ==========================================================================
+    =======
+    {keys}
 
-    The values named ``topk`` appear once values are on the host: when a logger writes. The others wait for nothing.
+    The values named ``topk`` appear once values are on the host: on the CPU at once, elsewhere when a logger writes.
     A weight that is not finite is left out, with one warning; one that is 0 has norm 0 and no stable rank.
 
     **Methods.** ``"power"`` is power iteration on WᵀW from the vectors that the last measurement ended with, in its
@@ -82,9 +85,8 @@ class SpectralNormHandler(Monitor):
 
     **Spectral condition.** Features of a layer learn at the same rate at every width if both ‖W‖ and ‖ΔW‖ are of the
     order of :math:`\sqrt{out/in}` (arXiv:2310.17813): the conditions stay of order 1. For ``Conv1D`` of transformers
-    "in" are the rows. Only weights that an optimizer step was to move count for updates:
-    with a gradient, and a learning rate other than 0. In an iteration without a step the update's keys are absent, or
-    NaN where that is known on the device alone.
+    "in" are the rows. Only weights that an optimizer step was to move count for updates: with a gradient, and a
+    learning rate other than 0. In an iteration without a step the update's keys are absent.
 
     **Memory.** Six vectors for each weight; while it measures, for one batch of weights at a time a float32 copy and
     at most 1200 vectors each, mostly less than 300. With
@@ -181,9 +183,6 @@ class SpectralNormHandler(Monitor):
             meters.append(loaded)
         self._weights, self._updates = meters
 
-    def on_host(self) -> dict[str, float]:
-        return {name: value for name, value in super().on_host().items() if not math.isnan(value)}
-
     # What it listens to
 
     def handlers(self) -> Handlers:
@@ -239,7 +238,7 @@ class SpectralNormHandler(Monitor):
         if self.updates:
             values |= _conditions("weight", measured.norms, weights) | self._update_values(acting)
         self._before = {}
-        self.publish(**_known(values))
+        self.publish(**values)
 
     def _sums(self, measured: Spectra) -> dict[str, Tensor]:
         norms = measured.norms
@@ -290,15 +289,14 @@ class SpectralNormHandler(Monitor):
 
     # Values on the host
 
-    def carried(self) -> list[Tensor]:
+    def extra_transfer(self) -> list[Tensor]:
         return [] if self._norms is None or not self.top_k or not self.metrics else [self._norms]
 
-    def receive(self, carried: list[list[float]]) -> dict[str, float]:
-        if not carried:
+    def on_transfer(self, extra: list[list[float]]) -> dict[str, float]:
+        if not extra:
             return {}
-        named = [(tag, norm) for tag, norm in zip(tags(self._names), carried[0], strict=True) if not math.isnan(norm)]
-        named.sort(key=lambda each: -each[1])
-        return {f"topk/{tag}": norm for tag, norm in named[: self.top_k]}
+        known = [(norm, tag) for tag, norm in zip(tags(self._names), extra[0], strict=True) if not math.isnan(norm)]
+        return {f"topk/{tag}": norm for norm, tag in heapq.nlargest(self.top_k, known, key=lambda each: each[0])}
 
 
 def _largest(values: Tensor) -> Tensor:
@@ -311,12 +309,3 @@ def _conditions(of: str, norms: Tensor, weights: list[Weight]) -> dict[str, Tens
     scales = upload(torch.tensor([weight.scale for weight in weights], dtype=norms.dtype, device="cpu"), norms.device)
     median, _, _, largest = order_statistics(norms / scales).unbind()
     return {f"{of}_condition_max": largest, f"{of}_condition_median": median}
-
-
-def _known(values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """On the CPU, where it costs nothing to know, the values without those that were not measured."""
-    return {
-        name: value
-        for name, value in values.items()
-        if value.device.type != "cpu" or not len(value.isnan().reshape(1).nonzero())
-    }

@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 from ignite_monitor.checks import check_real, check_type
 from ignite_monitor.events.ledger import OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
+from ignite_monitor.keys import STEP_STATS
 from ignite_monitor.model._torch import Gone, dispatch_mode, need
 from ignite_monitor.model.device_of import device_of
-from ignite_monitor.model.devices import wide_dtype
 from ignite_monitor.model.eager import eager
 from ignite_monitor.model.optimizers import held_by
 from ignite_monitor.model.samples import is_measurable, reshard
@@ -32,23 +32,10 @@ from ignite_monitor.step_stats.memory import peak_memory, resident_memory
 from ignite_monitor.step_stats.peaks import peak_flops as known_peak
 
 
-class StepStatsHandler(Monitor):
+class StepStatsHandler(Monitor, schema=STEP_STATS):
     r"""Says how long a train step takes, and what a run should be known by: speed, memory, learning rates, weights.
 
-    ==============================  ==================================================================================
-    in ``engine.state.metrics``     meaning (0-dim tensors)
-    ==============================  ==================================================================================
-    ``step/time_ms``                how long the train step took, without loading its data
-    ``step/items_per_s``            items of the batch over that time, on this rank
-    ``step/mfu``                    model FLOPs utilisation: operations of a train step over what the device could have
-                                    made in that time; absent where its peak is not known
-    ``step/parameter_norm``         the l2 norm of all parameters together, as the train step leaves them
-    ``step/lr/group_{i}``           the learning rate of each parameter group, as the optimizer's first step used it;
-                                    where it makes none, as the train step leaves it
-    ``step/peak_memory_mb``         the most memory so far, in MiB: of tensors on CUDA, of the process on the CPU
-    ``step/reserved_memory_mb``     on CUDA: what the allocator holds now
-    ``step/resident_memory_mb``     on the CPU, where the system says it: what the process holds now
-    ==============================  ==================================================================================
+    {keys}
 
     On CUDA time is taken by events on the device, and the first three are known once these have passed: they appear
     when values come to the host, that is when a logger writes. On devices other than CPU and CUDA they are absent.
@@ -109,7 +96,7 @@ class StepStatsHandler(Monitor):
         self._clock: StepClock | None = None
         self._count: FlopCount | None = None
         self._items: float | Tensor | None = None
-        self._rates: list[Tensor] = []
+        self._rates: list[float | Tensor] = []
         self._warned = False
 
     def state_dict(self) -> OrderedDict[str, Any]:
@@ -171,9 +158,9 @@ class StepStatsHandler(Monitor):
         if not self._rates and is_own:
             self._rates = self._current_rates()
 
-    def _current_rates(self) -> list[Tensor]:
-        device = self._device
-        return [_copied(group["lr"], device) for group in self.optimizer.param_groups]
+    def _current_rates(self) -> list[float | Tensor]:
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        return [rate.detach().clone().reshape(()) if isinstance(rate, Tensor) else rate for rate in rates]
 
     @torch.no_grad()
     def _on_train_step_completed(self, engine: Engine) -> None:
@@ -185,22 +172,20 @@ class StepStatsHandler(Monitor):
             self._dtype = str(max(counts, key=lambda dtype: counts[dtype], default="")).removeprefix("torch.")
         reshard(self.model)
         parameters = [each for each in self.model.parameters() if is_measurable(each)]
-        values: dict[str, Tensor] = {
+        values: dict[str, float | Tensor] = {
             f"lr/group_{i}": rate for i, rate in enumerate(self._rates or self._current_rates())
         }
         if parameters:
             values["parameter_norm"] = gradient_norm(parameters, 2.0, None)
-        values |= {name: _number(value) for name, value in self._memory().items() if value is not None}
-        if self._clock is not None and self._device.type == "cpu":
-            values |= {name: _number(value) for name, value in self._times(self._items).items()}
+        values |= {name: value for name, value in self._memory().items() if value is not None}
         self.publish(**values)
 
-    def _times(self, items: float | Tensor | None) -> dict[str, Any]:
+    def _times(self, items: Any) -> dict[str, float]:
         """What is to be published of the time that the step took, once it is known."""
         seconds = None if self._clock is None else self._clock.seconds()
         if not seconds:
             return {}
-        values: dict[str, Any] = {"time_ms": 1e3 * seconds}
+        values = {"time_ms": 1e3 * seconds}
         if items is not None:
             values["items_per_s"] = items / seconds
         peak = self._peak()
@@ -245,29 +230,11 @@ class StepStatsHandler(Monitor):
 
     # Values on the host
 
-    def carried(self) -> list[Tensor]:
-        return [self._items] if self._is_late and isinstance(self._items, Tensor) else []
+    def extra_transfer(self) -> list[Tensor]:
+        return [self._items] if isinstance(self._items, Tensor) else []
 
-    def receive(self, carried: list[list[float]]) -> dict[str, float]:
-        if not self._is_late:
-            return {}
-        return self._times(carried[0][0] if carried else self._items)
-
-    @property
-    def _is_late(self) -> bool:
-        return self._clock is not None and bool(self.metrics) and self._device.type != "cpu"
-
-
-def _copied(rate: Any, device: torch.device) -> Tensor:
-    if isinstance(rate, Tensor):
-        return rate.detach().clone().reshape(())
-    return torch.full((), rate, dtype=wide_dtype(device), device=device)
-
-
-def _number(value: float | Tensor) -> Tensor:
-    if isinstance(value, Tensor):
-        return value.reshape(())
-    return torch.tensor(value, dtype=torch.float64, device="cpu")
+    def on_transfer(self, extra: list[list[float]]) -> dict[str, float]:
+        return self._times(extra[0][0] if extra else self._items)
 
 
 def _is_listed(device: torch.device) -> bool:

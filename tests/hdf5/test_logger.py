@@ -100,7 +100,8 @@ def test_a_monitor(path):
         monitor.log_to(logger, trainer)
         monitor.attach(trainer, Events.ITERATION_STARTED(every=3))
         trainer.add_event_handler(
-            Events.ITERATION_COMPLETED(every=3), lambda: published.append(float(monitor.metrics["grad/norm"].float()))
+            Events.ITERATION_COMPLETED(every=3),
+            lambda: published.append(float(np.float32(monitor.metrics["grad/norm"]))),
         )
         trainer.run(make_batches(90))
     read = as_lists(path)
