@@ -307,7 +307,7 @@ def test_accumulation_over_iterations_is_one_value_observation_and_event_per_ste
         on_spike=lambda engine, norm: told.append(engine.state.iteration),
     )
     recorder = train(step, make_batches(18, spikes=[] if spike is None else [spike]), monitor)
-    flagged = [] if spike is None else [i for i in range(spike, 10)]
+    flagged = [] if spike is None else list(range(spike, 10))
     published = [i % 3 == 0 or i in flagged for i in range(1, 19)]
     assert recorder.of("grad/norm") == [
         pytest.approx(norm, **CLOSE) if there else None for norm, there in zip(truth, published, strict=True)
@@ -333,7 +333,10 @@ def test_accumulation_within_an_iteration_is_one_observation_of_the_whole(flagge
         optimizer.step()
 
     monitor = GradMonitor(
-        model, optimizer, threshold=StaticThreshold(50.0), on_spike=lambda engine, _: told.append(engine.state.iteration)
+        model,
+        optimizer,
+        threshold=StaticThreshold(50.0),
+        on_spike=lambda engine, _: told.append(engine.state.iteration),
     )
     recorder = train(step, [batches[i : i + 3] for i in range(0, 12, 3)], monitor)
     assert recorder.of("grad/norm") == pytest.approx(truth, **CLOSE)
