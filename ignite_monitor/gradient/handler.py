@@ -21,6 +21,7 @@ from ignite_monitor.checks import check_count, check_real, check_type
 from ignite_monitor.events.ledger import GradientsReady, OptimizerStep
 from ignite_monitor.events.look import Look
 from ignite_monitor.events.monitor_events import MonitorEvents
+from ignite_monitor.gradient.judge import Known, NormJudge
 from ignite_monitor.gradient.skip import StepSkipper, check_skippable
 from ignite_monitor.gradient.spikes import SpikeDetector, Verdict, may_be_true
 from ignite_monitor.gradient.thresholds import CallableThreshold, MeanStdThreshold, ThresholdRule
@@ -30,7 +31,6 @@ from ignite_monitor.model.backward import in_backward, users_grad_mode
 from ignite_monitor.model.devices import move_like
 from ignite_monitor.model.optimizers import held_by
 from ignite_monitor.monitor.base import Handlers, Monitor
-from ignite_monitor.monitor.deferred_flag import DeferredFlag
 from ignite_monitor.monitor.named_values import as_published
 from ignite_monitor.monitor.ranks import all_take_part, gradient_norm, max_over_ranks, reduction_of, world_size
 
@@ -48,7 +48,11 @@ class GradMonitor(Monitor, schema=GRADIENT):
 
     With ``optimizer`` one norm per optimizer step enters the statistics, and one per spike whose step the train step
     itself leaves out; without, one per iteration. A spike enters clipped to the threshold that it exceeded, a
-    non-finite norm not at all.
+    non-finite norm not at all. With gradient accumulation over iterations flag and norm speak of each partial gradient,
+    and what is published and counted is one value per optimizer step, and per spike that the train step leaves out.
+
+    What becomes of a gradient between backward and step, clipping for one, makes no difference: the norm is that of
+    what backward has left. Gradients that no backward has made are judged when the step starts.
 
     A non-finite norm is a spike, unless a ``scaler`` looks after it: then it is an overflow, counted but not
     flagged, so that ``scaler.step()`` skips the step and ``scaler.update()`` lowers the scale.
@@ -155,15 +159,15 @@ class GradMonitor(Monitor, schema=GRADIENT):
         self._norm_attribute = re.sub(r"\W", "_", prefix) + "_norm"
         if flag == self._norm_attribute:
             raise ValueError(f"Argument flag should not be {flag!r}, where the norm stands")
-        self._detector = SpikeDetector(
+        detector = SpikeDetector(
             rule,
             max_consecutive_spikes=check_count("max_consecutive_spikes", max_consecutive_spikes, least=1),
             overflow_is_spike=self.scaler is None,
         )
+        self._judge = NormJudge(detector)
         self._skipper = StepSkipper() if skip_step else None
         self._skipped_count = torch.zeros((), dtype=torch.float64, device="cpu")
-        # Known before a tentative entry: the statistics, and how many norms are in them for sure.
-        self._window: GradientWindow[Verdict, tuple[SpikeDetector, int]] = GradientWindow()
+        self._window: GradientWindow[Verdict, Known] = GradientWindow()
         self._look: Look | None = None  # what decides on that entry
         self._where: Tensor | None = None  # whether what is published is there, where only the device knows
         self._iteration = -1  # the last one that was monitored
@@ -171,13 +175,13 @@ class GradMonitor(Monitor, schema=GRADIENT):
         self._stepped: Tensor | None = None  # and a step
         self._skipped: Tensor | None = None  # whether the step that is going on is left out
         self._is_spike: tuple[Verdict, bool] | None = None  # read on the host
-        self._known = 0
-        self._restarted = DeferredFlag()  # for restarts of the rule
         self._missing_reported = False
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Statistics and counts: tensors, dicts of tensors and a number."""
-        return OrderedDict(detector=self._detector.state_dict(), skipped_count=self._skipped_count, known=self._known)
+        return OrderedDict(
+            detector=self._judge.detector.state_dict(), skipped_count=self._skipped_count, known=self._judge.known
+        )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a saved state.
@@ -194,8 +198,8 @@ class GradMonitor(Monitor, schema=GRADIENT):
         if skipped_count.ndim:
             raise ValueError(f"Argument state_dict should hold a number as skipped_count, but given {skipped_count}")
         known = check_count("state_dict['known']", state_dict["known"])
-        self._detector.load_state_dict(state_dict["detector"])
-        self._skipped_count, self._known = skipped_count, known
+        self._judge.detector.load_state_dict(state_dict["detector"])
+        self._skipped_count, self._judge.known = skipped_count, known
         self._window.before = None
 
     # What it listens to
@@ -254,8 +258,8 @@ class GradMonitor(Monitor, schema=GRADIENT):
         gradients = backward.ledger.gradients(self.optimizer)
         if not gradients or not backward.reaches(self.optimizer):  # it reached other parameters of the model
             return
-        self._decide_tentative()
-        verdict = self._judge(gradients, backward.scale(self.scaler))
+        self._decide_tentative(gradients[0].device)
+        verdict = self._verdict(gradients, backward.scale(self.scaler))
         announce = self._window.backward(verdict, backward.shared)
         self._show(engine, verdict)
         if announce:
@@ -268,13 +272,14 @@ class GradMonitor(Monitor, schema=GRADIENT):
             if self._window.others_step_started():
                 self._show_last(engine)
             return None
-        gradients = step.ledger.gradients(self.optimizer)
+        ledger = step.ledger
         # Where optimizers make their steps inside of backward there is never a whole gradient.
-        if not gradients or not step.ledger.reduced or (self.optimizer is None and in_backward()):
+        is_whole = ledger.reduced and not (self.optimizer is None and in_backward())
+        if not is_whole or all(each.grad is None for each in ledger.own(self.optimizer)):
             self._window.close()
             self._show_last(engine)
             return None
-        taken = self._window.step_started(lambda: self._judge_by_hand(gradients, step.scale))
+        taken = self._window.step_started(lambda: self._judge_by_hand(ledger.gradients(self.optimizer), step.scale))
         self._show(engine, taken.verdict)
         if taken.enters:
             self._announce(engine, taken.verdict)
@@ -293,7 +298,7 @@ class GradMonitor(Monitor, schema=GRADIENT):
             made = self._was_made(step.optimizer, taken.verdict)
             self._stepped = made if self._stepped is None else self._stepped | made
             if self.optimizer is not None and taken.enters:
-                self._observe(taken.verdict)
+                self._judge.observe(taken.verdict)
         return None if self._skipper is None else self._skipper.restore
 
     def _on_train_step_completed(self, engine: Engine) -> None:
@@ -313,13 +318,13 @@ class GradMonitor(Monitor, schema=GRADIENT):
             elif self.optimizer is not None:
                 where = flagged
             if self.optimizer is not None and may_be_true(flagged):
-                self._window.before = (copy.copy(self._detector), self._known)
-                self._observe(newest, flagged)
+                self._window.before = self._judge.known_now()
+                self._judge.observe(newest, flagged)
             self._announce(engine, newest)
         if verdict is None:
             return
         if self.optimizer is None:
-            self._observe(verdict)
+            self._judge.observe(verdict)
             self._window.close()
         self._show(engine, verdict)
         if where is None or may_be_true(where):
@@ -330,45 +335,34 @@ class GradMonitor(Monitor, schema=GRADIENT):
 
     # Its parts
 
-    def _judge(self, gradients: list[Tensor], scale: Tensor | None) -> Verdict:
+    def _verdict(self, gradients: list[Tensor], scale: Tensor | None) -> Verdict:
         norm = gradient_norm(gradients, self.norm_type, self._reduction)
         if scale is not None:
             norm = norm / scale.to(norm.device)
         if self._skipped_count.device != norm.device:
             self._skipped_count = move_like(self._skipped_count, norm)
         self._seen = True
-        return self._detector.judge(norm)
+        return self._judge.detector.judge(norm)
 
     def _judge_by_hand(self, gradients: list[Tensor], scale: Tensor | None) -> Verdict:
         if self._window.before is not None:  # the norm enters in place of the tentative entry
-            self._detector, self._known = self._window.before
+            self._judge.go_back(self._window.before)
             self._window.before = None
-        return self._judge(gradients, scale)
+        return self._verdict(gradients, scale)
 
-    def _decide_tentative(self) -> None:
+    def _decide_tentative(self, device: torch.device) -> None:
         if self._window.before is None:
             return
         look, self._look = self._look, None
-        grows = None if look is None else look.grows
-        if grows is not None and world_size() > 1 and all_take_part(self.model):
+        found = None if look is None else look.grows
+        grows = torch.zeros((), dtype=torch.bool, device=device) if found is None else found
+        if world_size() > 1 and all_take_part(self.model):
             grows = max_over_ranks(grows.to(torch.float32)) > 0
         # Only who has been told of a spike, and has thus waited for it, waits here.
-        on_cpu = grows is None or grows.device.type == "cpu" or self._window.announced
-        does_grow = on_cpu and grows is not None and bool(grows)
-        before = self._window.decided(is_new=not does_grow)
-        if before is not None and grows is not None:
-            self._detector.go_back(before[0], grows)
-            self._known = before[1] if does_grow else self._known
-
-    def _observe(self, verdict: Verdict, when: Tensor | None = None) -> None:
-        restarts = self._detector.restarts
-        self._detector.observe(verdict, when)
-        if self._detector.restarts is not restarts:
-            self._restarted.set(self._detector.restarts > restarts)
-        if verdict.norm.device.type == "cpu":
-            self._known += may_be_true(~verdict.nonfinite if when is None else when & ~verdict.nonfinite)
-        elif when is None:
-            self._known += 1
+        known = grows.device.type == "cpu" or self._window.announced
+        before = self._window.decided(is_new=known and not bool(grows))
+        if before is not None:
+            self._judge.go_back(before, grows)
 
     def _was_made(self, optimizer: Optimizer, verdict: Verdict) -> Tensor:
         skipped, self._skipped = self._skipped, None
@@ -389,23 +383,11 @@ class GradMonitor(Monitor, schema=GRADIENT):
             self._show(engine, self._window.last.verdict)
 
     def _publish_verdict(self, verdict: Verdict, where: Tensor | None) -> None:
-        norm = verdict.norm
-        values = {
-            "norm": norm,
-            "spike": verdict.spike.to(norm.dtype),
-            "stepped": (torch.zeros_like(verdict.spike) if self._stepped is None else self._stepped).to(norm.dtype),
-            "spike_count": self._detector.spike_count,
+        stepped = torch.zeros_like(verdict.spike) if self._stepped is None else self._stepped
+        values = self._judge.statistics(verdict) | {
+            "stepped": stepped.to(verdict.norm.dtype),
             "skipped_count": self._skipped_count,
-            "nonfinite_count": self._detector.nonfinite_count,
         }
-        # What there is not yet is left out. What lies on the CPU can be looked at without waiting for anything.
-        for name, value, least in (
-            ("threshold", verdict.threshold, self._detector.rule.warmup),
-            ("mean", verdict.mean, 1),
-            ("std", verdict.std, 2),
-        ):
-            if may_be_true(value.isfinite()) if value.device.type == "cpu" else self._known >= least:
-                values[name] = value
         self.retract()
         if where is not None and where.device.type != "cpu":
             values = {name: torch.where(where, value, math.nan) for name, value in values.items()}
@@ -442,11 +424,11 @@ class GradMonitor(Monitor, schema=GRADIENT):
             self._source.fire(MonitorEvents.SPIKE_DETECTED)
 
     def _report_restarts(self, wait: bool) -> None:
-        if self._restarted.take(wait):
+        if self._judge.has_restarted(wait):
             self.logger.warning(
                 "%s: %d spikes in a row mean that the gradient norm has a new level: the rule starts afresh from it",
                 self.prefix,
-                self._detector.max_consecutive_spikes,
+                self._judge.detector.max_consecutive_spikes,
             )
 
     def _report_missing(self, engine: Engine) -> None:

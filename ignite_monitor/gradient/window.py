@@ -10,26 +10,27 @@ whatever becomes of the gradient before the step. In an iteration a window is in
 - ASIDE: that backward reached other monitored models too, and another optimizer has made its step with it: it is this
   one's leftover, unless this one makes its step in the same iteration.
 
-====================  ===========================  ===========================  =====================  ================
-event                  CLOSED                       LEFT                         OPEN                    ASIDE
-====================  ===========================  ===========================  =====================  ================
-iteration started      CLOSED                       LEFT                         LEFT                    CLOSED
-- after unseen ones    CLOSED                       CLOSED                       CLOSED                  CLOSED
-backward               judge; OPEN                  judge; OPEN                  judge; OPEN             judge; OPEN
-- in a step (1)        judge                        judge                        judge                   judge
-another one's step     CLOSED                       LEFT                         ASIDE if shared (2)     ASIDE
-own step               judge, or take the last (3)  judge, or take the last (3)  take the newest         take the newest
-- without a gradient   CLOSED                       CLOSED                       CLOSED                  CLOSED
-own step completed     the verdict that was taken enters the statistics (4); CLOSED
-train step returned    publish the last             publish the last             publish the newest (5)  publish the last
-====================  ===========================  ===========================  =====================  ================
+====================  =================  =================  ===================  ================
+event                 CLOSED             LEFT               OPEN                 ASIDE
+====================  =================  =================  ===================  ================
+iteration started     CLOSED             LEFT               LEFT                 CLOSED
+… after unseen ones   CLOSED             CLOSED             CLOSED               CLOSED
+backward              judge; OPEN        judge; OPEN        judge; OPEN          judge; OPEN
+… in an own step (1)  judge              judge              judge                judge
+another one's step    CLOSED             LEFT               if shared (2) ASIDE  ASIDE
+own step              judge or last (3)  judge or last (3)  take the newest      take the newest
+… without a gradient  CLOSED             CLOSED             CLOSED               CLOSED
+… completed (4)       CLOSED             CLOSED             CLOSED               CLOSED
+train step returned   publish the last   publish the last   publish newest (5)   publish the last
+====================  =================  =================  ===================  ================
 
 1. In an own step that has taken its verdict: what a closure evaluates after its first time.
 2. If the newest backward reached other monitored models too.
 3. The verdict that the last own step of this iteration took, if that was of a backward; it does not enter again. Else
    the step uses gradients set by hand, or left from an earlier iteration, and they are judged, each time.
-4. In place of a tentative entry. Where there is no optimizer of its own, every optimizer that shares parameters makes
-   own steps, and one verdict per iteration enters, when the train step returns: that which is published.
+4. The verdict that the step took enters the statistics, in place of a tentative entry. A monitor that is given no
+   optimizer has every optimizer that shares parameters for its own, and one verdict per iteration enters, when the
+   train step returns: that which is published.
 5. If there was no own step in this iteration, or the newest verdict is a spike and of a backward that reached no other
    monitored model, else the last. It enters tentatively if it is a spike or not finite, and is else not published: it
    is of a gradient that more is to be added to.

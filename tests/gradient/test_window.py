@@ -307,7 +307,7 @@ def test_accumulation_over_iterations_is_one_value_observation_and_event_per_ste
         on_spike=lambda engine, norm: told.append(engine.state.iteration),
     )
     recorder = train(step, make_batches(18, spikes=[] if spike is None else [spike]), monitor)
-    flagged = [] if spike is None else [i for i in range(spike, 10)]
+    flagged = [] if spike is None else list(range(spike, 10))
     published = [i % 3 == 0 or i in flagged for i in range(1, 19)]
     assert recorder.of("grad/norm") == [
         pytest.approx(norm, **CLOSE) if there else None for norm, there in zip(truth, published, strict=True)
