@@ -219,7 +219,7 @@ def _never(tag: str, tensor: Tensor) -> bool:
 def _by_head(tensor: Tensor, enable_gqa: bool) -> Tensor:
     """Of shape (heads, batch, positions, features); as in ``attention_entropy``, few dimensions are of one head."""
     if tensor.ndim < 4:
-        place = 0 if enable_gqa else -3
+        dim = 0 if enable_gqa else -3
         for _ in range(4 - tensor.ndim):
-            tensor = tensor.unsqueeze(place)
+            tensor = tensor.unsqueeze(dim)
     return tensor.movedim(-3, 0).flatten(1, -3)

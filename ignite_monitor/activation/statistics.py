@@ -24,7 +24,7 @@ _SHARED = 1e8
 
 
 def unit_dimension(shape: Sequence[int]) -> int | None:
-    """The dimension whose places are the units of an activation.
+    """The dimension whose indices are the units of an activation.
 
     That of the features, which is the last one, and in tensors with four and more dimensions that of the channels,
     which is the second; None where there is but a batch.
@@ -55,7 +55,7 @@ def sum_up(stacks: Sequence[tuple[Tensor, int | None]]) -> tuple[Tensor, list[Te
 
     Args:
         stacks: tensors of shape (tensors, ...) on one device, without a gradient, with elements; and the dimension of
-            the units in each of theirs, None for a single unit.
+            the units in each, None for a single unit.
 
     Returns:
         Sums, of shape (tensors, 7): the number of elements, that of vectors along the last dimension, the sums of the
@@ -104,7 +104,7 @@ def _sums_of_piece(tensors: Tensor) -> Tensor:
 
 def _units(tensors: Tensor, unit: int | None) -> Tensor:
     """The largest absolute value of each unit."""
-    rest = [place for place in range(1, tensors.ndim) if unit is None or place != unit + 1]
+    rest = [dim for dim in range(1, tensors.ndim) if unit is None or dim != unit + 1]
     # Not the norm for p = inf, which takes fifty times as long on the CPU.
     units = torch.maximum(tensors.amax(rest), tensors.amin(rest).neg()) if rest else tensors.abs()
     wide = wide_dtype(tensors.device)

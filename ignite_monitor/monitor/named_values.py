@@ -48,18 +48,12 @@ def joined(parts: Sequence[NamedValues]) -> NamedValues:
 
 def is_on_host(values: Tensor) -> bool:
     """Whether nobody has to wait to read the values."""
-    return values.device.type == "cpu"
+    return values.is_cpu
 
 
-def as_published(value: Tensor) -> Tensor | float | bool:
+def as_published(value: Tensor) -> Any:
     """A 0-dim tensor as users get it: a Python number, or the tensor where they would have to wait for one."""
-    return number_of(value) if is_on_host(value) else value
-
-
-def number_of(value: Tensor) -> float | bool:
-    """A 0-dim tensor that is on the host as a Python number."""
-    number: Any = value.tolist()
-    return number if isinstance(number, bool) else float(number)
+    return value.tolist() if is_on_host(value) else value
 
 
 def transfer(groups: Sequence[Sequence[Tensor]]) -> list[list[list[float]]]:

@@ -7,14 +7,14 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ignite.base import Serializable
 from ignite.engine import Engine
 from torch import Tensor
 
 from ignite_monitor.monitor import named_values
-from ignite_monitor.monitor.named_values import NamedValues, transfer
+from ignite_monitor.monitor.named_values import NamedValues, as_published, transfer
 from ignite_monitor.schema import Schema
 
 
@@ -75,7 +75,7 @@ class Publisher(Serializable):
             if not isinstance(value, Tensor):
                 numbers[name] = float(value)
             elif named_values.is_on_host(value):
-                numbers[name] = float(named_values.number_of(value))
+                numbers[name] = float(as_published(value))
             else:
                 tables.append(NamedValues([name], value.reshape(1)))
         self._put_numbers(numbers)
@@ -113,9 +113,12 @@ class Publisher(Serializable):
                 self._waiting.append(table)
                 self._put(dict(zip(table.names, table.values.unbind(), strict=True)))
         if not self._waiting:
-            _bring_to_host([self])
+            extra: list[Any] = [tensor.flatten().tolist() for tensor in self.extra_transfer()]
+            self._put_numbers(self.on_transfer(extra))
 
     def _put_numbers(self, numbers: dict[str, float]) -> None:
+        if not numbers:
+            return
         if not math.isfinite(sum(numbers.values())):
             absent = self.schema.absent(numbers)
             shown = {self._named(name) for name in absent} & self.metrics.keys()

@@ -31,7 +31,7 @@ class RankReduction:
         self._slots: list[Slot] = []
         self._agreed = False
         self._news = DeferredFlag()
-        self._places: dict[tuple[str, tuple[Slot, ...]], Tensor] = {}
+        self._index: dict[tuple[str, tuple[Slot, ...]], Tensor] = {}
 
     def __call__(self, sums: Rows, maxima: Rows, device: torch.device) -> tuple[Rows, Rows]:
         """The rows of all ranks.
@@ -63,7 +63,7 @@ class RankReduction:
         kinds = list(dict.fromkeys(slot[:2] for slot in union))
         self._slots = sorted(union, key=lambda slot: kinds.index(slot[:2]))
         self._agreed = True
-        self._places.clear()
+        self._index.clear()
 
     def _arranged(self, how: str, own: list[Slot], rows: Rows, missing: float, device: torch.device) -> Tensor:
         """This rank's numbers, flat, where all ranks have them."""
@@ -73,8 +73,8 @@ class RankReduction:
         if own == slots:
             return torch.cat(flat) if flat else torch.zeros(0, dtype=wide, device=device)
         key = (how, tuple(own))
-        places = self._places.get(key)
-        if places is None:
+        index = self._index.get(key)
+        if index is None:
             starts, start = {}, 0
             for slot in own:
                 starts[slot] = start
@@ -86,9 +86,9 @@ class RankReduction:
                 else nowhere.expand(slot[3])
                 for slot in slots
             ]
-            places = upload(torch.cat([nowhere[:0], *parts]), device)
-            self._places = {key: places} if len(self._places) > 8 else self._places | {key: places}
-        return torch.cat([*flat, torch.full((1,), missing, dtype=wide, device=device)])[places]
+            index = upload(torch.cat([nowhere[:0], *parts]), device)
+            self._index = {key: index} if len(self._index) > 8 else self._index | {key: index}
+        return torch.cat([*flat, torch.full((1,), missing, dtype=wide, device=device)])[index]
 
     def _rows(self, how: str, flat: Tensor) -> Rows:
         rows: Rows = {}
