@@ -90,24 +90,23 @@ class LayerChanges(LayerCalls):
         The size is the same on every rank, whatever that has reached, and so is the number of collectives.
         """
         device = self._sums[0][1].device if self._sums else device
-        shape = (2, len(self._rows), _PLACES)
-        both = torch.zeros(shape, dtype=wide_dtype(device), device=device)
-        counts = torch.zeros(shape[1:], dtype=both.dtype, device="cpu")
-        index: list[int] = []
-        for cells, _, count in self._sums:
-            for name, place in cells:
-                index.append(self._rows[name] * _PLACES + place)
-                counts[self._rows[name], place] += count
-        if index:
-            totals = torch.cat([move_like(each, both) for _, each, _ in self._sums])
-            both[0].view(-1).index_add_(0, upload(torch.tensor(index, device="cpu"), device), totals)
-        for name in incomplete:
-            counts[self._rows[name]] = 0
-        both[1] = upload(counts, device)
-        both[0] = torch.where(both[1] > 0, both[0], 0.0)
+        size, dtype = len(self._rows) * _PLACES, wide_dtype(device)
+        left_out = {self._rows[name] for name in incomplete}
+        cells = [[self._rows[name] * _PLACES + place for name, place in each] for each, _, _ in self._sums]
+        counts = [0] * size
+        for each, (_, _, count) in zip(cells, self._sums, strict=True):
+            for cell in each:
+                counts[cell] += count if cell // _PLACES not in left_out else 0
+        both = torch.zeros(2, size, dtype=dtype, device=device)
+        both[1] = upload(torch.tensor(counts, dtype=dtype, device="cpu"), device)
+        if self._sums:
+            index = upload(torch.tensor([cell for each in cells for cell in each], device="cpu"), device)
+            both[0].index_add_(0, index, torch.cat([move_like(totals, both) for _, totals, _ in self._sums]))
+            both[0] = torch.where(both[1] > 0, both[0], 0.0)
         if world_size() == 1:
-            return both[0] / both[1], {(row, place) for row, place in counts.nonzero().tolist()}
-        both = sum_over_ranks(both)
-        return both[0] / both[1], {
-            (self._rows[name], place) for name, layer in self.layers.items() for place in range(layer.places)
-        }
+            measured = {cell for cell, count in enumerate(counts) if count}
+        else:
+            both = sum_over_ranks(both)
+            layers = enumerate(self.layers.values())
+            measured = {row * _PLACES + place for row, layer in layers for place in range(layer.places)}
+        return (both[0] / both[1]).view(-1, _PLACES), {divmod(cell, _PLACES) for cell in measured}

@@ -124,7 +124,9 @@ class ReferenceMonitor(Monitor):
 
     def _may_add(self) -> bool:
         """Whether all ranks are here; warns if not."""
-        together = all_take_part(self.model)
+        # A wrapper may be around a parametrization's model.
+        around = None if self._passes is None else self._passes.outermost()
+        together = all_take_part(self.model) and (around is None or all_take_part(around))
         if not together:
             self._warn("ranks may have run out of data under join(), so nothing is published of forward passes")
         return together

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from operator import is_
 from typing import Any
@@ -37,7 +38,8 @@ class ReferencePasses:
 
     Attributes:
         incomplete: names of which a call could not be compared since :meth:`watched` began.
-        seen: whether a pass has ever been compared.
+        seen: whether a pass has been compared.
+        outermost: of the newest pass, the module that was called from outside, a wrapper of the model.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class ReferencePasses:
         self._paused = 0
         self.incomplete: set[str] = set()
         self.seen = False
+        self.outermost: weakref.ref[nn.Module] = weakref.ref(reference.root)
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -128,9 +131,10 @@ class ReferencePasses:
             or is_transformed(
                 each for each in (*args, *kwargs.values(), *module.parameters()) if isinstance(each, Tensor)
             )
-            or _is_nested(module)
+            or (around := _modules_around()).count(module) > 1
         ):
             return
+        self.outermost = weakref.ref(around[-1])
         self._forget()  # a pass that has raised an error
         current = self._run(args, kwargs)
         if current is None:
@@ -194,7 +198,7 @@ class ReferencePasses:
         current = self._current
         if current is None or module is not self._reference.root:
             return
-        if here.running or in_backward() or _is_nested(module):
+        if here.running or in_backward() or _modules_around().count(module) > 1:
             return
         self._forget()
         for name in current.unpaired():
@@ -257,9 +261,11 @@ class _Hook(ModuleHook):
         self._function(*given)
 
 
-def _is_nested(module: nn.Module) -> bool:
-    frame, calls = sys._getframe(), 0
+def _modules_around() -> list[nn.Module]:
+    """The modules whose forward passes are going on, the innermost first."""
+    frame, found = sys._getframe(), []
     while frame.f_back is not None:
         frame = frame.f_back
-        calls += frame.f_code is module_call and frame.f_locals["self"] is module
-    return calls > 1
+        if frame.f_code is module_call:
+            found.append(frame.f_locals["self"])
+    return found

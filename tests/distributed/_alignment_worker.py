@@ -10,6 +10,7 @@ from ignite.engine import Engine, Events
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ignite_monitor import RCCHandler
 from ignite_monitor.scaling import AlignmentHandler, MaxPScheduler, parametrize
 from tests.distributed._launch import WORLD, run_scenarios
 
@@ -74,7 +75,38 @@ def train_sharded(rank):
     return train(rank, wrap=shard)
 
 
-SCENARIOS = {"ddp": train, "own_seeds": train_with_own_seeds, "fsdp": train_sharded}
+def train_until_data_runs_out(rank):
+    """Under join() rank 1 has two batches more, and the parametrization does not know of the wrapper."""
+    torch.manual_seed(0)
+    parametrization = parametrize(make_net, (8, 16), sample_input=torch.zeros(1, 6), lr_prefactor=0.1)
+    model = DistributedDataParallel(parametrization.model)
+    optimizer = torch.optim.Adam(parametrization.param_groups)
+    published = []
+
+    def train_step(_, batch):
+        optimizer.zero_grad()
+        F.mse_loss(model(batch[0]), batch[1]).backward()
+        optimizer.step()
+
+    engine = Engine(train_step)
+    for handler in (
+        AlignmentHandler(parametrization),
+        MaxPScheduler(parametrization, optimizer),
+        RCCHandler(parametrization.model),
+    ):
+        handler.attach(engine)
+    engine.add_event_handler(Events.ITERATION_COMPLETED, lambda e: published.append(sorted(e.state.metrics)))
+    with model.join():
+        engine.run(batches()[: 2 + 2 * rank], max_epochs=1)
+    return {"published": published}
+
+
+SCENARIOS = {
+    "ddp": train,
+    "own_seeds": train_with_own_seeds,
+    "fsdp": train_sharded,
+    "join": train_until_data_runs_out,
+}
 
 if __name__ == "__main__":
     run_scenarios(SCENARIOS)

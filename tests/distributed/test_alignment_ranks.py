@@ -25,3 +25,10 @@ def test_both_ranks_publish_what_one_process_does(ranks, scenario, reference):
     assert any(name.startswith("alignment/dZ_w0/") for name in whole[-1])
     for i in range(COUNT):
         assert first["published"][i] == pytest.approx(whole[i], rel=1e-3), i
+
+
+def test_ranks_that_have_run_out_of_data_are_not_waited_for(ranks):
+    """Learning rates stay as they are, and what takes all ranks is absent."""
+    results = ranks("join")
+    assert [len(each["published"]) for each in results] == [2, 4]
+    assert {name.split("/")[0] for each in results for names in each["published"] for name in names} == {"maxp"}
