@@ -29,7 +29,7 @@ from ignite_monitor.checks import check_type
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.model.device_of import device_of
 from ignite_monitor.model.devices import move_like
-from ignite_monitor.model.eager import eager
+from ignite_monitor.model.eager import Eager
 from ignite_monitor.model.names import named_parameters, tags
 from ignite_monitor.model.optimizers import parameters_of
 from ignite_monitor.model.selection import Pattern, Selection
@@ -270,7 +270,8 @@ class ActivationHandler(Monitor):
         if self._metrics["gradient"]:
             self._gradients = GradientMetrics(self._parameters, self._metrics["gradient"])
         self._forward.start()
-        around = [eager(), *self._forward.contexts()]
+        reference = () if self._reference is None else (self._reference.module,)
+        around = [Eager(self.model, *reference), *self._forward.contexts()]
         if self._comparison is not None and self._passes is not None:
             self._comparison.start(Measured("activation_difference", self._metrics["activation_difference"]))
             around.append(self._passes.watched())

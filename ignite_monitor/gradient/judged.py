@@ -48,7 +48,7 @@ class JudgedGradient:
         self.statistics: dict[str, Tensor] = {}
         self._versions = self._latest = _versions(tensors)
         # Of DTensors the counters of the whole, which backward passes leave alone.
-        self._wholes = [tensor._version for tensor in tensors] if any_sharded(tensors) else None
+        self._wholes = list(map(own_version, tensors)) if any_sharded(tensors) else None
         self._replaced: bool | None = None  # whether the next backward has found something else in its place
         self._is_spike: bool | None = None
 
@@ -56,7 +56,9 @@ class JudgedGradient:
         """Take for its own what :meth:`changes` has found last."""
         self._versions = self._latest
         if self._wholes is not None:
-            self._wholes = [0 if own is None else own._version for own in (reference() for reference in self._tensors)]
+            self._wholes = [
+                0 if own is None else own_version(own) for own in (reference() for reference in self._tensors)
+            ]
 
     def backward_started(self, parameter: Tensor) -> None:
         """A backward has accumulated into the first parameter it has got to."""

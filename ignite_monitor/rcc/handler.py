@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.model.device_of import device_of
 from ignite_monitor.model.devices import move_like, upload, wide_dtype
-from ignite_monitor.model.eager import eager
+from ignite_monitor.model.eager import Eager
 from ignite_monitor.model.names import tags
 from ignite_monitor.model.selection import Pattern, Selection
 from ignite_monitor.model.structure import is_layer
@@ -176,7 +176,9 @@ class RCCHandler(Monitor):
         return [(MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed)]
 
     def contexts(self) -> list[AbstractContextManager[Any]]:
-        return [eager(), self._passes.watched()] if self._is_running else []
+        if not self._is_running:
+            return []
+        return [Eager(self.model, self._reference.module), self._passes.watched()]
 
     def start_iteration(self, engine: Engine) -> None:
         self._changes.norms = []

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ignite_monitor.model._torch import buffers_in, modules_in, parameters_in
+from ignite_monitor.model._torch import version as version_of
 from ignite_monitor.model.devices import wide_dtype
 from ignite_monitor.model.forward import before_forward
 from ignite_monitor.model.linear_maps import feature_dim, is_plain, linear_map
@@ -281,7 +282,7 @@ class _Evaluated(_Layer):
             _check(x, reference_x)
             with torch.no_grad(), _without_autocast(x):
                 norms = [*self._of(2, _wide(x)), *self._of(3, _wide(x) - _wide(reference_x))]
-        return norms, None if crossed is None else crossed.detach(), x, None if x is None else x._version
+        return norms, None if crossed is None else crossed.detach(), x, None if x is None else version_of(x)
 
     def leave(self, output: Any, entered: Any, kept: list[Tensor | None]) -> Norms:
         norms: Norms = entered[0]
@@ -289,7 +290,7 @@ class _Evaluated(_Layer):
         output, reference_output = _first((output,), {}), kept[1]
         if output is None or crossed is None or reference_output is None:
             raise NotComparableError("no floating-point tensor is in its output")
-        if x is not None and x._version != version:
+        if x is not None and version_of(x) != version:
             raise NotComparableError("it changes its input in place")
         _check(output, crossed)
         _check(output, reference_output)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ignite_monitor.model.aside import aside, is_plain
 from ignite_monitor.model.device_of import device_of
 from ignite_monitor.model.devices import move_like, upload, wide_dtype
-from ignite_monitor.model.eager import eager
+from ignite_monitor.model.eager import Eager
 from ignite_monitor.model.linear_maps import CONVOLUTIONS, TRANSPOSED, feature_dim, linear_map
 from ignite_monitor.model.precision import full_precision
 from ignite_monitor.model.structure import modules_by_name
@@ -59,7 +59,7 @@ class AlignmentMeasurement:
     def contexts(self) -> list[AbstractContextManager[Any]]:
         """What to have around a train step in which to measure."""
         self._watched += 1
-        return [eager(), self.passes.watched()]
+        return [Eager(self._reference.root, self._reference.module), self.passes.watched()]
 
     def ended(self) -> None:
         """The run has ended: warn if it had nothing to measure."""

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ignite_monitor.model._torch import buffers_in
-from ignite_monitor.model.eager import eager
+from ignite_monitor.model.eager import Eager
 
 
 def run(model: nn.Module, sample_input: Any) -> Any:
@@ -36,7 +36,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
     numpy = sys.modules.get("numpy")
     numpy_state = None if numpy is None else numpy.random.get_state()
     try:
-        with torch.random.fork_rng(cuda), torch.no_grad(), eager():
+        with torch.random.fork_rng(cuda), torch.no_grad(), Eager(model):
             model.eval()
             yield
     finally:

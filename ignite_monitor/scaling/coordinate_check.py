@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ignite_monitor.checks import check_count, check_type
-from ignite_monitor.model.eager import eager
+from ignite_monitor.model.eager import Eager
 from ignite_monitor.model.structure import is_layer
 from ignite_monitor.reference.passes import ReferencePasses
 from ignite_monitor.reference.reference import Reference
@@ -157,7 +157,7 @@ def _train(
         _seed(seed, step)
         batch = make_batch(width)
         with ExitStack() as stack:
-            stack.enter_context(eager())
+            stack.enter_context(Eager())
             stack.enter_context(passes.watched())
             train_step(model, optimizer, batch)
         found = outputs.take()
