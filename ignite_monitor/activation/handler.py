@@ -25,7 +25,6 @@ from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import ACTIVATION
 from ignite_monitor.model.device_of import device_of
 from ignite_monitor.model.devices import move_like
-from ignite_monitor.model.eager import eager
 from ignite_monitor.model.names import named_parameters, tags
 from ignite_monitor.model.optimizers import parameters_of
 from ignite_monitor.model.selection import Pattern, Selection
@@ -222,7 +221,7 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
             self._gradients = GradientMetrics(self._parameters, self._metrics["gradient"])
         self._forward.start()
         with contextlib.ExitStack() as stack:
-            for context in [eager(), *self._forward.contexts(), *super().contexts()]:
+            for context in [self._eager(), *self._forward.contexts(), *super().contexts()]:
                 stack.enter_context(context)
             yield
 

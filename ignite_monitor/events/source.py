@@ -28,6 +28,7 @@ from ignite_monitor.model._torch import (
     queue_callback,
 )
 from ignite_monitor.model.backward import users_grad_mode
+from ignite_monitor.model.eager import out_of_compiler, untraced
 
 # How often the callback at the end of backward queues itself anew, so as to run after those of
 # DistributedDataParallel: its reduction takes one callback, and with a static graph one that queues another.
@@ -316,6 +317,7 @@ class EventSource:
         source = weakref.ref(self)
         key = id(entry.model)
         current_task = backward_number
+        _on_first_gradient = out_of_compiler(EventSource._on_first_gradient)
         last_task = -1
         note: Callable[[int], None] = _ignore
 
@@ -326,17 +328,17 @@ class EventSource:
                 last_task = task
                 owner = source()
                 is_running = owner is not None and owner.running
-                note = owner._on_first_gradient(task, key) if is_running and owner is not None else _ignore
+                note = _on_first_gradient(owner, task, key) if is_running and owner is not None else _ignore
             note(id(parameter))
 
-        return hook
+        return untraced(hook)
 
     def _on_first_gradient(self, task: int, key: int) -> Callable[[int], None]:
         """The first gradient of a model in a backward; what takes in the ids of the parameters it reaches."""
         is_known = task in self._tasks
         reached = self._tasks.setdefault(task, {}).setdefault(key, set())
         if not is_known:
-            _queue_end(weakref.ref(self), task, _HOPS)
+            untraced(_end_backward)(weakref.ref(self), task, _HOPS)
         return reached.add
 
     def _on_gradients_ready(self, task: int) -> None:
@@ -410,13 +412,9 @@ def _ignore(_: int) -> None:
     pass
 
 
-def _queue_end(source: weakref.ref[EventSource], task: int, hops: int) -> None:
-    # A callback that queued itself would hold itself: a cycle for the garbage collector in every backward.
-    def backward_ended() -> None:
-        owner = source()
-        if hops > 1:
-            _queue_end(source, task, hops - 1)
-        elif owner is not None:
-            owner._on_gradients_ready(task)
-
-    queue_callback(backward_ended)
+def _end_backward(source: weakref.ref[EventSource], task: int, hops: int) -> None:
+    owner = source()
+    if hops:
+        queue_callback(functools.partial(_end_backward, source, task, hops - 1))
+    elif owner is not None:
+        out_of_compiler(EventSource._on_gradients_ready)(owner, task)

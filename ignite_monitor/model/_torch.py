@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import pkgutil
 import sys
 import warnings
@@ -19,6 +20,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+_logger = logging.getLogger(__name__)
 
 
 class Gone:
@@ -348,6 +351,54 @@ def storage_owners(storage: Any) -> int | None:
 
 # What tensors are in: tracing a model and multiplying the parts of an output need it.
 pytree = _find("torch.utils._pytree")
+
+# Compiled functions
+
+# What is to run eagerly, innermost last, and what the user's own stance is.
+_eager: list[Callable[[Any, tuple[Any, ...], dict[str, Any]], bool]] = []
+
+
+@contextlib.contextmanager
+def eager_where(wanted: Callable[[Any, tuple[Any, ...], dict[str, Any]], bool]) -> Iterator[None]:
+    """While it lasts, compiled functions run eagerly where that is wanted of them and their arguments.
+
+    Without the names, all do; a warning says so.
+    """
+    frames = _find("torch._dynamo.eval_frame")
+    decide, stance = getattr(frames, "_callback_from_stance", None), getattr(frames, "_stance", None)
+    if decide is None or stance is None:
+        _logger.warning(
+            "In a monitored iteration all that is compiled runs eagerly: this torch can't tell models apart"
+        )
+    _eager.append(wanted)
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            if decide is None or stance is None or len(_eager) > 1:
+                yield
+                return
+
+            def decide_by_function(callback: Any) -> Any:
+                call = sys._getframe(1).f_locals
+                if callback is None or callback is False or "fn" not in call:
+                    return decide(callback)
+                function, args, kwargs = call["fn"], call.get("args", ()), call.get("kwargs", {})
+                answers = [each(function, args, kwargs) for each in _eager]  # each wants to be asked
+                if any(answers):
+                    return decide(callback)
+                forced, frames._stance = frames._stance, stance  # as it would be without us
+                try:
+                    return decide(callback)
+                finally:
+                    frames._stance = forced
+
+            frames._callback_from_stance = decide_by_function
+            try:
+                yield
+            finally:
+                frames._callback_from_stance = decide
+    finally:
+        _eager.remove(wanted)
+
 
 # Ignite's engines
 

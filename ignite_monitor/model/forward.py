@@ -72,22 +72,17 @@ def running_module() -> nn.Module | None:
     return None
 
 
-def _nothing(*_: Any) -> None:
-    pass
-
-
-def _no_hook() -> Callable[..., Any]:
-    return _nothing
-
-
 class ModuleHook:
-    """A hook in whose place there is one that does nothing in deep copies of its modules."""
+    """A hook in whose place there is one that does nothing in deep copies of its modules, and where they are saved.
+
+    That one is Python's own, so that what is saved can be loaded without this package.
+    """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        return _nothing
+        return contextlib.nullcontext().__exit__
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[()]]:
-        return _no_hook, ()
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return getattr, (contextlib.nullcontext(), "__exit__")
 
 
 class _Hook(ModuleHook):

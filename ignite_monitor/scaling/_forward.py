@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ignite_monitor.model._torch import buffers_in
-from ignite_monitor.model.eager import eager
+from ignite_monitor.model.eager import Eager
 from ignite_monitor.reference.rng import cuda_devices, drawn_again, generators_of
 
 
@@ -32,7 +32,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
     values = [(buffer, buffer.clone()) for _, _, held in attributes for buffer in held.values() if buffer is not None]
     generators = [each for module in model.modules() for each in generators_of(module).values()]
     try:
-        with drawn_again(cuda_devices(), generators), torch.no_grad(), eager():
+        with drawn_again(cuda_devices(), generators), torch.no_grad(), Eager(model):
             model.eval()
             yield
     finally:

@@ -29,6 +29,11 @@ class FlopCount(DispatchMode):
         self.counts: Counter[torch.dtype] = Counter()
         self._formulas = _CPU | flop_counter.flop_registry
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """What is compiled can be compiled while this mode is on, and is not counted."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = [each for each in args if isinstance(each, Tensor)]

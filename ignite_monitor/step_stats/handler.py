@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,7 +19,7 @@ from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import STEP_STATS
 from ignite_monitor.model._torch import Gone, dispatch_mode, need
 from ignite_monitor.model.device_of import device_of
-from ignite_monitor.model.eager import eager
+from ignite_monitor.model.eager import Eager
 from ignite_monitor.model.optimizers import held_by
 from ignite_monitor.model.samples import is_measurable, reshard
 from ignite_monitor.model.sharding import check_whole
@@ -43,8 +43,9 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
     **FLOPs.** Where the peak is known or given, the operations of one train step are counted, the first that is
     monitored, by the formulas of ``torch.utils.flop_counter``: forward and backward, recomputation by activation
     checkpointing included. Compiled models run eagerly in it, and the first three values are absent, since counting
-    slows it down. The count stands for all later steps, so batches should be alike. The peak is that of dense matrix
-    products in the dtype that most operations are made in.
+    slows it down. What else is compiled, an optimizer's step or a function of a library's, can't be counted: a warning
+    names it, and ``step/mfu`` is absent. The count stands for all later steps, so batches should be alike. The peak is
+    that of dense matrix products in the dtype that most operations are made in.
 
     Args:
         model: the model, as the train step uses it (wrapped, where it is wrapped).
@@ -95,9 +96,10 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
         self._dtype = ""  # that the operations were made in
         self._clock: StepClock | None = None
         self._count: FlopCount | None = None
+        self._eager: Eager | None = None
         self._items: float | Tensor | None = None
         self._rates: list[float | Tensor] = []
-        self._warned = False
+        self._warned = self._cannot_count = False
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """The operations of one train step, as far as they have been counted, and their dtype's name."""
@@ -134,9 +136,10 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
         if not self._is_running:
             return []
         device = self._device
-        if self.flops is None and (self.peak_flops is not None or _is_listed(device)):
+        if self.flops is None and not self._cannot_count and (self.peak_flops is not None or _is_listed(device)):
             self._count = FlopCount()
-            return [eager(), self._count]
+            self._eager = Eager(self.model)
+            return [self._eager, self._count]
         engine = self._attached_to()
         if device.type not in ("cpu", "cuda") or engine is None:
             return []
@@ -145,7 +148,7 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
         return [self._clock]
 
     def release(self) -> None:
-        self._clock = self._count = self._items = None
+        self._clock = self._count = self._eager = self._items = None
         self._rates = []
 
     @property
@@ -166,10 +169,8 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
     def _on_train_step_completed(self, engine: Engine) -> None:
         if not self._is_running:
             return
-        if self._count is not None:
-            counts = self._count.counts
-            self.flops = sum(counts.values())
-            self._dtype = str(max(counts, key=lambda dtype: counts[dtype], default="")).removeprefix("torch.")
+        if self._count is not None and self._eager is not None:
+            self._take_count(self._count.counts, self._eager.others)
         reshard(self.model)
         parameters = [each for each in self.model.parameters() if is_measurable(each)]
         values: dict[str, float | Tensor] = {
@@ -179,6 +180,18 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
             values["parameter_norm"] = gradient_norm(parameters, 2.0, None)
         values |= {name: value for name, value in self._memory().items() if value is not None}
         self.publish(**values)
+
+    def _take_count(self, counts: Mapping[torch.dtype, int], compiled: Set[str]) -> None:
+        if compiled:
+            self._cannot_count = True
+            self.logger.warning(
+                "%s: operations can't be counted, so mfu is absent: what torch.compile has made of %s stays compiled",
+                self.prefix,
+                ", ".join(sorted(compiled)),
+            )
+        else:
+            self.flops = sum(counts.values())
+            self._dtype = str(max(counts, key=lambda dtype: counts[dtype], default="")).removeprefix("torch.")
 
     def _times(self, items: Any) -> dict[str, float]:
         """What is to be published of the time that the step took, once it is known."""
