@@ -63,7 +63,10 @@ def _no_gradients(every: Sequence[Group]) -> Finding:
         if name.endswith("/stepped") and not series.values.any():
             return no_step(name, len(series.steps))
     what = "The gradients were not judged: no GradMonitor's metrics are in the file."
-    return Finding("not_judged", "note", what, advice="Attach GradMonitor, and log_to the logger.")
+    advice = (
+        "Attach GradMonitor and log_to the logger; if it is, give it the optimizer whose step() the train step calls."
+    )
+    return Finding("not_judged", "note", what, advice=advice)
 
 
 def healthy(findings: list[Finding]) -> bool | None:
