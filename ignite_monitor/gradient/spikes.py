@@ -29,6 +29,7 @@ class Verdict(NamedTuple):
         nonfinite: whether it is inf or NaN.
         level_changed: whether the rule starts afresh from it.
         kind: where it lies, see :class:`Kind`.
+        state: the detector's state that it was judged in.
         outcome: what follows from it, a row for each field of :class:`Outcome`.
     """
 
@@ -41,6 +42,7 @@ class Verdict(NamedTuple):
     nonfinite: Tensor
     level_changed: Tensor
     kind: Tensor
+    state: Tensor
     outcome: Tensor
 
 
@@ -66,6 +68,7 @@ class Outcome(NamedTuple):
         level_changed: 1 or 0: the rule forgets what it knew.
         threshold: what the limit is raised by for it, 0 or inf.
         entry: what enters the statistics is the value, at most the limit plus this: 0, inf, or NaN, nothing enters.
+        state: the state after it, see :func:`outcome`.
     """
 
     spike: float
@@ -73,10 +76,11 @@ class Outcome(NamedTuple):
     level_changed: float
     threshold: float
     entry: float
+    state: float
 
 
-def outcome(state: int, kind: Kind, patience: int, overflow_is_spike: bool) -> tuple[int, Outcome]:
-    """The state after a value, and what follows from it.
+def outcome(state: int, kind: Kind, patience: int, overflow_is_spike: bool) -> Outcome:
+    """What follows from a value.
 
     Args:
         state: how many values before it were spikes in a row. At ``patience`` the rule has started afresh, and judges
@@ -88,12 +92,12 @@ def outcome(state: int, kind: Kind, patience: int, overflow_is_spike: bool) -> t
     suspended = state == patience
     raised = math.inf if suspended else 0.0
     if kind == Kind.NONFINITE:
-        return state, Outcome(float(overflow_is_spike), 1.0, 0.0, raised, math.nan)
+        return Outcome(overflow_is_spike, True, False, raised, math.nan, state)
     if kind == Kind.ABOVE and not suspended:
         changed = state + 1 == patience
         entry = math.inf if changed else math.nan if state else 0.0
-        return state + 1, Outcome(1.0, 0.0, float(changed), raised, entry)
-    return (state if suspended and kind != Kind.WITHIN else 0), Outcome(0.0, 0.0, 0.0, raised, math.inf)
+        return Outcome(True, False, changed, raised, entry, state + 1)
+    return Outcome(False, False, False, raised, math.inf, state if suspended and kind != Kind.WITHIN else 0)
 
 
 class SpikeDetector:
@@ -128,12 +132,11 @@ class SpikeDetector:
         self.rule = rule
         self.max_consecutive_spikes = check_count("max_consecutive_spikes", max_consecutive_spikes, least=1)
         self.overflow_is_spike = overflow_is_spike
+        states = range(self.max_consecutive_spikes + 1)
         table = [
-            [outcome(state, kind, self.max_consecutive_spikes, overflow_is_spike) for kind in Kind]
-            for state in range(self.max_consecutive_spikes + 1)
+            outcome(state, kind, self.max_consecutive_spikes, overflow_is_spike) for state in states for kind in Kind
         ]
-        self._next = torch.tensor([[after for after, _ in row] for row in table], device="cpu")
-        self._outcomes = torch.tensor([[found for _, found in row] for row in table], dtype=torch.float64, device="cpu")
+        self._outcomes = torch.tensor(table, dtype=torch.float64, device="cpu")  # a row for each state and kind
         self._kinds = torch.tensor(_KINDS, dtype=torch.float64, device="cpu")
         self._state = torch.zeros((), dtype=torch.int64, device="cpu")
         self._counts = torch.zeros(len(self._COUNTS), dtype=torch.float64, device="cpu")
@@ -163,10 +166,11 @@ class SpikeDetector:
             self.to(norm)
         limit, mean, std = self.rule.statistics()
         kind = torch.bucketize(norm - limit, self._kinds)
-        found = self._look_up(self._outcomes, kind)
-        threshold = limit + found[3]
-        spike, nonfinite, level_changed = (found[:3] > 0).unbind()
-        return Verdict(norm, threshold, limit, mean, std, spike, nonfinite, level_changed, kind, found)
+        found = self._outcome(kind)
+        spike, nonfinite, level_changed, *_ = found.bool().unbind()
+        return Verdict(
+            norm, limit + found[3], limit, mean, std, spike, nonfinite, level_changed, kind, self._state, found
+        )
 
     def observe(self, verdict: Verdict, when: Tensor | None = None) -> None:
         """Let a judged value enter the counts and the statistics.
@@ -175,20 +179,18 @@ class SpikeDetector:
             verdict: what :meth:`judge` said of it.
             when: bool tensor: whether to; None is true.
         """
-        found, level_changed = verdict.outcome, verdict.level_changed
+        found = verdict.outcome if verdict.state is self._state else self._outcome(verdict.kind)
         entry = torch.minimum(verdict.norm, self.rule.entry(verdict.limit) + found[4])
-        counts = self._counts + found[:3]
-        state = self._look_up(self._next, verdict.kind)
+        level_changed, counts, state = verdict.level_changed, self._counts + found[:3], found[5].long()
         if when is not None:
             entry, level_changed = torch.where(when, entry, math.nan), level_changed & when
             counts, state = torch.where(when, counts, self._counts), torch.where(when, state, self._state)
         self._counts, self._state = counts, state
         self.rule.observe(entry, restart=level_changed)
 
-    def _look_up(self, table: Tensor, kind: Tensor) -> Tensor:
-        # An index of no dimensions would be read on the host.
-        found = table[self._state.view(-1), kind.view(-1)]
-        return found.t().view((*table.shape[2:], *kind.shape))
+    def _outcome(self, kind: Tensor) -> Tensor:
+        """A row for each field of :class:`Outcome`."""
+        return torch.embedding(self._outcomes, torch.add(kind, self._state, alpha=len(Kind))).movedim(-1, 0)
 
     def __copy__(self) -> SpikeDetector:
         twin = object.__new__(type(self))
@@ -240,7 +242,7 @@ class SpikeDetector:
         numbers = torch.finfo(reference.dtype)
         self._kinds = move_like(self._kinds.clamp(numbers.min, numbers.max), reference)
         self._outcomes, counts = move_like(self._outcomes, reference), move_like(self._counts, reference)
-        self._next, state = move(self._next, reference.device), move(self._state, reference.device)
+        state = move(self._state, reference.device)
         if reference.shape != state.shape:
             counts = counts.view(-1, *(1,) * reference.ndim).expand(-1, *reference.shape)
             state = state.expand(reference.shape)

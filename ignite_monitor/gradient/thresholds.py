@@ -117,8 +117,12 @@ class ThresholdRule:
             norm: the norm, 0-dim.
             restart: 0-dim bool: whether to forget all earlier norms first.
         """
-        before = self._values if restart is None else torch.where(restart, self._empty, self._values)
-        after = self._pack(self.include(self._unpack(before), norm))
+        before, state = self._values, self.state
+        # What lies on the CPU can be looked at without waiting for anything.
+        if restart is not None and (not restart.is_cpu or len(restart.nonzero())):
+            before = torch.where(restart, self._empty, self._values)
+            state = self._unpack(before)
+        after = self._pack(self.include(state, norm))
         self._set(torch.where(norm <= torch.finfo(norm.dtype).max ** 0.3, after, before))
 
     def to(self, reference: Tensor) -> None:
@@ -159,7 +163,7 @@ class ThresholdRule:
                 f"Argument state_dict should hold {own} for {type(self).__name__}, but given {given}: "
                 "was it saved with another threshold rule?"
             )
-        self._set(self._pack({name: values[name] for name in own}).to(self._empty))
+        self._set(move_like(self._pack({name: values[name] for name in own}), self._empty))
 
     def _set(self, values: Tensor) -> None:
         self._values = values
@@ -186,6 +190,12 @@ class MeanStdThreshold(ThresholdRule):
 
     :math:`\mu` and :math:`\sigma` are the mean and the sample standard deviation of the norms so far (Welford), with
     ``decay`` exponentially weighted; see :class:`~ignite_monitor.gradient.moments.Moments`.
+
+    With its defaults it raised 0.42 false alarms per 1,000 iterations of 26 recorded trainings on which nothing was
+    tuned (GPTs, CNNs, perceptrons, both sides of a GAN, trainings that begin with a steep fall; 2.9 in the worst), and
+    what it found was 0.95 of the harm that faults did there. ``MeanStdThreshold(k=3.0, decay=None)`` raised 6.5 (37
+    in the worst) and found 0.98; :class:`~ignite_monitor.gradient.robust.RobustThreshold` 0.42 and 0.97.
+    (``benchmarks/record_harm.py`` with seeds 31 and 32, then ``benchmarks/thresholds.py``.)
 
     Args:
         k: how many standard deviations above the mean.
