@@ -6,7 +6,7 @@ found; harm recall, the share of all harm that sits in the faults found, as the 
 multiplied gradients of a single tensor it finds. Without a directory a few short trainings are recorded first.
 
 The rules of other libraries are written anew from their descriptions, with their defaults; each is given what it asks
-for, norm or loss, and judges as if steps were left out at its own alarms only in its own statistics.
+for, norm or loss. What is not finite is a find for all of them, and enters none of their statistics.
 
     python benchmarks/thresholds.py [DIRECTORY ...] [--each | --planted]
 """
@@ -14,6 +14,7 @@ for, norm or loss, and judges as if steps were left out at its own alarms only i
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import random
@@ -112,6 +113,24 @@ def by_tensor(recording: Recording) -> Flags:
     return torch.stack(flags).tolist()
 
 
+def without_overflows(rule: Callable[[Recording], Flags]) -> Callable[[Recording], Flags]:
+    """The rule over a recording in which the value before stands for one that is not finite, which is flagged."""
+
+    @functools.wraps(rule)
+    def run(recording: Recording) -> Flags:
+        cleaned, overflows = [], np.zeros(len(recording.norms), bool)
+        for values in (recording.norms, recording.losses):
+            bad = ~np.isfinite(values)
+            before = np.maximum.accumulate(np.where(bad, 0, np.arange(len(bad))))
+            cleaned.append(np.array(values)[before].tolist())
+            overflows |= bad
+        flags = rule(recording._replace(norms=cleaned[0], losses=cleaned[1]))
+        return (overflows | np.array(flags)).tolist()
+
+    return run
+
+
+@without_overflows
 def let_in_whole(recording: Recording) -> Flags:
     """Mean + 3 standard deviations, with spikes in the statistics as they are."""
     flags, average, spread = [], 0.0, 0.0
@@ -123,6 +142,7 @@ def let_in_whole(recording: Recording) -> Flags:
     return flags
 
 
+@without_overflows
 def olmo(recording: Recording) -> Flags:
     """OLMo-core's SkipStepOptimizer: 6 deviations from the mean of the last 128 losses or norms, either side.
 
@@ -138,6 +158,7 @@ def olmo(recording: Recording) -> Flags:
     return flags
 
 
+@without_overflows
 def zclip(recording: Recording) -> Flags:
     """ZClip (arXiv:2504.02507): z > 2.5 by moving averages with 0.97, into which what is clipped enters clipped."""
     first, flags, average, variance = [], [], 0.0, 0.0
@@ -155,6 +176,7 @@ def zclip(recording: Recording) -> Flags:
     return flags
 
 
+@without_overflows
 def lightning(recording: Recording) -> Flags:
     """Lightning's SpikeDetection: a loss that is worse than the last and off the mean of the last ten by twice it."""
     flags, window, last = [], deque[float](maxlen=10), 0.0
@@ -167,6 +189,7 @@ def lightning(recording: Recording) -> Flags:
     return flags
 
 
+@without_overflows
 def foundry_loss(recording: Recording) -> Flags:
     """llm-foundry's KillLossSpike calls a loss an outlier at twice the mean of the last hundred, all let in."""
     flags, window = [], deque[float](maxlen=100)
@@ -176,6 +199,7 @@ def foundry_loss(recording: Recording) -> Flags:
     return flags
 
 
+@without_overflows
 def foundry_norm(recording: Recording) -> Flags:
     """llm-foundry's OutlierDetector: 7.5 times the mean of the norms 500 to 1,000 iterations ago."""
     norms = recording.norms
@@ -232,7 +256,7 @@ def row(name: str, scores: list[Score]) -> str:
 
 
 def planted(recording: Recording, times: float = 10.0, every: int = 11) -> tuple[list[bool], list[bool]]:
-    """One tensor's gradient multiplied in healthy iterations: whether it is found; where it is, if it is named first."""
+    """One tensor's gradient multiplied in healthy iterations: whether it is found, and then whether named first."""
     found: list[bool] = []
     first: list[bool] = []
     if recording.tensors is None:
@@ -246,7 +270,7 @@ def planted(recording: Recording, times: float = 10.0, every: int = 11) -> tuple
             verdict = judge.judge(names, spoilt)
             if norms[tensor] > 0:
                 found.append(bool(verdict.spike[tensor]))
-                first += [next(iter(judge.culprits(verdict))) == names[tensor]] * found[-1]
+                first += [next(iter(judge.culprits(verdict)), "") == names[tensor]] * found[-1]
         judge.observe(judge.judge(names, norms))
     return found, first
 
