@@ -28,10 +28,8 @@ class NormJudge:
 
     def observe(self, verdict: Verdict, when: Tensor | None = None) -> None:
         """Let a judged norm enter, where a 0-dim bool tensor is True; None is true."""
-        restarts = self.detector.restarts
         self.detector.observe(verdict, when)
-        if self.detector.restarts is not restarts:
-            self._restarts.set(self.detector.restarts > restarts)
+        self._restarts.set(verdict.level_changed if when is None else verdict.level_changed & when)
         if verdict.norm.device.type == "cpu":
             self.known += may_be_true(~verdict.nonfinite if when is None else when & ~verdict.nonfinite)
         elif when is None:
