@@ -261,14 +261,7 @@ def _open(path: Path, mode: str, logger: logging.Logger) -> Writer:
 
 
 class OutputHandler(BaseOutputHandler):
-    """Writes an engine's metrics, output and state attributes.
-
-    Args:
-        tag: what to put before the names, with a slash; None for nothing.
-        metric_names: names in ``engine.state.metrics``, or ``"all"``.
-        output_transform: takes the engine's output, gives a number, a tensor or a dict.
-        global_step_transform: takes engine and event, gives the step; by default the engine's iteration or epoch.
-    """
+    """Writes an engine's metrics, output and state attributes; its arguments are those of Ignite's output handlers."""
 
     def __init__(
         self,
@@ -303,12 +296,7 @@ class OutputHandler(BaseOutputHandler):
 
 
 class OptimizerParamsHandler(BaseOptimizerParamsHandler):
-    """Writes a parameter of an optimizer's groups, as ``{tag}/{param_name}/group_{i}``.
-
-    Args:
-        optimizer: the optimizer, or anything with ``param_groups``.
-        tag: what to put before it, with a slash; None for nothing.
-    """
+    """Writes a parameter of an optimizer's groups, as ``{tag}/{param_name}/group_{i}``."""
 
     def __call__(self, engine: Engine, logger: HDF5Logger, event_name: Any) -> None:
         if _writes(self, logger):

@@ -102,11 +102,7 @@ class TakenBack(NamedTuple):
     ids: NDArray[np.int32] | None = None
 
     def among(self, rows: NDArray[Any], ids: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """Which of the rows it is.
-
-        Args:
-            rows: all rows.
-        """
+        """Which of all rows it is."""
         of_run = (rows["run"] == self.run) & (rows["count"] > 0)
         if self.ids is None:
             return of_run & (rows["iteration"] > self.iteration)  # type: ignore[no-any-return]

@@ -64,18 +64,17 @@ class Trouble:
     """Writing fails, and so many values that no longer fitted in memory are lost, of these iterations."""
 
     lost: int = 0
-    iterations: tuple[int, int] = (0, 0)
+    first: int = 2**63
+    last: int = 0
 
     def lose(self, values: int, iteration: int) -> None:
         """Add values to those that are lost."""
-        self.iterations = (min(self.iterations[0], iteration), max(self.iterations[1], iteration)) if self.lost else (
-            iteration, iteration
-        )  # fmt: skip
         self.lost += values
+        self.first, self.last = min(self.first, iteration), max(self.last, iteration)
 
     def __str__(self) -> str:
-        first, last = self.iterations
-        return f"{self.lost} values of iterations {first} to {last} are lost" if self.lost else "nothing is lost"
+        lost = f"{self.lost} values of iterations {self.first} to {self.last} are lost"
+        return lost if self.lost else "nothing is lost"
 
 
 class Writer:
