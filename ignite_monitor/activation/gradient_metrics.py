@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ignite_monitor.activation.measurement import Measurement
 from ignite_monitor.activation.metric import MetricSet
 from ignite_monitor.model.devices import upload
-from ignite_monitor.model.norms import is_sharded
+from ignite_monitor.model.norms import any_sharded, is_sharded
 from ignite_monitor.monitor.named_values import NamedValues, joined
 
 
@@ -58,11 +58,13 @@ class GradientMetrics:
         own = [each for each in parameters if each in self._parameters and each not in self._stepped]
         gradients = list(_gradients(own))
         by_hand = [(each, gradient) for each, gradient in gradients if each not in self._measured]
+        any_is = any_sharded([gradient for _, gradient in gradients])
+        sharded = {each for each, gradient in gradients if is_sharded(gradient)} if any_is else set()
         of_backward = []
         for each, gradient in gradients:
             if each not in self._measured:
                 continue
-            if is_sharded(gradient):  # which all ranks have to gather, also those that make no step
+            if each in sharded:  # which all ranks have to gather, also those that make no step
                 self._kept[each] = gradient.detach().clone(), scale
             else:
                 of_backward.append((each, gradient))
@@ -91,6 +93,8 @@ class GradientMetrics:
         return measured.values()
 
     def _of_kept(self) -> list[NamedValues]:
+        if not any_sharded(self._parameters):
+            return []
         measured = Measurement("gradient_after_clip", self._metrics)
         for parameter in self._parameters:
             if parameter not in self._measured or not is_sharded(parameter):

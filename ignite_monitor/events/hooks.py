@@ -36,18 +36,16 @@ class GradientHook:
             parameters: the parameters; those that can't have a gradient are left out.
         """
         self.remove()
-        for parameter in parameters:
-            if parameter.dtype.is_floating_point or parameter.dtype.is_complex:
-                hooks = gradient_hooks(parameter)
-                hooks[self] = hook
-                self._places.append((parameter, hooks))
+        self._places = gradient_hooks(each for each in parameters if each.is_floating_point() or each.is_complex())
+        for _, hooks in self._places:
+            hooks[self] = hook
 
     def remove(self) -> None:
         """Take the hook off all of them."""
-        while self._places:
-            parameter, hooks = self._places.pop()
+        for _, hooks in self._places:
             hooks.pop(self, None)
-            drop_gradient_hooks(parameter, hooks)
+        drop_gradient_hooks(self._places)
+        self._places = []
 
 
 class Patch:

@@ -83,23 +83,27 @@ in_backward: Callable[[], bool] = (
 )
 
 
-def gradient_hooks(parameter: Tensor) -> dict[Any, Any]:
-    """The post-accumulate hooks of a parameter: putting one on costs a tenth of registering it.
+def gradient_hooks(parameters: Iterable[Tensor]) -> list[tuple[Tensor, dict[Any, Any]]]:
+    """Parameters and their post-accumulate hooks: putting one on costs a tenth of registering it.
 
     Without them each is registered, on the parameters that require gradients when the train step starts.
     """
-    hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", False)
-    if hooks is False:
-        return _Registered(parameter.register_post_accumulate_grad_hook) if parameter.requires_grad else {}
-    if hooks is None:
-        hooks = parameter._post_accumulate_grad_hooks = OrderedDict()
-    return hooks  # type: ignore[no-any-return]
+    found: list[tuple[Tensor, dict[Any, Any]]] = []
+    for parameter in parameters:
+        hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", False)
+        if hooks is None:
+            hooks = parameter._post_accumulate_grad_hooks = OrderedDict()
+        elif hooks is False:
+            hooks = _Registered(parameter.register_post_accumulate_grad_hook) if parameter.requires_grad else {}
+        found.append((parameter, hooks))
+    return found
 
 
-def drop_gradient_hooks(parameter: Tensor, hooks: dict[Any, Any]) -> None:
-    """Leave a parameter whose last hook has been taken off as it was without any."""
-    if not hooks and getattr(parameter, "_post_accumulate_grad_hooks", None) is hooks:
-        parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+def drop_gradient_hooks(found: Iterable[tuple[Tensor, dict[Any, Any]]]) -> None:
+    """Leave parameters whose last hook has been taken off as they were without any."""
+    for parameter, hooks in found:
+        if not hooks and getattr(parameter, "_post_accumulate_grad_hooks", None) is hooks:
+            parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
 
 
 class _Registered(dict[Any, Any]):
@@ -141,6 +145,27 @@ def modules_in(module: nn.Module) -> dict[str, nn.Module | None]:
     return dict(module.named_children()) if kept is None else kept
 
 
+def parameters_of_each(modules: Iterable[nn.Module]) -> list[dict[str, nn.Parameter | None]]:
+    """The own parameters of each module."""
+    modules = list(modules)
+    found = [getattr(module, "_parameters", None) for module in modules]
+    return [parameters_in(each) for each in modules] if None in found else found  # type: ignore[return-value]
+
+
+def buffers_of_each(modules: Iterable[nn.Module]) -> list[dict[str, Tensor | None]]:
+    """The own buffers of each module."""
+    modules = list(modules)
+    found = [getattr(module, "_buffers", None) for module in modules]
+    return [buffers_in(each) for each in modules] if None in found else found  # type: ignore[return-value]
+
+
+def modules_of_each(modules: Iterable[nn.Module]) -> list[dict[str, nn.Module | None]]:
+    """The own submodules of each module."""
+    modules = list(modules)
+    found = [getattr(module, "_modules", None) for module in modules]
+    return [modules_in(each) for each in modules] if None in found else found  # type: ignore[return-value]
+
+
 # The code that runs where a module is called, whose frames say which one is running.
 module_call = _or("torch.nn.Module._call_impl", nn.Module.__call__).__code__
 
@@ -151,17 +176,22 @@ def registries(module: nn.Module) -> list[dict[str, Any]]:
     return [] if any(each is None for each in kept) else kept  # type: ignore[return-value]
 
 
-def forward_hooks(module: nn.Module, before: bool, with_kwargs: bool) -> list[Any]:
-    """The forward hooks of a module, and which of them are given keyword arguments; without them each is registered.
+def forward_hooks(modules: Iterable[nn.Module], before: bool, with_kwargs: bool) -> list[list[Any]]:
+    """The forward hooks of each module, and which of them are given keyword arguments; without, each is registered.
 
     Putting one on costs a tenth of registering it.
     """
     kind = _HOOKS[before]
-    hooks, given = getattr(module, kind, None), getattr(module, f"{kind}_with_kwargs", None)
-    if hooks is None or given is None:
-        register = module.register_forward_pre_hook if before else module.register_forward_hook
-        return [_Registered(functools.partial(register, with_kwargs=with_kwargs))]
-    return [hooks, given] if with_kwargs else [hooks]
+    given_kind = f"{kind}_with_kwargs"
+    found: list[list[Any]] = []
+    for module in modules:
+        hooks, given = getattr(module, kind, None), getattr(module, given_kind, None)
+        if hooks is None or given is None:
+            register = module.register_forward_pre_hook if before else module.register_forward_hook
+            found.append([_Registered(functools.partial(register, with_kwargs=with_kwargs))])
+        else:
+            found.append([hooks, given] if with_kwargs else [hooks])
+    return found
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ignite_monitor.model._torch import foreach_copy, modules_in, parameters_in
+from ignite_monitor.model._torch import foreach_copy, modules_of_each, parameters_of_each
 from ignite_monitor.model.device_of import device_of
 from ignite_monitor.model.devices import upload, wide_dtype
 from ignite_monitor.model.names import named_parameters
@@ -103,9 +103,9 @@ class ParameterSamples:
         """Whether the model's parameters are still those that were sampled."""
         return self._identify() == self._identity
 
-    def has_elements(self, place: int) -> bool:
-        """Whether this rank holds elements of a parameter's sample."""
-        return place in self._with_elements
+    def without_elements(self, places: Iterable[int]) -> list[int]:
+        """Those of the places of whose sample this rank holds no element."""
+        return [place for place in places if place not in self._with_elements]
 
     def keep_weights(self, weights: Sequence[Tensor | None]) -> None:
         """Copy the sampled elements of the weights, to be compared with later ones.
@@ -194,10 +194,9 @@ class ParameterSamples:
 
     def _identify(self) -> list[Any]:
         """What makes the samples useless when it changes: modules, and parameters with their place and kind."""
-        found: list[Any] = []
-        for module in self._modules:
-            found += map(id, modules_in(module).values())
-            for parameter in parameters_in(module).values():
+        found: list[Any] = [id(each) for own in modules_of_each(self._modules) for each in own.values()]
+        for own in parameters_of_each(self._modules):
+            for parameter in own.values():
                 if parameter is not None:
                     found += (id(parameter), parameter.device, parameter.dtype, parameter.shape)
         return found

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ignite_monitor.model._torch import in_backward, is_transformed, module_call, parameters_in
+from ignite_monitor.model._torch import in_backward, is_transformed, module_call, parameters_of_each
 from ignite_monitor.model.forward import ModuleHook, after_forward, before_forward
 from ignite_monitor.model.norms import any_sharded
 from ignite_monitor.model.structure import modules_by_name
@@ -142,10 +142,11 @@ class ReferencePasses:
         if self._comparison.by_weights:
             # Parts of sharded ones are put together while a module runs.
             sharded = any_sharded(module.parameters())
+            modules = list(module.modules())
             self._weights = {
-                each: tuple(parameters_in(each).values())
-                for each in module.modules()
-                if parameters_in(each) and not (sharded and any_sharded(each.parameters(recurse=False)))
+                each: tuple(own.values())
+                for each, own in zip(modules, parameters_of_each(modules), strict=True)
+                if own and not (sharded and any_sharded(each.parameters(recurse=False)))
             }
         if self._reference.is_copy:
             self._around.enter_context(noticed(self._modules, self._hook_has_changed))
@@ -244,9 +245,10 @@ class ReferencePasses:
 
     def _has_its_weights(self, module: nn.Module) -> bool:
         """Whether a module and all in it have the parameters that they had when the pass began."""
+        modules = list(module.modules())
         return all(
-            len(then) == len(now := parameters_in(each)) and all(map(is_, now.values(), then))
-            for each in module.modules()
+            len(then) == len(now) and all(map(is_, now.values(), then))
+            for each, now in zip(modules, parameters_of_each(modules), strict=True)
             if (then := self._weights.get(each)) is not None
         )
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parallel import DataParallel
 
-from ignite_monitor.model._torch import buffers_in, counts_changes, move, need, parameters_in
+from ignite_monitor.model._torch import buffers_of_each, counts_changes, move, need, parameters_in, parameters_of_each
 from ignite_monitor.model.names import named_modules, unwrapped
 from ignite_monitor.model.structure import first_difference, first_difference_of_states, modules_by_name
 from ignite_monitor.reference.copies import detached_copy, separate_copy
@@ -139,9 +139,10 @@ class Reference:
         """Move a copy that is its own to where the model has been moved; frozen parameters are frozen in it too."""
         if not self.is_copy:
             return
-        for copied, ours in self._twins.items():
-            for name, mine in parameters_in(ours).items():
-                theirs = parameters_in(copied)[name]
+        own, of_copies = parameters_of_each(self._twins.values()), parameters_of_each(self._twins)
+        for copied, parameters, copies in zip(self._twins, own, of_copies, strict=True):
+            for name, mine in parameters.items():
+                theirs = copies[name]
                 if mine is None or theirs is None:
                     continue
                 if theirs.device != mine.device:
@@ -193,7 +194,9 @@ class Reference:
         if within is None:
             modules = self.modules[name].modules() if name else self._twins
             within = self._within[name] = [(self._twins[each], each) for each in modules if each in self._twins]
-        devices = {tensor.device for _, module in within for tensor in _tensors(module)}
+        own = [module for _, module in within]
+        held: list[Mapping[str, Tensor | None]] = [*parameters_of_each(own), *buffers_of_each(own)]
+        devices = {tensor.device for each in held for tensor in each.values() if tensor is not None}
         generators = [
             (vars(mine).get(path[0], held) if len(path) == 1 else held, copied)
             for mine, theirs in within
@@ -211,10 +214,6 @@ class Reference:
                 if theirs.training != ours.training:
                     theirs.training = ours.training
             yield
-
-
-def _tensors(module: nn.Module) -> list[Tensor]:
-    return [each for each in (*parameters_in(module).values(), *buffers_in(module).values()) if each is not None]
 
 
 def _read(path: str | os.PathLike[str], names: set[str]) -> Mapping[str, Any]:

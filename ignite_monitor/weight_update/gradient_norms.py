@@ -84,5 +84,5 @@ class GradientNorms:
             positions.update((place, self._length + at) for place, at in places_of.items())
             self._length += len(norms)
         # Of those whose elements are all on other ranks.
-        positions.update((place, -1) for place in gradients if not self._samples.has_elements(place))
+        positions.update((place, -1) for place in self._samples.without_elements(gradients))
         return positions
