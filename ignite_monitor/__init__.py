@@ -1,38 +1,57 @@
 """Training-health handlers for PyTorch-Ignite."""
 
-from ignite_monitor.activation.handler import ActivationHandler
-from ignite_monitor.activation.metric import Metric
-from ignite_monitor.activation.record import record
-from ignite_monitor.attach_monitors import attach_monitors
-from ignite_monitor.events.monitor_events import MonitorEvents
-from ignite_monitor.gradient.handler import GradMonitor
-from ignite_monitor.gradient.robust import RobustThreshold
-from ignite_monitor.gradient.thresholds import MeanStdThreshold, StaticThreshold, ThresholdRule
-from ignite_monitor.hdf5.logger import HDF5Logger
-from ignite_monitor.hdf5.reader import read_hdf5
-from ignite_monitor.rcc.handler import RCCHandler
-from ignite_monitor.spectral.handler import SpectralNormHandler
-from ignite_monitor.step_stats.handler import StepStatsHandler
-from ignite_monitor.tensorboard import tensorboard_layout
-from ignite_monitor.weight_update.handler import ParameterDiagnostics, WeightUpdateHandler
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "ActivationHandler",
-    "GradMonitor",
-    "HDF5Logger",
-    "MeanStdThreshold",
-    "Metric",
-    "MonitorEvents",
-    "ParameterDiagnostics",
-    "RCCHandler",
-    "RobustThreshold",
-    "SpectralNormHandler",
-    "StaticThreshold",
-    "StepStatsHandler",
-    "ThresholdRule",
-    "WeightUpdateHandler",
-    "attach_monitors",
-    "read_hdf5",
-    "record",
-    "tensorboard_layout",
-]
+# A name is imported when it is asked for: whoever reads a file needs neither torch nor Ignite.
+_MODULE_OF = {
+    "ActivationHandler": "activation.handler",
+    "GradMonitor": "gradient.handler",
+    "HDF5Logger": "hdf5.logger",
+    "MeanStdThreshold": "gradient.thresholds",
+    "Metric": "activation.metric",
+    "MonitorEvents": "events.monitor_events",
+    "ParameterDiagnostics": "weight_update.handler",
+    "RCCHandler": "rcc.handler",
+    "RobustThreshold": "gradient.robust",
+    "SpectralNormHandler": "spectral.handler",
+    "StaticThreshold": "gradient.thresholds",
+    "StepStatsHandler": "step_stats.handler",
+    "ThresholdRule": "gradient.thresholds",
+    "WeightUpdateHandler": "weight_update.handler",
+    "attach_monitors": "attaching",
+    "read_hdf5": "hdf5.reader",
+    "record": "activation.record",
+    "tensorboard_layout": "tensorboard",
+}
+
+if TYPE_CHECKING:  # the same for those who read and do not run: a test compares the two
+    from ignite_monitor.activation.handler import ActivationHandler as ActivationHandler
+    from ignite_monitor.activation.metric import Metric as Metric
+    from ignite_monitor.activation.record import record as record
+    from ignite_monitor.attaching import attach_monitors as attach_monitors
+    from ignite_monitor.events.monitor_events import MonitorEvents as MonitorEvents
+    from ignite_monitor.gradient.handler import GradMonitor as GradMonitor
+    from ignite_monitor.gradient.robust import RobustThreshold as RobustThreshold
+    from ignite_monitor.gradient.thresholds import MeanStdThreshold as MeanStdThreshold
+    from ignite_monitor.gradient.thresholds import StaticThreshold as StaticThreshold
+    from ignite_monitor.gradient.thresholds import ThresholdRule as ThresholdRule
+    from ignite_monitor.hdf5.logger import HDF5Logger as HDF5Logger
+    from ignite_monitor.hdf5.reader import read_hdf5 as read_hdf5
+    from ignite_monitor.rcc.handler import RCCHandler as RCCHandler
+    from ignite_monitor.spectral.handler import SpectralNormHandler as SpectralNormHandler
+    from ignite_monitor.step_stats.handler import StepStatsHandler as StepStatsHandler
+    from ignite_monitor.tensorboard import tensorboard_layout as tensorboard_layout
+    from ignite_monitor.weight_update.handler import ParameterDiagnostics as ParameterDiagnostics
+    from ignite_monitor.weight_update.handler import WeightUpdateHandler as WeightUpdateHandler
+else:
+    __all__ = list(_MODULE_OF)
+
+    def __getattr__(name: str) -> object:
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

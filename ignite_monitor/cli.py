@@ -50,6 +50,7 @@ class Parser(argparse.ArgumentParser):
     """A parser that says what is wrong in one line."""
 
     def error(self, message: str) -> NoReturn:
+        message = _printable(message)
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
@@ -77,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _give_up_output()  # whoever read has seen enough
     except BadInput as error:
         _give_up_output()
-        print(f"{PROGRAM}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"{PROGRAM}: error: {_printable(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"{PROGRAM}: interrupted", file=sys.stderr)
@@ -162,6 +163,7 @@ examples:
     )
     plot.add_argument("--metrics", metavar="REGEX", help="only metrics whose name matches somewhere")
     plot.add_argument("--log", action="store_true", help="a logarithmic scale in every panel")
+    plot.add_argument("--all", action="store_true", help="every panel, and not the nine that matter most")
 
     compare = _command(
         commands,
@@ -262,13 +264,13 @@ def _plot(chosen: argparse.Namespace) -> None:
     if output.exists() and Path(chosen.run).exists() and output.samefile(chosen.run):
         raise BadInput(f"{output} is the run itself, and would be overwritten")
     run = _read(chosen.run)
-    shown = picture(run, selection)
+    shown = picture(run, selection, chosen.all)
     if not shown.panels:
         raise BadInput(f"none of the {len(run)} metrics in {chosen.run} matches {chosen.metrics!r}")
     with _one_line(str(output)):
         draw(shown, output, title=Path(chosen.run).name, log=chosen.log)
     count = len(shown.panels)
-    print(f"{output}: {count} panel{'s' * (count != 1)}")
+    print(_printable(f"{output}: {count} panel{'s' * (count != 1)}"))
 
 
 def _compare(chosen: argparse.Namespace) -> None:
@@ -337,9 +339,15 @@ def _one_line(path: str) -> Iterator[None]:
     except BrokenPipeError:
         raise
     except (OSError, ValueError, ImportError) as error:
-        text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        text = " ".join(text.split())
-        raise BadInput(text if path in text or isinstance(error, ImportError) else f"{path}: {text}") from None
+        text = error.strerror if isinstance(error, OSError) and error.strerror else " ".join(str(error).split())
+        names_it = path in text or _printable(path) in text or isinstance(error, ImportError)
+        raise BadInput(text if names_it else f"{path}: {text}") from None
+
+
+def _printable(text: str) -> str:
+    from ignite_monitor.report.series import printable
+
+    return printable(text)
 
 
 def _version() -> str:

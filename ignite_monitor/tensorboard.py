@@ -4,43 +4,10 @@ from __future__ import annotations
 
 import re
 
-from ignite_monitor.activation.handler import ActivationHandler
 from ignite_monitor.checks import check_type
-from ignite_monitor.gradient.handler import GradMonitor
 from ignite_monitor.monitor.base import Monitor
-from ignite_monitor.rcc.handler import RCCHandler
-from ignite_monitor.spectral.handler import SpectralNormHandler
-from ignite_monitor.weight_update.handler import WeightUpdateHandler
 
 Layout = dict[str, dict[str, list[str | list[str]]]]
-
-CHARTS: dict[type[Monitor], dict[str, str]] = {
-    GradMonitor: {
-        "norm against its threshold": "norm|threshold",
-        "spikes, skipped steps, non-finite norms so far": "spike_count|skipped_count|nonfinite_count",
-    },
-    WeightUpdateHandler: {
-        "update ratio over the parameters": r"update_ratio_\w+",
-        "gradient norm over the parameters": r"grad_\w+",
-        "frozen, vanishing, exploding": r"\w+_count",
-        "largest gradient norms": "topk_grad/.+",
-        "monitored steps without a move": "topk_frozen/.+",
-    },
-    ActivationHandler: {
-        "attention entropy per head": r"attention_entropy/.+/head_\d+",
-        "dead units": "activation/.+/dead_fraction",
-        "largest activations": "activation/.+/max_abs",
-    },
-    RCCHandler: {
-        "weight update against input drift": r"(weight_update|input_drift)_\w+",
-        "share of the weights": "weight_share/.+",
-    },
-    SpectralNormHandler: {
-        "spectral norm over the weights": "norm_(max|mean)|update_norm_max",
-        "largest spectral norms": "topk/.+",
-    },
-}
-"""For each kind of monitor, chart -> a regular expression for the names, without the prefix, that are in it."""
 
 
 def tensorboard_layout(*monitors: Monitor) -> Layout:
@@ -68,7 +35,7 @@ def tensorboard_layout(*monitors: Monitor) -> Layout:
     layout: Layout = {}
     for monitor in monitors:
         check_type("monitors", monitor, Monitor, "ignite_monitor monitors")
-        charts = next((CHARTS[kind] for kind in type(monitor).__mro__ if kind in CHARTS), {})
+        charts = monitor.schema.charts()
         # TensorBoard matches from a tag's beginning, so that only the end has to be marked.
         start = f"(.*/)?{re.escape(monitor.prefix)}/" if monitor.prefix else "(.*/)?"
         if charts:

@@ -63,12 +63,19 @@ def true_norm(model: nn.Module, batches: Iterable[Batch], norm_type: float = 2.0
     return grad_norm(model, norm_type)
 
 
+def mean_of(norms: list[float], decay: float = 0.99) -> float:
+    """The exponentially weighted mean, with the default rule's decay."""
+    weights = [decay ** (len(norms) - 1 - i) for i in range(len(norms))]
+    return math.fsum(w * x for w, x in zip(weights, norms, strict=True)) / math.fsum(weights)
+
+
 class Judge:
     """The contract's statistics and thresholds, in Python floats over the whole history."""
 
-    def __init__(self, k: float = 3.0, warmup: int = 20, decay: float = 1.0) -> None:
+    def __init__(self, k: float = 6.0, warmup: int = 20, decay: float = 0.99) -> None:
         self.k, self.warmup, self.decay = k, warmup, decay
         self.norms: list[float] = []
+        self.row = 0
 
     def expect(self, norm: float) -> dict[str, float]:
         """What is to be published with a norm, before it enters."""
@@ -76,7 +83,7 @@ class Judge:
         weights = [self.decay ** (len(self.norms) - 1 - i) for i in range(len(self.norms))]
         total = math.fsum(weights)
         if self.norms:
-            values["mean"] = math.fsum(w * x for w, x in zip(weights, self.norms, strict=True)) / total
+            values["mean"] = mean_of(self.norms, self.decay)
         if len(self.norms) > 1:
             if self.decay == 1.0:
                 values["std"] = statistics.stdev(self.norms)
@@ -88,7 +95,9 @@ class Judge:
         limit = values.get("threshold", math.inf)
         values["spike"] = float(norm > limit or not math.isfinite(norm))
         if math.isfinite(norm):
-            self.norms.append(min(norm, limit))
+            self.row = self.row + 1 if norm > limit else 0
+            if self.row < 2:  # a row must not widen its own threshold
+                self.norms.append(min(norm, limit))
         return values
 
 

@@ -1,5 +1,14 @@
 """One thread per process: the models here are tiny, and threads that wait for each other cost more than they add."""
 
+import pytest
 import torch
 
+from ignite_monitor.monitor import named_values
+
 torch.set_num_threads(1)
+
+
+@pytest.fixture
+def on_a_device(monkeypatch):
+    """Lets monitors believe that one has to wait for what they publish, as on an accelerator."""
+    monkeypatch.setattr(named_values, "is_on_host", lambda values: False)

@@ -9,7 +9,7 @@ from ignite.engine import Engine, Events, create_supervised_trainer
 from ignite.handlers import Checkpoint, DiskSaver
 from torch import nn
 
-from ignite_monitor import GradMonitor, attach_monitors
+from ignite_monitor import GradMonitor, StaticThreshold, attach_monitors
 from tests._helpers import footprint, make_batches, make_trainer
 from tests.monitor.test_contract import ListLogger
 
@@ -65,6 +65,71 @@ def test_flag_is_there_and_nothing_is_skipped():
     assert all(moved)
 
 
+def test_attached_again_replaces_what_was_there(parts):
+    """As when a cell of a notebook is run twice."""
+    model, optimizer, trainer = parts
+    logger = ListLogger()
+    attach_monitors(trainer, model, optimizer, loggers=logger, every=1)
+    trainer.run(make_batches(3))
+    first = len(logger.written)
+    handlers = [len(each) for each in trainer._event_handlers.values()]
+    handle = attach_monitors(trainer, model, optimizer, loggers=logger, every=1)
+    assert [len(each) for each in trainer._event_handlers.values()] == handlers
+    trainer.run(make_batches(3))
+    assert len(logger.written) == 2 * first
+    handle.remove()
+    assert not [name for name in vars(trainer.state) if "unhealthy" in name]
+
+
+def test_gan():
+    """Each model's norms against its own gradients in float64, whatever the other one's backward leaves there."""
+    torch.manual_seed(0)
+    generator, discriminator = nn.Linear(3, 4), nn.Linear(4, 1)
+    optimizer_g = torch.optim.SGD(generator.parameters(), lr=0.01)
+    optimizer_d = torch.optim.SGD(discriminator.parameters(), lr=0.01)
+    expected = {"generator": [], "discriminator": []}
+    got = {"generator": [], "discriminator": []}
+
+    def norm(model):
+        return float(torch.cat([p.grad.double().flatten() for p in model.parameters()]).norm())
+
+    def train_step(engine, real):
+        optimizer_d.zero_grad()
+        fake = generator(torch.randn(8, 3))
+        (discriminator(fake.detach()).mean() - discriminator(real).mean()).backward()
+        expected["discriminator"].append(norm(discriminator))
+        assert not engine.state.discriminator_unhealthy_spike
+        optimizer_d.step()
+        optimizer_g.zero_grad()
+        (-discriminator(fake).mean()).backward()
+        expected["generator"].append(norm(generator))
+        optimizer_g.step()
+
+    trainer = Engine(train_step)
+    attach_monitors(trainer, generator, optimizer_g, prefix="generator", every=1)
+    attach_monitors(trainer, discriminator, optimizer_d, prefix="discriminator", every=1)
+
+    @trainer.on(Events.ITERATION_COMPLETED)
+    def keep(engine):
+        for name, values in got.items():
+            values.append(float(engine.state.metrics[f"{name}/grad/norm"]))
+            assert f"{name}/monitor/update_ratio_median" in engine.state.metrics
+            assert f"{name}/activation/_root_/std" in engine.state.metrics
+
+    trainer.run([torch.randn(8, 4) for _ in range(4)])
+    assert got == {name: pytest.approx(values, rel=1e-6) for name, values in expected.items()}
+
+
+def test_rule_and_skipping_are_those_of_the_gradient_monitor(parts):
+    model, optimizer, trainer = parts
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    attach_monitors(trainer, model, optimizer, threshold=StaticThreshold(1e-9), skip_step=True, flag="too_large")
+    trainer.run(make_batches(3))
+    assert all(map(torch.equal, before, model.parameters()))
+    assert bool(trainer.state.too_large)
+    assert float(trainer.state.metrics["grad/skipped_count"]) == 3
+
+
 @pytest.mark.parametrize("leave", ["with", "remove", "remove twice"])
 def test_leaves_as_it_came(parts, leave):
     model, optimizer, trainer = parts
@@ -103,6 +168,10 @@ def test_what_fails_half_way_leaves_nothing(parts):
         ({"loggers": [print]}, TypeError, "Argument loggers"),
         ({"every": 0}, ValueError, "Argument every"),
         ({"every": 2.0}, TypeError, "Argument every"),
+        ({"threshold": 3}, TypeError, "threshold"),
+        ({"skip_step": 1}, TypeError, "Argument skip_step"),
+        ({"prefix": None}, TypeError, "Argument prefix"),
+        ({"flag": "no flag"}, ValueError, "Argument flag"),
     ],
 )
 def test_bad_arguments_are_named(parts, bad, error, message):

@@ -240,7 +240,7 @@ def test_plot_does_not_overwrite_the_run(files, tmp_path, capsys):
     [
         (["summary", "missing.h5"], "missing.h5"),
         (["summary", "."], "directory"),
-        (["summary", "two\nlines"], "two lines"),
+        (["summary", "two\nlines"], "two\\nlines: No such file"),
         (["summary", "foreign.h5"], "foreign.h5"),
         (["summary", "nothing.h5"], "nothing.h5"),
         (["summary", "cut.h5"], "cut.h5"),
@@ -269,6 +269,41 @@ def test_bad_input_is_told_in_one_line(files, monkeypatch, capsys, arguments, sa
     assert error.startswith("ignite-monitor: error: ")
     assert said in error
     assert sorted(files.iterdir()) == before
+
+
+ODD = "a\x1b[31m\n\u202e"
+ESCAPED = r"a\x1b[31m\n\u202e"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "end"),
+    [
+        (["summary", f"no{ODD}"], 2),
+        (["summary", f"letter{ODD}"], 2),
+        (["compare", f"{ODD}.h5", f"no{ODD}"], 2),
+        (["plot", f"{ODD}.h5"], 0),
+        (["plot", f"{ODD}.h5", "-o", f"{ODD}.docx"], 2),
+        (["plot", f"{ODD}.h5", "-o", f"{ODD}/x.png"], 2),
+        (["plot", f"{ODD}.h5", "-o", f"{ODD}.h5"], 2),
+        (["plot", f"{ODD}.h5", "--metrics", f"no{ODD.replace('[', '')}"], 2),
+        (["demo", "-o", f"letter{ODD}"], 2),
+        (["coord-check", f"{ODD}:f", "--widths", "1,2", "-o", f"{ODD}/x.png"], 2),
+        (["summary", f"{ODD}.h5", f"{ODD}"], 2),
+        ([ODD], 2),
+    ],
+)
+def test_file_names_are_printed_without_control_characters(files, tmp_path, monkeypatch, capsys, arguments, end):
+    monkeypatch.chdir(tmp_path)
+    Path(f"{ODD}.h5").write_bytes((files / "healthy.h5").read_bytes())
+    Path(f"letter{ODD}").write_text("This is a letter.")
+    try:
+        assert main(arguments) == end
+    except SystemExit as left:
+        assert left.code == end  # noqa: PT017 - argparse leaves for some and main returns for others
+    printed = "".join(capsys.readouterr())
+    assert printed.count("\n") == 1
+    assert printed.rstrip("\n").isprintable()
+    assert ESCAPED in printed or ESCAPED.replace("[", "") in printed
 
 
 @pytest.mark.parametrize(

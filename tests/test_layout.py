@@ -89,7 +89,8 @@ def test_names_that_go_through_the_root(name, answer):
 
 # Each layer imports those before it. What stands in one line side by side does not import each other.
 LAYERS = (
-    {"checks"},
+    {"checks", "schema"},
+    {"keys"},
     {"model"},
     {"events"},
     {"monitor"},
@@ -107,7 +108,7 @@ def room_of(name: str) -> str:
 
 def test_every_folder_has_its_place():
     folders = {path.parent.name for path in (ROOT / "ignite_monitor").glob("*/__init__.py")}
-    assert folders == {room for room in ROOMS if room != "checks"} | {"hdf5", "report"}
+    assert folders == {room for room in ROOMS if room not in ("checks", "schema", "keys")} | {"hdf5", "report"}
 
 
 def test_direction_of_imports():
@@ -143,7 +144,7 @@ def test_who_imports_ignite():
     users = {file for file, name in imports_of("ignite_monitor") if within(name, "ignite")}
     rest = {file for file in users if not file.startswith(allowed) and not file.endswith("/handler.py")}
     assert rest == {
-        "ignite_monitor/attach_monitors.py",
+        "ignite_monitor/attaching.py",
         "ignite_monitor/demo.py",
         "ignite_monitor/scaling/maxp.py",
     }
@@ -161,7 +162,7 @@ def test_only_scaling_imports_scaling():
 
 
 def test_reports_are_of_numbers_and_know_no_torch():
-    found = imports_of("ignite_monitor/report", "ignite_monitor/cli")
+    found = imports_of("ignite_monitor/report", "ignite_monitor/cli", "ignite_monitor/schema", "ignite_monitor/keys")
     assert found
     assert [(file, name) for file, name in found if within(name, "torch", "ignite")] == []
 
@@ -184,13 +185,27 @@ def test_nothing_imports_the_tests():
     assert [(file, name) for file, name in found if within(name, "tests")] == []
 
 
-@pytest.mark.parametrize("package", [ignite_monitor, scaling])
-def test_all_is_sorted_and_complete(package):
-    public = {name for name, value in vars(package).items() if name[0] != "_" and not inspect.ismodule(value)}
-    exported = list(getattr(package, "__all__", []))
-    assert exported == sorted(set(exported), key=lambda name: (not name.isupper(), name[0].islower(), name))
-    assert {name for name in exported if name[0] != "_"} == public
-    assert [name for name in exported if not hasattr(package, name)] == []
+def in_order(names):
+    return sorted(set(names), key=lambda name: (not name.isupper(), name[0].islower(), name))
+
+
+def test_all_of_scaling_is_sorted_and_complete():
+    public = {name for name, value in vars(scaling).items() if name[0] != "_" and not inspect.ismodule(value)}
+    assert scaling.__all__ == in_order(public)
+
+
+def test_names_of_the_root_are_those_that_type_checkers_see():
+    """Each stands twice, where it is loaded from and for type checkers, in the words that export it again."""
+    source = (ROOT / "ignite_monitor" / "__init__.py").read_text(encoding="utf-8")
+    (seen,) = (node for node in ast.parse(source).body if isinstance(node, ast.If))
+    assert ast.unparse(seen.test) == "TYPE_CHECKING"
+    imports = [(node.module, alias) for node in seen.body for alias in node.names]
+    assert all(alias.asname == alias.name for _, alias in imports)
+    loaded = {(f"ignite_monitor.{module}", name) for name, module in ignite_monitor._MODULE_OF.items()}
+    assert {(module, alias.name) for module, alias in imports} == loaded
+    assert ignite_monitor.__all__ == in_order(ignite_monitor.__all__)
+    # Importing a module sets the package's attribute of its name.
+    assert [name for name in ignite_monitor.__all__ if goes_through_root(f"ignite_monitor.{name}") is False] == []
 
 
 def test_public_methods_have_a_docstring_of_their_own_or_inherited():
@@ -231,7 +246,7 @@ def public_callables():
 
 
 # What a monitor overrides is for those who write one: its docstring says what its signature does not.
-FOR_MONITORS = {"publish", "publish_table", "clear", "receive", "backward_started", "start_iteration"}
+FOR_MONITORS = {"publish", "publish_table", "clear", "on_transfer", "start_iteration"}
 
 
 def test_public_docstrings_document_every_argument():

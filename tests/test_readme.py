@@ -56,9 +56,14 @@ def test_other_examples_run_on_a_trainer(tmp_path, monkeypatch):
             model, threshold=ignite_monitor.StaticThreshold(1e-6), prefix="x", flag="y"
         )
         monitor.attach(trainer)
-        namespace = dict(
-            vars(ignite_monitor), trainer=trainer, monitor=monitor, model=model, optimizer=optimizer, torch=torch
-        )
+        public = {name: getattr(ignite_monitor, name) for name in ignite_monitor.__all__}
+        namespace = public | {
+            "trainer": trainer,
+            "monitor": monitor,
+            "model": model,
+            "optimizer": optimizer,
+            "torch": torch,
+        }
         exec(compile(block, "README.md", "exec"), namespace)
         trainer.run([(torch.randn(4, 3), torch.randn(4, 1))] * 2)
         if "logger" in namespace:

@@ -86,10 +86,10 @@ def _with_heads(
     if mask is not None:
         mask = mask[(None,) * (ndim - mask.ndim)]
     if ndim < 4:
-        place = 0 if enable_gqa else -3
+        dim = 0 if enable_gqa else -3
         for _ in range(4 - ndim):
-            query, key = query.unsqueeze(place), key.unsqueeze(place)
-            mask = mask if mask is None else mask.unsqueeze(place)
+            query, key = query.unsqueeze(dim), key.unsqueeze(dim)
+            mask = mask if mask is None else mask.unsqueeze(dim)
     shared = query.shape[-3] // key.shape[-3] if enable_gqa else 1
     query, key = query.unflatten(-3, (-1, shared)), key.unsqueeze(-3)
     batch = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
@@ -104,8 +104,8 @@ def _sum_batches(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: boo
     *batch, key_heads, shared, _, _ = query.shape
     sums = torch.zeros(2, key_heads, shared, dtype=wide_dtype(query.device), device=query.device)
     if len(batch) > 1:
-        for place in range(batch[0]):
-            sums += _sum_batches(query[place], key[place], None if mask is None else mask[place], is_causal, scale)
+        for index in range(batch[0]):
+            sums += _sum_batches(query[index], key[index], None if mask is None else mask[index], is_causal, scale)
         return sums
     if query.numel() == 0 or key.numel() == 0:
         return sums
@@ -121,7 +121,7 @@ def _sum_batches(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: boo
 def _parts(
     batch: int, key_heads: int, shared: int, scores: int, device: torch.device
 ) -> Iterator[tuple[slice, slice, slice]]:
-    """Places of as many heads as there is room for, at least one, in blocks of (batch, key heads, shared)."""
+    """Slices of as many heads as there is room for, at least one, in blocks of (batch, key heads, shared)."""
     room = max(_block_size(batch * key_heads * shared * scores, device) // scores, 1)
     steps = []
     for size in (shared, key_heads, batch):

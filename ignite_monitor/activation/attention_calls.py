@@ -8,13 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _len_torch_function_stack
-from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
-from torch.utils._device import DeviceContext
+from torch.overrides import TorchFunctionMode
 
 from ignite_monitor.activation.attention_arguments import READERS, AttentionArguments
+from ignite_monitor.model._torch import device_mode, in_backward, modes_on, need, pop_mode, push_mode
 from ignite_monitor.model.aside import aside, is_plain
-from ignite_monitor.model.backward import in_backward
 
 
 class AttentionCalls(TorchFunctionMode):
@@ -70,6 +68,7 @@ class AttentionCalls(TorchFunctionMode):
     """
 
     def __init__(self, current: Callable[[], str | None], on_call: Callable[..., None]) -> None:
+        check_attention()
         super().__init__()
         self._current = current
         self._on_call = on_call
@@ -145,6 +144,15 @@ class AttentionCalls(TorchFunctionMode):
                 self._on_call(name, *call)
 
 
+def check_attention() -> None:
+    """Refuse what can't be done without torch's private functions for its stack of modes.
+
+    Raises:
+        RuntimeError: if one of them is gone.
+    """
+    need("attention=True", push_mode, pop_mode, modes_on, device_mode)
+
+
 class _Thread(threading.local):
     """What one thread has entered, whether the mode is on its stack, and in how many calls of it the thread is."""
 
@@ -164,15 +172,15 @@ def _put_on(mode: TorchFunctionMode) -> None:
     Whoever takes the topmost mode off, in the belief that it is his, then gets his own, in whatever order hooks run.
     A default device alone stands further below: torch insists on that.
     """
-    others = [_pop_mode() for _ in range(_len_torch_function_stack())]
-    while others and isinstance(others[-1], DeviceContext):
-        _push_mode(others.pop())
+    others = [pop_mode() for _ in range(modes_on())]
+    while others and isinstance(others[-1], device_mode):
+        push_mode(others.pop())
     for each in (mode, *reversed(others)):
-        _push_mode(each)
+        push_mode(each)
 
 
 def _take_off(mode: TorchFunctionMode) -> None:
     """Take a mode off the stack wherever it is, and leave the others as they are."""
-    for each in reversed([_pop_mode() for _ in range(_len_torch_function_stack())]):
+    for each in reversed([pop_mode() for _ in range(modes_on())]):
         if each is not mode:
-            _push_mode(each)
+            push_mode(each)

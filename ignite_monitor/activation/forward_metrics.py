@@ -12,14 +12,17 @@ from torch import Tensor, nn
 
 from ignite_monitor.activation.attention import attention_entropy
 from ignite_monitor.activation.attention_calls import AttentionCalls
-from ignite_monitor.activation.measured import Measured, Numbers
+from ignite_monitor.activation.measurement import Measurement
 from ignite_monitor.activation.metric import MetricSet
-from ignite_monitor.activation.outputs import outputs
 from ignite_monitor.activation.record import recording
+from ignite_monitor.model._torch import dispatch_modes, function_modes, set_grad_enabled
 from ignite_monitor.model.aside import aside, is_plain
+from ignite_monitor.model.backward import in_backward
 from ignite_monitor.model.device_of import device_of
-from ignite_monitor.model.forward import after_forward, before_forward, is_recomputation, running_module
+from ignite_monitor.model.forward import ModuleHook, after_forward, before_forward, outputs_to, running_module
 from ignite_monitor.model.names import tags
+from ignite_monitor.model.tensors import tagged_tensors
+from ignite_monitor.monitor.named_values import NamedValues
 from ignite_monitor.reference.unnoticed import is_reference_run
 
 _RECORDED = "activation (recorded)"
@@ -39,6 +42,7 @@ class ForwardMetrics:
         entropy: of attention.
         skipped: tags of modules with tensors that can't be measured.
         complex: what was recorded as a complex number.
+        order: what outputs and heads are called, in the order in which the model computed them first.
     """
 
     def __init__(
@@ -55,13 +59,14 @@ class ForwardMetrics:
         self._names = names
         self._metrics = metrics
         self._attention = attention
-        self.activation = Measured("activation", metrics, units=True)
-        self._see_again = self.activation.see_again
-        self.recorded = Measured(_RECORDED, MetricSet("activations", {}, (), metrics.aggregate))
-        self.entropy = Measured("attention_entropy", MetricSet("attention", {}, (), "mean"))
+        self.activation = Measurement("activation", metrics, units=True)
+        self._add_again = self.activation.add_again
+        self.recorded = Measurement(_RECORDED, MetricSet("activations", {}, (), metrics.aggregate))
+        self.entropy = Measurement("attention_entropy", MetricSet("attention", {}, (), "mean"))
         self._pauses = pauses
         self.skipped: set[str] = set()
         self.complex: set[str] = set()
+        self.order: dict[str, None] = {}
 
     def start(self) -> None:
         """Forget the last iteration's numbers."""
@@ -75,20 +80,24 @@ class ForwardMetrics:
         """What to have around a train step, for it to be looked at."""
         around: list[AbstractContextManager[Any]] = [recording(self._record)]
         if self._metrics:
-            around.append(outputs(self._modules, self._wanted, self._see, self._see_again))
+            around.append(outputs_to(self._modules, _OutputHook(self)))
             around.append(after_forward([self._root], self._pass_ended))
         if self._attention:
             around.append(self._attention_calls())
         return around
 
     def _wanted(self) -> bool:
-        return not (self._pauses or is_recomputation() or is_reference_run()) and self._root.training
+        # In a backward pass it is one that activation checkpointing repeats.
+        return not (self._pauses or in_backward() or is_reference_run()) and self._root.training
 
-    def _see(self, tag: str, place: str, tensor: Tensor) -> None:
-        if not is_plain(tensor):
-            self.skipped.add(tag)
-        else:
-            self.activation.see(f"{tag}/{place}" if place else tag, self._names[tag], tensor)
+    def _add(self, tag: str, output: Any) -> None:
+        for index, tensor in tagged_tensors(output):
+            if not is_plain(tensor):
+                self.skipped.add(tag)
+            else:
+                key = f"{tag}/{index}" if index else tag
+                self.order.setdefault(key)
+                self.activation.add(key, self._names[tag], tensor)
 
     def _pass_ended(self, *_: Any) -> None:
         if self._wanted():
@@ -107,7 +116,7 @@ class ForwardMetrics:
 
     @contextlib.contextmanager
     def _attention_calls(self) -> Iterator[None]:
-        calls = AttentionCalls(self._running, self._see_attention)
+        calls = AttentionCalls(self._running, self._add_attention)
 
         def before(*_: Any) -> None:
             calls.enter(self._wanted())
@@ -130,7 +139,7 @@ class ForwardMetrics:
         module = running_module()
         return None if module is None else self._modules.get(module)
 
-    def _see_attention(
+    def _add_attention(
         self,
         tag: str,
         query: Tensor,
@@ -147,10 +156,18 @@ class ForwardMetrics:
             for kind, tensor in (("query", query), ("key", key), ("value", value)):
                 heads = _by_head(tensor, enable_gqa)
                 keys = [f"{tag}/head_{i}/{kind}" for i in range(len(heads))]
-                self.activation.see_all(keys, self._names[tag], heads)
+                self.order |= dict.fromkeys(keys)
+                self.activation.add_all(keys, self._names[tag], heads)
 
 
-def named_apart(found: Numbers) -> Numbers:
+def in_order(values: NamedValues, order: Mapping[str, None]) -> NamedValues:
+    """In the order in which the model computed what they are of, then the others."""
+    at = {f"activation/{key}": index for index, key in enumerate(order)}
+    names = values.names
+    return values.rows(sorted(range(len(names)), key=lambda i: at.get(names[i].rpartition("/")[0], len(at))))
+
+
+def named_apart(found: list[NamedValues]) -> list[NamedValues]:
     """Names and numbers, with what was recorded under names that nothing else has.
 
     Args:
@@ -162,13 +179,47 @@ def named_apart(found: Numbers) -> Numbers:
     others = dict.fromkeys(name for names, _ in found for name in names if not name.startswith(_RECORDED))
     apart = tags([*others, *(f"activation{name.removeprefix(_RECORDED)}" for name in recorded)])[len(others) :]
     new = dict(zip(recorded, apart, strict=True))
-    return [([new.get(name, name) for name in names], numbers) for names, numbers in found]
+    return [NamedValues([new.get(name, name) for name in names], numbers) for names, numbers in found]
+
+
+class _OutputHook(ModuleHook):
+    """Takes in the floating-point tensors that modules return, each before anything can change it.
+
+    Called between the operations of a model, which leave nothing of it in the processor's caches: what looks like a
+    microsecond here is three.
+    """
+
+    def __init__(self, metrics: ForwardMetrics) -> None:
+        self._tags = {id(module): tag for module, tag in metrics._modules.items()}
+        self._wanted = metrics._wanted
+        self._add = metrics._add
+        self._add_again = metrics._add_again if metrics.order else _never  # at first every output goes through _add
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        tag = self._tags.get(id(module))
+        if tag is None or not self._wanted():  # a shallow copy has the hooks of the module itself
+            return
+        if function_modes() or dispatch_modes():
+            with aside():
+                self._add(tag, output)
+            return
+        with_graph = torch.is_grad_enabled()
+        set_grad_enabled(False)
+        try:
+            if type(output) is not Tensor or not self._add_again(tag, output):
+                self._add(tag, output)
+        finally:
+            set_grad_enabled(with_graph)
+
+
+def _never(tag: str, tensor: Tensor) -> bool:
+    return False
 
 
 def _by_head(tensor: Tensor, enable_gqa: bool) -> Tensor:
     """Of shape (heads, batch, positions, features); as in ``attention_entropy``, few dimensions are of one head."""
     if tensor.ndim < 4:
-        place = 0 if enable_gqa else -3
+        dim = 0 if enable_gqa else -3
         for _ in range(4 - tensor.ndim):
-            tensor = tensor.unsqueeze(place)
+            tensor = tensor.unsqueeze(dim)
     return tensor.movedim(-3, 0).flatten(1, -3)

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ignite_monitor.activation.measured import Measured, Numbers, put_together
+from ignite_monitor.activation.measurement import Measurement
 from ignite_monitor.activation.metric import MetricSet
 from ignite_monitor.model.devices import upload
 from ignite_monitor.model.norms import is_sharded
-from ignite_monitor.model.tensors import version
+from ignite_monitor.monitor.named_values import NamedValues, joined
 
 
 class GradientMetrics:
-    """Follows the gradients of parameters through one iteration.
+    """Measures the gradients of parameters through one iteration.
 
-    A gradient is measured when a backward has changed it, in place of an earlier measurement, and once more when an
-    optimizer is about to make its step with it and something else has changed it since. One that an optimizer gets
-    without a backward, set by hand, is measured then. What comes after the first step belongs to another optimizer's
-    backward, or to a step that is not looked at. A gradient that nothing has touched in this iteration is an
-    earlier one's.
+    A gradient is measured when a backward that reached its parameter has ended, in place of an earlier measurement, and
+    once more when an optimizer is about to make its step with it, where it may have been clipped. One that no backward
+    of this iteration has made, set by hand or left from an earlier one, is measured then. What comes after the first
+    step belongs to another optimizer's backward, or to a step that is not looked at.
 
     Args:
         parameters: the parameters, and name and tag of each.
@@ -33,9 +31,8 @@ class GradientMetrics:
     def __init__(self, parameters: Mapping[nn.Parameter, tuple[str, str]], metrics: MetricSet) -> None:
         self._parameters = parameters
         self._metrics = metrics
-        self._before: Numbers = []
-        self._after: Numbers = []
-        self._seen = {parameter: _mark(each) for parameter, each in _gradients(parameters)}
+        self._before: list[NamedValues] = []
+        self._after: list[NamedValues] = []
         self._measured: set[nn.Parameter] = set()
         self._kept: dict[nn.Parameter, tuple[Tensor, Tensor | None]] = {}
         self._stepped: set[nn.Parameter] = set()
@@ -45,13 +42,10 @@ class GradientMetrics:
 
         Args:
             scale: what the gradients are scaled by; None for 1.
+            reached: ids of the parameters whose gradients it may have changed.
         """
-        waiting = (parameter for parameter in self._parameters if parameter not in self._stepped)
-        changed = [
-            (each, gradient)
-            for each, gradient in _gradients(waiting)
-            if self._is_replaced(each, gradient) or (id(each) in reached and self._is_new(each, gradient))
-        ]
+        waiting = (each for each in self._parameters if each not in self._stepped and id(each) in reached)
+        changed = list(_gradients(waiting))
         self._before += self._measure("gradient", changed, scale)
         self._measured.update(parameter for parameter, _ in changed)
 
@@ -64,21 +58,19 @@ class GradientMetrics:
         own = [each for each in parameters if each in self._parameters and each not in self._stepped]
         gradients = list(_gradients(own))
         by_hand = [(each, gradient) for each, gradient in gradients if each not in self._measured]
-        changed = []
+        of_backward = []
         for each, gradient in gradients:
             if each not in self._measured:
                 continue
-            if is_sharded(gradient):
-                # It counts no change by an operation on many tensors, which is how gradients are clipped, and all ranks
-                # have to gather it, also those that make no step.
+            if is_sharded(gradient):  # which all ranks have to gather, also those that make no step
                 self._kept[each] = gradient.detach().clone(), scale
-            elif self._is_new(each, gradient):
-                changed.append((each, gradient))
+            else:
+                of_backward.append((each, gradient))
         self._before += self._measure("gradient", by_hand, scale)
-        self._after += self._measure("gradient_after_clip", changed, scale)
+        self._after += self._measure("gradient_after_clip", of_backward, scale)
         self._stepped.update(own)
 
-    def numbers(self) -> tuple[Numbers, Numbers]:
+    def numbers(self) -> tuple[list[NamedValues], list[NamedValues]]:
         """Names and numbers before and after clipping; after it NaN where those of a parameter have not changed.
 
         Where gradients are sharded, all ranks have to ask.
@@ -86,19 +78,20 @@ class GradientMetrics:
         if not self._before:
             return [], []
         self._after += self._of_kept()
-        before = put_together(self._before)
-        return [before], [_differing(before, put_together(self._after))] if self._after else []
+        before = joined(self._before)
+        return [before], [_differing(before, joined(self._after))] if self._after else []
 
-    def _measure(self, family: str, gradients: list[tuple[nn.Parameter, Tensor]], scale: Tensor | None) -> Numbers:
-        measured = Measured(family, self._metrics)
+    def _measure(
+        self, family: str, gradients: list[tuple[nn.Parameter, Tensor]], scale: Tensor | None
+    ) -> list[NamedValues]:
+        measured = Measurement(family, self._metrics)
         for parameter, gradient in gradients:
-            self._seen[parameter] = _mark(gradient)
             if measured.wants(self._parameters[parameter][0]):
                 self._see(measured, parameter, whole_tensor(gradient), scale)
-        return measured.numbers(*measured.rows())
+        return measured.values()
 
-    def _of_kept(self) -> Numbers:
-        measured = Measured("gradient_after_clip", self._metrics)
+    def _of_kept(self) -> list[NamedValues]:
+        measured = Measurement("gradient_after_clip", self._metrics)
         for parameter in self._parameters:
             if parameter not in self._measured or not is_sharded(parameter):
                 continue
@@ -107,20 +100,13 @@ class GradientMetrics:
                 whole = whole_tensor(gradient)
                 if parameter in self._kept:
                     self._see(measured, parameter, whole, scale)
-        return measured.numbers(*measured.rows())
+        return measured.values()
 
-    def _see(self, measured: Measured, parameter: nn.Parameter, whole: Tensor, scale: Tensor | None) -> None:
+    def _see(self, measured: Measurement, parameter: nn.Parameter, whole: Tensor, scale: Tensor | None) -> None:
         name, tag = self._parameters[parameter]
         if scale is not None:
             whole = whole.to(torch.promote_types(whole.dtype, torch.float32)) / scale.to(whole.device)
-        measured.see(tag, name, whole)
-
-    def _is_new(self, parameter: nn.Parameter, gradient: Tensor) -> bool:
-        return self._is_replaced(parameter, gradient) or self._seen[parameter][1] != _mark(gradient)[1]
-
-    def _is_replaced(self, parameter: nn.Parameter, gradient: Tensor) -> bool:
-        seen = self._seen.get(parameter)
-        return seen is None or seen[0]() is not gradient
+        measured.add(tag, name, whole)
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
@@ -140,11 +126,7 @@ def _gradients(parameters: Iterable[nn.Parameter]) -> Iterable[tuple[nn.Paramete
     return ((each, each.grad) for each in parameters if each.grad is not None)
 
 
-def _mark(gradient: Tensor) -> tuple[weakref.ref[Tensor], int]:
-    return weakref.ref(gradient), version(gradient)
-
-
-def _differing(before: tuple[list[str], Tensor], after: tuple[list[str], Tensor]) -> tuple[list[str], Tensor]:
+def _differing(before: NamedValues, after: NamedValues) -> NamedValues:
     """Those after, NaN where none of a parameter's differs from the one before."""
     place = {name.partition("/")[2]: i for i, name in enumerate(before[0])}
     names, numbers = after
@@ -158,4 +140,4 @@ def _differing(before: tuple[list[str], Tensor], after: tuple[list[str], Tensor]
     differs = (numbers != earlier) & ~(numbers.isnan() & earlier.isnan())
     counts = torch.zeros(len(number_of), dtype=numbers.dtype, device=numbers.device)
     counts.index_add_(0, owner, differs.to(numbers.dtype))
-    return names, torch.where(counts[owner] > 0, numbers, math.nan)
+    return NamedValues(names, torch.where(counts[owner] > 0, numbers, math.nan))

@@ -3,35 +3,35 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from ignite.engine import Engine
-from torch import Tensor, nn
+from torch import nn
 from torch.amp import GradScaler
 
-from ignite_monitor.activation.aggregation import Aggregate
+from ignite_monitor.activation.attention_calls import check_attention
 from ignite_monitor.activation.differences import OutputComparison, without
-from ignite_monitor.activation.forward_metrics import ForwardMetrics, named_apart
+from ignite_monitor.activation.forward_metrics import ForwardMetrics, in_order, named_apart
 from ignite_monitor.activation.gradient_metrics import GradientMetrics, whole_tensor
-from ignite_monitor.activation.measured import Measured, Numbers, put_together
-from ignite_monitor.activation.metric import MetricSet, check_aggregate
+from ignite_monitor.activation.measurement import Measurement
+from ignite_monitor.activation.metric import Aggregate, MetricSet, check_aggregate
 from ignite_monitor.activation.statistics import STATISTICS, has_statistics
 from ignite_monitor.checks import check_type
+from ignite_monitor.events.ledger import GradientsReady, OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
+from ignite_monitor.keys import ACTIVATION
 from ignite_monitor.model.device_of import device_of
 from ignite_monitor.model.devices import move_like
-from ignite_monitor.model.eager import eager
 from ignite_monitor.model.names import named_parameters, tags
 from ignite_monitor.model.optimizers import parameters_of
 from ignite_monitor.model.selection import Pattern, Selection
 from ignite_monitor.model.sharding import check_whole
 from ignite_monitor.model.structure import modules_by_name
 from ignite_monitor.monitor.base import Handlers
+from ignite_monitor.monitor.named_values import NamedValues, joined
 from ignite_monitor.monitor.rank_reduction import RankReduction, Rows
 from ignite_monitor.monitor.ranks import world_size
 from ignite_monitor.reference.monitor import ReferenceMonitor
@@ -41,23 +41,10 @@ _WITHOUT_UNITS = tuple(name for name in STATISTICS if name != "dead_fraction")
 Metrics = Mapping[str, Any] | bool | None
 
 
-class ActivationHandler(ReferenceMonitor):
+class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
     r"""Publishes statistics of what the modules of a model return, of attention, parameters and gradients, by name.
 
-    ==============================================  ==================================================================
-    ``activation/{module}/{metric}``                of a module's output
-    ``activation/{module}/{place}/{metric}``        of each floating-point tensor in an output that is a tuple, dict or
-                                                    dataclass; the place is a position, key or field
-    ``activation/{module}/{name}``                  what the model records itself, see :func:`record`; ``{name}_2``
-                                                    where there is such a name already
-    ``activation/{module}/head_{i}/query/{metric}`` of what attention is computed from, also ``key`` and ``value``
-    ``attention_entropy/{module}/head_{i}``         how widely attention spreads, in nats
-    ``gradient/{parameter}/{metric}``               of the gradient, unscaled and not yet clipped
-    ``gradient_after_clip/{parameter}/{metric}``    of what the optimizer's step is made with, where it differs
-    ``parameter/{parameter}/{metric}``              of the weights that the iteration starts with
-    ``activation_difference/{module}/{metric}``     of a module's output less that of the reference
-    ``parameter_difference/{parameter}/{metric}``   of the weights less those of the reference
-    ==============================================  ==================================================================
+    {keys}
 
     Names are those in the model without wrappers, the whole model is ``_root_``; what tags can't hold is ``_``. Under
     ``True``, or as ``{"mean": True}`` beside functions of your own, there is a built-in set:
@@ -67,8 +54,7 @@ class ActivationHandler(ReferenceMonitor):
     - dead_fraction: of activations, which part of the units is 0 throughout the iteration. Units are the features in
       the last dimension; where there are four and more dimensions the channels in the second; where there is but one,
       none,
-    - nonfinite_count: elements that are inf or NaN. Where there are any, the others are left out: absent on the CPU and
-      in loggers, NaN in ``metrics`` on other devices, where one would have to wait to know.
+    - nonfinite_count: elements that are inf or NaN. Where there are any, the others are left out.
 
     **Aggregation.** All forward passes and micro-batches of an iteration make one number, as if they were one batch.
     Numbers of the user's own functions are averaged, weighted by the tensors' numbers of elements, or as ``aggregate``
@@ -169,6 +155,8 @@ class ActivationHandler(ReferenceMonitor):
             for family, (argument, each) in given.items()
         }
         check_type("attention", attention, bool, "bool")
+        if attention:
+            check_attention()
         check_type("offload", offload, bool, "bool")
         if scaler is not None:
             check_type("scaler", scaler, GradScaler, "torch.amp.GradScaler or None")
@@ -194,9 +182,9 @@ class ActivationHandler(ReferenceMonitor):
         self._differences: OutputComparison | None = None
         self._gradients: GradientMetrics | None = None
         self._parameters: dict[nn.Parameter, tuple[str, str]] = {}
-        self._of_parameters: Numbers = []
+        self._of_parameters: list[NamedValues] = []
         self._over_ranks = RankReduction()
-        self._may_lack = False  # whether there is NaN in place of what was not measured
+        self._told_order = False
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -233,7 +221,7 @@ class ActivationHandler(ReferenceMonitor):
             self._gradients = GradientMetrics(self._parameters, self._metrics["gradient"])
         self._forward.start()
         with contextlib.ExitStack() as stack:
-            for context in [eager(), *self._forward.contexts(), *super().contexts()]:
+            for context in [self._eager(), *self._forward.contexts(), *super().contexts()]:
                 stack.enter_context(context)
             yield
 
@@ -243,26 +231,13 @@ class ActivationHandler(ReferenceMonitor):
         self._of_parameters = []
         self._over_ranks = RankReduction()
 
-    def on_host(self) -> dict[str, float]:
-        host = super().on_host()
-        return {name: value for name, value in host.items() if not math.isnan(value)} if self._may_lack else host
+    def _on_gradients_ready(self, engine: Engine, backward: GradientsReady) -> None:
+        if self._gradients is not None:
+            self._gradients.gradients_ready(backward.scale(self.scaler), backward.reached)
 
-    def _on_gradients_ready(self, engine: Engine) -> None:
-        if not self._is_running or self._gradients is None or self._source is None:
-            return
-        if id(self.model) in self._source.reached:
-            scale = None
-            if self.scaler is not None:
-                scale = self.scaler.scale(torch.ones((), device=device_of(self.model)))
-            self._gradients.gradients_ready(scale, self._source.reached_parameters)
-
-    def _on_step_started(self, engine: Engine) -> None:
-        if not self._is_running or self._gradients is None or self._source is None or self._source.stepping is None:
-            return
-        if id(self.model) not in self._source.unreduced:
-            optimizer = self._source.stepping
-            # Fused optimizers are given what to unscale gradients by.
-            self._gradients.step_started(parameters_of(optimizer), getattr(optimizer, "grad_scale", None))
+    def _on_step_started(self, engine: Engine, step: OptimizerStep) -> None:
+        if self._gradients is not None and step.ledger.reduced:
+            self._gradients.step_started(parameters_of(step.optimizer), step.scale)
 
     def _on_train_step_completed(self, engine: Engine) -> None:
         if not self._is_running or self._forward is None:
@@ -284,63 +259,50 @@ class ActivationHandler(ReferenceMonitor):
         if self._forward.complex:
             self._warn(f"complex numbers that are recorded are left out: {', '.join(sorted(self._forward.complex))}")
         if any(names for names, _ in found):
-            self._publish(*put_together(found))
-
-    def _publish(self, names: list[str], values: Tensor) -> None:
-        finite = values.isfinite()
-        values = torch.where(finite, values, math.nan)
-        # On the CPU there is no waiting to learn what is not there.
-        self._may_lack = values.device.type != "cpu"
-        if not self._may_lack and len(missing := finite.logical_not().nonzero()):
-            absent = set(missing.flatten().tolist())
-            names = [name for place, name in enumerate(names) if place not in absent]
-            values = values[finite]
-        self.publish_table(names, values)
+            together = joined(found)
+            if not self._told_order:  # loggers that keep the order of names keep that of execution
+                together, self._told_order = in_order(together, self._forward.order), True
+            self.publish_table(*together)
 
     # What it measures
 
-    def _of_forward(self) -> Numbers:
+    def _of_forward(self) -> list[NamedValues]:
         if self._forward is None:
             return []
         measured = [self._forward.activation, self._forward.entropy, self._forward.recorded]
         if self._differences is not None:
             measured.append(self._differences.measured)
-        found: Numbers = []
-        if world_size() == 1:
+        over_ranks = None
+        if world_size() > 1:
+            sums: Rows = {}
+            maxima: Rows = {}
             for each in measured:
-                found += each.numbers(*each.rows())
-            return named_apart(found)
-        sums: Rows = {}
-        maxima: Rows = {}
-        for each in measured:
-            more_sums, more_maxima = each.rows()
-            sums |= more_sums
-            maxima |= more_maxima
-        if not self._may_add():
-            return []
-        sums, maxima = self._over_ranks(sums, maxima, device_of(self.model))
-        for each in measured:
-            found += each.numbers(sums, maxima, everywhere=True)
-        return named_apart(found)
+                more_sums, more_maxima = each.sums_and_maxima()
+                sums |= more_sums
+                maxima |= more_maxima
+            if not self._may_add():
+                return []
+            over_ranks = self._over_ranks(sums, maxima, device_of(self.model))
+        return named_apart([values for each in measured for values in each.values(over_ranks)])
 
-    def _measure_parameters(self) -> Numbers:
-        current = Measured("parameter", self._metrics["parameter"])
-        difference = Measured("parameter_difference", self._metrics["parameter_difference"])
-        theirs = {}
-        if self._reference is not None and difference.metrics:
+    def _measure_parameters(self) -> list[NamedValues]:
+        initial = {}
+        if self._reference is not None and self._metrics["parameter_difference"]:
             named = named_parameters(self._reference.module)
-            theirs = {name: parameter for name, parameter, _ in named if not parameter.is_meta}
-        if not current.metrics and not theirs:
+            initial = {name: parameter for name, parameter, _ in named if not parameter.is_meta}
+        if not self._metrics["parameter"] and not initial:
             return []
+        current = Measurement("parameter", self._metrics["parameter"])
+        difference = Measurement("parameter_difference", self._metrics["parameter_difference"])
         for parameter, (name, tag) in self._parameters.items():
-            compared = name in theirs and difference.wants(name)
+            compared = name in initial and difference.wants(name)
             if not compared and not current.wants(name):
                 continue
             whole = whole_tensor(parameter)
-            current.see(tag, name, whole)
+            current.add(tag, name, whole)
             if compared:
-                difference.see_difference(tag, name, whole, move_like(whole_tensor(theirs[name]), whole))
-        return current.numbers(*current.rows()) + difference.numbers(*difference.rows())
+                difference.add_difference(tag, name, whole, move_like(whole_tensor(initial[name]), whole))
+        return current.values() + difference.values()
 
     def _look_at_model(self) -> None:
         """Learn the names of modules and parameters, where they may be others than in the last monitored iteration."""

@@ -9,11 +9,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ignite_monitor.activation.aggregation import AGGREGATES, Aggregate
 from ignite_monitor.activation.statistics import STATISTICS
 from ignite_monitor.model.devices import wide_dtype
 from ignite_monitor.model.selection import Pattern, Selection
 from ignite_monitor.reference.call import FailedFunctionError
+
+AGGREGATES = ("mean", "sum", "max", "min", "last")
+
+Aggregate = str | Callable[[Tensor], float | Tensor]
 
 
 class Metric:

@@ -2,49 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from ignite_monitor.activation.stacks import Stacks
 from ignite_monitor.activation.statistics import has_statistics, is_float8, statistics, sum_up, unit_dimension
-from ignite_monitor.model.devices import upload, wide_dtype
+from ignite_monitor.model._torch import is_functorch_wrapped
+from ignite_monitor.model.devices import move_like, upload, wide_dtype
+from ignite_monitor.monitor.named_values import NamedValues
 
 # Tensors of at most so many elements are copied, and their sums taken with those of others: an operation on a small
 # tensor takes longer than the arithmetic in it.
 _SMALL = 2**16
 
+# All stacks together take up at most so many bytes, and one at most so many. There is room for so many tensors of a
+# shape at first, and for twice as many whenever it runs out.
+_BYTES = 2**24
+_STACK_BYTES = 2**22
+_ROWS = 32
+
 # How many units are kept apart, of names in another order each time, before they are merged.
 _UNITS = 2**20
 
+_strided = torch.strided
 
-class Table(NamedTuple):
-    """What has been observed of each name.
+
+class _Stack:
+    """Named copies of tensors of one shape, on the CPU in float64, which sums are taken in there.
 
     Attributes:
-        names: the names, each once.
-        sums: as in :class:`~ignite_monitor.activation.statistics.Sums`, a row for each name.
-        units: number of units -> the names of which tensors with so many were seen, and their units as in
-            :class:`~ignite_monitor.activation.statistics.Sums`. With 0 it is a single one of tensors that have none.
+        tensor: the copies, of shape (room, ...).
+        rows: the same, one by one.
+        names: what the copies belong to, fewer than there are rows.
     """
 
-    names: list[str]
-    sums: Tensor
-    units: dict[int, tuple[list[str], Tensor]]
+    def __init__(self, like: Tensor, room: int) -> None:
+        with torch.inference_mode(False):  # what is made in it can't be written to outside of it
+            self.tensor = torch.empty(room, *like.shape, dtype=_stacked_dtype(like), device=like.device)
+            self.rows = self.tensor.unbind()
+        self.names: list[str] = []
+        self.room = room
+        self.bytes = self.tensor.numel() * self.tensor.itemsize
 
-    def statistics(self) -> Tensor:
-        """The statistics, of shape (names, 6), NaN where there is none."""
-        parts = [_of_units(units, largest, self.sums.dtype) for units, (_, largest) in self.units.items()]
-        if [name for names, _ in self.units.values() for name in names] == self.names:
-            return statistics(self.sums, *torch.cat(parts, 1))
-        found = torch.zeros(3, len(self.names), dtype=self.sums.dtype, device=self.sums.device)
-        for (names, _), own in zip(self.units.values(), parts, strict=True):
-            places = _places(names, self.names, found.device)
-            found[0, places] = torch.maximum(found[0, places], own[0])
-            found[1:, places] += own[1:]
-        return statistics(self.sums, *found)
+    def take(self) -> NamedValues:
+        """The copies, which stay as they are until the next one is added."""
+        names, self.names = self.names, []
+        return NamedValues(names, self.tensor[: len(names)])
 
 
 class Observations:
@@ -56,18 +60,28 @@ class Observations:
 
     def __init__(self, with_units: bool = True) -> None:
         self._with_units = with_units
-        self._stacks = Stacks()
-        self.add_again = self._stacks.add
+        # The memory is kept for the next tensors.
+        self._stacks: dict[tuple[torch.Size, torch.dtype, torch.device], _Stack] = {}
         self.clear()
 
     def clear(self) -> None:
         """Forget what has been observed."""
-        for _ in self._stacks.take():
-            pass  # of an iteration that an error has ended
+        self._take_all()  # of an iteration that an error has ended
         # By series of names, which may hold one more than once, and number of units.
         self._sums: dict[tuple[torch.device, tuple[str, ...]], Tensor] = {}
         self._units: dict[tuple[torch.device, tuple[str, ...], int], Tensor] = {}
         self._kept = 0
+
+    def add_again(self, name: str, tensor: Tensor) -> bool:
+        """Observe a small tensor of a shape that there is still room for; returns whether it is one."""
+        if tensor.is_nested or is_functorch_wrapped(tensor):
+            return False
+        stack = self._stacks.get((tensor.shape, tensor.dtype, tensor.device))
+        if stack is None or (row := len(stack.names)) == stack.room or tensor.layout is not _strided:
+            return False
+        stack.rows[row].copy_(tensor)
+        stack.names.append(name)
+        return True
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Observe a tensor, which may be changed in place afterwards; nothing of one that has no statistics.
@@ -79,10 +93,10 @@ class Observations:
             return
         size = tensor.numel()
         if size > _SMALL:
-            self._sum_up([([name], tensor.unsqueeze(0))])
+            self._sum_up([NamedValues([name], tensor.unsqueeze(0))])
         elif size:
             self._make_room(tensor, 1)
-            self._stacks.add(name, tensor)
+            self.add_again(name, tensor)
 
     def add_all(self, names: Sequence[str], tensors: Tensor) -> None:
         """Observe tensors of one shape, which may be changed in place afterwards.
@@ -91,37 +105,62 @@ class Observations:
             names: what each belongs to.
             tensors: of shape (names, ...), without a gradient.
         """
-        size = tensors.numel()
-        if size > _SMALL:
-            self._sum_up([(names, tensors)])
-        elif size and not self._stacks.add_all(names, tensors):
-            self._make_room(tensors[0], len(names))
-            self._stacks.add_all(names, tensors)
+        if tensors.numel() > _SMALL:
+            self._sum_up([NamedValues(names, tensors)])
+        elif tensors.numel():
+            stack = self._stacks.get((tensors.shape[1:], tensors.dtype, tensors.device))
+            if stack is None or len(stack.names) + len(names) > stack.room:
+                stack = self._make_room(tensors[0], len(names))
+            stack.tensor[len(stack.names) : len(stack.names) + len(names)].copy_(tensors)
+            stack.names += names
 
     def flush(self) -> None:
         """Take the sums of the tensors that wait for it."""
-        self._sum_up(self._stacks.take())
+        self._sum_up(self._take_all())
 
-    def table(self) -> Table | None:
-        """What has been observed; None if nothing has."""
+    def result(self) -> tuple[NamedValues, dict[int, NamedValues]] | None:
+        """What has been observed; None if nothing has.
+
+        Returns:
+            The sums, each name once, with rows as :func:`sum_up` gives them; and number of units -> the names of which
+            tensors with so many were seen, with the units as it gives them. With 0 it is a single one of tensors that
+            have none.
+        """
         self.flush()
         if not self._sums:
             return None
         self._merge()
         (((_, names), sums),) = self._sums.items()
-        return Table(list(names), sums, {count: (list(own), each) for (_, own, count), each in self._units.items()})
+        units = {count: NamedValues(list(own), each) for (_, own, count), each in self._units.items()}
+        return NamedValues(list(names), sums), units
 
-    def _make_room(self, like: Tensor, rows: int) -> None:
-        self._sum_up(self._stacks.grow(like, rows))
+    def _take_all(self) -> list[NamedValues]:
+        return [stack.take() for stack in self._stacks.values() if stack.names]
 
-    def _sum_up(self, stacks: Iterable[tuple[Sequence[str], Tensor]]) -> None:
-        by_device: dict[torch.device, list[tuple[Sequence[str], Tensor]]] = {}
-        for names, tensors in stacks:
-            by_device.setdefault(tensors.device, []).append((names, tensors))
+    def _make_room(self, like: Tensor, rows: int) -> _Stack:
+        """A stack with room for more tensors of a shape; what has to be taken out for it is summed up."""
+        key = (like.shape, like.dtype, like.device)
+        stack = self._stacks.get(key)
+        taken = [stack.take()] if stack is not None and stack.names else []
+        most = _STACK_BYTES // (like.numel() * _stacked_dtype(like).itemsize)
+        wanted = max(rows, min(most, _ROWS if stack is None else 2 * stack.room))
+        if stack is None or stack.room < wanted:
+            stack = _Stack(like, wanted)
+            if stack.bytes + sum(each.bytes for each in self._stacks.values()) > _BYTES:
+                taken += self._take_all()
+                self._stacks.clear()
+            self._stacks[key] = stack
+        self._sum_up(taken)
+        return stack
+
+    def _sum_up(self, stacks: Iterable[NamedValues]) -> None:
+        by_device: dict[torch.device, list[NamedValues]] = {}
+        for stack in stacks:
+            by_device.setdefault(stack.values.device, []).append(stack)
         for device, own in by_device.items():
             self._add_sums(device, own)
 
-    def _add_sums(self, device: torch.device, stacks: list[tuple[Sequence[str], Tensor]]) -> None:
+    def _add_sums(self, device: torch.device, stacks: list[NamedValues]) -> None:
         shaped = []
         for _, tensors in stacks:
             unit = unit_dimension(tensors.shape[1:]) if self._with_units else None
@@ -145,19 +184,21 @@ class Observations:
         self._kept = 0
         if self._is_merged():
             return
-        device = next(iter(self._sums))[0]
-        by_count: dict[int, list[tuple[tuple[str, ...], Tensor]]] = {}
+        ((device, _), like), *_ = self._sums.items()
+        by_count: dict[int, list[NamedValues]] = {}
         for (_, names, count), units in self._units.items():
-            by_count.setdefault(count, []).append((names, _to(device, units)))
+            by_count.setdefault(count, []).append(
+                NamedValues(names, units.to(device, non_blocking=device.type != "cpu"))
+            )
         largest = {count: _largest_by_name(own) for count, own in by_count.items()}
         self._units = {(device, tuple(names), count): units for count, (names, units) in largest.items()}
         # In the order of the units, in which no row has to be moved as a rule.
         unique = list(dict.fromkeys(name for own, _ in largest.values() for name in own))
         rows = [name for _, own in self._sums for name in own]
-        sums = torch.cat([_to(device, each) for each in self._sums.values()])
+        sums = torch.cat([move_like(each, like) for each in self._sums.values()])
         if rows != unique:
             zeros = torch.zeros(len(unique), sums.shape[1], dtype=sums.dtype, device=device)
-            sums = zeros.index_add_(0, _places(rows, unique, device), sums)
+            sums = zeros.index_add_(0, _index(rows, unique, device), sums)
         self._sums = {(device, tuple(unique)): sums}
 
     def _is_merged(self) -> bool:
@@ -168,6 +209,20 @@ class Observations:
         return len(self._sums) == 1 and len(set(names)) == len(own) == len(names) and len(counts) == len(self._units)
 
 
+def statistics_of(sums: NamedValues, units: Mapping[int, NamedValues]) -> Tensor:
+    """The statistics of what :meth:`Observations.result` gives, of shape (names, 6), NaN where there is none."""
+    names, rows = sums
+    parts = [_of_units(count, largest, rows.dtype) for count, (_, largest) in units.items()]
+    if [name for own, _ in units.values() for name in own] == names:
+        return statistics(rows, *torch.cat(parts, 1))
+    found = torch.zeros(3, len(names), dtype=rows.dtype, device=rows.device)
+    for (own, _), part in zip(units.values(), parts, strict=True):
+        index = _index(own, names, found.device)
+        found[0, index] = torch.maximum(found[0, index], part[0])
+        found[1:, index] += part[1:]
+    return statistics(rows, *found)
+
+
 def _of_units(units: int, largest: Tensor, dtype: torch.dtype) -> Tensor:
     """Of each row the largest absolute value, how many units are dead, and how many there are."""
     top = largest.amax(1).to(dtype)
@@ -175,32 +230,35 @@ def _of_units(units: int, largest: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.stack([top, dead, torch.full_like(top, units)])
 
 
-def _to(device: torch.device, tensor: Tensor) -> Tensor:
-    return tensor.to(device, non_blocking=device.type != "cpu")
+def _stacked_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype of a tensor's copy."""
+    if tensor.device.type == "cpu":
+        return torch.float64
+    return torch.float32 if is_float8(tensor) else tensor.dtype
 
 
-def _places(names: Iterable[str], among: Iterable[str], device: torch.device) -> Tensor:
-    place = {name: i for i, name in enumerate(among)}
-    return upload(torch.tensor([place[name] for name in names], dtype=torch.int64, device="cpu"), device)
+def _index(names: Iterable[str], among: Iterable[str], device: torch.device) -> Tensor:
+    index = {name: i for i, name in enumerate(among)}
+    return upload(torch.tensor([index[name] for name in names], dtype=torch.int64, device="cpu"), device)
 
 
-def _largest_by_name(series: list[tuple[tuple[str, ...], Tensor]]) -> tuple[list[str], Tensor]:
+def _largest_by_name(series: list[NamedValues]) -> NamedValues:
     """Each name once, with the elementwise maxima of its rows."""
     rows = torch.cat([units for _, units in series])
     rounds: list[dict[str, int]] = []
     seen: dict[str, int] = {}
-    for place, name in enumerate(name for names, _ in series for name in names):
+    for index, name in enumerate(name for names, _ in series for name in names):
         times = seen[name] = seen.get(name, -1) + 1
         if times == len(rounds):
             rounds.append({})
-        rounds[times][name] = place
+        rounds[times][name] = index
     names = list(rounds[0])
     if len(rounds) == 1:
-        return names, rows
+        return NamedValues(names, rows)
     # Not scatter_reduce, which deterministic algorithms forbid on CUDA.
-    index = [upload(torch.tensor([*each.values()], device="cpu"), rows.device) for each in rounds]
-    largest = rows[index[0]]
-    for again, places in zip(rounds[1:], index[1:], strict=True):
-        own = _places(again, names, rows.device)
-        largest[own] = torch.maximum(largest[own], rows[places])
-    return names, largest
+    first, *others = [upload(torch.tensor([*each.values()], device="cpu"), rows.device) for each in rounds]
+    largest = rows[first]
+    for again, chosen in zip(rounds[1:], others, strict=True):
+        own = _index(again, names, rows.device)
+        largest[own] = torch.maximum(largest[own], rows[chosen])
+    return NamedValues(names, largest)

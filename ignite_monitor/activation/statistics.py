@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,23 +23,8 @@ _LARGER_PIECE = 2**22
 _SHARED = 1e8
 
 
-class Sums(NamedTuple):
-    """What the statistics of tensors are computed from.
-
-    Attributes:
-        sums: of shape (tensors, 7): the number of elements, that of vectors along the last dimension, the sums of the
-            elements, of the squares of what they differ from their mean by, and of the vectors' norms, how many
-            elements are not finite, and the squared sum of the elements over their number.
-        units: for each stack of tensors, of shape (its tensors, units): the largest absolute value of each unit, NaN
-            where it has one.
-    """
-
-    sums: Tensor
-    units: list[Tensor]
-
-
 def unit_dimension(shape: Sequence[int]) -> int | None:
-    """The dimension whose places are the units of an activation.
+    """The dimension whose indices are the units of an activation.
 
     That of the features, which is the last one, and in tensors with four and more dimensions that of the channels,
     which is the second; None where there is but a batch.
@@ -63,15 +47,21 @@ def is_float8(tensor: Tensor) -> bool:
     return tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point
 
 
-def sum_up(stacks: Sequence[tuple[Tensor, int | None]]) -> Sums:
-    """The sums of tensors, those of one shape stacked.
+def sum_up(stacks: Sequence[tuple[Tensor, int | None]]) -> tuple[Tensor, list[Tensor]]:
+    """What the statistics of tensors are computed from, those of one shape stacked.
 
     They are taken in float64 (float32 on devices without it); nothing waits for a device but the CPU, which there is
     no waiting for, and no copy of a large tensor is made.
 
     Args:
         stacks: tensors of shape (tensors, ...) on one device, without a gradient, with elements; and the dimension of
-            the units in each of theirs, None for a single unit.
+            the units in each, None for a single unit.
+
+    Returns:
+        Sums, of shape (tensors, 7): the number of elements, that of vectors along the last dimension, the sums of the
+        elements, of the squares of what they differ from their mean by, and of the vectors' norms, how many elements
+        are not finite, and the squared sum of the elements over their number. And for each stack, of shape (its
+        tensors, units), the largest absolute value of each unit, NaN where it has one.
     """
     tensors = [each if each.ndim > 1 else each.unsqueeze(-1) for each, _ in stacks]
     sums = torch.cat([_sums(each) for each in tensors])
@@ -88,11 +78,11 @@ def sum_up(stacks: Sequence[tuple[Tensor, int | None]]) -> Sums:
     if sums.device.type == "cpu" and len(kept.logical_not().nonzero()):
         for each in zip(tensors, sums.split(rows), kept.split(rows), strict=True):
             _look_again(*each)
-    return Sums(sums, [_units(each, unit) for each, (_, unit) in zip(tensors, stacks, strict=True)])
+    return sums, [_units(each, unit) for each, (_, unit) in zip(tensors, stacks, strict=True)]
 
 
 def _sums(tensors: Tensor) -> Tensor:
-    """The first six of :class:`Sums`, with the squares of the elements themselves."""
+    """The first six of what :func:`sum_up` gives, with the squares of the elements themselves."""
     pieces = list(_pieces(tensors))
     sums = _sums_of_piece(pieces[0])
     for piece in pieces[1:]:
@@ -114,7 +104,7 @@ def _sums_of_piece(tensors: Tensor) -> Tensor:
 
 def _units(tensors: Tensor, unit: int | None) -> Tensor:
     """The largest absolute value of each unit."""
-    rest = [place for place in range(1, tensors.ndim) if unit is None or place != unit + 1]
+    rest = [dim for dim in range(1, tensors.ndim) if unit is None or dim != unit + 1]
     # Not the norm for p = inf, which takes fifty times as long on the CPU.
     units = torch.maximum(tensors.amax(rest), tensors.amin(rest).neg()) if rest else tensors.abs()
     wide = wide_dtype(tensors.device)
@@ -174,7 +164,7 @@ def statistics(sums: Tensor, largest: Tensor, dead: Tensor, units: Tensor) -> Te
     there is no such number (the standard deviation of one element), a statistic is NaN.
 
     Args:
-        sums: as in :class:`Sums`, added up over the parts.
+        sums: as :func:`sum_up` gives them, added up over the parts.
         units: how many there are; 0 for tensors without.
 
     Returns:

@@ -5,19 +5,14 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
-from operator import is_
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from ignite.engine import Engine
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ignite_monitor.model.optimizers import parameters_of
+from ignite_monitor.model._torch import drop_gradient_hooks, gradient_hooks
 
 
 class GradientHook:
@@ -43,9 +38,7 @@ class GradientHook:
         self.remove()
         for parameter in parameters:
             if parameter.dtype.is_floating_point or parameter.dtype.is_complex:
-                hooks = parameter._post_accumulate_grad_hooks
-                if hooks is None:
-                    parameter._post_accumulate_grad_hooks = hooks = OrderedDict()
+                hooks = gradient_hooks(parameter)
                 hooks[self] = hook
                 self._places.append((parameter, hooks))
 
@@ -54,67 +47,7 @@ class GradientHook:
         while self._places:
             parameter, hooks = self._places.pop()
             hooks.pop(self, None)
-            if not hooks and parameter._post_accumulate_grad_hooks is hooks:
-                parameter._post_accumulate_grad_hooks = None
-
-
-class MonitoredModel:
-    """A model, how many monitors watch it, and the hook that is on its parameters."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.monitors = 0
-        self.hook = GradientHook()
-        self.parameters: list[nn.Parameter] = []
-        # The dictionaries that its modules keep parameters and submodules in, and what was in them at the last look.
-        self._registries: list[dict[str, Any]] = []
-        self._members: list[Any] = []
-        self._replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
-        self._shared: weakref.WeakKeyDictionary[Optimizer, tuple[list[nn.Parameter], bool]] = (
-            weakref.WeakKeyDictionary()
-        )
-
-    def refresh(self) -> bool:
-        """Look at the model's parameters anew: whether there are others than at the last time."""
-        members = list(chain.from_iterable(map(dict.values, self._registries)))
-        if members and are_same(members, self._members):
-            return False
-        modules = list(self.model.modules())
-        # What scripted modules consist of is fixed, and kept in no dictionaries.
-        plain = [each for each in modules if not isinstance(each, torch.jit.ScriptModule)]
-        self._registries = [vars(each)[name] for each in plain for name in ("_parameters", "_modules")]
-        self._members = list(chain.from_iterable(map(dict.values, self._registries)))
-        self.parameters = list(self.model.parameters())
-        self._shared.clear()
-        return True
-
-    def run_ended(self) -> None:
-        """Let go of what optimizers hold."""
-        self._shared.clear()
-
-    @property
-    def reduces(self) -> bool:
-        """Whether backward leaves gradients reduced: not under ``no_sync()``."""
-        return all(replica.require_backward_grad_sync for replica in self._replicas)
-
-    def changed_by_backward(self, reached: set[int]) -> set[int]:
-        """The ids of the parameters whose gradients a backward may have changed."""
-        # DistributedDataParallel gives a rank gradients of what only others have reached.
-        return {id(parameter) for parameter in self.parameters} if self._replicas else reached
-
-    def shares(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer holds parameters of the model."""
-        held = parameters_of(optimizer)
-        known = self._shared.get(optimizer)
-        if known is None or not are_same(known[0], held):
-            own = {id(parameter) for parameter in self.parameters}
-            known = self._shared[optimizer] = (held, any(id(parameter) in own for parameter in held))
-        return known[1]
-
-
-def are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether two sequences hold the same objects."""
-    return len(some) == len(others) and all(map(is_, some, others))
+            drop_gradient_hooks(parameter, hooks)
 
 
 class Patch:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from ignite.engine import Engine
 from ignite.engine.events import EventEnum
 
+from ignite_monitor.model._torch import sees_backward
+
 
 class MonitorEvents(EventEnum):
     """What happens inside a train step, fired on the user's engine by the monitors attached to it.
@@ -38,5 +40,6 @@ class MonitorEvents(EventEnum):
 
 def register_events(engine: Engine) -> None:
     """Make an engine know :class:`MonitorEvents`."""
-    if MonitorEvents.GRADIENTS_READY not in engine._allowed_events:  # has_registered_events() is Ignite 0.5.2's
-        engine.register_events(*MonitorEvents, event_to_attr=dict.fromkeys(MonitorEvents, "iteration"))
+    if not engine.has_registered_events(MonitorEvents.TRAIN_STEP_COMPLETED):
+        events = [event for event in MonitorEvents if event != MonitorEvents.GRADIENTS_READY or sees_backward()]
+        engine.register_events(*events, event_to_attr=dict.fromkeys(events, "iteration"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol
 
@@ -14,9 +14,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ignite_monitor.events.hooks import MonitoredModel, Patch, is_nested, remove_all
+from ignite_monitor.events.hooks import Patch, is_nested, remove_all
+from ignite_monitor.events.ledger import GradientLedger, GradientsReady, OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents, register_events
+from ignite_monitor.model._torch import (
+    HANDLE_EXCEPTION,
+    TRAIN_STEP,
+    backward_number,
+    check_engine,
+    handles_exceptions,
+    has_handlers,
+    need,
+    queue_callback,
+)
 from ignite_monitor.model.backward import users_grad_mode
+from ignite_monitor.model.eager import out_of_compiler, untraced
 
 # How often the callback at the end of backward queues itself anew, so as to run after those of
 # DistributedDataParallel: its reduction takes one callback, and with a static graph one that queues another.
@@ -35,9 +47,6 @@ class MonitorLike(Protocol):
     def contexts(self) -> list[AbstractContextManager[Any]]:
         """What to have around the train step that is about to start."""
 
-    def backward_started(self, model: nn.Module, parameter: Tensor) -> None:
-        """A backward has accumulated into the first parameter of a model that it has got to."""
-
 
 class EventSource:
     """Fires :class:`MonitorEvents` on one engine; shared by all monitors attached to it.
@@ -50,10 +59,6 @@ class EventSource:
     Attributes:
         monitored: whether this iteration is monitored.
         running: whether its train step is going on. What happens in handlers, or on other engines, is not watched.
-        reached: while GRADIENTS_READY fires, the ids of the models that the backward reached.
-        reached_parameters: and of their parameters that it may have changed the gradients of.
-        unreduced: ids of the models whose gradients are not reduced: this iteration's last backward that reached them
-            has not done it.
         stepping: while an optimizer makes its step, the optimizer.
     """
 
@@ -61,7 +66,7 @@ class EventSource:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)
-        self._models: dict[int, MonitoredModel] = {}
+        self._models: dict[int, GradientLedger] = {}
         self._handles: list[Any] = []
         weakref.finalize(self, remove_all, self._handles).atexit = False
         self._installed = False
@@ -69,10 +74,8 @@ class EventSource:
         self._listeners: dict[MonitorEvents, list[weakref.WeakMethod[Any]]] = {event: [] for event in MonitorEvents}
         self._prefixes: set[str] = set()
         self.monitored = self.running = self._awaits_step = False
+        self._monitoring: set[int] = set()  # ids of the monitors that look at this iteration
         self._tasks: dict[int, dict[int, set[int]]] = {}
-        self.reached: frozenset[int] = frozenset()
-        self.reached_parameters: Set[int] = frozenset()
-        self.unreduced: frozenset[int] = frozenset()
         self.stepping: Optimizer | None = None
 
     # Who takes part
@@ -108,7 +111,7 @@ class EventSource:
         self._monitors.add(monitor)
         entry = self._models.get(id(model))
         if entry is None:
-            entry = self._models[id(model)] = MonitoredModel(model)
+            entry = self._models[id(model)] = GradientLedger(model)
             if self._installed:  # attached while a run is going on
                 self._handles.append(entry.hook)
             if self.running:
@@ -131,48 +134,64 @@ class EventSource:
                 engine.remove_event_handler(handler, event)
             delattr(engine, self._ATTRIBUTE)
 
-    def listen(self, event: MonitorEvents, handler: Callable[[Engine], Any]) -> None:
+    def listen(self, event: MonitorEvents, handler: Callable[..., Any]) -> None:
         """Call a monitor's method at an event, before all other handlers.
 
         Args:
-            handler: the bound method; the engine's other handlers keep its monitor alive. What it changes of that
-                which the other monitors look at, it does in a function that it returns.
+            handler: the bound method; the engine's other handlers keep its monitor alive. It is called with the
+                engine, and in iterations that its monitor looks at with a :class:`GradientsReady` of its model, or an
+                :class:`OptimizerStep`, of the events that these belong to. What it changes of that which the other
+                monitors look at, it does in a function that it returns.
         """
         self._listeners[event].append(weakref.WeakMethod(handler))
         if self.running and event == MonitorEvents.GRADIENTS_READY:
             for entry in self._models.values():
                 self._register(entry)
 
-    def unlisten(self, event: MonitorEvents, handler: Callable[[Engine], Any]) -> None:
+    def unlisten(self, event: MonitorEvents, handler: Callable[..., Any]) -> None:
         """Undo :meth:`listen`."""
         self._listeners[event] = [each for each in self._listeners[event] if each() not in (None, handler)]
 
     def has_handlers(self, *events: MonitorEvents) -> bool:
         """Whether anyone but the monitors listens to one of the events."""
         engine = self._engine()
-        return engine is not None and any(engine._event_handlers.get(event) for event in events)
+        return engine is not None and has_handlers(engine, events)
 
     @property
     def monitors(self) -> list[Any]:
         """The monitors attached to the engine."""
         return list(self._monitors)
 
+    def ledger(self, model: nn.Module) -> GradientLedger:
+        """What is known of the gradients of a model."""
+        return self._models[id(model)]
+
     def parameters(self, model: nn.Module) -> list[nn.Parameter]:
         """The parameters that a model had when the train step started."""
         return self._models[id(model)].parameters
 
-    def shares(self, model: nn.Module) -> bool:
-        """Whether the optimizer whose step is going on holds parameters of a model."""
-        return self.stepping is not None and self._models[id(model)].shares(self.stepping)
+    def fire(self, event: MonitorEvents, about: Mapping[int, Any] | None = None) -> None:
+        """Call the monitors, and then everyone else who listens.
 
-    def fire(self, event: MonitorEvents) -> None:
-        """Call the monitors, and then everyone else who listens."""
+        Args:
+            about: id of a model -> what has happened to its gradients. The monitors of other models, and those that
+                do not look at this iteration, are not called. None calls all of them, with the engine alone.
+        """
         engine = self._engine()
         if engine is None:
             return
-        handlers = [listener() for listener in self._listeners[event]]
+        handlers: list[Any] = [handler for listener in self._listeners[event] if (handler := listener()) is not None]
         # All of them look before one changes anything: their order is that of attaching, and must not matter.
-        for change in [handler(engine) for handler in handlers if handler is not None]:
+        if about is None:
+            changes = [handler(engine) for handler in handlers]
+        else:
+            looking = [each for each in handlers if id(each.__self__) in self._monitoring]
+            changes = [
+                handler(engine, about[id(handler.__self__.model)])
+                for handler in looking
+                if id(handler.__self__.model) in about
+            ]
+        for change in changes:
             if change is not None:
                 change()
         if event == MonitorEvents.TRAIN_STEP_COMPLETED:
@@ -199,11 +218,13 @@ class EventSource:
         if self.has_handlers(*MonitorEvents):
             self.monitor_iteration()
 
-    def monitor_iteration(self) -> None:
-        """Follow the train step of the iteration that is starting."""
+    def monitor_iteration(self, monitor: MonitorLike | None = None) -> None:
+        """Follow the train step of the iteration that is starting, for a monitor or for listeners of the user's."""
         self.monitored = True
+        if monitor is not None:
+            self._monitoring.add(id(monitor))
 
-    def _register(self, entry: MonitoredModel) -> None:
+    def _register(self, entry: GradientLedger) -> None:
         changed = entry.refresh()
         if not (self._listeners[MonitorEvents.GRADIENTS_READY] or self.has_handlers(MonitorEvents.GRADIENTS_READY)):
             entry.hook.remove()
@@ -222,7 +243,9 @@ class EventSource:
 
     def _reset(self) -> None:
         self._tasks.clear()
-        self.reached = self.reached_parameters = self.unreduced = frozenset()
+        self._monitoring.clear()
+        for ledger in self._models.values():
+            ledger.reduced = True
         self.stepping = None
         self.monitored = self.running = self._awaits_step = False
 
@@ -239,7 +262,7 @@ class EventSource:
         def step_completed(optimizer: Optimizer, *_: Any) -> None:
             owner = source()
             if owner is not None:
-                owner._on_step_completed(optimizer)
+                owner.step_completed(optimizer)
 
         def train_step(original: Callable[..., Any], engine: Engine, batch: Any) -> Any:
             owner = source()
@@ -267,9 +290,10 @@ class EventSource:
 
         # One by one, and what takes them off again first: an interrupt may come at any moment.
         # Ignite swallows exceptions as soon as anyone has ever listened to EXCEPTION_RAISED, so nobody here may.
-        self._handles.append(Patch(engine, "_handle_exception", handle_exception))
+        if handles_exceptions(engine):
+            self._handles.append(Patch(engine, HANDLE_EXCEPTION, handle_exception))
         # The one way to know that a train step has returned before anything else on the engine does.
-        self._handles.append(Patch(engine, "_process_function", train_step))
+        self._handles.append(Patch(engine, TRAIN_STEP, train_step))
         # A compiled step would trace into the hooks.
         self._handles.append(register_optimizer_step_pre_hook(torch.compiler.disable(step_started)))
         self._handles.append(register_optimizer_step_post_hook(torch.compiler.disable(step_completed)))
@@ -289,10 +313,11 @@ class EventSource:
 
     # Backward
 
-    def _gradient_hook(self, entry: MonitoredModel) -> Callable[[Tensor], None]:
+    def _gradient_hook(self, entry: GradientLedger) -> Callable[[Tensor], None]:
         source = weakref.ref(self)
         key = id(entry.model)
-        current_task = torch._C._current_graph_task_id
+        current_task = backward_number
+        _on_first_gradient = out_of_compiler(EventSource._on_first_gradient)
         last_task = -1
         note: Callable[[int], None] = _ignore
 
@@ -303,30 +328,32 @@ class EventSource:
                 last_task = task
                 owner = source()
                 is_running = owner is not None and owner.running
-                note = owner._on_first_gradient(task, key, parameter) if is_running and owner is not None else _ignore
+                note = _on_first_gradient(owner, task, key) if is_running and owner is not None else _ignore
             note(id(parameter))
 
-        return hook
+        return untraced(hook)
 
-    def _on_first_gradient(self, task: int, key: int, parameter: Tensor) -> Callable[[int], None]:
+    def _on_first_gradient(self, task: int, key: int) -> Callable[[int], None]:
         """The first gradient of a model in a backward; what takes in the ids of the parameters it reaches."""
-        for monitor in self._monitors:
-            monitor.backward_started(self._models[key].model, parameter)
         is_known = task in self._tasks
         reached = self._tasks.setdefault(task, {}).setdefault(key, set())
         if not is_known:
-            _queue_end(weakref.ref(self), task, _HOPS)
+            untraced(_end_backward)(weakref.ref(self), task, _HOPS)
         return reached.add
 
     def _on_gradients_ready(self, task: int) -> None:
-        parameters = self._tasks.pop(task, {})
-        reached = parameters.keys() & self._models.keys()
-        self.reached = frozenset(key for key in reached if self._models[key].reduces)
-        changed = [self._models[key].changed_by_backward(parameters[key]) for key in self.reached]
-        self.reached_parameters = changed[0] if len(changed) == 1 else set().union(*changed)
-        self.unreduced = (self.unreduced | reached) - self.reached
-        if self.reached:
-            self.fire(MonitorEvents.GRADIENTS_READY)
+        tasks = self._tasks.pop(task, {})
+        running = self._tasks.keys()
+        changed = {
+            key: self._models[key].backward_ended(task, reached, running)
+            for key, reached in tasks.items()
+            if key in self._models
+        }
+        ready = {key: each for key, each in changed.items() if each is not None}
+        shared = len(ready) > 1
+        about = {key: GradientsReady(self._models[key], each, shared, self.stepping) for key, each in ready.items()}
+        if about:
+            self.fire(MonitorEvents.GRADIENTS_READY, about)
 
     # Optimizers
 
@@ -338,13 +365,13 @@ class EventSource:
         self.stepping = optimizer
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
-            self.fire(MonitorEvents.OPTIMIZER_STEP_STARTED)
+            self._fire_step(MonitorEvents.OPTIMIZER_STEP_STARTED, optimizer)
             return None
         # The closure makes the gradients that the step is about to use.
-        closure = self._firing_once(closure)
+        closure = self._firing_once(closure, optimizer)
         return (args, kwargs | {"closure": closure}) if "closure" in kwargs else ((args[0], closure, *args[2:]), kwargs)
 
-    def _firing_once(self, closure: Callable[..., Any]) -> Callable[..., Any]:
+    def _firing_once(self, closure: Callable[..., Any], optimizer: Optimizer) -> Callable[..., Any]:
         source = weakref.ref(self)
         fired = False
 
@@ -355,28 +382,39 @@ class EventSource:
             owner = source()
             if owner is not None and owner.running and not fired:
                 fired = True
-                owner.fire(MonitorEvents.OPTIMIZER_STEP_STARTED)
+                owner._fire_step(MonitorEvents.OPTIMIZER_STEP_STARTED, optimizer)
             return loss
 
         return fire_after
 
-    def _on_step_completed(self, optimizer: Optimizer) -> None:
+    def step_completed(self, optimizer: Optimizer) -> None:
+        """An optimizer has made its step, or it was left out."""
         if self.stepping is optimizer:
-            self.fire(MonitorEvents.OPTIMIZER_STEP_COMPLETED)
+            self._fire_step(MonitorEvents.OPTIMIZER_STEP_COMPLETED, optimizer)
             self.stepping = None
+
+    def _fire_step(self, event: MonitorEvents, optimizer: Optimizer) -> None:
+        self.fire(event, {key: OptimizerStep(ledger, optimizer) for key, ledger in self._models.items()})
+
+
+def check_events(feature: str, engine: Engine, events: Iterable[MonitorEvents]) -> None:
+    """Refuse what can't be heard of with the installed torch and Ignite.
+
+    Raises:
+        RuntimeError: if a private name that one of the events needs is gone.
+    """
+    check_engine(engine)
+    if MonitorEvents.GRADIENTS_READY in events:
+        need(feature, backward_number, queue_callback)
 
 
 def _ignore(_: int) -> None:
     pass
 
 
-def _queue_end(source: weakref.ref[EventSource], task: int, hops: int) -> None:
-    # A callback that queued itself would hold itself: a cycle for the garbage collector in every backward.
-    def backward_ended() -> None:
-        owner = source()
-        if hops > 1:
-            _queue_end(source, task, hops - 1)
-        elif owner is not None:
-            owner._on_gradients_ready(task)
-
-    torch.autograd.Variable._execution_engine.queue_callback(backward_ended)
+def _end_backward(source: weakref.ref[EventSource], task: int, hops: int) -> None:
+    owner = source()
+    if hops:
+        queue_callback(functools.partial(_end_backward, source, task, hops - 1))
+    elif owner is not None:
+        out_of_compiler(EventSource._on_gradients_ready)(owner, task)

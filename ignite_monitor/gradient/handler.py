@@ -8,6 +8,7 @@ import math
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -17,22 +18,24 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from ignite_monitor.checks import check_count, check_real, check_type
-from ignite_monitor.events.hooks import are_same
+from ignite_monitor.events.ledger import GradientsReady, OptimizerStep
+from ignite_monitor.events.look import Look
 from ignite_monitor.events.monitor_events import MonitorEvents
-from ignite_monitor.gradient.judged import JudgedGradient
+from ignite_monitor.gradient.judge import Known, NormJudge
 from ignite_monitor.gradient.skip import StepSkipper, check_skippable
-from ignite_monitor.gradient.spikes import SpikeDetector
+from ignite_monitor.gradient.spikes import SpikeDetector, Verdict, may_be_true
 from ignite_monitor.gradient.thresholds import CallableThreshold, MeanStdThreshold, ThresholdRule
+from ignite_monitor.gradient.window import GradientWindow
+from ignite_monitor.keys import GRADIENT
 from ignite_monitor.model.backward import in_backward, users_grad_mode
 from ignite_monitor.model.devices import move_like
-from ignite_monitor.model.norms import any_sharded, total_norm
-from ignite_monitor.model.optimizers import held_by, parameters_of
+from ignite_monitor.model.optimizers import held_by
 from ignite_monitor.monitor.base import Handlers, Monitor
-from ignite_monitor.monitor.deferred_flag import Lookout
-from ignite_monitor.monitor.ranks import gradient_norm, reduction_of, world_size
+from ignite_monitor.monitor.named_values import as_published
+from ignite_monitor.monitor.ranks import all_take_part, gradient_norm, max_over_ranks, reduction_of, world_size
 
 
-class GradMonitor(Monitor):
+class GradMonitor(Monitor, schema=GRADIENT):
     r"""Watches the norm of the gradient, and says before the optimizer's step whether it is a spike.
 
     The norm is :math:`\lVert g \rVert_p` over all gradients that the coming step would use, reduced over ranks,
@@ -41,22 +44,15 @@ class GradMonitor(Monitor):
     As soon as ``loss.backward()`` returns, ``engine.state.unhealthy_spike`` and ``engine.state.grad_norm`` speak of
     the gradients it left:
 
-    ============================  ==========================================================================
-    in ``engine.state.metrics``   meaning (0-dim tensors)
-    ============================  ==========================================================================
-    ``grad/norm``                 norm of the gradient
-    ``grad/threshold``            the largest norm that is no spike; absent during the rule's warm-up
-    ``grad/mean``                 mean of the norms that the threshold was derived from
-    ``grad/std``                  their sample standard deviation; absent before the second
-    ``grad/spike``                1 if the norm is a spike, else 0
-    ``grad/spike_count``          spikes so far
-    ``grad/skipped_count``        optimizer steps that ``skip_step`` has left out so far
-    ``grad/nonfinite_count``      norms that were inf or NaN so far
-    ============================  ==========================================================================
+    {keys}
 
     With ``optimizer`` one norm per optimizer step enters the statistics, and one per spike whose step the train step
     itself leaves out; without, one per iteration. A spike enters clipped to the threshold that it exceeded, a
-    non-finite norm not at all.
+    non-finite norm not at all. With gradient accumulation over iterations flag and norm speak of each partial gradient,
+    and what is published and counted is one value per optimizer step, and per spike that the train step leaves out.
+
+    What becomes of a gradient between backward and step, clipping for one, makes no difference: the norm is that of
+    what backward has left. Gradients that no backward has made are judged when the step starts.
 
     A non-finite norm is a spike, unless a ``scaler`` looks after it: then it is an overflow, counted but not
     flagged, so that ``scaler.step()`` skips the step and ``scaler.update()`` lowers the scale.
@@ -68,7 +64,9 @@ class GradMonitor(Monitor):
         threshold: a threshold rule, of which a copy is taken, or a function ``(mean, std, count) -> threshold``.
             By default ``MeanStdThreshold()``.
         skip_step: whether to make the optimizer's ``step()`` do nothing at a spike: no update, no weight decay, no
-            momentum, no step count. Fused optimizers skip on the device; for others the flag is read on the host.
+            momentum, no step count. Fused optimizers skip on the device; for others the flag is read on the host. Of
+            optimizers outside ``torch.optim`` the step is not run, so it has to be called as ``optimizer.step()``,
+            without a closure: a ValueError says so at the first step.
         on_spike: function ``(engine, norm)``, called at a spike.
         max_consecutive_spikes: how many spikes in a row mean a new level, from which the rule then starts afresh.
         norm_type: p of the norm, greater than 0, ``math.inf`` allowed.
@@ -79,13 +77,14 @@ class GradMonitor(Monitor):
             other model every backward takes a collective, so all ranks have to make as many.
         prefix: what the values' names start with. Also names ``engine.state.grad_norm``: ``{prefix}_norm``.
         flag: the attribute of ``engine.state`` that says whether the gradient is a spike: False when an iteration
-            starts, a 0-dim bool tensor from the end of backward on.
+            starts, and the verdict from the end of backward on: a bool on the CPU, else a 0-dim bool tensor.
 
     Raises:
         TypeError: if an argument is of another type.
         ValueError: if an argument has a value it can't have, the optimizer holds none of the model's parameters,
-            ``skip_step`` is asked for without an optimizer or with LBFGS, or ``reduction`` is not that of the model's
-            wrapper: "mean" for DistributedDataParallel, "sum" for FullyShardedDataParallel.
+            ``skip_step`` is asked for without an optimizer or with one that needs a closure (LBFGS, SAM), or
+            ``reduction`` is not that of the model's wrapper: "mean" for DistributedDataParallel, "sum" for
+            FullyShardedDataParallel.
 
     Examples:
         .. code-block:: python
@@ -115,7 +114,7 @@ class GradMonitor(Monitor):
         scaler: GradScaler | None = None,
         threshold: ThresholdRule | Callable[[Tensor, Tensor, Tensor], Tensor | float] | None = None,
         skip_step: bool = False,
-        on_spike: Callable[[Engine, Tensor], Any] | None = None,
+        on_spike: Callable[[Engine, float | Tensor], Any] | None = None,
         max_consecutive_spikes: int = 10,
         norm_type: float = 2.0,
         reduction: str = "mean",
@@ -160,26 +159,29 @@ class GradMonitor(Monitor):
         self._norm_attribute = re.sub(r"\W", "_", prefix) + "_norm"
         if flag == self._norm_attribute:
             raise ValueError(f"Argument flag should not be {flag!r}, where the norm stands")
-        self._detector = SpikeDetector(
+        detector = SpikeDetector(
             rule,
             max_consecutive_spikes=check_count("max_consecutive_spikes", max_consecutive_spikes, least=1),
             overflow_is_spike=self.scaler is None,
         )
+        self._judge = NormJudge(detector)
         self._skipper = StepSkipper() if skip_step else None
         self._skipped_count = torch.zeros((), dtype=torch.float64, device="cpu")
-        # The model's parameters, the optimizer's, and those of both.
-        self._own: tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]] = ([], [], [])
-        self._gradient: JudgedGradient | None = None  # the newest
-        self._stepped: JudgedGradient | None = None  # what the optimizer made its last step with in this iteration
-        self._stepping: JudgedGradient | None = None  # what it is making a step with
-        self._before: tuple[SpikeDetector, int] | None = None  # what was known before a gradient that may still grow
-        self._known = 0  # how many norms are known to have gone into the rule
-        self._lookout = Lookout()  # for restarts of the rule
+        self._window: GradientWindow[Verdict, Known] = GradientWindow()
+        self._look: Look | None = None  # what decides on that entry
+        self._where: Tensor | None = None  # whether what is published is there, where only the device knows
+        self._iteration = -1  # the last one that was monitored
+        self._seen = False  # whether there was a gradient in it
+        self._stepped: Tensor | None = None  # and a step
+        self._skipped: Tensor | None = None  # whether the step that is going on is left out
+        self._is_spike: tuple[Verdict, bool] | None = None  # read on the host
         self._missing_reported = False
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Statistics and counts: tensors, dicts of tensors and a number."""
-        return OrderedDict(detector=self._detector.state_dict(), skipped_count=self._skipped_count, known=self._known)
+        return OrderedDict(
+            detector=self._judge.detector.state_dict(), skipped_count=self._skipped_count, known=self._judge.known
+        )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a saved state.
@@ -196,13 +198,9 @@ class GradMonitor(Monitor):
         if skipped_count.ndim:
             raise ValueError(f"Argument state_dict should hold a number as skipped_count, but given {skipped_count}")
         known = check_count("state_dict['known']", state_dict["known"])
-        self._detector.load_state_dict(state_dict["detector"])
-        self._skipped_count, self._known = skipped_count, known
-        self._before = None
-
-    def on_host(self) -> dict[str, float]:
-        values = super().on_host()
-        return {name: value for name, value in values.items() if math.isfinite(value) or name.endswith("/norm")}
+        self._judge.detector.load_state_dict(state_dict["detector"])
+        self._skipped_count, self._judge.known = skipped_count, known
+        self._window.before = None
 
     # What it listens to
 
@@ -218,231 +216,219 @@ class GradMonitor(Monitor):
     def attributes(self) -> list[str]:
         return [self.flag, self._norm_attribute]
 
+    def start_iteration(self, engine: Engine) -> None:
+        iteration = engine.state.iteration
+        # Steps go unseen in iterations that are not monitored.
+        self._window.iteration_started(unseen=iteration != self._iteration + 1)
+        self._iteration = iteration
+        self._seen, self._stepped = False, None
+
+    def contexts(self) -> list[AbstractContextManager[Any]]:
+        if not self._is_running or self._source is None:
+            return []
+        contexts: list[AbstractContextManager[Any]] = []
+        if self._skipper is not None and self.optimizer is not None:
+            contexts.append(self._skipper.around(self.optimizer, self._source.step_completed))
+        # It may have looked already, in a backward under no_sync().
+        if self._window.before is not None and (self._look is None or self._look.grows is None):
+            self._look = self._source.ledger(self.model).look(self.optimizer)
+            contexts.append(self._look)
+        return contexts
+
     def clear(self, engine: Engine) -> None:
         super().clear(engine)
         setattr(engine.state, self.flag, False)
         setattr(engine.state, self._norm_attribute, None)
-        self._stepped = self._stepping = None
-        if self._gradient is not None:
-            self._gradient.seen = False
 
     def detach(self) -> None:
         """Undo ``attach`` and ``log_to``; statistics and counts stay."""
         super().detach()
-        self._gradient = self._before = None
+        self._window, self._look = GradientWindow(), None
 
     def release(self) -> None:
-        # What is accumulated in the gradients stays there, and is known by weak references.
-        self._stepped = self._stepping = None
-        self._own = ([], [], [])
+        # What is accumulated in the gradients stays there.
+        self._iteration = -1
+        self._stepped = self._is_spike = None
+        self._window.close()
         if self._skipper is not None:
             self._skipper.restore()
         self._report_restarts(wait=True)
 
-    def backward_started(self, model: nn.Module, parameter: Tensor) -> None:
-        if model is self.model and self._is_running and self._gradient is not None:
-            self._gradient.backward_started(parameter)
-
-    def _on_gradients_ready(self, engine: Engine) -> None:
-        if not self._is_running or self._source is None or id(self.model) not in self._source.reached:
+    def _on_gradients_ready(self, engine: Engine, backward: GradientsReady) -> None:
+        gradients = backward.ledger.gradients(self.optimizer)
+        if not gradients or not backward.reaches(self.optimizer):  # it reached other parameters of the model
             return
-        gradients = self._gradients()
-        earlier = self._gradient
-        changes = None if earlier is None else earlier.changes(gradients)
-        if not gradients or changes == 0 or not self._is_reached():  # it reached other parameters of the model
-            return
-        scale = None
-        if self.scaler is not None:
-            scale = self.scaler.scale(torch.ones((), device=gradients[0].device))
-        grew = earlier is not None and earlier.grew_into(gradients)
-        self._settle(undo=grew)
-        gradient = self._judge(engine, gradients, scale, shared=len(self._source.reached) > 1)
-        if earlier is not None and grew:
-            gradient.announced = earlier.announced
-        # A backward that reaches other models too may be theirs: a GAN's generator sends gradients through its
-        # discriminator. And what comes after the optimizer's step may be leftovers. Both wait for a step.
-        # What a closure evaluates after its first time is no new gradient to step with.
-        if self._stepped is None and self._stepping is None and not gradient.foreign:
-            self._announce(engine, gradient)
+        self._decide_tentative(gradients[0].device)
+        verdict = self._verdict(gradients, backward.scale(self.scaler))
+        announce = self._window.backward(verdict, backward.shared)
+        self._show(engine, verdict)
+        if announce:
+            self._announce(engine, verdict)
 
-    def _on_step_started(self, engine: Engine) -> Callable[[], None] | None:
-        if not self._is_running or self._source is None:
-            return None
-        gradient, self._stepping = self._gradient, None
+    def _on_step_started(self, engine: Engine, step: OptimizerStep) -> Callable[[], None] | None:
         if self._skipper is not None:
             self._skipper.restore()  # from a step that raised an error
-        if not self._is_own_step():
-            if gradient is not None and (gradient.foreign or self._stepped is not None):
-                gradient.foreign = gradient.taken = True
+        if not step.is_of(self.optimizer):
+            if self._window.others_step_started():
+                self._show_last(engine)
             return None
-        gradients = self._gradients()
+        ledger = step.ledger
         # Where optimizers make their steps inside of backward there is never a whole gradient.
-        if not gradients or (self.optimizer is None and in_backward()):
+        is_whole = ledger.reduced and not (self.optimizer is None and in_backward())
+        if not is_whole or all(each.grad is None for each in ledger.own(self.optimizer)):
+            self._window.close()
+            self._show_last(engine)
             return None
-        changes = None if gradient is None else gradient.changes(gradients)
-        if gradient is None or changes is None or (changes and (gradient.used or not gradient.seen)):
-            # Set by hand since the last backward. Fused optimizers are given what to unscale them by.
-            self._settle(undo=False)
-            gradient = self._judge(engine, gradients, getattr(self._source.stepping, "grad_scale", None))
-        else:
-            self._settle(undo=True)  # where it is left over from an iteration that made no step
-            gradient.settle()
-            if not gradient.seen:
-                self._show(engine, gradient)
-        gradient.seen = True
-        self._stepping = gradient
-        self._announce(engine, gradient)
-        return None if self._skipper is None else functools.partial(self._skip, gradient)
+        taken = self._window.step_started(lambda: self._judge_by_hand(ledger.gradients(self.optimizer), step.scale))
+        self._show(engine, taken.verdict)
+        if taken.enters:
+            self._announce(engine, taken.verdict)
+        return None if self._skipper is None else functools.partial(self._skip, step.optimizer, taken.verdict)
 
-    def _skip(self, gradient: JudgedGradient) -> None:
-        if self._skipper is not None and self._source is not None and self._source.stepping is not None:
-            skipped = self._skipper.skip(self._source.stepping, gradient.verdict.spike, gradient.is_spike)
-            self._skipped_count = self._skipped_count + skipped
+    def _skip(self, optimizer: Optimizer, verdict: Verdict) -> None:
+        if self._skipper is not None:
+            self._skipped = self._skipper.skip(optimizer, verdict.spike, lambda: self._is_known_spike(verdict))
+            self._skipped_count = self._skipped_count + self._skipped
 
-    def _on_step_completed(self, engine: Engine) -> Callable[[], None] | None:
-        if not self._is_running or not self._is_own_step():
+    def _on_step_completed(self, engine: Engine, step: OptimizerStep) -> Callable[[], None] | None:
+        if not step.is_of(self.optimizer):
             return None
-        gradient, self._stepping = self._stepping, None
-        if gradient is not None and self._gradient is not None:
-            self._gradient.used = gradient.used = True
-            self._stepped = gradient
-            if self.optimizer is not None:
-                self._observe(gradient)
+        taken = self._window.step_completed()
+        if taken is not None:
+            made = self._was_made(step.optimizer, taken.verdict)
+            self._stepped = made if self._stepped is None else self._stepped | made
+            if self.optimizer is not None and taken.enters:
+                self._judge.observe(taken.verdict)
         return None if self._skipper is None else self._skipper.restore
 
     def _on_train_step_completed(self, engine: Engine) -> None:
         if not self._is_running or self._source is None:
             return
-        gradient = self._gradient
-        if gradient is None or not gradient.seen:
-            if id(self.model) not in self._source.unreduced:
+        if not self._seen:
+            if self._source.ledger(self.model).reduced:
                 self._report_missing(engine)
             return
-        if self._stepped is not None and (gradient.used or gradient.foreign):
-            gradient = self._stepped
-        elif gradient.taken:  # and this model's own optimizer made no step
-            self.clear(engine)
+        newest, last = self._window.returned(), self._window.last
+        verdict = newest if last is None else last.verdict
+        where: Tensor | None = None  # whether there is anything to publish
+        if newest is not None:
+            flagged = newest.spike if last is not None or self.optimizer is None else newest.spike | newest.nonfinite
+            if last is not None:
+                verdict = newest.where(flagged, last.verdict)
+            elif self.optimizer is not None:
+                where = flagged
+            if self.optimizer is not None and may_be_true(flagged):
+                self._window.before = self._judge.known_now()
+                self._judge.observe(newest, flagged)
+            self._announce(engine, newest)
+        if verdict is None:
             return
         if self.optimizer is None:
-            self._observe(gradient)
-            self._announce(engine, gradient)
-        elif not gradient.used:
-            # No step was made with it: because it is a spike, or because more of it is to be accumulated.
-            self._before = (copy.copy(self._detector), self._known)
-            self._observe(gradient, gradient.verdict.spike | gradient.verdict.nonfinite)
-            self._announce(engine, gradient)
-            self._look_at_what_is_left(gradient)
-        self._show(engine, gradient)
+            self._judge.observe(verdict)
+            self._window.close()
+        self._show(engine, verdict)
+        if where is None or may_be_true(where):
+            self._publish_verdict(verdict, where)
+        else:
+            self.retract()
         self._report_restarts(wait=False)
 
     # Its parts
 
-    def _gradients(self) -> list[Tensor]:
-        if self._source is None:
-            return []
-        parameters = self._source.parameters(self.model)
-        if self.optimizer is not None:
-            held = parameters_of(self.optimizer)
-            if parameters is not self._own[0] or not are_same(held, self._own[1]):
-                ids = set(map(id, held))
-                self._own = (parameters, held, [each for each in parameters if id(each) in ids])
-            parameters = self._own[2]
-        return [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
-
-    def _is_reached(self) -> bool:
-        parameters, _, own = self._own
-        if self._source is None or self.optimizer is None or len(own) == len(parameters):
-            return True
-        return any(id(parameter) in self._source.reached_parameters for parameter in own)
-
-    def _judge(
-        self, engine: Engine, gradients: list[Tensor], scale: Tensor | None, shared: bool = False
-    ) -> JudgedGradient:
+    def _verdict(self, gradients: list[Tensor], scale: Tensor | None) -> Verdict:
         norm = gradient_norm(gradients, self.norm_type, self._reduction)
         if scale is not None:
             norm = norm / scale.to(norm.device)
         if self._skipped_count.device != norm.device:
             self._skipped_count = move_like(self._skipped_count, norm)
-        verdict = self._detector.judge(norm)
-        gradient = self._gradient = JudgedGradient(verdict, gradients, shared=shared)
-        gradient.statistics = {"norm": norm, "spike": verdict.spike.to(norm.dtype)}
-        # What there is not yet is left out. What lies on the CPU can be looked at without waiting for anything.
-        for name, value, least in (
-            ("threshold", verdict.threshold, self._detector.rule.warmup),
-            ("mean", verdict.mean, 1),
-            ("std", verdict.std, 2),
-        ):
-            if len(value.isfinite().nonzero()) if value.device.type == "cpu" else self._known >= least:
-                gradient.statistics[name] = value
-        self._show(engine, gradient)
-        return gradient
+        self._seen = True
+        return self._judge.detector.judge(norm)
 
-    def _observe(self, gradient: JudgedGradient, when: Tensor | None = None) -> None:
-        verdict, restarts = gradient.verdict, self._detector.restarts
-        self._detector.observe(verdict, when)
-        if self._detector.restarts is not restarts:
-            self._lookout.tell(self._detector.restarts > restarts)
-        if verdict.norm.device.type == "cpu":
-            self._known += len((~verdict.nonfinite if when is None else when & ~verdict.nonfinite).nonzero())
-        elif when is None:
-            self._known += 1
+    def _judge_by_hand(self, gradients: list[Tensor], scale: Tensor | None) -> Verdict:
+        if self._window.before is not None:  # the norm enters in place of the tentative entry
+            self._judge.go_back(self._window.before)
+            self._window.before = None
+        return self._verdict(gradients, scale)
 
-    def _look_at_what_is_left(self, gradient: JudgedGradient) -> None:
-        left = self._gradients()
-        if not gradient.changes(left):  # it is as it was, or gone
+    def _decide_tentative(self, device: torch.device) -> None:
+        if self._window.before is None:
             return
-        # Clipped, or set to zero in place. Where that can't be known without waiting, or might be decided otherwise on
-        # another rank, it does not count as growing any more: an observation is never taken back wrongly.
-        gradient.settle()
-        gradient.touched = True
-        if gradient.verdict.norm.device.type == "cpu" and not any_sharded(left) and world_size() == 1:
-            gradient.touched = False
-            if not len(total_norm(left, math.inf).nonzero()):
-                self._gradient = self._before = None
+        look, self._look = self._look, None
+        found = None if look is None else look.grows
+        grows = torch.zeros((), dtype=torch.bool, device=device) if found is None else found
+        if world_size() > 1 and all_take_part(self.model):
+            grows = max_over_ranks(grows.to(torch.float32)) > 0
+        # Only who has been told of a spike, and has thus waited for it, waits here.
+        known = grows.device.type == "cpu" or self._window.announced
+        before = self._window.decided(is_new=known and not bool(grows))
+        if before is not None:
+            self._judge.go_back(before, grows)
 
-    def _settle(self, undo: bool) -> None:
-        """The last iteration left a gradient without a step: take back that it was observed, or let it stand."""
-        if self._before is not None and undo:
-            self._detector, self._known = self._before
-        self._before = None
+    def _was_made(self, optimizer: Optimizer, verdict: Verdict) -> Tensor:
+        skipped, self._skipped = self._skipped, None
+        made = torch.ones_like(verdict.spike) if skipped is None else ~skipped
+        found_inf = getattr(optimizer, "found_inf", None)  # which tells fused optimizers to make none
+        return made if found_inf is None else made & (found_inf == 0).to(made.device)
 
-    def _show(self, engine: Engine, gradient: JudgedGradient) -> None:
-        verdict = gradient.verdict
-        setattr(engine.state, self.flag, verdict.spike)
-        setattr(engine.state, self._norm_attribute, verdict.norm)
+    def _show(self, engine: Engine, verdict: Verdict) -> None:
+        setattr(engine.state, self.flag, as_published(verdict.spike))
+        setattr(engine.state, self._norm_attribute, as_published(verdict.norm))
+        if self._source is not None and self._source.has_handlers(*MonitorEvents):  # which may write values
+            self._publish_verdict(verdict, None)
+
+    def _show_last(self, engine: Engine) -> None:
+        """Speak of the last step of this iteration; of none if there was none."""
+        self.clear(engine)
+        if self._window.last is not None:
+            self._show(engine, self._window.last.verdict)
+
+    def _publish_verdict(self, verdict: Verdict, where: Tensor | None) -> None:
+        stepped = torch.zeros_like(verdict.spike) if self._stepped is None else self._stepped
+        values = self._judge.statistics(verdict) | {
+            "stepped": stepped.to(verdict.norm.dtype),
+            "skipped_count": self._skipped_count,
+        }
         self.retract()
-        self.publish(
-            **gradient.statistics,
-            spike_count=self._detector.spike_count,
-            skipped_count=self._skipped_count,
-            nonfinite_count=self._detector.nonfinite_count,
-        )
+        if where is not None and where.device.type != "cpu":
+            values = {name: torch.where(where, value, math.nan) for name, value in values.items()}
+            self._where = where
+        self.publish(**values)
 
-    def _is_own_step(self) -> bool:
-        if self._source is None or self._source.stepping is None:
-            return False
-        if self.optimizer is None:
-            return self._source.shares(self.model)
-        # An optimizer that wraps another one has its param_groups.
-        return self._source.stepping.param_groups is self.optimizer.param_groups
+    def extra_transfer(self) -> list[Tensor]:
+        return [] if self._where is None else [self._where]
 
-    def _announce(self, engine: Engine, gradient: JudgedGradient) -> None:
-        if gradient.announced or self._source is None:
+    def on_transfer(self, extra: list[list[float]]) -> dict[str, float]:
+        if extra and not extra[0][0]:
+            self.retract()
+        return {}
+
+    def retract(self) -> None:
+        super().retract()
+        self._where = None
+
+    def _is_known_spike(self, verdict: Verdict) -> bool:
+        """Whether it is a spike, known on the host: the first call waits for the device."""
+        if self._is_spike is None or self._is_spike[0] is not verdict:
+            self._is_spike = verdict, bool(verdict.spike)
+        return self._is_spike[1]
+
+    def _announce(self, engine: Engine, verdict: Verdict) -> None:
+        if self._window.announced or self._source is None:
             return
         listened = self._source.has_handlers(MonitorEvents.SPIKE_DETECTED)
-        if (listened or self.on_spike is not None) and gradient.is_spike():
-            gradient.announced = True
+        if (listened or self.on_spike is not None) and self._is_known_spike(verdict):
+            self._window.announced = True
             if self.on_spike is not None:
                 with users_grad_mode():
-                    self.on_spike(engine, gradient.verdict.norm)
+                    self.on_spike(engine, as_published(verdict.norm))
             self._source.fire(MonitorEvents.SPIKE_DETECTED)
 
     def _report_restarts(self, wait: bool) -> None:
-        if self._lookout.heard(wait):
+        if self._judge.has_restarted(wait):
             self.logger.warning(
                 "%s: %d spikes in a row mean that the gradient norm has a new level: the rule starts afresh from it",
                 self.prefix,
-                self._detector.max_consecutive_spikes,
+                self._judge.detector.max_consecutive_spikes,
             )
 
     def _report_missing(self, engine: Engine) -> None:

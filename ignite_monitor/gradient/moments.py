@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Moments(NamedTuple):
-    r"""Weighted mean and spread of the numbers seen so far, five 0-dim tensors.
+    r"""Weighted mean and spread of the numbers seen so far, five tensors of one shape.
 
     The i-th of n numbers weighs :math:`w_i = d^{\,n-i}` with the decay :math:`d \in (0, 1]`; at
     :math:`d = 1` all weigh the same, and the formulas are Welford's (1962) in West's weighted form
@@ -38,17 +38,17 @@ class Moments(NamedTuple):
         """The state after one more number.
 
         Args:
-            x: the number, a finite 0-dim tensor.
+            x: the number, a finite 0-dim tensor; or one number each for as many moments as there are.
             decay: what the weight of every earlier number is multiplied by.
         """
-        count, delta = self.count + 1.0, x - self.mean
-        if decay == 1.0:  # all of these are n
-            mean = self.mean + delta / count
-            return Moments(count, count, count, mean, torch.addcmul(self.spread, delta, x - mean))
-        weight = self.weight * decay + 1.0
-        mean = self.mean + delta / weight
-        weight_squared = self.weight_squared * decay**2 + 1.0
-        return Moments(count, weight, weight_squared, mean, torch.addcmul(self.spread * decay, delta, x - mean))
+        count, weight, weight_squared, mean, spread = self
+        if decay != 1.0:
+            earlier = (weight, weight_squared, spread)
+            weight, weight_squared, spread = torch._foreach_mul(earlier, (decay, decay**2, decay))
+        count, weight, weight_squared = torch._foreach_add((count, weight, weight_squared), 1.0)
+        delta = x - mean
+        mean = torch.addcdiv(mean, delta, weight)
+        return Moments(count, weight, weight_squared, mean, torch.addcmul(spread, delta, x - mean))
 
     @property
     def std(self) -> Tensor:
@@ -57,4 +57,4 @@ class Moments(NamedTuple):
         :math:`\sqrt{\sum w_i (x_i - \mu)^2 / (\sum w_i - \sum w_i^2 / \sum w_i)}`, which for equal
         weights divides by :math:`n - 1`.
         """
-        return (self.spread / (self.weight - self.weight_squared / self.weight)).sqrt()
+        return (self.spread / torch.addcdiv(self.weight, self.weight_squared, self.weight, value=-1.0)).sqrt()

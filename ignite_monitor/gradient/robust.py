@@ -25,9 +25,8 @@ class RobustThreshold(ThresholdRule):
     norms do below the mean, a falling trend included, does not widen :math:`s`, and a heavy upper tail widens it more
     than a standard deviation.
 
-    A spike arrives clipped to the threshold it exceeded, and enters halfway between the mean and that threshold. A
-    single one hardly moves the statistics; spikes that are more than :math:`(2/k)^3` of all norms (6 in 100) widen
-    :math:`s` until they are none.
+    A spike enters halfway between the mean and the threshold it exceeded. A single one hardly moves the statistics;
+    single ones that are more than :math:`(2/k)^3` of all norms (6 in 100) widen :math:`s` until they are none.
 
     The threshold scales with the norms. As long as all of them are zero, nothing is judged.
 
@@ -50,21 +49,18 @@ class RobustThreshold(ThresholdRule):
         super().__init__(warmup=check_count("warmup", warmup, least=2), decay=decay)
 
     def __call__(self, mean: Tensor, std: Tensor, count: Tensor) -> Tensor:
-        return self._limit(self.state)
+        spread = (self.state["upper"] / self.state["weight"]) ** (1 / self._ORDER)
+        limit = torch.maximum(torch.add(mean, spread, alpha=self.k), self.least * mean)
+        return torch.threshold(limit, 0.0, math.inf)
 
     def empty(self) -> State:
         return super().empty() | {"upper": torch.zeros((), dtype=torch.float64, device="cpu")}
 
-    def include(self, state: State, norm: Tensor) -> State:
-        mean, limit = state["mean"], self._limit(state)
-        # What equals the limit to the last bit was clipped to it. Comparing with ">=" would also halve norms that were
-        # not judged, and a rule that is learning a new level should learn it from whole norms.
-        norm = torch.where(norm == limit, (mean + limit) / 2, norm)
-        excess = (norm - mean).clamp(min=0.0) * (state["count"] > 0)
-        return super().include(state, norm) | {"upper": state["upper"] * self.decay + excess**self._ORDER}
+    def entry(self, limit: Tensor) -> Tensor:
+        return (self.state["mean"] + limit) / 2
 
-    def _limit(self, state: State) -> Tensor:
-        mean = state["mean"]
-        spread = (state["upper"] / state["weight"]) ** (1 / self._ORDER)
-        limit = torch.maximum(mean + self.k * spread, self.least * mean)
-        return torch.where(limit > 0, limit, math.inf)
+    def include(self, state: State, norm: Tensor) -> State:
+        at_most = state["count"] * torch.finfo(norm.dtype).max  # 0 for the first norm
+        excess = torch.minimum((norm - state["mean"]).clamp(min=0.0), at_most)
+        upper = torch.add(excess**self._ORDER, state["upper"], alpha=self.decay)
+        return super().include(state, norm) | {"upper": upper}

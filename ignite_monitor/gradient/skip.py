@@ -1,8 +1,22 @@
-"""Making one step of an optimizer do nothing."""
+"""Making one step of an optimizer do nothing: no update, no weight decay, no momentum, no step count.
+
+=====================================  ===============================================================================
+optimizer                              how its step is left out
+=====================================  ===============================================================================
+fused ones of ``torch.optim``          by their ``found_inf``, as GradScaler does it: on the device, nobody waits
+others of ``torch.optim``              its gradients are hidden while it runs, which makes it do nothing
+any other                              it is not run: gradients set to zero, flattened or counted would move weights
+LBFGS, SAM and others that need a      refused: what a closure is evaluated at has been changed by then
+closure
+=====================================  ===============================================================================
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,30 +26,83 @@ from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer
 from ignite_monitor.model.norms import any_sharded
 from ignite_monitor.model.optimizers import parameters_of
 
+_REMEDY = "leave the step out in the train step, where engine.state.unhealthy_spike is True after backward"
+
 
 def check_skippable(optimizer: Optimizer | None) -> None:
-    """Refuse an optimizer whose step can't be left out.
+    """Refuse an optimizer of which it is known that its step can't be left out.
 
     Raises:
-        ValueError: if there is none, or it is LBFGS, whose step evaluates the loss as often as it likes.
+        ValueError: if there is none, its step evaluates a closure when and as often as it likes, or it has no hooks.
     """
     if optimizer is None:
         raise ValueError("Argument skip_step needs the argument optimizer, whose step is to be skipped")
-    if isinstance(optimizer, LBFGS):
-        raise ValueError("Argument skip_step does not work with LBFGS, whose line search can't be left out")
+    optimizer = _innermost(optimizer)
+    name = type(optimizer).__name__
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    needs_closure = closure is not None and closure.default is inspect.Parameter.empty
+    if (
+        isinstance(optimizer, LBFGS)
+        or needs_closure
+        or (hasattr(optimizer, "first_step") and not _is_torchs(optimizer))
+    ):
+        raise ValueError(
+            f"Argument skip_step does not work with {name}, whose step evaluates a closure more than once: {_REMEDY}"
+        )
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        raise ValueError(
+            f"Argument skip_step needs an optimizer with step hooks, but {name} does not call the constructor of "
+            f"torch.optim.Optimizer: {_REMEDY}"
+        )
+
+
+class _LeftOut(Exception):  # noqa: N818
+    """Ends a step before it begins."""
 
 
 class StepSkipper:
-    """Makes an optimizer's step do nothing, from within the step, and puts everything back after it.
-
-    Fused optimizers are told by their ``found_inf``, as GradScaler tells them, and skip on the device. From all
-    others the gradients are hidden, which makes a step of any optimizer in ``torch.optim`` but LBFGS a no-op: no
-    update, no weight decay, no momentum, no step count. A factor of 0 would not do: 0 * NaN is NaN.
-    """
+    """Makes an optimizer's step do nothing, from within the step, and puts everything back after it."""
 
     def __init__(self) -> None:
         self._hidden: list[tuple[nn.Parameter, Tensor]] = []
         self._told: tuple[Optimizer, Any] | None = None
+        self._is_inside = self._is_left_out = False
+
+    @contextmanager
+    def around(self, optimizer: Optimizer, completed: Callable[[Optimizer], None]) -> Iterator[None]:
+        """What has to be around a train step so that steps can be left out.
+
+        Args:
+            completed: is told of a step that is not run, once it would have returned.
+        """
+        optimizer = _innermost(optimizer)
+        if _is_torchs(optimizer):
+            yield
+            return
+        before, original = vars(optimizer).get("step"), optimizer.step
+
+        @functools.wraps(original)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            self._is_inside = True
+            try:
+                return original(*args, **kwargs)
+            except _LeftOut:
+                completed(optimizer)
+                return None
+            finally:
+                self._is_inside = self._is_left_out = False
+
+        handle = optimizer.register_step_pre_hook(torch.compiler.disable(self._before_step))
+        optimizer.step = step  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            handle.remove()
+            if vars(optimizer).get("step") is step:
+                if before is None:
+                    del optimizer.step
+                else:
+                    optimizer.step = before  # type: ignore[method-assign]
 
     def skip(self, optimizer: Optimizer, spike: Tensor, read: Callable[[], bool]) -> Tensor:
         """Skip the step if the gradient is a spike.
@@ -56,11 +123,11 @@ class StepSkipper:
             optimizer.found_inf = told  # type: ignore[attr-defined]
             return spike
         if read():
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        self._hidden.append((parameter, parameter.grad))
-                        parameter.grad = None
+            self._is_left_out = not _is_torchs(optimizer)
+            for parameter in parameters_of(optimizer):
+                if parameter.grad is not None:
+                    self._hidden.append((parameter, parameter.grad))
+                    parameter.grad = None
         return spike
 
     def restore(self) -> None:
@@ -76,6 +143,32 @@ class StepSkipper:
                 optimizer.found_inf = found_inf  # type: ignore[attr-defined]
             elif hasattr(optimizer, "found_inf"):
                 del optimizer.found_inf
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        name = type(optimizer).__name__
+        if callable(kwargs.get("closure", args[1] if len(args) > 1 else None)):
+            raise ValueError(
+                f"skip_step can't leave out a step of {name} that is given a closure, since nobody knows what it has "
+                f"changed when it evaluates it: call backward() before step(), or {_REMEDY}"
+            )
+        if not self._is_inside:
+            raise ValueError(
+                f"skip_step can leave out a step of {name} only where it is called as optimizer.step(), but a method "
+                f"kept from before was called: call optimizer.step(), or {_REMEDY}"
+            )
+        if self._is_left_out:
+            raise _LeftOut
+
+
+def _is_torchs(optimizer: Optimizer) -> bool:
+    """Whether its step does nothing where there are no gradients; a subclass may do more."""
+    return type(optimizer).__module__.startswith("torch.optim.")
+
+
+def _innermost(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that another one passes its steps to, as that of accelerate does."""
+    inner = getattr(optimizer, "optimizer", None)
+    return _innermost(inner) if isinstance(inner, Optimizer) else optimizer
 
 
 def _skips_on_device(optimizer: Optimizer) -> bool:

@@ -1,10 +1,11 @@
-"""Judging gradient norms one after the other: what is a spike, and what enters the statistics."""
+"""Judging values one after the other: what is a spike, and what enters the statistics."""
 
 from __future__ import annotations
 
 import copy
 import math
 from collections.abc import Mapping
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import torch
@@ -12,20 +13,24 @@ from torch import Tensor
 
 from ignite_monitor.checks import check_count, check_type
 from ignite_monitor.gradient.thresholds import ThresholdRule
-from ignite_monitor.model.devices import move_like
+from ignite_monitor.model.devices import move, move_like
 
 
 class Verdict(NamedTuple):
-    """What a :class:`SpikeDetector` says of one norm, all 0-dim tensors on its device.
+    """What a :class:`SpikeDetector` says of one value, all tensors of its shape on its device.
 
     Attributes:
-        norm: the norm.
+        norm: the value.
         threshold: what it was compared with, inf where nothing was judged.
         limit: the rule's threshold, whether it was applied or not.
-        mean: mean of the norms that the threshold was derived from, NaN before the first.
+        mean: mean of the values that the threshold was derived from, NaN before the first.
         std: their sample standard deviation, NaN before the second.
         spike: whether it is a spike.
         nonfinite: whether it is inf or NaN.
+        level_changed: whether the rule starts afresh from it.
+        kind: where it lies, see :class:`Kind`.
+        state: the detector's state that it was judged in.
+        outcome: what follows from it, a row for each field of :class:`Outcome`.
     """
 
     norm: Tensor
@@ -35,28 +40,93 @@ class Verdict(NamedTuple):
     std: Tensor
     spike: Tensor
     nonfinite: Tensor
+    level_changed: Tensor
+    kind: Tensor
+    state: Tensor
+    outcome: Tensor
+
+    def where(self, flag: Tensor, other: Verdict) -> Verdict:
+        """This verdict where a 0-dim bool tensor is True, else another one."""
+        return Verdict(*(torch.where(flag, own, its) for own, its in zip(self, other, strict=True)))
+
+
+class Kind(IntEnum):
+    """Where a value lies. The rule may have no limit for it, which is a limit of inf."""
+
+    WITHOUT_LIMIT = 0
+    WITHIN = 1
+    ABOVE = 2
+    NONFINITE = 3
+
+
+# Between which numbers the difference of value and limit lies; what is NaN comes last.
+_KINDS = (-torch.finfo(torch.float64).max, 0.0, torch.finfo(torch.float64).max)
+
+
+class Outcome(NamedTuple):
+    """What follows from a value.
+
+    Attributes:
+        spike: 1 or 0.
+        nonfinite: 1 or 0.
+        level_changed: 1 or 0: the rule forgets what it knew.
+        threshold: what the limit is raised by for it, 0 or inf.
+        entry: what enters the statistics is the value, at most the limit plus this: 0, inf, or NaN, nothing enters.
+        state: the state after it, see :func:`outcome`.
+    """
+
+    spike: float
+    nonfinite: float
+    level_changed: float
+    threshold: float
+    entry: float
+    state: float
+
+
+def outcome(state: int, kind: Kind, patience: int, overflow_is_spike: bool) -> Outcome:
+    """What follows from a value.
+
+    Args:
+        state: how many values before it were spikes in a row. At ``patience`` the rule has started afresh, and judges
+            again once a value has been within its limit.
+        kind: where the value lies.
+        patience: how many spikes in a row mean a new level.
+        overflow_is_spike: whether a value that is not finite is a spike. It breaks no row, and is none.
+    """
+    suspended = state == patience
+    raised = math.inf if suspended else 0.0
+    if kind == Kind.NONFINITE:
+        return Outcome(overflow_is_spike, True, False, raised, math.nan, state)
+    if kind == Kind.ABOVE and not suspended:
+        changed = state + 1 == patience
+        entry = math.inf if changed else math.nan if state else 0.0
+        return Outcome(True, False, changed, raised, entry, state + 1)
+    return Outcome(False, False, False, raised, math.inf, state if suspended and kind != Kind.WITHIN else 0)
 
 
 class SpikeDetector:
-    """Judges norms by a threshold rule and feeds the rule so that neither a spike nor a new level can blind it.
+    """Judges values by a threshold rule and feeds the rule so that neither a spike nor a new level can blind it.
 
-    A norm is a spike if it exceeds the threshold that the rule derives from earlier norms, or if it is non-finite.
-    A finite spike enters the rule's statistics clipped to the threshold it exceeded; a non-finite norm does not enter.
+    A value is a spike if it exceeds the threshold that the rule derives from earlier ones, or if it is non-finite.
+    Of finite spikes in a row the first enters the rule's statistics, clipped to the threshold it exceeded, and the
+    others do not: a row must not widen its own threshold. Neither does a non-finite value.
     At the ``max_consecutive_spikes``-th finite spike in a row the level has changed: the rule forgets what it knew,
-    takes that norm whole, and judges again once a norm has been under its new threshold.
+    takes that value whole, and judges again once a value has been within its new threshold.
 
-    Everything is a tensor on the norms' device, and nothing is read on the host.
+    Everything is a tensor on the values' device, and nothing is read on the host. What follows from a value is looked
+    up in a table of :func:`outcome`, so that it takes as few operations as it can. All tensors are 0-dim, or of the
+    values' shape where several are judged side by side, each by its own statistics.
 
     Args:
         max_consecutive_spikes: how many finite spikes in a row mean a new level.
-        overflow_is_spike: whether a non-finite norm is a spike; False where a GradScaler looks after it.
+        overflow_is_spike: whether a non-finite value is a spike; False where a GradScaler looks after it.
 
     Raises:
         TypeError: if an argument is of another type.
         ValueError: if ``max_consecutive_spikes`` is less than 1.
     """
 
-    _COUNTS = ("spike_count", "nonfinite_count", "consecutive", "restarts", "suspended")
+    _COUNTS = ("spike_count", "nonfinite_count", "restarts")
 
     def __init__(
         self, rule: ThresholdRule, *, max_consecutive_spikes: int = 10, overflow_is_spike: bool = True
@@ -66,53 +136,78 @@ class SpikeDetector:
         self.rule = rule
         self.max_consecutive_spikes = check_count("max_consecutive_spikes", max_consecutive_spikes, least=1)
         self.overflow_is_spike = overflow_is_spike
-        self.spike_count, self.nonfinite_count, self.consecutive, self.restarts, self.suspended = torch.zeros(
-            len(self._COUNTS), dtype=torch.float64, device="cpu"
-        ).unbind()
+        states = range(self.max_consecutive_spikes + 1)
+        table = [
+            outcome(state, kind, self.max_consecutive_spikes, overflow_is_spike) for state in states for kind in Kind
+        ]
+        self._outcomes = torch.tensor(table, dtype=torch.float64, device="cpu")  # a row for each state and kind
+        self._kinds = torch.tensor(_KINDS, dtype=torch.float64, device="cpu")
+        self._state = torch.zeros((), dtype=torch.int64, device="cpu")
+        self._counts = torch.zeros(len(self._COUNTS), dtype=torch.float64, device="cpu")
+
+    @property
+    def spike_count(self) -> Tensor:
+        """Spikes so far."""
+        return self._counts[0]
+
+    @property
+    def nonfinite_count(self) -> Tensor:
+        """Values so far that were inf or NaN."""
+        return self._counts[1]
+
+    @property
+    def restarts(self) -> Tensor:
+        """How often the level has changed."""
+        return self._counts[2]
 
     def judge(self, norm: Tensor) -> Verdict:
-        """Compare a norm with what earlier norms allow; changes nothing.
+        """Compare a value with what earlier ones allow; changes nothing.
 
         Args:
-            norm: the norm, 0-dim floating point.
+            norm: the value, floating point; a number, inf or NaN, but not -inf.
         """
-        if norm.device != self.suspended.device or norm.dtype != self.suspended.dtype:
-            self._to(norm)
+        if norm.device != self._counts.device or norm.dtype != self._counts.dtype or norm.shape != self._state.shape:
+            self.to(norm)
         limit, mean, std = self.rule.statistics()
-        threshold = torch.where(self.suspended > 0, math.inf, limit) if _may_be_true(self.suspended) else limit
-        nonfinite = ~norm.isfinite()
-        spike = norm > threshold
-        spike = spike | nonfinite if self.overflow_is_spike else spike & ~nonfinite
-        return Verdict(norm, threshold, limit, mean, std, spike, nonfinite)
+        kind = torch.bucketize(norm - limit, self._kinds)
+        found = self._outcome(kind)
+        spike, nonfinite, level_changed, *_ = found.bool().unbind()
+        return Verdict(
+            norm, limit + found[3], limit, mean, std, spike, nonfinite, level_changed, kind, self._state, found
+        )
 
     def observe(self, verdict: Verdict, when: Tensor | None = None) -> None:
-        """Let a judged norm enter the counts and the statistics.
+        """Let a judged value enter the counts and the statistics.
 
         Args:
             verdict: what :meth:`judge` said of it.
-            when: 0-dim bool: whether to; None is true.
+            when: bool tensor: whether to; None is true.
         """
-        norm, threshold, limit, _, _, spike, nonfinite = verdict
+        found = verdict.outcome if verdict.state is self._state else self._outcome(verdict.kind)
+        entry = torch.minimum(verdict.norm, self.rule.entry(verdict.limit) + found[4])
+        level_changed, counts, state = verdict.level_changed, self._counts + found[:3], found[5].long()
         if when is not None:
-            norm = torch.where(when, norm, math.nan)  # which no statistics take in
-            spike, nonfinite = spike & when, nonfinite & when
-        self.nonfinite_count = self.nonfinite_count + nonfinite
-        finite = norm.isfinite()
-        if _may_be_true(self.suspended):
-            self.suspended = self.suspended * ~((norm <= limit) & (limit < math.inf))
-        if not _may_be_true(spike):
-            if _may_be_true(self.consecutive):
-                self.consecutive = self.consecutive * ~finite
-            self.rule.observe(norm)
+            entry, level_changed = torch.where(when, entry, math.nan), level_changed & when
+            counts, state = torch.where(when, counts, self._counts), torch.where(when, state, self._state)
+        self._counts, self._state = counts, state
+        self.rule.observe(entry, restart=level_changed)
+
+    def _outcome(self, kind: Tensor) -> Tensor:
+        """A row for each field of :class:`Outcome`."""
+        return torch.embedding(self._outcomes, torch.add(kind, self._state, alpha=len(Kind))).movedim(-1, 0)
+
+    def go_back(self, earlier: SpikeDetector, when: Tensor) -> None:
+        """Forget what has been observed since a copy was made.
+
+        Args:
+            earlier: the copy.
+            when: 0-dim bool: whether to.
+        """
+        if not may_be_true(when):
             return
-        self.spike_count = self.spike_count + spike
-        exceeded = spike & finite
-        consecutive = torch.where(finite, (self.consecutive + 1.0) * exceeded, self.consecutive)
-        new_level = consecutive >= self.max_consecutive_spikes
-        self.consecutive = consecutive * ~new_level
-        self.restarts = self.restarts + new_level
-        self.suspended = torch.maximum(self.suspended, new_level.to(self.suspended.dtype))
-        self.rule.observe(torch.where(exceeded & ~new_level, threshold, norm), restart=new_level)
+        self._counts = torch.where(when, earlier._counts.to(self._counts), self._counts)
+        self._state = torch.where(when, earlier._state.to(self._state.device), self._state)
+        self.rule.go_back(earlier.rule, when)
 
     def __copy__(self) -> SpikeDetector:
         twin = object.__new__(type(self))
@@ -121,7 +216,16 @@ class SpikeDetector:
 
     def state_dict(self) -> dict[str, Any]:
         """Counts and the rule's state: tensors and a dict of tensors."""
-        return {name: getattr(self, name) for name in self._COUNTS} | {"rule": self.rule.state_dict()}
+        suspended = self._state == self.max_consecutive_spikes
+        row = self._state.to(self._counts.dtype)
+        return {
+            "spike_count": self.spike_count.clone(),
+            "nonfinite_count": self.nonfinite_count.clone(),
+            "consecutive": row.masked_fill(suspended, 0.0),
+            "restarts": self.restarts.clone(),
+            "suspended": suspended.to(row.dtype),
+            "rule": self.rule.state_dict(),
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a saved state.
@@ -132,22 +236,36 @@ class SpikeDetector:
         Raises:
             ValueError: if it is not of a detector with a rule of the same kind.
         """
-        if set(state_dict) != {*self._COUNTS, "rule"}:
-            raise ValueError(f"Argument state_dict should hold {[*self._COUNTS, 'rule']}, but given {[*state_dict]}")
-        counts = {name: torch.as_tensor(state_dict[name], dtype=torch.float64) for name in self._COUNTS}
-        wrong = [name for name, count in counts.items() if count.ndim]
+        names = ["spike_count", "nonfinite_count", "consecutive", "restarts", "suspended"]
+        if set(state_dict) != {*names, "rule"}:
+            raise ValueError(f"Argument state_dict should hold {[*names, 'rule']}, but given {[*state_dict]}")
+        counts = {name: torch.as_tensor(state_dict[name], dtype=self._counts.dtype) for name in names}
+        wrong = [name for name, count in counts.items() if count.shape != self._state.shape]
         if wrong:
             raise ValueError(f"Argument state_dict should hold a number as {wrong[0]}, but given {counts[wrong[0]]}")
         self.rule.load_state_dict(state_dict["rule"])
-        for name, count in counts.items():
-            setattr(self, name, count)
+        self._counts = torch.stack([counts[name] for name in self._COUNTS])
+        # Saved with another patience, the row may be longer than this one's.
+        row = counts["consecutive"].clamp(max=self.max_consecutive_spikes - 1)
+        self._state = row.masked_fill(counts["suspended"] > 0, self.max_consecutive_spikes).long()
 
-    def _to(self, reference: Tensor) -> None:
+    def to(self, reference: Tensor) -> None:
+        """Move the state to where a tensor is.
+
+        Args:
+            reference: a floating-point tensor of the values' device, dtype and shape.
+        """
         self.rule.to(reference)
-        for name in self._COUNTS:
-            setattr(self, name, move_like(getattr(self, name), reference))
+        numbers = torch.finfo(reference.dtype)
+        self._kinds = move_like(self._kinds.clamp(numbers.min, numbers.max), reference)
+        self._outcomes, counts = move_like(self._outcomes, reference), move_like(self._counts, reference)
+        state = move(self._state, reference.device)
+        if reference.shape != state.shape:
+            counts = counts.view(-1, *(1,) * reference.ndim).expand(-1, *reference.shape)
+            state = state.expand(reference.shape)
+        self._counts, self._state = counts, state
 
 
-def _may_be_true(flag: Tensor) -> bool:
-    # What lies on the CPU can be looked at without waiting for anything.
+def may_be_true(flag: Tensor) -> bool:
+    """Whether a 0-dim bool tensor is True, as far as that is known without waiting for a device."""
     return flag.device.type != "cpu" or len(flag.nonzero()) > 0

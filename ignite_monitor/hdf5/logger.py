@@ -13,16 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import ignite.distributed as idist
+import torch
 from ignite.engine import Engine, Events
 from ignite.engine.events import RemovableEventHandle
-from ignite.handlers.base_logger import BaseLogger
+from ignite.handlers.base_logger import BaseLogger, BaseOptimizerParamsHandler, BaseOutputHandler
 
 from ignite_monitor.checks import check_count
-from ignite_monitor.hdf5.clock import Clock
-from ignite_monitor.hdf5.handlers import OptimizerParamsHandler, OutputHandler
-from ignite_monitor.hdf5.layout import TROUBLE, import_h5py, one_line
+from ignite_monitor.hdf5.contents import check_regular
+from ignite_monitor.hdf5.layout import import_h5py, one_line
+from ignite_monitor.hdf5.runs import Clock
 from ignite_monitor.hdf5.values import flatten
 from ignite_monitor.hdf5.writer import Writer
+from ignite_monitor.model._torch import put_first
+from ignite_monitor.report.series import printable
 
 MODES = ("x", "w", "a")
 
@@ -37,7 +40,10 @@ class HDF5Logger(BaseLogger):
     16,777,216, magnitudes beyond 3.4e38 or below 1.2e-38) are kept in float64; NaN and infinite ones stay what they
     are.
 
-    When a write fails (a full disk), the logger warns once, stops, and training goes on; the file keeps what it holds.
+    When a write fails (a full disk), the logger warns, training goes on, and the file keeps what it holds. What is
+    logged waits in memory, up to about 128 MiB, and every flush tries again; a second warning says when one succeeds,
+    and what did not fit. What is no number is left out, with one warning for each name.
+
     With several processes only rank 0 writes: make the logger after the process group.
 
     While it is open, two hidden files stand beside the file: a copy of it that is written next, and a lock.
@@ -86,10 +92,10 @@ class HDF5Logger(BaseLogger):
         self._is_closed = False
         self._writer: Writer | None = None
         if idist.get_rank() == 0:
-            self._writer = _open(self.path, mode)
+            self._writer = _open(self.path, mode, self.logger)
             self._clock = Clock(self._writer.first_run, flush_every)
             # Also at the exit of a program that forgot to close, or that an exception ends.
-            self._finalizer = weakref.finalize(self, _close, self._writer, self.logger)
+            self._finalizer = weakref.finalize(self, self._writer.close)
 
     def attach(
         self, engine: Engine, log_handler: Callable[..., Any], event_name: Any, *args: Any, **kwargs: Any
@@ -103,7 +109,7 @@ class HDF5Logger(BaseLogger):
             return
         with self._one_thread:
             if self._writer is not None and self._writer.waits:
-                self._attempt(self._writer.flush)
+                self._writer.flush()
                 self._clock.written()
 
     def close(self) -> None:
@@ -116,7 +122,7 @@ class HDF5Logger(BaseLogger):
             if writer is not None:
                 self._finalizer.detach()
                 self._leave()
-                _close(writer, self.logger)
+                writer.close()
 
     def write(self, engine: Engine, step: Any, values: dict[Any, Any], tag: str | None = None) -> None:
         """Append values to the file; for handlers of your own.
@@ -141,20 +147,24 @@ class HDF5Logger(BaseLogger):
             raise ValueError(f"global_step must have 64 bits at most, but given {step}")
         if not self.is_writing:
             return
-        names, numbers = flatten(values, self._leave_out)
+        try:
+            names, numbers = flatten(values, self._leave_out)
+        except Exception as error:  # noqa: BLE001 - a mapping that holds itself, say: training goes on
+            self.warn_once("write", f"HDF5Logger can not log what was given at step {step}: {one_line(error)}")
+            return
         with self._one_thread:
             if names and self._writer is not None:
                 self._follow(engine)
-                self._attempt(self._writer.add, step, tag, names, numbers, self._clock.place(engine))
-                if self._clock.is_time():
+                self._writer.add(step, tag, names, numbers, self._clock.place(engine))
+                if self._clock.is_time() or self._writer.is_full:
                     self.flush()
         self._tell_of_gap()
 
     @property
     def is_writing(self) -> bool:
-        """Whether values are taken: not on other ranks, in forked processes, or after a close or failed write."""
+        """Whether values are taken: not on other ranks, in forked processes, or after a close."""
         if self._writer is None and self._is_closed:
-            self.warn_once("closed", f"{self.path} is closed, and nothing more is logged there")
+            self.warn_once("closed", f"{printable(str(self.path))} is closed, and nothing more is logged there")
         return self._writer is not None and self._writer.is_own and idist.get_rank() == 0
 
     def warn_once(self, about: str, message: str) -> None:
@@ -174,25 +184,12 @@ class HDF5Logger(BaseLogger):
     def _create_opt_params_handler(self, *args: Any, **kwargs: Any) -> OptimizerParamsHandler:
         return OptimizerParamsHandler(*args, **kwargs)
 
-    def _attempt(self, writing: Callable[..., None], *args: Any) -> None:
-        try:
-            writing(*args)
-        except TROUBLE as error:
-            self.logger.warning(
-                "Can't write to %s any more, and nothing more is logged there: %s", self.path, one_line(error)
-            )
-            writer, self._writer = self._writer, None
-            self._finalizer.detach()
-            self._leave()
-            if writer is not None:
-                writer.abandon()
-
     def _tell_of_gap(self) -> None:
         if self._writer is not None and (gap := self._writer.gap) is not None:
             self.warn_once(
                 "gap",
-                f"{self.path} ends at iteration {gap.end}, and the run is resumed after iteration {gap.start}: what is "
-                "between them is lost. Call flush() before each checkpoint is saved.",
+                f"{printable(str(self.path))} ends at iteration {gap.end}, and the run is resumed after iteration "
+                f"{gap.start}: what is between them is lost. Call flush() before each checkpoint is saved.",
             )
 
     def _follow(self, engine: Engine) -> None:
@@ -200,8 +197,7 @@ class HDF5Logger(BaseLogger):
             self._engines.add(engine)
             engine.add_event_handler(Events.STARTED, self._start)
             # First of all, or an evaluation at the start of a training would not be known as one within it.
-            handlers = engine._event_handlers[Events.STARTED]
-            handlers.insert(0, handlers.pop())
+            put_first(engine, Events.STARTED)
             engine.add_event_handler(Events.ITERATION_STARTED, self._start_iteration)
             engine.add_event_handler(Events.COMPLETED, self._complete)
 
@@ -217,7 +213,7 @@ class HDF5Logger(BaseLogger):
         with self._one_thread:
             start = clock(engine)
             if start is not None and self._writer is not None:
-                self._attempt(self._writer.begin, start)
+                self._writer.begin(start)
             if self._clock.is_time():
                 self.flush()
 
@@ -238,28 +234,77 @@ class HDF5Logger(BaseLogger):
         self._engines.clear()
 
     def _leave_out(self, name: str, value: Any) -> None:
-        described = f"of shape {tuple(value.shape)}" if hasattr(value, "shape") else f"value type {type(value)}"
+        if isinstance(value, torch.Tensor) and value.ndim == 0:
+            described = f"of {value.dtype}, {value.layout}, on {value.device}"
+        else:
+            described = f"of shape {tuple(value.shape)}" if hasattr(value, "shape") else f"value type {type(value)}"
         self.warn_once(f"value {name}", f"HDF5Logger can not log metrics {described}: {name}")
 
 
-def _open(path: Path, mode: str) -> Writer:
+def _open(path: Path, mode: str, logger: logging.Logger) -> Writer:
     import_h5py()
+    shown = printable(str(path))
     if not path.parent.is_dir():
-        raise FileNotFoundError(f"The directory of {path} is not there")
+        raise FileNotFoundError(f"The directory of {shown} is not there")
     if path.is_dir():
-        raise IsADirectoryError(f"{path} is a directory")
+        raise IsADirectoryError(f"{shown} is a directory")
+    if os.path.lexists(path):
+        check_regular(path)  # a device must not be replaced
     try:
-        return Writer(path, mode)
+        return Writer(path, mode, logger)
     except FileExistsError:
-        raise FileExistsError(f"{path} is there already; mode 'a' continues it, mode 'w' replaces it") from None
+        raise FileExistsError(f"{shown} is there already; mode 'a' continues it, mode 'w' replaces it") from None
     except BlockingIOError:
-        raise BlockingIOError(f"{path} is open in another program, or in another logger of this one") from None
+        raise BlockingIOError(f"{shown} is open in another program, or in another logger of this one") from None
     except OSError as error:
-        raise type(error)(f"Can't write {path}: {one_line(error)}") from error
+        raise type(error)(f"Can't write {shown}: {one_line(error)}") from error
 
 
-def _close(writer: Writer, logger: logging.Logger) -> None:
-    try:
-        writer.close()
-    except TROUBLE as error:
-        logger.warning("The last iterations could not be written to %s: %s", writer.path, one_line(error))
+class OutputHandler(BaseOutputHandler):
+    """Writes an engine's metrics, output and state attributes; its arguments are those of Ignite's output handlers."""
+
+    def __init__(
+        self,
+        tag: str | None = None,
+        metric_names: str | list[str] | None = None,
+        output_transform: Callable[..., Any] | None = None,
+        global_step_transform: Callable[[Engine, Any], int] | None = None,
+        state_attributes: list[str] | None = None,
+    ) -> None:
+        super().__init__(tag or "", metric_names, output_transform, global_step_transform, state_attributes)
+
+    def __call__(self, engine: Engine, logger: HDF5Logger, event_name: Any) -> None:
+        if _writes(self, logger):
+            step = self.global_step_transform(engine, event_name)
+            logger.write(engine, step, self._values(engine, logger), self.tag or None)
+
+    def _values(self, engine: Engine, logger: HDF5Logger) -> dict[Any, Any]:
+        metrics, values = engine.state.metrics, {}
+        if self.metric_names == "all":
+            values.update(metrics)
+        else:
+            for name in self.metric_names or ():
+                if name in metrics:
+                    values[name] = metrics[name]
+                else:
+                    logger.warn_once(f"absent {name}", f"Metric {name} is not in engine.state.metrics: {list(metrics)}")
+        if self.output_transform is not None:
+            output = self.output_transform(engine.state.output)
+            values.update(output if isinstance(output, dict) else {"output": output})
+        values.update({name: getattr(engine.state, name, None) for name in self.state_attributes or ()})
+        return values
+
+
+class OptimizerParamsHandler(BaseOptimizerParamsHandler):
+    """Writes a parameter of an optimizer's groups, as ``{tag}/{param_name}/group_{i}``."""
+
+    def __call__(self, engine: Engine, logger: HDF5Logger, event_name: Any) -> None:
+        if _writes(self, logger):
+            groups = {f"group_{i}": group.get(self.param_name) for i, group in enumerate(self.optimizer.param_groups)}
+            logger.write(engine, engine.state.get_event_attrib_value(event_name), {self.param_name: groups}, self.tag)
+
+
+def _writes(handler: object, logger: HDF5Logger) -> bool:
+    if not isinstance(logger, HDF5Logger):
+        raise RuntimeError(f"Handler {type(handler).__name__} works only with HDF5Logger")
+    return logger.is_writing

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ignite_monitor.hdf5.layout import import_h5py, opened, read_names, read_rows
+from ignite_monitor.hdf5.contents import Contents, load
+from ignite_monitor.report.series import printable
 
 RETRIES = 50
 COMMON = 8
@@ -114,27 +115,31 @@ def read_hdf5(path: str | os.PathLike[str], metrics: str | re.Pattern[str] | Non
         pattern = re.compile(metrics or "")
     except re.error as error:
         raise ValueError(f"Argument metrics should be a regular expression, but given {metrics!r}: {error}") from None
-    import_h5py()
+    path = Path(path)
+    try:
+        return _recording(_load(path), pattern)
+    except MemoryError:
+        raise ValueError(f"{printable(str(path))} holds more than fits in memory") from None
+
+
+def _load(path: Path) -> Contents:
     for _ in range(RETRIES):
         try:
-            return _read(Path(path), pattern)
+            return load(path, values=True)
         except BlockingIOError:  # opened just before it became the shadow
             time.sleep(0.01)
-    return _read(Path(path), pattern)
+    return load(path, values=True)
 
 
-def _read(path: Path, pattern: re.Pattern[str]) -> Recording:
-    with opened(path) as file:
-        rows, ids, names = read_rows(file), file["ids"][()], read_names(file)
-        wanted = np.array([pattern.search(name) is not None for name in names], bool)
-        values = file["values"][()].astype(np.float64)
-        exact = file["exact"][()]
-        values[exact["place"]] = exact["value"]
-        series: dict[str, Series] = {}
-        times: dict[str, NDArray[np.datetime64]] = {}
-        for number, of_rows, places in _in_order(rows, ids, wanted):
-            series[names[number]] = Series(rows["step"][of_rows], values[rows["values"][of_rows] + places])
-            times[names[number]] = rows["time"][of_rows].astype("datetime64[ms]")
+def _recording(contents: Contents, pattern: re.Pattern[str]) -> Recording:
+    rows = contents.rows[contents.rows["count"] > 0]
+    wanted = np.array([pattern.search(name) is not None for name in contents.names], bool)
+    series: dict[str, Series] = {}
+    times: dict[str, NDArray[np.datetime64]] = {}
+    for number, of_rows, places in _in_order(rows, contents.ids, wanted):
+        name = contents.names[number]
+        series[name] = Series(rows["step"][of_rows], contents.values[rows["values"][of_rows] + places])
+        times[name] = rows["time"][of_rows].astype("datetime64[ms]")
     return Recording(series, times)
 
 

@@ -1,4 +1,4 @@
-"""Which rows of earlier runs a resumed run takes the place of.
+"""Which run a row belongs to, and which rows of earlier runs it takes the place of.
 
 A run that is resumed from iteration n repeats what an earlier one did after n. The earlier one is known by its names:
 both write some of the same. Names that are written from within a run (an evaluator's) are told from those of an engine
@@ -7,11 +7,15 @@ that runs alone, so that a later evaluation takes nothing away from the training
 
 from __future__ import annotations
 
+import time
+import weakref
 from typing import Any, NamedTuple
 
 import numpy as np
+from ignite.engine import Engine
 from numpy.typing import NDArray
 
+SECONDS = 10.0
 REMEMBERED = 1024  # lists of names that have been compared
 
 
@@ -24,6 +28,71 @@ class Place(NamedTuple):
     nested: bool
 
 
+class Clock:
+    """Follows the engines that a logger is attached to.
+
+    A run is that of the engine that started first; what other engines do while it is running belongs to it.
+
+    Args:
+        next_run: the number of the first run.
+        flush_every: how many iterations may pass before it is time to write.
+    """
+
+    def __init__(self, next_run: int, flush_every: int) -> None:
+        self._next_run, self._flush_every = next_run, flush_every
+        self._engine: weakref.ref[Engine] | None = None
+        self._run = self._start = self._last = 0
+        self.is_running = False
+        self.written()
+
+    def start(self, engine: Engine) -> int | None:
+        """An engine starts; the iteration after which a run begins with it."""
+        if self.is_running and self._running_engine() not in {None, engine}:
+            return None
+        self.is_running = True
+        return self._begin(engine, engine.state.iteration)
+
+    def complete(self, engine: Engine) -> None:
+        """An engine has come to its end."""
+        if self._running_engine() is engine:
+            self.is_running = False
+
+    def place(self, engine: Engine) -> Place:
+        """Where a value that comes from an engine now belongs."""
+        running = self._running_engine()
+        if running is None or (running is not engine and not self.is_running):
+            self._begin(engine, max(0, engine.state.iteration - 1))  # nobody saw it start
+            self.is_running, running = True, engine
+        return Place(self._run, self._start, running.state.iteration, running is not engine)
+
+    def tick(self, engine: Engine) -> int | None:
+        """An iteration of any of the engines starts; the iteration after which a run begins with it."""
+        self._iterations += 1
+        if self._running_engine() is not engine:
+            return None
+        iteration, last = engine.state.iteration, self._last
+        self._last = iteration
+        # Where it went back to a checkpoint in the middle of its run.
+        return self._begin(engine, iteration - 1) if iteration <= last else None
+
+    def is_time(self) -> bool:
+        """Whether what waits should be written."""
+        late = time.monotonic() - self._written > SECONDS
+        return late or self._iterations >= self._flush_every or not self.is_running
+
+    def written(self) -> None:
+        """What waits has been written."""
+        self._iterations, self._written = 0, time.monotonic()
+
+    def _running_engine(self) -> Engine | None:
+        return None if self._engine is None else self._engine()
+
+    def _begin(self, engine: Engine, start: int) -> int:
+        self._engine, self._start, self._last = weakref.ref(engine), start, start
+        self._run, self._next_run = self._next_run, self._next_run + 1
+        return start
+
+
 class TakenBack(NamedTuple):
     """Rows of a run after an iteration; or, where a step is given, of this step and iteration, with these names."""
 
@@ -33,11 +102,7 @@ class TakenBack(NamedTuple):
     ids: NDArray[np.int32] | None = None
 
     def among(self, rows: NDArray[Any], ids: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """Which of the rows it is.
-
-        Args:
-            rows: all rows.
-        """
+        """Which of all rows it is."""
         of_run = (rows["run"] == self.run) & (rows["count"] > 0)
         if self.ids is None:
             return of_run & (rows["iteration"] > self.iteration)  # type: ignore[no-any-return]

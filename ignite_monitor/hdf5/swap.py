@@ -16,13 +16,13 @@ import contextlib
 import errno
 import os
 import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
 
 from ignite_monitor.hdf5.layout import create, import_h5py, room_for
-from ignite_monitor.hdf5.lock import Lock
 
 try:
     import fcntl
@@ -72,9 +72,10 @@ class SwappedFile:
         """
         behind, self._behind = self._behind, None
         try:
+            self._check_place()
             if behind is None or not self._is_free() or not self._apply([*behind, *patch], locking=True):
                 self._discard()
-                shutil.copyfile(self.path, self._shadow)
+                self._copy()
                 self._apply(patch, locking=False)
             kept = self._publish()
         except BaseException:
@@ -98,6 +99,24 @@ class SwappedFile:
         except OSError:
             return False
 
+    def _check_place(self) -> None:
+        """Leave alone what somebody else has put there.
+
+        Raises:
+            FileExistsError: if the file is not the one that was put there.
+        """
+        if self.path.exists():
+            found = _identity(self.path)
+            if found not in self._published:
+                raise FileExistsError("another program has changed it, or put another file in its place")
+            self._published = {found}
+
+    def _copy(self) -> None:
+        needed = self.path.stat().st_size
+        if shutil.disk_usage(self.path.parent).free < needed:  # known before a long file is copied in vain
+            raise self._no_room(errno.ENOSPC, needed)
+        shutil.copyfile(self.path, self._shadow)
+
     def _apply(self, patch: Patch, *, locking: bool) -> bool:
         """Put a patch into the shadow; False if a reader has opened it just now.
 
@@ -119,10 +138,7 @@ class SwappedFile:
                     file.seek(0, os.SEEK_END)
                     file.write(bytes(needed))
             except OSError as error:
-                words = f"{error.strerror}: a write may need {_kilobytes(needed)} of room"
-                if error.errno == errno.ENOSPC:
-                    words += f", and {_kilobytes(shutil.disk_usage(self.path.parent).free)} are free"
-                raise OSError(error.errno, words) from error
+                raise self._no_room(error.errno, needed) from error
         try:
             opened = import_h5py().File(self._shadow, "r+", libver=("v110", "v110"), locking=locking)
         except OSError:
@@ -145,8 +161,7 @@ class SwappedFile:
         """
         kept = True
         try:
-            if _identity(self.path) not in self._published:
-                raise FileExistsError("another program has changed it, or put another file in its place")
+            self._check_place()
             shutil.copymode(self.path, self._shadow)
             os.link(self.path, self._spare)
         except FileExistsError:
@@ -158,8 +173,17 @@ class SwappedFile:
         os.replace(self._shadow, self.path)
         self._published = {next_one}
         if kept:
-            os.replace(self._spare, self._shadow)
+            try:
+                os.replace(self._spare, self._shadow)
+            except OSError:
+                kept = False
         return kept
+
+    def _no_room(self, number: int | None, needed: int) -> OSError:
+        words = f"{os.strerror(number or errno.EIO)}: a write may need {_kilobytes(needed)} of room"
+        if number == errno.ENOSPC:
+            words += f", and {_kilobytes(shutil.disk_usage(self.path.parent).free)} are free"
+        return OSError(number, words)
 
     def _discard(self) -> None:
         for path in (self._shadow, self._spare):
@@ -175,3 +199,58 @@ def _identity(path: Path) -> tuple[int, int, int]:
     """The size too, since the inode of a file that was removed is soon another's."""
     found = path.stat()
     return found.st_dev, found.st_ino, found.st_size
+
+
+class Lock:
+    """Holds a file beside the one to be written, until it is released or the process ends, however it ends.
+
+    Where the file system has no locks, nobody is refused.
+
+    Args:
+        path: the file that only one may hold.
+
+    Raises:
+        BlockingIOError: if another does.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._process = path, os.getpid()
+        self._file = path.open("ab")
+        try:
+            _lock(self._file.fileno())
+            # Its last holder may have removed it between the opening and the locking.
+            held = path.exists() and os.path.samestat(path.stat(), os.fstat(self._file.fileno()))
+        except BlockingIOError:
+            held = False
+        if not held:
+            self._file.close()
+            raise BlockingIOError(f"{path} is held by another writer")
+        _HELD.add(self)
+
+    def release(self) -> None:
+        """Let others have it."""
+        if os.getpid() == self._process and not self._file.closed:
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+        self._file.close()
+
+
+def _lock(descriptor: int) -> None:
+    if fcntl is not None:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise
+        except OSError:
+            pass
+
+
+def _let_go() -> None:
+    """A forked process has the same open file, and would go on holding it when its parent has been killed."""
+    for lock in _HELD:
+        lock._file.close()
+
+
+_HELD: weakref.WeakSet[Lock] = weakref.WeakSet()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Number
 from typing import Any
@@ -30,36 +31,41 @@ def flatten(named: Mapping[Any, Any], leave_out: Callable[[str, Any], None]) -> 
         found: dict[str, Any] = {}
         _add_leaves(found, "", named)
         names, leaves = list(found), list(found.values())
-    left_out: set[int] = set()
+    left_out: list[int] = []
     numbers = np.zeros(len(leaves))
-    tensors: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    tensors: dict[tuple[torch.device, torch.dtype, torch.layout], list[int]] = {}
     for place, leaf in enumerate(leaves):
         if type(leaf) is float:
             numbers[place] = leaf
-        elif isinstance(leaf, Tensor) and leaf.ndim == 0 and not leaf.dtype.is_complex:
-            tensors.setdefault((leaf.device, leaf.dtype), []).append(place)
+        elif isinstance(leaf, Tensor):
+            if leaf.ndim == 0:
+                tensors.setdefault((leaf.device, leaf.dtype, leaf.layout), []).append(place)
+            else:
+                left_out.append(place)
         elif np.iscomplexobj(leaf) or not isinstance(leaf, (Number, np.bool_)) or not _put(numbers, place, leaf):
-            left_out.add(place)
-            leave_out(names[place], leaf)
-    _bring_over(numbers, leaves, tensors)
+            left_out.append(place)
+    left_out += _bring_over(numbers, leaves, list(tensors.values()))
     if left_out:
-        kept = [place for place in range(len(names)) if place not in left_out]
+        for place in sorted(left_out):
+            leave_out(names[place], leaves[place])
+        kept = sorted(set(range(len(names))).difference(left_out))
         return tuple(names[place] for place in kept), numbers[kept]
     return tuple(names), numbers
 
 
 def _put(numbers: Numbers, place: int, number: Any) -> bool:
+    """False if there is no such number in float64: integers and decimals can be too large for it."""
     try:
-        numbers[place] = float(number)
-    except OverflowError:  # an integer beyond float64
+        numbers[place] = value = float(number)
+    except (ArithmeticError, TypeError, ValueError):
         return False
-    return True
+    return not math.isinf(value) or bool(value == number)
 
 
 def _add_leaves(found: dict[str, Any], name: str, value: Any) -> None:
     if isinstance(value, Mapping):
         items: Any = value.items()
-    elif isinstance(value, Tensor) and value.ndim == 1:
+    elif isinstance(value, Tensor) and value.ndim == 1 and _has_numbers(value):
         items = enumerate(value.detach().unbind())
     elif (isinstance(value, Sequence) and not isinstance(value, (str, bytes))) or (
         isinstance(value, np.ndarray) and value.ndim == 1
@@ -72,30 +78,47 @@ def _add_leaves(found: dict[str, Any], name: str, value: Any) -> None:
         _add_leaves(found, f"{name}/{key}" if name else str(key), each)
 
 
-def _bring_over(
-    numbers: Numbers, leaves: list[Any], tensors: dict[tuple[torch.device, torch.dtype], list[int]]
-) -> None:
-    """Put the tensors' values into their places; a device's are joined in float64 and copied once."""
-    by_device: dict[torch.device, tuple[list[Tensor], list[int]]] = {}
-    with torch.no_grad():
-        for (device, _), places in tensors.items():
-            joined = torch.stack([leaves[place] for place in places])
-            parts, all_places = by_device.setdefault(device, ([], []))
-            parts.append(joined.float() if device.type == "mps" else joined.double())  # MPS has no float64
-            all_places += places
-        for parts, all_places in by_device.values():
-            numbers[all_places] = torch.cat(parts).cpu().numpy()
+def _has_numbers(tensor: Tensor) -> bool:
+    """Whether each of its elements is a real number in memory, which a sparse or quantized tensor's are not."""
+    stored = tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized
+    return stored and not tensor.is_complex()
 
 
-def needs_float64(values: Numbers) -> NDArray[np.bool_]:
-    """Which values float32 would turn into another number, not just round: integers, and what is out of its range.
+def _bring_over(numbers: Numbers, leaves: list[Any], groups: list[list[int]]) -> list[int]:
+    """Put the tensors' values into their places; a device's are joined in float64 and copied once.
 
     Args:
-        values: any, infinite ones and NaN too.
+        groups: the places of tensors of one device and dtype.
+
+    Returns:
+        The places of those that have no number.
     """
-    limits = np.finfo(np.float32)
-    with np.errstate(over="ignore", invalid="ignore"):
-        changed = values.astype(np.float32) != values
-        size = np.abs(values)
-        other = (size > limits.max) | (size < limits.tiny) | (values == np.rint(values))
-    return np.asarray(changed & other & np.isfinite(values))
+    by_device: dict[torch.device, tuple[list[Tensor], list[int]]] = {}
+    left_out: list[int] = []
+    with torch.no_grad():
+        while groups:
+            places = groups.pop()
+            joined = _joined([leaves[place] for place in places])
+            if joined is not None:
+                parts, all_places = by_device.setdefault(joined.device, ([], []))
+                parts.append(joined)
+                all_places += places
+            elif len(places) > 1:
+                groups += [[place] for place in places]
+            else:
+                left_out += places
+        for parts, all_places in by_device.values():
+            numbers[all_places] = torch.cat(parts).cpu().numpy()
+    return left_out
+
+
+def _joined(tensors: list[Tensor]) -> Tensor | None:
+    """None if a tensor is of a kind (a subclass, a type of a few bits) whose numbers torch does not give."""
+    if not _has_numbers(tensors[0]):
+        return None
+    try:
+        joined = torch.stack(tensors)
+        joined = joined.float() if joined.device.type == "mps" else joined.double()  # MPS has no float64
+    except (RuntimeError, TypeError):
+        return None
+    return joined if type(joined) is Tensor else None

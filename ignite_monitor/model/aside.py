@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from ignite_monitor.model._torch import is_functorch_wrapped, unseen_by_dispatch, unseen_by_functions
+
 
 @contextmanager
 def aside() -> Iterator[None]:
@@ -17,7 +19,7 @@ def aside() -> Iterator[None]:
     forward in the order in which they come and hands them out again in backward, so that one more would shift all of
     them; a counter of floating-point operations would count ours.
     """
-    with torch.no_grad(), torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+    with torch.no_grad(), unseen_by_functions(), unseen_by_dispatch():
         yield
 
 
@@ -26,9 +28,8 @@ def is_plain(tensor: Tensor) -> bool:
     return (
         (type(tensor) is Tensor or type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__)
         and tensor.layout is _strided
-        and not (tensor.is_nested or tensor.is_meta or _is_functorch_wrapped_tensor(tensor))
+        and not (tensor.is_nested or tensor.is_meta or is_functorch_wrapped(tensor))
     )
 
 
 _strided = torch.strided
-_is_functorch_wrapped_tensor = torch._C._functorch.is_functorch_wrapped_tensor

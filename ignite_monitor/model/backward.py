@@ -7,10 +7,7 @@ from typing import Any
 
 import torch
 
-
-def in_backward() -> bool:
-    """Whether this thread is in the middle of a backward pass."""
-    return torch._C._current_graph_task_id() != -1
+from ignite_monitor.model._torch import in_backward as in_backward
 
 
 def users_grad_mode() -> AbstractContextManager[Any]:

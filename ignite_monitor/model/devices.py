@@ -17,12 +17,16 @@ def upload(tensor: Tensor, device: torch.device) -> Tensor:
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
+def move(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor on a device, without waiting for its own or for that one."""
+    if tensor.device.type == "cpu":
+        return upload(tensor, device)
+    return tensor.to(device, non_blocking=device.type != "cpu")
+
+
 def move_like(tensor: Tensor, reference: Tensor) -> Tensor:
     """A tensor on another one's device and of its dtype, without waiting for either device."""
-    tensor = tensor.to(reference.dtype)
-    if tensor.device.type == "cpu":
-        return upload(tensor, reference.device)
-    return tensor.to(reference.device, non_blocking=reference.device.type != "cpu")
+    return move(tensor.to(reference.dtype), reference.device)
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:

@@ -9,9 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ignite_monitor.model.backward import in_backward
-
-_CALL = nn.Module._call_impl.__code__
+from ignite_monitor.model._torch import forward_hooks, in_backward, module_call
 
 
 @contextlib.contextmanager
@@ -24,7 +22,7 @@ def before_forward(modules: Iterable[nn.Module], hook: Callable[..., Any], *, fi
         first: whether it comes before the user's hooks rather than after them.
     """
     modules = list(modules)
-    places = [(module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs) for module in modules]
+    places = [forward_hooks(module, before=True, with_kwargs=True) for module in modules]
     with _on(places, hook if isinstance(hook, ModuleHook) else _Hook(hook, modules), first):
         yield
 
@@ -38,7 +36,7 @@ def after_forward(modules: Iterable[nn.Module], hook: Callable[..., Any]) -> Ite
             :class:`ModuleHook` also of shallow copies of the modules.
     """
     modules = list(modules)
-    places = [(module._forward_hooks, module._forward_hooks_with_kwargs) for module in modules]
+    places = [forward_hooks(module, before=False, with_kwargs=True) for module in modules]
     with _on(places, hook if isinstance(hook, ModuleHook) else _Hook(hook, modules)):
         yield
 
@@ -52,15 +50,8 @@ def outputs_to(modules: Iterable[nn.Module], hook: ModuleHook) -> Iterator[None]
     Args:
         hook: is given the module, its positional arguments and its output; also of shallow copies of the modules.
     """
-    places: list[dict[Any, Any]] = [module._forward_hooks for module in modules]
-    key = object()
-    try:
-        for hooks in places:
-            hooks[key] = hook
+    with _on([forward_hooks(module, before=False, with_kwargs=False) for module in modules], hook):
         yield
-    finally:
-        for hooks in places:
-            hooks.pop(key, None)
 
 
 def is_recomputation() -> bool:
@@ -72,7 +63,7 @@ def running_module() -> nn.Module | None:
     """The innermost module whose forward pass is going on; None outside of any."""
     frame = sys._getframe(1)
     while frame is not None:
-        if frame.f_code is _CALL:
+        if frame.f_code is module_call:
             module: nn.Module = frame.f_locals["self"]
             return module
         if frame.f_back is None:
@@ -81,22 +72,17 @@ def running_module() -> nn.Module | None:
     return None
 
 
-def _nothing(*_: Any) -> None:
-    pass
-
-
-def _no_hook() -> Callable[..., Any]:
-    return _nothing
-
-
 class ModuleHook:
-    """A hook in whose place there is one that does nothing in deep copies of its modules."""
+    """A hook in whose place there is one that does nothing in deep copies of its modules, and where they are saved.
+
+    That one is Python's own, so that what is saved can be loaded without this package.
+    """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        return _nothing
+        return contextlib.nullcontext().__exit__
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[()]]:
-        return _no_hook, ()
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return getattr, (contextlib.nullcontext(), "__exit__")
 
 
 class _Hook(ModuleHook):
@@ -112,16 +98,17 @@ class _Hook(ModuleHook):
 # As ``register_forward_hook`` does it, for hundreds of modules at a tenth of the cost, which matters where hooks come
 # and go with every monitored iteration. The last hook sees what those of the user have made of inputs and outputs.
 @contextlib.contextmanager
-def _on(places: list[tuple[Any, dict[Any, Any]]], hook: Any, first: bool = False) -> Iterator[None]:
+def _on(places: list[list[Any]], hook: Any, first: bool = False) -> Iterator[None]:
     key = object()
     try:
-        for hooks, with_kwargs in places:
+        for hooks, *with_kwargs in places:
             hooks[key] = hook
-            with_kwargs[key] = True
+            for each in with_kwargs:
+                each[key] = True
             if first:
                 hooks.move_to_end(key, last=False)
         yield
     finally:
-        for hooks, with_kwargs in places:
-            hooks.pop(key, None)
-            with_kwargs.pop(key, None)
+        for place in places:
+            for each in place:
+                each.pop(key, None)

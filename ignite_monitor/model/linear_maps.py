@@ -9,12 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ignite_monitor.model._torch import batch_norm, convolution, parameters_in
+
 LinearMap = Callable[[Tensor, Tensor], Tensor]
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _OVER_CHANNELS = (
-    nn.modules.batchnorm._NormBase,  # BatchNorm and InstanceNorm
+    batch_norm,  # BatchNorm and InstanceNorm
     nn.GroupNorm,
     nn.PReLU,
 )
@@ -26,13 +28,11 @@ def is_plain(module: nn.Module, *kinds: type[nn.Module]) -> bool:
     Those with a forward of their own are not, nor those whose weight is computed: by a parametrization, or by what
     weight or spectral norm put in their place.
     """
-    if "forward" in vars(module) or module._parameters.get("weight") is None:
+    if "forward" in vars(module) or parameters_in(module).get("weight") is None:
         return False
     kind = type(module)
     return any(
-        isinstance(module, each)
-        and kind.forward is each.forward
-        and getattr(kind, "_conv_forward", None) is getattr(each, "_conv_forward", None)
+        isinstance(module, each) and kind.forward is each.forward and convolution(kind) is convolution(each)
         for each in kinds
     )
 
@@ -44,50 +44,39 @@ def linear_map(module: nn.Module) -> Callable[[tuple[Any, ...], dict[str, Any]],
     """
     if is_plain(module, nn.Linear):
         return lambda args, kwargs: F.linear
-    if is_plain(module, *_CONVOLUTIONS):
-        convolve: Any = module._conv_forward
-        return lambda args, kwargs: lambda x, weight: convolve(x, weight, None)
-    if is_plain(module, *_TRANSPOSED):
+    if is_plain(module, *CONVOLUTIONS):
+        convolve = convolution(module)
+        return None if convolve is None else lambda args, kwargs: lambda x, weight: convolve(x, weight, None)
+    if is_plain(module, *TRANSPOSED):
         return lambda args, kwargs: _transposed(module, *args, **kwargs)
-    if _is_conv1d(module) and is_plain(module, type(module)):
+    if is_conv1d(module) and is_plain(module, type(module)):
         return lambda args, kwargs: torch.matmul
     return None
 
 
-def weights_by_input(model: nn.Module) -> dict[int, int]:
-    """The weights whose first dimension is what goes into a module, not what comes out of it.
-
-    Returns:
-        Id of a parameter -> 0 for one of shape (in, out), of an embedding or of Conv1D of transformers; the number of
-        groups of a transposed convolution for one of shape (in, out / groups, …).
-    """
-    found: dict[int, int] = {}
-    for module in model.modules():
-        if isinstance(module, (*_TRANSPOSED, nn.Embedding, nn.EmbeddingBag)) or _is_conv1d(module):
-            # Not module.weight, which a parametrization would compute, and maybe change its buffers for.
-            computed = getattr(module._modules.get("parametrizations"), "weight", None)
-            weight = module._parameters.get("weight") if computed is None else getattr(computed, "original", None)
-            if weight is not None:
-                found[id(weight)] = module.groups if isinstance(module, _TRANSPOSED) else 0
-    return found
-
-
 def feature_dim(module: nn.Module) -> int:
     """The dimension that holds the features in a module's inputs and outputs."""
-    if isinstance(module, nn.modules.conv._ConvNd):
+    if isinstance(module, (*CONVOLUTIONS, *TRANSPOSED)):
         return -len(module.kernel_size) - 1
     return 1 if isinstance(module, _OVER_CHANNELS) else -1
 
 
-def _is_conv1d(module: nn.Module) -> bool:
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether it is Conv1D of transformers, a linear layer whose weight is of shape (in, out)."""
     kind = type(module)
     return f"{kind.__module__}.{kind.__qualname__}" == "transformers.pytorch_utils.Conv1D"
 
 
 def _transposed(module: Any, input: Tensor, output_size: list[int] | None = None) -> LinearMap:
     dims = len(module.kernel_size)
-    settings = (list(each) for each in (module.stride, module.padding, module.kernel_size))
-    padding = module._output_padding(input, output_size, *settings, dims, list(module.dilation))
+    padding = module.output_padding
+    if output_size is not None:  # how much larger it is than what the others give
+        settings = zip(module.stride, module.padding, module.kernel_size, module.dilation, strict=True)
+        least = [
+            (size - 1) * stride - 2 * pad + dilation * (kernel - 1) + 1
+            for size, (stride, pad, kernel, dilation) in zip(input.shape[-dims:], settings, strict=True)
+        ]
+        padding = [size - other for size, other in zip(output_size[-dims:], least, strict=True)]
     function: Any = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[dims - 1]
     return lambda x, weight: function(
         x, weight, None, module.stride, module.padding, padding, module.groups, module.dilation

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-# Attributes that wrappers put a module under; no user calls a module so.
-_WRAPPED = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+from ignite_monitor.model._torch import WRAPPED
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -26,7 +25,7 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if path:
             within = clean[parent]
             owner = modules[parent]
-            wrapped = last in _WRAPPED or (
+            wrapped = last in WRAPPED or (
                 last == "module" and isinstance(owner, (DataParallel, DistributedDataParallel))
             )
             clean[path] = within if wrapped else f"{within}.{last}".lstrip(".")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ignite_monitor.model._torch import foreach_norm
 from ignite_monitor.model.devices import wide_dtype
 from ignite_monitor.model.sharding import all_reduce
 
@@ -155,11 +156,9 @@ def _norm_on_one_device(tensors: list[Tensor], norm_type: float) -> Tensor:
 
 def _wide_norm(tensors: list[Tensor], norm_type: float, dtype: torch.dtype) -> Tensor:
     if norm_type in _TAME and not (norm_type == 2.0 and _has_larger_squares(tensors, dtype)):
-        norm: Tensor = torch.linalg.vector_norm(
-            torch.stack(torch._foreach_norm(tensors, norm_type, dtype=dtype)), norm_type
-        )
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(foreach_norm(tensors, norm_type, dtype=dtype)), norm_type)
         return norm
-    unit = _unit(combine(torch._foreach_norm(tensors, math.inf, dtype=dtype), math.inf))
+    unit = _unit(combine(foreach_norm(tensors, math.inf, dtype=dtype), math.inf))
     return unit * combine([torch.linalg.vector_norm(each.to(dtype) / unit, norm_type) for each in tensors], norm_type)
 
 
@@ -188,7 +187,7 @@ def _float32_norm(tensors: list[Tensor], sizes: list[int], norm_type: float) -> 
     dtypes = {tensor.dtype for tensor in tensors}
     for dtype in dtypes:
         group = tensors if len(dtypes) == 1 else [tensor for tensor in tensors if tensor.dtype == dtype]
-        norms.append(torch.stack(torch._foreach_norm(group, norm_type, dtype=_sum_dtype(dtype))))
+        norms.append(torch.stack(foreach_norm(group, norm_type, dtype=_sum_dtype(dtype))))
     norm: Tensor = torch.linalg.vector_norm(torch.cat([each.double() for each in norms]), norm_type)
     return norm
 

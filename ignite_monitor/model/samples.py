@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ignite_monitor.model._torch import foreach_copy, modules_in, parameters_in
 from ignite_monitor.model.device_of import device_of
 from ignite_monitor.model.devices import upload, wide_dtype
 from ignite_monitor.model.names import named_parameters
@@ -195,8 +196,8 @@ class ParameterSamples:
         """What makes the samples useless when it changes: modules, and parameters with their place and kind."""
         found: list[Any] = []
         for module in self._modules:
-            found += map(id, module._modules.values())
-            for parameter in module._parameters.values():
+            found += map(id, modules_in(module).values())
+            for parameter in parameters_in(module).values():
                 if parameter is not None:
                     found += (id(parameter), parameter.device, parameter.dtype, parameter.shape)
         return found
@@ -272,7 +273,7 @@ class _Group:
             pairs = [pair for pair in zip(targets, found, strict=True) if pair[1] is not None]
             targets, found = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
         if found:
-            torch._foreach_copy_(targets, found)
+            foreach_copy(targets, found)
 
 
 def is_measurable(parameter: Tensor) -> bool:

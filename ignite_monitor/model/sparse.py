@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ignite_monitor.model._torch import sparse_parts
+
 
 def summed_values(sparse: Tensor) -> Tensor:
     """The values of a sparse COO tensor, those at the same place summed.
@@ -13,12 +15,11 @@ def summed_values(sparse: Tensor) -> Tensor:
     result keeps the size that is there, with zeros where several values have become one.
 
     Returns:
-        A dense tensor, of the size of ``sparse._values()``, with the same norm as ``sparse``.
+        A dense tensor, of the size of its values, with the same norm as ``sparse``.
     """
-    values = sparse._values()
+    indices, values = sparse_parts(sparse)
     if sparse.is_coalesced() or not len(values):
         return values
-    indices = sparse._indices()
     places = torch.zeros_like(indices[0])
     for size, index in zip(sparse.shape, indices, strict=False):
         places = places * size + index

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ignite_monitor.model._torch import parameters_in
 from ignite_monitor.model.names import named_modules
 
 
@@ -27,7 +28,7 @@ def is_layer(name: str, module: nn.Module) -> bool:
     # The weights of a parametrized module are in a submodule that it computes them with.
     if ".parametrizations." in f".{name}.":
         return False
-    return any(each is not None for each in module._parameters.values()) or hasattr(module, "parametrizations")
+    return any(each is not None for each in parameters_in(module).values()) or hasattr(module, "parametrizations")
 
 
 def first_difference(model: nn.Module, other: nn.Module) -> str | None:
@@ -62,7 +63,7 @@ def _parameters(modules: dict[str, nn.Module]) -> dict[str, str]:
     return {
         f"{name}.{last}".lstrip("."): str(tuple(parameter.shape))
         for name, module in modules.items()
-        for last, parameter in module._parameters.items()
+        for last, parameter in parameters_in(module).items()
         if parameter is not None
     }
 

@@ -52,14 +52,3 @@ def floating_tensors(output: Any, path: str = "", around: frozenset[int] = froze
     for key, member in members:
         if member is not None:
             yield from floating_tensors(member, f"{path}/{key}" if path else str(key), around | {id(output)})
-
-
-def version(tensor: Any) -> int:
-    """A number that grows with every change in place that autograd knows of.
-
-    Of a DTensor it is that of both: what FSDP2 accumulates into the local part only this part counts, and what is done
-    to the whole only the whole; operations on many tensors at once neither does.
-    """
-    local = getattr(tensor, "_local_tensor", None)
-    number: int = tensor._version
-    return number if local is None else number + local._version

@@ -6,41 +6,41 @@ import torch
 from torch import Tensor
 
 
-class Lookout:
-    """Carries one flag to the host: at once from the CPU, from a CUDA device when it gets there.
+class DeferredFlag:
+    """A flag that comes to the host at once from the CPU, and from a CUDA device when it gets there.
 
-    From other devices, which can't be asked whether a copy has arrived, only :meth:`heard` with ``wait`` learns it.
+    From other devices, which can't be asked whether a copy has arrived, only :meth:`take` with ``wait`` learns it.
     """
 
     def __init__(self) -> None:
-        self._heard = False
-        self._flag: Tensor | None = None
+        self._is_set = False
+        self._flag: Tensor | None = None  # on the device
         self._sent: tuple[Tensor, torch.cuda.Event] | None = None
 
-    def tell(self, flag: Tensor) -> None:
+    def set(self, flag: Tensor) -> None:
         """Something may have happened.
 
         Args:
             flag: 0-dim bool tensor: whether it has.
         """
         if flag.device.type == "cpu":
-            self._heard |= len(flag.reshape(1).nonzero()) > 0
+            self._is_set |= len(flag.reshape(1).nonzero()) > 0
             return
         self._flag = flag if self._flag is None else self._flag | flag
         if self._sent is None:
             self._send()
 
-    def heard(self, wait: bool = False) -> bool:
-        """Whether something has happened since this was last true, as far as is known by now."""
+    def take(self, wait: bool = False) -> bool:
+        """Whether the flag has been set since it was last taken, as far as is known by now."""
         self._receive(wait)
         if wait and self._flag is not None:
             self._send()
             self._receive(wait)
         if wait and self._flag is not None:  # on a device that nothing can be sent from
-            self._heard |= bool(self._flag)
+            self._is_set |= bool(self._flag)
             self._flag = None
-        heard, self._heard = self._heard, False
-        return heard
+        is_set, self._is_set = self._is_set, False
+        return is_set
 
     def _send(self) -> None:
         if self._flag is not None and self._flag.device.type == "cuda":
@@ -54,5 +54,5 @@ class Lookout:
         if self._sent is not None and (wait or self._sent[1].query()):
             copy, event = self._sent
             event.synchronize()
-            self._heard |= len(copy.reshape(1).nonzero()) > 0
+            self._is_set |= len(copy.reshape(1).nonzero()) > 0
             self._sent = None

@@ -1,25 +1,30 @@
-"""From a monitor's values on the device to Ignite's loggers, in one transfer."""
+"""From a monitor's values to Ignite's loggers."""
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
-from itertools import islice
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-import torch
-from ignite.engine import Engine
+from ignite.engine import Engine, EventsList, State
+from ignite.engine.events import CallableEventWithFilter
 from ignite.handlers.base_logger import BaseLogger
+from ignite.handlers.tqdm_logger import ProgressBar
 from torch import Tensor
+
+from ignite_monitor.checks import check_type
+from ignite_monitor.events.monitor_events import MonitorEvents, register_events
+from ignite_monitor.model._torch import event_handlers, need
 
 
 class HasValues(Protocol):
     """What loggers have to know of a monitor."""
 
-    metrics: dict[str, Tensor]
+    metrics: dict[str, float | Tensor]
+    families: list[str]
 
-    def on_host(self) -> dict[str, float]:
+    def on_host(self) -> Mapping[str, float | Tensor]:
         """This iteration's values as floats."""
 
 
@@ -31,7 +36,8 @@ class AddedHandlers:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)
-        self._before = {id(handler) for handlers in engine._event_handlers.values() for handler in handlers}
+        need("log_to", event_handlers(engine))
+        self._before = {id(handler) for handlers in event_handlers(engine).values() for handler in handlers}
         self._added: list[tuple[Any, tuple[Any, ...]]] = []
 
     def note(self, monitor: HasValues | None = None, family: str = "") -> None:
@@ -47,15 +53,15 @@ class AddedHandlers:
         engine = self._engine()
         if engine is None:
             return
-        for event, handlers in engine._event_handlers.items():
-            for place, (handler, args, kwargs) in enumerate(handlers):
-                if id(handlers[place]) in self._before:
+        for event, handlers in event_handlers(engine).items():
+            for index, (handler, args, kwargs) in enumerate(handlers):
+                if id(handlers[index]) in self._before:
                     continue
                 if monitor is not None and isinstance(getattr(handler, "__self__", None), BaseLogger):
                     continue  # its own business: it sees a run begin and end
                 if monitor is not None:
-                    handlers[place] = (_where_monitored(handler, monitor, family), args, kwargs)
-                self._added.append((event, handlers[place]))
+                    handlers[index] = (_where_monitored(handler, monitor, family), args, kwargs)
+                self._added.append((event, handlers[index]))
             self._before |= {id(handler) for handler in handlers}
 
     def remove(self) -> None:
@@ -63,9 +69,46 @@ class AddedHandlers:
         engine = self._engine()
         for event, added in self._added:
             if engine is not None:
-                handlers = engine._event_handlers[event]
-                engine._event_handlers[event] = [handler for handler in handlers if handler is not added]
+                handlers = event_handlers(engine)[event]
+                event_handlers(engine)[event] = [handler for handler in handlers if handler is not added]
         self._added.clear()
+
+
+def add_logger(monitor: HasValues, logger: BaseLogger, engine: Engine, event: Any, tag: str | None) -> AddedHandlers:
+    """Let a logger write a monitor's values, with a tag before their names.
+
+    Raises:
+        ValueError: if ``event`` is not one that loggers can write at.
+    """
+    check_type("logger", logger, BaseLogger, "ignite.handlers.base_logger.BaseLogger")
+    check_type("engine", engine, Engine, "ignite.engine.Engine")
+    if tag is not None:
+        check_type("tag", tag, str, "str or None")
+    for each in [event] if isinstance(event, str) else events_of(event):
+        if each not in State.event_to_attr and each not in list(MonitorEvents):
+            raise ValueError(f"Argument event should be an event that counts epochs or iterations, but given {each}")
+    register_events(engine)
+    added = AddedHandlers(engine)
+    if isinstance(logger, ProgressBar):
+        logger.attach(engine, output_transform=_Values(monitor, ""), event_name=event)
+        added.note()
+        return added
+    # Ignite's handlers always put a tag before a name: where the user wants none, it is the name's first part.
+    for family in [""] if tag else monitor.families:
+        logger.attach_output_handler(engine, event, tag=tag or family, output_transform=_Values(monitor, family))
+        added.note(monitor, family)
+    return added
+
+
+def events_of(event: Any) -> list[CallableEventWithFilter]:
+    """The events that the argument is, or is a list of.
+
+    Raises:
+        TypeError: if it is none.
+    """
+    if not isinstance(event, (CallableEventWithFilter, EventsList)):
+        raise TypeError(f"Argument event should be an event of Ignite or of MonitorEvents, but given {type(event)}")
+    return list(event) if isinstance(event, EventsList) else [event]
 
 
 def _where_monitored(handler: Callable[..., Any], monitor: HasValues, family: str) -> Callable[..., Any]:
@@ -82,31 +125,15 @@ def _where_monitored(handler: Callable[..., Any], monitor: HasValues, family: st
     return handle
 
 
-class LoggedValues:
-    """An ``output_transform`` that gives a monitor's values instead of the engine's output.
-
-    Args:
-        family: what the names of the values start with, which is stripped from them; empty for all values.
-    """
+class _Values:
+    """An ``output_transform`` that gives a monitor's values of one family instead of the engine's output."""
 
     def __init__(self, monitor: HasValues, family: str) -> None:
         self._monitor = weakref.ref(monitor)
         self._start = f"{family}/" if family else ""
 
-    def __call__(self, _: Any) -> dict[str, float]:
+    def __call__(self, _: Any) -> dict[str, Any]:
         monitor = self._monitor()
-        if monitor is None:
-            return {}
-        host, start = monitor.on_host(), self._start
+        host = {} if monitor is None else monitor.on_host()
+        start = self._start
         return {name[len(start) :]: value for name, value in host.items() if name.startswith(start)}
-
-
-def transfer(groups: list[list[Tensor]]) -> list[list[list[float]]]:
-    """The elements of groups of tensors, each flat, in one transfer per device."""
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for tensors in groups:
-        for tensor in tensors:
-            wide = tensor.double() if tensor.device.type != "mps" else tensor
-            by_device.setdefault(tensor.device, []).append(wide.reshape(-1))
-    numbers = {device: iter(torch.cat(tensors).tolist()) for device, tensors in by_device.items()}
-    return [[list(islice(numbers[tensor.device], tensor.numel())) for tensor in tensors] for tensors in groups]

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from ignite_monitor.model.devices import upload, wide_dtype
-from ignite_monitor.monitor.deferred_flag import Lookout
+from ignite_monitor.monitor.deferred_flag import DeferredFlag
+from ignite_monitor.monitor.named_values import NamedValues
 from ignite_monitor.monitor.ranks import from_every_rank, max_over_ranks, sum_over_ranks
 
-# Named rows of numbers, by what they are of: kind -> names and a row for each. A kind's rows are of one length.
-Rows = dict[Any, tuple[list[str], Tensor]]
+# By what they are of: kind -> names and a row of numbers for each. A kind's rows are of one length.
+Rows = dict[Any, NamedValues]
 
 Slot = tuple[str, Any, str, int]  # how ranks are put together, kind, name, length
 
@@ -29,8 +30,8 @@ class RankReduction:
     def __init__(self) -> None:
         self._slots: list[Slot] = []
         self._agreed = False
-        self._news = Lookout()
-        self._places: dict[tuple[str, tuple[Slot, ...]], Tensor] = {}
+        self._news = DeferredFlag()
+        self._index: dict[tuple[str, tuple[Slot, ...]], Tensor] = {}
 
     def __call__(self, sums: Rows, maxima: Rows, device: torch.device) -> tuple[Rows, Rows]:
         """The rows of all ranks.
@@ -41,7 +42,7 @@ class RankReduction:
             device: where they are, or are to be where there are none.
         """
         own = [_slots("sum", sums), _slots("max", maxima)]
-        if not self._agreed or self._news.heard(wait=True):
+        if not self._agreed or self._news.take(wait=True):
             self._agree([*own[0], *own[1]])
         known = set(self._slots)
         new = any(slot not in known for slots in own for slot in slots)
@@ -53,7 +54,7 @@ class RankReduction:
         total = sum_over_ranks(total)
         if len(largest):
             largest = max_over_ranks(largest)
-        self._news.tell(total[-1] > 0)
+        self._news.set(total[-1] > 0)
         return self._rows("sum", total), self._rows("max", largest)
 
     def _agree(self, own: list[Slot]) -> None:
@@ -62,7 +63,7 @@ class RankReduction:
         kinds = list(dict.fromkeys(slot[:2] for slot in union))
         self._slots = sorted(union, key=lambda slot: kinds.index(slot[:2]))
         self._agreed = True
-        self._places.clear()
+        self._index.clear()
 
     def _arranged(self, how: str, own: list[Slot], rows: Rows, missing: float, device: torch.device) -> Tensor:
         """This rank's numbers, flat, where all ranks have them."""
@@ -72,8 +73,8 @@ class RankReduction:
         if own == slots:
             return torch.cat(flat) if flat else torch.zeros(0, dtype=wide, device=device)
         key = (how, tuple(own))
-        places = self._places.get(key)
-        if places is None:
+        index = self._index.get(key)
+        if index is None:
             starts, start = {}, 0
             for slot in own:
                 starts[slot] = start
@@ -85,12 +86,12 @@ class RankReduction:
                 else nowhere.expand(slot[3])
                 for slot in slots
             ]
-            places = upload(torch.cat([nowhere[:0], *parts]), device)
-            self._places = {key: places} if len(self._places) > 8 else self._places | {key: places}
-        return torch.cat([*flat, torch.full((1,), missing, dtype=wide, device=device)])[places]
+            index = upload(torch.cat([nowhere[:0], *parts]), device)
+            self._index = {key: index} if len(self._index) > 8 else self._index | {key: index}
+        return torch.cat([*flat, torch.full((1,), missing, dtype=wide, device=device)])[index]
 
     def _rows(self, how: str, flat: Tensor) -> Rows:
-        rows: dict[Any, tuple[list[str], Tensor]] = {}
+        rows: Rows = {}
         names: dict[tuple[Any, int], list[str]] = {}
         for each, kind, name, length in self._slots:
             if each == how:
@@ -98,7 +99,7 @@ class RankReduction:
         start = 0
         for (kind, length), own in names.items():
             end = start + len(own) * length
-            rows[kind] = (own, flat[start:end].view(len(own), length))
+            rows[kind] = NamedValues(own, flat[start:end].view(len(own), length))
             start = end
         return rows
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ignite_monitor.model._torch import is_in_join
 from ignite_monitor.model.norms import any_sharded, combine, is_sharded, reduce_norm, sharded_norm, total_norm
 from ignite_monitor.model.sharding import all_reduce, flat_sharding
 
@@ -91,7 +92,7 @@ def world_size() -> int:
 def all_take_part(model: nn.Module) -> bool:
     """Whether every rank is known to be where this one is, so that they may communicate."""
     replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
-    return world_size() == 1 or not any(each._join_config.enable for each in replicas)
+    return world_size() == 1 or not any(map(is_in_join, replicas))
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ignite_monitor.model._torch import version as version_of
 from ignite_monitor.model.devices import upload
 
 
@@ -47,7 +48,7 @@ class SteppedParameters:
             rate = group.get("lr")
             moves: Tensor | bool = rate != 0
             members = [
-                (self._places[id(parameter)], parameter, parameter._version)
+                (self._places[id(parameter)], parameter, version_of(parameter))
                 for parameter in group["params"]
                 if id(parameter) in self._places and parameter.requires_grad
             ]
@@ -73,7 +74,7 @@ class SteppedParameters:
             moved = [
                 place
                 for place, parameter, version in members
-                if place in self._with_gradient and (parameter.grad is not None or parameter._version != version)
+                if place in self._with_gradient and (parameter.grad is not None or version_of(parameter) != version)
             ]
             stepped += moved
         if stepped:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import os
 
 from torch import nn
 
+from ignite_monitor.keys import RCC
 from ignite_monitor.model.device_of import device_of
 from ignite_monitor.model.names import tags
 from ignite_monitor.model.selection import Pattern, Selection
@@ -15,7 +15,7 @@ from ignite_monitor.rcc.layer_changes import LayerChanges
 from ignite_monitor.reference.monitor import ReferenceMonitor
 
 
-class RCCHandler(ReferenceMonitor):
+class RCCHandler(ReferenceMonitor, schema=RCC):
     r"""Splits each layer's change since the reference into what its weights do and what reaches it.
 
     This is the refined coordinate check of `On the Surprising Effectiveness of Large Learning Rates under Standard
@@ -30,18 +30,7 @@ class RCCHandler(ReferenceMonitor):
     and for any other function f of its weights, :math:`f_t(x_t) - f_0(x_0) = (f_t(x_t) - f_0(x_t)) + (f_0(x_t) -
     f_0(x_0))`.
 
-    =======================================================  ====================================================
-    in ``engine.state.metrics`` (0-dim tensors)              meaning
-    =======================================================  ====================================================
-    ``rcc/weight_update/{layer}``                            :math:`\lVert(W_t - W_0)\, x_t\rVert`
-    ``rcc/input_drift/{layer}``                              :math:`\lVert W_0\, (x_t - x_0)\rVert`
-    ``rcc/input/{layer}``                                    :math:`\lVert x_t\rVert`
-    ``rcc/input_change/{layer}``                             :math:`\lVert x_t - x_0\rVert`
-    ``rcc/output_change/{layer}``                            :math:`\lVert W_t x_t - W_0 x_0\rVert`
-    ``rcc/weight_share/{layer}``                             ``weight_update / (weight_update + input_drift)``
-    ``rcc/weight_update_max``, ``rcc/weight_update_median``  of the layers' ``weight_update``
-    ``rcc/input_drift_max``, ``rcc/input_drift_median``      of the layers' ``input_drift``
-    =======================================================  ====================================================
+    {keys}
 
     Norms are l2 over the features (the last dimension; that of the channels for convolutions, BatchNorm, InstanceNorm,
     GroupNorm and PReLU), and means over all else: positions, samples, calls, micro-batches and ranks. Where a layer
@@ -49,7 +38,7 @@ class RCCHandler(ReferenceMonitor):
     ``rcc/…/{layer}.weight``, without it. LayerNorm and RMSNorm are taken as functions of their input x, and as
     ``{layer}.weight`` as products of weight and normalised input. A layer without a floating-point input, as an
     Embedding, has ``weight_update`` alone. All are 0 before the first update. What no rank measures, and what isn't
-    finite, is absent; where only a device knows, it is NaN there and is not logged.
+    finite, is absent.
 
     **Layers** are all modules with parameters of their own, those of the user included; tied weights count in either
     module. For Linear, convolutions, Embedding, LayerNorm and RMSNorm, both terms are computed from differences, in
@@ -132,6 +121,3 @@ class RCCHandler(ReferenceMonitor):
         if names:
             self.publish(**over_layers)
             self.publish_table(names, values)
-
-    def on_host(self) -> dict[str, float]:
-        return {name: value for name, value in super().on_host().items() if not math.isnan(value)}

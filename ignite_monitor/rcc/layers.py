@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ignite_monitor.model._torch import buffers_in, modules_in, parameters_in
+from ignite_monitor.model._torch import version as version_of
 from ignite_monitor.model.forward import before_forward
 from ignite_monitor.model.linear_maps import feature_dim, is_plain, linear_map
 from ignite_monitor.model.norms import any_sharded
@@ -25,7 +27,6 @@ from ignite_monitor.rcc.terms import (
     output_change,
 )
 from ignite_monitor.reference.call import Call, Comparison, NotComparableError
-from ignite_monitor.reference.kept import version_of
 from ignite_monitor.reference.reference import Reference
 
 Weights = dict[str, Tensor]
@@ -90,7 +91,7 @@ class _Layer:
             NotComparableError: if one of them can't be had whole.
         """
         module: Any = call.module
-        ours = {name: getattr(module, name) for name, each in module._parameters.items() if each is not None}
+        ours = {name: getattr(module, name) for name, each in parameters_in(module).items() if each is not None}
         theirs = {name: getattr(self._reference, name) for name in ours}
         if any(map(_dispatches, (*ours.values(), *theirs.values()))):
             # A layer that fully_shard has been given is whole while it runs, and not a moment longer.
@@ -109,7 +110,7 @@ class _Layer:
 class _Linear(_Layer):
     def __init__(self, name: str, reference: Reference) -> None:
         super().__init__(name, reference)
-        self.places *= 1 if self._reference._parameters.get("bias") is None else 2
+        self.places *= 1 if parameters_in(self._reference).get("bias") is None else 2
 
     def _norms(self, call: Call, x: Tensor, reference_x: Tensor, weights: Weights, theirs: Weights) -> Norms:
         bound = linear_map(call.module)
@@ -218,11 +219,11 @@ def layer_of(name: str, reference: Reference) -> _Layer:
 
 def _is_low_norm(module: nn.Module) -> bool:
     """Whether a module is a normalization in low precision, as the RMSNorm that language models bring along."""
-    parameters = {name: each for name, each in module._parameters.items() if each is not None}
+    parameters = {name: each for name, each in parameters_in(module).items() if each is not None}
     return (
         type(module).__name__.endswith("Norm")
-        and not module._modules
-        and not module._buffers
+        and not modules_in(module)
+        and not buffers_in(module)
         and parameters.keys() in ({"weight"}, {"weight", "bias"})
         and all(each.ndim == 1 and each.is_floating_point() and each.itemsize < 4 for each in parameters.values())
     )

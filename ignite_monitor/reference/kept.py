@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ignite_monitor.model._torch import version as version_of
 from ignite_monitor.reference.call import Call
 
 
@@ -82,8 +83,3 @@ class KeptPass:
         held.copy_(tensor.detach(), non_blocking=True)
         self._on_host[id(tensor)] = weakref.ref(tensor), version_of(tensor), weakref.ref(held)
         return held
-
-
-def version_of(tensor: Tensor) -> int:
-    """How often a tensor has been changed in place, as far as autograd knows."""
-    return 0 if tensor.is_inference() else tensor._version

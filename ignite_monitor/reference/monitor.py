@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from ignite_monitor.events.monitor_events import MonitorEvents
-from ignite_monitor.model.eager import eager
+from ignite_monitor.model.eager import Eager
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.ranks import all_take_part
 from ignite_monitor.reference.call import Comparison
@@ -98,7 +98,11 @@ class ReferenceMonitor(Monitor):
         if not self._is_running or self._passes is None:
             return []
         self._compared_count += 1
-        return [eager(), self._passes.watched()]
+        return [self._eager(), self._passes.watched()]
+
+    def _eager(self) -> Eager:
+        """Runs the model, and the reference, as they are written."""
+        return Eager(self.model, *([] if self._reference is None else [self._reference.module]))
 
     def start_iteration(self, engine: Any) -> None:
         self._forget()

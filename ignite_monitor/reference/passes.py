@@ -10,9 +10,9 @@ from operator import is_
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ignite_monitor.model.backward import in_backward
+from ignite_monitor.model._torch import in_backward, is_transformed, module_call, parameters_in
 from ignite_monitor.model.forward import ModuleHook, after_forward, before_forward
 from ignite_monitor.model.norms import any_sharded
 from ignite_monitor.model.structure import modules_by_name
@@ -22,7 +22,6 @@ from ignite_monitor.reference.reference import Reference
 from ignite_monitor.reference.unnoticed import TrainingModelUsedError, here
 from ignite_monitor.reference.user_hooks import noticed
 
-_CALL = nn.Module._call_impl.__code__
 _ATTEMPTS = 3
 
 
@@ -129,7 +128,9 @@ class ReferencePasses:
             or not module.training
             or here.running
             or in_backward()
-            or torch._C._functorch.peek_interpreter_stack() is not None
+            or is_transformed(
+                each for each in (*args, *kwargs.values(), *module.parameters()) if isinstance(each, Tensor)
+            )
             or (around := _modules_around()).count(module) > 1
         ):
             return
@@ -142,9 +143,9 @@ class ReferencePasses:
             # Parts of sharded ones are put together while a module runs.
             sharded = any_sharded(module.parameters())
             self._weights = {
-                each: tuple(each._parameters.values())
+                each: tuple(parameters_in(each).values())
                 for each in module.modules()
-                if each._parameters and not (sharded and any_sharded(each.parameters(recurse=False)))
+                if parameters_in(each) and not (sharded and any_sharded(each.parameters(recurse=False)))
             }
         if self._reference.is_copy:
             self._around.enter_context(noticed(self._modules, self._hook_has_changed))
@@ -244,7 +245,7 @@ class ReferencePasses:
     def _has_its_weights(self, module: nn.Module) -> bool:
         """Whether a module and all in it have the parameters that they had when the pass began."""
         return all(
-            len(then) == len(each._parameters) and all(map(is_, each._parameters.values(), then))
+            len(then) == len(now := parameters_in(each)) and all(map(is_, now.values(), then))
             for each in module.modules()
             if (then := self._weights.get(each)) is not None
         )
@@ -265,6 +266,6 @@ def _modules_around() -> list[nn.Module]:
     frame, found = sys._getframe(), []
     while frame.f_back is not None:
         frame = frame.f_back
-        if frame.f_code is _CALL:
+        if frame.f_code is module_call:
             found.append(frame.f_locals["self"])
     return found

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parallel import DataParallel
 
+from ignite_monitor.model._torch import buffers_in, counts_changes, move, need, parameters_in
 from ignite_monitor.model.names import named_modules, unwrapped
 from ignite_monitor.model.structure import first_difference, first_difference_of_states, modules_by_name
 from ignite_monitor.reference.copies import detached_copy, separate_copy
@@ -44,6 +45,7 @@ class Reference:
     """
 
     def __init__(self, model: nn.Module, reference: str | os.PathLike[str] | nn.Module) -> None:
+        need("A reference", counts_changes)  # of what is kept for its runs
         for name, module in named_modules(model):
             if isinstance(module, torch.jit.ScriptModule):
                 # Not even a copy: it shares what is compiled after some calls, and with that the calls are counted.
@@ -138,13 +140,13 @@ class Reference:
         if not self.is_copy:
             return
         for copied, ours in self._twins.items():
-            for name, mine in ours._parameters.items():
-                theirs = copied._parameters[name]
+            for name, mine in parameters_in(ours).items():
+                theirs = parameters_in(copied)[name]
                 if mine is None or theirs is None:
                     continue
                 if theirs.device != mine.device:
-                    copied._apply(lambda tensor, device=mine.device: tensor.to(device), recurse=False)
-                    theirs = copied._parameters[name]
+                    move(copied, mine.device)
+                    theirs = parameters_in(copied)[name]
                 if theirs is not None and theirs.requires_grad != mine.requires_grad:
                     theirs.requires_grad_(mine.requires_grad)
 
@@ -212,7 +214,7 @@ class Reference:
 
 
 def _tensors(module: nn.Module) -> list[Tensor]:
-    return [each for each in (*module._parameters.values(), *module._buffers.values()) if each is not None]
+    return [each for each in (*parameters_in(module).values(), *buffers_in(module).values()) if each is not None]
 
 
 def _read(path: str | os.PathLike[str], names: set[str]) -> Mapping[str, Any]:

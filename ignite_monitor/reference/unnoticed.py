@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ignite_monitor.model._torch import buffers_in, parameters_in
 from ignite_monitor.model.forward import before_forward
 from ignite_monitor.model.tensors import floating_tensors
 from ignite_monitor.reference.call import NotComparableError
@@ -71,11 +72,11 @@ class Fence:
         Raises:
             TrainingModelUsedError: if there is one.
         """
-        own = {id(each) for module in self._own for each in module._parameters.values()}
+        own = {id(each) for module in self._own for each in parameters_in(module).values()}
         weights = {
             id(each): f"{key} of {name}"
             for module, name in self._modules.items()
-            for key, each in module._parameters.items()
+            for key, each in parameters_in(module).items()
             if each is not None and id(each) not in own
         }
         nodes = {each.grad_fn for _, each in floating_tensors(outputs) if each.grad_fn is not None}
@@ -121,7 +122,7 @@ def _caller() -> str:
 def put_back(modules: list[nn.Module]) -> Iterator[None]:
     """Training flags and buffers of modules are the same afterwards; buffers are copies while it lasts."""
     modes = [module.training for module in modules]
-    buffers = [(module._buffers, dict(module._buffers)) for module in modules if module._buffers]
+    buffers = [(registry, dict(registry)) for module in modules if (registry := buffers_in(module))]
     try:
         for registry, saved in buffers:
             registry.update((name, None if each is None else each.clone()) for name, each in saved.items())

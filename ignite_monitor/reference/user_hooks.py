@@ -8,15 +8,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ignite_monitor.model._torch import known_forward_hooks, remove_forward_hook
+from ignite_monitor.model._torch import version as version_of
 from ignite_monitor.model.forward import ModuleHook
-from ignite_monitor.reference.kept import version_of
-
-_KINDS = ("_forward_pre_hooks", "_forward_hooks")
 
 
 def hooks_of_users(module: nn.Module) -> list[tuple[str, Any, Callable[..., Any]]]:
     """Attribute, key and function of each; those of torch and transformers, and our own, are how a module works."""
-    return [(kind, *each) for kind in _KINDS for each in getattr(module, kind).items() if not _of_library(each[1])]
+    return [(*known, hook) for known, hook in known_forward_hooks(module).items() if not _of_library(hook)]
 
 
 def remove_hooks_of_users(model: nn.Module) -> list[str]:
@@ -25,8 +24,7 @@ def remove_hooks_of_users(model: nn.Module) -> list[str]:
     for name, module in model.named_modules():
         hooks = hooks_of_users(module)
         for kind, key, _ in hooks:
-            for registry in (kind, f"{kind}_with_kwargs", f"{kind}_always_called"):
-                getattr(module, registry, {}).pop(key, None)
+            remove_forward_hook(module, (kind, key))
         if hooks:
             stripped.append(name or "the root module")
     return stripped
@@ -38,11 +36,10 @@ def noticed(modules: Mapping[str, nn.Module], changed: Callable[[str], None]) ->
     replaced: list[tuple[dict[Any, Any], Any, Any, _Noticed]] = []
     try:
         for name, module in modules.items():
-            if module._forward_pre_hooks or module._forward_hooks:
-                for kind, key, hook in hooks_of_users(module):
-                    hooks = getattr(module, kind)
-                    hooks[key] = around = _Noticed(hook, name, changed)
-                    replaced.append((hooks, key, hook, around))
+            for kind, key, hook in hooks_of_users(module):
+                hooks = getattr(module, kind)
+                hooks[key] = around = _Noticed(hook, name, changed)
+                replaced.append((hooks, key, hook, around))
         yield
     finally:
         for hooks, key, hook, around in replaced:

@@ -11,10 +11,8 @@ import numpy as np
 
 from ignite_monitor.report.curves import direction
 from ignite_monitor.report.families import groups
-from ignite_monitor.report.finding import Finding
-from ignite_monitor.report.findings import find, looked_at
 from ignite_monitor.report.series import Series, natural
-from ignite_monitor.report.summary import VERSION, findings_json, plain
+from ignite_monitor.report.summary import VERSION, Summary, findings_json, plain, summarise
 
 MATTERS = 0.05
 """By what share of their size two values have to differ to matter."""
@@ -54,20 +52,14 @@ class Comparison:
     """Two runs side by side.
 
     Attributes:
-        files: the runs' files.
-        last: their last iterations.
+        runs: what happened in each.
         until: up to which iteration they were compared, the last that both have.
-        findings: what happened in each.
-        judged: whether there was a monitor's metric in each, to judge it by.
         differences: of the metrics that are in both; what differs most comes first, the user's own before the rest.
         only: the names of the metrics that only the one has, and only the other.
     """
 
-    files: tuple[str, str]
-    last: tuple[int, int]
+    runs: tuple[Summary, Summary]
     until: int
-    findings: tuple[list[Finding], list[Finding]]
-    judged: tuple[bool, bool]
     differences: list[Difference]
     only: tuple[list[str], list[str]]
 
@@ -79,14 +71,13 @@ def compare(files: tuple[str, str], runs: tuple[Mapping[str, Series], Mapping[st
         runs: name -> series, of each.
     """
     first, second = runs
-    last = (_last(first), _last(second))
+    told = (summarise(files[0], first), summarise(files[1], second))
     own = {name for run in runs for group in groups(run) if group.kind == "other" for name, _ in group.scalars.values()}
     both = [name for name in first if name in second]
     differences = [_difference(name, first[name], second[name], name in own) for name in both]
     differences.sort(key=lambda each: (not each.matters, not each.own, -_size(each), natural(each.name)))
-    only = ([name for name in first if name not in second], [name for name in second if name not in first])
-    judged = bool(looked_at(first)), bool(looked_at(second))
-    return Comparison(files, last, min(last), (find(first), find(second)), judged, differences, only)
+    only = (sorted(first.keys() - second.keys(), key=natural), sorted(second.keys() - first.keys(), key=natural))
+    return Comparison(told, min(each.last for each in told), differences, only)
 
 
 def as_json(comparison: Comparison) -> dict[str, Any]:
@@ -96,12 +87,12 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
         "compared_until": comparison.until,
         "runs": [
             {
-                "file": comparison.files[which],
-                "last_iteration": comparison.last[which],
-                "findings": findings_json(comparison.findings[which]),
-                "only_here": comparison.only[which],
+                "file": run.file,
+                "last_iteration": run.last,
+                "findings": findings_json(run.findings),
+                "only_here": only,
             }
-            for which in (0, 1)
+            for run, only in zip(comparison.runs, comparison.only, strict=True)
         ],
         "metrics": {
             each.name: plain(
@@ -117,11 +108,6 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
             for each in comparison.differences
         },
     }
-
-
-def _last(run: Mapping[str, Series]) -> int:
-    watched = [series for group in groups(run) if group.kind != "other" for _, series in group.scalars.values()]
-    return max(int(series.steps[-1]) for series in watched or run.values())
 
 
 def _difference(name: str, a: Series, b: Series, own: bool) -> Difference:

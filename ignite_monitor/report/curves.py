@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -32,12 +32,8 @@ def direction(name: str) -> int:
     return -1 if SMALLER_IS_BETTER.search(last) else 1 if LARGER_IS_BETTER.search(last) else 0
 
 
-def curve_findings(group: Group) -> Iterator[Finding]:
-    """Findings about the user's own metrics.
-
-    Args:
-        group: the metrics of the kind ``other``.
-    """
+def curves(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
+    """Findings about the user's own metrics."""
     for name, series in group.scalars.values():
         yield from _nonfinite(name, series)
         if direction(name) < 0:

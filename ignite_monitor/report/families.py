@@ -1,7 +1,7 @@
 """Which monitor a metric is of, by its name alone.
 
-Monitors may have a prefix of the user's, and loggers put a tag before it: ``train/grad/norm``. So the monitors with a
-prefix are known by the keys that stand together, whatever comes before them, the others by the words of their own.
+Monitors may have a prefix of the user's, and loggers put a tag before it: ``train/grad/norm``. So the monitors whose
+schema has signs are known by the keys that stand together, whatever comes before them, the others by their prefix.
 """
 
 from __future__ import annotations
@@ -10,30 +10,19 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ignite_monitor.keys import ACTIVATION, RCC, SCHEMAS
 from ignite_monitor.report.series import Series
+from ignite_monitor.schema import Schema
 
-# kind: the keys that tell it is there, and all that it publishes
-SCALARS = {
-    "grad": (
-        {"norm", "spike"},
-        {"norm", "threshold", "mean", "std", "spike", "spike_count", "skipped_count", "nonfinite_count"},
-    ),
-    "weights": (
-        {"frozen_count"},
-        {
-            *(f"{what}_{which}" for what in ("grad", "update_ratio") for which in ("median", "p95", "min", "max")),
-            *("vanishing_count", "exploding_count", "frozen_count"),
-        },
-    ),
-}
-NAMED = {
-    "weights": {"topk_grad", "topk_frozen"},
-    "rcc": {"weight_update", "input_drift", "input", "input_change", "output_change", "weight_share"},
-}
-PER_LAYER = ("activation", "parameter", "gradient", "activation_difference", "parameter_difference")
+PER_LAYER = tuple(family for family in ACTIVATION.families if family != "attention_entropy")
 ENTROPY = re.compile(r"(?:(?P<tag>.+?)/)?attention_entropy/(?P<item>.+/head_\d+)")
 LAYER = re.compile(rf"(?:(?P<tag>.+?)/)?(?P<kind>{'|'.join(PER_LAYER)})/(?P<item>.+)/(?P<metric>[^/]+)")
-WORDS = re.compile(r"(?:(?P<tag>.+?)/)?(?P<kind>spectral|step)/(?P<metric>[^/]+)(?:/(?P<item>.+))?")
+SIGNED = [schema for schema in SCHEMAS if schema.signs or schema is RCC]
+NAMED = {schema.prefix: schema for schema in SCHEMAS if schema.prefix and schema not in SIGNED}
+WORDS = re.compile(rf"(?:(?P<tag>.+?)/)?(?P<prefix>{'|'.join(NAMED)})/(?P<key>.+)")
+KINDS = [*(schema.kind for schema in SIGNED), "attention_entropy", *PER_LAYER]
+KINDS += [*(schema.kind for schema in NAMED.values()), "other"]
+"""All kinds of groups, in the order in which they are spoken of."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +30,8 @@ class Group:
     """The metrics of one monitor.
 
     Attributes:
-        kind: ``grad``, ``weights``, ``rcc``, ``activation``, ``parameter``, ``gradient``, ``activation_difference``,
-            ``parameter_difference``, ``attention_entropy``, ``spectral``, ``step``, or ``other`` for the user's own.
+        kind: one of :data:`KINDS`: that of a monitor's schema, a family of ActivationHandler's, or ``other`` for the
+            user's own.
         root: what its names begin with.
         scalars: metric -> (name, series), of those that speak of the whole model.
         items: metric -> layer or parameter -> (name, series).
@@ -72,56 +61,50 @@ class Group:
     def each(self, metric: str) -> dict[str, Series]:
         """Layer or parameter -> its series; of a layer that RCCHandler has with and without its bias, with it."""
         found = {item: series for item, (_, series) in self.items.get(metric, {}).items()}
-        if self.kind == "rcc":
+        if self.kind == RCC.kind:
             found = {item: found[item] for item in found if item.removesuffix(".weight") not in found.keys() - {item}}
         return found
 
 
 def groups(run: Mapping[str, Series]) -> list[Group]:
     """The metrics of a run by monitor; the user's own come last."""
-    roots = {kind: _roots(set(run), kind) for kind in ("grad", "weights", "rcc")}
+    roots = [(schema, root) for schema in SIGNED for root in _roots(set(run), schema)]
+    roots.sort(key=lambda each: -len(each[1]))
     found: dict[tuple[str, str], Group] = {}
     for name, series in run.items():
-        kind, root, metric, item = _place(name, roots)
+        kind, root, metric, item = _parts(name, roots)
         group = found.setdefault((kind, root), Group(kind, root))
         if item:
             group.items.setdefault(metric, {})[item] = (name, series)
         else:
             group.scalars[metric] = (name, series)
-    order = ["grad", "weights", "rcc", "attention_entropy", *PER_LAYER, "spectral", "step", "other"]
-    return sorted(found.values(), key=lambda group: (order.index(group.kind), group.root))
+    return sorted(found.values(), key=lambda group: (KINDS.index(group.kind), group.root))
 
 
-def _roots(names: set[str], kind: str) -> set[str]:
-    if kind == "rcc":
-        parted = [name.partition("/weight_update/") for name in names]
-        return {root for root, there, layer in parted if there and any(_drifts(names, root, layer))}
-    signs, _ = SCALARS[kind]
-    roots = [{name[: -len(sign) - 1] for name in names if name.endswith(f"/{sign}")} for sign in signs]
+def _roots(names: set[str], schema: Schema) -> set[str]:
+    if schema is RCC:
+        first, *others = [key.pattern.partition("/{")[0] for key in schema.keys if "/{" in key.pattern]
+        parted = [name.partition(f"/{first}/") for name in names]
+        return {root for root, _, layer in parted if any(f"{root}/{each}/{layer}" in names for each in others)}
+    roots = [{name[: -len(sign) - 1] for name in names if name.endswith(f"/{sign}")} for sign in schema.signs]
     return set.intersection(*roots)
 
 
-def _drifts(names: set[str], root: str, layer: str) -> list[bool]:
-    return [f"{root}/{metric}/{layer}" in names for metric in ("input_drift", "output_change", "weight_share")]
-
-
-def _place(name: str, roots: Mapping[str, set[str]]) -> tuple[str, str, str, str]:
+def _parts(name: str, roots: list[tuple[Schema, str]]) -> tuple[str, str, str, str]:
     """Kind, root, metric and item."""
-    root, _, last = name.rpartition("/")
-    for kind, (_, metrics) in SCALARS.items():
-        if root in roots[kind] and last in metrics:
-            return kind, root, last, ""
-    if root in roots["rcc"]:
-        return "rcc", root, last, ""
-    for kind, metrics in NAMED.items():
-        for metric in metrics:
-            root, there, item = name.partition(f"/{metric}/")
-            if there and root in roots[kind]:
-                return kind, root, metric, item
+    for schema, root in roots:
+        key = name.removeprefix(f"{root}/")
+        if key != name and schema.find(key):
+            metric, _, item = key.partition("/")
+            return schema.kind, root, metric, item
     if match := ENTROPY.fullmatch(name):
         return "attention_entropy", _under(match["tag"], "attention_entropy"), "entropy", match["item"]
-    if match := LAYER.fullmatch(name) or WORDS.fullmatch(name):
-        return match["kind"], _under(match["tag"], match["kind"]), match["metric"], match["item"] or ""
+    if match := LAYER.fullmatch(name):
+        return match["kind"], _under(match["tag"], match["kind"]), match["metric"], match["item"]
+    if (match := WORDS.fullmatch(name)) and NAMED[match["prefix"]].find(match["key"]):
+        schema = NAMED[match["prefix"]]
+        metric, _, item = match["key"].partition("/")
+        return schema.kind, _under(match["tag"], schema.prefix), metric, item
     return "other", "", name, ""
 
 

@@ -1,4 +1,4 @@
-"""Finding: one thing that happened in a run."""
+"""Finding: one thing that happened in a run, and what to do about it."""
 
 from __future__ import annotations
 
@@ -7,26 +7,68 @@ from dataclasses import dataclass, field
 
 SEVERITIES = ("problem", "warning", "note")
 
+KINDS = {
+    "nonfinite_metric": "Find what overflowed: the first module and the first gradient that are not finite tell where.",
+    "nonfinite_gradients": "Lower the learning rate, or leave these steps out: GradMonitor(skip_step=True).",
+    "no_step": "Give GradMonitor the optimizer whose step() the train step calls.",
+    "spikes": "Look at these batches, or leave the steps out: GradMonitor(skip_step=True).",
+    "early_norms": "Warm the learning rate up, and look at these batches: no rule judges the first norms.",
+    "loss_rose": "Lower the learning rate, and go back to a checkpoint from before.",
+    "loss_rose_again": "Go back to a checkpoint from before, with a lower learning rate.",
+    "nonfinite_activations": "Look at that module first, and at what it is given.",
+    "frozen_parameters": "See that the loss depends on them, and that their learning rate is not 0.",
+    "attention_collapse": "Normalise queries and keys, or lower the learning rate and the initial weights of both.",
+    "dead_units": "Lower the learning rate or the bias, or use an activation that is nowhere flat.",
+    "activation_outlier": "If it is raw inputs, scale them; else lower the initial weights or the learning rate there.",
+    "level_change": "See what changed there (data, learning rate); if nothing did, treat it as a spike.",
+    "overflows": "Give the GradScaler a larger growth_interval, or use bfloat16.",
+    "large_updates": "Lower the learning rate.",
+    "small_updates": "Raise the learning rate, and see whether gradients arrive.",
+    "update_ratio_outlier": "handler.diagnostics tells which one; give it a learning rate of its own.",
+    "weight_update_outlier": "Give these layers a learning rate of their own: ignite-monitor coord-check says which.",
+    "exploding_gradients": "Clip the gradient, or scale loss and targets down.",
+    "vanishing_gradients": "handler.diagnostics tells which; see that the loss depends on them.",
+    "spectral_growth": "Lower the learning rate, or use more weight decay.",
+    "not_judged": "",
+    "untrained": "If that is not on purpose, set requires_grad and give them to the optimizer.",
+    "frozen_for_a_while": "If that is not on purpose, see what the learning rate and the data were there.",
+    "gap": "Nothing to do if the run was resumed there.",
+    "input_drift": "Usual of norms; of other layers, raise the learning rate, or lower that of the layers before them.",
+}
+"""The kinds of findings, what matters most first, and what to do about each."""
+
 
 @dataclass(frozen=True)
 class Finding:
     """One thing that happened in a run.
 
     Attributes:
-        kind: what kind of thing it is, a word for machines.
+        kind: what kind of thing it is, one of :data:`KINDS`.
         severity: ``problem`` (the run is damaged), ``warning`` (it may be) or ``note`` (good to know).
-        text: what happened, in words.
+        what: what happened, in words.
         metrics: the names of the metrics that tell it.
         iterations: where it happened.
         values: the numbers in the words.
+        advice: what to do about it, where it is not what :data:`KINDS` says.
     """
 
     kind: str
     severity: str
-    text: str
+    what: str
     metrics: tuple[str, ...] = ()
     iterations: tuple[int, ...] = ()
     values: dict[str, float] = field(default_factory=dict)
+    advice: str = ""
+
+    @property
+    def action(self) -> str:
+        """What to do about it."""
+        return self.advice or KINDS[self.kind]
+
+    @property
+    def text(self) -> str:
+        """What happened, and what to do about it."""
+        return f"{self.what} {self.action}"
 
 
 def steps(of: Iterable[int]) -> tuple[int, ...]:

@@ -3,121 +3,239 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from ignite_monitor.report import limits
 from ignite_monitor.report.families import Group
-from ignite_monitor.report.finding import Finding, steps
-from ignite_monitor.report.series import Array, Series, iterations, listed, number, times
+from ignite_monitor.report.finding import KINDS, Finding, steps
+from ignite_monitor.report.series import Array, Series, iterations, listed, number, plural, times
 
 
-def gradient_findings(group: Group, weights: Sequence[Group]) -> Iterator[Finding]:
-    """Findings about gradient norms.
+class Norms(NamedTuple):
+    """What one GradMonitor has judged.
 
-    Args:
-        weights: those of the WeightUpdateHandlers, which know whether a step was made.
+    Attributes:
+        each: the norms, one per optimizer step (and per step that was left out at a spike).
+        threshold: what they were compared with.
+        spikes: where they were spikes, NaN and infinities among them.
+        unseen: how many spikes were in iterations that are not in the file.
+        left_out: of which spikes the step is known to have been left out.
+        written: the iterations that are in the file.
+        stepped: 1 where the optimizer made its step, 0 where not; None in files that do not tell.
     """
-    norm, spike = group.get("norm"), group.get("spike")
-    if norm is None or spike is None:
-        return
-    flagged = spike.where(spike.values > 0)
-    bad = norm.where(~np.isfinite(norm.values))
-    yield from _nonfinite(group, norm, np.intersect1d(bad, flagged))
-    yield from _overflows(group, norm, np.setdiff1d(bad, flagged))
-    finite = np.setdiff1d(flagged, bad)
-    unseen = _total(group, "spike_count") - len(flagged)
-    if len(finite) or unseen > 0:
-        yield _spikes(group, norm, finite, max(0, unseen), weights)
-    yield from _new_levels(group, spike, bad)
-    yield from _gaps(group, norm)
+
+    each: Series
+    threshold: Series
+    spikes: Array
+    unseen: int
+    left_out: Array
+    written: Array
+    stepped: Series | None
 
 
-def _nonfinite(group: Group, norm: Series, at: Array) -> Iterator[Finding]:
-    if not len(at):
-        return
-    stays = not np.isfinite(norm.values[-1])
-    text = f"{_count(len(at), 'gradient')} with inf or NaN in {_them(at)} ({group.name('norm')}): {iterations(at)}."
-    if stays:
-        last_good = norm.finite.steps
-        since = f" since iteration {int(last_good[-1])}" if len(last_good) else ""
-        text += f" It stays so to the end: no finite norm{since}."
-    else:
-        text += f" {_skipped(group, len(at))}"
-    yield Finding(
-        "nonfinite_gradients",
-        "problem" if stays else "warning",
-        text,
-        (group.name("norm"),),
-        steps(at),
-        {"count": len(at)},
+def norms(group: Group, run: Sequence[Group]) -> Norms | None:
+    """What a GradMonitor has judged, None if the file does not hold it."""
+    norm, flags = group.get("norm"), group.get("spike")
+    if norm is None or flags is None:
+        return None
+    stepped = _stepped(group, run)
+    flagged = flags.where(flags.values > 0)
+    spikes, unseen = _counted(flagged, group.get("spike_count"))
+    if stepped is not None and (stepped.values > 0).any():  # of a partial gradient, or of one that grew, only spikes
+        keep = ~(stepped.at(norm.steps) == 0) | np.isin(norm.steps, spikes)
+        keep |= ~np.isfinite(norm.values) & ~np.isin(norm.steps, flagged)  # an overflow
+        norm = Series(norm.steps[keep], norm.values[keep])
+    skipped = _skipped(group, spikes)
+    left_out = skipped if stepped is None else skipped | (stepped.at(spikes) == 0)
+    threshold = group.get("threshold") or Series(norm.steps[:0], norm.values[:0])
+    return Norms(norm, threshold, spikes, unseen, left_out, flags.steps, stepped)
+
+
+def _stepped(group: Group, run: Sequence[Group]) -> Series | None:
+    """1 where the optimizer made its step, 0 where it did not; None in files that do not tell."""
+    own = (each.get(f"{group.root}/stepped") for each in run if each.kind == "other")
+    return group.get("stepped") or next(own, None)
+
+
+def _counted(flagged: Array, counts: Series | None) -> tuple[Array, int]:
+    """Of the flagged iterations those that GradMonitor's counter has kept, and how many it counts beside them.
+
+    A spike in a gradient that goes on growing is taken back at the next look: the counter falls by one there, or stays
+    if that is a spike too. Any other fall is a counter that began anew.
+    """
+    if counts is None:
+        return flagged, 0
+    counted: list[int | None] = []
+    before, last_rise = 0, -1
+    for place, (step, count) in enumerate(zip(*counts.finite, strict=True)):
+        rise, seen = int(count) - before, bool(np.isin(step, flagged))
+        if last_rise == place - 1 and rise == seen - 1:  # with its own spike, or without one
+            counted[-1:] = [int(step)] * seen
+            last_rise = place if seen else last_rise
+        elif rise:
+            rise = rise if rise > 0 else int(count)
+            seen = seen and rise > 0
+            counted += [None] * (rise - seen) + [int(step)] * seen
+            last_rise = place
+        before = int(count)
+    kept = [step for step in counted if step is not None]
+    return np.asarray(kept, dtype=flagged.dtype), len(counted) - len(kept)
+
+
+def _skipped(group: Group, at: Array) -> Array:
+    """Of which spikes the handler is known to have skipped the step."""
+    skips, spikes = group.get("skipped_count"), group.get("spike_count")
+    if skips is None or spikes is None:
+        return np.zeros(len(at), bool)
+    if skips.last >= spikes.last > 0:
+        return np.ones(len(at), bool)
+    rises = [Series(each.steps, np.diff(each.values, prepend=0.0)).at(at) for each in (skips, spikes)]
+    return np.asarray((rises[0] >= rises[1]) & (rises[0] > 0))
+
+
+def gradient_findings(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
+    """Findings about gradient norms."""
+    known = norms(group, run)
+    if known is not None:
+        for rule in (_judged, _nonfinite, _overflows, _spikes, _early, _new_levels, _gaps):
+            yield from rule(group, known)
+
+
+def _judged(group: Group, known: Norms) -> Iterator[Finding]:
+    """Whether there was anything to judge by."""
+    name, count = group.name("norm"), len(known.each.steps)
+    calm = np.setdiff1d(known.each.finite.steps, known.spikes)
+    if known.stepped is not None:
+        stepless = len(calm) > 0 and not (known.stepped.values > 0).any()
+    else:  # norms enter the mean with the optimizer's steps
+        stepless = len(calm) > 1 and group.get("mean") is None and not len(known.threshold.finite.steps)
+    if stepless:
+        yield no_step(name, count)
+    elif not len(known.threshold.finite.steps):
+        yield Finding(
+            "not_judged",
+            "note",
+            f"Of {plural(count, 'gradient norm')} ({name}) none was judged: the threshold's warm-up was not over.",
+            (name,),
+            values={"count": count},
+            advice="Train for longer, or give the threshold rule a shorter warmup.",
+        )
+
+
+def no_step(name: str, count: int) -> Finding:
+    """That nothing was seen of the optimizer's steps; with accumulation a short run may hold none."""
+    long = count >= limits.STEPLESS
+    return Finding(
+        "no_step" if long else "not_judged",
+        "warning" if long else "note",
+        f"No gradient was judged: GradMonitor's optimizer made no step in {plural(count, 'monitored iteration')} "
+        f"({name}).",
+        (name,),
+        values={"count": count},
+        advice=KINDS["no_step"],
     )
 
 
-def _overflows(group: Group, norm: Series, at: Array) -> Iterator[Finding]:
+def _nonfinite(group: Group, known: Norms) -> Iterator[Finding]:
+    """Gradients that are inf or NaN, and no scaler looks after them."""
+    bad = known.each.where(~np.isfinite(known.each.values))
+    at = np.intersect1d(bad, known.spikes)
     if not len(at):
         return
-    rate = len(at) / len(norm.steps)
+    stays = not np.isfinite(known.each.values[-1])
+    what = f"{plural(len(at), 'gradient')} with inf or NaN in {'it' if len(at) == 1 else 'them'} "
+    what += f"({group.name('norm')}): {iterations(at)}."
+    if stays:
+        last_good = known.each.finite.steps
+        since = f" since iteration {int(last_good[-1])}" if len(last_good) else ""
+        what += f" It stays so to the end: no finite norm{since}."
+    else:
+        what += f" {_handled(group, known, at)}".rstrip()
+    advice = "Go back to a checkpoint from before, with a lower learning rate." if stays else ""
+    severity = "problem" if stays else "warning"
+    count = {"count": float(len(at))}
+    yield Finding("nonfinite_gradients", severity, what, (group.name("norm"),), steps(at), count, advice)
+
+
+def _overflows(group: Group, known: Norms) -> Iterator[Finding]:
+    """Gradients that are inf or NaN, which a GradScaler looks after."""
+    at = np.setdiff1d(known.each.where(~np.isfinite(known.each.values)), known.spikes)
+    if not len(at):
+        return
+    rate = len(at) / len(known.each.steps)
     many = rate > limits.OVERFLOW_RATE and len(at) > limits.OVERFLOW_ALLOWANCE
     judgement = "far more than a GradScaler needs to find its scale" if many else "as a GradScaler makes them"
     yield Finding(
         "overflows",
         "warning" if many else "note",
-        f"{_count(len(at), 'overflow')} of the scaled gradient, {judgement} ({100 * rate:.2g} % of "
-        f"{len(norm.steps)}): {iterations(at)}.",
+        f"{plural(len(at), 'overflow')} of the scaled gradient, {judgement} ({100 * rate:.2g} % of "
+        f"{len(known.each.steps)}): {iterations(at)}.",
         (group.name("norm"), group.name("nonfinite_count")),
         steps(at),
         {"count": len(at), "share": rate},
+        "" if many else "Nothing to do.",
     )
 
 
-def _spikes(group: Group, norm: Series, at: Array, unseen: int, weights: Sequence[Group]) -> Finding:
-    norms, thresholds = norm.at(at), (group.get("threshold") or Series(at[:0], at[:0])).at(at)
-    factors = norms / np.where(thresholds > 0, thresholds, np.nan)
+def _spikes(group: Group, known: Norms) -> Iterator[Finding]:
+    """Norms above their threshold."""
+    finite = np.isfinite(known.each.at(known.spikes))
+    at, unseen, total = known.spikes[finite], known.unseen, int(finite.sum()) + known.unseen
+    if not total:
+        return
+    sizes, thresholds = known.each.at(at), known.threshold.at(at)
+    factors = sizes / np.where(thresholds > 0, thresholds, np.nan)
     worst = int(np.nanargmax(factors)) if np.isfinite(factors).any() else None
     factor = float(factors[worst]) if worst is not None else float("nan")
-    rate = (len(at) + unseen) / max(1, len(norm.steps))
+    rate = total / max(1, len(known.each.steps))
     few = factor < limits.SPIKE_FACTOR and rate <= limits.SPIKE_RATE and not unseen
     small = factor < limits.SMALL_EXCESS and rate <= limits.SMALL_EXCESS_RATE and not unseen
-    made, left_out = _steps_made(weights, at)
-    after = _aftermath(norm, at, factors, _skipped_at(group, at) | np.isin(at, left_out))
-    values = {"count": len(at) + unseen, "worst_factor": factor, "aftermath_factor": after}
+    after = _aftermath(known.each, at[(factors >= limits.SPIKE_FACTOR) & ~known.left_out[finite]], at)
+    values = {"count": float(total), "worst_factor": factor, "aftermath_factor": after}
     severity = "problem" if after > limits.AFTERMATH_FACTOR else "note" if few or small else "warning"
-    text = _count(len(at) + unseen, "gradient spike") + f" ({group.name('norm')})"
-    text += f": {iterations(at)}" if len(at) else ""
-    text += f"; {unseen} of them in iterations that are not in the file" if unseen and len(at) else ""
-    text += ", all in iterations that are not in the file" if unseen and not len(at) else ""
-    text += "."
+    where = [iterations(at)] * bool(len(at))
+    where += [
+        f"{unseen} of them in iterations that are not in the file"
+        if len(at)
+        else "all in iterations that are not in the file"
+    ] * bool(unseen)
+    what = f"{plural(total, 'gradient spike')} ({group.name('norm')}): {'; '.join(where)}."
     if worst is not None:
         which = f"The largest, in iteration {int(at[worst])}," if len(at) > 1 else "It"
-        text += f" {which} was {number(float(norms[worst]))}, {_above(factor)} its threshold of "
-        text += f"{number(float(thresholds[worst]))}."
-        values |= {"worst_norm": float(norms[worst]), "worst_threshold": float(thresholds[worst])}
-    if severity == "note":
-        text += (
-            " So few, so near the threshold, are noise."
-            if few
-            else " So near the threshold, they are hardly spikes: with threshold=RobustThreshold() there may be fewer."
+        above = "just above" if factor < 1.05 else times(factor)
+        what += (
+            f" {which} was {number(float(sizes[worst]))}, {above} its threshold of {number(float(thresholds[worst]))}."
         )
-    text += " " + (_skipped(group, len(at) + unseen) or _stepped(made, left_out, at))
+        values |= {"worst_norm": float(sizes[worst]), "worst_threshold": float(thresholds[worst])}
+    advice = ""
+    if severity == "note":
+        what += (
+            " So few, so near the threshold, are noise." if few else " So near the threshold, they are hardly spikes."
+        )
+        advice = "Nothing to do." if few else "With threshold=RobustThreshold() there may be fewer."
+    what = f"{what} {_handled(group, known, at, unseen)}".rstrip()
     if severity == "problem":
-        text += f" Afterwards the norm stayed {times(after)} as large as before: it has done damage."
-    return Finding("spikes", severity, text.strip(), (group.name("spike"), group.name("norm")), steps(at), values)
+        what += f" Afterwards the norm stayed {times(after)} as large as before: it has done damage."
+        advice = "Go back to a checkpoint from before; GradMonitor(skip_step=True) leaves such steps out."
+    elif severity == "warning" and total == _total(group, "skipped_count"):
+        advice = "Look at these batches; there is nothing else to do."
+    yield Finding("spikes", severity, what, (group.name("spike"), group.name("norm")), steps(at), values, advice)
 
 
-def _above(factor: float) -> str:
-    return "just above" if factor < 1.05 else times(factor)
-
-
-def _aftermath(norm: Series, at: Array, factors: Array, skipped: Array) -> float:
-    """The largest ratio of the norms after a spike to those before it, of spikes whose step was made.
+def _aftermath(norm: Series, made: Array, spikes: Array) -> float:
+    """The largest ratio of the norms after a spike to those before it.
 
     A norm that is back soon, or at the end, has not stayed: both the norms right after and all that follow count.
+
+    Args:
+        made: the spikes whose step was made, and that are far above the threshold.
     """
     finite = norm.finite
-    calm = Series(*(part[~np.isin(finite.steps, at)] for part in finite))
+    calm = Series(*(part[~np.isin(finite.steps, spikes)] for part in finite))
     ratios, least = [0.0], limits.AFTERMATH_WINDOW // 2
-    for spike in at[(factors >= limits.SPIKE_FACTOR) & ~skipped]:
+    for spike in made:
         before = calm.values[calm.steps < spike][-limits.AFTERMATH_WINDOW :]
         after = calm.values[calm.steps > spike]
         if len(after) < least:  # it spikes to the end
@@ -128,21 +246,25 @@ def _aftermath(norm: Series, at: Array, factors: Array, skipped: Array) -> float
     return max(ratios)
 
 
-def _skipped_at(group: Group, at: Array) -> Array:
-    """Of which spikes the handler is known to have skipped the step."""
-    skips, spikes = group.get("skipped_count"), group.get("spike_count")
-    if skips is None or spikes is None:
-        return np.zeros(len(at), bool)
-    if skips.last >= spikes.last:
-        return np.ones(len(at), bool)
-    rises = [Series(each.steps, np.diff(each.values, prepend=0.0)).at(at) for each in (skips, spikes)]
-    return np.asarray((rises[0] >= rises[1]) & (rises[0] > 0))
+def _handled(group: Group, known: Norms, at: Array, unseen: int = 0) -> str:
+    """What became of the steps at spikes, as far as it is known."""
+    skipped, count = _total(group, "skipped_count"), len(at) + unseen
+    told = {1: "the step", 2: "both steps"}.get(skipped, f"all {skipped} steps")
+    said = [f"The handler skipped {told if skipped >= count else f'{skipped} steps'}."] * bool(skipped)
+    if known.stepped is None:
+        return " ".join(said) or "The handler skipped no step (a train step that looks at the flag may have)."
+    made = at[known.stepped.at(at) > 0]
+    left_out = at[(known.stepped.at(at) == 0) & ~_skipped(group, at)]
+    said += [f"The step was made all the same in {iterations(made)}."] * bool(len(made))
+    said += [f"The train step left the step out in {iterations(left_out)}."] * bool(len(left_out))
+    return " ".join(said)
 
 
-def _new_levels(group: Group, spike: Series, bad: Array) -> Iterator[Finding]:
+def _new_levels(group: Group, known: Norms) -> Iterator[Finding]:
+    """Spikes in a row, at which a rule starts afresh."""
     begins, length = [], 0
-    for step, flag in zip(spike.steps, (spike.values > 0) & ~np.isin(spike.steps, bad), strict=True):
-        length = length + 1 if flag else 0
+    for step, norm in zip(*known.each, strict=True):
+        length = length + 1 if np.isin(step, known.spikes) and np.isfinite(norm) else 0
         if length == limits.SPIKES_IN_A_ROW:
             begins.append(step)
     if begins:
@@ -156,67 +278,46 @@ def _new_levels(group: Group, spike: Series, bad: Array) -> Iterator[Finding]:
         )
 
 
-def _gaps(group: Group, norm: Series) -> Iterator[Finding]:
-    """Where norms are missing that were otherwise written at even distances."""
-    distances = np.diff(norm.steps)
+def _early(group: Group, known: Norms) -> Iterator[Finding]:
+    """Norms in the threshold's warm-up, where no rule judges them, that are far above the run's own."""
+    if not len(known.threshold.finite.steps):
+        return
+    norm, begin = known.each.finite, known.threshold.finite.steps[0]
+    usual = max(float(np.median(norm.values)), norm.start(1.0, limits.EARLY_WINDOW)) if len(norm.values) else 0.0
+    at = norm.where((norm.steps < begin) & (norm.values > limits.EARLY_FACTOR * usual))
+    if len(at) and usual > 0:
+        largest = float(norm.at(at).max())
+        yield Finding(
+            "early_norms",
+            "warning",
+            f"In the threshold's warm-up the gradient norm was {number(largest, 3)} ({group.name('norm')}), "
+            f"{times(largest / usual)} the run's median of {number(usual, 3)}: {iterations(at)}.",
+            (group.name("norm"),),
+            steps(at),
+            {"largest": largest, "median": usual},
+        )
+
+
+def _gaps(group: Group, known: Norms) -> Iterator[Finding]:
+    """Where values are missing that were otherwise written at even distances."""
+    at = known.written
+    distances = np.diff(at)
     usual = np.median(distances) if len(distances) else 0
     places = np.flatnonzero(distances > usual)
     if not len(places) or np.mean(distances != usual) > limits.GAPS:
         return
-    named = [f"{int(norm.steps[place])} and {int(norm.steps[place + 1])}" for place in places]
+    named = [f"{int(at[place])} and {int(at[place + 1])}" for place in places]
     yield Finding(
         "gap",
         "note",
         f"Nothing is in the file between iterations {listed(named)} ({group.name('norm')}): a run that was killed and "
         "resumed, perhaps.",
         (group.name("norm"),),
-        steps(norm.steps[places]),
+        steps(at[places]),
         {"count": len(places)},
     )
-
-
-def _skipped(group: Group, count: int) -> str:
-    skipped = _total(group, "skipped_count")
-    if not skipped:
-        return ""
-    if skipped < count:
-        return f"The handler skipped {skipped} steps."
-    told = {1: "the step", 2: "both steps"}.get(skipped, f"all {skipped} steps")
-    return f"The handler skipped {told}."
-
-
-def _steps_made(weights: Sequence[Group], at: Array) -> tuple[Array, Array]:
-    """Where the optimizer made its step, and where it did not, as far as the weights tell."""
-    made, left_out = np.zeros(len(at), bool), np.zeros(len(at), bool)
-    for group in weights:
-        moved, seen = group.get("update_ratio_max"), group.get("grad_median")
-        if seen is None:
-            continue
-        ratios = moved.at(at) if moved is not None else np.full(len(at), np.nan)
-        watched = np.isin(at, seen.steps)
-        made |= watched & (ratios > 0)
-        left_out |= watched & ~(ratios > 0)
-    return at[made], at[left_out & ~made]
-
-
-def _stepped(made: Array, left_out: Array, at: Array) -> str:
-    """Whether the optimizer made its step there."""
-    told = [f"The step was made all the same in {iterations(made)}."] * bool(len(made))
-    told += [f"The step was left out in {iterations(left_out)}."] * bool(len(left_out))
-    unknown = np.setdiff1d(at, [*made, *left_out])
-    if told and len(unknown):
-        told += [f"In {iterations(unknown)} nobody watched the weights, so it is not known."]
-    return " ".join(told) or "The handler skipped no step (a train step that looks at the flag may have)."
 
 
 def _total(group: Group, metric: str) -> int:
     series = group.get(metric)
     return 0 if series is None or not len(series.finite.values) else int(series.finite.values.max())
-
-
-def _count(count: int, what: str) -> str:
-    return f"{count} {what}{'s' * (count != 1)}"
-
-
-def _them(at: Array) -> str:
-    return "it" if len(at) == 1 else "them"

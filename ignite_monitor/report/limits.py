@@ -31,6 +31,16 @@ of 20 norms of a healthy run differ by less than 2, warm-up apart."""
 AFTERMATH_WINDOW = 20
 """How many norms on either side of a spike are compared: as many as the threshold rules take for their warm-up."""
 
+EARLY_FACTOR = 50.0
+"""How many times the run's own median a norm of the warm-up is no beginner's norm: of healthy runs the first norms are
+at most 15 times it."""
+
+EARLY_WINDOW = 50
+"""From how many norms at the start the median is taken too: that of a run that learns its data by heart falls to 0."""
+
+STEPLESS = 100
+"""In how many monitored iterations there has to be a step of the optimizer: gradients are accumulated over fewer."""
+
 OVERFLOW_RATE = 0.05
 """What share of overflows a GradScaler makes while it looks for its scale. Afterwards it is about 1 in 2,000; one in 20
 means that the scale falls as often as it rises."""
@@ -59,6 +69,9 @@ LASTING_SHARE = 0.8
 zero, biases and norms, begin far above the median, and come down by 0.7 or more from the one to the other as they grow;
 a learning rate that is too large stays so."""
 
+RATIO_POINTS = 8
+"""From how many looks on a quarter of them says anything."""
+
 SLOW_SPREAD = 1e3
 """How many times the median ratio is above the smallest for that to be far: norms' weights of 1 are 30 times slower."""
 
@@ -75,11 +88,22 @@ DEAD_FRACTION = 0.5
 MOSTLY_DEAD_FRACTION = 0.9
 """A layer of which a tenth is left passes hardly anything on."""
 
+ACTIVATION_SPREAD = 100.0
+"""How many times the median module's standard deviation one is far above it: in healthy networks at most 15, at the
+output of a network of whose first block the weights are 30 times too large 200 to 600."""
+
+USUAL_ACTIVATION = 20.0
+"""A standard deviation that is not too large, however small the others are."""
+
+LARGE_ACTIVATION = 1000.0
+"""A standard deviation of the median module that is too large, with no other one to compare with: about 1 is usual."""
+
 COLLAPSED_ENTROPY = 0.1
 """In nats: a head that gives 98 % of its attention to one place has 0.1."""
 
 ENTROPY_FALL = 5.0
-"""By what factor entropy has to have fallen: a head that was sharp from the beginning did not collapse."""
+"""By what factor a head's entropy has to have fallen, if others of its module are not as sharp: some heads are sharp
+from the beginning of a fine-tuning on."""
 
 DRIFT_FACTOR = 3.0
 """How much larger input drift has to be than weight update for a layer to be named. In a trained network both are of

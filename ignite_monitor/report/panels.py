@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-import numpy as np
-
 from ignite_monitor.report.families import PER_LAYER, Group, groups
-from ignite_monitor.report.series import Array, Series, natural
+from ignite_monitor.report.finding import Finding
+from ignite_monitor.report.series import Series, natural
+from ignite_monitor.report.summary import find, verdict
 
 TWO_STYLES = 6
 """Of how many layers at most solid and dashed lines can be told from each other."""
@@ -25,6 +23,14 @@ SHARE = (-0.02, 1.02)
 OWN_PANELS = 12
 """How many panels the user's own metrics have at most."""
 
+ONE_SCREEN = 9
+"""How many panels there are where not all are asked for."""
+
+LATER = 99
+"""The rank of a panel that is shown only if there is room."""
+
+RANKS = {"std": 5, "dead_fraction": 6}
+
 
 class Line(NamedTuple):
     """A line of a panel.
@@ -32,14 +38,18 @@ class Line(NamedTuple):
     Attributes:
         label: what the legend calls it.
         series: what it shows.
+        name: the metric's.
         style: ``solid``, ``dashed``, or ``points`` where there may be gaps.
         colour: which colour of the panel; lines with the same one belong together.
+        told: whether a problem or a warning speaks of it.
     """
 
     label: str
     series: Series
+    name: str
     style: str = "solid"
     colour: int = 0
+    told: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,6 +65,7 @@ class Panel:
         note: what the line styles mean, where that is not in the legend.
         x: what is counted to the right.
         limits: the ends of its scale, where they are known beforehand.
+        rank: how soon it is shown, of those that no finding speaks of.
     """
 
     title: str
@@ -65,6 +76,7 @@ class Panel:
     note: str = ""
     x: str = "iteration"
     limits: tuple[float, float] | None = None
+    rank: int = LATER
 
 
 @dataclass(frozen=True)
@@ -75,18 +87,25 @@ class Picture:
         panels: its panels.
         spikes: the iterations that had a gradient spike.
         last: the run's last iteration.
+        verdict: the run in a few words, empty where metrics were selected.
+        findings: what happened in it.
+        left_out: how many panels it does not show.
     """
 
     panels: list[Panel] = field(default_factory=list)
     spikes: tuple[int, ...] = ()
     last: int = 0
+    verdict: str = ""
+    findings: tuple[Finding, ...] = ()
+    left_out: int = 0
 
 
-def picture(run: Mapping[str, Series], selection: re.Pattern[str] | None = None) -> Picture:
-    """The panels of a run.
+def picture(run: Mapping[str, Series], selection: re.Pattern[str] | None = None, every: bool = False) -> Picture:
+    """The panels of a run: those that matter, what findings speak of first.
 
     Args:
-        selection: which metrics to show, by a match anywhere in their names; None for all.
+        selection: which metrics to show, by a match anywhere in their names.
+        every: whether to show all panels, and lines that are constant.
     """
     found = groups(run)
     spikes: set[int] = set()
@@ -100,7 +119,34 @@ def picture(run: Mapping[str, Series], selection: re.Pattern[str] | None = None)
         panels += [panel for panel in PANELS[group.kind](chosen) if panel.lines]
     own = [panel for panel in panels if panel.kind == "other"]
     last = max((int(series.steps[-1]) for group in found for series in _all(group) if group.kind != "other"), default=0)
-    return Picture(own + [panel for panel in panels if panel.kind != "other"], tuple(sorted(spikes)), last)
+    panels = own + [panel for panel in panels if panel.kind != "other"]
+    if selection is not None:
+        return Picture(panels, tuple(sorted(spikes)), last)
+    findings = find(run)
+    shown = panels if every else _that_matter(panels, findings)
+    words = verdict(findings, any(group.kind != "other" for group in found))
+    return Picture(shown, tuple(sorted(spikes)), last, words, tuple(findings), len(panels) - len(shown))
+
+
+def _that_matter(panels: list[Panel], findings: list[Finding]) -> list[Panel]:
+    """One screen of panels without what is constant, what findings speak of first."""
+    order = {name: at for at, finding in reversed(list(enumerate(findings))) for name in finding.metrics}
+    alarming = {name for finding in findings if finding.severity != "note" for name in finding.metrics}
+    ranked = []
+    for panel in panels:
+        lines = [each for each in panel.lines if each.name in order or each.style == "dashed" or _varies(each.series)]
+        if all(each.style == "dashed" for each in lines):
+            lines = []
+        colours = {colour: at for at, colour in enumerate(sorted({each.colour for each in lines}))}
+        lines = [each._replace(told=each.name in alarming, colour=colours[each.colour]) for each in lines]
+        first = min((order.get(each.name, LATER) for each in lines if each.told), default=LATER)
+        ranked += [(first, panel.rank, replace(panel, lines=lines))] * bool(lines)
+    ranked.sort(key=lambda entry: entry[:2])
+    return [panel for _, _, panel in ranked[:ONE_SCREEN]] or panels[:ONE_SCREEN]
+
+
+def _varies(series: Series) -> bool:
+    return len(series.values) == 1 or not bool((series.values == series.values[0]).all())
 
 
 def _all(group: Group) -> Iterator[Series]:
@@ -122,19 +168,23 @@ def _selected(group: Group, selection: re.Pattern[str] | None) -> Group:
 
 def _scalars(group: Group, *metrics: str) -> list[Line]:
     there = [(metric, group.get(metric)) for metric in metrics]
-    return [Line(metric, series, colour=at) for at, (metric, series) in enumerate(there) if series is not None]
+    return [
+        Line(metric, series, group.scalars[metric][0], colour=at)
+        for at, (metric, series) in enumerate(there)
+        if series is not None
+    ]
 
 
 def _grad(group: Group) -> Iterator[Panel]:
     norm, threshold, flags = group.get("norm"), group.get("threshold"), group.get("spike")
-    lines = [Line("norm", norm)] if norm is not None else []
-    lines += [Line("threshold", threshold, "dashed", 1)] if threshold is not None else []
+    lines = [Line("norm", norm, group.name("norm"))] if norm is not None else []
+    lines += [Line("threshold", threshold, group.name("threshold"), "dashed", 1)] if threshold is not None else []
     lines = lines or _scalars(group, "mean", "std")
     marked = None
     if norm is not None and flags is not None:
         at = flags.where(flags.values > 0)
         marked = Series(at, norm.at(at))
-    yield Panel(f"{group.root}: gradient norm", lines, "grad", marked=marked)
+    yield Panel(f"{group.root}: gradient norm", lines, "grad", marked=marked, rank=1)
     counts = _scalars(group, "spike_count", "skipped_count", "nonfinite_count")
     if any((line.series.values > 0).any() for line in counts):
         yield Panel(f"{group.root}: counts so far", counts, "grad")
@@ -145,7 +195,8 @@ def _weights(group: Group) -> Iterator[Panel]:
         lines = _scalars(group, *(f"{what}_{which}" for which in ("median", "p95", "max", "min")))
         low, high = group.get(f"{what}_min"), group.get(f"{what}_max")
         band = (low, high) if low is not None and high is not None and len(low.steps) == len(high.steps) else None
-        yield Panel(f"{group.root}: {title}", lines, "weights", band=band)
+        rank = 2 if what == "update_ratio" else LATER
+        yield Panel(f"{group.root}: {title}", lines, "weights", band=band, rank=rank)
     yield Panel(
         f"{group.root}: parameters counted",
         _scalars(group, "frozen_count", "vanishing_count", "exploding_count"),
@@ -153,11 +204,12 @@ def _weights(group: Group) -> Iterator[Panel]:
     )
     named = {"topk_grad": "largest gradient norms", "topk_frozen": "monitored steps without a move"}
     for metric, title in named.items():
-        yield Panel(f"{group.root}: {title}", _lines(group.each(metric), "points"), "weights")
+        yield Panel(f"{group.root}: {title}", _lines(group, metric, style="points"), "weights")
 
 
-def _lines(items: Mapping[str, Series], style: str = "solid") -> list[Line]:
-    return [Line(item, items[item], style, at) for at, item in enumerate(sorted(items, key=natural))]
+def _lines(group: Group, metric: str, items: Mapping[str, Series] | None = None, style: str = "solid") -> list[Line]:
+    items, names = group.each(metric) if items is None else items, group.items.get(metric, {})
+    return [Line(item, items[item], names[item][0], style, at) for at, item in enumerate(sorted(items, key=natural))]
 
 
 def _per_layer(group: Group) -> Iterator[Panel]:
@@ -169,42 +221,47 @@ def _per_layer(group: Group) -> Iterator[Panel]:
             quiet = metric == "nonfinite_count" and not any((series.values != 0).any() for series in items.values())
             if not quiet:
                 limits = SHARE if metric == "dead_fraction" else None
-                yield Panel(f"{group.root}: {metric}{of}", _lines(items), group.kind, limits=limits)
+                rank = LATER if of or group.kind != "activation" else RANKS.get(metric, LATER)
+                lines = _lines(group, metric, items)
+                yield Panel(f"{group.root}: {metric}{of}", lines, group.kind, limits=limits, rank=rank)
     yield Panel(group.root, _scalars(group, *group.scalars), group.kind)
 
 
 def _entropy(group: Group) -> Iterator[Panel]:
-    yield Panel(f"{group.root} of each head, in nats", _lines(group.each("entropy")), group.kind)
+    yield Panel(f"{group.root} of each head, in nats", _lines(group, "entropy"), group.kind, rank=4)
 
 
 def _rcc(group: Group) -> Iterator[Panel]:
     update, drift = group.each("weight_update"), group.each("input_drift")
     layers = {layer: at for at, layer in enumerate(sorted({*update, *drift}, key=natural))}
     if len(layers) <= TWO_STYLES:
-        lines = [Line(layer, update[layer], "solid", at) for layer, at in layers.items() if layer in update]
-        lines += [Line(layer, drift[layer], "dashed", at) for layer, at in layers.items() if layer in drift]
+        lines = [
+            Line(layer, series, group.items[metric][layer][0], style, layers[layer])
+            for metric, found, style in (("weight_update", update, "solid"), ("input_drift", drift, "dashed"))
+            for layer, series in sorted(found.items(), key=lambda entry: natural(entry[0]))
+        ]
         note = "solid: weight update, dashed: input drift"
-        yield Panel(f"{group.root}: weight update against input drift", lines, "rcc", note=note)
+        yield Panel(f"{group.root}: weight update against input drift", lines, "rcc", note=note, rank=3)
     else:
-        yield Panel(f"{group.root}: weight update", _lines(update), "rcc")
-        yield Panel(f"{group.root}: input drift", _lines(drift), "rcc")
+        yield Panel(f"{group.root}: weight update", _lines(group, "weight_update"), "rcc", rank=3)
+        yield Panel(f"{group.root}: input drift", _lines(group, "input_drift"), "rcc", rank=7)
     for metric in ("weight_share", "output_change", "input_change"):
         limits = SHARE if metric == "weight_share" else None
-        yield Panel(f"{group.root}: {metric}", _lines(group.each(metric)), "rcc", limits=limits)
+        yield Panel(f"{group.root}: {metric}", _lines(group, metric), "rcc", limits=limits)
     yield Panel(f"{group.root}: over layers", _scalars(group, *sorted(group.scalars)), "rcc")
 
 
 def _mixed(group: Group) -> Iterator[Panel]:
     """Every metric has a unit of its own."""
-    for metric in group.scalars:
+    for metric in sorted(group.scalars, key=natural):
         yield Panel(group.name(metric), _scalars(group, metric), group.kind)
-    for metric in group.items:
-        yield Panel(f"{group.root}/{metric}", _lines(group.each(metric)), group.kind)
+    for metric in sorted(group.items, key=natural):
+        yield Panel(f"{group.root}/{metric}", _lines(group, metric), group.kind)
 
 
 def _spectral(group: Group) -> Iterator[Panel]:
-    norms = [metric for metric in group.scalars if "norm" in metric]
-    yield Panel(f"{group.root}: norms over weights", _scalars(group, *norms), group.kind)
+    norms = sorted(metric for metric in group.scalars if "norm" in metric)
+    yield Panel(f"{group.root}: norms over weights", _scalars(group, *norms), group.kind, rank=8)
     rest = {metric: entry for metric, entry in group.scalars.items() if metric not in norms}
     yield from _mixed(Group(group.kind, group.root, rest, group.items))
 
@@ -224,7 +281,8 @@ def _own(group: Group) -> Iterator[Panel]:
         panels["other metrics"] = rest
     for word, names in sorted(panels.items(), key=lambda entry: (not _is_loss(entry[0]), natural(entry[0]))):
         title = names[0] if len(names) == 1 else word
-        yield Panel(title, _lines({name: run[name] for name in names}), "other", x="step")
+        lines = [Line(name, run[name], name, colour=at) for at, name in enumerate(sorted(names, key=natural))]
+        yield Panel(title, lines, "other", x="step", rank=0 if _is_loss(word) else 9)
 
 
 def _last_word(name: str) -> str:
@@ -248,56 +306,7 @@ PANELS: dict[str, Callable[[Group], Iterator[Panel]]] = {
     **dict.fromkeys(PER_LAYER, _per_layer),
     "spectral": _spectral,
     "step": _mixed,
+    "alignment": _mixed,
+    "maxp": _mixed,
     "other": _own,
 }
-
-
-def thinned(series: Series, points: int) -> Series:
-    """A series with fewer points that looks the same: of each stretch the smallest and the largest value."""
-    count = len(series.steps)
-    if count <= 2 * points:
-        return series
-    edges = np.linspace(0, count, points + 1).astype(int)
-    keep: list[int] = []
-    for first, end in pairwise(edges):
-        values = series.values[first:end]
-        bad = np.flatnonzero(~np.isfinite(values))
-        if len(bad) == len(values):
-            keep.append(int(first))
-            continue
-        keep += [int(first + np.nanargmin(_plain(values))), int(first + np.nanargmax(_plain(values)))]
-        keep += [int(first + bad[0])] if len(bad) else []
-    kept = sorted(set(keep))
-    return Series(series.steps[kept], series.values[kept])
-
-
-def decades(values: Array) -> float:
-    """How many decades positive values span; 0 if there are none.
-
-    Args:
-        values: finite values.
-    """
-    positive = values[values > 0]
-    return float(np.log10(positive.max()) - np.log10(positive.min())) if len(positive) else 0.0
-
-
-def short(labels: list[str], length: int = 36) -> list[str]:
-    """Labels without what all of them begin with, and without their middles where they are long.
-
-    Args:
-        length: how long they may be.
-    """
-    parts = [label.split(".") for label in labels]
-    common = 0
-    if len(labels) > 1 and Counter(labels).most_common(1)[0][1] == 1:
-        while all(len(part) > common + 1 and part[common] == parts[0][common] for part in parts):
-            common += 1
-        common -= common and any(part[common][:1].isdecimal() for part in parts)  # h.0, not 0
-    cut = [("…" if common else "") + ".".join(part[common:]) for part in parts]
-    return [
-        each if len(each) <= length else f"{each[: length // 3]}…{each[-(length - length // 3 - 1) :]}" for each in cut
-    ]
-
-
-def _plain(values: Array) -> Array:
-    return np.where(np.isfinite(values), values, np.nan)

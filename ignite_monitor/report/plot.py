@@ -9,16 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ignite_monitor.report.panels import Line, Panel, Picture, decades, short, thinned
-from ignite_monitor.report.series import Array, Series, printable
+from ignite_monitor.report.panels import Line, Panel, Picture
+from ignite_monitor.report.series import Array, Series, decades, printable, short, thinned
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+SEVERITY = {"problem": "#d1242f", "warning": "#9a5b00", "note": "#4b5563"}
+GREY = "#c3c8cf"
 COLOURS = ("#0b5fa5", "#e07b00", "#2a8f4b", "#8b4fb3", "#8a5a44", "#c2468f")
 SPIKE = "#d1242f"
 FEW = len(COLOURS)
 MOST_LINES = 400
+MOST_FINDINGS = 8
 POINTS = 1500
 """How many stretches a line is drawn from: more than a panel has pixels across."""
 LARGEST = 1e100
@@ -62,13 +65,32 @@ def draw(picture: Picture, path: str | Path, title: str = "", log: bool = False)
     style: Any = {"font.size": 8.5, "axes.titlesize": 9.5, "axes.spines.top": False, "axes.spines.right": False}
     with context("default"), matplotlib.rc_context(style), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a font without a letter of a name
-        figure = Figure(figsize=(0.4 + 5.2 * columns, 0.5 + 2.75 * rows), dpi=110, layout="constrained")
+        head = _head(picture, printable(title), 82 * columns)
+        width, heights = 0.4 + 5.2 * columns, (0.1 + 0.19 * len(head), 0.3 + 2.75 * rows)
+        figure = Figure(figsize=(width, sum(heights)), dpi=110, layout="constrained")
+        parts: Any = figure.subfigures(2, 1, height_ratios=heights)
+        above, body = parts
+        for place, (text, colour, weight) in enumerate(head):
+            y = 1 - (place + 0.7) / (len(head) + 0.5)
+            above.text(0.1 / width, y, text, color=colour, fontweight=weight, fontsize=9, parse_math=False, va="center")
         for place, panel in enumerate(picture.panels):
-            axes = figure.add_subplot(rows, columns, place + 1)
+            axes = body.add_subplot(rows, columns, place + 1)
             with np.errstate(all="ignore"):
                 _panel(axes, panel, picture, log)
-        figure.suptitle(printable(title), fontsize=11, parse_math=False)
         figure.savefig(path, format=Path(path).suffix[1:].lower() or "png")
+
+
+def _head(picture: Picture, title: str, length: int) -> list[tuple[str, str, str]]:
+    """The lines above the panels: their words, colours and weights."""
+    left_out = f"   ({picture.left_out} more panels with --all)" if picture.left_out else ""
+    lines = [(f"{title}{': ' * bool(title and picture.verdict)}{picture.verdict}{left_out}", "black", "bold")]
+    found = picture.findings
+    for finding in found if len(found) <= MOST_FINDINGS else found[: MOST_FINDINGS - 1]:
+        text = f"{finding.severity}: {finding.text}"
+        lines.append((text if len(text) <= length else f"{text[: length - 1]}…", SEVERITY[finding.severity], "normal"))
+    if len(found) > MOST_FINDINGS:
+        lines.append((f"{len(found) - MOST_FINDINGS + 1} more: ignite-monitor summary", SEVERITY["note"], "normal"))
+    return lines
 
 
 def _panel(axes: Axes, panel: Panel, picture: Picture, log: bool) -> None:
@@ -83,12 +105,18 @@ def _panel(axes: Axes, panel: Panel, picture: Picture, log: bool) -> None:
         low, high = (each.values for each in panel.band)
         visible = np.isfinite(low) & np.isfinite(high) & ((low > 0) | (axes.get_yscale() != "log"))
         axes.fill_between(panel.band[0].steps, low, high, where=visible, color=COLOURS[0], alpha=0.1, linewidth=0)
-    handles = [_line(axes, line, _colour(line.colour, colours), len(lines)) for line in lines]
+    told = [line.colour for line in lines if line.told]
+    crowd = colours > FEW and 0 < len(told) <= len(lines) / 2  # those that a finding speaks of stand out
+    lines.sort(key=lambda line: crowd and line.told)
+    handles = [
+        _line(axes, line, _standing_out(line, told) if crowd else _colour(line.colour, colours), len(lines))
+        for line in lines
+    ]
     _bad_values(axes, lines)
     _spikes(axes, panel, picture, steps)
     _legend(axes, panel, lines, handles, colours)
     notes = [panel.note] * bool(panel.note)
-    notes += [f"{colours} in order, dark to light"] * (colours > FEW)
+    notes += [f"{colours} in order, dark to light" if not crowd else "the others in grey"] * (colours > FEW)
     notes += [f"{left_out} lines left out"] * bool(left_out)
     notes += ["no finite value"] * (not len(values))
     axes.set_xlabel(f"{panel.x}{'   (' + '; '.join(notes) + ')' if notes else ''}", fontsize=8)
@@ -165,6 +193,10 @@ def _colour(at: int, count: int) -> Any:
     return COLOURS[at] if count <= FEW else colormaps["viridis"](0.92 * at / (count - 1))
 
 
+def _standing_out(line: Line, told: list[int]) -> str:
+    return COLOURS[told.index(line.colour) % FEW] if line.told else GREY
+
+
 def _bad_values(axes: Axes, lines: list[Line]) -> None:
     bad = np.unique(np.concatenate([line.series.where(~np.isfinite(line.series.values)) for line in lines]))
     if len(bad):
@@ -226,6 +258,9 @@ def _legend(axes: Axes, panel: Panel, lines: list[Line], handles: list[Any], col
 def _telling(lines: list[Line], places: list[int]) -> dict[int, str]:
     """Of many lines the first and the last, and with a remark those that end highest and lowest."""
     ends = {at: lines[at].series.last for at in places}
+    told = [at for at in places if lines[at].told]
+    if 0 < len(told) <= len(lines) / 2:
+        return dict.fromkeys(told[:FEW], "")
     known = [at for at in places if math.isfinite(ends[at])] or places
     remarks = {places[0]: "", places[-1]: ""}
     remarks[max(known, key=lambda at: ends[at])] = " (ends highest)"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -42,20 +44,12 @@ class Series(NamedTuple):
         return np.asarray(self.steps[condition])
 
     def start(self, share: float = 0.1, at_most: int = 50) -> float:
-        """The median of its first finite values, NaN if it has none.
-
-        Args:
-            at_most: how many values at most.
-        """
+        """The median of its first finite values, NaN if it has none."""
         values = self.finite.values
         return float(np.median(values[: _count(values, share, at_most)])) if len(values) else math.nan
 
     def end(self, share: float = 0.1, at_most: int = 50) -> float:
-        """The median of its last finite values, NaN if it has none.
-
-        Args:
-            at_most: how many values at most.
-        """
+        """The median of its last finite values, NaN if it has none."""
         values = self.finite.values
         return float(np.median(values[-_count(values, share, at_most) :])) if len(values) else math.nan
 
@@ -111,13 +105,15 @@ def statistics(series: Series) -> Statistics:
 
 
 def tidy(run: Mapping[str, Sequence[Any]]) -> dict[str, Series]:
-    """A run's metrics as series in ascending order of steps, sorted by name, without those that have no value.
+    """A run's metrics as series in ascending order of steps, without those that have no value.
+
+    Names stay in the order in which they were first recorded.
 
     Args:
         run: name -> (steps, values, …), as :func:`~ignite_monitor.hdf5.read_hdf5` returns it.
     """
     tidied = {}
-    for name in sorted(run, key=natural):
+    for name in run:
         steps, values = np.asarray(run[name][0]), np.asarray(run[name][1], dtype=np.float64)
         if len(steps) > 1 and (np.diff(steps) < 0).any():
             order = np.argsort(steps, kind="stable")
@@ -125,6 +121,12 @@ def tidy(run: Mapping[str, Sequence[Any]]) -> dict[str, Series]:
         if len(steps):
             tidied[name] = Series(steps, values)
     return tidied
+
+
+def last_quarter(series: Series) -> Series:
+    """The part of a series in the last quarter of its values, one at least."""
+    first = len(series.steps) - max(1, len(series.steps) // 4)
+    return Series(series.steps[first:], series.values[first:])
 
 
 def natural(name: str) -> list[tuple[int, int, str]]:
@@ -144,6 +146,11 @@ def times(factor: float) -> str:
     if factor >= 1e6:
         return f"{factor:.2g} times"
     return f"{factor:.0f} times" if factor >= 10 else f"{factor:.2g} times"
+
+
+def plural(count: int, what: str) -> str:
+    """``1 step``, ``2 steps``."""
+    return f"{count} {what}{'s' * (count != 1)}"
 
 
 def printable(name: str) -> str:
@@ -180,3 +187,47 @@ def iterations(steps: Iterable[int], at_most: int = 6) -> str:
 
 def _count(values: Array, share: float, at_most: int) -> int:
     return max(1, min(at_most, math.ceil(share * len(values))))
+
+
+def thinned(series: Series, points: int) -> Series:
+    """A series with fewer points that looks the same: of each stretch the smallest and the largest value."""
+    count = len(series.steps)
+    if count <= 2 * points:
+        return series
+    edges = np.linspace(0, count, points + 1).astype(int)
+    keep: list[int] = []
+    for first, end in pairwise(edges):
+        values = series.values[first:end]
+        bad = np.flatnonzero(~np.isfinite(values))
+        if len(bad) == len(values):
+            keep.append(int(first))
+            continue
+        plain = np.where(np.isfinite(values), values, np.nan)
+        keep += [int(first + np.nanargmin(plain)), int(first + np.nanargmax(plain))]
+        keep += [int(first + bad[0])] if len(bad) else []
+    kept = sorted(set(keep))
+    return Series(series.steps[kept], series.values[kept])
+
+
+def decades(values: Array) -> float:
+    """How many decades finite positive values span; 0 if there are none."""
+    positive = values[values > 0]
+    return float(np.log10(positive.max()) - np.log10(positive.min())) if len(positive) else 0.0
+
+
+def short(labels: list[str], length: int = 36) -> list[str]:
+    """Labels without what all of them begin with, and without their middles where they are long.
+
+    Args:
+        length: how long they may be.
+    """
+    parts = [label.split(".") for label in labels]
+    common = 0
+    if len(labels) > 1 and Counter(labels).most_common(1)[0][1] == 1:
+        while all(len(part) > common + 1 and part[common] == parts[0][common] for part in parts):
+            common += 1
+        common -= common and any(part[common][:1].isdecimal() for part in parts)  # h.0, not 0
+    cut = [("…" if common else "") + ".".join(part[common:]) for part in parts]
+    return [
+        each if len(each) <= length else f"{each[: length // 3]}…{each[-(length - length // 3 - 1) :]}" for each in cut
+    ]

@@ -1,19 +1,122 @@
-"""What happened in a run, as words and numbers for people, and as JSON for machines."""
+"""What happened in a run, and what there was to judge it by; as JSON for machines."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ignite_monitor.report.families import groups
-from ignite_monitor.report.finding import Finding
-from ignite_monitor.report.findings import find, healthy, looked_at
-from ignite_monitor.report.series import Series, Statistics, statistics
+from ignite_monitor.report.curves import curves
+from ignite_monitor.report.families import Group, groups
+from ignite_monitor.report.finding import KINDS, SEVERITIES, Finding
+from ignite_monitor.report.gradients import gradient_findings, no_step, norms
+from ignite_monitor.report.layers import (
+    ACTIVATION_RULES,
+    ENTROPY_RULES,
+    RCC_RULES,
+    SPECTRAL_RULES,
+    updates_and_drifts,
+    weight_share,
+)
+from ignite_monitor.report.series import Series, Statistics, natural, number, plural, statistics
+from ignite_monitor.report.weights import WEIGHT_RULES
 
 VERSION = 1
 """Of the JSON: raised when a key changes its meaning or goes."""
+
+Rule = Callable[[Group, Sequence[Group]], Iterator[Finding]]
+
+RULES: dict[str, tuple[Rule, ...]] = {
+    "grad": (gradient_findings,),
+    "weights": WEIGHT_RULES,
+    "activation": ACTIVATION_RULES,
+    "attention_entropy": ENTROPY_RULES,
+    "rcc": RCC_RULES,
+    "spectral": SPECTRAL_RULES,
+    "other": (curves,),
+}
+"""What is asked of the metrics of each kind."""
+
+
+def find(run: Mapping[str, Series]) -> list[Finding]:
+    """What happened in a run, most important first.
+
+    Examples:
+        .. code-block:: python
+
+            for finding in find(tidy(read_hdf5("run.h5"))):
+                print(finding.severity, finding.text)
+    """
+    every = groups(run)
+    found = [each for group in every for rule in RULES.get(group.kind, ()) for each in rule(group, every)]
+    if not any(group.kind == "grad" for group in every):
+        found.append(_no_gradients(every))
+    kinds = list(KINDS)
+    return sorted(found, key=lambda finding: (SEVERITIES.index(finding.severity), kinds.index(finding.kind)))
+
+
+def _no_gradients(every: Sequence[Group]) -> Finding:
+    """That no norms are there, be it that there is no monitor, or that it saw no step."""
+    own = {name: series for group in every if group.kind == "other" for name, series in group.scalars.values()}
+    for name, series in own.items():
+        if name.endswith("/stepped") and not series.values.any():
+            return no_step(name, len(series.steps))
+    what = "The gradients were not judged: no GradMonitor's metrics are in the file."
+    advice = (
+        "Attach GradMonitor and log_to the logger; if it is, give it the optimizer whose step() the train step calls."
+    )
+    return Finding("not_judged", "note", what, advice=advice)
+
+
+def healthy(findings: list[Finding]) -> bool | None:
+    """Whether nothing is among them but notes; None if nothing is, and the gradients were not judged."""
+    if any(finding.severity != "note" for finding in findings):
+        return False
+    return None if any(finding.kind == "not_judged" for finding in findings) else True
+
+
+def verdict(findings: list[Finding], monitored: bool) -> str:
+    """A run in a few words.
+
+    Args:
+        monitored: whether there is a monitor's metric in the file.
+    """
+    counts = {kind: sum(finding.severity == kind for finding in findings) for kind in ("problem", "warning")}
+    told = [plural(count, kind) for kind, count in counts.items() if count]
+    if told:
+        return f"Needs attention: {' and '.join(told)}."
+    if not monitored:
+        return "No monitor's metrics are in this file, so there is little to judge by."
+    if healthy(findings) is None:
+        return "Nothing unusual, but the gradients were not judged."
+    return "Healthy: nothing in this run needs attention."
+
+
+def looked_at(run: Mapping[str, Series]) -> list[str]:
+    """What a run's file lets one judge, in words."""
+    every = groups(run)
+    return [words for group in every if (words := _words(group, every))]
+
+
+def _words(group: Group, run: Sequence[Group]) -> str:
+    known, frozen = norms(group, run) if group.kind == "grad" else None, group.get("frozen_count")
+    if known is not None:
+        values = known.each.finite.values
+        between = f", {number(float(values.min()), 3)} to {number(float(values.max()), 3)}" if len(values) else ""
+        return f"{plural(len(known.each.steps), 'gradient norm')} ({group.name('norm')}{between})"
+    if group.kind == "weights" and frozen is not None:
+        return f"weight updates in {plural(len(frozen.steps), 'iteration')} ({group.root}/*)"
+    if group.kind == "activation":
+        modules = {item for each in group.items.values() for item in each}
+        return f"activations of {plural(len(modules), 'module')} ({group.root}/*)"
+    if group.kind == "attention_entropy":
+        return f"{plural(len(group.each('entropy')), 'attention head')} ({group.root}/*)"
+    if group.kind == "rcc":
+        both = updates_and_drifts(group)
+        share = f", {100 * weight_share(both):.0f} % of whose changes is their own weights' doing" if both else ""
+        return f"the coordinate check of {plural(len(group.each('weight_update')), 'layer')}{share} ({group.root}/*)"
+    return f"spectral norms ({group.root}/*)" if group.kind == "spectral" else ""
 
 
 @dataclass(frozen=True)
@@ -38,8 +141,8 @@ class Summary:
 
     @property
     def healthy(self) -> bool | None:
-        """Whether nothing but notes was found; None if there is no monitor's metric to judge by, and nothing else."""
-        return healthy(self.findings) if self.looked_at or not healthy(self.findings) else None
+        """Whether nothing but notes was found; None if there was too little to judge by."""
+        return healthy(self.findings)
 
 
 def summarise(file: str, run: Mapping[str, Series]) -> Summary:
@@ -48,18 +151,24 @@ def summarise(file: str, run: Mapping[str, Series]) -> Summary:
     Args:
         run: name -> series, of which there is one at least.
     """
-    found = groups(run)
-    # The user's own metrics may count epochs.
-    watched = [name for group in found if group.kind != "other" for name in _names(group)] or list(run)
-    ordered = [name for group in sorted(found, key=lambda group: group.kind != "other") for name in _names(group)]
+    names: dict[bool, list[str]] = {True: [], False: []}  # the user's own metrics may count epochs
+    for group in groups(run):
+        names[group.kind == "other"] += _names(group)
+    monitored = names[False] or list(run)
     return Summary(
         file,
-        min(int(run[name].steps[0]) for name in watched),
-        max(int(run[name].steps[-1]) for name in watched),
+        min(int(run[name].steps[0]) for name in monitored),
+        max(int(run[name].steps[-1]) for name in monitored),
         find(run),
         looked_at(run),
-        {name: statistics(run[name]) for name in ordered},
+        {name: statistics(run[name]) for own in (True, False) for name in names[own]},
     )
+
+
+def _names(group: Group) -> list[str]:
+    names = [name for name, _ in group.scalars.values()]
+    names += [name for items in group.items.values() for name, _ in items.values()]
+    return sorted(names, key=natural)
 
 
 def as_json(summary: Summary) -> dict[str, Any]:
@@ -96,8 +205,3 @@ def plain(numbers: Mapping[str, Any]) -> dict[str, Any]:
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in numbers.items()
     }
-
-
-def _names(group: Any) -> list[str]:
-    names = [name for name, _ in group.scalars.values()]
-    return names + [name for items in group.items.values() for name, _ in items.values()]

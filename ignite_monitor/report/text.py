@@ -12,7 +12,7 @@ from typing import TextIO
 from ignite_monitor.report.compare import Comparison, Difference
 from ignite_monitor.report.finding import Finding
 from ignite_monitor.report.series import Statistics, listed, number, printable
-from ignite_monitor.report.summary import Summary
+from ignite_monitor.report.summary import Summary, verdict
 
 try:
     from rich import box
@@ -68,22 +68,13 @@ def findings_text(summary: Summary) -> list[RenderableType]:
 def comparison_text(comparison: Comparison, every: bool = False) -> list[RenderableType]:
     """A comparison to be printed."""
     parts: list[RenderableType] = []
-    for which, letter in enumerate("AB"):
-        parts.append(
-            Text.assemble(
-                (f"{letter} ", "bold"),
-                (printable(comparison.files[which]), "bold"),
-                f": to iteration {comparison.last[which]}",
-            )
-        )
-        findings = comparison.findings[which]
-        parts += [_finding(finding) for finding in findings]
-        if not comparison.judged[which]:
-            parts.append(Text("  no monitor's metrics, so there is little to judge by", style="yellow"))
-        elif not findings:
+    for letter, run in zip("AB", comparison.runs, strict=True):
+        name = Text.assemble((f"{letter} ", "bold"), (printable(run.file), "bold"), f": to iteration {run.last}")
+        parts += [name, *map(_finding, run.findings)]
+        if not run.findings:
             parts.append(Text("  nothing unusual", style="green"))
         parts.append(Text())
-    unequal = comparison.last[0] != comparison.last[1]
+    unequal = len({run.last for run in comparison.runs}) > 1
     differences = comparison.differences
     matter = sum(each.matters for each in differences)
     if differences:
@@ -123,31 +114,28 @@ def show(parts: Iterable[RenderableType], stream: TextIO | None = None) -> None:
 
 
 def _console(target: TextIO, terminal: bool) -> Console:
-
     if not terminal:
         return Console(file=target, width=100_000, color_system=None, force_terminal=False, legacy_windows=False)
     return Console(file=target, force_terminal=True)
 
 
 def _verdict(summary: Summary) -> RenderableType:
-
-    if summary.healthy is None:
-        return Text("No monitor's metrics are in this file, so there is little to judge by.", style="yellow")
-    if summary.healthy:
-        return Text("Healthy: nothing in this run needs attention.", style="bold green")
-    counts = {kind: sum(finding.severity == kind for finding in summary.findings) for kind in ("problem", "warning")}
-    told = [f"{count} {kind}{'s' * (count > 1)}" for kind, count in counts.items() if count]
-    return Text(f"Needs attention: {' and '.join(told)}.", style="bold red" if counts["problem"] else "bold yellow")
+    worst = {finding.severity for finding in summary.findings}
+    style = "bold red" if "problem" in worst else "bold green" if summary.healthy else "bold yellow"
+    return Text(verdict(summary.findings, bool(summary.looked_at)), style=style)
 
 
 def _finding(finding: Finding) -> RenderableType:
-
     sign, style = STYLES[finding.severity]
     grid = Table.grid(padding=(0, 1))
     grid.add_column(no_wrap=True)
     grid.add_column(no_wrap=True, min_width=7)
     grid.add_column(overflow="fold")
-    grid.add_row(Text(f" {sign}", style=style), Text(finding.severity, style=style), Text(finding.text))
+    grid.add_row(
+        Text(f" {sign}", style=style),
+        Text(finding.severity, style=style),
+        Text.assemble(finding.what, " ", (finding.action, "italic")),
+    )
     return grid
 
 
@@ -169,9 +157,9 @@ class _Rows:
         widths = [max(map(len, column)) for column in zip(self.header, *self.rows, strict=True)]
         kept = list(range(len(self.header)))
         for name in self.dispensable:
-            if NAME + sum(widths[place] + 3 for place in kept[1:]) > options.max_width:
+            if NAME + sum(widths[place] + 2 for place in kept[1:]) > options.max_width:
                 kept.remove(self.header.index(name))
-        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), show_edge=False, pad_edge=False)
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
         table.add_column(self.header[0], overflow="fold", min_width=NAME)
         for place in kept[1:]:
             table.add_column(self.header[place], justify="right", no_wrap=True)

@@ -2,55 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 
 from ignite_monitor.report import limits
 from ignite_monitor.report.families import Group
 from ignite_monitor.report.finding import Finding, steps
-from ignite_monitor.report.series import Series, iterations, listed, number, printable, times
+from ignite_monitor.report.series import Series, iterations, last_quarter, listed, number, plural, printable, times
+
+KEY = re.compile(r"(^|.*[._])(k|key|keys)(_?(proj|projection|lin|linear))?\.bias|.*\.(w_?k|to_k)\.bias")
+BATCH_NORM = re.compile(r"(^|.*[._])(bn|batch_?norm)[\d_a-z]*", re.IGNORECASE)
 
 
-def weight_findings(group: Group) -> Iterator[Finding]:
-    """Findings about how the parameters move."""
-    yield from _frozen(group)
-    yield from _ratios(group)
-    for metric, where in (
-        ("vanishing_count", "below the vanishing threshold"),
-        ("exploding_count", "above the exploding threshold"),
-    ):
-        series = group.get(metric)
-        if series is None or not persists(series.finite, 0.0):
-            continue
-        count = max(1, round(last_quarter(series.finite).end(1.0)))
-        built_in = metric == "vanishing_count" and _from_the_beginning(group, series.finite, count)
-        text = f"{count} parameter{'s' * (count > 1)} with a gradient norm {where} ({group.name(metric)}), "
-        text += (
-            "from the beginning, while the rest learn: so it is of a bias that a BatchNorm takes away again."
-            if built_in
-            else "to the end."
-        )
-        yield Finding(
-            metric.replace("_count", "_gradients"),
-            "note" if built_in else "warning",
-            text,
-            (group.name(metric),),
-            steps(series.where(series.values > 0)[-1:]),
-            {"count": count},
-        )
-
-
-def last_quarter(series: Series) -> Series:
-    """The part of a series in the last quarter of its values, one at least."""
-    first = len(series.steps) - max(1, len(series.steps) // 4)
-    return Series(series.steps[first:], series.values[first:])
+def without_gradient(run: Sequence[Group]) -> dict[str, str]:
+    """Biases that have no gradient by the model's make -> why, as far as the recorded names tell."""
+    biases: dict[str, None] = {}
+    follows: dict[str, str] = {}
+    for group in run:
+        names: Iterable[str] = (item for items in group.items.values() for item in items)
+        if group.kind in ("weights", "parameter", "gradient"):
+            biases |= dict.fromkeys(name for name in names if name.endswith(".bias"))
+        elif group.kind == "rcc":  # a layer with a bias is there without it too
+            twins = {name for name in names if name.endswith(".weight")}
+            biases |= dict.fromkeys(f"{name.removesuffix('.weight')}.bias" for name in twins)
+        if group.kind in ("activation", "rcc"):
+            ran = list(dict.fromkeys(name.removesuffix(".weight") for items in group.items.values() for name in items))
+            follows |= pairwise(ran)
+    found = {}
+    for name in biases:
+        if KEY.fullmatch(name):
+            found[name] = "attention's softmax takes the bias of its keys away again"
+        elif BATCH_NORM.fullmatch(follows.get(name.removesuffix(".bias"), "")):
+            found[name] = "the BatchNorm that follows takes it away again"
+    return found
 
 
 def persists(series: Series, above: float) -> bool:
     """Whether a series is above a number at its end, and not now and then only."""
     values = last_quarter(series).values
     return bool(len(values)) and float(np.mean(values > above)) >= limits.PERSISTENT_SHARE and values[-1] > above
+
+
+def small_or_large_gradients(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
+    """Gradients that vanish or explode, to the end."""
+    for metric, where in (("vanishing", "below"), ("exploding", "above")):
+        series = group.get(f"{metric}_count")
+        if series is None or not persists(series.finite, 0.0):
+            continue
+        count = max(1, round(last_quarter(series.finite).end(1.0)))
+        name = group.name(f"{metric}_count")
+        what = f"{plural(count, 'parameter')} with a gradient norm {where} the {metric} threshold ({name}), "
+        known = without_gradient(run) if metric == "vanishing" else {}
+        explained = 0 < count <= len(known)
+        harmless = explained or (metric == "vanishing" and _from_the_beginning(group, series.finite, count))
+        what += "from the beginning, while the rest learn" if harmless else "to the end"
+        if explained:
+            what += f", as many as {'is' if len(known) == 1 else 'are'} expected: {_because(known)}"
+        yield Finding(
+            f"{metric}_gradients",
+            "note" if harmless else "warning",
+            f"{what}.",
+            (name,),
+            steps(series.where(series.values > 0)[-1:]),
+            {"count": count},
+            "Nothing to do." if explained else "",
+        )
+
+
+def _because(known: Mapping[str, str]) -> str:
+    """Names by their cause."""
+    by_cause: dict[str, list[str]] = {}
+    for name, cause in known.items():
+        by_cause.setdefault(cause, []).append(printable(name))
+    return "; ".join(f"{listed(names)} ({cause})" for cause, names in by_cause.items())
 
 
 def _from_the_beginning(group: Group, counts: Series, count: int) -> bool:
@@ -61,39 +88,43 @@ def _from_the_beginning(group: Group, counts: Series, count: int) -> bool:
     return few and float(np.mean(first > 0)) >= limits.PERSISTENT_SHARE and count <= float(np.median(first))
 
 
-def _frozen(group: Group) -> Iterator[Finding]:
+def frozen(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
+    """Parameters that no longer move, or did not for a while."""
     counts = group.get("frozen_count")
     counts = counts.finite if counts is not None else None
     if counts is None or not (counts.values > 0).any():
         return
-    name, count = group.name("frozen_count"), int(counts.values[-1])
+    name, count, at = group.name("frozen_count"), int(counts.values[-1]), counts.where(counts.values > 0)
     if not count:
-        at, most = counts.where(counts.values > 0), int(counts.values.max())
-        yield Finding(
-            "frozen_for_a_while",
-            "note",
-            f"Up to {most} parameter{'s' * (most > 1)} stood still in {iterations(at)} ({name}), and move"
-            f"{'s' * (most == 1)} again.",
-            (name,),
-            steps(at),
-            {"count": float(most)},
-        )
+        most = int(counts.values.max())
+        what = f"Up to {plural(most, 'parameter')} stood still in {iterations(at)} ({name}), and move"
+        what += f"{'s' * (most == 1)} again."
+        yield Finding("frozen_for_a_while", "note", what, (name,), steps(at), {"count": float(most)})
         return
-    since = {}
-    for parameter, series in group.each("topk_frozen").items():
-        if series.steps[-1] == counts.steps[-1]:
-            since[parameter] = _since(series, counts)
-    named = [f"{printable(each)} since iteration {step}" for each, step in sorted(since.items(), key=lambda e: e[1])]
-    at = counts.where(counts.values > 0)
-    more = f" and {count - len(named)} more" if count > len(named) > 0 else ""
-    told = f": {listed(named, 8)}{more}" if named else f", first in iteration {int(at[0])}"
+    known = without_gradient(run)
+    since = {
+        parameter: _since(series, counts)
+        for parameter, series in group.each("topk_frozen").items()
+        if series.steps[-1] == counts.steps[-1]
+    }
+    expected = {each: known[each] for each in since if each in known}
+    idle = all(each.endswith(".bias") and f"{each.removesuffix('bias')}weight" not in since for each in since)
+    harmless = len(since) == count and idle
+    told = sorted((step, each) for each, step in since.items() if harmless or each not in expected)
+    named = [f"{printable(each)} since iteration {step}" for step, each in told]
+    left = count - len(named) - len(expected) * (not harmless)
+    more = f" and {left} more" if left else ""
+    where = f": {listed(named, 8)}{more}" if named else f", first in iteration {int(at[0])}"
+    why = f" It is so by the model's make: {_because(expected)}." if expected else ""
+    why += " They are biases whose weights move." if harmless and len(expected) < count else ""
     yield Finding(
         "frozen_parameters",
-        "problem",
-        f"{count} parameter{'s' * (count > 1)} no longer move{'s' * (count == 1)} ({name}){told}.",
+        "note" if harmless else "problem",
+        f"{plural(count, 'parameter')} no longer move{'s' * (count == 1)} ({name}){where}.{why}",
         (name, *(group.items["topk_frozen"][each][0] for each in since)),
         tuple(sorted(set(since.values()))) or steps(at[:1]),
         {"count": count},
+        "Nothing to do." if harmless else "",
     )
 
 
@@ -107,7 +138,8 @@ def _since(series: Series, counts: Series) -> int:
     return int(counts.steps[max(0, place)])
 
 
-def _ratios(group: Group) -> Iterator[Finding]:
+def ratios(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
+    """How much a step moves the parameters for their size."""
     median = group.get("update_ratio_median")
     median = median.finite if median is not None else None
     if median is None or not len(median.values):
@@ -117,8 +149,7 @@ def _ratios(group: Group) -> Iterator[Finding]:
         yield Finding(
             "large_updates",
             "warning",
-            f"A step moves the median parameter by {100 * usual:.2g} % of its size ({name}); 0.1 % is usual. The "
-            "learning rate may be too large.",
+            f"A step moves the median parameter by {100 * usual:.2g} % of its size ({name}); 0.1 % is usual.",
             (name,),
             values={"median": usual},
         )
@@ -126,8 +157,7 @@ def _ratios(group: Group) -> Iterator[Finding]:
         yield Finding(
             "small_updates",
             "warning",
-            f"A step moves the median parameter by {number(usual, 2)} of its size ({name}); 1e-3 is usual. It hardly "
-            "learns.",
+            f"A step moves the median parameter by {number(usual, 2)} of its size ({name}); 1e-3 is usual.",
             (name,),
             values={"median": usual},
         )
@@ -141,7 +171,7 @@ def _ratios(group: Group) -> Iterator[Finding]:
             continue
         far = float(np.median(last_quarter(factors).values))
         if words == "less":
-            severity = "warning" if far > limits.SLOW_SPREAD else ""
+            severity = "note" if far > limits.SLOW_SPREAD and not without_gradient(run) else ""
         elif _lasts(factors, far):
             severity = "warning" if far >= limits.UPDATE_SPREAD else "note" if far >= limits.NOTED_SPREAD else ""
         else:
@@ -169,4 +199,35 @@ def _lasts(factors: Series, end: float) -> bool:
     """Whether the factors have not come down to their end from where they were in the second quarter."""
     count = len(factors.values)
     second = factors.values[count // 4 : count // 2]
-    return len(second) > 0 and end >= limits.LASTING_SHARE * float(np.median(second))
+    return count >= limits.RATIO_POINTS and end >= limits.LASTING_SHARE * float(np.median(second))
+
+
+def untrained(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
+    """Parameters that are in no optimizer, or never had a gradient, where the handler says so."""
+    for metric, why in (("not_optimized", "are in no optimizer"), ("no_gradient", "never had a gradient")):
+        series = {name: each for name, each in group.each(metric).items() if each.last > 0}
+        lasting = {
+            name: each for name, each in series.items() if each.steps[-1] == max(e.steps[-1] for e in series.values())
+        }
+        if lasting:
+            yield Finding(
+                "untrained",
+                "note",
+                f"{plural(len(lasting), 'parameter')} that {why} ({group.root}/{metric}): {together(lasting)}.",
+                tuple(group.items[metric][name][0] for name in lasting),
+                values={"count": len(lasting)},
+            )
+
+
+def together(names: Iterable[str]) -> str:
+    """Names in a sentence, those of one block as one: ``blocks.3 (12)``."""
+    blocks: dict[str, list[str]] = {}
+    for name in names:
+        numbered = re.match(r"(.*?\.\d+)\.", name)
+        blocks.setdefault(numbered[1] if numbered else name, []).append(name)
+    return listed(
+        printable(its[0] if len(its) == 1 else f"{block} ({len(its)} in it)") for block, its in blocks.items()
+    )
+
+
+WEIGHT_RULES = (frozen, ratios, small_or_large_gradients, untrained)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ignite_monitor.model.aside import aside, is_plain
 from ignite_monitor.model.device_of import device_of
 from ignite_monitor.model.devices import move_like, upload, wide_dtype
-from ignite_monitor.model.linear_maps import feature_dim, linear_map
+from ignite_monitor.model.linear_maps import CONVOLUTIONS, TRANSPOSED, feature_dim, linear_map
 from ignite_monitor.model.precision import full_precision
 from ignite_monitor.model.structure import modules_by_name
 from ignite_monitor.monitor.ranks import sum_over_ranks
@@ -108,9 +108,9 @@ def fan_in(module: nn.Module) -> float:
         module: a module for which :func:`linear_map` gives something.
     """
     weight: Any = module.weight
-    if isinstance(module, nn.modules.conv._ConvTransposeNd):
+    if isinstance(module, TRANSPOSED):
         return float(weight[:, 0].numel() / module.groups / math.prod(module.stride))
-    if isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)):
+    if isinstance(module, (nn.Linear, *CONVOLUTIONS)):
         return float(weight.numel() / weight.shape[0])
     return float(weight.shape[0])
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ignite_monitor.model.eager import eager
+from ignite_monitor.model._torch import buffers_in
+from ignite_monitor.model.eager import Eager
 from ignite_monitor.reference.rng import cuda_devices, drawn_again, generators_of
 
 
@@ -27,19 +28,20 @@ def run(model: nn.Module, sample_input: Any) -> Any:
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
     """A model that runs eagerly and in evaluation mode, and is afterwards as it was, like all random numbers."""
-    attributes = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+    attributes = [(module, dict(vars(module)), dict(buffers_in(module))) for module in model.modules()]
     values = [(buffer, buffer.clone()) for _, _, held in attributes for buffer in held.values() if buffer is not None]
     generators = [each for module in model.modules() for each in generators_of(module).values()]
     try:
-        with drawn_again(cuda_devices(), generators), torch.no_grad(), eager():
+        with drawn_again(cuda_devices(), generators), torch.no_grad(), Eager(model):
             model.eval()
             yield
     finally:
         for module, held, buffers in attributes:
             vars(module).clear()
             vars(module).update(held)
-            module._buffers.clear()
-            module._buffers.update(buffers)
+            registry = buffers_in(module)
+            registry.clear()
+            registry.update(buffers)
         with torch.no_grad():
             for buffer, value in values:
                 buffer.copy_(value)

@@ -11,6 +11,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import type_before_parametrizations
 
 from ignite_monitor.checks import check_type
+from ignite_monitor.model.linear_maps import TRANSPOSED
 from ignite_monitor.model.names import named_modules
 from ignite_monitor.scaling.module import multiplier_of
 
@@ -88,7 +89,7 @@ def _kind(module: nn.Module) -> tuple[str, str]:
 
 def _sizes(module: nn.Module, parameter: nn.Parameter) -> tuple[int, ...]:
     """The shape of a weight, with as many inputs as are summed over and all outputs."""
-    if isinstance(module, nn.modules.conv._ConvTransposeNd) and parameter.ndim > 1:
+    if isinstance(module, TRANSPOSED) and parameter.ndim > 1:
         return (parameter.shape[0] // module.groups, module.out_channels, *parameter.shape[2:])
     return tuple(parameter.shape)
 

@@ -6,11 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-# Whether a tensor is one in a function transform of torch.func.
-is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
+from ignite_monitor.model._torch import DispatchMode, is_functorch_wrapped, pytree
+from ignite_monitor.model._torch import storage_of as _storage_of
 
 
 class Label(NamedTuple):
@@ -32,13 +30,11 @@ class Label(NamedTuple):
 CONSTANT = Label()
 
 
-class MadeTensors(TorchDispatchMode):
+class MadeTensors(DispatchMode):
     """Keeps whatever any operation makes, those too that a function mode is not shown."""
 
-    supports_higher_order_operators = True
-
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._tensors: dict[int, Tensor] = {}
 
     def __contains__(self, tensor: Tensor) -> bool:
@@ -53,7 +49,7 @@ class MadeTensors(TorchDispatchMode):
 
 def storage_of(tensor: Tensor) -> int:
     """What all views of a tensor have in common; 0 where there is no such thing."""
-    return 0 if tensor.layout != torch.strided or is_transformed(tensor) else int(tensor.untyped_storage()._cdata)
+    return 0 if tensor.layout != torch.strided or is_functorch_wrapped(tensor) else _storage_of(tensor)
 
 
 def tensors_in(tree: Any, depth: int = 0) -> list[Tensor]:
@@ -63,7 +59,7 @@ def tensors_in(tree: Any, depth: int = 0) -> list[Tensor]:
         depth: how many levels deep to look into the attributes of objects, too.
     """
     found = []
-    for leaf in _pytree.tree_leaves(tree):
+    for leaf in pytree.tree_leaves(tree):
         if isinstance(leaf, Tensor):
             found.append(leaf)
         elif depth > 0 and hasattr(leaf, "__dict__") and not isinstance(leaf, (nn.Module, type)):

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ignite_monitor.checks import check_count
+from ignite_monitor.keys import ALIGNMENT
 from ignite_monitor.model.names import tags
 from ignite_monitor.model.selection import Pattern, Selection
 from ignite_monitor.reference.monitor import ReferenceMonitor
@@ -21,7 +21,7 @@ from ignite_monitor.scaling.alignment import TERMS, over_layers
 from ignite_monitor.scaling.parametrization import Parametrization
 
 
-class AlignmentHandler(ReferenceMonitor):
+class AlignmentHandler(ReferenceMonitor, schema=ALIGNMENT):
     r"""Measures how much larger the terms of a layer's change are than their factors, as exponents of its fan-in.
 
     A layer's weights :math:`W_0` have become :math:`W_0 + \Delta W`, and the input that this batch made in the initial
@@ -33,19 +33,11 @@ class AlignmentHandler(ReferenceMonitor):
     1/2 for what is random to each other, 1 for what is fully aligned. It is computed in float64 (float32 on devices
     without it).
 
-    ================================================  =========================================================
-    in ``engine.state.metrics`` (0-dim tensors)       meaning
-    ================================================  =========================================================
-    ``alignment/z0_dW/{layer}``                       alpha, of :math:`z_0` and :math:`\Delta W`
-    ``alignment/dZ_w0/{layer}``                       omega, of :math:`\Delta z` and :math:`W_0`
-    ``alignment/dZ_dW/{layer}``                       u, of :math:`\Delta z` and :math:`\Delta W`
-    ``alignment/{term}_mean``, ``_min``, ``_max``     of the layers' ``z0_dW``, ``dZ_w0`` and ``dZ_dW``
-    ================================================  =========================================================
+    {keys}
 
     **Undefined** is what has a factor that is 0: all before the first update, and the latter two of a layer whose
     inputs are data. Where a row's is undefined, as behind units that are all dead, the row doesn't count. What no row
-    defines is absent; where the values lie on a device that would have to be waited for, it is NaN, and no logger
-    writes it.
+    defines is absent.
 
     **Layers** are Linear, convolutions and transposed convolutions with a fan-in (times the size of a convolution's
     kernel) of more than 1. A table, as an Embedding, adds nothing up, and so has none. Of a Parametrization its hidden
@@ -139,21 +131,10 @@ class AlignmentHandler(ReferenceMonitor):
         if self._seeded is not None:
             self._seeded.load(state_dict["seeds"])
 
-    def on_host(self) -> dict[str, float]:
-        return {name: value for name, value in super().on_host().items() if not math.isnan(value)}
-
     def contexts(self) -> list[AbstractContextManager[Any]]:
         around = super().contexts()
         return [self._seeded.drawn(), *around] if around and self._seeded is not None else around
 
     def _compared(self, incomplete: set[str]) -> None:
         table = self._calls.result(incomplete)
-        values = torch.cat([table, over_layers(table)]).flatten()
-        known = [place for place, value in enumerate(values.unbind()) if _may_be_known(value)]
-        if known:
-            chosen = values if len(known) == len(self._keys) else values[known]
-            self.publish_table([self._keys[place] for place in known], chosen)
-
-
-def _may_be_known(value: Tensor) -> bool:
-    return value.device.type != "cpu" or not len(value.isnan().reshape(1).nonzero())
+        self.publish_table(self._keys, torch.cat([table, over_layers(table)]).flatten())

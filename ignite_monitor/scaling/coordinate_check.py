@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ignite_monitor.checks import check_count, check_type
-from ignite_monitor.model.eager import eager
+from ignite_monitor.model.eager import Eager
 from ignite_monitor.model.structure import is_layer
 from ignite_monitor.reference.passes import ReferencePasses
 from ignite_monitor.reference.reference import Reference
@@ -160,7 +160,7 @@ def _train(
         batch = make_batch(width)
         outputs.clear()
         with ExitStack() as stack:
-            stack.enter_context(eager())
+            stack.enter_context(Eager())
             stack.enter_context(passes.watched())
             train_step(model, optimizer, batch)
         found = outputs.values(passes.incomplete)

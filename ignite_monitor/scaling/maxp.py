@@ -8,13 +8,12 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from ignite.engine import Engine
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ignite_monitor.checks import check_count, check_real, check_type
-from ignite_monitor.model.devices import upload, wide_dtype
+from ignite_monitor.keys import MAXP
 from ignite_monitor.model.names import tags
 from ignite_monitor.monitor.base import Monitor
 from ignite_monitor.reference.monitor import ReferenceMonitor
@@ -26,7 +25,7 @@ from ignite_monitor.scaling.parametrization import Parametrization
 from ignite_monitor.scaling.solver import Solution
 
 
-class MaxPScheduler(ReferenceMonitor):
+class MaxPScheduler(ReferenceMonitor, schema=MAXP):
     r"""Sets each layer's learning rate to the largest with which, as its layers are aligned now, nothing grows.
 
     A :class:`Parametrization` supposes an alignment and solves for exponents c once. This handler measures the
@@ -38,13 +37,7 @@ class MaxPScheduler(ReferenceMonitor):
     for the next train step (arXiv:2407.05872). A term that is not defined, as all of them before the first update,
     keeps its value. Layers whose c was given keep it, and so do those that can't be measured keep their alignment.
 
-    =========================================  ================================================================
-    in ``engine.state.metrics``                meaning, at the end of the train step
-    =========================================  ================================================================
-    ``maxp/c/{layer}``                         the exponent of the layer's weights
-    ``maxp/lr/{group}``                        the learning rate: of ``{layer}``, ``{layer}.bias``, ``_other``
-    ``maxp/failed_count``                      how often there was no solution
-    =========================================  ================================================================
+    {keys}
 
     **Smoothing.** With ``alignment_ema`` e, an alignment becomes e times what it was plus 1 - e times what is measured,
     starting from that of the parametrization, and likewise with ``c_ema`` an exponent.
@@ -205,7 +198,7 @@ class MaxPScheduler(ReferenceMonitor):
         if self._is_due():
             super()._on_train_step_completed(engine)
         self._steps += 1
-        self._publish()
+        self._publish_rates()
 
     def _compared(self, incomplete: set[str]) -> None:
         self._follow(self._calls.result(incomplete))
@@ -265,16 +258,14 @@ class MaxPScheduler(ReferenceMonitor):
                 self.prefix,
             )
 
-    def _publish(self) -> None:
+    def _publish_rates(self) -> None:
         values = {f"c/{name}": c for name, c in self.solution.c.items()}
         values |= {f"lr/{name}": lr for name, lr in self._rates.values().items()}
         values["failed_count"] = self.failed_count
         names = list(values)
         if names != self._names:
             self._names, self._tags = names, tags(names)
-        device = next(self.model.parameters()).device
-        table = torch.tensor(list(values.values()), dtype=wide_dtype(device), device="cpu")
-        self.publish_table(self._tags, upload(table, device))
+        self.publish(**dict(zip(self._tags, values.values(), strict=True)))
 
 
 def _check_share(name: str, value: object) -> float:

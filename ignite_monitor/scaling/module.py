@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree
 
 from ignite_monitor.checks import check_count, check_real
+from ignite_monitor.model._torch import known_forward_hooks, need, pytree
 from ignite_monitor.scaling.graph import LAYER_TYPES
 
 
@@ -39,6 +39,7 @@ class Multiplier:
     ) -> None:
         if not isinstance(layer_type, str) or layer_type not in LAYER_TYPES:
             raise ValueError(f"Argument layer_type should be one of {LAYER_TYPES}, but given {layer_type!r}")
+        need("A multiplier", pytree)
         self.width = check_count("width_dim", width, least=1)
         self.layer_type = layer_type
         self.a = None if a is None else check_real("a", a)
@@ -52,7 +53,7 @@ class Multiplier:
             return output
         if isinstance(output, Tensor):
             return self._times(output)
-        return _pytree.tree_map_only(Tensor, self._times, output)
+        return pytree.tree_map_only(Tensor, self._times, output)
 
     def _times(self, tensor: Tensor) -> Tensor:
         return tensor * self.value if tensor.is_floating_point() else tensor
@@ -60,7 +61,7 @@ class Multiplier:
 
 def multiplier_of(module: nn.Module) -> Multiplier | None:
     """The multiplier that a module has, if it has one."""
-    return next((hook for hook in module._forward_hooks.values() if isinstance(hook, Multiplier)), None)
+    return next((hook for hook in known_forward_hooks(module).values() if isinstance(hook, Multiplier)), None)
 
 
 class ParametrizedModule(nn.Module):

@@ -21,9 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ignite_monitor.model._torch import is_functorch_wrapped, unseen_by_functions
 from ignite_monitor.model.names import named_modules, named_parameters
 from ignite_monitor.scaling._forward import run, untouched
-from ignite_monitor.scaling._labels import CONSTANT, Label, MadeTensors, is_transformed, storage_of, tensors_in
+from ignite_monitor.scaling._labels import CONSTANT, Label, MadeTensors, storage_of, tensors_in
 from ignite_monitor.scaling._operations import LIKE, NUMBERS, junction_of
 from ignite_monitor.scaling.graph import LayerGraph, Node
 
@@ -118,7 +119,7 @@ class _Tracer(TorchFunctionMode):
 
     def _pre_hook(self, name: str, module: nn.Module) -> Any:
         def started(_: nn.Module, args: Any, kwargs: Any) -> None:
-            with torch._C.DisableTorchFunction():
+            with unseen_by_functions():
                 given = tensors_in((args, kwargs), depth=1)
                 if not self._path:  # the model's own inputs
                     for tensor in given:
@@ -133,7 +134,7 @@ class _Tracer(TorchFunctionMode):
         def completed(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             self._path.pop()
             if id(module) in self._layers:
-                with torch._C.DisableTorchFunction():
+                with unseen_by_functions():
                     label = Label(node=self._add_layer(self._layers[id(module)], self._inputs.pop()))
                     for tensor in tensors_in(output, depth=1):
                         self._put(tensor, label)
@@ -236,7 +237,7 @@ class _Tracer(TorchFunctionMode):
         return (f"{name}#{times + 1}" if times else name), times
 
     def _get(self, tensor: Tensor) -> Label:
-        if is_transformed(tensor):
+        if is_functorch_wrapped(tensor):
             return Label(lost="a function transform, as vmap")
         found = self._labels.get(id(tensor))
         written = self._written.get(storage_of(tensor)) if self._written else None

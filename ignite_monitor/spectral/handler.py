@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -12,9 +13,10 @@ from ignite.engine import Engine
 from torch import Tensor, nn
 
 from ignite_monitor.checks import check_count, check_type
+from ignite_monitor.events.ledger import GradientsReady, OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
+from ignite_monitor.keys import SPECTRAL
 from ignite_monitor.model.devices import upload
-from ignite_monitor.model.linear_maps import weights_by_input
 from ignite_monitor.model.names import named_parameters, tags
 from ignite_monitor.model.norms import any_sharded
 from ignite_monitor.model.samples import reshard
@@ -23,21 +25,23 @@ from ignite_monitor.model.sharding import check_whole
 from ignite_monitor.model.updates import order_statistics
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.stepped import HostMasks, SteppedParameters
+from ignite_monitor.spectral.acting_weights import ActingWeight, acting_weights
 from ignite_monitor.spectral.norm import METHODS
 from ignite_monitor.spectral.spectra import Spectra, SpectralMeter
-from ignite_monitor.spectral.weights import Weight, as_weight, is_matrix
+from ignite_monitor.spectral.weights import Weight, as_weights
 
 
-class SpectralNormHandler(Monitor):
+class SpectralNormHandler(Monitor, schema=SPECTRAL):
     r"""Measures the spectral norm of every weight, as the train step leaves it.
 
     .. math:: \sigma = \lVert W\rVert_2 = \max_{\lVert x\rVert = 1} \lVert W x\rVert
 
-    the largest singular value, of every parameter with two or more dimensions, frozen ones included and shared ones
-    once. Those with more than two are flattened to (out, in·k…). Where a parametrization or weight normalisation makes
-    a weight of others, these are the parameters.
+    the largest singular value, of every weight that is a matrix, frozen ones included and shared ones once.
+    Convolutions are flattened to (out, in·k…). Of matrices that are stacked in one parameter, as experts of shape (n,
+    out, in), each is measured by itself, as ``{name}/{i}``. Tables (embeddings, and positions of shape (1, L, d)) have
+    a norm, and no part in the conditions below. Where a weight is computed of others, by a parametrization, weight or
+    spectral normalisation, or LoRA (PEFT), the result is measured, under the name that the module's weight has.
 
-    ======================================  ==========================================================================
     in ``engine.state.metrics``             meaning (0-dim tensors)
     ======================================  ==========================================================================
     ``spectral/norm_max``                   the largest spectral norm
@@ -47,7 +51,8 @@ class SpectralNormHandler(Monitor):
     ``spectral/stable_rank_median``         the median of the stable ranks
     ``spectral/error_max``                  what no norm's relative error exceeds (absent with the two quick methods)
     ``spectral/iterations``                 how many steps "power" took for the weight that needed most
-    ``spectral/norm/{name}``                with ``per_parameter=True``: each norm
+    ``spectral/norm/{name}``                with ``per_parameter=True``: each norm of a matrix
+    ``spectral/table/{name}``               with ``per_parameter=True``: each norm of a table
     ``spectral/topk/{name}``                the ``top_k`` largest norms
     ``spectral/update_norm_max``            with ``updates=True``: the largest norm of what the train step changed
     ``spectral/update_error_max``           what no such norm's relative error exceeds
@@ -56,8 +61,10 @@ class SpectralNormHandler(Monitor):
     ``spectral/weight_condition_max``       the largest :math:`\lVert W\rVert_2 / \sqrt{out/in}`
     ``spectral/weight_condition_median``    the median of these
     ======================================  ==========================================================================
+    =======
+    {keys}
 
-    The values named ``topk`` appear once values are on the host: when a logger writes. The others wait for nothing.
+    The values named ``topk`` appear once values are on the host: on the CPU at once, elsewhere when a logger writes.
     A weight that is not finite is left out, with one warning; one that is 0 has norm 0 and no stable rank.
 
     **Methods.** ``"power"`` is power iteration on WᵀW from the vectors that the last measurement ended with, in its
@@ -77,10 +84,9 @@ class SpectralNormHandler(Monitor):
     the iterations of the Newton-Schulz methods in bfloat16 where the weight is.
 
     **Spectral condition.** Features of a layer learn at the same rate at every width if both ‖W‖ and ‖ΔW‖ are of the
-    order of :math:`\sqrt{out/in}` (arXiv:2310.17813): the conditions stay of order 1. For an embedding, and for
-    ``Conv1D`` of transformers, "in" are the rows. Only weights that an optimizer step was to move count for updates:
-    with a gradient, and a learning rate other than 0. In an iteration without a step the update's keys are absent, or
-    NaN where that is known on the device alone.
+    order of :math:`\sqrt{out/in}` (arXiv:2310.17813): the conditions stay of order 1. For ``Conv1D`` of transformers
+    "in" are the rows. Only weights that an optimizer step was to move count for updates: with a gradient, and a
+    learning rate other than 0. In an iteration without a step the update's keys are absent.
 
     **Memory.** Six vectors for each weight; while it measures, for one batch of weights at a time a float32 copy and
     at most 1200 vectors each, mostly less than 300. With
@@ -139,10 +145,12 @@ class SpectralNormHandler(Monitor):
         self._selection = Selection(include, exclude)
         self._weights = SpectralMeter(method, self.logger, prefix, "weights")
         self._updates = SpectralMeter(method, self.logger, prefix, "updates")
-        self._by_input: dict[int, int] = {}
-        if not self._parameters():
+        if not self._acting():
             raise ValueError("Argument model should have parameters of two dimensions or more that are selected")
-        self._before: dict[str, Tensor] = {}
+        left_out = [name for name, each, _ in named_parameters(model) if each.is_complex() and name in self._selection]
+        if left_out:
+            self.logger.warning("%s: complex weights are left out: %s", prefix, ", ".join(left_out))
+        self._before: dict[str, tuple[int, Tensor]] = {}  # of each weight, which acting weight it is of, and its copy
         self._stepped = SteppedParameters({})
         self._names: list[str] = []
         self._norms: Tensor | None = None
@@ -175,9 +183,6 @@ class SpectralNormHandler(Monitor):
             meters.append(loaded)
         self._weights, self._updates = meters
 
-    def on_host(self) -> dict[str, float]:
-        return {name: value for name, value in super().on_host().items() if not math.isnan(value)}
-
     # What it listens to
 
     def handlers(self) -> Handlers:
@@ -195,45 +200,45 @@ class SpectralNormHandler(Monitor):
         self._weights.warn()
         if not self.updates:
             return
-        parameters = self._parameters()
-        self._stepped = SteppedParameters({id(each): place for place, each in enumerate(parameters.values())})
-        weights = self._as_weights(parameters, self._updates)
-        self._before = {name: weight.local.clone() for name, weight in weights.items()}
+        acting = self._acting()
+        self._stepped = SteppedParameters({id(part): i for i, each in enumerate(acting) for part in each.parameters})
+        self._before = {
+            weight.name: (i, weight.local.clone())
+            for i, each in enumerate(acting)
+            for weight in as_weights(each, self._updates.is_whole)
+        }
 
     def release(self) -> None:
         self._weights.warn(wait=True)
         self._before = {}
         self._stepped = SteppedParameters({})
 
-    def _on_gradients_ready(self, engine: Engine) -> None:
-        if self._is_running and self._source is not None and self._source.stepping is not None:
-            self._stepped.met_gradients(self._source.stepping)
+    def _on_gradients_ready(self, engine: Engine, backward: GradientsReady) -> None:
+        if backward.optimizer is not None:
+            self._stepped.met_gradients(backward.optimizer)
 
-    def _on_step_started(self, engine: Engine) -> None:
-        if self._is_running and self._source is not None and self._source.stepping is not None:
-            self._stepped.started(self._source.stepping)
+    def _on_step_started(self, engine: Engine, step: OptimizerStep) -> None:
+        self._stepped.started(step.optimizer)
 
-    def _on_step_completed(self, engine: Engine) -> None:
-        if self._is_running and self._source is not None and self._source.stepping is not None:
-            self._stepped.completed(self._source.stepping)
+    def _on_step_completed(self, engine: Engine, step: OptimizerStep) -> None:
+        self._stepped.completed(step.optimizer)
 
     @torch.no_grad()
     def _on_train_step_completed(self, engine: Engine) -> None:
         if not self._is_running:
             return
-        parameters = self._parameters()
-        weights = self._as_weights(parameters, self._weights)
-        measured = self._weights.measure(weights.values())
-        conditions = measured.norms / self._scales(weights, parameters, measured.norms)
+        acting = self._acting()
+        weights = [weight for each in acting for weight in as_weights(each, self._weights.is_whole)]
+        measured = self._weights.measure(weights)
         values = self._sums(measured)
+        self._names, self._norms = [weight.name for weight in weights], measured.norms
         if self.per_parameter:
-            values |= {f"norm/{tag}": norm for tag, norm in zip(tags(weights), measured.norms.unbind(), strict=True)}
+            for tag, weight, norm in zip(tags(self._names), weights, measured.norms.unbind(), strict=True):
+                values[f"{'table' if math.isnan(weight.scale) else 'norm'}/{tag}"] = norm
         if self.updates:
-            values |= _statistics("weight_condition", conditions)
-            values |= self._update_values(parameters)
-        self._names, self._norms = list(weights), measured.norms
+            values |= _conditions("weight", measured.norms, weights) | self._update_values(acting)
         self._before = {}
-        self.publish(**_known(values))
+        self.publish(**values)
 
     def _sums(self, measured: Spectra) -> dict[str, Tensor]:
         norms = measured.norms
@@ -253,69 +258,45 @@ class SpectralNormHandler(Monitor):
             "iterations": torch.full_like(mean, self._weights.steps),
         }
 
-    def _update_values(self, parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    def _update_values(self, acting: list[ActingWeight]) -> dict[str, Tensor]:
         # What makes no step on this rank may make one on another, and takes collectives there.
-        if not self._stepped and not any_sharded(parameters.values()):
+        if not self._stepped and not any_sharded(part for each in acting for part in each.parameters):
             return {}
-        places = {name: place for place, name in enumerate(self._before)}
-        parameters = {name: each for name, each in parameters.items() if name in places}
-        changes = {
-            name: weight.less(self._before[name])
-            for name, weight in self._as_weights(parameters, self._updates).items()
-            if weight.local.shape == self._before[name].shape
-        }
+        changes, origins = [], []
+        for weight in (weight for each in acting for weight in as_weights(each, self._updates.is_whole)):
+            origin, before = self._before.get(weight.name, (0, None))
+            if before is not None and before.shape == weight.local.shape:
+                changes.append(weight.less(before))
+                origins.append(origin)
         if not changes:
             return {}
-        measured = self._updates.measure(changes.values())
+        measured = self._updates.measure(changes)
         if not self._stepped:
             return {}
         device = measured.norms.device
-        of_changes = upload(torch.tensor([places[name] for name in changes], device="cpu"), device)
-        moved = self._stepped.mask(HostMasks(len(places), device))[of_changes]
+        size = 1 + max(origins)
+        moved = self._stepped.mask(HostMasks(size, device))[upload(torch.tensor(origins, device="cpu"), device)]
         norms = torch.where(moved, measured.norms, torch.nan)
-        scales = self._scales(changes, parameters, norms)
         return {
             "update_norm_max": _largest(norms),
             "update_error_max": _largest(torch.where(moved, measured.errors, torch.nan)),
-            **_statistics("update_condition", norms / scales),
+            **_conditions("update", norms, changes),
         }
 
-    def _parameters(self) -> dict[str, nn.Parameter]:
+    def _acting(self) -> list[ActingWeight]:
         reshard(self.model)
-        self._by_input = weights_by_input(self.model)
-        return {
-            name: parameter
-            for name, parameter, _ in named_parameters(self.model)
-            if is_matrix(parameter) and name in self._selection
-        }
-
-    def _as_weights(self, parameters: dict[str, nn.Parameter], meter: SpectralMeter) -> dict[str, Weight]:
-        whole = meter.method != "power"
-        return {
-            name: as_weight(name, parameter, whole, self._by_input.get(id(parameter), 0))
-            for name, parameter in parameters.items()
-        }
-
-    def _scales(self, weights: dict[str, Weight], parameters: dict[str, nn.Parameter], like: Tensor) -> Tensor:
-        r""":math:`\sqrt{out/in}` of each weight."""
-        scales = []
-        for name, weight in weights.items():
-            rows, columns = weight.rows, weight.local.shape[1]
-            is_turned = self._by_input.get(id(parameters[name])) == 0
-            scales.append(math.sqrt(columns / rows if is_turned else rows / columns))
-        return upload(torch.tensor(scales, dtype=like.dtype, device="cpu"), like.device)
+        return [each for each in acting_weights(self.model) if each.name in self._selection]
 
     # Values on the host
 
-    def carried(self) -> list[Tensor]:
+    def extra_transfer(self) -> list[Tensor]:
         return [] if self._norms is None or not self.top_k or not self.metrics else [self._norms]
 
-    def receive(self, carried: list[list[float]]) -> dict[str, float]:
-        if not carried:
+    def on_transfer(self, extra: list[list[float]]) -> dict[str, float]:
+        if not extra:
             return {}
-        named = [(tag, norm) for tag, norm in zip(tags(self._names), carried[0], strict=True) if not math.isnan(norm)]
-        named.sort(key=lambda each: -each[1])
-        return {f"topk/{tag}": norm for tag, norm in named[: self.top_k]}
+        known = [(norm, tag) for tag, norm in zip(tags(self._names), extra[0], strict=True) if not math.isnan(norm)]
+        return {f"topk/{tag}": norm for norm, tag in heapq.nlargest(self.top_k, known, key=lambda each: each[0])}
 
 
 def _largest(values: Tensor) -> Tensor:
@@ -323,15 +304,8 @@ def _largest(values: Tensor) -> Tensor:
     return order_statistics(values)[3]
 
 
-def _statistics(name: str, values: Tensor) -> dict[str, Tensor]:
-    median, _, _, largest = order_statistics(values).unbind()
-    return {f"{name}_max": largest, f"{name}_median": median}
-
-
-def _known(values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """On the CPU, where it costs nothing to know, the values without those that were not measured."""
-    return {
-        name: value
-        for name, value in values.items()
-        if value.device.type != "cpu" or not len(value.isnan().reshape(1).nonzero())
-    }
+def _conditions(of: str, norms: Tensor, weights: list[Weight]) -> dict[str, Tensor]:
+    r"""Norms over :math:`\sqrt{out/in}`, of those that are no tables."""
+    scales = upload(torch.tensor([weight.scale for weight in weights], dtype=norms.dtype, device="cpu"), norms.device)
+    median, _, _, largest = order_statistics(norms / scales).unbind()
+    return {f"{of}_condition_max": largest, f"{of}_condition_median": median}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ignite_monitor.model.devices import move_like, upload
 from ignite_monitor.model.sampling import fnv1a_64
-from ignite_monitor.monitor.deferred_flag import Lookout
+from ignite_monitor.monitor.deferred_flag import DeferredFlag
 from ignite_monitor.spectral.block_lanczos import WARM
 from ignite_monitor.spectral.norm import TOLERANCE, SpectralNorms, newton_schulz, power, svd
 from ignite_monitor.spectral.weights import Batch, Weight, batches
@@ -54,8 +54,13 @@ class SpectralMeter:
         self.vectors: dict[str, Tensor] = {}
         self._logger = logger
         self._about = prefix, what
-        self._failed, self._wide, self._damaged = Lookout(), Lookout(), Lookout()
+        self._failed, self._wide, self._damaged = DeferredFlag(), DeferredFlag(), DeferredFlag()
         self._warned = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it needs all of a weight on every rank."""
+        return self.method != "power"
 
     def measure(self, weights: Iterable[Weight]) -> Spectra:
         """The norms of all weights.
@@ -63,7 +68,7 @@ class SpectralMeter:
         Args:
             weights: the weights, at least one.
         """
-        self._again = self._wide.heard()
+        self._again = self._wide.take()
         self.count += 1
         self.steps = 0
         vectors: dict[str, Tensor] = {}
@@ -87,7 +92,7 @@ class SpectralMeter:
                 for name in Spectra._fields
             )
         )
-        self._damaged.tell(spectra.norms.isnan().any())
+        self._damaged.set(spectra.norms.isnan().any())
         self.warn()
         return spectra
 
@@ -97,7 +102,7 @@ class SpectralMeter:
         Args:
             wait: whether to wait for the device to know.
         """
-        if self._damaged.heard(wait) and not self._warned:
+        if self._damaged.take(wait) and not self._warned:
             self._warned = True
             self._logger.warning("%s: %s that are not finite are left out", *self._about)
 
@@ -140,8 +145,8 @@ class SpectralMeter:
             dtype = batch.dtype if batch.dtype == torch.bfloat16 else matrices.dtype
             found = newton_schulz(matrices, self.method, generator, dtype)
             failed = found.errors.isinf()
-            self._failed.tell(failed.any())
-            if not self._failed.heard():
+            self._failed.set(failed.any())
+            if not self._failed.take():
                 norms = found.norms.masked_fill(failed, torch.nan)
                 return found._replace(norms=norms, errors=found.errors.masked_fill(failed, torch.nan))
             self._logger.warning(
@@ -157,7 +162,7 @@ class SpectralMeter:
                 steps = _AGAIN
         found = power(matrices, vectors, generator, steps)
         if steps is not None:
-            self._wide.tell((found.errors > TOLERANCE).any())
+            self._wide.set((found.errors > TOLERANCE).any())
         return found
 
     def _known(self, batch: Batch) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -9,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ignite_monitor.model.norms import is_sharded
-from ignite_monitor.model.samples import is_measurable
 from ignite_monitor.model.sharding import all_reduce
+from ignite_monitor.spectral.acting_weights import MATRIX, STACK, TABLE, ActingWeight
 from ignite_monitor.spectral.matrices import AllReduce, Matrices
 
 # So many elements are measured as one batch, which is a float32 copy of them. On the CPU batches make no big matrix
@@ -20,19 +21,21 @@ _LARGE_BATCH = 1 << 24
 
 
 class Weight(NamedTuple):
-    """One weight as a matrix.
+    r"""One weight as a matrix.
 
     Attributes:
         name: the parameter's name.
         local: what this rank holds of it, of shape (rows, in·k…).
         rows: how many rows there are on all ranks.
         groups: the process groups over whose ranks the rows are shared out; none where they are all here.
+        scale: :math:`\sqrt{out/in}`; NaN for a table, which maps nothing.
     """
 
     name: str
     local: Tensor
     rows: int
     groups: tuple[Any, ...]
+    scale: float
 
     def less(self, before: Tensor) -> Weight:
         """What has been added to it.
@@ -61,34 +64,33 @@ class Batch(NamedTuple):
     is_shared: bool
 
 
-def is_matrix(parameter: Tensor) -> bool:
-    """Whether a parameter has a spectral norm: at least two dimensions, and real numbers to compute with."""
-    return parameter.ndim >= 2 and is_measurable(parameter) and not parameter.is_complex()
-
-
-def as_weight(name: str, parameter: Tensor, whole: bool, turned: int = 0) -> Weight:
-    """A parameter as a matrix.
+def as_weights(acting: ActingWeight, whole: bool) -> list[Weight]:
+    """A weight as matrices: one, or those of a stack, called ``{name}/{i}``.
 
     Where a DTensor's rows are shared out, each rank keeps its own; placed in any other way it is gathered, as it is
     where all of it is needed.
-
-    Args:
-        turned: the number of groups where its shape is (in, out / groups, k…), of which (out, in / groups · k…) is to
-            be made; 0 where it is (out, in, k…).
     """
-    local: Any = parameter.detach()
+    value: Any = acting.value()
+    local = value
     groups: tuple[Any, ...] = ()
-    if is_sharded(parameter):
-        sharded = [i for i, placement in enumerate(local.placements) if not placement.is_replicate()]
-        if all(local.placements[i].is_shard(0) for i in sharded) and not ((whole or turned) and sharded):
-            groups = tuple(local.device_mesh.get_group(i) for i in sharded)
-            local = local.to_local()
+    if is_sharded(value):
+        whole = whole or acting.kind != MATRIX or bool(acting.groups)
+        sharded = [i for i, placement in enumerate(value.placements) if not placement.is_replicate()]
+        if all(value.placements[i].is_shard(0) for i in sharded) and not (whole and sharded):
+            groups = tuple(value.device_mesh.get_group(i) for i in sharded)
+            local = value.to_local()
         else:
-            local = local.full_tensor()
-    if turned:
-        local = local.unflatten(0, (turned, -1)).transpose(1, 2).flatten(0, 1)
-    rows = turned * parameter.shape[1] if turned else len(parameter)
-    return Weight(name, local.reshape(-1, parameter.numel() // rows), rows, groups)
+            value = local = value.full_tensor()
+    if acting.kind == STACK:
+        stack = value.flatten(0, -3)
+        scale = math.sqrt(stack.shape[2] / stack.shape[1] if acting.by_input else stack.shape[1] / stack.shape[2])
+        return [Weight(f"{acting.name}/{i}", each, len(each), (), scale) for i, each in enumerate(stack)]
+    if acting.groups:
+        value = local = local.unflatten(0, (acting.groups, -1)).transpose(1, 2).flatten(0, 1)
+    rows = value.numel() // value.shape[-1] if acting.kind == TABLE else len(value)
+    columns = value.numel() // rows
+    scale = math.sqrt(columns / rows if acting.by_input else rows / columns)
+    return [Weight(acting.name, local.reshape(-1, columns), rows, groups, math.nan if acting.kind == TABLE else scale)]
 
 
 def batches(weights: Iterable[Weight]) -> Iterable[Batch]:

@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import flop_counter
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ignite_monitor.model._torch import DispatchMode, cpu_attention, is_fake
 from ignite_monitor.model.norms import any_sharded
 
 
-class FlopCount(TorchDispatchMode):
+class FlopCount(DispatchMode):
     """While it lasts, counts this rank's floating-point operations of matrix products, convolutions and attention.
 
     By the formulas of ``torch.utils.flop_counter``, in which a multiplication and an addition are two operations. Its
@@ -25,12 +24,15 @@ class FlopCount(TorchDispatchMode):
         counts: dtype of the first factor -> how many.
     """
 
-    supports_higher_order_operators = True
-
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.counts: Counter[torch.dtype] = Counter()
         self._formulas = _CPU | flop_counter.flop_registry
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """What is compiled can be compiled while this mode is on, and is not counted."""
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -38,9 +40,9 @@ class FlopCount(TorchDispatchMode):
         if any_sharded(tensors):
             return NotImplemented  # DTensor goes first, and comes back with what this rank makes of it
         result = func(*args, **kwargs)
-        formula = self._formulas.get(getattr(func, "_overloadpacket", func))
+        formula = self._formulas.get(getattr(func, "overloadpacket", func))
         # With fake tensors DTensor finds out shapes.
-        if formula is not None and tensors and not any(isinstance(each, FakeTensor) for each in tensors):
+        if formula is not None and tensors and not any(is_fake(each) for each in tensors):
             self.counts[tensors[0].dtype] += formula(*args, **kwargs, out_val=result)
         return result
 
@@ -53,7 +55,4 @@ def _attention_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Ten
     return int(flop_counter.sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape))
 
 
-_CPU: dict[Any, Callable[..., int]] = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-}
+_CPU: dict[Any, Callable[..., int]] = dict(zip(cpu_attention(), (_attention, _attention_backward), strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ignite_monitor.checks import check_real, check_type
+from ignite_monitor.events.ledger import OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
+from ignite_monitor.keys import STEP_STATS
+from ignite_monitor.model._torch import Gone, dispatch_mode, need
 from ignite_monitor.model.device_of import device_of
-from ignite_monitor.model.devices import wide_dtype
-from ignite_monitor.model.eager import eager
+from ignite_monitor.model.eager import Eager
 from ignite_monitor.model.optimizers import held_by
 from ignite_monitor.model.samples import is_measurable, reshard
 from ignite_monitor.model.sharding import check_whole
@@ -30,23 +32,10 @@ from ignite_monitor.step_stats.memory import peak_memory, resident_memory
 from ignite_monitor.step_stats.peaks import peak_flops as known_peak
 
 
-class StepStatsHandler(Monitor):
+class StepStatsHandler(Monitor, schema=STEP_STATS):
     r"""Says how long a train step takes, and what a run should be known by: speed, memory, learning rates, weights.
 
-    ==============================  ==================================================================================
-    in ``engine.state.metrics``     meaning (0-dim tensors)
-    ==============================  ==================================================================================
-    ``step/time_ms``                how long the train step took, without loading its data
-    ``step/items_per_s``            items of the batch over that time, on this rank
-    ``step/mfu``                    model FLOPs utilisation: operations of a train step over what the device could have
-                                    made in that time; absent where its peak is not known
-    ``step/parameter_norm``         the l2 norm of all parameters together, as the train step leaves them
-    ``step/lr/group_{i}``           the learning rate of each parameter group, as the optimizer's first step used it;
-                                    where it makes none, as the train step leaves it
-    ``step/peak_memory_mb``         the most memory so far, in MiB: of tensors on CUDA, of the process on the CPU
-    ``step/reserved_memory_mb``     on CUDA: what the allocator holds now
-    ``step/resident_memory_mb``     on the CPU, where the system says it: what the process holds now
-    ==============================  ==================================================================================
+    {keys}
 
     On CUDA time is taken by events on the device, and the first three are known once these have passed: they appear
     when values come to the host, that is when a logger writes. On devices other than CPU and CUDA they are absent.
@@ -54,8 +43,9 @@ class StepStatsHandler(Monitor):
     **FLOPs.** Where the peak is known or given, the operations of one train step are counted, the first that is
     monitored, by the formulas of ``torch.utils.flop_counter``: forward and backward, recomputation by activation
     checkpointing included. Compiled models run eagerly in it, and the first three values are absent, since counting
-    slows it down. The count stands for all later steps, so batches should be alike. The peak is that of dense matrix
-    products in the dtype that most operations are made in.
+    slows it down. What else is compiled, an optimizer's step or a function of a library's, can't be counted: a warning
+    names it, and ``step/mfu`` is absent. The count stands for all later steps, so batches should be alike. The peak is
+    that of dense matrix products in the dtype that most operations are made in.
 
     Args:
         model: the model, as the train step uses it (wrapped, where it is wrapped).
@@ -70,6 +60,7 @@ class StepStatsHandler(Monitor):
 
     Raises:
         TypeError: if an argument is of another type.
+        RuntimeError: if ``peak_flops`` is given, and the installed torch has no way to count operations.
         ValueError: if ``peak_flops`` is not greater than 0, or FullyShardedDataParallel has sharded the model.
 
     Examples:
@@ -96,6 +87,8 @@ class StepStatsHandler(Monitor):
         check_type("optimizer", optimizer, Optimizer, "torch.optim.Optimizer")
         if items is not None and not callable(items):
             raise TypeError(f"Argument items should be callable or None, but given {type(items)}")
+        if peak_flops is not None:
+            need("StepStatsHandler(peak_flops=...)", dispatch_mode)
         self.optimizer = optimizer
         self.items = items
         self.peak_flops = None if peak_flops is None else check_real("peak_flops", peak_flops, above=0, below=math.inf)
@@ -103,9 +96,10 @@ class StepStatsHandler(Monitor):
         self._dtype = ""  # that the operations were made in
         self._clock: StepClock | None = None
         self._count: FlopCount | None = None
+        self._eager: Eager | None = None
         self._items: float | Tensor | None = None
-        self._rates: list[Tensor] = []
-        self._warned = False
+        self._rates: list[float | Tensor] = []
+        self._warned = self._cannot_count = False
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """The operations of one train step, as far as they have been counted, and their dtype's name."""
@@ -142,9 +136,10 @@ class StepStatsHandler(Monitor):
         if not self._is_running:
             return []
         device = self._device
-        if self.flops is None and (self.peak_flops is not None or _is_listed(device)):
+        if self.flops is None and not self._cannot_count and (self.peak_flops is not None or _is_listed(device)):
             self._count = FlopCount()
-            return [eager(), self._count]
+            self._eager = Eager(self.model)
+            return [self._eager, self._count]
         engine = self._attached_to()
         if device.type not in ("cpu", "cuda") or engine is None:
             return []
@@ -153,56 +148,57 @@ class StepStatsHandler(Monitor):
         return [self._clock]
 
     def release(self) -> None:
-        self._clock = self._count = self._items = None
+        self._clock = self._count = self._eager = self._items = None
         self._rates = []
 
     @property
     def _device(self) -> torch.device:
         return device_of(self.model)
 
-    def _on_step_completed(self, engine: Engine) -> None:
+    def _on_step_completed(self, engine: Engine, step: OptimizerStep) -> None:
         # Right after the step: before it, handlers may still change the rates, and then schedulers do.
-        if self._is_running and not self._rates and self._is_stepping:
+        is_own = step.optimizer is self.optimizer or not held_by(step.optimizer).isdisjoint(held_by(self.optimizer))
+        if not self._rates and is_own:
             self._rates = self._current_rates()
 
-    @property
-    def _is_stepping(self) -> bool:
-        """Whether the step that is going on is the optimizer's, or that of a wrapper around it, or of what it wraps."""
-        stepping = None if self._source is None else self._source.stepping
-        return stepping is self.optimizer or (
-            stepping is not None and not held_by(stepping).isdisjoint(held_by(self.optimizer))
-        )
-
-    def _current_rates(self) -> list[Tensor]:
-        device = self._device
-        return [_copied(group["lr"], device) for group in self.optimizer.param_groups]
+    def _current_rates(self) -> list[float | Tensor]:
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        return [rate.detach().clone().reshape(()) if isinstance(rate, Tensor) else rate for rate in rates]
 
     @torch.no_grad()
     def _on_train_step_completed(self, engine: Engine) -> None:
         if not self._is_running:
             return
-        if self._count is not None:
-            counts = self._count.counts
-            self.flops = sum(counts.values())
-            self._dtype = str(max(counts, key=lambda dtype: counts[dtype], default="")).removeprefix("torch.")
+        if self._count is not None and self._eager is not None:
+            self._take_count(self._count.counts, self._eager.others)
         reshard(self.model)
         parameters = [each for each in self.model.parameters() if is_measurable(each)]
-        values: dict[str, Tensor] = {
+        values: dict[str, float | Tensor] = {
             f"lr/group_{i}": rate for i, rate in enumerate(self._rates or self._current_rates())
         }
         if parameters:
             values["parameter_norm"] = gradient_norm(parameters, 2.0, None)
-        values |= {name: _number(value) for name, value in self._memory().items() if value is not None}
-        if self._clock is not None and self._device.type == "cpu":
-            values |= {name: _number(value) for name, value in self._times(self._items).items()}
+        values |= {name: value for name, value in self._memory().items() if value is not None}
         self.publish(**values)
 
-    def _times(self, items: float | Tensor | None) -> dict[str, Any]:
+    def _take_count(self, counts: Mapping[torch.dtype, int], compiled: Set[str]) -> None:
+        if compiled:
+            self._cannot_count = True
+            self.logger.warning(
+                "%s: operations can't be counted, so mfu is absent: what torch.compile has made of %s stays compiled",
+                self.prefix,
+                ", ".join(sorted(compiled)),
+            )
+        else:
+            self.flops = sum(counts.values())
+            self._dtype = str(max(counts, key=lambda dtype: counts[dtype], default="")).removeprefix("torch.")
+
+    def _times(self, items: Any) -> dict[str, float]:
         """What is to be published of the time that the step took, once it is known."""
         seconds = None if self._clock is None else self._clock.seconds()
         if not seconds:
             return {}
-        values: dict[str, Any] = {"time_ms": 1e3 * seconds}
+        values = {"time_ms": 1e3 * seconds}
         if items is not None:
             values["items_per_s"] = items / seconds
         peak = self._peak()
@@ -247,31 +243,15 @@ class StepStatsHandler(Monitor):
 
     # Values on the host
 
-    def carried(self) -> list[Tensor]:
-        return [self._items] if self._is_late and isinstance(self._items, Tensor) else []
+    def extra_transfer(self) -> list[Tensor]:
+        return [self._items] if isinstance(self._items, Tensor) else []
 
-    def receive(self, carried: list[list[float]]) -> dict[str, float]:
-        if not self._is_late:
-            return {}
-        return self._times(carried[0][0] if carried else self._items)
-
-    @property
-    def _is_late(self) -> bool:
-        return self._clock is not None and bool(self.metrics) and self._device.type != "cpu"
-
-
-def _copied(rate: Any, device: torch.device) -> Tensor:
-    if isinstance(rate, Tensor):
-        return rate.detach().clone().reshape(())
-    return torch.full((), rate, dtype=wide_dtype(device), device=device)
-
-
-def _number(value: float | Tensor) -> Tensor:
-    if isinstance(value, Tensor):
-        return value.reshape(())
-    return torch.tensor(value, dtype=torch.float64, device="cpu")
+    def on_transfer(self, extra: list[list[float]]) -> dict[str, float]:
+        return self._times(extra[0][0] if extra else self._items)
 
 
 def _is_listed(device: torch.device) -> bool:
     """Whether the peak of a device is known for some dtype."""
+    if isinstance(dispatch_mode, Gone):
+        return False  # where nobody has asked for it
     return device.type == "cuda" and known_peak(torch.cuda.get_device_name(device), torch.float16, False) is not None

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ignite_monitor.model.devices import upload
 from ignite_monitor.model.updates import count_still
-from ignite_monitor.monitor.deferred_flag import Lookout
+from ignite_monitor.monitor.deferred_flag import DeferredFlag
 
 
 class FrozenParameters:
@@ -32,7 +32,7 @@ class FrozenParameters:
         self._threshold = threshold
         self._patience = patience
         self._reported: set[str] = set()
-        self._lookout = Lookout()
+        self._changed = DeferredFlag()
 
     def rename(self, names: Sequence[str], like: Tensor) -> None:
         """Go over to another set of parameters; those with a known name keep their count.
@@ -56,7 +56,7 @@ class FrozenParameters:
         before = self.still >= self._patience
         self.still = count_still(self.still, ratios, self._threshold, moved)
         after = self.still >= self._patience
-        self._lookout.tell((before != after).any())
+        self._changed.set((before != after).any())
         return after & moved
 
     def is_frozen(self, ratio: float, still: float) -> bool:
@@ -73,7 +73,7 @@ class FrozenParameters:
         Args:
             wait: whether to wait for the device to know.
         """
-        return self._lookout.heard(wait)
+        return self._changed.take(wait)
 
     def is_still(self, still: Sequence[float] | None = None) -> list[bool]:
         """For each parameter whether it is frozen, whether it had the last step or not."""

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Mapping, Set
 
 import torch
 from torch import Tensor
 
 from ignite_monitor.model.samples import ParameterSamples
-from ignite_monitor.model.tensors import version
 from ignite_monitor.monitor.stepped import HostMasks
 
 
 class GradientNorms:
-    """Follows the gradient of each parameter by itself through one iteration, and measures what is new.
+    """Measures the gradient of each parameter by itself through one iteration.
 
-    A gradient that nothing has touched since the iteration started is an earlier iteration's, and has no norm unless a
-    step is made with it. After a backward the gradients that it has changed are measured; before a step those of its
-    optimizer's that have not been, or that code of the user's has replaced. What has changed in place between the two
-    is clipped or unscaled: its norm stays. Once a step is made with a gradient, later ones are another optimizer's: a
-    GAN's generator sends some into its discriminator. They are news only when a step is made with them.
+    A gradient is measured when a backward that reached its parameter has ended; what becomes of it between that and a
+    step, clipping for one, does not count. One that no backward of this iteration has made is set by hand, or left from
+    an earlier iteration, and is measured each time that a step is about to be made with it. Once a step is made,
+    gradients of later backwards are another optimizer's: a GAN's generator sends some into its discriminator. They
+    count only when a step is made with them.
 
     Which norm is whose is known on the host, so that nothing has to be looked at on the device.
 
@@ -33,11 +31,11 @@ class GradientNorms:
         self._places = places
         self._norms: list[Tensor] = []
         self._length = 0
-        # Place -> where in all of these its norm is, of the latest gradient and of the one that a step was made with.
+        # Place -> where in all of these its norm is: of the latest gradient that a backward has left, of the one that
+        # the step that is going on has been started with, and of the one that a step was made with.
         self._latest: dict[int, int] = {}
+        self._taken: dict[int, int] = {}
         self._used: dict[int, int] = {}
-        self._seen: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-        self._see(self._gradients(places.values()))
 
     @torch.no_grad()
     def gradients_ready(self, scale: Tensor | None, reached: Set[int]) -> None:
@@ -45,75 +43,46 @@ class GradientNorms:
 
         Args:
             scale: what the gradients are scaled by; None for 1.
+            reached: ids of the parameters whose gradients it may have changed.
         """
-        gradients = self._gradients(self._places.values())
-        parameters = self._samples.parameters
-        self._measure(
-            {
-                place: gradient
-                for place, gradient in gradients
-                if self._is_replaced(place, gradient)
-                or (id(parameters[place]) in reached and self._is_changed(place, gradient))
-            },
-            scale,
-        )
+        self._latest |= self._measure((place for key, place in self._places.items() if key in reached), scale)
 
     @torch.no_grad()
-    def step_started(self, places: Iterable[int], scale: Tensor | None) -> None:
+    def step_started(self, places: Iterable[int], scale: Tensor | None, reduced: bool) -> None:
         """An optimizer is about to make its step.
 
         Args:
-            scale: what their gradients are scaled by, where they have not been measured; None for 1.
+            places: of its parameters.
+            scale: what their gradients are scaled by, where no backward has made them; None for 1.
+            reduced: whether they are the same on every rank.
         """
-        gradients = self._gradients(places)
-        self._measure(
-            {
-                place: gradient
-                for place, gradient in gradients
-                if place not in self._latest or self._is_replaced(place, gradient)
-            },
-            scale,
-        )
+        places = list(places)
+        self._taken = {place: self._latest[place] for place in places if place in self._latest}
+        if reduced:
+            self._taken |= self._measure((place for place in places if place not in self._latest), scale)
 
     def step_completed(self, places: Iterable[int]) -> None:
         """An optimizer has made its step."""
-        for place in places:
-            if place in self._latest:
-                self._used[place] = self._latest[place]
+        self._used |= {place: self._taken[place] for place in places if place in self._taken}
 
     def result(self, masks: HostMasks) -> tuple[Tensor, Tensor] | None:
         """Each parameter's norm, and whether it has one; None if none has."""
         positions = self._latest | self._used
         return (self._samples.ordered(self._norms, positions), masks.of(positions)) if positions else None
 
-    def _gradients(self, places: Iterable[int]) -> list[tuple[int, Tensor]]:
+    def _measure(self, places: Iterable[int], scale: Tensor | None) -> dict[int, int]:
+        """Where the norms of the gradients are that there are now: place -> position."""
         parameters = self._samples.parameters
-        return [
-            (place, gradient)
+        gradients = {
+            place: gradient
             for place in places
             if (gradient := parameters[place].grad) is not None and parameters[place].requires_grad
-        ]
-
-    def _see(self, gradients: Iterable[tuple[int, Tensor]]) -> None:
-        for place, gradient in gradients:
-            self._seen[place] = weakref.ref(gradient), self._version(place, gradient)
-
-    def _version(self, place: int, gradient: Tensor) -> int:
-        return version(gradient) if place in self._samples.sharded else gradient._version
-
-    def _is_replaced(self, place: int, gradient: Tensor) -> bool:
-        return place not in self._seen or self._seen[place][0]() is not gradient
-
-    def _is_changed(self, place: int, gradient: Tensor) -> bool:
-        return self._seen[place][1] != self._version(place, gradient)
-
-    def _measure(self, gradients: dict[int, Tensor], scale: Tensor | None) -> None:
-        if not gradients:
-            return
-        self._see(gradients.items())
-        for places, norms in self._samples.gradient_norms(gradients):
+        }
+        positions: dict[int, int] = {}
+        for places_of, norms in self._samples.gradient_norms(gradients) if gradients else ():
             self._norms.append(norms if scale is None else norms / scale.to(norms))
-            self._latest.update((place, self._length + at) for place, at in places.items())
+            positions.update((place, self._length + at) for place, at in places_of.items())
             self._length += len(norms)
         # Of those whose elements are all on other ranks.
-        self._latest.update((place, -1) for place in gradients if not self._samples.has_elements(place))
+        positions.update((place, -1) for place in gradients if not self._samples.has_elements(place))
+        return positions

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -14,7 +15,9 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from ignite_monitor.checks import check_count, check_real, check_type
+from ignite_monitor.events.ledger import GradientsReady, OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
+from ignite_monitor.keys import WEIGHT_UPDATE
 from ignite_monitor.model.names import named_parameters, tags
 from ignite_monitor.model.optimizers import held_by
 from ignite_monitor.model.sharding import check_whole
@@ -42,7 +45,7 @@ class ParameterDiagnostics(NamedTuple):
     is_frozen: bool
 
 
-class WeightUpdateHandler(Monitor):
+class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
     r"""Watches how much each train step moves every parameter, and sums it up in a few values.
 
     The update ratio of a parameter is
@@ -55,34 +58,17 @@ class WeightUpdateHandler(Monitor):
     is that of the parameter's own last step, or where it had none of its last backward; gradients left over from an
     earlier iteration have none.
 
-    ==================================  ====================================================================
-    in ``engine.state.metrics``         meaning (0-dim tensors)
-    ==================================  ====================================================================
-    ``monitor/grad_median``             median over the parameters of their gradients' l2 norms
-    ``monitor/grad_p95``                nearest-rank 95th percentile of these
-    ``monitor/grad_min``                the smallest
-    ``monitor/grad_max``                the largest
-    ``monitor/vanishing_count``         parameters whose norm is below ``vanishing_grad_threshold``
-    ``monitor/exploding_count``         parameters whose norm is above ``exploding_grad_threshold``
-    ``monitor/update_ratio_median``     median over the parameters of their update ratios
-    ``monitor/update_ratio_p95``        nearest-rank 95th percentile of these
-    ``monitor/update_ratio_min``        the smallest
-    ``monitor/update_ratio_max``        the largest
-    ``monitor/frozen_count``            parameters that had a step and are frozen
-    ``monitor/topk_grad/{name}``        the norms of the ``top_k`` parameters with the largest
-    ``monitor/topk_frozen/{name}``      of the ``top_k`` parameters frozen longest, for how many monitored steps
-    ==================================  ====================================================================
+    {keys}
 
-    The last two kinds are named by values, so they appear once values are on the host: when a logger writes, or
-    :attr:`diagnostics` is read. The others wait for nothing.
+    The last two kinds are named by values, so they appear once values are on the host: on the CPU at once, elsewhere
+    when a logger writes, or :attr:`diagnostics` is read.
 
     A parameter is frozen once its update ratio has been at most ``frozen_update_ratio_threshold`` in
     ``frozen_patience_steps`` monitored steps in a row; a warning in the log names it. Only steps that were to move it
     count: of an optimizer that holds it, with ``requires_grad`` and a learning rate other than 0, and not those that a
     GradScaler or :class:`GradMonitor` leaves out. In an iteration without any, update ratios and ``frozen_count`` are
-    absent, or NaN where it is known on the device alone (a fused optimizer under a GradScaler). A parameter without a
-    new gradient counts as neither vanishing nor exploding; a gradient that is not finite has the norm inf, or none with
-    a ``scaler``, which looks after it.
+    absent. A parameter without a new gradient counts as neither vanishing nor exploding; a gradient that is not finite
+    has the norm inf, or none with a ``scaler``, which looks after it.
 
     **Sampling.** Of parameters with more than ``sample_size`` elements that many are looked at, at places derived from
     the parameter's name, the same in every run and on every rank; of a two-dimensional one that has more rows than
@@ -169,6 +155,7 @@ class WeightUpdateHandler(Monitor):
             )
 
         self._names = [name for name, _, _ in named_parameters(model)]
+        self._tags = tags(self._names)
         self._frozen = FrozenParameters(self._names, self.frozen_update_ratio_threshold, self.frozen_patience_steps)
         self._step: SampledTrainStep | None = None  # while a run lasts
         self._table: Tensor | None = None  # of the last monitored iteration: gradient norms, ratios, still
@@ -216,9 +203,6 @@ class WeightUpdateHandler(Monitor):
         self._frozen.load_state_dict(state_dict)
         self._step = None  # the counts are on the CPU now: the next iteration takes them to the device
 
-    def on_host(self) -> dict[str, float]:
-        return {name: value for name, value in super().on_host().items() if not math.isnan(value)}
-
     def detach(self) -> None:
         """Undo ``attach`` and ``log_to``; :attr:`diagnostics` keeps what it last knew."""
         super().detach()
@@ -259,36 +243,17 @@ class WeightUpdateHandler(Monitor):
         if self._frozen.changed(wait=True):
             self._warn()
 
-    def _on_gradients_ready(self, engine: Engine) -> None:
-        if (
-            not self._is_running
-            or self._step is None
-            or self._source is None
-            or id(self.model) not in self._source.reached
-        ):
-            return
-        scale = None
-        if self.scaler is not None:
-            scale = self.scaler.scale(torch.ones((), device=self._step.samples.device))
-        self._step.gradients_ready(scale, self._source.reached_parameters, self._source.stepping)
+    def _on_gradients_ready(self, engine: Engine, backward: GradientsReady) -> None:
+        if self._step is not None:
+            self._step.gradients_ready(backward.scale(self.scaler), backward.reached, backward.optimizer)
 
-    def _on_step_started(self, engine: Engine) -> None:
-        if (
-            self._is_running
-            and self._step is not None
-            and self._source is not None
-            and self._source.stepping is not None
-        ):
-            self._step.step_started(self._source.stepping, reduced=id(self.model) not in self._source.unreduced)
+    def _on_step_started(self, engine: Engine, step: OptimizerStep) -> None:
+        if self._step is not None:
+            self._step.step_started(step.optimizer, step.scale, step.ledger.reduced)
 
-    def _on_step_completed(self, engine: Engine) -> None:
-        if (
-            self._is_running
-            and self._step is not None
-            and self._source is not None
-            and self._source.stepping is not None
-        ):
-            self._step.step_completed(self._source.stepping)
+    def _on_step_completed(self, engine: Engine, step: OptimizerStep) -> None:
+        if self._step is not None:
+            self._step.step_completed(step.optimizer)
 
     def _on_train_step_completed(self, engine: Engine) -> None:
         if not self._is_running or self._step is None:
@@ -331,7 +296,7 @@ class WeightUpdateHandler(Monitor):
         if samples.names == self._names:
             return
         added = [name for name in samples.names if name not in set(self._names)]
-        self._names = samples.names
+        self._names, self._tags = samples.names, tags(samples.names)
         self._table = self._rows = None
         if added:
             self.logger.warning(
@@ -355,23 +320,23 @@ class WeightUpdateHandler(Monitor):
 
     # Values on the host
 
-    def carried(self) -> list[Tensor]:
+    def extra_transfer(self) -> list[Tensor]:
         return [] if self._table is None or not self.metrics else [self._table]
 
-    def receive(self, carried: list[list[float]]) -> dict[str, float]:
-        if not carried:
+    def on_transfer(self, extra: list[list[float]]) -> dict[str, float]:
+        if not extra:
             return {}
-        (flat,) = carried
+        (flat,) = extra
         count = len(self._names)
         self._rows = [flat[i * count : (i + 1) * count] for i in range(3)]
         norms, ratios, still = self._rows
         self._warn()
-        names = tags(self._names)
-        by_norm = sorted((place for place in range(count) if norms[place] >= 0), key=lambda place: -norms[place])
-        frozen = [place for place in range(count) if self._frozen.is_frozen(ratios[place], still[place])]
-        by_time = sorted(frozen, key=lambda place: -still[place])
-        return {f"topk_grad/{names[place]}": norms[place] for place in by_norm[: self.top_k]} | {
-            f"topk_frozen/{names[place]}": still[place] for place in by_time[: self.top_k]
+        with_norm = [index for index in range(count) if norms[index] >= 0]
+        largest = heapq.nlargest(self.top_k, with_norm, key=lambda index: norms[index])
+        frozen = [index for index in range(count) if self._frozen.is_frozen(ratios[index], still[index])]
+        longest = heapq.nlargest(self.top_k, frozen, key=lambda index: still[index])
+        return {f"topk_grad/{self._tags[index]}": norms[index] for index in largest} | {
+            f"topk_frozen/{self._tags[index]}": still[index] for index in longest
         }
 
     def _warn(self) -> None:
@@ -388,11 +353,9 @@ class WeightUpdateHandler(Monitor):
 
     def _look(self) -> list[list[float]] | None:
         if self._rows is None and self._table is not None:
-            if self.metrics:
-                self._host = None
-                self.on_host()
-            else:
-                self.receive([self._table.flatten().tolist()])
+            self.on_host()
+            if self._rows is None:  # nothing is published, as after the run
+                self.on_transfer([self._table.flatten().tolist()])
         return self._rows
 
 

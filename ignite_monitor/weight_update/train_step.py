@@ -96,19 +96,18 @@ class SampledTrainStep:
             self._stepped.met_gradients(stepping)
         self._gradients.gradients_ready(scale, reached)
 
-    def step_started(self, optimizer: Optimizer, reduced: bool) -> None:
+    def step_started(self, optimizer: Optimizer, scale: Tensor | None, reduced: bool) -> None:
         """An optimizer is about to make its step with the gradients that are there.
 
         Args:
+            scale: what those are scaled by that no backward has made; None for 1.
             reduced: whether they are the same on every rank.
         """
         if optimizer not in self._optimizers:
             self._optimizers.add(optimizer)
             self._keep_copies(optimizer)
         places = self._stepped.started(optimizer)
-        if reduced:
-            # Of those set by hand. Fused optimizers are given what to unscale them by.
-            self._gradients.step_started(places, getattr(optimizer, "grad_scale", None))
+        self._gradients.step_started(places, scale, reduced)
 
     def step_completed(self, optimizer: Optimizer) -> None:
         """The optimizer has returned from its step."""

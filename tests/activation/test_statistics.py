@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ignite_monitor.activation import observations, stacks
-from ignite_monitor.activation.aggregation import Aggregation, numbers_of
-from ignite_monitor.activation.observations import Observations
+from ignite_monitor.activation import observations
+from ignite_monitor.activation.measurement import Measurement
+from ignite_monitor.activation.metric import MetricSet
+from ignite_monitor.activation.observations import Observations, statistics_of
 from ignite_monitor.activation.statistics import STATISTICS
 
 
@@ -42,11 +43,13 @@ def observed(parts: dict[str, list[Tensor]], **kwargs) -> dict[str, dict[str, fl
             if i < len(tensors):
                 seen.add(name, tensors[i])
         seen.flush()
-    table = seen.table()
-    return {
-        name: dict(zip(STATISTICS, row, strict=True))
-        for name, row in zip(table.names, table.statistics().tolist(), strict=True)
-    }
+    return by_name(seen)
+
+
+def by_name(seen: Observations) -> dict[str, dict[str, float]]:
+    sums, units = seen.result()
+    rows = statistics_of(sums, units).tolist()
+    return {name: dict(zip(STATISTICS, row, strict=True)) for name, row in zip(sums.names, rows, strict=True)}
 
 
 def randn(*shape, seed=0, dtype=torch.float32):
@@ -124,7 +127,7 @@ def test_what_is_seen_is_a_copy():
     seen, x = Observations(), torch.full((3, 4), -2.0)
     seen.add("x", x)
     x.relu_()
-    assert seen.table().statistics()[0, 0] == -2
+    assert by_name(seen)["x"]["mean"] == -2
 
 
 def test_names_that_come_in_another_order_each_time(monkeypatch):
@@ -137,23 +140,20 @@ def test_names_that_come_in_another_order_each_time(monkeypatch):
             parts[name].append(randn(4, 5 + i % 2, seed=i).relu())
             seen.add(name, parts[name][-1])
         seen.flush()
-    table = seen.table()
-    for name, row in zip(table.names, table.statistics().tolist(), strict=True):
-        assert dict(zip(STATISTICS, row, strict=True)) == pytest.approx(expected(parts[name]), rel=1e-6), name
+    for name, found in by_name(seen).items():
+        assert found == pytest.approx(expected(parts[name]), rel=1e-6), name
 
 
 @pytest.mark.parametrize("count", [1, 3, 50])
 def test_aggregates(count):
     values, weights = randn(count, dtype=torch.float64), [float(i % 3 + 1) for i in range(count)]
-    seen = Aggregation()
+    found = {}
     for how in ("mean", "sum", "max", "min", "last"):
+        measurement = Measurement("own", MetricSet("activations", {}, (), how))
         for value, weight in zip(values, weights, strict=True):
-            seen.add(how, value, weight, how)
-    found = {
-        name: float(each)
-        for names, numbers in numbers_of(seen.parts())
-        for name, each in zip(names, numbers, strict=True)
-    }
+            measurement.record(how, value.expand(int(weight)), torch.device("cpu"))
+        ((names, (number,)),) = measurement.values()
+        found[names[0].removeprefix("own/")] = float(number)
     numbers = values.tolist()
     assert found == pytest.approx({
         "mean": sum(v * w for v, w in zip(numbers, weights, strict=True)) / sum(weights),
@@ -164,7 +164,7 @@ def test_aggregates(count):
 @pytest.mark.parametrize("limits", [{"_BYTES": 5000}, {"_STACK_BYTES": 2000}, {"_ROWS": 1}, {}])
 def test_numbers_are_the_same_whatever_room_there_is_for_copies(monkeypatch, limits):
     for name, value in limits.items():
-        monkeypatch.setattr(stacks, name, value)
+        monkeypatch.setattr(observations, name, value)
     parts = {f"x{i}": [randn(4, 3 + i % 5, seed=i), randn(3, 3 + i % 5, seed=100 + i)] for i in range(40)}
     found = observed(parts)
     for name, own in parts.items():
@@ -172,21 +172,21 @@ def test_numbers_are_the_same_whatever_room_there_is_for_copies(monkeypatch, lim
 
 
 def test_copies_do_not_pile_up_with_ever_other_shapes(monkeypatch):
-    monkeypatch.setattr(stacks, "_BYTES", 50_000)
-    monkeypatch.setattr(stacks, "_STACK_BYTES", 10_000)
-    kept = stacks.Stacks()
+    monkeypatch.setattr(observations, "_BYTES", 50_000)
+    monkeypatch.setattr(observations, "_STACK_BYTES", 10_000)
+    seen = Observations()
     for length in range(1, 200):
-        kept.grow(torch.zeros(length), 1)
-        assert kept.bytes <= 50_000
+        seen.add("x", torch.zeros(length))
+        assert sum(stack.tensor.nbytes for stack in seen._stacks.values()) <= 50_000
 
 
 def test_what_an_error_has_cut_short_is_forgotten():
     seen = Observations()
     seen.add("x", torch.ones(3, 4))
     seen.clear()
-    assert seen.table() is None
+    assert seen.result() is None
     seen.add("x", torch.full((3, 4), 5.0))
-    assert seen.table().statistics()[0, 0] == 5
+    assert by_name(seen)["x"]["mean"] == 5
 
 
 def test_inference_mode_on_and_off():
@@ -195,7 +195,7 @@ def test_inference_mode_on_and_off():
         seen.add("x", torch.ones(3, 4))
         seen.add_all(["y", "z"], torch.ones(2, 3, 4))
     seen.add("x", torch.full((3, 4), 3.0, requires_grad=True).detach())
-    assert seen.table().statistics()[:, 0].tolist() == [2, 1, 1]
+    assert {name: found["mean"] for name, found in by_name(seen).items()} == {"x": 2, "y": 1, "z": 1}
 
 
 @pytest.mark.parametrize("size", [6, 70_000])
@@ -213,7 +213,7 @@ def test_integers_are_the_numbers_they_are(dtype, low, high, size):
     numbers = torch.tensor([low, high, high], dtype=dtype).repeat(size)
     seen = Observations(with_units=False)
     seen.add("x", numbers)
-    mean, std, _, largest, _, nonfinite = seen.table().statistics()[0].tolist()
+    mean, std, _, largest, _, nonfinite = by_name(seen)["x"].values()
     assert mean == pytest.approx((low + 2 * high) / 3)
     assert std == pytest.approx(numbers.double().std().item())
     assert largest == max(abs(low), abs(high))

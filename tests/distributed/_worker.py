@@ -187,12 +187,12 @@ def fsdp_without_sync(rank: int) -> dict[str, Any]:
     return train(model, rank, micro=2, quiet=quiet)
 
 
-def leaving_out(model: nn.Module, rank: int | None) -> dict[str, Any]:
-    """A train step that leaves a spike's step out, and sets gradients to zero in place."""
+def leaving_out(model: nn.Module, rank: int | None, set_to_none: bool = False) -> dict[str, Any]:
+    """A train step that leaves a spike's step out, and sets gradients to zero, in place or not."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
 
     def train_step(engine, batch):
-        optimizer.zero_grad(set_to_none=False)
+        optimizer.zero_grad(set_to_none)
         x, y = local(batch, rank)
         F.mse_loss(model(x), y).backward()
         if not engine.state.unhealthy_spike:
@@ -387,7 +387,13 @@ SCENARIOS: dict[str, Any] = {
     "skip fsdp fused": skipping(fsdp, optimizer=fused),
     "leaving out ddp": lambda rank: leaving_out(ddp(), rank),
     "leaving out fsdp": lambda rank: leaving_out(fsdp(), rank),
+    "leaving out fsdp set to none": lambda rank: leaving_out(fsdp(), rank, set_to_none=True),
+    "leaving out ddp bucket view": lambda rank: leaving_out(ddp(gradient_as_bucket_view=True), rank),
+    "leaving out ddp bucket view set to none": lambda rank: leaving_out(
+        ddp(gradient_as_bucket_view=True), rank, set_to_none=True
+    ),
     "accumulating ddp": lambda rank: accumulating(ddp(), rank),
+    "accumulating ddp bucket view": lambda rank: accumulating(ddp(gradient_as_bucket_view=True), rank),
     "accumulating fsdp": lambda rank: accumulating(fsdp(), rank),
     "accumulating fsdp zeroed in place": lambda rank: accumulating(fsdp(), rank, zero=True),
     "sum": lambda rank: different_parameters(rank, reduction="sum"),

@@ -28,11 +28,114 @@ def calm(n, level=1.0, seed=0):
 def test_a_spike_enters_the_statistics_clipped_to_the_threshold_it_exceeded():
     norms = calm(30)
     limit = np.mean(norms) + 3 * np.std(norms, ddof=1)
-    detector = SpikeDetector(MeanStdThreshold())
+    detector = SpikeDetector(MeanStdThreshold(k=3.0, decay=None))
     assert judge_all(detector, [*norms, 100.0]) == [False] * 30 + [True]
     moments = detector.rule.moments
     np.testing.assert_allclose(moments.mean.item(), np.mean([*norms, limit]), rtol=1e-12)
     np.testing.assert_allclose(moments.std.item(), np.std([*norms, limit], ddof=1), rtol=1e-12)
+
+
+class Oracle:
+    """The rule over its whole history, in Python floats: of spikes in a row only the first enters, clipped."""
+
+    def __init__(self, k, warmup, decay, patience):
+        self.k, self.warmup, self.decay, self.patience = k, warmup, decay, patience
+        self.history, self.row, self.suspended, self.restarts = [], 0, False, 0
+
+    def limit(self):
+        if len(self.history) < self.warmup:
+            return math.inf
+        weights = [self.decay ** (len(self.history) - 1 - i) for i in range(len(self.history))]
+        total = math.fsum(weights)
+        mean = math.fsum(w * x for w, x in zip(weights, self.history, strict=True)) / total
+        spread = math.fsum(w * (x - mean) ** 2 for w, x in zip(weights, self.history, strict=True))
+        return mean + self.k * math.sqrt(spread / (total - math.fsum(w * w for w in weights) / total))
+
+    def spike(self, norm):
+        limit = self.limit()
+        if not math.isfinite(norm):
+            return True
+        if norm <= limit < math.inf:
+            self.suspended = False
+        if self.suspended or norm <= limit:
+            self.row = 0
+            self.history.append(norm)
+            return False
+        self.row += 1
+        if self.row == self.patience:
+            self.history, self.row, self.suspended = [norm], 0, True
+            self.restarts += 1
+        elif self.row == 1:
+            self.history.append(limit)
+        return True
+
+
+@pytest.mark.parametrize("decay", [1.0, 0.99, 0.9])
+@pytest.mark.parametrize("patience", [1, 4, 10])
+def test_of_spikes_in_a_row_only_the_first_enters(decay, patience):
+    random = np.random.default_rng(patience)
+    norms = random.lognormal(sigma=0.3, size=400)
+    norms[random.random(400) < 0.05] *= 8
+    norms[[60, 61, 62, 150]] = [9.0, math.nan, 9.0, math.inf]
+    norms[200:207] *= 20  # a row shorter than the longest patience
+    norms[300:] *= 30  # a new level
+    oracle = Oracle(3.0, 20, decay, patience)
+    detector = SpikeDetector(
+        MeanStdThreshold(decay=None if decay == 1.0 else decay, k=3.0), max_consecutive_spikes=patience
+    )
+    for norm in norms.tolist():
+        before = oracle.restarts
+        limit, said = oracle.limit(), oracle.spike(norm)
+        verdict = detector.judge(torch.tensor(norm, dtype=torch.float64))
+        detector.observe(verdict)
+        np.testing.assert_allclose(verdict.limit.item(), limit, rtol=1e-9)
+        assert bool(verdict.spike) == said
+        assert bool(verdict.level_changed) == (oracle.restarts > before)
+        assert detector.rule.moments.count.item() == len(oracle.history)
+    assert oracle.restarts > 0
+    assert detector.restarts.item() == oracle.restarts
+
+
+def test_a_row_does_not_widen_its_own_threshold():
+    # With a decay of 0.99 and all of them in the statistics, seven norms of a bad level are learned without a word.
+    detector = SpikeDetector(MeanStdThreshold(k=6.0, decay=0.99))
+    assert judge_all(detector, [*calm(100), *[3.0] * 10]) == [False] * 100 + [True] * 10
+    assert detector.restarts.item() == 1
+
+
+def test_a_verdict_tells_where_the_level_changes():
+    detector, told = SpikeDetector(StaticThreshold(2.0), max_consecutive_spikes=3), []
+    for norm in [5.0, 5.0, 5.0, 5.0, 1.0, 5.0, 1.0, 5.0, math.nan, 5.0, 5.0, 5.0]:
+        verdict = detector.judge(torch.tensor(norm, dtype=torch.float64))
+        detector.observe(verdict)
+        told.append(bool(verdict.level_changed))
+    assert [i for i, changed in enumerate(told) if changed] == [2, 10]
+
+
+def test_values_side_by_side_are_judged_like_each_alone():
+    random = np.random.default_rng(0)
+    columns = random.lognormal(sigma=0.3, size=(300, 5)) * [1e-6, 1.0, 3.0, 1e4, 1.0]
+    columns[random.random((300, 5)) < 0.03] *= 10
+    columns[150:, 2] *= 40
+    columns[[50, 80], [1, 4]] = [math.nan, math.inf]
+    alone = [SpikeDetector(MeanStdThreshold(k=4.0)) for _ in range(5)]
+    together = SpikeDetector(MeanStdThreshold(k=4.0))
+    when = random.random((300, 5)) < 0.9
+    for row, use in zip(columns, when, strict=True):
+        verdict = together.judge(torch.tensor(row))
+        together.observe(verdict, torch.tensor(use))
+        for i, (detector, value) in enumerate(zip(alone, row, strict=True)):
+            own = detector.judge(torch.tensor(value))
+            assert bool(verdict.spike[i]) == bool(own.spike)
+            np.testing.assert_allclose(verdict.threshold[i].item(), own.threshold.item(), rtol=1e-12)
+            detector.observe(own, torch.tensor(use[i]))
+    assert together.spike_count.tolist() == [detector.spike_count.item() for detector in alone]
+    assert together.restarts.tolist() == [0, 0, 1, 0, 0]
+    saved = SpikeDetector(MeanStdThreshold(k=4.0))
+    saved.to(torch.zeros(5, dtype=torch.float64))
+    saved.load_state_dict(together.state_dict())
+    verdicts = [each.judge(torch.tensor(columns[7])) for each in (saved, together)]
+    assert torch.equal(verdicts[0].threshold, verdicts[1].threshold)
 
 
 def test_one_spike_does_not_hide_the_next():
@@ -89,7 +192,7 @@ def test_judging_changes_nothing():
     before = detector.state_dict()
     first = detector.judge(torch.tensor(9.0, dtype=torch.float64))
     second = detector.judge(torch.tensor(9.0, dtype=torch.float64))
-    assert first == second
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
     assert detector.state_dict() == before
 
 

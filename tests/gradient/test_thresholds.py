@@ -25,7 +25,7 @@ NORMS = np.random.default_rng(0).lognormal(size=60)
 
 
 def test_mean_plus_k_std_of_the_norms_before():
-    thresholds = feed(MeanStdThreshold(k=2.5, warmup=10), NORMS)
+    thresholds = feed(MeanStdThreshold(k=2.5, warmup=10, decay=None), NORMS)
     expected = [math.inf] * 10 + [NORMS[:i].mean() + 2.5 * NORMS[:i].std(ddof=1) for i in range(10, 60)]
     np.testing.assert_allclose(thresholds, expected, rtol=1e-12)
 
@@ -141,7 +141,8 @@ class Multiple(ThresholdRule):
 @pytest.mark.parametrize(
     ("rule", "told"),
     [
-        (MeanStdThreshold(k=6), "MeanStdThreshold(k=6.0, warmup=20, decay=None)"),
+        (MeanStdThreshold(k=3, decay=None), "MeanStdThreshold(k=3.0, warmup=20, decay=None)"),
+        (MeanStdThreshold(), "MeanStdThreshold(k=6.0, warmup=20, decay=0.99)"),
         (MeanStdThreshold(2.5, 7, 0.9), "MeanStdThreshold(k=2.5, warmup=7, decay=0.9)"),
         (StaticThreshold(3), "StaticThreshold(value=3.0)"),
         (RobustThreshold(k=2), "RobustThreshold(k=2.0, warmup=20, decay=0.99, least=2.0)"),

@@ -146,12 +146,10 @@ class Judge:
         entering = min(norm, verdict.threshold) if spike else norm
         if self.rule.halves and spike:
             entering = (verdict.mean + entering) / 2
-        elif self.rule.halves and self.history:
-            # What equals the rule's limit to the last bit counts as clipped to it.
-            limit = self.rule.limit(self.history, verdict.mean, math.nan)
-            self.unsure |= math.isclose(norm, limit, abs_tol=SMALLEST) and not math.isclose(norm, verdict.mean)
         if self.consecutive >= self.max_consecutive:
             self.history, self.consecutive, self.suspended = [], 0, True
             entering = norm
+        elif self.consecutive > 1:  # a row must not widen its own threshold
+            return
         if entering <= LARGEST:
             self.history.append(entering)

@@ -108,7 +108,10 @@ class Truth:
         return self.case.precision == "scaler" and not math.isfinite(norm_of(gradients))
 
     def _judged(self, prefix: str, fact: dict[str, Any]) -> dict[str, float]:
-        """One norm enters the statistics per step; what is still accumulating is judged, and does not enter."""
+        """One norm enters the statistics per step; what is still accumulating is judged, and does not enter.
+
+        That is published only where it is flagged, or not finite.
+        """
         norm = norm_of(fact["gradients"][name] for name in self._optimizers[prefix][1])
         judge, counts = self._judges[prefix], self._counts[prefix]
         if not fact["steps"]:
@@ -120,7 +123,11 @@ class Truth:
         self.flags[prefix] = values["spike"] == 1
         counts["spike"] += self.flags[prefix]
         counts["nonfinite"] += overflow
-        counts["skipped"] += fact["steps"] and self.case.skip and self.flags[prefix]
+        skipped = fact["steps"] and self.case.skip and self.flags[prefix]
+        counts["skipped"] += skipped
+        if not (fact["steps"] or self.flags[prefix] or overflow):
+            return {}
+        values["stepped"] = float(fact["steps"] and not skipped and not (overflow and self.case.precision == "scaler"))
         values |= {"norm": norm} | {f"{name}_count": float(count) for name, count in counts.items()}
         return {f"{prefix}/{name}": value for name, value in values.items()}
 

@@ -1,21 +1,21 @@
-"""Train steps made of drawn operations: running them, and what the contract says of each moment in them.
+"""Train steps made of drawn operations: running them, and recording what happens in them.
 
-A program is run twice: with monitors on one model, and without on another. :class:`Truth` follows the second one, told
-by the program itself what it does, and computes in float64.
+A program is run twice: with monitors on one model, and without on another. Of the second run :class:`Training` keeps a
+list of events, told by the program itself what it does, with norms in float64. What monitors are to say of that list
+stands in :mod:`tests.hard_use._window_truth`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from ignite.engine import Engine
 from torch import Tensor, nn
-
-from tests.hard_use._judge import Judge, Rule, Verdict
 
 HEADS = ("a", "b")
 
@@ -42,7 +42,10 @@ class Net(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Backward:
-    """One backward pass or two, on the losses of some heads, of the heads alone or with the body."""
+    """One backward pass or two, on the losses of some heads, of the heads alone or with the body.
+
+    With ``through`` the input comes from the other model, as in a GAN; where there is none it makes no difference.
+    """
 
     heads: str
     body: bool = True
@@ -50,6 +53,7 @@ class Backward:
     create_graph: bool = False
     penalty: bool = False
     factor: float = 1.0
+    through: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,19 +61,35 @@ class ByHand:
     """``torch.autograd.grad``, with what it gives put in the gradients' place or not."""
 
     heads: str
-    put: bool
+    put: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimated:
+    """A step with gradients made in inference mode, as evolution strategies do, which are taken away after it."""
+
+    optimizer: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Zero:
     optimizer: int | None  # None for the whole model
-    set_to_none: bool
+    how: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Clip:
     optimizer: int
     norm: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Replace:
+    """Gradients made larger or smaller, or noised, in place or not."""
+
+    optimizer: int
+    factor: float
+    how: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,11 +107,48 @@ class Closure:
 
 
 @dataclasses.dataclass(frozen=True)
+class Sam:
+    """Sharpness-aware minimization: the gradient at a neighbouring point."""
+
+    optimizer: int
+    heads: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Aside:
     """What has nothing to do with gradients: a pass under no_grad, or another engine."""
 
     kind: str
 
+
+def replaced_out_of_place(parameter: nn.Parameter, gradient: Tensor) -> None:
+    parameter.grad = gradient.clone()
+
+
+def written_in_place(parameter: nn.Parameter, gradient: Tensor) -> None:
+    with torch.no_grad():
+        parameter.grad.copy_(gradient)
+
+
+def copied_into_data(parameter: nn.Parameter, gradient: Tensor) -> None:
+    parameter.grad.data.copy_(gradient)
+
+
+def given_as_data(parameter: nn.Parameter, gradient: Tensor) -> None:
+    parameter.grad.data = gradient.clone()
+
+
+def written_by_numpy(parameter: nn.Parameter, gradient: Tensor) -> None:
+    parameter.grad.detach().numpy()[...] = gradient.numpy()
+
+
+PUT: dict[str, Callable[[nn.Parameter, Tensor], None]] = {
+    "=": replaced_out_of_place,
+    "copy_": written_in_place,
+    "data.copy_": copied_into_data,
+    "data=": given_as_data,
+    "numpy": written_by_numpy,
+}
 
 _LOSSES = st.sampled_from(["a", "b", "ab"])
 _BACKWARDS = st.builds(
@@ -102,17 +159,24 @@ _BACKWARDS = st.builds(
     st.sampled_from([False, False, False, True]),
     st.sampled_from([False, False, False, True]),
     st.sampled_from([1.0, 1.0, 30.0]),
+    st.sampled_from([False, False, True]),
 )
-_WHICH = st.integers(0, 1)
+_WHICH = st.integers(0, 2)
+_STEPS = st.builds(Step, _WHICH, st.sampled_from([None, 0.01, 1e6]))
 OPERATIONS = st.one_of(
     _BACKWARDS,
     _BACKWARDS,
-    st.builds(Step, _WHICH, st.sampled_from([None, 0.01, 1e6])),
-    st.builds(Step, _WHICH, st.sampled_from([None, 0.01, 1e6])),
-    st.builds(Zero, st.sampled_from([None, None, 0, 1]), st.just(True)),
+    _STEPS,
+    _STEPS,
+    st.builds(
+        Zero, st.sampled_from([None, None, 0, 1, 2]), st.sampled_from(["none", "zero", "zero_", "data", "numpy"])
+    ),
     st.builds(Clip, _WHICH, st.sampled_from([0.01, 1e6])),
-    st.builds(ByHand, _LOSSES, st.booleans()),
+    st.builds(Replace, _WHICH, st.sampled_from([0.0, 0.01, 1.0, 30.0]), st.sampled_from([*PUT, "noise"])),
+    st.builds(ByHand, _LOSSES, st.sampled_from([None, *PUT])),
+    st.builds(Estimated, _WHICH),
     st.builds(Closure, _WHICH, _LOSSES),
+    st.builds(Sam, _WHICH, _LOSSES),
     st.builds(Aside, st.sampled_from(["no_grad", "evaluator", "trainer"])),
 )
 
@@ -125,140 +189,223 @@ class Setting:
     optimizers: tuple[str, ...]  # their kinds: one for all parameters, or one for body and a, one for b
     watched: int | None  # the optimizer that the monitors are given
     zeroing: bool | None  # how an iteration starts: zero_grad(set_to_none=...), or not at all
+    other: bool = False  # whether there is a second model with an optimizer and a monitor of its own
+    every: int = 1  # which iterations are monitored
 
 
 SETTINGS = st.builds(
     Setting,
     st.sampled_from(["", "", "a.bias", "b.0", "body"]),
     st.sampled_from([("sgd",), ("sgd", "adamw"), ("adamw", "sgd"), ("lbfgs",), ("fused",)]),
-    st.sampled_from([None, 0, 0]),
+    st.sampled_from([None, 0, 0, 1]),
     st.sampled_from([True, False, None]),
+    st.sampled_from([False, True]),
+    st.sampled_from([1, 1, 2, 3]),
 )
 PROGRAMS = st.lists(st.lists(OPERATIONS, max_size=5), min_size=2, max_size=6)
+KINDS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "sgd": lambda group: torch.optim.SGD(group, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "adamw": lambda group: torch.optim.AdamW(group, lr=0.01),
+    "fused": lambda group: torch.optim.AdamW(group, lr=0.01, fused=True),
+    "lbfgs": lambda group: torch.optim.LBFGS(group, lr=0.1, max_iter=3),
+}
 
 
-def make_optimizers(model: Net, setting: Setting) -> list[torch.optim.Optimizer]:
-    groups = [list(model.parameters())]
-    if len(setting.optimizers) > 1:
-        groups = [[*model.body.parameters(), *model.a.parameters()], list(model.b.parameters())]
-    kinds = {
-        "sgd": lambda group: torch.optim.SGD(group, lr=0.05, momentum=0.9, weight_decay=0.01),
-        "adamw": lambda group: torch.optim.AdamW(group, lr=0.01),
-        "fused": lambda group: torch.optim.AdamW(group, lr=0.01, fused=True),
-        "lbfgs": lambda group: torch.optim.LBFGS(group, lr=0.1, max_iter=3),
-    }
-    return [kinds[kind](group) for kind, group in zip(setting.optimizers, groups, strict=True)]
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """What happens in a run, in order.
 
+    Args:
+        kind: "iteration" starts, "backward" ends, "step" starts (with a closure, when that has returned first),
+            "stepped", the train step has "returned", and a "moment" at which monitors are asked.
+        optimizer: whose step it is, or in whose step the backward is.
+        reached: names of the parameters that a backward reached.
+        before: names of those that had a gradient other than zero before it.
+        norms: of the gradients that there are now, by name.
+        weights: at "iteration" and "returned", by name.
+    """
 
-class Watcher:
-    """Is told what a program does."""
-
-    def iteration_started(self) -> None: ...
-    def backward_ended(self, reached: set[str], create_graph: bool) -> None: ...
-    def put_by_hand(self, names: set[str]) -> None: ...
-    def zeroed(self, names: set[str], to_none: bool) -> None: ...
-    def clipped(self, names: set[str]) -> None: ...
-    def step_started(self, optimizer: int) -> None: ...
-    def step_completed(self, optimizer: int) -> None: ...
-    def moment(self) -> None: ...
-    def iteration_completed(self) -> None: ...
+    kind: str
+    optimizer: int | None = None
+    reached: frozenset[str] = frozenset()
+    before: frozenset[str] = frozenset()
+    norms: dict[str, float] = dataclasses.field(default_factory=dict)
+    weights: dict[str, Tensor] = dataclasses.field(default_factory=dict)
 
 
 class Training:
-    """A model that a program trains.
+    """A model that a program trains, beside another one whose output may be its input.
 
     Args:
         setting: how.
         program: the operations of each iteration.
-        watcher: is told of them.
+        at_moment: is called at each moment.
+
+    Attributes:
+        events: what has happened.
+        optimizers: those of the model and, last, that of the other one where there is one.
     """
 
-    def __init__(self, setting: Setting, program: list[list[Any]], watcher: Watcher) -> None:
-        self.setting, self.program, self.watcher = setting, program, watcher
+    def __init__(
+        self, setting: Setting, program: list[list[Any]], at_moment: Callable[[], None] = lambda: None
+    ) -> None:
+        self.setting, self.program, self.at_moment = setting, program, at_moment
         self.model = Net(setting.frozen)
-        self.optimizers = make_optimizers(self.model, setting)
-        self.names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        self.other = nn.Linear(3, 3).double()
+        groups = [list(self.model.parameters())]
+        if len(setting.optimizers) > 1:
+            groups = [[*self.model.body.parameters(), *self.model.a.parameters()], list(self.model.b.parameters())]
+        self.optimizers = [KINDS[kind](group) for kind, group in zip(setting.optimizers, groups, strict=True)]
+        self.kinds = [*setting.optimizers]
+        if setting.other:
+            self.optimizers.append(KINDS["sgd"](list(self.other.parameters())))
+            self.kinds.append("sgd")
+        self.parameters = dict(self.model.named_parameters())
+        self.parameters |= {f"other.{name}": each for name, each in self.other.named_parameters()}
+        self.names = {id(parameter): name for name, parameter in self.parameters.items()}
         generator = torch.Generator().manual_seed(1)
         self.batches = [torch.randn(5, 3, generator=generator).double() for _ in program]
+        self.events: list[Event] = []
+        self._evaluating: int | None = None
         self.engine = Engine(self.train_step)
 
     @property
-    def watched(self) -> torch.optim.Optimizer | None:
-        return None if self.setting.watched is None else self.optimizers[self.setting.watched]
+    def watched(self) -> int | None:
+        """The place of the optimizer that the monitors are given."""
+        return None if self.setting.watched is None else self.setting.watched % len(self.setting.optimizers)
 
     def run(self) -> None:
         self.engine.run(self.batches, max_epochs=1)
 
     def train_step(self, engine: Engine, x: Tensor) -> None:
-        self.watcher.iteration_started()
+        self._happens("iteration", weights=self._weights())
+        self.moment()
         if self.setting.zeroing is not None:
-            self._zero(Zero(None, self.setting.zeroing))
+            self._zero(Zero(None, "none" if self.setting.zeroing else "zero"))
         for operation in self.program[engine.state.iteration - 1]:
             getattr(self, f"_{type(operation).__name__.lower()}")(operation, x)
-            self.watcher.moment()
+            self.moment()
+        self._happens("returned", weights=self._weights())
+
+    def moment(self) -> None:
+        self._happens("moment")
+        self.at_moment()
 
     def held_by(self, optimizer: int) -> list[nn.Parameter]:
         return [each for group in self.optimizers[optimizer].param_groups for each in group["params"]]
 
-    def _names_of(self, parameters: Any) -> set[str]:
-        return {self.names[id(each)] for each in parameters if each.requires_grad}
+    def names_of(self, parameters: Any) -> frozenset[str]:
+        return frozenset(self.names[id(each)] for each in parameters if each.requires_grad)
 
-    def _reached(self, heads: str, body: bool) -> set[str]:
+    def _happens(self, kind: str, **what: Any) -> None:
+        gradients = {name: each.grad for name, each in self.parameters.items()}
+        norms = {name: _norm(each) for name, each in gradients.items() if each is not None}
+        self.events.append(Event(kind, norms=norms, **what))
+
+    def _weights(self) -> dict[str, Tensor]:
+        return {name: each.detach().double().clone() for name, each in self.parameters.items()}
+
+    def _nonzero(self) -> frozenset[str]:
+        return frozenset(
+            name for name, each in self.parameters.items() if each.grad is not None and bool(each.grad.count_nonzero())
+        )
+
+    def _place(self, optimizer: int) -> int:
+        return optimizer % len(self.optimizers)
+
+    def _with_gradient(self, optimizer: int) -> list[nn.Parameter]:
+        return [each for each in self.held_by(self._place(optimizer)) if each.grad is not None]
+
+    def _reached(self, heads: str, body: bool) -> frozenset[str]:
         modules = [*([self.model.body] if body else []), *(getattr(self.model, head) for head in heads)]
-        return self._names_of(parameter for module in modules for parameter in module.parameters())
+        return self.names_of(parameter for module in modules for parameter in module.parameters())
+
+    def _run_backward(self, loss: Tensor, reached: frozenset[str], **options: Any) -> None:
+        before = self._nonzero()
+        loss.backward(**options)
+        self._happens("backward", optimizer=self._evaluating, reached=reached, before=before)
+        self.moment()
+
+    # Operations
 
     def _backward(self, operation: Backward, x: Tensor) -> None:
         reached = self._reached(operation.heads, operation.body)
+        through = operation.through and operation.body and self.setting.other
+        if through:
+            reached |= self.names_of(self.other.parameters())
         if not reached:
             return
+        x = self.other(x) if through else x
         loss = sum(self.model(x, operation.heads, operation.body).values()) * operation.factor
         if operation.penalty:
-            inputs = [each for name, each in self.model.named_parameters() if name in reached]
+            inputs = [self.parameters[name] for name in sorted(reached)]
             slopes = torch.autograd.grad(loss, inputs, create_graph=True)
             loss = loss + 0.1 * sum(slope.square().sum() for slope in slopes)
         for time in range(operation.times):
-            loss.backward(retain_graph=time + 1 < operation.times, create_graph=operation.create_graph)
-            self.watcher.backward_ended(reached, operation.create_graph)
-            self.watcher.moment()
+            retained = time + 1 < operation.times
+            self._run_backward(loss, reached, retain_graph=retained, create_graph=operation.create_graph)
 
     def _byhand(self, operation: ByHand, x: Tensor) -> None:
         reached = self._reached(operation.heads, True)
         if not reached:
             return
-        inputs = [each for name, each in self.model.named_parameters() if name in reached]
+        inputs = [self.parameters[name] for name in sorted(reached)]
         slopes = torch.autograd.grad(sum(self.model(x, operation.heads).values()), inputs)
         if operation.put:
             for parameter, slope in zip(inputs, slopes, strict=True):
-                parameter.grad = slope
-            self.watcher.put_by_hand(reached)
+                PUT["=" if parameter.grad is None else operation.put](parameter, slope)
+
+    def _estimated(self, operation: Estimated, x: Tensor) -> None:
+        place = self._place(operation.optimizer)
+        if self.kinds[place] == "lbfgs":
+            return
+        with torch.inference_mode():
+            for parameter in self.held_by(place):
+                parameter.grad = 0.1 * torch.ones_like(parameter) if parameter.requires_grad else None
+        self._make_step(place)
+        for parameter in self.held_by(place):
+            parameter.grad = None
 
     def _zero(self, operation: Zero, x: Tensor | None = None) -> None:
-        if operation.optimizer is None:
-            parameters = list(self.model.parameters())
-            self.model.zero_grad(operation.set_to_none)
-        else:
-            parameters = self.held_by(operation.optimizer % len(self.optimizers))
-            self.optimizers[operation.optimizer % len(self.optimizers)].zero_grad(operation.set_to_none)
-        self.watcher.zeroed(self._names_of(parameters), operation.set_to_none)
+        whole = self.model if operation.optimizer is None else self.optimizers[self._place(operation.optimizer)]
+        if operation.how in ("none", "zero"):
+            whole.zero_grad(set_to_none=operation.how == "none")
+            return
+        held = self.model.parameters() if operation.optimizer is None else self._with_gradient(operation.optimizer)
+        for parameter in held:
+            if parameter.grad is not None:
+                how = {"zero_": "copy_", "data": "data.copy_", "numpy": "numpy"}[operation.how]
+                PUT[how](parameter, torch.zeros_like(parameter.grad, requires_grad=False).detach())
+
+    def _replace(self, operation: Replace, x: Tensor) -> None:
+        for parameter in self._with_gradient(operation.optimizer):
+            gradient = parameter.grad.detach()
+            if operation.how == "noise":
+                PUT["="](
+                    parameter, gradient + operation.factor * torch.linspace(-1, 1, gradient.numel()).view_as(gradient)
+                )
+            else:
+                PUT[operation.how](parameter, gradient * operation.factor)
 
     def _step(self, operation: Step, x: Tensor) -> None:
-        place = operation.optimizer % len(self.optimizers)
-        if self.setting.optimizers[place] == "lbfgs":
+        place = self._place(operation.optimizer)
+        if self.kinds[place] == "lbfgs":
             self._closure(Closure(place, "ab"), x)
             return
         if operation.clip is not None:
             self._clip(Clip(place, operation.clip))
-        self.watcher.step_started(place)
+        self._make_step(place)
+
+    def _make_step(self, place: int) -> None:
+        self._happens("step", optimizer=place)
         self.optimizers[place].step()
-        self.watcher.step_completed(place)
+        self._happens("stepped", optimizer=place)
 
     def _clip(self, operation: Clip, x: Tensor | None = None) -> None:
-        parameters = self.held_by(operation.optimizer % len(self.optimizers))
-        nn.utils.clip_grad_norm_(parameters, operation.norm)
-        self.watcher.clipped(self._names_of(each for each in parameters if each.grad is not None))
+        nn.utils.clip_grad_norm_(self.held_by(self._place(operation.optimizer)), operation.norm)
 
     def _closure(self, operation: Closure, x: Tensor) -> None:
-        place = operation.optimizer % len(self.optimizers)
+        place = self._place(operation.optimizer)
         reached = self._reached(operation.heads, True)
         if not reached:
             return
@@ -267,17 +414,35 @@ class Training:
         def closure() -> Tensor:
             nonlocal evaluations
             evaluations += 1
-            self._zero(Zero(place, True))
+            self.optimizers[place].zero_grad()
             loss = sum(self.model(x, operation.heads).values())
-            loss.backward()
-            self.watcher.backward_ended(reached, False)
-            self.watcher.moment()
+            self._run_backward(loss, reached)
             if evaluations == 1:
-                self.watcher.step_started(place)
+                self._happens("step", optimizer=place)
+                self._evaluating = place
             return loss
 
         self.optimizers[place].step(closure)
-        self.watcher.step_completed(place)
+        self._evaluating = None
+        self._happens("stepped", optimizer=place)
+
+    def _sam(self, operation: Sam, x: Tensor) -> None:
+        place = self._place(operation.optimizer)
+        reached = self._reached(operation.heads, True)
+        if not reached or self.kinds[place] == "lbfgs":
+            return
+        self.model.zero_grad()
+        self._run_backward(sum(self.model(x, operation.heads).values()), reached)
+        moves = {name: 0.1 * each.grad.clone() for name, each in self.parameters.items() if each.grad is not None}
+        with torch.no_grad():
+            for name, move in moves.items():
+                self.parameters[name].add_(move)
+        self.model.zero_grad()
+        self._run_backward(sum(self.model(x, operation.heads).values()), reached)
+        with torch.no_grad():
+            for name, move in moves.items():
+                self.parameters[name].sub_(move)
+        self._make_step(place)
 
     def _aside(self, operation: Aside, x: Tensor) -> None:
         if operation.kind == "no_grad":
@@ -297,211 +462,8 @@ class Training:
             Engine(train_step).run([x, x])
 
 
-@dataclasses.dataclass(eq=False)
-class Judged:
-    """A gradient that has been judged."""
-
-    verdict: Verdict
-    used: bool = False  # a step has been made with it
-    seen: bool = True  # in this iteration
-    foreign: bool = False  # another optimizer has made a step since this one's own
-    changed: bool = False  # in place, but by a backward
-    replaced: bool = False
-    accumulated: bool = False  # by one backward, since the iteration before
-
-
-class Truth(Watcher):
-    """What the contract says of a program.
-
-    Args:
-        rule: of GradMonitor.
-        said: flag and norm that a monitor said at each moment; where rounding decides, the flag is taken from there.
-    """
-
-    def __init__(self, rule: Rule, said: list[tuple[bool, float | None]]) -> None:
-        self.judge = Judge(rule)
-        self.said = said
-        self.moments: list[tuple[bool, float | None]] = []
-        self.grad: list[dict[str, float]] = []  # what GradMonitor is to publish
-        self.update: list[dict[str, float]] = []  # what WeightUpdateHandler is to
-        self._judged: Judged | None = None
-        self._shown: Judged | None = None
-        self._stepped: Judged | None = None
-        self._stepping: Judged | None = None
-        self._before: Judge | None = None
-        self._still: dict[str, int] = {}
-
-    def follow(self, training: Training) -> None:
-        self.training = training
-        self.parameters = dict(training.model.named_parameters())
-        watched = training.watched
-        held = {id(each) for group in watched.param_groups for each in group["params"]} if watched else None
-        self.own = {name for name, each in self.parameters.items() if held is None or id(each) in held}
-
-    def _norm(self, names: set[str]) -> float:
-        gradients = [self.parameters[name].grad for name in names]
-        return math.sqrt(
-            math.fsum(float(each.detach().double().square().sum()) for each in gradients if each is not None)
-        )
-
-    # GradMonitor
-
-    def _now(self) -> Judged:
-        said = self.said[len(self.moments)][0] if len(self.moments) < len(self.said) else False
-        self._judged = Judged(self.judge.judge(self._norm(self.own), said))
-        return self._judged
-
-    def _settle(self, undo: bool) -> None:
-        if self._before is not None and undo:
-            self.judge = self._before
-        self._before = None
-
-    def _show(self, judged: Judged) -> None:
-        judged.seen = True
-        self._shown = judged
-
-    def iteration_started(self) -> None:
-        self._shown = self._stepped = self._stepping = None
-        if self._judged is not None:
-            self._judged.seen = False
-        self._weights = {name: each.detach().double().clone() for name, each in self.parameters.items()}
-        self._latest: dict[str, float] = {}
-        self._used: dict[str, float] = {}
-        self._replaced: set[str] = set()
-        self._moved: set[str] = set()
-        self._stepped_any = False
-        self.moment()
-
-    def backward_ended(self, reached: set[str], create_graph: bool) -> None:
-        earlier = self._judged
-        if reached & self.own:
-            if earlier is not None:
-                # With a graph gradients are not added to in place.
-                earlier.replaced |= create_graph
-            self._settle(undo=earlier is not None and not (earlier.used or earlier.replaced or earlier.changed))
-            self._show(self._now())
-        for name in (reached & self.own) | self._replaced:
-            if self.parameters[name].grad is not None:
-                self._latest[name] = self._norm({name})
-        self._replaced = set()
-
-    def _norm_exists(self) -> bool:
-        return any(self.parameters[name].grad is not None for name in self.own)
-
-    def put_by_hand(self, names: set[str]) -> None:
-        if self._judged is not None and names & self.own:
-            self._judged.replaced = True
-        self._replaced |= names & self.own
-
-    def zeroed(self, names: set[str], to_none: bool) -> None:
-        if self._judged is not None and names & self.own:
-            if to_none:
-                self._judged.replaced = True
-            elif self._norm_exists():
-                self._judged.changed = True
-
-    def clipped(self, names: set[str]) -> None:
-        if self._judged is not None and names & self.own and not self._judged.replaced:
-            self._judged.changed = True
-
-    def step_started(self, optimizer: int) -> None:
-        members = {
-            name
-            for name, each in self.parameters.items()
-            if name in self.own
-            and each.requires_grad
-            and any(each is held for held in self.training.held_by(optimizer))
-        }
-        with_gradient = {name for name in members if self.parameters[name].grad is not None}
-        for name in with_gradient:
-            if name not in self._latest or name in self._replaced:
-                self._latest[name] = self._norm({name})
-        self._replaced -= with_gradient
-        self._members = members, with_gradient
-
-        self._stepping = None
-        judged = self._judged
-        if not self._is_own(optimizer):
-            if judged is not None and self._stepped is not None:
-                judged.foreign = True
-            return
-        if not self._norm_exists():
-            return
-        if judged is None or judged.replaced or (judged.changed and (judged.used or not judged.seen)):
-            self._settle(undo=False)
-            judged = self._now()
-        else:
-            self._settle(undo=True)
-            judged.changed = False
-        self._show(judged)
-        self._stepping = judged
-
-    def _is_own(self, optimizer: int) -> bool:
-        watched = self.training.setting.watched
-        return watched is None or watched == optimizer
-
-    def step_completed(self, optimizer: int) -> None:
-        members, with_gradient = self._members
-        if with_gradient:
-            self._moved |= members
-            self._stepped_any = True
-            self._used |= {name: self._latest[name] for name in with_gradient if name in self._latest}
-        if not self._is_own(optimizer) or self._stepping is None or self._judged is None:
-            return
-        self._judged.used = self._stepping.used = True
-        self._stepped, self._stepping = self._stepping, None
-        if self.training.setting.watched is not None:
-            self.judge.observe(self._stepped.verdict)
-
-    def moment(self) -> None:
-        shown = self._shown
-        self.moments.append((False, None) if shown is None else (shown.verdict.spike, shown.verdict.norm))
-
-    def iteration_completed(self) -> None:
-        self.update.append(self._update_values())
-        judged = self._judged
-        if judged is None or not judged.seen:
-            self.grad.append({})
-            self.moment()
-            return
-        if self._stepped is not None and (judged.used or judged.foreign):
-            judged = self._stepped
-        if self.training.setting.watched is None:
-            self.judge.observe(judged.verdict)
-        elif not judged.used:
-            self._before = self.judge.copy()
-            if judged.verdict.spike:
-                self.judge.observe(judged.verdict)
-            judged.changed = False
-        self._shown = judged
-        self.grad.append(
-            {f"grad/{name}": value for name, value in judged.verdict.statistics().items()}
-            | {
-                "grad/spike_count": float(self.judge.spike_count),
-                "grad/skipped_count": 0.0,
-                "grad/nonfinite_count": float(self.judge.nonfinite_count),
-            }
-        )
-        self.moment()
-
-    # WeightUpdateHandler
-
-    def _update_values(self) -> dict[str, float]:
-        norms = self._latest | self._used
-        values: dict[str, float] = {}
-        if norms:
-            values |= order_statistics("grad", list(norms.values()))
-            values["vanishing_count"] = float(sum(norm < 1e-7 for norm in norms.values()))
-            values["exploding_count"] = float(sum(norm > 1e2 for norm in norms.values()))
-        if self._stepped_any:
-            ratios = {}
-            for name in sorted(self._moved):
-                before, after = self._weights[name], self.parameters[name].detach().double()
-                ratios[name] = float((after - before).norm()) / (float(before.norm()) + 1e-12)
-                self._still[name] = self._still.get(name, 0) + 1 if ratios[name] <= 1e-12 else 0
-            values |= order_statistics("update_ratio", list(ratios.values()))
-            values["frozen_count"] = float(sum(self._still[name] >= 3 for name in ratios))
-        return {f"monitor/{name}": value for name, value in values.items()}
+def _norm(gradient: Tensor) -> float:
+    return float(gradient.detach().double().norm())
 
 
 def order_statistics(name: str, values: list[float]) -> dict[str, float]:

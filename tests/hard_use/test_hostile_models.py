@@ -144,7 +144,7 @@ def expected(kinds: list[str], recorded: Recorded) -> list[dict[str, float]]:
             verdict = judge.judge(norm([dense(each) for each in iteration.gradients.values()]), said=False)
             judge.observe(verdict)
             values |= {f"grad/{name}": value for name, value in verdict.statistics().items()}
-            values |= {f"grad/{name}_count": 0.0 for name in ("spike", "skipped", "nonfinite")}
+            values |= {f"grad/{name}_count": 0.0 for name in ("spike", "skipped", "nonfinite")} | {"grad/stepped": 1.0}
         if "update" in kinds:
             values |= truth.update(still)
         if "activation" in kinds:

@@ -193,6 +193,7 @@ def test_what_is_said_of_any_sequence_of_norms(run):
             "spike_count": judge.spike_count,
             "skipped_count": skipped,
             "nonfinite_count": judge.nonfinite_count,
+            "stepped": float(stepped and not (verdict.spike and run.reaction == "skip_step")),
         }
         expected = {f"grad/{name}": value for name, value in (verdict.statistics() | counts).items()}
         # Of equal norms the mean is rounded, and the deviation from it is of that size.

@@ -23,7 +23,7 @@ from ignite.handlers import global_step_from_engine
 from ignite.metrics import Average
 
 from ignite_monitor import GradMonitor, HDF5Logger, read_hdf5
-from ignite_monitor.hdf5 import clock
+from ignite_monitor.hdf5 import runs
 from tests._helpers import footprint, make_batches, make_trainer
 from tests.hdf5._runs import ENVIRONMENT, as_lists, engine_of, log_output, run
 
@@ -100,7 +100,8 @@ def test_a_monitor(path):
         monitor.log_to(logger, trainer)
         monitor.attach(trainer, Events.ITERATION_STARTED(every=3))
         trainer.add_event_handler(
-            Events.ITERATION_COMPLETED(every=3), lambda: published.append(float(monitor.metrics["grad/norm"].float()))
+            Events.ITERATION_COMPLETED(every=3),
+            lambda: published.append(float(np.float32(monitor.metrics["grad/norm"]))),
         )
         trainer.run(make_batches(90))
     read = as_lists(path)
@@ -180,6 +181,29 @@ def test_what_is_no_number_is_warned_of_once(path):
         "HDF5Logger can not log metrics value type <class 'str'>: text",
         "HDF5Logger can not log metrics of shape (2, 2): image",
     ]
+
+
+def test_a_mapping_that_holds_itself_does_not_end_the_training(path):
+    circle = {"loss": 1.0}
+    circle["circle"] = circle
+    with pytest.warns(UserWarning, match="HDF5Logger can not log what was given at step 1: ") as caught:
+        run(path, 3, output=lambda iteration: circle)
+    assert len(caught) == 1
+    assert as_lists(path) == {}
+
+
+def test_an_optimizer_parameter_that_is_not_there_is_left_out(path):
+    _, optimizer, trainer = make_trainer()
+    with HDF5Logger(path) as logger:
+        logger.attach_opt_params_handler(trainer, Events.ITERATION_STARTED, optimizer=optimizer, param_name="betas")
+        with pytest.warns(UserWarning, match="value type <class 'NoneType'>: betas/group_0"):
+            trainer.run(make_batches(2))
+
+
+def test_two_surrogates_are_one_character(path):
+    """JSON has no other way to write it, so the names are one."""
+    run(path, 2, output=lambda i: {"\ud83d\ude00": 1.0, **({"\U0001f600": 2.0} if i == 2 else {})})
+    assert list(as_lists(path)) == ["train/\U0001f600"]
 
 
 def test_a_metric_that_is_not_there_is_warned_of_once(path):
@@ -350,7 +374,7 @@ def test_a_finished_run_can_be_read_before_closing(path):
 
 def test_slow_iterations_are_written_in_time(path, monkeypatch):
     now, seen = [0.0], []
-    monkeypatch.setattr(clock.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(runs.time, "monotonic", lambda: now[0])
     engine = engine_of()
     with HDF5Logger(path) as logger:
         log_output(logger, engine)

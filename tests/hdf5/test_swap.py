@@ -100,7 +100,7 @@ def test_leftovers_of_a_killed_writer(path):
 
 STEPS = ["swap.create", "swap.shutil.copyfile", "swap.SwappedFile._is_free", "swap.SwappedFile._apply",
          "swap.SwappedFile._publish", "swap.shutil.copymode", "swap.os.link", "swap.os.replace",
-         "lock.os.fstat"]  # fmt: skip
+         "swap.os.fstat"]  # fmt: skip
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 4])

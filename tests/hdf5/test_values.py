@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections import Counter, namedtuple
+from decimal import Decimal
 from fractions import Fraction
 
 import numpy as np
@@ -16,7 +17,8 @@ from ignite.engine import Engine
 from ignite.handlers.base_logger import BaseOutputHandler
 from torch import Tensor
 
-from ignite_monitor.hdf5.values import flatten, needs_float64
+from ignite_monitor.hdf5.layout import needs_float64
+from ignite_monitor.hdf5.values import flatten
 
 Pair = namedtuple("Pair", "left right")
 
@@ -77,7 +79,19 @@ def test_names_and_values_are_ignites(keys):
         torch.tensor(1j),
         np.complex64(1),
         10**400,
+        Decimal("1e500"),
+        Decimal("sNaN"),
+        np.longdouble("1e4000"),
+        np.datetime64("2020-01-01"),
         object(),
+        torch.zeros((), device="meta"),
+        torch.zeros(3, device="meta"),
+        torch.eye(2).to_sparse(),
+        torch.ones(3).to_sparse(),
+        torch.ones(()).to_sparse(),
+        torch.ones(3) * 1j,
+        torch.zeros((), dtype=torch.bits8),
+        torch.zeros((), dtype=torch.uint4),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -87,6 +101,46 @@ def test_what_is_no_number_is_left_out_and_told(value):
     assert names == ("a", "b")
     assert values.tolist() == [1.0, 2.0]
     assert told == ["x/y"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_quantized_tensors_are_left_out(shape):
+    told = []
+    value = torch.quantize_per_tensor(torch.ones(shape), 0.1, 0, torch.quint8)
+    assert flatten({"x": value, "b": 2.0}, lambda name, _: told.append(name))[0] == ("b",)
+    assert told == ["x"]
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf:UserWarning")
+@pytest.mark.parametrize("dtype", [each for each in vars(torch).values() if isinstance(each, torch.dtype)], ids=str)
+def test_a_tensor_of_any_type_is_its_number_or_left_out(dtype):
+    """Among others, of which it takes none with it."""
+    try:
+        value = torch.tensor(1.0).to(dtype)
+    except (RuntimeError, TypeError):
+        pytest.skip("torch makes no such tensor")
+    names, numbers = flatten({"x": value, "b": torch.tensor(2.0), "y": [value]}, lambda name, _: None)
+    assert dict(zip(names, numbers.tolist(), strict=True)) in ({"b": 2.0}, {"x": 1.0, "b": 2.0, "y/0": 1.0})
+    usual = dtype.is_floating_point and "float4" not in str(dtype)
+    assert ("x" in names) or not usual
+
+
+class Odd(Tensor):
+    """A tensor whose numbers nobody gets."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is torch.stack:
+            raise RuntimeError
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def test_one_odd_tensor_takes_no_other_with_it():
+    told = []
+    named = {"a": torch.tensor(1.0), "x": torch.tensor(3.0).as_subclass(Odd), "b": torch.tensor(2.0)}
+    names, numbers = flatten(named, lambda name, _: told.append(name))
+    assert (names, numbers.tolist(), told) == (("a", "b"), [1.0, 2.0], ["x"])
 
 
 def test_arrays_and_keys_of_other_types():

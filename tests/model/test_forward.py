@@ -10,8 +10,15 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ignite_monitor.model.eager import eager
-from ignite_monitor.model.forward import after_forward, before_forward, is_recomputation, running_module
+from ignite_monitor.model.eager import Eager
+from ignite_monitor.model.forward import (
+    ModuleHook,
+    after_forward,
+    before_forward,
+    is_recomputation,
+    outputs_to,
+    running_module,
+)
 from ignite_monitor.model.names import unwrapped
 
 
@@ -59,6 +66,19 @@ def test_copies_made_meanwhile_have_hooks_that_do_nothing():
         each(torch.ones(2, 3))
         pickle.dumps(each)
     assert seen == []
+
+
+def test_what_is_saved_meanwhile_needs_nothing_of_this_package():
+    model = nn.Linear(3, 3)
+
+    class Seen(ModuleHook):
+        def __call__(self, *given):
+            raise AssertionError
+
+    with before_forward([model], print), after_forward([model], print), outputs_to([model], Seen()):
+        saved = pickle.dumps(model)
+    assert b"ignite" not in saved
+    assert torch.equal(pickle.loads(saved)(torch.ones(1, 3)), model(torch.ones(1, 3)))
 
 
 def test_two_at_once_and_an_error_in_the_forward():
@@ -128,7 +148,7 @@ def test_eager_calls_hooks_of_a_compiled_model_and_compiles_nothing_again():
     fast(x)
     seen = []
     for _ in range(3):
-        with eager(), after_forward([model.inner], lambda *_: seen.append(1)):
+        with Eager(), after_forward([model.inner], lambda *_: seen.append(1)):
             fast(x)
         fast(x)
     assert len(seen) == 3

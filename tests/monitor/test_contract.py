@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 import math
 import pickle
 import sys
@@ -33,6 +34,7 @@ from ignite.handlers.polyaxon_logger import PolyaxonLogger
 from ignite.handlers.tensorboard_logger import TensorboardLogger
 from ignite.handlers.wandb_logger import OutputHandler as WandBOutputHandler
 from ignite.handlers.wandb_logger import WandBLogger
+from ignite.metrics import RunningAverage
 from torch import Tensor
 
 from ignite_monitor import (
@@ -46,6 +48,7 @@ from ignite_monitor import (
     StepStatsHandler,
     WeightUpdateHandler,
 )
+from ignite_monitor.monitor import named_values
 from ignite_monitor.scaling import AlignmentHandler
 from tests._helpers import footprint, hooks_only, make_batches, make_model, make_step, make_trainer, same, scalars
 
@@ -322,9 +325,7 @@ def test_values_are_there_in_monitored_iterations_and_in_no_other(setup, name):
             assert published == set(monitor.metrics)
             for key in published:
                 assert engine.state.metrics[key] is monitor.metrics[key]
-                assert isinstance(monitor.metrics[key], Tensor)
-                assert monitor.metrics[key].ndim == 0
-                assert not monitor.metrics[key].requires_grad
+                assert type(monitor.metrics[key]) is float
             if published:
                 iterations.append(engine.state.iteration)
 
@@ -425,7 +426,7 @@ def test_what_is_not_known_yet_is_absent_after_non_finite_batches(setup):
         wrong.extend(
             (engine.state.iteration, name, float(value))
             for name, value in engine.state.metrics.items()
-            if not name.endswith("/norm") and not name.startswith("monitor/grad_") and not value.isfinite()
+            if not name.endswith("/norm") and not name.startswith("monitor/grad_") and not math.isfinite(value)
         )
 
     batches = make_batches(8)
@@ -769,7 +770,7 @@ def quiet_trainer():
     return model, optimizer, Engine(make_step(model, optimizer))
 
 
-def test_nothing_is_read_on_the_host_without_loggers(factory, synchronisations):
+def test_nothing_is_read_on_the_host_without_loggers(factory, synchronisations, on_a_device):
     def reads(watched):
         model, optimizer, trainer = quiet_trainer()
         if watched:
@@ -786,7 +787,7 @@ def test_nothing_is_read_on_the_host_without_loggers(factory, synchronisations):
     assert reads(True) == without
 
 
-def test_one_transfer_per_iteration_for_three_loggers_of_two_monitors(factory, synchronisations, tmp_path):
+def test_one_transfer_per_iteration_for_three_loggers_of_two_monitors(factory, synchronisations, on_a_device):
     model, optimizer, trainer = quiet_trainer()
     other_model, other_optimizer = make_model(3), None
     other = GradMonitor(other_model, other_optimizer, prefix="other", flag="other_spike")
@@ -818,6 +819,74 @@ def test_one_transfer_per_iteration_for_three_loggers_of_two_monitors(factory, s
         counts.pop("nonzero", None)
         assert counts.pop("tolist") == 1
         assert sum(counts.values()) <= looks
+
+
+def test_tensors_until_someone_asks_and_floats_from_then_on(setup, on_a_device):
+    _, _, trainer, monitor = setup
+    monitor.attach(trainer)
+    looked = []
+
+    @trainer.on(Events.ITERATION_COMPLETED)
+    def look(engine):
+        before = dict(monitor.metrics)
+        tensors = {name: value for name, value in before.items() if isinstance(value, Tensor)}
+        assert tensors
+        assert all(value.ndim == 0 and not value.requires_grad for value in tensors.values())
+        host = dict(monitor.on_host())
+        assert all(type(value) is float for value in host.values())
+        assert monitor.metrics == engine.state.metrics == host
+        # What is absent was not finite, and what comes up with the others has had no tensor.
+        expected = {name: float(value) for name, value in before.items()}
+        assert {name: value for name, value in expected.items() if math.isfinite(value)}.items() <= host.items()
+        assert not any(math.isfinite(expected[name]) for name in expected.keys() - host.keys())
+        looked.append(engine.state.iteration)
+
+    trainer.run(make_batches(6))
+    assert looked == [1, 2, 3, 4, 5, 6]
+
+
+def test_what_a_device_publishes_is_what_the_cpu_does(factory, monkeypatch):
+    published = []
+    for on_host in (True, False):
+        monkeypatch.setattr(named_values, "is_on_host", lambda values, on_host=on_host: on_host)
+        model, optimizer, trainer = make_trainer()
+        monitor = factory(model, optimizer)
+        monitor.attach(trainer)
+        seen = []
+        trainer.add_event_handler(
+            Events.ITERATION_COMPLETED, lambda _, m=monitor, s=seen: (m.on_host(), s.append(steady(m)))
+        )
+        batches = make_batches(8)
+        batches[4] = (batches[4][0], batches[4][1] * math.inf)
+        trainer.run(batches)
+        published.append(seen)
+    assert same(*published)
+
+
+def test_ignite_writes_metrics_as_its_dcgan_example_does(tmp_path):
+    """Rounded, every 100 iterations, with two monitors, to a CSV file; and as JSON."""
+    model, optimizer, trainer = make_trainer()
+    GradMonitor(model, optimizer).attach(trainer)
+    ActivationHandler(model, activations=True, gradients=True).attach(trainer)
+    RunningAverage(output_transform=float).attach(trainer, "loss")
+    path = tmp_path / "logs.tsv"
+
+    @trainer.on(Events.ITERATION_COMPLETED(every=100))
+    def print_logs(engine):
+        columns = [*engine.state.metrics, "iteration"]
+        values = [*(str(round(value, 5)) for value in engine.state.metrics.values()), str(engine.state.iteration)]
+        with path.open("a") as f:
+            if f.tell() == 0:
+                print("\t".join(columns), file=f)
+            print("\t".join(values), file=f)
+        assert json.loads(json.dumps(engine.state.metrics)) == engine.state.metrics
+        assert type(engine.state.unhealthy_spike) is bool
+        assert type(engine.state.grad_norm) is float
+
+    trainer.run(make_batches(20), max_epochs=10)
+    head, *rows = [line.split("\t") for line in path.read_text().splitlines()]
+    assert [row[head.index("iteration")] for row in rows] == ["100", "200"]
+    assert {"loss", "grad/norm", "activation/0/mean", "gradient/0.weight/std"} <= set(head)
 
 
 class WithLeftover(torch.nn.Sequential):

@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 
 from ignite_monitor.report import limits
-from ignite_monitor.report.finding import SEVERITIES
-from ignite_monitor.report.findings import ORDER, find, healthy, looked_at
+from ignite_monitor.report.finding import KINDS, SEVERITIES
 from ignite_monitor.report.series import tidy
+from ignite_monitor.report.summary import find, healthy, looked_at
 from tests.report import _runs as runs
 
 
 def found(run, *kinds):
-    """The findings, of the given kinds alone where some are given."""
-    return [finding for finding in find(tidy(run)) if not kinds or finding.kind in kinds]
+    """The findings, of the given kinds alone where some are given; else without that there is no GradMonitor."""
+    every = find(tidy(run))
+    return [each for each in every if (each.kind in kinds if kinds else each.kind != "not_judged")]
 
 
 def only(run, kind):
@@ -121,25 +122,27 @@ def test_how_far_a_norm_was_above_its_threshold(size, words):
     assert f"It was {size}, {words} threshold of 6." in finding.text
 
 
-def test_steps_that_were_made_all_the_same_are_known_from_the_weights():
+def with_stepped(run, left_out=(), root="grad"):
+    steps, _ = run[f"{root}/norm"]
+    return run | {f"{root}/stepped": (steps, 1.0 - np.isin(steps, list(left_out)))}
+
+
+def test_steps_that_were_made_all_the_same_are_known():
+    """Whatever iterations the weights were watched in."""
     run = runs.grad(runs.with_spike([50, 52, 100]), [50, 52, 100], skipped=False) | runs.weights()
-    left_out = run["monitor/update_ratio_max"][0] != 100
-    run |= {name: tuple(part[left_out] for part in run[name]) for name in run if "update_ratio" in name}
-    text = only(run, "spikes").text
-    assert "The step was made all the same in iteration 50." in text
-    assert "The step was left out in iteration 100." in text
-    assert "In iteration 52 nobody watched the weights, so it is not known." in text
+    text = only(with_stepped(run, [100]), "spikes").text
+    assert "The step was made all the same in iterations 50 and 52." in text
+    assert "The train step left the step out in iteration 100." in text
+    assert "not known" not in text
 
 
-def test_where_nobody_watched_the_weights_is_told_of_several():
-    run = runs.grad(runs.with_spike([61, 261, 461], count=500), [61, 261, 461], skipped=False)
-    run |= {f"monitor/{name}": (np.array([261]), np.array([0.0])) for name in ("frozen_count", "grad_median")}
-    text = only(run, "spikes").text
-    assert "The step was left out in iteration 261." in text
-    assert "In iterations 61 and 461 nobody watched the weights, so it is not known." in text
+def test_steps_that_the_handler_skipped_were_not_left_out_by_the_train_step():
+    text = only(with_stepped(runs.grad(runs.with_spike([50]), [50]), [50]), "spikes").text
+    assert "The handler skipped the step." in text
+    assert "train step" not in text
 
 
-def test_without_the_weights_nothing_is_claimed():
+def test_in_files_that_do_not_tell_nothing_is_claimed():
     text = only(runs.grad(runs.with_spike([50]), [50], skipped=False), "spikes").text
     assert "skipped no step (a train step that looks at the flag may have)" in text
 
@@ -162,12 +165,9 @@ def test_a_step_that_was_skipped_has_done_no_damage():
     finding = only(runs.grad(norms, [100]), "spikes")
     assert finding.severity == "warning"
     assert "damage" not in finding.text
-    # The train step left it out, as the weights tell.
-    run = runs.grad(norms, [100], skipped=False) | runs.weights()
-    for name in [name for name in run if "update_ratio" in name]:
-        steps, values = run[name]
-        run[name] = steps[steps != 100], values[steps != 100]
-    assert only(run, "spikes").severity == "warning"
+    run = runs.grad(norms, [100], skipped=False)
+    assert only(with_stepped(run, [100]), "spikes").severity == "warning"  # the train step left it out
+    assert only(with_stepped(run), "spikes").severity == "problem"
 
 
 def test_of_spikes_of_which_some_were_skipped_only_the_others_do_damage():
@@ -205,7 +205,7 @@ def test_spikes_in_iterations_that_are_not_in_the_file_are_counted():
         run[name] = (steps[steps % 100 == 0], values[steps % 100 == 0])
     finding = only(run, "spikes")
     assert finding.values["count"] == 2
-    assert "2 gradient spikes (grad/norm), all in iterations that are not in the file." in finding.text
+    assert "2 gradient spikes (grad/norm): all in iterations that are not in the file." in finding.text
     run["grad/spike"][1][0] = 1
     assert "1 of them in iterations that are not in the file" in only(run, "spikes").text
 
@@ -339,7 +339,7 @@ def test_parameters_that_began_at_zero_are_no_outliers(power, count):
 def test_a_parameter_that_moves_far_less_than_the_others(spread, count):
     run = with_largest(5.0) | {"monitor/update_ratio_min": runs.weights(spread=spread)["monitor/update_ratio_min"]}
     findings = found(run, "update_ratio_outlier")
-    assert [finding.severity for finding in findings] == ["warning"] * count
+    assert [finding.severity for finding in findings] == ["note"] * count
     assert all("2000 times less for its size" in finding.text for finding in findings)
 
 
@@ -458,15 +458,36 @@ def test_attention_that_collapsed(end, collapsed):
     assert len(findings) == collapsed
     for finding in findings:
         assert finding.severity == "warning"
-        assert "1 of 12 attention heads collapsed" in finding.text
+        assert "1 of 12 attention heads look at a single place" in finding.text
         assert "h.0.attn head 3 (since iteration" in finding.text
         onset = int(re.search(r"since iteration (\d+)", finding.text)[1])
         assert values[onset // 5 - 1] < limits.COLLAPSED_ENTROPY <= values[onset // 5 - 2]
 
 
-def test_heads_that_were_sharp_from_the_beginning_did_not_collapse():
-    assert found({"attention_entropy/a/head_0": runs.series(np.full(40, 0.01), 5)}) == []
-    assert found({"attention_entropy/a/head_0": runs.series(np.linspace(0.3, 0.01, 40), 5)}) == []
+def test_some_heads_may_be_sharp_from_the_beginning_but_not_all_of_a_module():
+    sharp, wide = (runs.series(np.full(40, value), 5) for value in (0.01, 2.0))
+    some = {f"attention_entropy/a/head_{head}": sharp if head else wide for head in range(4)}
+    assert found(some) == []
+    assert found(some | {"attention_entropy/a/head_1": runs.series(np.linspace(0.3, 0.01, 40), 5)}) == []
+    every = {
+        f"attention_entropy/{module}/head_{head}": sharp if module == "a" else wide
+        for module in "abc"
+        for head in (0, 1)
+    }
+    finding = only(every, "attention_collapse")
+    assert finding.severity == "warning"
+    assert "2 of 6 attention heads" in finding.text
+    assert "a heads 0 and 1 (from the first look on)" in finding.text
+    assert finding.iterations == (5,)
+    del every["attention_entropy/c/head_0"], every["attention_entropy/c/head_1"]
+    assert only(every, "attention_collapse").severity == "problem"
+
+
+def test_attention_with_a_single_place_to_look_at_is_no_problem():
+    zero = runs.series(np.zeros(40), 5)
+    assert only({"attention_entropy/a/head_0": zero}, "attention_collapse").severity == "note"
+    both = {"attention_entropy/a/head_0": zero, "attention_entropy/b/head_0": runs.series(np.full(40, 2.0), 5)}
+    assert only(both, "attention_collapse").severity == "problem"
 
 
 def test_when_half_of_the_heads_collapse_it_is_a_problem():
@@ -493,14 +514,19 @@ def test_drift_is_set_against_weight_update():
     finding = only(rcc(embedding=(1.0, None), low=(1.0, 1.0), mid=(1.0, 2.9), top=(1.0, 3.1)), "input_drift")
     assert finding.severity == "note"
     assert finding.values["weight_share"] == pytest.approx(1 / 3.9)
-    assert "26 % is their own weights' doing (median of 3 layers, rcc)" in finding.text
     assert "top (3" in finding.text
     assert "mid (" not in finding.text
 
 
+def test_drift_that_outweighs_nothing_is_a_number_and_no_finding():
+    run = rcc(low=(1.0, 1.0), mid=(1.0, 2.9), high=(1.0, 3.0))
+    assert found(run) == []
+    assert "3 layers, 26 % of whose changes is their own weights' doing" in " ".join(looked_at(tidy(run)))
+
+
 def test_layers_with_and_without_their_bias_count_once():
-    assert "median of 2 layers" in only(rcc(**{"a": (1, 1), "a.weight": (1, 1), "b": (1, 1)}), "input_drift").text
-    assert "median of 2 layers" in only(rcc(**{"a.weight": (1, 1), "b": (1, 1)}), "input_drift").text
+    for run in (rcc(**{"a": (1, 1), "a.weight": (1, 1), "b": (1, 1)}), rcc(**{"a.weight": (1, 1), "b": (1, 1)})):
+        assert "the coordinate check of 2 layers" in " ".join(looked_at(tidy(run)))
 
 
 @pytest.mark.parametrize(("factor", "count"), [(50, 0), (200, 1), (0.02, 0), (0.005, 1)])
@@ -573,12 +599,13 @@ def test_every_finding_has_a_known_kind_severity_and_metrics():
     findings = found(run)
     assert len(findings) > 5
     for finding in findings:
-        assert finding.kind in ORDER
+        assert finding.kind in KINDS
         assert finding.severity in SEVERITIES
         assert set(finding.metrics) <= set(run)
         assert all(type(each) is int for each in finding.iterations)
         assert all(math.isfinite(value) for value in finding.values.values())
-        assert re.search(r"[.]$", finding.text)
+        assert re.search(r"[.]$", finding.what)
+        assert re.search(r"\w[^.]+[.]$", finding.action)
 
 
 def test_control_characters_in_names_stay_out_of_the_words():

@@ -8,13 +8,14 @@ import re
 import numpy as np
 import pytest
 
-from ignite_monitor.report.panels import OWN_PANELS, decades, picture, short, thinned
-from ignite_monitor.report.series import Series, tidy
+from ignite_monitor.report.panels import ONE_SCREEN, OWN_PANELS, picture
+from ignite_monitor.report.series import Series, decades, short, thinned, tidy
 from tests.report import _runs as runs
 
 
-def panels(run, pattern=None):
-    return {panel.title: panel for panel in picture(tidy(run), re.compile(pattern) if pattern else None).panels}
+def panels(run, pattern=None, every=True):
+    shown = picture(tidy(run), re.compile(pattern) if pattern else None, every)
+    return {panel.title: panel for panel in shown.panels}
 
 
 def test_every_metric_of_a_run_is_in_a_panel():
@@ -118,3 +119,55 @@ def test_long_labels_keep_both_ends():
     assert len(label) == 20
     assert label.startswith("aaaa")
     assert label.endswith("_the_end")
+
+
+# One screen
+
+
+def long_run():
+    """Every monitor, with 30 metrics of the activations, and a spike; frozen_count and the like are 0 throughout."""
+    run = runs.healthy() | runs.grad(runs.with_spike([50]), [50])
+    for metric in range(30):
+        run[f"activation/a/metric_{metric}"] = runs.series(runs.noise(40, metric), 5)
+    return run
+
+
+def test_one_screen_shows_what_matters_and_says_what_is_left_out():
+    shown = picture(tidy(long_run()))
+    assert len(shown.panels) == ONE_SCREEN
+    every = picture(tidy(long_run()), every=True)
+    assert shown.left_out == len(every.panels) - ONE_SCREEN > 25
+    assert every.left_out == 0
+    titles = [panel.title for panel in shown.panels]
+    assert titles[:3] == ["grad: gradient norm", "train/loss", "monitor: update ratio over parameters"]
+    assert shown.verdict == "Needs attention: 1 warning."
+    assert [finding.kind for finding in shown.findings] == ["spikes"]
+
+
+def test_what_a_problem_speaks_of_comes_first_and_stands_out():
+    run = long_run() | {"activation/blocks.1.mlp/dead_fraction": runs.series(np.full(40, 0.97), 5)}
+    first = picture(tidy(run)).panels[0]
+    assert first.title == "activation: dead_fraction"
+    assert [line.label for line in first.lines if line.told] == ["blocks.1.mlp"]
+
+
+def test_constants_are_left_out():
+    run = runs.weights() | {
+        "lr": runs.series([0.1] * 9),
+        "momentum": runs.series([0.9] * 9),
+        "loss": runs.series([2, 1]),
+    }
+    run |= {f"activation/{name}/std": runs.series([1.0] * 9 if name == "b" else runs.noise(9)) for name in "abc"}
+    shown = panels(run, every=False)
+    ratios, norms = ("monitor: update ratio over parameters", "monitor: gradient norm over parameters")
+    assert set(shown) == {"loss", ratios, norms, "activation: std"}
+    assert [(line.label, line.colour) for line in shown["activation: std"].lines] == [("a", 0), ("c", 1)]
+    assert {"lr", "momentum", "monitor: parameters counted"} <= set(panels(run))
+    only_constants = {"lr": runs.series([0.1] * 9)}
+    assert list(panels(only_constants, every=False)) == ["lr"]
+
+
+def test_a_selection_has_all_that_was_asked_for():
+    shown = picture(tidy(long_run()), re.compile("metric_|count"))
+    assert len(shown.panels) > 30
+    assert (shown.findings, shown.left_out) == ((), 0)

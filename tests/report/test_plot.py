@@ -51,6 +51,30 @@ def test_spikes_are_red(tmp_path):
     assert red(runs.grad(runs.with_spike([50]))) == 0
 
 
+def test_one_screen_is_no_higher_than_a_screen(tmp_path):
+    run = runs.healthy() | {f"activation/a/metric_{each}": runs.series(runs.noise(40, each), 5) for each in range(30)}
+    draw(picture(tidy(run)), tmp_path / "run.png")
+    height, width = image.imread(tmp_path / "run.png").shape[:2]
+    assert height < 1100
+    assert width < 1920
+    draw(picture(tidy(run), every=True), tmp_path / "run.png")
+    assert image.imread(tmp_path / "run.png").shape[0] > 2000
+
+
+def test_findings_stand_above_the_panels_in_their_colours(tmp_path):
+    run = runs.healthy() | {"activation/blocks.1.mlp/dead_fraction": runs.series([0.97] * 40, 5)}
+    draw(picture(tidy(run)), tmp_path / "run.png", title="run.h5")
+    head = image.imread(tmp_path / "run.png")[:60, :, :3]
+    assert ((head[..., 0] > 0.7) & (head[..., 1:] < 0.4).all(-1)).sum() > 100
+
+
+def test_the_ground_is_white_on_dark_pages_too(tmp_path):
+    draw(picture(tidy(runs.healthy())), tmp_path / "run.png")
+    pixels = image.imread(tmp_path / "run.png")
+    assert (pixels[..., 3] == 1).all()
+    assert (pixels[0, 0] == 1).all()
+
+
 def test_hundreds_of_series(tmp_path):
     run = {f"activation/h.{i}.mlp/std": runs.series(runs.noise(300, i)) for i in range(500)}
     draw(picture(tidy(run)), tmp_path / "run.png")

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable
 from types import MappingProxyType
+from weakref import WeakKeyDictionary
 
 from ignite.engine import Engine, Events
 from ignite.handlers.base_logger import BaseLogger
-from torch import nn
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from ignite_monitor.activation.handler import ActivationHandler
 from ignite_monitor.checks import check_count, check_type
 from ignite_monitor.gradient.handler import GradMonitor
+from ignite_monitor.gradient.thresholds import ThresholdRule
 from ignite_monitor.monitor.base import Monitor
 from ignite_monitor.weight_update.handler import WeightUpdateHandler
+
+# What is attached to an engine, by prefix: what is attached once more, as by a cell of a notebook that is run again, is
+# replaced.
+_ATTACHED: WeakKeyDictionary[Engine, dict[str, AttachedMonitors]] = WeakKeyDictionary()
 
 
 class AttachedMonitors:
@@ -51,6 +58,10 @@ def attach_monitors(
     scaler: GradScaler | None = None,
     loggers: BaseLogger | Iterable[BaseLogger] = (),
     every: int = 100,
+    threshold: ThresholdRule | Callable[[Tensor, Tensor, Tensor], Tensor | float] | None = None,
+    skip_step: bool = False,
+    prefix: str = "",
+    flag: str | None = None,
 ) -> AttachedMonitors:
     """Attach the handlers most trainings want, with defaults that suit most.
 
@@ -64,8 +75,11 @@ def attach_monitors(
                     and attention
     ==============  =================================================  ====================
 
-    Nothing is skipped: ``engine.state.unhealthy_spike`` says when a step had better be. Values are written to the
-    loggers whenever they are measured, so the norm's come to the host in every iteration if there is a logger.
+    ``engine.state.unhealthy_spike`` says when a step should be left out; with ``skip_step`` it is. Values are written
+    to the loggers whenever they are measured, so the norm's come to the host in every iteration if there is a logger.
+
+    Attached once more to the same engine with the same prefix, new monitors replace those of before. Two models that
+    train on one engine, as those of a GAN, take a call each, with a prefix of their own.
 
     Args:
         trainer: the engine that trains.
@@ -74,6 +88,11 @@ def attach_monitors(
         scaler: the GradScaler of the train step.
         loggers: an Ignite logger or several, to write to.
         every: in which iterations the costlier ones watch, at least 1.
+        threshold: the rule of ``GradMonitor``; None for its default.
+        skip_step: whether ``GradMonitor`` leaves out the optimizer's step at a spike.
+        prefix: what to put before all names: with ``"generator"`` they are ``generator/grad/norm``, and so on.
+        flag: the attribute of ``engine.state`` that says whether the gradient is a spike; None for
+            ``"unhealthy_spike"``, and with a prefix for ``"{prefix}_unhealthy_spike"``.
 
     Returns:
         A handle: its ``monitors`` by name, and ``remove()``, which detaches them and leaves the engine as it was.
@@ -87,6 +106,9 @@ def attach_monitors(
 
             with attach_monitors(trainer, model, optimizer, loggers=[TensorboardLogger(log_dir="runs/first")]):
                 trainer.run(loader, max_epochs=5)
+
+            attach_monitors(trainer, generator, optimizer_g, prefix="generator", loggers=logger)
+            attach_monitors(trainer, discriminator, optimizer_d, prefix="discriminator", loggers=logger)
     """
     check_type("trainer", trainer, Engine, "ignite.engine.Engine")
     check_type("optimizer", optimizer, Optimizer, "torch.optim.Optimizer")
@@ -97,14 +119,30 @@ def attach_monitors(
     loggers = list(loggers)
     for logger in loggers:
         check_type("loggers", logger, BaseLogger, "ignite.handlers.base_logger.BaseLogger or a list of such")
+    check_type("prefix", prefix, str, "str")
+    if flag is None:
+        flag = re.sub(r"\W", "_", f"{prefix}_unhealthy_spike") if prefix else "unhealthy_spike"
+    start = f"{prefix}/" if prefix else ""
 
     health = dict.fromkeys(("std", "max_abs", "dead_fraction", "nonfinite_count"), True)
     monitors: dict[str, Monitor] = {
-        "grad": GradMonitor(model, optimizer, scaler=scaler),
-        "update": WeightUpdateHandler(model, optimizer, scaler=scaler),
-        "activation": ActivationHandler(model, activations=health, attention=True),
+        "grad": GradMonitor(
+            model,
+            optimizer,
+            scaler=scaler,
+            threshold=threshold,
+            skip_step=skip_step,
+            prefix=f"{start}grad",
+            flag=flag,
+        ),
+        "update": WeightUpdateHandler(model, optimizer, scaler=scaler, prefix=f"{start}monitor"),
+        "activation": ActivationHandler(model, activations=health, attention=True, prefix=prefix),
     }
     handle = AttachedMonitors(monitors)
+    attached = _ATTACHED.setdefault(trainer, {})
+    if prefix in attached:
+        attached[prefix].remove()
+    attached[prefix] = handle
     try:
         for name, monitor in monitors.items():
             seldom = name != "grad" and every > 1

@@ -1,0 +1,171 @@
+"""One model's gradients on one engine: what happens to them is found out once per event, and handed to the monitors."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence, Set
+from itertools import chain
+from operator import is_
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ignite_monitor.events.hooks import GradientHook
+from ignite_monitor.events.look import Look
+from ignite_monitor.model._torch import registries
+from ignite_monitor.model.optimizers import parameters_of
+
+
+class GradientsReady(NamedTuple):
+    """A backward that reached a model has ended, and its gradients are reduced.
+
+    Attributes:
+        ledger: of the model.
+        reached: ids of the parameters whose gradients it may have changed.
+        shared: whether it reached other monitored models too.
+        optimizer: the optimizer in whose step it was run; None for in none.
+    """
+
+    ledger: GradientLedger
+    reached: Set[int]
+    shared: bool
+    optimizer: Optimizer | None
+
+    def reaches(self, optimizer: Optimizer | None) -> bool:
+        """Whether it may have changed gradients of the model that an optimizer uses; None for any."""
+        own = self.ledger.own(optimizer)
+        return own is self.ledger.parameters or any(id(parameter) in self.reached for parameter in own)
+
+    def scale(self, scaler: GradScaler | None) -> Tensor | None:
+        """What the gradients are scaled by, 0-dim; None for 1."""
+        if scaler is None:
+            return None
+        device = next(each.device for each in self.ledger.parameters if each.grad is not None)
+        scale: Tensor = scaler.scale(torch.ones((), device=device))  # get_scale() would wait for the device
+        return scale
+
+
+class OptimizerStep(NamedTuple):
+    """An optimizer that holds parameters of a monitored model makes its step.
+
+    Attributes:
+        ledger: of the model that is asked about, which need not be the one whose parameters it holds.
+        optimizer: the optimizer.
+    """
+
+    ledger: GradientLedger
+    optimizer: Optimizer
+
+    @property
+    def scale(self) -> Tensor | None:
+        """What gradients are scaled by that no backward has made; None for 1."""
+        # Others get them unscaled; fused optimizers are given what to unscale them by.
+        scale: Tensor | None = getattr(self.optimizer, "grad_scale", None)
+        return scale
+
+    def is_of(self, optimizer: Optimizer | None) -> bool:
+        """Whether it is the step of an optimizer, or of one around it; of None it is if it uses the model's gradients.
+
+        An optimizer that wraps another one has its param_groups.
+        """
+        if optimizer is None:
+            return self.ledger.shares(self.optimizer)
+        return self.optimizer.param_groups is optimizer.param_groups
+
+
+class GradientLedger:
+    """A model that monitors of an engine look at, and what is known of its gradients.
+
+    Attributes:
+        monitors: how many monitors look at it.
+        hook: the hook that is on its parameters in monitored iterations.
+        parameters: those that it had when the train step started.
+        reduced: whether this iteration's last backward that reached it has left its gradients reduced.
+        looks: those that wait for a backward.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.monitors = 0
+        self.hook = GradientHook()
+        self.parameters: list[nn.Parameter] = []
+        self.reduced = True
+        self.looks: list[Look] = []
+        # The dictionaries that its modules keep parameters and submodules in, and what was in them at the last look.
+        self._registries: list[dict[str, Any]] = []
+        self._members: list[Any] = []
+        self._replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+        # Optimizer -> what it holds, and what of that is the model's.
+        self._own: weakref.WeakKeyDictionary[Optimizer, tuple[list[nn.Parameter], list[nn.Parameter]]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def refresh(self) -> bool:
+        """Look at the model's parameters anew: whether there are others than at the last time."""
+        members = list(chain.from_iterable(map(dict.values, self._registries)))
+        if members and _are_same(members, self._members):
+            return False
+        modules = list(self.model.modules())
+        # What scripted modules consist of is fixed, and kept in no dictionaries.
+        plain = [each for each in modules if not isinstance(each, torch.jit.ScriptModule)]
+        self._registries = [registry for each in plain for registry in registries(each)]
+        self._members = list(chain.from_iterable(map(dict.values, self._registries)))
+        self.parameters = list(self.model.parameters())
+        self._own.clear()
+        return True
+
+    def run_ended(self) -> None:
+        """Forget what optimizers hold."""
+        self._own.clear()
+
+    def own(self, optimizer: Optimizer | None) -> list[nn.Parameter]:
+        """The model's parameters that an optimizer holds; for None all of them."""
+        if optimizer is None:
+            return self.parameters
+        held = parameters_of(optimizer)
+        known = self._own.get(optimizer)
+        if known is None or not _are_same(known[0], held):
+            ids = set(map(id, held))
+            own = [each for each in self.parameters if id(each) in ids]
+            own = self.parameters if len(own) == len(self.parameters) else own
+            known = self._own[optimizer] = (held, own)
+        return known[1]
+
+    def shares(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer holds parameters of the model."""
+        return bool(self.own(optimizer))
+
+    def gradients(self, optimizer: Optimizer | None) -> list[Tensor]:
+        """The gradients that there are of the parameters that an optimizer holds; None for all."""
+        return [gradient for each in self.own(optimizer) if (gradient := each.grad) is not None]
+
+    def backward_ended(self, task: int, reached: Set[int], running: Set[int]) -> Set[int] | None:
+        """A backward has reached parameters of the model.
+
+        Args:
+            task: number of the backward.
+            reached: ids of the parameters.
+            running: numbers of those around it.
+
+        Returns:
+            The ids of the parameters whose gradients it may have changed; None if they have not been reduced, under
+            ``no_sync()``.
+        """
+        self.reduced = all(replica.require_backward_grad_sync for replica in self._replicas)
+        # DistributedDataParallel gives a rank gradients of what only others have reached.
+        changed = {id(parameter) for parameter in self.parameters} if self._replicas else reached
+        for look in self.looks:
+            look.backward_ended(task, changed, running)
+        return changed if self.reduced else None
+
+    def look(self, optimizer: Optimizer | None) -> Look:
+        """What finds out, entered as a context, how the next backward finds the gradients that an optimizer uses."""
+        return Look(self.model, self.own(optimizer), self.looks)
+
+
+def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(some) == len(others) and all(map(is_, some, others))

@@ -1,0 +1,211 @@
+"""All that the monitors publish."""
+
+from __future__ import annotations
+
+from ignite_monitor.schema import Key, Schema
+
+_COUNTS = "spikes, skipped steps, non-finite norms so far"
+_NORM = "norm against its threshold"
+
+GRADIENT = Schema(
+    "grad",
+    "grad",
+    (
+        Key("norm", "norm of the gradient", nonfinite="any", chart=_NORM),
+        Key("threshold", "the largest norm that is no spike; absent during the rule's warm-up", chart=_NORM),
+        Key("mean", "mean of the norms that the threshold was derived from"),
+        Key("std", "their sample standard deviation; absent before the second"),
+        Key("spike", "1 if the norm is a spike, else 0"),
+        Key("stepped", "1 if the optimizer made a step in this iteration, else 0"),
+        Key("spike_count", "spikes so far", chart=_COUNTS),
+        Key("skipped_count", "optimizer steps that ``skip_step`` has left out so far", chart=_COUNTS),
+        Key("nonfinite_count", "norms that were inf or NaN so far", chart=_COUNTS),
+    ),
+    signs=frozenset({"norm", "spike"}),
+)
+
+_RATIOS = "update ratio over the parameters"
+_NORMS = "gradient norm over the parameters"
+_PARAMETERS = "frozen, vanishing, exploding"
+
+WEIGHT_UPDATE = Schema(
+    "weights",
+    "monitor",
+    (
+        Key("grad_median", "median over the parameters of their gradients' l2 norms", nonfinite="inf", chart=_NORMS),
+        Key("grad_p95", "nearest-rank 95th percentile of these", nonfinite="inf", chart=_NORMS),
+        Key("grad_min", "the smallest", nonfinite="inf", chart=_NORMS),
+        Key("grad_max", "the largest", nonfinite="inf", chart=_NORMS),
+        Key("vanishing_count", "parameters whose norm is below ``vanishing_grad_threshold``", chart=_PARAMETERS),
+        Key("exploding_count", "parameters whose norm is above ``exploding_grad_threshold``", chart=_PARAMETERS),
+        Key("update_ratio_median", "median over the parameters of their update ratios", chart=_RATIOS),
+        Key("update_ratio_p95", "nearest-rank 95th percentile of these", chart=_RATIOS),
+        Key("update_ratio_min", "the smallest", chart=_RATIOS),
+        Key("update_ratio_max", "the largest", chart=_RATIOS),
+        Key("frozen_count", "parameters that had a step and are frozen", chart=_PARAMETERS),
+        Key(
+            "topk_grad/{name}",
+            "the norms of the ``top_k`` parameters with the largest",
+            nonfinite="inf",
+            chart="largest gradient norms",
+        ),
+        Key(
+            "topk_frozen/{name}",
+            "of the ``top_k`` parameters frozen longest, for how many monitored steps",
+            when="where parameters are frozen",
+            chart="monitored steps without a move",
+        ),
+    ),
+    signs=frozenset({"frozen_count"}),
+)
+
+_GIVEN = "with ``{}``".format
+
+ACTIVATION = Schema(
+    "activation",
+    "",
+    (
+        Key("activation/{module}/{metric}", "of a module's output", when=_GIVEN("activations")),
+        Key(
+            "activation/{module}/{place}/{metric}",
+            "of each floating-point tensor in an output that is a tuple, dict or dataclass; the place is a position, "
+            "key or field",
+            when=_GIVEN("activations"),
+        ),
+        Key("activation/{module}/dead_fraction", "which part of the units is 0 throughout the iteration",
+            when=_GIVEN("activations"), chart="dead units"),
+        Key("activation/{module}/max_abs", "the largest absolute value", when=_GIVEN("activations"),
+            chart="largest activations"),
+        Key(
+            "activation/{module}/{name}",
+            "what the model records itself, see :func:`record`; ``{name}_2`` where there is such a name already",
+            when="where it is called",
+        ),
+        Key(
+            "activation/{module}/head_{i}/query/{metric}",
+            "of what attention is computed from, also ``key`` and ``value``",
+            when=_GIVEN("activations") + " and ``attention``",
+        ),
+        Key("attention_entropy/{module}/head_{i}", "how widely attention spreads", unit="nats",
+            when=_GIVEN("attention"), chart="attention entropy per head"),
+        Key("gradient/{parameter}/{metric}", "of the gradient, unscaled and not yet clipped",
+            when=_GIVEN("gradients")),
+        Key("gradient_after_clip/{parameter}/{metric}", "of what the optimizer's step is made with, where it differs",
+            when=_GIVEN("gradients")),
+        Key("parameter/{parameter}/{metric}", "of the weights that the iteration starts with",
+            when=_GIVEN("parameters")),
+        Key("activation_difference/{module}/{metric}", "of a module's output less that of the reference",
+            when=_GIVEN("activation_differences")),
+        Key("parameter_difference/{parameter}/{metric}", "of the weights less those of the reference",
+            when=_GIVEN("parameter_differences")),
+    ),
+)  # fmt: skip
+
+_ERROR = "absent with the two quick methods"
+_UPDATES = "with ``updates=True``"
+
+SPECTRAL = Schema(
+    "spectral",
+    "spectral",
+    (
+        Key("norm_max", "the largest spectral norm", chart="spectral norm over the weights"),
+        Key("norm_mean", "the mean over the weights", chart="spectral norm over the weights"),
+        Key("norm_std", "their standard deviation, over all of them"),
+        Key("stable_rank_min", r"the smallest stable rank :math:`\lVert W\rVert_F^2 / \sigma^2`"),
+        Key("stable_rank_median", "the median of the stable ranks"),
+        Key("error_max", f"what no norm's relative error exceeds; {_ERROR}"),
+        Key("iterations", 'how many steps "power" took for the weight that needed most'),
+        Key("norm/{name}", "each norm", when="with ``per_parameter=True``"),
+        Key("topk/{name}", "the ``top_k`` largest norms", chart="largest spectral norms"),
+        Key("update_norm_max", "the largest norm of what the train step changed", when=_UPDATES,
+            chart="spectral norm over the weights"),
+        Key("update_error_max", f"what no such norm's relative error exceeds; {_ERROR}", when=_UPDATES),
+        Key("update_condition_max", r"the largest :math:`\lVert\Delta W\rVert_2 / \sqrt{out/in}`", when=_UPDATES),
+        Key("update_condition_median", "the median of these", when=_UPDATES),
+        Key("weight_condition_max", r"the largest :math:`\lVert W\rVert_2 / \sqrt{out/in}`", when=_UPDATES),
+        Key("weight_condition_median", "the median of these", when=_UPDATES),
+    ),
+)  # fmt: skip
+
+STEP_STATS = Schema(
+    "step",
+    "step",
+    (
+        Key("time_ms", "how long the train step took, without loading its data", unit="ms"),
+        Key("items_per_s", "items of the batch over that time, on this rank", unit="1/s"),
+        Key(
+            "mfu",
+            "model FLOPs utilisation: operations of a train step over what the device could have made in that time",
+            when="where its peak is known",
+        ),
+        Key(
+            "parameter_norm",
+            "the l2 norm of all parameters together, as the train step leaves them",
+            nonfinite="any",
+        ),
+        Key(
+            "lr/group_{i}",
+            "the learning rate of each parameter group, as the optimizer's first step used it; where it makes none, "
+            "as the train step leaves it",
+            nonfinite="any",
+        ),
+        Key("peak_memory_mb", "the most memory so far: of tensors on CUDA, of the process on the CPU", unit="MiB"),
+        Key("reserved_memory_mb", "what the allocator holds now", unit="MiB", when="on CUDA"),
+        Key(
+            "resident_memory_mb",
+            "what the process holds now",
+            unit="MiB",
+            when="on the CPU, where the system says it",
+        ),
+    ),
+)
+
+_TERMS = "weight update against input drift"
+
+RCC = Schema(
+    "rcc",
+    "rcc",
+    (
+        Key("weight_update/{layer}", r":math:`\lVert(W_t - W_0)\, x_t\rVert`"),
+        Key("input_drift/{layer}", r":math:`\lVert W_0\, (x_t - x_0)\rVert`"),
+        Key("input/{layer}", r":math:`\lVert x_t\rVert`"),
+        Key("input_change/{layer}", r":math:`\lVert x_t - x_0\rVert`"),
+        Key("output_change/{layer}", r":math:`\lVert W_t x_t - W_0 x_0\rVert`"),
+        Key(
+            "weight_share/{layer}",
+            "``weight_update / (weight_update + input_drift)``",
+            chart="share of the weights",
+        ),
+        Key("weight_update_max", "the largest of the layers' ``weight_update``", chart=_TERMS),
+        Key("weight_update_median", "the median of these", chart=_TERMS),
+        Key("input_drift_max", "the largest of the layers' ``input_drift``", chart=_TERMS),
+        Key("input_drift_median", "the median of these", chart=_TERMS),
+    ),
+)
+
+ALIGNMENT = Schema(
+    "alignment",
+    "alignment",
+    (
+        Key("z0_dW/{layer}", r"alpha, of :math:`z_0` and :math:`\Delta W`"),
+        Key("dZ_w0/{layer}", r"omega, of :math:`\Delta z` and :math:`W_0`"),
+        Key("dZ_dW/{layer}", r"u, of :math:`\Delta z` and :math:`\Delta W`"),
+        *(
+            Key(f"{term}_{statistic}", f"the {word} of the layers' ``{term}``")
+            for term in ("z0_dW", "dZ_w0", "dZ_dW")
+            for statistic, word in (("mean", "mean"), ("min", "smallest"), ("max", "largest"))
+        ),
+    ),
+)
+
+MAXP = Schema(
+    "maxp",
+    "maxp",
+    (
+        Key("c/{layer}", "the exponent of the layer's weights"),
+        Key("lr/{group}", "the learning rate: of ``{layer}``, ``{layer}.bias``, ``_other``"),
+        Key("failed_count", "how often there was no solution"),
+    ),
+)
+
+SCHEMAS = (GRADIENT, WEIGHT_UPDATE, RCC, ACTIVATION, SPECTRAL, STEP_STATS, ALIGNMENT, MAXP)

@@ -1,0 +1,438 @@
+"""The private names of torch and of Ignite that the package uses: what each is for, and what there is without it.
+
+They stand here alone, so that the package can be imported, and does all it can, with a torch or an Ignite that has
+lost one. Most have a public way round. What has none is :class:`Gone`, and the feature that can't do without says so by
+name, by :func:`need`, where it is asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import pkgutil
+import sys
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_logger = logging.getLogger(__name__)
+
+
+class Gone:
+    """A private name that the installed torch or Ignite does not have."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+def need(feature: str, *found: Any) -> None:
+    """Refuse a feature that can't do without a private name that is gone.
+
+    Raises:
+        RuntimeError: if one of them is gone.
+    """
+    for each in found:
+        if isinstance(each, Gone):
+            package = each.name.partition(".")[0]
+            raise RuntimeError(f"{feature} needs {each.name}, which the installed {package} does not have")
+
+
+def _find(path: str) -> Any:
+    owner, _, name = path.rpartition(".")
+    try:
+        return getattr(pkgutil.resolve_name(owner), name)
+    except (ImportError, AttributeError):
+        return Gone(path)
+
+
+def _or(path: str, otherwise: Any) -> Any:
+    found = _find(path)
+    return otherwise if isinstance(found, Gone) else found
+
+
+# Backward passes
+
+# The number of the backward that is going on in this thread, and what to call at its end: GRADIENTS_READY needs both.
+backward_number = _find("torch._C._current_graph_task_id")
+queue_callback = _find("torch.autograd.Variable._execution_engine.queue_callback")
+
+
+def sees_backward() -> bool:
+    """Whether the end of a backward pass can be seen."""
+    return not isinstance(backward_number, Gone) and not isinstance(queue_callback, Gone)
+
+
+def _called_from_backward() -> bool:
+    callers = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code not in callers:
+        frame = frame.f_back
+    return frame.f_code in callers
+
+
+# Whether a backward is going on in this thread. Without the number: whether it has been called from here, which the
+# device's own threads are not.
+in_backward: Callable[[], bool] = (
+    _called_from_backward if isinstance(backward_number, Gone) else lambda: backward_number() != -1
+)
+
+
+def gradient_hooks(parameter: Tensor) -> dict[Any, Any]:
+    """The post-accumulate hooks of a parameter: putting one on costs a tenth of registering it.
+
+    Without them each is registered, on the parameters that require gradients when the train step starts.
+    """
+    hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", False)
+    if hooks is False:
+        return _Registered(parameter.register_post_accumulate_grad_hook) if parameter.requires_grad else {}
+    if hooks is None:
+        hooks = parameter._post_accumulate_grad_hooks = OrderedDict()
+    return hooks  # type: ignore[no-any-return]
+
+
+def drop_gradient_hooks(parameter: Tensor, hooks: dict[Any, Any]) -> None:
+    """Leave a parameter whose last hook has been taken off as it was without any."""
+    if not hooks and getattr(parameter, "_post_accumulate_grad_hooks", None) is hooks:
+        parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+
+
+class _Registered(dict[Any, Any]):
+    """Hooks in the way that torch documents."""
+
+    def __init__(self, register: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self._register = register
+
+    def __setitem__(self, key: Any, hook: Any) -> None:
+        super().__setitem__(key, self._register(hook))
+
+    def move_to_end(self, key: Any, last: bool) -> None:
+        """Hooks that are registered stay in their order, as far as nobody knows better."""
+
+    def pop(self, key: Any, default: Any = None) -> Any:
+        handle = super().pop(key, None)
+        return default if handle is None else handle.remove()
+
+
+# Modules
+
+
+def parameters_in(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """A module's own parameters, without what a parametrization computes. Without them, a copy."""
+    kept: dict[str, nn.Parameter | None] | None = getattr(module, "_parameters", None)
+    return dict(module.named_parameters(recurse=False, remove_duplicate=False)) if kept is None else kept
+
+
+def buffers_in(module: nn.Module) -> dict[str, Tensor | None]:
+    """A module's own buffers. Without them, a copy: what a run puts in a buffer's place stays there."""
+    kept: dict[str, Tensor | None] | None = getattr(module, "_buffers", None)
+    return dict(module.named_buffers(recurse=False, remove_duplicate=False)) if kept is None else kept
+
+
+def modules_in(module: nn.Module) -> dict[str, nn.Module | None]:
+    """A module's own submodules. Without them, a copy."""
+    kept: dict[str, nn.Module | None] | None = getattr(module, "_modules", None)
+    return dict(module.named_children()) if kept is None else kept
+
+
+# The code that runs where a module is called, whose frames say which one is running.
+module_call = _or("torch.nn.Module._call_impl", nn.Module.__call__).__code__
+
+
+def registries(module: nn.Module) -> list[dict[str, Any]]:
+    """What a module keeps its own parameters and submodules in, which changes with them; without the names nothing."""
+    kept = [getattr(module, "_parameters", None), getattr(module, "_modules", None)]
+    return [] if any(each is None for each in kept) else kept  # type: ignore[return-value]
+
+
+def forward_hooks(module: nn.Module, before: bool, with_kwargs: bool) -> list[Any]:
+    """The forward hooks of a module, and which of them are given keyword arguments; without them each is registered.
+
+    Putting one on costs a tenth of registering it.
+    """
+    kind = _HOOKS[before]
+    hooks, given = getattr(module, kind, None), getattr(module, f"{kind}_with_kwargs", None)
+    if hooks is None or given is None:
+        register = module.register_forward_pre_hook if before else module.register_forward_hook
+        return [_Registered(functools.partial(register, with_kwargs=with_kwargs))]
+    return [hooks, given] if with_kwargs else [hooks]
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+
+
+def known_forward_hooks(module: nn.Module) -> dict[tuple[str, int], Any]:
+    """All forward hooks of a module, those of others too, by what :func:`remove_forward_hook` knows them by.
+
+    Raises:
+        RuntimeError: if they can't be known.
+    """
+    found: dict[str, Any] = {kind: getattr(module, kind, Gone(f"torch.nn.Module.{kind}")) for kind in _HOOKS}
+    need("A reference or a parametrization", *found.values())
+    return {(kind, key): hook for kind in found for key, hook in found[kind].items()}
+
+
+def remove_forward_hook(module: nn.Module, known: tuple[str, int]) -> None:
+    """Take off a hook that :func:`known_forward_hooks` gave."""
+    kind, key = known
+    for place in (kind, f"{kind}_with_kwargs", f"{kind}_always_called"):
+        getattr(module, place, {}).pop(key, None)
+
+
+def move(module: nn.Module, device: torch.device) -> None:
+    """Move a module's own parameters and buffers. Without the private way those of its submodules go too."""
+    apply: Any = getattr(module, "_apply", None)
+    if apply is None:
+        module.to(device)
+    else:
+        apply(lambda tensor: tensor.to(device), recurse=False)
+
+
+def convolution(kind: Any) -> Any:
+    """How a convolution, or a class of them, computes its output of input, weight and bias; None if it can't be had."""
+    return getattr(kind, "_conv_forward", None)
+
+
+# The class of BatchNorm and InstanceNorm, other libraries' too; without it torch's own.
+_BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_INSTANCE = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+batch_norm: Any = _or("torch.nn.modules.batchnorm._NormBase", (*_BATCH, *_INSTANCE))
+
+# The attributes that wrappers put a module under; no user calls a module so. By others names are those in the wrapper.
+WRAPPED = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+
+
+def is_in_join(replica: nn.Module) -> bool:
+    """Whether a DistributedDataParallel is in its ``join()``; where that can't be known, yes."""
+    config = getattr(replica, "_join_config", None)
+    return True if config is None else bool(config.enable)
+
+
+# Tensors and modes
+
+
+def _has_no_data(tensor: Tensor) -> bool:
+    try:
+        tensor.data_ptr()
+    except RuntimeError:
+        return True
+    return False
+
+
+# Whether a tensor is one in a transform of torch.func; without the name, whether its memory can't be had.
+is_functorch_wrapped: Callable[[Tensor], bool] = _or("torch._C._functorch.is_functorch_wrapped_tensor", _has_no_data)
+_transform = _or("torch._C._functorch.peek_interpreter_stack", None)
+
+
+def is_transformed(tensors: Iterable[Tensor]) -> bool:
+    """Whether a transform of torch.func is going on; without the name, whether one of the tensors is in one."""
+    return any(map(is_functorch_wrapped, tensors)) if _transform is None else _transform() is not None
+
+
+# How many modes of the user's are on; without the names as if there were some, which takes longer.
+function_modes: Callable[[], int] = _or("torch._C._len_torch_function_stack", lambda: 1)
+dispatch_modes: Callable[[], int] = _or("torch._C._len_torch_dispatch_stack", lambda: 1)
+
+# ``torch.set_grad_enabled`` at a third of its cost.
+set_grad_enabled: Callable[[bool], Any] = _or("torch._C._set_grad_enabled", torch.set_grad_enabled)
+
+
+@contextlib.contextmanager
+def _seen_by_modes() -> Iterator[None]:
+    if dispatch_modes() or function_modes():
+        warnings.warn("What is measured is seen by torch's modes that are on, with this torch", stacklevel=3)
+    yield
+
+
+# What keeps modes of the user's from seeing operations; without them they do.
+unseen_by_functions: Callable[[], AbstractContextManager[Any]] = _or("torch._C.DisableTorchFunction", _seen_by_modes)
+unseen_by_dispatch: Callable[[], AbstractContextManager[Any]] = _or("torch._C._DisableTorchDispatch", _seen_by_modes)
+
+# Putting a function mode below those of others: ActivationHandler(attention=True) needs all four.
+push_mode = _find("torch.overrides._push_mode")
+pop_mode = _find("torch.overrides._pop_mode")
+modes_on = _find("torch._C._len_torch_function_stack")
+device_mode = _find("torch.utils._device.DeviceContext")
+
+# Seeing every operation: operations of a train step are counted, and the layers of a model traced with it.
+dispatch_mode = _find("torch.utils._python_dispatch.TorchDispatchMode")
+_Seen: Any = object if isinstance(dispatch_mode, Gone) else dispatch_mode
+_fake = _or("torch._subclasses.fake_tensor.FakeTensor", ())
+
+
+class DispatchMode(_Seen):  # type: ignore[misc]
+    """A ``TorchDispatchMode`` of higher-order operators too.
+
+    Raises:
+        RuntimeError: if this torch has none.
+    """
+
+    def __init__(self) -> None:
+        need(type(self).__name__, dispatch_mode)
+        super().__init__()
+        self.supports_higher_order_operators = True
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor is one that has a shape alone, as those by which DTensor finds out shapes."""
+    return isinstance(tensor, _fake)
+
+
+def cpu_attention() -> list[Any]:
+    """The operators of the CPU's attention, forward and backward; those that there are not are None."""
+    name = "_scaled_dot_product_flash_attention_for_cpu"
+    return [getattr(torch.ops.aten, each, None) for each in (name, f"{name}_backward")]
+
+
+def foreach_norm(tensors: list[Tensor], order: float, dtype: torch.dtype | None = None) -> list[Tensor]:
+    """The norm of each of many tensors; without the name one by one."""
+    return list(_norms(tensors, order, dtype=dtype))
+
+
+_norms: Any = _or(
+    "torch._foreach_norm",
+    lambda tensors, order, dtype: [torch.linalg.vector_norm(each, order, dtype=dtype) for each in tensors],
+)
+
+
+def _copy_one_by_one(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
+foreach_copy: Callable[[list[Tensor], list[Tensor]], Any] = _or("torch._foreach_copy_", _copy_one_by_one)
+
+
+def sparse_parts(sparse: Tensor) -> tuple[Tensor, Tensor]:
+    """Indices and values of a sparse tensor, coalesced or not; without the names coalesced, which waits."""
+    indices, values = getattr(sparse, "_indices", None), getattr(sparse, "_values", None)
+    if indices is None or values is None:
+        whole = sparse.coalesce()
+        return whole.indices(), whole.values()
+    return indices(), values()
+
+
+def version(tensor: Tensor) -> int:
+    """A number that grows with every change in place that autograd knows of; 0 for inference tensors, which have none.
+
+    A reference needs it.
+    """
+    return 0 if tensor.is_inference() else int(getattr(tensor, "_version", 0))
+
+
+counts_changes = _find("torch.Tensor._version")
+
+
+def local_part(tensor: Tensor) -> Tensor | None:
+    """This rank's part of a DTensor; None of other tensors."""
+    return getattr(tensor, "_local_tensor", None)
+
+
+def storage_of(tensor: Tensor) -> int:
+    """What all views of a strided tensor have in common; without the name the address of their memory."""
+    storage = tensor.untyped_storage()
+    return int(getattr(storage, "_cdata", 0) or storage.data_ptr())
+
+
+_owners = _or("torch._C._storage_Use_Count", None)
+
+
+def storage_owners(storage: Any) -> int | None:
+    """How many hold a tensor's memory, in C++ too; None if that can't be known."""
+    pointer = getattr(storage, "_cdata", None)
+    return None if _owners is None or pointer is None else int(_owners(pointer))
+
+
+# What tensors are in: tracing a model and multiplying the parts of an output need it.
+pytree = _find("torch.utils._pytree")
+
+# Compiled functions
+
+# What is to run eagerly, innermost last, and what the user's own stance is.
+_eager: list[Callable[[Any, tuple[Any, ...], dict[str, Any]], bool]] = []
+
+
+@contextlib.contextmanager
+def eager_where(wanted: Callable[[Any, tuple[Any, ...], dict[str, Any]], bool]) -> Iterator[None]:
+    """While it lasts, compiled functions run eagerly where that is wanted of them and their arguments.
+
+    Without the names, all do; a warning says so.
+    """
+    frames = _find("torch._dynamo.eval_frame")
+    decide, stance = getattr(frames, "_callback_from_stance", None), getattr(frames, "_stance", None)
+    if decide is None or stance is None:
+        _logger.warning(
+            "In a monitored iteration all that is compiled runs eagerly: this torch can't tell models apart"
+        )
+    _eager.append(wanted)
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            if decide is None or stance is None or len(_eager) > 1:
+                yield
+                return
+
+            def decide_by_function(callback: Any) -> Any:
+                call = sys._getframe(1).f_locals
+                if callback is None or callback is False or "fn" not in call:
+                    return decide(callback)
+                function, args, kwargs = call["fn"], call.get("args", ()), call.get("kwargs", {})
+                answers = [each(function, args, kwargs) for each in _eager]  # each wants to be asked
+                if any(answers):
+                    return decide(callback)
+                forced, frames._stance = frames._stance, stance  # as it would be without us
+                try:
+                    return decide(callback)
+                finally:
+                    frames._stance = forced
+
+            frames._callback_from_stance = decide_by_function
+            try:
+                yield
+            finally:
+                frames._callback_from_stance = decide
+    finally:
+        _eager.remove(wanted)
+
+
+# Ignite's engines
+
+TRAIN_STEP = "_process_function"  # attaching a monitor needs it
+HANDLE_EXCEPTION = "_handle_exception"  # without it what is on a model stays there after an error, until the next run
+
+
+def check_engine(engine: Any) -> None:
+    """Refuse an engine whose train step can't be followed.
+
+    Raises:
+        RuntimeError: if it is not kept where it was.
+    """
+    need("attach", getattr(engine, TRAIN_STEP, Gone(f"ignite.engine.Engine.{TRAIN_STEP}")))
+
+
+def handles_exceptions(engine: Any) -> bool:
+    """Whether what an engine does with an exception can be seen."""
+    return getattr(engine, HANDLE_EXCEPTION, None) is not None
+
+
+def event_handlers(engine: Any) -> Any:
+    """An engine's handlers by event; ``log_to`` needs it."""
+    return getattr(engine, "_event_handlers", Gone("ignite.engine.Engine._event_handlers"))
+
+
+def put_first(engine: Any, event: Any) -> None:
+    """Have the latest handler of an event called first; where that can't be, it stays the last."""
+    handlers = event_handlers(engine)
+    if not isinstance(handlers, Gone):
+        handlers[event].insert(0, handlers[event].pop())
+
+
+def has_handlers(engine: Any, events: Iterable[Any]) -> bool:
+    """Whether anyone listens to one of the events; where that can't be known, yes."""
+    handlers = event_handlers(engine)
+    return isinstance(handlers, Gone) or any(handlers.get(event) for event in events)

@@ -1,0 +1,185 @@
+"""The weights that a model's modules compute with: as matrices, stacks of matrices or tables, made of which parameters.
+
+What a parameter is decides. The weight of a convolution is flattened. A parameter of three and more dimensions that
+belongs to no convolution holds one matrix after the other (the experts of a mixture); with leading dimensions of size
+1 it is a table, as position tables of shape (1, L, d) are, or a vector, as class tokens of shape (1, 1, d). Where a
+module computes its weight of others (a parametrization, weight or spectral normalisation, LoRA), the result acts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
+
+from ignite_monitor.model._torch import modules_in, parameters_in
+from ignite_monitor.model.device_of import device_of
+from ignite_monitor.model.linear_maps import is_conv1d
+from ignite_monitor.model.names import named_modules
+from ignite_monitor.model.samples import is_measurable
+from ignite_monitor.reference.rng import drawn_again
+
+MATRIX, STACK, TABLE = "matrix", "stack", "table"
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_TABLE_NAMES = re.compile("embed|token|table|position|pos_")
+
+
+class ActingWeight(NamedTuple):
+    """A weight as it acts.
+
+    Attributes:
+        name: the parameter's name without wrappers, or that of what is computed, such as ``layer.weight``.
+        parameters: what it is made of.
+        kind: ``MATRIX``, ``STACK`` of matrices along all dimensions but the last two, or ``TABLE``.
+        by_input: whether the first dimension of a matrix is what goes in.
+        groups: the number of groups where the shape is (in, out / groups, k…); else 0.
+        value: gives the weight; to be called under ``no_grad``.
+    """
+
+    name: str
+    parameters: tuple[Tensor, ...]
+    kind: str
+    by_input: bool
+    groups: int
+    value: Callable[[], Tensor]
+
+
+class _Computed(NamedTuple):
+    """A weight that a module computes: its name in the module, what of, and how."""
+
+    name: str
+    parameters: tuple[Tensor, ...]
+    shape: torch.Size
+    value: Callable[[], Tensor]
+
+
+def acting_weights(model: nn.Module) -> Iterator[ActingWeight]:
+    """All weights that are matrices or hold some, each once; complex ones are left out."""
+    modules = list(named_modules(model))
+    computed = {path: list(_computed(module)) for path, module in modules}
+    known = {id(parameter) for each in computed.values() for weight in each for parameter in weight.parameters}
+    for path, module in modules:
+        for weight in computed[path]:
+            owner = getattr(module, "base_layer", module)
+            yield from _described(path, owner, weight)
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in known:
+                known.add(id(parameter))
+                yield from _described(
+                    path, module, _Computed(name, (parameter,), parameter.shape, partial(_itself, parameter))
+                )
+
+
+def _described(path: str, module: nn.Module, weight: _Computed) -> Iterator[ActingWeight]:
+    if not all(is_measurable(each) and not each.is_complex() for each in weight.parameters):
+        return
+    if weight.name.endswith("bias"):  # stacked experts have one vector each
+        return
+    shape, is_own = weight.shape, weight.name == "weight"
+    kind, by_input, groups = MATRIX, False, 0
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        kind = TABLE
+    elif isinstance(module, _TRANSPOSED) and is_own:
+        groups = module.groups
+    elif is_conv1d(module) and is_own:
+        by_input = True
+    elif not (isinstance(module, _CONVOLUTIONS) and is_own):
+        leading = next((i for i, size in enumerate(shape) if size != 1), len(shape)) if len(shape) > 2 else 0
+        shape = shape[leading:]
+        if leading or (len(shape) == 2 and not is_own and _TABLE_NAMES.search(weight.name)):
+            kind = TABLE
+        elif len(shape) > 2:
+            kind, by_input = STACK, _is_stacked_by_input(module, weight.name, shape)
+    if len(shape) >= 2 and shape.numel():
+        name = f"{path}.{weight.name}".lstrip(".")
+        yield ActingWeight(name, weight.parameters, kind, by_input, groups, weight.value)
+
+
+def _itself(parameter: Tensor) -> Tensor:
+    return parameter.detach()
+
+
+def _is_stacked_by_input(module: nn.Module, name: str, shape: torch.Size) -> bool:
+    """Whether matrices of shape (in, out) are stacked: as the bias beside them, or the module itself, says."""
+    rows, columns = shape[-2:]
+    for bias_name in {f"{name}_bias", name.replace("weight", "bias")} - {name}:
+        bias = parameters_in(module).get(bias_name)
+        if bias is not None and rows != columns and bias.shape[-1] in (rows, columns):
+            return bias.shape[-1] == columns
+    return bool(getattr(module, "is_transposed", False))
+
+
+def _computed(module: nn.Module) -> Iterator[_Computed]:
+    """The weights that a module computes of its parameters."""
+    parametrizations = modules_in(module).get("parametrizations")
+    if isinstance(parametrizations, nn.ModuleDict):
+        for name, recipe in parametrizations.items():
+            make = partial(_parametrized, recipe)
+            yield _Computed(name, tuple(recipe.parameters()), make().shape, make)
+    of: Any = parameters_in(module)
+    for hook in getattr(module, "_forward_pre_hooks", {}).values():
+        name = getattr(hook, "name", "")
+        if isinstance(hook, WeightNorm):
+            parts = of[f"{name}_g"], of[f"{name}_v"]
+            yield _Computed(name, parts, parts[1].shape, partial(hook.compute_weight, module))
+        elif isinstance(hook, SpectralNorm):
+            original = of[f"{name}_orig"]
+            yield _Computed(name, (original,), original.shape, partial(hook.compute_weight, module, False))
+    yield from _low_rank(module)
+
+
+def _parametrized(recipe: nn.Module) -> Tensor:
+    """What a parametrization makes in eval mode, of copies of its buffers: it may change them, and draw numbers."""
+    buffers = {name: buffer.clone() for name, buffer in recipe.named_buffers()}
+    with _evaluating(recipe), drawn_again({device_of(recipe)}):
+        weight: Tensor = functional_call(recipe, buffers, ())
+    return weight
+
+
+@contextmanager
+def _evaluating(root: nn.Module) -> Iterator[None]:
+    modes = {module: module.training for module in root.modules()}
+    for module in modes:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _low_rank(module: nn.Module) -> Iterator[_Computed]:
+    """LoRA as PEFT keeps it: base_layer.weight + scaling · B A of the active adapters, where that is all there is."""
+    base, down, up = (modules_in(module).get(name) for name in ("base_layer", "lora_A", "lora_B"))
+    weight = None if base is None else parameters_in(base).get("weight")
+    scaling = getattr(module, "scaling", None)
+    if not isinstance(down, nn.ModuleDict) or not isinstance(up, nn.ModuleDict) or weight is None:
+        return
+    matrices: dict[nn.Module, Tensor] = {
+        each: each.weight for each in [*down.values(), *up.values()] if isinstance(each, nn.Linear)
+    }
+    if not isinstance(scaling, Mapping) or len(matrices) < len(down) + len(up):
+        return
+    if any(getattr(module, "use_dora", {}).values()) or not is_measurable(weight):
+        return
+    inactive = getattr(module, "merged", False) or getattr(module, "disable_adapters", False)
+    active = [] if inactive else [each for each in getattr(module, "active_adapters", []) if each in down]
+
+    def merged(weight: Tensor = weight) -> Tensor:
+        total = weight
+        for name in active:
+            product = scaling[name] * (matrices[up[name]].float() @ matrices[down[name]].float())
+            total = total + (product.T if getattr(module, "fan_in_fan_out", False) else product)
+        return total
+
+    yield _Computed("weight", (weight, *matrices.values()), weight.shape, merged)

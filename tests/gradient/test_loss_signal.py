@@ -1,0 +1,104 @@
+"""The loss as a signal, against its formula in Python floats over the whole history."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from ignite_monitor.gradient.loss_signal import LossSignal
+
+
+def losses_of(n, seed=0):
+    random = np.random.default_rng(seed)
+    return np.geomspace(4.0, 0.5, n) * random.lognormal(sigma=0.1, size=n)
+
+
+def judge_all(signal, losses, dtype=torch.float64):
+    spikes = []
+    for loss in losses:
+        verdict = signal.judge(torch.tensor(loss, dtype=dtype))
+        signal.observe(verdict)
+        spikes.append(bool(verdict.spike))
+    return spikes
+
+
+def expected(losses, k=3.5, decay=0.99, warmup=20):
+    logs, spikes, row = [], [], 0
+    for loss in losses:
+        if not math.isfinite(loss) or loss <= 0:
+            spikes.append(not math.isfinite(loss))
+            continue
+        limit = math.inf
+        if len(logs) >= warmup:
+            weights = decay ** np.arange(len(logs) - 1, -1, -1.0)
+            mean = np.average(logs, weights=weights)
+            unbiased = weights.sum() - (weights**2).sum() / weights.sum()
+            limit = mean + k * math.sqrt((weights * (np.array(logs) - mean) ** 2).sum() / unbiased)
+        spikes.append(math.log(loss) > limit)
+        row = row + 1 if spikes[-1] else 0
+        if row < 2:
+            logs.append(min(math.log(loss), limit))
+    return spikes
+
+
+def test_equals_the_formula():
+    losses = losses_of(300)
+    losses[[60, 61, 62, 150]] *= 12
+    losses[[30, 90, 200, 210, 220]] = [0.0, -1.0, math.nan, math.inf, -math.inf]
+    found = judge_all(LossSignal(), losses)
+    # -inf is as non-finite as inf, but it is no large loss: it has no logarithm, like every number below zero.
+    reference = expected(np.where(losses == -math.inf, 0.0, losses))
+    assert found == reference
+    assert [i for i, spike in enumerate(found) if spike] == [60, 61, 62, 150, 200, 210]
+
+
+def test_losses_that_are_not_judged_leave_no_trace():
+    one, other, losses = LossSignal(), LossSignal(), losses_of(60)
+    judge_all(one, [*losses[:30], 0.0, -3.0, math.nan, *losses[30:], 0.0])
+    judge_all(other, losses)
+    assert one.state_dict()["rule"] == other.state_dict()["rule"]
+    assert one.detector.nonfinite_count.item() == 1
+
+
+def test_without_a_scaler_to_look_after_it_an_overflow_is_a_spike():
+    assert judge_all(LossSignal(), [math.inf, math.nan]) == [True, True]
+    assert judge_all(LossSignal(overflow_is_spike=False), [math.inf, math.nan]) == [False, False]
+
+
+def test_losses_near_zero_and_of_narrow_dtypes():
+    tiny = np.random.default_rng(0).lognormal(sigma=3, size=200) * 1e-300
+    assert not any(judge_all(LossSignal(k=6.0), tiny))
+    assert not any(judge_all(LossSignal(), [0.0] * 100))
+    assert judge_all(LossSignal(), [*losses_of(100), 40.0], torch.bfloat16) == [False] * 100 + [True]
+
+
+def test_a_new_level_costs_ten_steps():
+    spikes = judge_all(LossSignal(), [*losses_of(100), *(50.0 * losses_of(100, seed=1))])
+    assert sum(spikes) == 10
+
+
+def test_state_continues_and_a_copy_has_its_own():
+    losses = losses_of(120)
+    losses[80] *= 5
+    whole, first, second = LossSignal(), LossSignal(), LossSignal()
+    found = judge_all(whole, losses)
+    judge_all(first, losses[:70])
+    second.load_state_dict(first.state_dict())
+    twin = copy.copy(second)
+    assert judge_all(twin, losses[70:]) == judge_all(second, losses[70:]) == found[70:]
+    assert first.detector.rule.moments.count.item() == 70
+
+
+@pytest.mark.parametrize(("argument", "value"), [("k", 0.0), ("warmup", 1), ("decay", 1.0)])
+def test_bad_arguments_are_named(argument, value):
+    with pytest.raises(ValueError, match=f"Argument {argument} "):
+        LossSignal(**{argument: value})
+
+
+def test_nothing_is_read_on_the_host():
+    signal = LossSignal()
+    signal.observe(signal.judge(torch.zeros((), device="meta")))

@@ -1,0 +1,172 @@
+"""One judge per tensor, against a scalar detector for each."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from ignite_monitor.gradient.per_parameter import PerParameterJudge, excess_shares
+from ignite_monitor.gradient.robust import RobustThreshold
+from ignite_monitor.gradient.spikes import SpikeDetector
+
+NAMES = ["embed", "qkv", "bias", "head"]
+
+
+def norms_of(n, seed=0):
+    random = np.random.default_rng(seed)
+    return random.lognormal(sigma=0.3, size=(n, 4)) * [5.0, 1.0, 1e-5, 30.0]
+
+
+def each_alone(rows):
+    """The verdicts of a scalar detector per tensor; NaN in rows is a tensor without a gradient, 0 a zero one."""
+    detectors = [SpikeDetector(RobustThreshold(k=8.0)) for _ in NAMES]
+    said = []
+    for row in rows:
+        said.append([])
+        for detector, value in zip(detectors, row, strict=True):
+            verdict = detector.judge(torch.tensor(value, dtype=torch.float64))
+            there = value != 0 and value is not None and not np.isnan(value)
+            said[-1].append((bool(verdict.spike) and there, verdict.threshold.item()))
+            if there:
+                detector.observe(verdict)
+    return said
+
+
+def judged(rows, judge=None):
+    judge, said = judge or PerParameterJudge(), []
+    for row in rows:
+        names = [name for name, value in zip(NAMES, row, strict=True) if not np.isnan(value)]
+        verdict = judge.judge(names, torch.tensor([value for value in row if not np.isnan(value)]))
+        judge.observe(verdict)
+        by_name = dict(
+            zip(judge.names, zip(verdict.spike.tolist(), verdict.threshold.tolist(), strict=True), strict=True)
+        )
+        said.append([by_name.get(name, (False, math.inf)) for name in NAMES])
+    return said
+
+
+def same(one, other):
+    for a, b in zip(one, other, strict=True):
+        assert [spike for spike, _ in a] == [spike for spike, _ in b]
+        np.testing.assert_allclose([t for _, t in a], [t for _, t in b], rtol=1e-12)
+
+
+def test_every_tensor_is_judged_by_its_own_norms():
+    rows = norms_of(200)
+    rows[60, 1] *= 20
+    rows[100, 2] *= 20
+    rows[120:, 3] *= 25  # a new level
+    found, expected = judged(rows), each_alone(rows)
+    same(found, expected)
+    assert [i for i, row in enumerate(found) if row[1][0]] == [60]
+    assert [i for i, row in enumerate(found) if row[2][0]] == [100]
+    assert [i for i, row in enumerate(found) if row[3][0]] == [*range(120, 130)]
+
+
+def test_tensors_without_a_gradient_zero_ones_and_new_ones():
+    rows = norms_of(150)
+    rows[::3, 0] = math.nan  # not in every step
+    rows[::2, 1] = 0.0
+    rows[:40, 2] = math.nan  # comes later
+    rows[90:, 3] = math.nan  # frozen
+    rows[[70, 100, 141], [1, 0, 2]] = [50.0, 500.0, 1.0]
+    same(judged(rows), each_alone(rows))
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_non_finite_norms_are_spikes_of_their_tensors_and_leave_no_trace(bad):
+    rows, judge = norms_of(60), PerParameterJudge()
+    judged(rows, judge)
+    limits = judge.judge(NAMES, torch.ones(4, dtype=torch.float64)).limit.tolist()
+    verdict = judge.judge(NAMES, torch.tensor([1.0, bad, 1e-5, bad], dtype=torch.float64))
+    judge.observe(verdict)
+    assert verdict.spike.tolist() == [False, True, False, True]
+    assert judge.culprits(verdict) == {"qkv": 0.5, "head": 0.5}
+    after = judge.judge(NAMES, torch.ones(4, dtype=torch.float64)).limit.tolist()
+    assert [one == other for one, other in zip(limits, after, strict=True)] == [False, True, False, True]
+
+
+def test_the_shares_of_the_excess():
+    judge = PerParameterJudge()
+    judged(norms_of(100), judge)
+    threshold = judge.judge(NAMES, torch.ones(4, dtype=torch.float64)).threshold.tolist()
+    over = torch.tensor([threshold[0] + 3.0, threshold[1] + 1.0, threshold[2] * 0.9, threshold[3] * 0.5])
+    verdict = judge.judge(NAMES, over.double())
+    np.testing.assert_allclose(excess_shares(verdict).tolist(), [0.75, 0.25, 0, 0], atol=1e-6)
+    assert [*judge.culprits(verdict)] == ["embed", "qkv"]
+    assert [*judge.culprits(verdict, most=1)] == ["embed"]
+    # All within their thresholds: what is above the means.
+    mean = verdict.mean
+    verdict = judge.judge(NAMES, mean * torch.tensor([1.2, 1.0, 1.0, 0.9]) + torch.tensor([0.0, 0.25, 0.0, 0.0]))
+    excess = [0.2 * mean[0].item(), 0.25, 0.0, 0.0]
+    np.testing.assert_allclose(excess_shares(verdict).tolist(), np.array(excess) / sum(excess), atol=1e-6)
+
+
+def test_a_planted_tensor_is_named_first():
+    rows = norms_of(400, seed=3)
+    random, right = np.random.default_rng(4), 0
+    judge = PerParameterJudge()
+    judged(rows[:100], judge)
+    for row in rows[100:]:
+        place = random.integers(4)
+        spoilt = row.copy()
+        spoilt[place] *= 10
+        verdict = judge.judge(NAMES, torch.tensor(spoilt))
+        assert bool(verdict.spike[place])
+        right += next(iter(judge.culprits(verdict))) == NAMES[place]
+        judge.observe(judge.judge(NAMES, torch.tensor(row)))
+    assert right == 300
+
+
+def test_state_continues_in_whatever_order_the_names_come():
+    rows = norms_of(120)
+    rows[70, 0] *= 30
+    whole, first, second = (PerParameterJudge() for _ in range(3))
+    expected = judged(rows, whole)
+    judged(rows[:60], first)
+    second.load_state_dict(first.state_dict())
+    assert judged(rows[60:], second) == expected[60:]
+    order = [2, 0, 3, 1]
+    third = PerParameterJudge()
+    third.load_state_dict(first.state_dict())
+    verdict = third.judge([NAMES[i] for i in order], torch.tensor(rows[70][order]))
+    assert dict(zip(third.names, verdict.spike.tolist(), strict=True))["embed"]
+
+
+def test_a_copy_has_a_state_of_its_own():
+    judge = PerParameterJudge()
+    judged(norms_of(50), judge)
+    twin, before = copy.copy(judge), judge.state_dict()
+    judged(norms_of(5, seed=9), twin)
+    assert all(torch.equal(v, before["detector"]["rule"][n]) for n, v in judge.state_dict()["detector"]["rule"].items())
+    assert twin.state_dict()["detector"]["rule"]["count"].tolist() == [55] * 4
+
+
+def test_the_state_of_something_else_is_refused():
+    with pytest.raises(ValueError, match="names"):
+        PerParameterJudge().load_state_dict({"detector": {}})
+
+
+def test_nothing_is_read_on_the_host_and_operations_do_not_grow_with_the_tensors():
+    def operations(n):
+        judge, counted = PerParameterJudge(), []
+
+        class Count(torch.utils._python_dispatch.TorchDispatchMode):
+            def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+                counted.append(function)
+                return function(*args, **(kwargs or {}))
+
+        names = [str(i) for i in range(n)]
+        for _ in range(3):
+            counted.clear()
+            with Count():
+                verdict = judge.judge(names, torch.zeros(n, dtype=torch.float64, device="meta"))
+                excess_shares(verdict)
+                judge.observe(verdict)
+        return len(counted)
+
+    assert operations(3) == operations(300)

@@ -1,0 +1,174 @@
+"""A write that fails is tried again: nothing is lost that fits in memory, and two warnings tell of it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+
+import pytest
+from ignite.engine import Events
+
+from ignite_monitor import HDF5Logger
+from ignite_monitor.hdf5 import swap, writer
+from tests.hdf5._runs import as_lists, engine_of, log_output
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "run.h5"
+
+
+class Failing:
+    """A function that raises while it is told to, or in its n-th call."""
+
+    def __init__(self, function, calls=()):
+        self.function, self.calls, self.count, self.fails = function, calls, 0, False
+
+    def __call__(self, *args, **kwargs):
+        self.count += 1
+        if self.fails or self.count in self.calls:
+            raise OSError(errno.EIO, "Input/output error")
+        return self.function(*args, **kwargs)
+
+
+def train(path, failing=None, between=(), count=120, flush_every=5, output=lambda i: {"loss": i / 8}, **kwargs):
+    """A run in which writing fails between two iterations."""
+    engine, completed = engine_of(output), []
+    with HDF5Logger(path, flush_every=flush_every) as logger:
+        log_output(logger, engine, tag=None)
+
+        @engine.on(Events.ITERATION_STARTED)
+        def look():
+            completed.append(engine.state.iteration)
+            if between:
+                failing.fails = between[0] <= engine.state.iteration < between[1]
+
+        engine.run(range(count), max_epochs=1)
+    assert completed == list(range(1, count + 1))
+
+
+def told(caplog):
+    return [re.sub(r"\S*run\.h5", "run.h5", record.message) for record in caplog.records]
+
+
+TROUBLE = (
+    "Can't write to run.h5: [Errno 5] Input/output error. What is logged waits in memory, and every flush tries again"
+)
+OVER = "Writing to run.h5 works again: nothing is lost"
+
+WHERE = [(os, "replace"), (swap.SwappedFile, "_apply"), (swap.shutil, "copyfile"), (swap.os, "posix_fallocate")]
+
+
+@pytest.mark.parametrize("call", range(2, 9))
+@pytest.mark.parametrize(("owner", "name"), WHERE, ids=lambda each: getattr(each, "__name__", each))
+def test_one_failure_loses_nothing(path, monkeypatch, caplog, owner, name, call):
+    failing = Failing(getattr(owner, name), {call})
+    method = lambda *args, **kwargs: failing(*args, **kwargs)  # noqa: E731 - bound to its file where it is a method
+    monkeypatch.setattr(owner, name, method)
+    train(path)
+    steps = list(range(1, 121))
+    assert as_lists(path) == {"loss": (steps, [step / 8 for step in steps])}
+    trouble = [re.sub(": a write may need .* room", "", each) for each in told(caplog)]
+    assert trouble in ([], [TROUBLE, OVER])
+    assert [each.name for each in path.parent.iterdir()] == ["run.h5"]
+
+
+def test_a_long_failure_is_told_when_it_begins_and_ends(path, monkeypatch, caplog):
+    failing = Failing(os.posix_fallocate)
+    monkeypatch.setattr(swap.os, "posix_fallocate", failing)
+    train(path, failing, (30, 90))
+    assert as_lists(path)["loss"][0] == list(range(1, 121))
+    assert len(told(caplog)) == 2
+    assert told(caplog)[0].startswith("Can't write to run.h5: [Errno 5] Input/output error: a write may need ")
+    assert told(caplog)[1] == OVER
+    assert failing.count > 10
+
+
+def test_two_failures_are_told_each(path, monkeypatch, caplog):
+    failing = Failing(os.replace, {4, 12})
+    monkeypatch.setattr(swap.os, "replace", failing)
+    train(path)
+    assert as_lists(path)["loss"][0] == list(range(1, 121))
+    assert told(caplog) in ([TROUBLE, OVER], [TROUBLE, OVER] * 2)
+
+
+def test_the_next_flush_writes_everything(path, monkeypatch, caplog):
+    failing, engine = Failing(os.replace), engine_of()
+    with HDF5Logger(path) as logger:
+        monkeypatch.setattr(swap.os, "replace", failing)
+        failing.fails = True
+        for step in range(1, 4):
+            engine.state.iteration = step
+            logger.write(engine, step, {"a": float(step), f"b{step}": 1.0})
+            logger.flush()
+            assert as_lists(path) == {}
+        assert told(caplog) == [TROUBLE]
+        failing.fails = False
+        logger.flush()
+        assert as_lists(path)["a"] == ([1, 2, 3], [1.0, 2.0, 3.0])
+        assert told(caplog) == [TROUBLE, OVER]
+    assert list(as_lists(path)) == ["a", "b1", "b2", "b3"]
+
+
+@pytest.mark.parametrize("to_the_end", [False, True])
+def test_what_does_not_fit_in_memory_is_told(path, monkeypatch, caplog, to_the_end):
+    """Rows of ever new names, which take memory as well."""
+    kept = 40
+    monkeypatch.setattr(writer, "KEPT_BYTES", kept * (writer.ROW_BYTES + 3 * 8 + 3 * writer.NAME_BYTES))
+    failing = Failing(os.replace)
+    monkeypatch.setattr(swap.os, "replace", failing)
+    train(path, failing, (31, 1000 if to_the_end else 200), count=300, output=lambda i: {f"{i}/{j}": i for j in "abc"})
+    failed_at = 31 - 31 % 5
+    steps = {step for steps, _ in as_lists(path).values() for step in steps}
+    first_lost = min(set(range(1, 301)) - steps)
+    if to_the_end:
+        assert first_lost <= 31
+        assert told(caplog)[1:] == [
+            f"Writing to run.h5 failed to the end: {3 * (301 - first_lost)} values of iterations {first_lost} to 300 "
+            "are lost"
+        ]
+    else:
+        lost = set(range(first_lost, max(set(range(1, 301)) - steps) + 1))
+        assert steps == set(range(1, 301)) - lost
+        assert failed_at + kept <= first_lost <= 31 + kept
+        assert told(caplog)[1:] == [
+            f"Writing to run.h5 works again: {3 * len(lost)} values of iterations {first_lost} to {max(lost)} are lost"
+        ]
+
+
+def test_what_waits_is_tried_again_only_when_more_has_come(path, monkeypatch):
+    monkeypatch.setattr(writer, "WAITING_BYTES", 100 * (writer.ROW_BYTES + 8))
+    failing = Failing(os.posix_fallocate)
+    monkeypatch.setattr(swap.os, "posix_fallocate", failing)
+    train(path, failing, (1, 1000), count=1000, flush_every=10**6)
+    assert 8 <= failing.count <= 12
+
+
+@pytest.mark.parametrize("flush_every", [1, 3, 50])
+@pytest.mark.parametrize("reads", [True, False])
+def test_going_back_while_writing_fails(path, monkeypatch, flush_every, reads):
+    """What waits is taken back like what stands in the file, also where the file can't be read just then."""
+    value, failing, load = [1.0], Failing(os.replace), Failing(writer.load)
+    engine = engine_of(lambda i: {"loss": value[0], **({"rare": value[0]} if i % 7 == 0 else {})})
+    with HDF5Logger(path, flush_every=flush_every) as logger:
+        log_output(logger, engine, tag=None)
+        monkeypatch.setattr(swap.os, "replace", failing)
+        monkeypatch.setattr(writer, "load", load)
+
+        @engine.on(Events.ITERATION_STARTED)
+        def look():
+            failing.fails = value[0] == 2.0 or (value[0] == 1.0 and engine.state.iteration > 25)
+            load.fails = not reads and value[0] == 2.0 and engine.state.iteration < 28
+
+        @engine.on(Events.ITERATION_COMPLETED)
+        def recover():
+            failing.fails &= not (value[0] == 2.0 and engine.state.iteration == 39)
+
+        engine.run(range(40), max_epochs=1)
+        for start, value[0] in ((20, 2.0), (30, 3.0)):
+            engine.load_state_dict({"iteration": start, "epoch_length": 40, "max_epochs": 1})
+            engine.run(range(40))
+    read = as_lists(path)
+    assert read["loss"] == (list(range(1, 41)), [1.0] * 20 + [2.0] * 10 + [3.0] * 10)
+    assert read["rare"] == ([7, 14, 21, 28, 35], [1.0] * 2 + [2.0] * 2 + [3.0])

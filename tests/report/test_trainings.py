@@ -1,0 +1,279 @@
+"""Small real trainings: healthy ones come out healthy, with what was judged; wrecked ones are named."""
+
+from __future__ import annotations
+
+import io
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from ignite.engine import Engine, Events
+from torch import nn
+from torch.nn import functional as F
+
+from ignite_monitor import ActivationHandler, GradMonitor, HDF5Logger, RCCHandler, WeightUpdateHandler, read_hdf5
+from ignite_monitor.report.series import tidy
+from ignite_monitor.report.summary import summarise
+from ignite_monitor.report.text import show, summary_text
+
+ITERATIONS = 150
+
+
+class Attention(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x):
+        parts = [
+            each(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in (self.q_proj, self.k_proj, self.v_proj)
+        ]
+        return self.o_proj(F.scaled_dot_product_attention(*parts, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attn = Attention(width, 4)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x):
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT(nn.Module):
+    def __init__(self, width=32, blocks=3):
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(32, width), nn.Embedding(32, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 32)
+
+    def forward(self, x):
+        x = self.tokens(x) + self.places.weight[: x.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)).flatten(0, 1)
+
+
+class ResNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16)
+        self.conv2, self.bn2 = nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16)
+        self.fc = nn.Linear(16, 10)
+
+    def forward(self, x):
+        x = F.relu(self.bn1(self.conv1(x)))
+        return self.fc((x + F.relu(self.bn2(self.conv2(x)))).mean((2, 3)))
+
+
+class LSTM(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.out = nn.LSTM(4, 32, batch_first=True), nn.Linear(32, 5)
+
+    def forward(self, x):
+        return self.out(self.rnn(x.unflatten(1, (5, 4)))[0][:, -1])
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 5))
+
+
+def cnn():
+    """Convolutions with biases that the BatchNorms take away, of which no name tells."""
+    layers = [nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(784, 10))
+
+
+def text():
+    generator = torch.Generator().manual_seed(0)
+    following = torch.softmax(3 * torch.randn(32, 32, generator=generator), -1)
+    while True:
+        x = torch.randint(32, (8, 1), generator=generator)
+        for _ in range(24):
+            x = torch.cat([x, torch.multinomial(following[x[:, -1]], 1, generator=generator)], 1)
+        yield x[:, :-1], x[:, 1:].flatten()
+
+
+def images():
+    generator = torch.Generator().manual_seed(0)
+    classes = torch.randn(10, 3, 16, 16, generator=generator)
+    while True:
+        y = torch.randint(10, (32,), generator=generator)
+        yield classes[y] + 1.5 * torch.randn(32, 3, 16, 16, generator=generator), y
+
+
+def vectors():
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(20, 5, generator=generator)
+    while True:
+        x = torch.randn(32, 20, generator=generator)
+        yield x, (x @ weight + 0.5 * torch.randn(32, 5, generator=generator)).argmax(1)
+
+
+def sgd(rate, momentum=0.0):
+    return lambda model: torch.optim.SGD([p for p in model.parameters() if p.requires_grad], rate, momentum=momentum)
+
+
+def adam(rate):
+    return lambda model: torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], rate)
+
+
+def trained(path, model, data, optimizer, **options):
+    """The summary of a run.
+
+    Args:
+        options: ``every`` how many iterations the weights and activations are looked at, ``accumulate`` over how many
+            iterations, ``damage(iteration, model)`` before an iteration, ``judged(model)`` the optimizer that
+            GradMonitor is given, ``iterations``.
+    """
+    given = SimpleNamespace(
+        **{"every": 5, "accumulate": 1, "damage": None, "judged": None, "iterations": ITERATIONS} | options
+    )
+    steps = optimizer(model)
+
+    def train_step(engine, batch):
+        iteration = engine.state.iteration
+        if given.damage:
+            given.damage(iteration, model)
+        if (iteration - 1) % given.accumulate == 0:
+            steps.zero_grad()
+        loss = F.cross_entropy(model(batch[0]), batch[1])
+        (loss / given.accumulate).backward()
+        if iteration % given.accumulate == 0:
+            steps.step()
+        engine.state.metrics["loss"] = loss.item()
+
+    trainer = Engine(train_step)
+    with HDF5Logger(path, mode="w") as logger:
+        monitor = GradMonitor(model, given.judged(model) if given.judged else steps)
+        monitor.attach(trainer)
+        monitor.log_to(logger, trainer)
+        others = [WeightUpdateHandler(model, steps), ActivationHandler(model, activations=True, attention=True)]
+        for each in [*others, RCCHandler(model)]:
+            each.attach(trainer, Events.ITERATION_STARTED(every=given.every))
+            each.log_to(logger, trainer)
+        logger.attach_output_handler(trainer, Events.ITERATION_COMPLETED, tag="train", metric_names=["loss"])
+        trainer.run(data, epoch_length=given.iterations)
+    return summarise("run.h5", tidy(read_hdf5(path)))
+
+
+@pytest.fixture
+def train(tmp_path):
+    torch.manual_seed(0)
+    return lambda *args, **options: trained(tmp_path / "run.h5", *args, **options)
+
+
+def words(summary):
+    stream = io.StringIO()
+    show(summary_text(summary), stream)
+    return stream.getvalue()
+
+
+def of(summary, kind):
+    (finding,) = [finding for finding in summary.findings if finding.kind == kind]
+    return finding
+
+
+HEALTHY = {
+    "mlp, SGD": (mlp, vectors, sgd(0.1), {}),
+    "mlp, Adam": (mlp, vectors, adam(1e-3), {}),
+    "mlp, accumulation": (mlp, vectors, sgd(0.1), {"accumulate": 4, "iterations": 300}),
+    "lstm": (LSTM, vectors, adam(1e-3), {}),
+    "cnn, SGD with momentum": (cnn, images, sgd(0.02, 0.9), {}),
+    "cnn, Adam": (cnn, images, adam(1e-3), {}),
+    "resnet": (ResNet, images, sgd(0.05, 0.9), {}),
+    "gpt, Adam": (GPT, text, adam(2e-3), {}),
+    "gpt, SGD": (GPT, text, sgd(0.3, 0.9), {}),
+}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_healthy_trainings_are_healthy_and_say_what_was_judged(train, name):
+    model, data, optimizer, options = HEALTHY[name]
+    summary = train(model(), data(), optimizer, **options)
+    assert summary.healthy is True, [finding.text for finding in summary.findings]
+    said = words(summary)
+    assert "Healthy: nothing in this run needs attention." in said
+    assert " gradient norms (grad/norm" in said
+    assert "BatchNorm" not in said or name == "resnet"
+    assert ("softmax" in said) is name.startswith("gpt")
+
+
+def test_a_language_model_that_was_wrecked_from_the_start(train):
+    """Its first block's attention is saturated, and what it puts out is far too large."""
+    model = GPT()
+    with torch.no_grad():
+        for layer, factor in zip(("q_proj", "k_proj", "o_proj"), (100, 100, 900), strict=True):
+            getattr(model.blocks[0].attn, layer).weight.mul_(factor)
+    summary = train(model, text(), adam(2e-3))
+    assert summary.healthy is False
+    assert "blocks.0.attn heads 0, 1, 2 and 3 (from the first look on)" in of(summary, "attention_collapse").text
+    assert "blocks.0.attn" in of(summary, "activation_outlier").text
+
+
+def test_a_learning_rate_that_wrecks_the_model_before_the_first_look(train):
+    summary = train(GPT(), text(), adam(1.0), every=50)
+    assert summary.healthy is False
+    finding = of(summary, "activation_outlier")
+    assert "from the first look on" in finding.text
+    assert finding.values["largest"] > 1000
+
+
+def test_a_monitor_of_an_optimizer_that_makes_no_step(train):
+    """Whether it publishes norms then, or nothing."""
+    summary = train(mlp(), vectors(), sgd(0.1), judged=sgd(0.1))
+    assert not summary.healthy
+    assert "ive it the optimizer whose step()" in words(summary).replace("GradMonitor the", "it the")
+
+
+def test_a_training_that_ends_in_the_warm_up(train):
+    summary = train(mlp(), vectors(), sgd(0.1), iterations=15)
+    assert summary.healthy is None
+    assert "Nothing unusual, but the gradients were not judged." in words(summary)
+
+
+def test_a_block_that_was_forgotten_is_named(train):
+    model = GPT()
+    kept = [parameter for name, parameter in model.named_parameters() if "blocks.1." not in name]
+    summary = train(model, text(), lambda model: torch.optim.AdamW(kept, 2e-3))
+    assert "blocks.1 (8 in it)" in of(summary, "untrained").text
+    assert of(summary, "untrained").severity == "note"
+
+
+@pytest.mark.parametrize("name", ["attn.v_proj", "mlp.0", "ln_2", "attn.q_proj"])
+def test_the_module_that_makes_nan_is_named(train, name):
+    """It is the first in the order of execution, in which ``ln_2`` comes after the attention."""
+
+    def damage(iteration, model):
+        if iteration == 50:
+            with torch.no_grad():
+                model.blocks[1].get_submodule(name).weight.view(-1)[0] = math.nan
+
+    summary = train(GPT(), text(), adam(2e-3), damage=damage, iterations=60)
+    assert f"first in blocks.1.{name}," in of(summary, "nonfinite_activations").text
+    assert summary.findings[0].severity == "problem"
+
+
+def test_units_that_are_dead_from_the_start(train):
+    model = mlp()
+    with torch.no_grad():
+        model[0].bias -= 100
+    assert of(train(model, vectors(), adam(1e-3)), "dead_units").severity == "problem"
+
+
+def test_a_gradient_in_the_warm_up_that_wrecked_the_model(train):
+    def damage(iteration, model):
+        if iteration == 7:
+            with torch.no_grad():
+                model[0].weight.mul_(1000)
+        if iteration == 8:
+            with torch.no_grad():
+                model[0].weight.div_(1000)
+
+    assert of(train(mlp(), vectors(), sgd(0.1), damage=damage), "early_norms").iterations == (7,)

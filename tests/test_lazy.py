@@ -1,0 +1,128 @@
+"""What importing the package costs: a name of the root is imported when it is asked for, and what it needs with it."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import pydoc
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ignite.engine import Engine, Events
+
+import ignite_monitor
+from ignite_monitor import HDF5Logger
+
+ROOT = Path(__file__).resolve().parent.parent
+
+WITHOUT = """
+import sys
+
+class Nowhere:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "ignite"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Nowhere())
+"""
+
+
+def python(source, *arguments):
+    """What a new interpreter prints that has neither torch nor Ignite."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT + source, *map(str, arguments)],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("run") / "run.h5"
+    trainer = Engine(lambda engine, batch: None)
+
+    @trainer.on(Events.ITERATION_COMPLETED)
+    def publish(engine):
+        engine.state.metrics = {"grad/norm": 1.0 + engine.state.iteration, "train/loss": 0.5}
+
+    with HDF5Logger(path) as logger:
+        logger.attach_output_handler(trainer, Events.ITERATION_COMPLETED, tag=None, metric_names="all")
+        trainer.run([0], epoch_length=20)
+    return path
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["summary", "RUN"], ["summary", "--json", "RUN"], ["plot", "RUN"], ["compare", "RUN", "RUN"]],
+)
+def test_command_line_needs_neither_torch_nor_ignite(arguments, path):
+    command = """
+from ignite_monitor.cli import main
+try:
+    code = main(sys.argv[1:])
+except SystemExit as end:
+    code = end.code
+assert not code, code
+assert not {"torch", "ignite"} & set(sys.modules)
+"""
+    assert python(command, *(path if each == "RUN" else each for each in arguments))
+
+
+def test_reading_needs_neither_torch_nor_ignite(path):
+    read = """
+from ignite_monitor import read_hdf5
+steps, values = read_hdf5(sys.argv[1])["grad/norm"]
+assert not {"torch", "ignite"} & set(sys.modules)
+print(steps.sum(), values.sum())
+"""
+    expected = np.arange(1, 21)
+    assert python(read, path).split() == [str(expected.sum()), str((1.0 + expected).sum())]
+
+
+def test_what_needs_torch_says_so():
+    ask = """
+import ignite_monitor
+assert "GradMonitor" in dir(ignite_monitor)
+try:
+    ignite_monitor.GradMonitor
+except ModuleNotFoundError as error:
+    print(error.name)
+"""
+    assert python(ask).strip() in ("torch", "ignite")
+
+
+def test_names_of_the_root():
+    assert set(ignite_monitor.__all__) <= set(dir(ignite_monitor))
+    everything: dict[str, object] = {}
+    exec("from ignite_monitor import *", everything)
+    assert {name for name in everything if name[0] != "_"} == set(ignite_monitor.__all__)
+    for name in ignite_monitor.__all__:
+        value = getattr(ignite_monitor, name)
+        assert value is everything[name]
+        assert callable(value)
+        assert value.__module__ == f"ignite_monitor.{ignite_monitor._MODULE_OF[name]}"
+        assert pickle.loads(pickle.dumps(value)) is value
+        assert copy.deepcopy(value) is value
+    with pytest.raises(AttributeError, match="module 'ignite_monitor' has no attribute 'GradMonitr'"):
+        getattr(ignite_monitor, "GradMonitr")  # noqa: B009
+    with pytest.raises(ImportError, match="cannot import name 'GradMonitr' from 'ignite_monitor'"):
+        from ignite_monitor import GradMonitr  # noqa: F401
+
+
+def test_function_that_was_imported_from_its_module_first():
+    from ignite_monitor.attaching import attach_monitors
+
+    assert ignite_monitor.attach_monitors is attach_monitors
+
+
+def test_help_shows_the_names_of_the_root():
+    text = pydoc.render_doc(ignite_monitor, renderer=pydoc.plaintext)
+    assert all(name in text for name in ignite_monitor.__all__)

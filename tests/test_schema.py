@@ -1,0 +1,236 @@
+"""What is published is what the schemas say, and what they say reaches help, charts and reports."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from ignite.engine import Engine, Events
+from torch import nn
+
+from ignite_monitor import (
+    ActivationHandler,
+    GradMonitor,
+    MeanStdThreshold,
+    RCCHandler,
+    SpectralNormHandler,
+    StepStatsHandler,
+    WeightUpdateHandler,
+    record,
+)
+from ignite_monitor.keys import ACTIVATION, SCHEMAS
+from ignite_monitor.report.families import groups
+from ignite_monitor.report.series import Series
+from ignite_monitor.scaling import AlignmentHandler, MaxPScheduler, Parametrization, ParametrizedModule
+from ignite_monitor.schema import Key, Schema
+from ignite_monitor.tensorboard import tensorboard_layout
+from tests._helpers import make_batches
+
+KINDS = [
+    GradMonitor,
+    WeightUpdateHandler,
+    RCCHandler,
+    ActivationHandler,
+    SpectralNormHandler,
+    StepStatsHandler,
+    AlignmentHandler,
+    MaxPScheduler,
+]
+# Keys that no monitor publishes yet.
+PENDING = {"grad/stepped"}
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = ParametrizedModule(nn.Linear(6, 8), width_dim=8, layer_type="embedding")
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.hidden = ParametrizedModule(nn.Linear(8, 8), width_dim=8, layer_type="hidden")
+        self.last = ParametrizedModule(nn.Linear(8, 3), width_dim=8, layer_type="readout")
+
+    def forward(self, x):
+        x = self.first(x)
+        record("first_norm", x.norm())
+        y = x.unsqueeze(1)
+        return self.last(self.hidden(x + self.attention(y, y, y, need_weights=False)[0].squeeze(1)).relu())
+
+
+def make_parametrized():
+    torch.manual_seed(0)
+    layers = [(6, 8, "embedding"), (8, 8, "hidden"), (8, 3, "readout")]
+    model = nn.Sequential(*(ParametrizedModule(nn.Linear(i, o), width_dim=8, layer_type=kind) for i, o, kind in layers))
+    parametrization = Parametrization(model, lr_prefactor=0.02)
+    return model, torch.optim.SGD(parametrization.param_groups, lr=0.1), parametrization
+
+
+def make_all():
+    """A monitor of each kind, all options on, with the optimizer and model that they watch."""
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    everything = dict.fromkeys(
+        ("activations", "parameters", "gradients", "activation_differences", "parameter_differences"), True
+    )
+    return model, optimizer, [
+        GradMonitor(model, optimizer, threshold=MeanStdThreshold(warmup=2)),
+        WeightUpdateHandler(model, optimizer, frozen_update_ratio_threshold=1.0, frozen_patience_steps=1),
+        RCCHandler(model),
+        ActivationHandler(model, **everything, attention=True, reference="init"),
+        SpectralNormHandler(model, updates=True, per_parameter=True),
+        StepStatsHandler(model, optimizer, peak_flops=1e12),
+        AlignmentHandler(model),
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def published():
+    """Kind of monitor -> (prefix, all names that it has published in a run)."""
+    found = {}
+
+    def run(model, optimizer, monitors, clip):
+        def train_step(engine, batch):
+            optimizer.zero_grad()
+            F.mse_loss(model(batch[0]), batch[1]).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+
+        trainer = Engine(train_step)
+        for monitor in monitors:
+            monitor.attach(trainer)
+            names = found.setdefault(type(monitor), (monitor.prefix, set()))[1]
+            trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda _, m=monitor, n=names: n.update(m.metrics))
+        trainer.run(make_batches(6))
+
+    run(*make_all(), clip=0.01)
+    model, optimizer, parametrization = make_parametrized()
+    run(model, optimizer, [MaxPScheduler(parametrization, optimizer)], clip=1.0)
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_monitor_publishes_what_its_schema_says(kind, published):
+    prefix, names = published[kind]
+    keys = {name.removeprefix(f"{prefix}/") if prefix else name for name in names}
+    assert [key for key in keys if kind.schema.find(key) is None] == []
+    expected = [
+        key.pattern for key in kind.schema.keys if not key.when and f"{kind.schema.prefix}/{key.pattern}" not in PENDING
+    ]
+    assert expected or kind is ActivationHandler
+    assert [pattern for pattern in expected if not any(matches(pattern, key) for key in keys)] == []
+
+
+def test_everything_was_on(published):
+    """What is there under circumstances only is there in the run above too, but for what the CPU has not."""
+    for kind in KINDS:
+        prefix, names = published[kind]
+        lacking = [
+            key.pattern
+            for key in kind.schema.keys
+            if not any(matches(key.pattern, name.removeprefix(f"{prefix}/")) for name in names)
+        ]
+        assert set(lacking) <= {"reserved_memory_mb", "stepped"}, kind
+
+
+def matches(pattern: str, name: str) -> bool:
+    """An own reading of the patterns."""
+    parts = [re.escape(part) for part in re.split(r"\{\w+\}", pattern)]
+    return re.fullmatch(".+".join(parts), name) is not None
+
+
+def test_all_monitors_have_a_schema_of_their_own():
+    assert {kind.schema.kind for kind in KINDS} == {schema.kind for schema in SCHEMAS}
+    assert len({schema.kind for schema in SCHEMAS}) == len(SCHEMAS) == len(KINDS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_help_lists_every_key(kind):
+    text = inspect.getdoc(kind)
+    assert "{keys}" not in text
+    for key in kind.schema.keys:
+        full = f"{kind.schema.prefix}/{key.pattern}" if kind.schema.prefix else key.pattern
+        assert re.search(rf"^``{re.escape(full)}`` +\S", text, re.MULTILINE), full
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_subclasses_keep_their_own_docstring_and_the_schema():
+    class Own(GradMonitor):
+        """Mine, with {keys}."""
+
+    assert Own.__doc__ == "Mine, with {keys}."
+    assert Own.schema is GradMonitor.schema
+
+
+@pytest.mark.parametrize(
+    ("nonfinite", "there"),
+    [("", [1.0]), ("inf", [1.0, math.inf, -math.inf]), ("any", [1.0, math.inf, -math.inf, math.nan])],
+)
+def test_which_numbers_stand_for_what_is_absent(nonfinite, there):
+    schema = Schema("own", "own", (Key("a/{name}", "", nonfinite=nonfinite), Key("b", "")))
+    for number in [1.0, math.inf, -math.inf, math.nan]:
+        absent = schema.absent({"a/x.y": number, "b": number, "unknown": number})
+        assert ("a/x.y" in absent) is (repr(number) not in map(repr, there))
+        assert ("b" in absent) is ("unknown" in absent) is (number != 1)
+
+
+def test_a_key_that_is_renamed_is_renamed_in_table_and_charts():
+    schema = GradMonitor.schema
+    keys = tuple(replace(key, pattern=key.pattern.replace("norm", "length")) for key in schema.keys)
+    renamed = replace(schema, keys=keys)
+    assert "``grad/length``" in renamed.table()
+    assert renamed.charts()["norm against its threshold"] == "length|threshold"
+    assert renamed.find("norm") is None
+
+
+def test_every_chart_is_of_keys_that_are_published(published):
+    for monitor in make_all()[2]:
+        _, names = published[type(monitor)]
+        for charts in tensorboard_layout(monitor).values():
+            for title, (_, patterns) in charts.items():
+                assert any(re.match(pattern, name) for pattern in patterns for name in names), title
+                assert any(re.match(pattern, f"train/{name}") for pattern in patterns for name in names), title
+
+
+@pytest.mark.parametrize("tag", ["", "train/"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_reports_know_whose_a_name_is(kind, tag, published):
+    line = Series(np.arange(3), np.ones(3))
+    everything = {f"{tag}{name}": line for _, names in published.values() for name in names}
+    own = {f"{tag}{name}" for name in published[kind][1]}
+    families = set(ACTIVATION.families) if kind is ActivationHandler else {kind.schema.kind}
+    for group in groups(everything | {"mine/norm": line, "step/mine": line}):
+        names = {name for name, _ in group.scalars.values()}
+        names |= {name for items in group.items.values() for name, _ in items.values()}
+        if names & own:
+            assert group.kind in families or "first_norm" in str(names)
+            assert group.root.startswith(tag)
+        if group.kind == "other":
+            assert names == {"mine/norm", "step/mine"}
+
+
+def test_reports_ask_for_keys_that_there_are():
+    """A key that is renamed must not just be missing from a report."""
+    asked = set()
+    for path in (Path(__file__).parent.parent / "ignite_monitor" / "report").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and node.func.attr in ("get", "each", "name")
+                and getattr(node.func.value, "id", "") == "group"
+                and isinstance(node.args[0], ast.Constant)
+            ):
+                asked.add(node.args[0].value)
+    known = {
+        part for schema in SCHEMAS for key in schema.keys for part in (key.pattern, key.pattern.partition("/{")[0])
+    }
+    known |= {"entropy", "nonfinite_count", "dead_fraction"}  # of what the user has named, or built-in
+    assert len(asked) > 10
+    assert asked <= known
