@@ -50,11 +50,17 @@ class RCCHandler(ReferenceMonitor, schema=RCC):
     are those at the time of the forward pass.
 
     Passes of the whole model in training mode count; not what activation checkpointing repeats. A layer that the model
-    calls more or less often than the reference does, as experts to which tokens are routed, is left out with a
-    warning, and so is everything where the reference can't be run.
+    calls more or less often than the reference does, as experts to which tokens are routed, is left out of the
+    iteration with a warning, and so is one whose weights are given in its call, by ``torch.func.functional_call``, and
+    everything where the reference can't be run.
+
+    **The copy** has functions of its own in place of those that modules keep, whose closures lead into it. Where it
+    would call the model that trains all the same, it is stopped before it does, and nothing of that pass is published.
+    It is without your forward hooks, so nothing is published either where these change inputs or outputs. A warning
+    says so: give a module as ``reference`` then.
 
     **Training** is the same, as far as can be seen from outside: what the reference draws from the generators of torch,
-    NumPy and Python, and from those that modules have as attributes, the model draws once more. A generator at the top
+    NumPy and Python, and from those that modules hold, the model draws once more. A generator at the top
     of a file, and counters and caches there that a forward changes, move on in both passes. Compiled models run eagerly
     in monitored iterations; eager and compiled code round differently, and with some compilers, inductor among them,
     dropout draws other masks in either.

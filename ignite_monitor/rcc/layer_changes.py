@@ -49,9 +49,7 @@ class LayerChanges(LayerCalls):
                 self._sums.append((cells, table.sum(1, dtype=wide_dtype(device)), sum(sizes)))
 
     def values(self, incomplete: Collection[str], device: torch.device) -> tuple[list[str], Tensor, dict[str, Tensor]]:
-        """Names and values by layer, and what there is over layers by name.
-
-        On a device that would have to be waited for, NaN stands for what is absent.
+        """Names and values by layer, and what there is over layers by name; NaN stands for what is absent.
 
         Args:
             incomplete: names of layers that are left out.
@@ -65,11 +63,6 @@ class LayerChanges(LayerCalls):
         cells = sorted([*measured, *shares])
         index = [row * table.shape[1] + place for row, place in cells]
         values = table.flatten()[upload(torch.tensor(index, dtype=torch.long, device="cpu"), table.device)]
-        # On the CPU there is no waiting to learn what is not there.
-        if values.device.type == "cpu" and len(missing := values.isnan().nonzero()):
-            absent = set(missing.flatten().tolist())
-            cells = [cell for i, cell in enumerate(cells) if i not in absent]
-            values = values[~values.isnan()]
         over_layers: dict[str, Tensor] = {}
         for place, kind in enumerate(QUANTITIES[:2]):
             if any(cell[1] == place for cell in cells):

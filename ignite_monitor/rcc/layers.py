@@ -19,8 +19,9 @@ from ignite_monitor.model.tensors import floating_tensors
 from ignite_monitor.rcc.terms import (
     QUANTITIES,
     Norms,
-    call_norms,
+    change_norms,
     feature_norms,
+    input_norms,
     linear_change,
     normalized_change,
     output_change,
@@ -115,12 +116,13 @@ class _Linear(_Layer):
         bound = linear_map(call.module)
         if bound is None:
             raise NotComparableError("its forward has been replaced since the handler was made")
-        function, inputs = bound(call.args, call.kwargs), (x, x - reference_x)
-        change = linear_change(function, weights["weight"] - theirs["weight"], theirs["weight"], inputs[1], x)
+        function, input_change = bound(call.args, call.kwargs), x - reference_x
+        norms = input_norms(x, input_change, self._dim)
+        change = linear_change(function, weights["weight"] - theirs["weight"], theirs["weight"], input_change, x)
         if "bias" not in weights:
-            return call_norms(change, inputs, self._dim)
+            return norms | change_norms(change, self._dim)
         moved = (weights["bias"] - theirs["bias"]).reshape(-1, *[1] * (-self._dim - 1))
-        return call_norms(change, inputs, self._dim, inputs, moved)
+        return norms | change_norms(change, self._dim, norms, moved)
 
 
 class _Normalization(_Layer):
@@ -130,12 +132,14 @@ class _Normalization(_Layer):
 
     def _norms(self, call: Call, x: Tensor, reference_x: Tensor, weights: Weights, theirs: Weights) -> Norms:
         settings: Any = call.module
+        norms = input_norms(x, x - reference_x, self._dim)
         normalized = normalized_change(
             x, reference_x, settings.normalized_shape, settings.eps, centred=isinstance(settings, nn.LayerNorm)
         )
         moved = {name: weights[name] - theirs[name] for name in weights}
         change = linear_change(torch.mul, moved["weight"], theirs["weight"], normalized[1], normalized[0])
-        return call_norms(change, (x, x - reference_x), self._dim, normalized, moved.get("bias"))
+        product = input_norms(*normalized, self._dim)
+        return norms | change_norms(change, self._dim, product, moved.get("bias"))
 
 
 class _LowPrecision(_Layer):
@@ -146,7 +150,7 @@ class _LowPrecision(_Layer):
             raise NotComparableError("it should have one floating-point tensor as its input")
         runs = ((x, weights), (x, theirs), (reference_x, theirs))
         change = output_change(*(self._run(self._name, (at,), {}, each) for at, each in runs))
-        return call_norms(change, (x, x - reference_x), self._dim)
+        return input_norms(x, x - reference_x, self._dim) | change_norms(change, self._dim)
 
 
 class _Embedding(_Layer):
@@ -182,7 +186,7 @@ class _Evaluated(_Layer):
             with torch.no_grad(), _without_autocast(x):
                 dtype = _wide_dtype(x.dtype)
                 wide = x.to(dtype)
-                inputs = call_norms(None, (wide, wide - reference_x.to(dtype)), self._dim)
+                inputs = input_norms(wide, wide - reference_x.to(dtype), self._dim)
         return inputs, None if crossed is None else crossed.detach(), None if x is None else (x, version_of(x))
 
     def leave(self, call: Call) -> Norms:
@@ -197,7 +201,7 @@ class _Evaluated(_Layer):
         with _without_autocast(output):
             dtype = _wide_dtype(output.dtype)
             change = output_change(output.to(dtype), crossed.to(dtype), reference_output.to(dtype))
-            norms = call_norms(change, None, self._dim)
+            norms = change_norms(change, self._dim)
         return {0: norms[0]} if inputs is None else inputs | norms
 
 

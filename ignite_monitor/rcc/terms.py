@@ -142,35 +142,29 @@ def feature_norms(values: Tensor, dim: int = -1) -> Tensor:
     return norms.reshape(-1)
 
 
-def call_norms(
-    change: Change | None,
-    inputs: tuple[Tensor, Tensor] | None,
-    dim: int,
-    product: tuple[Tensor, Tensor] | None = None,
-    bias_change: Tensor | None = None,
-) -> Norms:
-    """The norms of a layer's call over its features.
+def input_norms(x: Tensor, input_change: Tensor, dim: int) -> Norms:
+    """The norms of a layer's input and of its change over the features; the last dimension where there are fewer."""
+    return {2: _norms(x, dim), 3: _norms(input_change, dim)}
+
+
+def change_norms(change: Change, dim: int, product: Norms | None = None, bias_change: Tensor | None = None) -> Norms:
+    """The norms of the change of a layer's output over the features.
 
     Args:
-        change: the change of its output, but for that of the bias; it is used up, which spares memory and time.
-        inputs: :math:`x_t` and :math:`x_t - x_0`.
-        dim: the dimension of the features; the last where a tensor has fewer.
-        product: what the weight is multiplied with and its change, where the same are wanted without the bias.
+        change: without that of the bias; it is used up, which spares memory and time.
+        dim: the dimension of the features; the last where there are fewer.
+        product: where the same are wanted without the bias, the :func:`input_norms` of what the weight is multiplied
+            with.
         bias_change: that of the bias, of a shape that fits the output.
     """
-    norms: Norms = {}
-    if inputs is not None:
-        norms[2], norms[3] = (_norms(each, dim) for each in inputs)
-    if change is not None:
-        update, drift = change
-        norms[0], norms[1] = _norms(update, dim), _norms(drift, dim)
-        output = drift.add_(update)
-        norms[4] = _norms(output, dim)
-    if change is not None and product is not None:
-        of_product = (norms[2], norms[3]) if product is inputs else (_norms(each, dim) for each in product)
-        norms |= dict(zip(range(5, 10), (norms[0], norms[1], *of_product, norms[4]), strict=True))
-        if bias_change is not None:
-            norms[0], norms[4] = _norms(update.add_(bias_change), dim), _norms(output.add_(bias_change), dim)
+    update, drift = change
+    norms = {0: _norms(update, dim), 1: _norms(drift, dim)}
+    output = drift.add_(update)
+    norms[4] = _norms(output, dim)
+    if product is not None:
+        norms |= {5 + place: each for place, each in (norms | product).items()}
+    if bias_change is not None:
+        norms[0], norms[4] = _norms(update.add_(bias_change), dim), _norms(output.add_(bias_change), dim)
     return norms
 
 

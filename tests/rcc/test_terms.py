@@ -10,7 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from ignite_monitor.rcc.terms import (
+    Change,
+    change_norms,
     feature_norms,
+    input_norms,
     linear_change,
     mean_norm,
     normalized_change,
@@ -88,3 +91,24 @@ def test_share_of_the_weights():
     share = weight_share(torch.tensor([1.0, 0.0, 0.0, 3.0, torch.nan]), torch.tensor([3.0, 2.0, 0.0, 0.0, 1.0]))
     assert share[:4].tolist() == [0.25, 0.0, 0.0, 1.0]
     assert share[4].isnan()
+
+
+@pytest.mark.parametrize("dim", [-1, 1])
+def test_norms_of_a_call_with_and_without_the_bias(dim):
+    torch.manual_seed(0)
+    x, dx, update, drift = torch.randn(4, 3, 5, 2, dtype=torch.float64)
+    bias = torch.randn(2 if dim == -1 else 5, 1 if dim == 1 else 2, dtype=torch.float64)[: 5 if dim == 1 else 1]
+
+    def of(values):
+        return values.movedim(dim, -1).norm(dim=-1).flatten()
+
+    inputs = input_norms(x, dx, dim)
+    expected = [of(update + bias), of(drift), of(x), of(dx), of(update + bias + drift)]
+    expected += [of(update), of(drift), of(x), of(dx), of(update + drift)]
+    found = inputs | change_norms(Change(update.clone(), drift.clone()), dim, inputs, bias)
+    assert sorted(found) == list(range(10))
+    for place, each in found.items():
+        torch.testing.assert_close(each, expected[place])
+    plain = change_norms(Change(update.clone(), drift.clone()), dim)
+    assert sorted(plain) == [0, 1, 4]
+    torch.testing.assert_close(plain[4], of(update + drift))
