@@ -153,8 +153,10 @@ def interrupted_at_call(number):
 
     def trace(frame, event, _):
         code = frame.f_code
-        # In a generator expression it may get lost in what consumes it, which is none of the package's doing.
-        if code.co_filename.startswith(package) and code.co_name != "<genexpr>" and next(calls) == number:
+        # In a generator expression it may get lost in what consumes it, and in the end of torch's no_grad it leaves
+        # gradients off; neither is the package's doing.
+        lost = code.co_name == "<genexpr>" or frame.f_back.f_code.co_filename.endswith("grad_mode.py")
+        if code.co_filename.startswith(package) and not lost and next(calls) == number:
             sys.settrace(before)
             raise KeyboardInterrupt
 
