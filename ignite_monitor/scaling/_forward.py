@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree
 
 from ignite_monitor.model.eager import eager
+from ignite_monitor.scaling.module import multiplier_of
 
 
 def run(model: nn.Module, sample_input: Any) -> Any:
@@ -27,9 +29,16 @@ def run(model: nn.Module, sample_input: Any) -> Any:
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """A model that runs eagerly and in evaluation mode, and is afterwards as it was, like all random numbers."""
+    """A model that runs eagerly, in evaluation mode and without multipliers; afterwards it is as it was.
+
+    So are random numbers, those of generators too that its modules hold.
+    """
     attributes = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
     values = [(buffer, buffer.clone()) for _, _, held in attributes for buffer in held.values() if buffer is not None]
+    held_in = (leaf for module in model.modules() for leaf in _pytree.tree_leaves(vars(module)))
+    generators = [(each, each.get_state()) for each in held_in if isinstance(each, torch.Generator)]
+    multipliers = [hook for module in model.modules() if (hook := multiplier_of(module)) is not None]
+    factors = [hook.value for hook in multipliers]
     cuda = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     state = random.getstate()
     numpy = sys.modules.get("numpy")
@@ -37,8 +46,14 @@ def untouched(model: nn.Module) -> Iterator[None]:
     try:
         with torch.random.fork_rng(cuda), torch.no_grad(), eager():
             model.eval()
+            for hook in multipliers:
+                hook.value = 1.0
             yield
     finally:
+        for hook, factor in zip(multipliers, factors, strict=True):
+            hook.value = factor
+        for generator, before in generators:
+            generator.set_state(before)
         for module, held, buffers in attributes:
             vars(module).clear()
             vars(module).update(held)

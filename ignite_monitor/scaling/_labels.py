@@ -21,12 +21,20 @@ class Label(NamedTuple):
         weight: the parameter outside of all layers that it is, or is a part of.
         outside: the parameter outside of all layers that its inputs were multiplied by.
         lost: why it can't be said.
+        layer: the layer whose output it is, but for its shape and for numbers that it was multiplied by.
+        growth: the logarithm of how much more the larger model has multiplied it by than the smaller one.
+        line: where it was multiplied by what grows.
+        scores: of a product of two activations, where it was made, and over how many elements the models sum.
     """
 
     node: str | None = None
     weight: str | None = None
     outside: str | None = None
     lost: str | None = None
+    layer: str | None = None
+    growth: float = 0.0
+    line: str | None = None
+    scores: tuple[str, int, int] | None = None
 
 
 CONSTANT = Label()

@@ -78,15 +78,21 @@ def named_in(summary):
 def test_mup_is_flat(make, sample_input, batch, readout):
     result = coordinate_check(mup(make, sample_input, 0.01), lambda width: batch, WIDTHS, steps=3, seeds=2)
     for slope in result.slopes:
-        if slope.layer in (readout, "_root_"):
-            continue  # its output and what reaches it start by shrinking
         assert not slope.is_steep, slope
-        assert abs(slope.slope) < 0.1 + 2 * slope.standard_error, slope
+        if slope.layer not in (readout, "_root_"):  # its output and what reaches it start by shrinking
+            assert slope.start == 0
+            assert abs(slope.slope) < 0.1 + 2 * slope.standard_error, slope
+        else:
+            assert slope.start == (0.0 if slope.quantity == "weight_update" else -0.5)
     for step in (1, 2, 3):
         assert abs(slopes_of(result, "weight_update", step)[readout].slope) < 0.1
     # Its output is a sum over n of what is random to each other, times 1 / n.
     assert slopes_of(result, "activation", 0)[readout].slope == pytest.approx(-0.5, abs=0.2)
-    assert named_in(result.summary()) <= {readout, "_root_"}
+    assert slopes_of(result, "activation", 0)[readout].is_start
+    assert result.table(0).count("°") == 1
+    summary = result.summary()
+    assert summary.startswith("No layer depends on the width")
+    assert f"{readout} is a readout, or ends in one, which starts as width^(1/2 - a - b) = width^-0.50" in summary
 
 
 def test_standard_parametrization_has_the_predicted_slopes():
