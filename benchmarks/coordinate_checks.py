@@ -243,7 +243,7 @@ class Seq2Seq(nn.Module):
     def __init__(self, n: int) -> None:
         super().__init__()
         self.source, self.target = nn.Embedding(VOCABULARY, n), nn.Embedding(VOCABULARY, n)
-        self.transformer = nn.Transformer(n, n // HEAD, 2, 2, 2 * n, dropout=0.0, batch_first=True, norm_first=True)
+        self.transformer = nn.Transformer(n, n // HEAD, 2, 2, 2 * n, dropout=0.0, batch_first=True)
         self.head = nn.Linear(n, VOCABULARY)
 
     def forward(self, ids: Tensor) -> Tensor:

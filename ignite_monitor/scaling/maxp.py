@@ -21,8 +21,7 @@ from ignite_monitor.model.names import tags
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.reference.reference import Reference
 from ignite_monitor.scaling._alignments import AlignmentMeasurement, find_layers
-from ignite_monitor.scaling._prefactor import PrefactorGroup, PrefactorOptimizer
-from ignite_monitor.scaling._rates import LayerRates
+from ignite_monitor.scaling._rates import LayerRates, PrefactorGroup, PrefactorOptimizer
 from ignite_monitor.scaling.graph import Alignment
 from ignite_monitor.scaling.parametrization import Parametrization
 from ignite_monitor.scaling.solver import Solution

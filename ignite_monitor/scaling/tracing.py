@@ -37,7 +37,7 @@ from torch.overrides import TorchFunctionMode
 
 from ignite_monitor.model.names import named_modules, named_parameters
 from ignite_monitor.scaling._forward import run, untouched
-from ignite_monitor.scaling._labels import CONSTANT, Label, MadeTensors, is_transformed, storage_of, tensors_in
+from ignite_monitor.scaling._labels import CONSTANT, FLAT, Label, Labels, TracingError, tensors_in
 from ignite_monitor.scaling._operations import (
     HOMOGENEOUS,
     INDEXING,
@@ -56,15 +56,9 @@ from ignite_monitor.scaling._operations import (
 )
 from ignite_monitor.scaling.graph import LayerGraph, Node
 
-FLAT = 0.02
-"""By how much of its logarithm a factor may differ between the models and be taken for the same."""
 # Nearly no matter what small number is added, or what it is limited to, a factor stays one.
 _KEEP = LINEAR | {"clamp", "clamp_min", "clamp_max", "maximum"}
 _RECURRENT = re.compile(r"(?:lstm|gru|rnn_tanh|rnn_relu)(?:_cell)?$")
-
-
-class TracingError(RuntimeError):
-    """The graph of a model can't be followed."""
 
 
 @dataclass
@@ -114,7 +108,7 @@ def trace_graph(model: nn.Module, layers: Iterable[tuple[nn.Module, Node]], samp
     return LayerGraph(trace.nodes)
 
 
-class Trace(TorchFunctionMode):
+class Trace(Labels, TorchFunctionMode):
     """What is seen in one forward pass of a model.
 
     Args:
@@ -123,12 +117,9 @@ class Trace(TorchFunctionMode):
         small: the trace of the smaller model; without it all weights are taken to be of a fixed size.
 
     Attributes:
-        nodes: the graph's nodes.
         uses: layer -> :class:`WeightUse`, of weights that are trained.
         touched: the parameters that any operation has taken.
         unknown: parameter -> an operation that takes it for something that is not known.
-        warnings: scores that grow with the width, in words.
-        takers: layer -> what takes its output: "linear", "norm", "nonlinear", or "zero" for a weight that is zero.
     """
 
     def __init__(
@@ -138,32 +129,21 @@ class Trace(TorchFunctionMode):
         with_weights: bool = False,
         small: Trace | None = None,
     ) -> None:
-        super().__init__()
-        self.nodes: list[Node] = []
+        Labels.__init__(self, compares=small is not None)
+        TorchFunctionMode.__init__(self)
         self.uses: dict[str, WeightUse] = {}
         self.touched: set[str] = set()
         self.unknown: dict[str, str] = {}
-        self.warnings: list[str] = []
-        self.takers: dict[str, set[str]] = {}
-        self.made = MadeTensors()
         self._model = model
         self._layers = {id(module): layer for module, layer in layers}
         self._with_weights = with_weights
         self._small = small
-        self._names: dict[str, int] = {}
         self._counts: dict[str, int] = {}
         self._logs: dict[str, float] = {}
         self._fans: dict[str, Fans] = {}
         self._owners: dict[str, str | None] = {}
-        self._own: dict[str, dict[float, str | None]] = {}
-        self._last: dict[str, tuple[float, str | None]] = {}
-        self._junctions: dict[tuple[str, frozenset[str]], str] = {}
-        self._path: list[tuple[str, nn.Module]] = []
         self._inputs: list[list[Label]] = []  # of the layers that are running
         self._taken_out = CONSTANT
-        # Tensors are kept while tracing, so that no other gets the id of one.
-        self._labels: dict[int, tuple[Tensor, Label]] = {}
-        self._written: dict[int, tuple[Any, Label]] = {}
         self._parameters: dict[str, nn.Parameter] = {}
         for name, parameter, _ in named_parameters(model):
             self._parameters[name] = parameter
@@ -195,22 +175,6 @@ class Trace(TorchFunctionMode):
         used = {node.name for node in self.nodes}
         if unused := [layer.name for _, layer in layers if layer.name not in used]:
             raise TracingError(f"With sample_input the model does not run {', '.join(unused)}")
-
-    def own_growth(self, layer: str) -> float:
-        """The logarithm of how much more the larger model multiplies a layer by than the smaller one, on its own.
-
-        Raises:
-            TracingError: if that is not one number.
-        """
-        growth, line = self._last.get(layer, (0.0, None))
-        found = self._own.get(layer) or {growth: line}
-        if max(found) - min(found) > FLAT:
-            lines = " and ".join(dict.fromkeys(line or "without a factor" for line in found.values()))
-            raise TracingError(
-                f"{layer} is used in several ways, with factors that depend on the width in different ways ({lines}), "
-                "so they are none of its own: multiply inside of the module, or after a layer of its own"
-            )
-        return next(iter(found))
 
     # Modules
 
@@ -531,48 +495,6 @@ class Trace(TorchFunctionMode):
             return label
         return self._unattributed(label)
 
-    def _resolved(self, label: Label, taker: str = "linear") -> Label:
-        """The label once its factor is that of the layer it comes from, if it comes straight from one."""
-        if label.layer is None or self._small is None:
-            return label
-        self.takers.setdefault(label.layer, set()).add(taker)
-        self._own.setdefault(label.layer, {}).setdefault(round(label.growth, 6), label.line)
-        return label._replace(layer=None, growth=0.0, line=None)
-
-    def _unattributed(self, label: Label) -> Label:
-        if label.scores is not None:
-            where, small, large = label.scores
-            if label.growth > 0:
-                self._warn_of_heads(where, small, large, math.exp(label.growth))
-            return label._replace(growth=0.0, line=None, scores=None)
-        return Label(
-            lost=f"{label.line or label.node}, a factor that depends on the width (times {math.exp(label.growth):.3g} "
-            "from the smaller model to the larger) and is of no layer before or after it"
-        )
-
-    def _sum(self, where: str, labels: list[Label], kind: str = "sum", settle: bool = False) -> Label:
-        """The label of what is made of several, as large as the largest of them.
-
-        Args:
-            settle: whether a factor is one of the layer before, even where there is one label alone.
-        """
-        if self._small is None:
-            return self._join(kind, where, labels)
-        moving = [label for label in labels if label.node is not None or label.lost is not None]
-        if settle or len({label[4:] for label in moving}) > 1:  # rotated queries, say, are of one layer still
-            labels = [self._resolved(label) for label in labels]
-        found = self._join(kind, where, labels)
-        growths = [label.growth for label in labels if label.node is not None]
-        if found.node is None or not growths:
-            return found
-        line = next((label.line for label in labels if label.line is not None), None)
-        first = next(label for label in labels if label.node is not None)
-        if max(growths) - min(growths) > FLAT:
-            worst = max((label for label in labels if label.node is not None), key=lambda each: abs(each.growth))
-            return self._unattributed(worst)._replace(node=found.node) if worst.scores else self._unattributed(worst)
-        layer = first.layer if len({label.layer for label in moving}) == 1 else None
-        return found._replace(growth=growths[0], line=line, layer=layer, scores=first.scores)
-
     def _growth(self, name: str, args: Any, result: Any, labels: list[Label]) -> tuple[float, str | None]:
         """By how much more this model multiplies than the smaller one, as a logarithm, and the line of code."""
         if not self._with_weights:
@@ -593,6 +515,12 @@ class Trace(TorchFunctionMode):
         self._logs[key] = size
         return int(size if self._small is None else self._small._logs.get(key, size)), size
 
+    def _key(self, name: str) -> str:
+        """A name for the same operation in both models."""
+        key = self._where(name)
+        self._counts[key] = self._counts.get(key, 0) + 1
+        return f"{key}#{self._counts[key]}"
+
     def _check_heads(self, where: str, size: int, scale: float, growth: float) -> None:
         sizes = self._sizes(where, size)
         key = self._key(f"{where} scale")
@@ -601,72 +529,6 @@ class Trace(TorchFunctionMode):
         times = scale * sizes[1] / (before * sizes[0]) * math.exp(growth)
         if sizes[1] > sizes[0] and times > 1.05:
             self._warn_of_heads(where, *sizes, times)
-
-    def _warn_of_heads(self, where: str, small: int, large: int, times: float) -> None:
-        self.warnings.append(
-            f"{where}: the heads grow with width, from {small} to {large}, but scores are divided by less than that. "
-            f"Where queries and keys align, they will be {times:.3g} times as large in the larger model; give it a "
-            "scale that is proportional to 1 / the head's dimension."
-        )
-
-    def _join(self, kind: str, name: str, labels: list[Label]) -> Label:
-        for label in labels:
-            if label.lost is not None:
-                return label
-        nodes = list(dict.fromkeys(label.node for label in labels if label.node is not None))
-        if len(nodes) > 1:
-            key = (kind, frozenset(nodes))
-            if key not in self._junctions:
-                unique, _ = self._unique(name)
-                self.nodes.append(Node(unique, kind, tuple(nodes)))
-                self._junctions[key] = unique
-            return Label(node=self._junctions[key])
-        if nodes:
-            return Label(node=nodes[0])
-        for label in labels:
-            if label.outside is not None:
-                return label
-        return next((label for label in labels if label.weight is not None), CONSTANT)
-
-    def _where(self, name: str) -> str:
-        return f"{self._path[-1][0]}.{name}" if self._path and self._path[-1][0] else name
-
-    def _key(self, name: str) -> str:
-        """A name for the same operation in both models."""
-        key = self._where(name)
-        self._counts[key] = self._counts.get(key, 0) + 1
-        return f"{key}#{self._counts[key]}"
-
-    def _unique(self, name: str) -> tuple[str, int]:
-        times = self._names.get(name, 0)
-        self._names[name] = times + 1
-        return (f"{name}#{times + 1}" if times else name), times
-
-    def _get(self, tensor: Tensor) -> Label:
-        if is_transformed(tensor):
-            return Label(lost="a function transform, as vmap")
-        found = self._labels.get(id(tensor))
-        written = self._written.get(storage_of(tensor)) if self._written else None
-        if found is not None:
-            label = found[1]
-        elif written is None and tensor.is_floating_point() and tensor in self.made:
-            label = Label(lost="an operation that torch does not show")
-        else:
-            label = CONSTANT
-        if written is None or label == written[1]:
-            return label
-        return self._sum(self._where("write"), [label, written[1]])
-
-    def _put(self, tensor: Tensor, label: Label) -> None:
-        self._labels[id(tensor)] = (tensor, label)
-
-    def _write(self, tensor: Tensor, label: Label) -> None:
-        """What is written into a tensor is in all views of it."""
-        storage = storage_of(tensor)
-        if storage and label != CONSTANT:
-            before = self._written.get(storage)
-            labels = [label] if before is None or before[1].node == label.node else [before[1], label]
-            self._written[storage] = (tensor, self._sum(self._where("write"), labels))
 
 
 def _line() -> str | None:

@@ -198,8 +198,9 @@ def test_other_models_of_timm(name):
         options = {"img_size": 16, "patch_size": 4, "embed_dim": n, "num_classes": 5}
         if name == "Swin":
             return models.SwinTransformer(**options, depths=(1, 1), num_heads=(n // 8, n // 4), window_size=2)
-        block = mixer.ResBlock if name == "ResMLP" else mixer.SpatialGatingBlock
-        return mixer.MlpMixer(**options, num_blocks=1, block_layer=block, mlp_ratio=4)
+        blocks = {"ResMLP": (mixer.ResBlock, mixer.Mlp), "gMLP": (mixer.SpatialGatingBlock, mixer.GatedMlp)}
+        block, mlp = blocks[name]
+        return mixer.MlpMixer(**options, num_blocks=1, block_layer=block, mlp_layer=mlp, mlp_ratio=4)
 
     found = parametrize(make, (16, 32), sample_input=torch.randn(2, 3, 16, 16))
     kinds = {key: layer.layer_type for key, layer in found.layers.items()}
