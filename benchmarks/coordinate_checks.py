@@ -318,11 +318,15 @@ def row(name: str, result: CoordinateCheck, seconds: float) -> str:
     cells = []
     for quantity in result.quantities:
         found = [slope for (_, each), slope in slopes.items() if each == quantity]
-        worst = max((each for each in found if not each.is_start), key=lambda each: abs(each.slope))
+        worst = max(
+            (each for each in found if not each.is_start and not each.is_unaligned), key=lambda each: abs(each.slope)
+        )
         cells.append(f"{worst.slope:+.2f} ({worst.layer})")
     steep = sum(slope.is_steep for slope in slopes.values())
-    starts = sum(slope.is_start for slope in slopes.values())
-    return f"| {name} | {len(result.layers)} | {' | '.join(cells)} | {starts} | {steep} | {seconds:.0f} |"
+    starts, unaligned = (
+        sum(getattr(slope, each) for slope in slopes.values()) for each in ("is_start", "is_unaligned")
+    )
+    return f"| {name} | {len(result.layers)} | {' | '.join(cells)} | {starts} | {unaligned} | {steep} | {seconds:.0f} |"
 
 
 def main() -> int:
@@ -332,13 +336,13 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--lr", type=float, default=0.03)
-    parser.add_argument("--details", action="store_true")
+    parser.add_argument("--details", action="store_true", help="every layer's slopes, and the summary")
     args = parser.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("ignite_monitor").setLevel(logging.ERROR)
     widths = [int(each) for each in args.widths.split(",")]
-    print("| model | layers | output | change | change by its weights | change by its input | starts | steep | s |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("| model | layers | output | change | by its weights | by its input | starts | alpha < 1 | steep | s |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     for name, make in CASES.items():
         if args.only and not any(each.lower() in name.lower() for each in args.only.split(",")):
             continue

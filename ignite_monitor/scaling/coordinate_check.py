@@ -101,6 +101,7 @@ def coordinate_check(
     places = [QUANTITIES.index(each) for each in dict.fromkeys(quantities)]
     records: list[Record] = []
     starts: dict[str, float] = {}
+    rates: dict[str, float] = {}
     sizes: dict[int, int] = {}
     devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if torch.cuda.is_initialized() else []
     with drawn_again(devices), _progress(len(widths) * seeds * (steps + 1)) as advance:
@@ -109,6 +110,8 @@ def coordinate_check(
                 _seed(seed, 0)
                 model, optimizer = _made(make_model, width)
                 starts |= _starts(model)
+                hooks = [(name, multiplier_of(module)) for name, module in named_modules(model)]
+                rates |= {name: hook.rate for name, hook in hooks if hook is not None}
                 sizes[width] = sum(parameter.numel() for parameter in model.parameters())
                 if len(set(sizes.values())) < len(sizes):
                     raise ValueError(
@@ -123,7 +126,7 @@ def coordinate_check(
                         for place in places
                     ]
                     advance()
-    return CoordinateCheck(records, starts)
+    return CoordinateCheck(records, starts, rates)
 
 
 def _made(make_model: Callable[[int], tuple[nn.Module, Any]], width: int) -> tuple[nn.Module, Any]:

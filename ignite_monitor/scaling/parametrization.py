@@ -273,6 +273,8 @@ class Parametrization:
                     layer.module.register_forward_hook(given.hook)
                 given.hook.value = float(layer.fan_in) ** -(layer.a + given.own) if given.multiplies else 1.0
                 given.hook.start = start
+                if self.optimizer_type == "adam" and layer.layer_type != "embedding" and layer.c is not None:
+                    given.hook.rate = layer.a + layer.c
 
 
 def _is_drawn(weight: Tensor) -> bool:

@@ -362,3 +362,37 @@ def test_figure_has_room_for_its_title_and_numbers_on_its_axis(monkeypatch, tmp_
     values = figure.axes[0].yaxis
     labels = [tick.get_text() for tick in [*values.get_ticklabels(), *values.get_ticklabels(minor=True)]]
     assert sum(map(bool, labels)) >= 2
+
+
+@pytest.mark.parametrize(
+    ("slope", "rate", "explained"),
+    [
+        (-0.3, 1.0, True),  # alpha 0.7
+        (-0.3, 0.0, False),  # of a model of which nothing is known
+        (-0.7, 1.0, False),  # below what random numbers make
+        (-0.5, 1.5, False),  # alpha 1: c is too large
+        (0.3, 1.0, False),
+        (-0.05, 1.0, False),  # flat
+    ],
+)
+def test_updates_that_are_aligned_less_than_fully_are_explained(slope, rate, explained):
+    records = [Record(n, 0, 1, "key", "weight_update", n**slope) for n in WIDTHS]
+    result = CoordinateCheck(records, rates={"key": rate})
+    (found,) = result.slopes
+    assert found.is_unaligned is explained
+    assert found.is_steep is (not explained and abs(slope) > 0.1)
+    assert ("aligned with its input as n^0.70 and not n^1" in result.summary()) is explained
+
+
+def test_a_start_explains_nothing_that_grows_nor_what_the_weights_do():
+    starts = {"head": -0.5}
+    for slope, quantity, explained in [
+        (-0.5, "activation", True),
+        (-0.2, "input_drift", True),
+        (-0.8, "activation", False),
+        (0.3, "activation", False),
+        (-0.5, "weight_update", False),
+    ]:
+        (found,) = CoordinateCheck([Record(n, 0, 1, "head", quantity, n**slope) for n in WIDTHS], starts).slopes
+        assert found.is_start is explained
+        assert found.is_steep is not explained
