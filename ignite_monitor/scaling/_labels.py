@@ -101,6 +101,7 @@ class Labels:
         made: all tensors that were made.
         warnings: scores that grow with the width, in words.
         takers: layer -> what takes its output: "linear", "norm", "nonlinear", or "zero" for a weight that is zero.
+        products: layers whose outputs are multiplied with each other.
     """
 
     def __init__(self, compares: bool) -> None:
@@ -108,6 +109,7 @@ class Labels:
         self.made = MadeTensors()
         self.warnings: list[str] = []
         self.takers: dict[str, set[str]] = {}
+        self.products: list[set[str]] = []
         self._compares = compares
         self._own: dict[str, dict[float, str | None]] = {}
         self._last: dict[str, tuple[float, str | None]] = {}
@@ -133,6 +135,11 @@ class Labels:
                 "so they are none of its own: multiply inside of the module, or after a layer of its own"
             )
         return next(iter(found))
+
+    def _multiplied(self, labels: list[Label]) -> None:
+        layers = {label.layer for label in labels if label.layer is not None}
+        if self._compares and len(layers) > 1:
+            self.products.append(layers)
 
     def _resolved(self, label: Label, taker: str = "linear") -> Label:
         """The label once its factor is that of the layer it comes from, if it comes straight from one."""

@@ -191,7 +191,7 @@ class CoordinateCheck:
                 shrinks = f"{quantity} {slope.slope:+.2f}"
                 found.setdefault((layer or "_root_", slope.start), []).append(shrinks)
         unaligned = [
-            f"{slope.layer or '_root_'}: weight_update shrinks as width^(alpha - a - c) = width^{slope.slope:.2f}, since "
+            f"{slope.layer or '_root_'}: weight_update shrinks as width^(alpha - a - c) = width^{slope.slope:.2f}, as "
             f"its updates are aligned with its input as n^{slope.alignment:.2f} and not n^1: it learns more slowly at "
             "large widths than it could, which MaxPScheduler measures and makes up for"
             for slope in self.slopes_at().values()

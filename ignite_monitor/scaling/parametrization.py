@@ -90,8 +90,9 @@ class Parametrization:
     type. They prevail over what a :class:`ParametrizedModule` says, and that over the defaults.
 
     Args:
-        model: the model, in which the layers are ParametrizedModules. Weights are drawn anew, from a seed that is taken
-            from torch's default generator; of several ranks, each of which has to make its own, from that of rank 0.
+        model: the model, in which the layers are ParametrizedModules. Weights are drawn anew, but those that are frozen
+            or zero, from a seed that is taken from torch's default generator; of several ranks, each of which has to
+            make its own, from that of rank 0.
         optimizer_type: "adam" for Adam, AdamW and others that change each weight by as much, whatever the sizes of the
             gradient and of the layer; or "sgd". Muon is neither.
         alignment: "full", "no", or (alpha, omega, u) for all layers.

@@ -321,6 +321,7 @@ class Trace(Labels, TorchFunctionMode):
         return Label(lost=f"{where}, with the parameter {weight} outside of a layer")
 
     def _scores(self, name: str, where: str, args: Any, labels: list[Label], growth: float) -> Label:
+        self._multiplied(labels)
         sizes = self._sizes(where, summed_over(name, args) or 1)
         grown = sizes[1] > sizes[0]
         total = growth + math.log(sizes[1] / sizes[0]) + sum(label.growth for label in labels)
@@ -334,16 +335,18 @@ class Trace(Labels, TorchFunctionMode):
     def _attention(self, where: str, args: Any, kwargs: Any, given: list[Tensor], labels: list[Label]) -> Label:
         size = args[0].shape[-1] if args else kwargs["query"].shape[-1]
         mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
-        pairs = list(zip(given, labels, strict=True))
-        # What is added to scores is not multiplied with, if it is a weight.
-        added = [
-            label._replace(weight=None, outside=None) if tensor is mask else self._resolved(label)
-            for tensor, label in pairs
-        ]
         queries = args[:2] if len(args) > 1 else (kwargs.get("query"), kwargs.get("key"))
-        factors = [label for tensor, label in pairs if any(tensor is each for each in queries)]
-        self._check_heads(where, size, kwargs.get("scale") or size**-0.5, sum(label.growth for label in factors))
-        return self._sum(where, added, "contraction")
+        factors, others = [], []
+        for tensor, label in zip(given, labels, strict=True):
+            if any(tensor is each for each in queries):
+                factors.append(label)
+            else:  # what is added to scores is not multiplied with, if it is a weight
+                others.append(label._replace(weight=None, outside=None) if tensor is mask else self._resolved(label))
+        self._multiplied(factors)
+        scale = kwargs.get("scale") or size**-0.5
+        if self._check_heads(where, size, scale, sum(label.growth for label in factors)):
+            factors = [label._replace(growth=0.0, line=None) for label in factors]  # what the factors before it are for
+        return self._sum(where, [*map(self._resolved, factors), *others], "contraction")
 
     def _attention_module(self, where: str, args: Any, kwargs: Any) -> Label:
         """``nn.MultiheadAttention``."""
@@ -370,7 +373,8 @@ class Trace(Labels, TorchFunctionMode):
                 steps.setdefault(place.removesuffix("_reverse"), []).append((kind, tensor))
         for weights in steps.values():
             for kind in ("ih", "hh", "hr"):  # what enters, what comes back, and its projection
-                made = [self._product(tensor, current) for each, tensor in weights if each == kind]
+                products = (self._product(tensor, current) for each, tensor in weights if each == kind)
+                made = [self._resolved(label, "nonlinear") for label in products]
                 current = made if kind == "hr" and made else [*current, *made] if kind == "hh" else made or current
             current = [self._sum(where, current)]
         return current[0] if current else Label(lost=f"{where}, an operation that is not known")
@@ -448,6 +452,7 @@ class Trace(Labels, TorchFunctionMode):
             return self._join(kind, where, [self._resolved(label, "norm") for label in moving])
         if kind != "product" or name == "glu":
             return self._sum(where, moving, kind)
+        self._multiplied(moving)
         settled = [self._resolved(label) for label in moving]
         signs = are_divided(name, settled)
         total = growth + sum(sign * label.growth for sign, label in zip(signs, settled, strict=True))
@@ -521,7 +526,8 @@ class Trace(Labels, TorchFunctionMode):
         self._counts[key] = self._counts.get(key, 0) + 1
         return f"{key}#{self._counts[key]}"
 
-    def _check_heads(self, where: str, size: int, scale: float, growth: float) -> None:
+    def _check_heads(self, where: str, size: int, scale: float, growth: float) -> bool:
+        """Whether heads grow; they are told of if scores do."""
         sizes = self._sizes(where, size)
         key = self._key(f"{where} scale")
         self._logs[key] = scale
@@ -529,6 +535,7 @@ class Trace(Labels, TorchFunctionMode):
         times = scale * sizes[1] / (before * sizes[0]) * math.exp(growth)
         if sizes[1] > sizes[0] and times > 1.05:
             self._warn_of_heads(where, *sizes, times)
+        return sizes[1] > sizes[0]
 
 
 def _line() -> str | None:

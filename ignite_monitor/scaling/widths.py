@@ -15,11 +15,15 @@ width, that other weights take. Its exponents follow from what it feeds.
   outgrows the start (measured: -0.3 to -0.6). So where it feeds what is linear (a sum, a product, another weight) **the
   weight starts at zero**, the limit of :math:`n^{-1/2}`: as with a residual branch that starts at zero, the start is
   that of an infinitely wide model, and all that follows learns at the same rate at any width.
-- Where it feeds a function, as a router's softmax, whose value at zero is of size one, it is drawn as a readout is.
+- Where it feeds a function, as a router's softmax, whose value at zero is of size one, it is drawn as a readout is. So
+  is the second of two that are multiplied with each other, as queries and keys of a fixed size: both at zero would
+  never learn.
 - Where it feeds a norm, its size makes no difference, and only its change relative to its start counts: with the
   exponents of a hidden layer, a + b = 1/2, that is of size one.
-- Where it feeds a weight that is zero, as LoRA's first matrix does, both at zero would never learn. So it has to start
-  at size one, a + b = 1/2, and since it hands no gradient back at the start, its input does not change along it.
+- Where it feeds a weight that is zero, as LoRA's first matrix does, both at zero would never learn. So it starts at
+  size one, a + b = 1/2. Its input changes along it only as far as the second matrix has learned to hand gradients back:
+  with large learning rates there is a drift (measured: 0.2 to 0.3), LoRA's known internal instability
+  (arXiv:2406.08447).
 
 ``ab_overrides`` prevails over all of this, as everywhere.
 """
@@ -143,7 +147,10 @@ def _found_layers(model: nn.Module, trace: Trace, by_hand: dict[str, FoundLayer]
         parameter, owner = parameters[use.weight]
         takers = trace.takers.get(name, set()) if name in inner and use.kind == "readout" else set()
         kind = "hidden" if takers & {"norm", "zero"} else use.kind
-        from_zero = "linear" in takers and kind == "readout"
+        partners = {each for product in trace.products if name in product for each in product - {name}}
+        from_zero = (
+            "linear" in takers and kind == "readout" and not any(found[each].from_zero for each in partners & {*found})
+        )
         is_zero = from_zero or not (parameter.is_meta or parameter.any())
         small, width = use.widths
         growth = trace.own_growth(name)

@@ -320,8 +320,8 @@ def test_a_factor_of_one_use_among_several_names_its_line():
 @pytest.mark.parametrize(
     ("scale", "warns"), [(lambda d: 1 / d, False), (lambda d: d**-0.5, True), (lambda d: 1.0, True)]
 )
-@pytest.mark.parametrize("first", [False, True], ids=["scores", "queries"])
-def test_heads_that_grow_are_told_of_scores_written_by_hand(scale, warns, first, caplog):
+@pytest.mark.parametrize("way", ["scores", "queries", "fused"])
+def test_heads_that_grow_are_told_of_wherever_they_are_scaled(scale, warns, way, caplog):
     class Model(nn.Module):
         def __init__(self, n):
             super().__init__()
@@ -330,7 +330,10 @@ def test_heads_that_grow_are_told_of_scores_written_by_hand(scale, warns, first,
         def forward(self, x):
             x = self.first(x)
             q, k = self.q(x), self.k(x)
-            scores = (q * scale(q.shape[-1])) @ k.mT if first else q @ k.mT * scale(q.shape[-1])
+            factor = scale(q.shape[-1])
+            if way == "fused":
+                return self.last(F.scaled_dot_product_attention(q * factor, k, x, scale=1.0))
+            scores = (q * factor) @ k.mT if way == "queries" else q @ k.mT * factor
             return self.last(scores.softmax(-1) @ x)
 
     parametrization = parametrize(Model, widths=WIDTHS, sample_input=X)
@@ -441,6 +444,37 @@ def test_in_front_of_a_norm_only_the_relative_change_counts():
     assert (layers["between.k"].layer_type, layers["between.k"].b, layers["between.k"].c) == ("hidden", 0.5, 1.0)
     assert layers["between.k"].weights["weight"].std().item() == pytest.approx(32**-0.5, rel=0.3)
     assert layers["between.v"].layer_type == "readout"
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_two_that_are_multiplied_do_not_both_start_at_zero(fused):
+    """Neither would ever get a gradient."""
+
+    class Fixed(nn.Module):
+        def __init__(self, n):
+            super().__init__()
+            self.q, self.k, self.v, self.o = nn.Linear(n, 4), nn.Linear(n, 4), nn.Linear(n, 4), nn.Linear(4, n)
+
+        def forward(self, x):
+            q, k, v = self.q(x), self.k(x), self.v(x)
+            return self.o(F.scaled_dot_product_attention(q, k, v) if fused else (q @ k.mT / 2).softmax(-1) @ v)
+
+    parametrization = found(Fixed)
+    layers = parametrization.layers
+    assert not layers["between.q"].seeds
+    assert not layers["between.v"].seeds
+    assert layers["between.k"].weights["weight"].std().item() == pytest.approx(32**-0.5, rel=0.3)
+    assert multiplier_of(parametrization.model.between.k).value == pytest.approx(32**-0.5)
+    optimizer = torch.optim.Adam(parametrization.param_groups)
+    before = [each.clone() for each in parametrization.model.parameters()]
+    for _ in range(4):
+        optimizer.zero_grad()
+        (parametrization.model(X) - 1).square().sum().backward()
+        optimizer.step()
+    weights = [
+        (one, other) for one, other in zip(before, parametrization.model.parameters(), strict=True) if one.ndim > 1
+    ]
+    assert not any(torch.equal(*each) for each in weights)
 
 
 def test_a_router_is_drawn_as_a_readout():
