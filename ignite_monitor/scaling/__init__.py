@@ -1,5 +1,6 @@
 """Width scaling: learning rates, multipliers and initial weights that keep training the same at any width."""
 
+from ignite_monitor.scaling._labels import TracingError
 from ignite_monitor.scaling.alignment_handler import AlignmentHandler
 from ignite_monitor.scaling.coordinate_check import coordinate_check
 from ignite_monitor.scaling.coordinate_result import CoordinateCheck, Record, Slope
@@ -9,7 +10,6 @@ from ignite_monitor.scaling.module import ParametrizedModule
 from ignite_monitor.scaling.parametrization import Parametrization, ParametrizedLayer
 from ignite_monitor.scaling.program import InfeasibleError
 from ignite_monitor.scaling.solver import Solution, solve
-from ignite_monitor.scaling.tracing import TracingError
 from ignite_monitor.scaling.widths import parametrize
 
 __all__ = [

@@ -126,7 +126,7 @@ def find_layers(model: nn.Module, parametrization: Parametrization | None) -> di
     wanted: dict[nn.Module, str] = {}
     if parametrization is not None:
         for layer in parametrization.layers.values():
-            if layer.layer_type in ("hidden", "readout"):
+            if layer.layer_type in ("hidden", "readout") and layer.is_module:
                 wanted |= dict.fromkeys(layer.module.modules(), layer.name)
     for name, module in modules.items():
         weight: Any = getattr(module, "weight", None)

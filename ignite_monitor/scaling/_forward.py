@@ -12,6 +12,7 @@ from torch import nn
 from ignite_monitor.model._torch import buffers_in
 from ignite_monitor.model.eager import Eager
 from ignite_monitor.reference.rng import cuda_devices, drawn_again, generators_of
+from ignite_monitor.scaling.module import multiplier_of
 
 
 def run(model: nn.Module, sample_input: Any) -> Any:
@@ -27,15 +28,24 @@ def run(model: nn.Module, sample_input: Any) -> Any:
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """A model that runs eagerly and in evaluation mode, and is afterwards as it was, like all random numbers."""
+    """A model that runs eagerly, in evaluation mode and without multipliers; afterwards it is as it was.
+
+    So are random numbers, those of generators too that its modules hold.
+    """
     attributes = [(module, dict(vars(module)), dict(buffers_in(module))) for module in model.modules()]
     values = [(buffer, buffer.clone()) for _, _, held in attributes for buffer in held.values() if buffer is not None]
     generators = [each for module in model.modules() for each in generators_of(module).values()]
+    multipliers = [hook for module in model.modules() if (hook := multiplier_of(module)) is not None]
+    factors = [hook.value for hook in multipliers]
     try:
         with drawn_again(cuda_devices(), generators), torch.no_grad(), Eager(model):
             model.eval()
+            for hook in multipliers:
+                hook.value = 1.0
             yield
     finally:
+        for hook, factor in zip(multipliers, factors, strict=True):
+            hook.value = factor
         for module, held, buffers in attributes:
             vars(module).clear()
             vars(module).update(held)

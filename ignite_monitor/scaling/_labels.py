@@ -1,7 +1,8 @@
-"""Where tensors come from, while a model is traced."""
+"""Where tensors come from, while a model is traced, and what the model has multiplied them by since."""
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +10,14 @@ from torch import Tensor, nn
 
 from ignite_monitor.model._torch import DispatchMode, is_functorch_wrapped, pytree
 from ignite_monitor.model._torch import storage_of as _storage_of
+from ignite_monitor.scaling.graph import Node
+
+FLAT = 0.02
+"""By how much of its logarithm a factor may differ between the models and be taken for the same."""
+
+
+class TracingError(RuntimeError):
+    """The graph of a model can't be followed."""
 
 
 class Label(NamedTuple):
@@ -19,12 +28,20 @@ class Label(NamedTuple):
         weight: the parameter outside of all layers that it is, or is a part of.
         outside: the parameter outside of all layers that its inputs were multiplied by.
         lost: why it can't be said.
+        layer: the layer whose output it is, but for its shape and for numbers that it was multiplied by.
+        growth: the logarithm of how much more the larger model has multiplied it by than the smaller one.
+        line: where it was multiplied by what grows.
+        scores: of a product of two activations, where it was made, and over how many elements the models sum.
     """
 
     node: str | None = None
     weight: str | None = None
     outside: str | None = None
     lost: str | None = None
+    layer: str | None = None
+    growth: float = 0.0
+    line: str | None = None
+    scores: tuple[str, int, int] | None = None
 
 
 CONSTANT = Label()
@@ -65,3 +82,157 @@ def tensors_in(tree: Any, depth: int = 0) -> list[Tensor]:
         elif depth > 0 and hasattr(leaf, "__dict__") and not isinstance(leaf, (nn.Module, type)):
             found += tensors_in(vars(leaf), depth - 1)
     return found
+
+
+class Labels:
+    """The labels of tensors, and the nodes that they name.
+
+    Args:
+        compares: whether there is a smaller model, so that factors may have grown.
+
+    Attributes:
+        nodes: the graph's nodes.
+        made: all tensors that were made.
+        warnings: scores that grow with the width, in words.
+        takers: layer -> what takes its output: "linear", "norm", "nonlinear", or "zero" for a weight that is zero.
+        products: layers whose outputs are multiplied with each other.
+    """
+
+    def __init__(self, compares: bool) -> None:
+        self.nodes: list[Node] = []
+        self.made = MadeTensors()
+        self.warnings: list[str] = []
+        self.takers: dict[str, set[str]] = {}
+        self.products: list[set[str]] = []
+        self._compares = compares
+        self._own: dict[str, dict[float, str | None]] = {}
+        self._last: dict[str, tuple[float, str | None]] = {}
+        self._names: dict[str, int] = {}
+        self._junctions: dict[tuple[str, frozenset[str]], str] = {}
+        self._path: list[tuple[str, nn.Module]] = []
+        # Tensors are kept while tracing, so that no other gets the id of one.
+        self._labels: dict[int, tuple[Tensor, Label]] = {}
+        self._written: dict[int, tuple[Any, Label]] = {}
+
+    def own_growth(self, layer: str) -> float:
+        """The logarithm of how much more the larger model multiplies a layer by than the smaller one, on its own.
+
+        Raises:
+            TracingError: if that is not one number.
+        """
+        growth, line = self._last.get(layer, (0.0, None))
+        found = self._own.get(layer) or {growth: line}
+        if max(found) - min(found) > FLAT:
+            lines = " and ".join(dict.fromkeys(line or "without a factor" for line in found.values()))
+            raise TracingError(
+                f"{layer} is used in several ways, with factors that depend on the width in different ways ({lines}), "
+                "so they are none of its own: multiply inside of the module, or after a layer of its own"
+            )
+        return next(iter(found))
+
+    def _multiplied(self, labels: list[Label]) -> None:
+        layers = {label.layer for label in labels if label.layer is not None}
+        if self._compares and len(layers) > 1:
+            self.products.append(layers)
+
+    def _resolved(self, label: Label, taker: str = "linear") -> Label:
+        """The label once its factor is that of the layer it comes from, if it comes straight from one."""
+        if label.layer is None or not self._compares:
+            return label
+        self.takers.setdefault(label.layer, set()).add(taker)
+        self._own.setdefault(label.layer, {}).setdefault(round(label.growth, 6), label.line)
+        return label._replace(layer=None, growth=0.0, line=None)
+
+    def _unattributed(self, label: Label) -> Label:
+        if label.scores is not None:
+            where, small, large = label.scores
+            if label.growth > 0:
+                self._warn_of_heads(where, small, large, math.exp(label.growth))
+            return label._replace(growth=0.0, line=None, scores=None)
+        return Label(
+            lost=f"{label.line or label.node}, a factor that depends on the width (times {math.exp(label.growth):.3g} "
+            "from the smaller model to the larger) and is of no layer before or after it"
+        )
+
+    def _sum(self, where: str, labels: list[Label], kind: str = "sum", settle: bool = False) -> Label:
+        """The label of what is made of several, as large as the largest of them.
+
+        Args:
+            settle: whether a factor is one of the layer before, even where there is one label alone.
+        """
+        if not self._compares:
+            return self._join(kind, where, labels)
+        moving = [label for label in labels if label.node is not None or label.lost is not None]
+        if settle or len({label[4:] for label in moving}) > 1:  # rotated queries, say, are of one layer still
+            labels = [self._resolved(label) for label in labels]
+        found = self._join(kind, where, labels)
+        growths = [label.growth for label in labels if label.node is not None]
+        if found.node is None or not growths:
+            return found
+        line = next((label.line for label in labels if label.line is not None), None)
+        first = next(label for label in labels if label.node is not None)
+        if max(growths) - min(growths) > FLAT:
+            worst = max((label for label in labels if label.node is not None), key=lambda each: abs(each.growth))
+            return self._unattributed(worst)._replace(node=found.node) if worst.scores else self._unattributed(worst)
+        layer = first.layer if len({label.layer for label in moving}) == 1 else None
+        return found._replace(growth=growths[0], line=line, layer=layer, scores=first.scores)
+
+    def _warn_of_heads(self, where: str, small: int, large: int, times: float) -> None:
+        self.warnings.append(
+            f"{where}: the heads grow with width, from {small} to {large}, but scores are divided by less than that. "
+            f"Where queries and keys align, they will be {times:.3g} times as large in the larger model; give it a "
+            "scale that is proportional to 1 / the head's dimension."
+        )
+
+    def _join(self, kind: str, name: str, labels: list[Label]) -> Label:
+        for label in labels:
+            if label.lost is not None:
+                return label
+        nodes = list(dict.fromkeys(label.node for label in labels if label.node is not None))
+        if len(nodes) > 1:
+            key = (kind, frozenset(nodes))
+            if key not in self._junctions:
+                unique, _ = self._unique(name)
+                self.nodes.append(Node(unique, kind, tuple(nodes)))
+                self._junctions[key] = unique
+            return Label(node=self._junctions[key])
+        if nodes:
+            return Label(node=nodes[0])
+        for label in labels:
+            if label.outside is not None:
+                return label
+        return next((label for label in labels if label.weight is not None), CONSTANT)
+
+    def _where(self, name: str) -> str:
+        return f"{self._path[-1][0]}.{name}" if self._path and self._path[-1][0] else name
+
+    def _unique(self, name: str) -> tuple[str, int]:
+        times = self._names.get(name, 0)
+        self._names[name] = times + 1
+        return (f"{name}#{times + 1}" if times else name), times
+
+    def _get(self, tensor: Tensor) -> Label:
+        if is_functorch_wrapped(tensor):
+            return Label(lost="a function transform, as vmap")
+        found = self._labels.get(id(tensor))
+        written = self._written.get(storage_of(tensor)) if self._written else None
+        if found is not None:
+            label = found[1]
+        elif written is None and tensor.is_floating_point() and tensor in self.made:
+            label = Label(lost="an operation that torch does not show")
+        else:
+            label = CONSTANT
+        if written is None or label == written[1]:
+            return label
+        return self._sum(self._where("write"), [label, written[1]])
+
+    def _put(self, tensor: Tensor, label: Label) -> None:
+        self._labels[id(tensor)] = (tensor, label)
+
+    def _write(self, tensor: Tensor, label: Label) -> None:
+        """What is written into a tensor is in all views of it."""
+        storage = storage_of(tensor)
+        if storage and label != CONSTANT:
+            before = self._written.get(storage)
+            labels = [label] if before is None or before[1].node == label.node else [before[1], label]
+            self._written[storage] = (tensor, self._sum(self._where("write"), labels))

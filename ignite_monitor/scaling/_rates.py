@@ -1,7 +1,10 @@
-"""The learning rates of an optimizer's groups, as exponents of the layers' widths give them."""
+"""The learning rates of an optimizer's groups, and their prefactor as schedulers take it."""
 
 from __future__ import annotations
 
+from typing import Any, Protocol
+
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -68,3 +71,38 @@ class LayerRates:
             for group, rate in zip(self._optimizer.param_groups, self._rates, strict=False)
             if rate is not None
         }
+
+
+class HasPrefactor(Protocol):
+    """What has a prefactor that may be set."""
+
+    lr_prefactor: float
+
+
+class PrefactorGroup(dict[str, Any]):
+    """A group of an optimizer, whose "lr" is a prefactor."""
+
+    def __init__(self, owner: HasPrefactor) -> None:
+        super().__init__(lr=owner.lr_prefactor)
+        self._owner = owner
+
+    def __getitem__(self, name: str) -> Any:
+        return self._owner.lr_prefactor if name == "lr" else super().__getitem__(name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        if name == "lr":
+            self._owner.lr_prefactor = value
+
+
+class PrefactorOptimizer(Optimizer):
+    """An optimizer with nothing to optimize, and one group, whose "lr" is a prefactor."""
+
+    def __init__(self, owner: HasPrefactor) -> None:
+        super().__init__([torch.zeros(1)], {"lr": owner.lr_prefactor})
+        self.param_groups = [PrefactorGroup(owner)]
+        self._opt_called = True  # torch's schedulers warn of steps of theirs before one of the optimizer's
+
+    def step(self, closure: Any = None) -> Any:
+        """Do nothing."""
+        return None

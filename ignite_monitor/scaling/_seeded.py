@@ -24,7 +24,7 @@ class SeededWeights:
             copied = dict(reference.modules[names[layer.module]].named_parameters())
             self._weights += [(layer.name, key, copied[key]) for key in layer.weights]
             for key in layer.biases:
-                if key.endswith("bias"):
+                if "bias" in key.rpartition(".")[2] and copied[key].requires_grad:
                     copied[key].data.zero_()
         self._let_go()
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ignite_monitor.checks import check_count, check_type
 from ignite_monitor.model.eager import Eager
+from ignite_monitor.model.names import named_modules
 from ignite_monitor.model.structure import is_layer
 from ignite_monitor.reference.passes import ReferencePasses
 from ignite_monitor.reference.reference import Reference
@@ -22,6 +23,7 @@ from ignite_monitor.reference.rng import cuda_devices, drawn_again, generators_o
 from ignite_monitor.scaling._layers import layer_name
 from ignite_monitor.scaling._outputs import QUANTITIES, OutputChanges
 from ignite_monitor.scaling.coordinate_result import CoordinateCheck, Record
+from ignite_monitor.scaling.module import multiplier_of
 
 _logger = logging.getLogger(__name__)
 
@@ -54,7 +56,8 @@ def coordinate_check(
 
     with :math:`x_0` what the same batch, with the same dropout masks, makes in the model as it was at first. Layers are
     all modules with parameters of their own; multipliers count with the layer, and a ParametrizedModule has its own
-    name. With muP a readout's "activation" shrinks as :math:`n^{-1/2}` at the start, as it should.
+    name. With muP a readout's output starts as :math:`n^{1/2 - a - b} = n^{-1/2}`; of a parametrized model the result
+    knows that, and says so instead of naming it among those that depend on the width.
 
     Random numbers are seeded: models of one seed differ in width alone, and so do batches of one seed and step. All
     generators are as before afterwards.
@@ -97,12 +100,17 @@ def coordinate_check(
         raise TypeError(f"Argument train_step should be a function or None, but given {type(train_step)}")
     places = [QUANTITIES.index(each) for each in dict.fromkeys(quantities)]
     records: list[Record] = []
+    starts: dict[str, float] = {}
+    rates: dict[str, float] = {}
     sizes: dict[int, int] = {}
     with drawn_again(cuda_devices()), _progress(len(widths) * seeds * (steps + 1)) as advance:
         for width in widths:
             for seed in range(seeds):
                 _seed(seed, 0)
                 model, optimizer = _made(make_model, width)
+                starts |= _starts(model)
+                hooks = [(name, multiplier_of(module)) for name, module in named_modules(model)]
+                rates |= {name: hook.rate for name, hook in hooks if hook is not None}
                 sizes[width] = sum(parameter.numel() for parameter in model.parameters())
                 if len(set(sizes.values())) < len(sizes):
                     raise ValueError(
@@ -120,7 +128,7 @@ def coordinate_check(
                             for place in places
                         ]
                         advance()
-    return CoordinateCheck(records)
+    return CoordinateCheck(records, starts, rates)
 
 
 def _made(make_model: Callable[[int], tuple[nn.Module, Any]], width: int) -> tuple[nn.Module, Any]:
@@ -130,6 +138,17 @@ def _made(make_model: Callable[[int], tuple[nn.Module, Any]], width: int) -> tup
     model, optimizer = made
     check_type("make_model", model, nn.Module, "a function that gives a torch.nn.Module and an optimizer")
     return model, optimizer
+
+
+def _starts(model: nn.Module) -> dict[str, float]:
+    """The exponents with which outputs of layers start, where that is not 0; a readout's are those of what it is in."""
+    hooks = [(name, multiplier_of(module)) for name, module in named_modules(model)]
+    found: dict[str, float] = {}
+    for name, hook in hooks:
+        if hook is not None and hook.start < 0:
+            parts = name.split(".")
+            found |= {".".join(parts[:count]): hook.start for count in range(len(parts) + 1)}
+    return found
 
 
 def _train(

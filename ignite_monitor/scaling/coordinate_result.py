@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -44,6 +44,8 @@ class Slope(NamedTuple):
         quantity: what was measured.
         slope: the exponent.
         standard_error: its standard error; infinite of two points, which say nothing of it.
+        start: the exponent that it has before anything is learned, as that of a readout: 1/2 - a - b.
+        rate: of what the weights of a layer with a parametrization have done, a + c; 0 where it is not known.
     """
 
     layer: str
@@ -51,10 +53,31 @@ class Slope(NamedTuple):
     quantity: str
     slope: float
     standard_error: float
+    start: float = 0.0
+    rate: float = 0.0
 
     @property
     def is_steep(self) -> bool:
-        """Whether it is further from 0 than :data:`FLAT`, by more than two standard errors."""
+        """Whether it is further from 0 than :data:`FLAT`, by more than two standard errors, and not explained."""
+        return self._is_clear and not self.is_start and not self.is_unaligned
+
+    @property
+    def is_start(self) -> bool:
+        """Whether it lies between 0 and the exponent of its start, clearly off 0."""
+        return self._is_clear and self.start - FLAT - 2 * self.standard_error < self.slope < 0
+
+    @property
+    def alignment(self) -> float:
+        """With which alpha updates of the weights make it: it is the exponent alpha - a - c."""
+        return self.slope + self.rate
+
+    @property
+    def is_unaligned(self) -> bool:
+        """Whether it is below 0 because alpha is: between 1/2, as for random numbers, and 1, full alignment."""
+        return self.rate > 0 > self.slope and self._is_clear and 0.5 - FLAT < self.alignment < 1 - FLAT
+
+    @property
+    def _is_clear(self) -> bool:
         return abs(self.slope) - FLAT > 2 * self.standard_error
 
 
@@ -63,6 +86,8 @@ class CoordinateCheck:
 
     Args:
         records: the records.
+        starts: layer -> the exponent of its output before the first update, where that is not 0.
+        rates: layer -> a + c, where that is known.
 
     Attributes:
         records: the records, in the order in which they were made.
@@ -70,15 +95,25 @@ class CoordinateCheck:
             0, as all changes before the first update, have none.
     """
 
-    def __init__(self, records: Iterable[Record]) -> None:
+    def __init__(
+        self,
+        records: Iterable[Record],
+        starts: Mapping[str, float] | None = None,
+        rates: Mapping[str, float] | None = None,
+    ) -> None:
         self.records = list(records)
+        nothing: Mapping[str, float] = {}
+        expected = dict.fromkeys(QUANTITIES, (starts or nothing, nothing))
+        expected["weight_update"] = nothing, rates or nothing
         points: dict[tuple[str, int, str], list[tuple[float, float]]] = {}
         for record in self.records:
             if record.value > 0 and math.isfinite(record.value):
                 key = record.layer, record.step, record.quantity
                 points.setdefault(key, []).append((math.log(record.width), math.log(record.value)))
         self.slopes = [
-            Slope(*key, *fitted) for key, each in points.items() if (fitted := log_log_slope(each)) is not None
+            Slope(*key, *fitted, *(known.get(key[0], 0.0) for known in expected.get(key[2], ())))
+            for key, each in points.items()
+            if (fitted := log_log_slope(each)) is not None
         ]
 
     @property
@@ -106,7 +141,9 @@ class CoordinateCheck:
         return {(slope.layer, slope.quantity): slope for slope in self.slopes if slope.step == step}
 
     def table(self, step: int | None = None) -> str:
-        """All slopes at one step, with their standard errors, as text; those that are too steep have a star.
+        """All slopes at one step, with their standard errors, as text.
+
+        Those that are too steep have a star; those that the summary explains, a circle.
 
         Args:
             step: how many updates there were before; None for the last step.
@@ -120,7 +157,11 @@ class CoordinateCheck:
         return "\n".join(lines)
 
     def summary(self) -> str:
-        """Which layers depend on the width after the last step, and which have diverged, in words."""
+        """Which layers depend on the width after the last step, and which have diverged, in words.
+
+        Readouts that still are as they started, and layers whose updates are aligned less than fully, have lines of
+        their own, and are no fault.
+        """
         steep: dict[str, list[str]] = {}
         for (layer, quantity), slope in self.slopes_at().items():
             if slope.is_steep:
@@ -134,11 +175,33 @@ class CoordinateCheck:
         )
         lines += [f"{layer}: not finite at width {width}" for layer, width in lost]
         slopes = self.slopes_at().values()
+        starts = "".join(f"\n{line}" for line in self._explained())
         if not lines and slopes and all(math.isinf(slope.standard_error) for slope in slopes):
             return "Slopes through two points have no standard error and say nothing: give more widths, or more seeds."
         if not lines:
-            return f"No layer depends on the width: no slope after step {self.last_step} is clearly beyond ±{FLAT}."
-        return "\n".join([f"These layers depend on the width after step {self.last_step}:", *lines])
+            but = ", but for what is named below" if starts else ""
+            flat = f"no slope after step {self.last_step} is clearly beyond ±{FLAT}"
+            return f"No layer depends on the width: {flat}{but}.{starts}"
+        return "\n".join([f"These layers depend on the width after step {self.last_step}:", *lines]) + starts
+
+    def _explained(self) -> list[str]:
+        found: dict[tuple[str, float], list[str]] = {}
+        for (layer, quantity), slope in self.slopes_at().items():
+            if slope.is_start:
+                shrinks = f"{quantity} {slope.slope:+.2f}"
+                found.setdefault((layer or "_root_", slope.start), []).append(shrinks)
+        unaligned = [
+            f"{slope.layer or '_root_'}: weight_update shrinks as width^(alpha - a - c) = width^{slope.slope:.2f}, as "
+            f"its updates are aligned with its input as n^{slope.alignment:.2f} and not n^1: it learns more slowly at "
+            "large widths than it could, which MaxPScheduler measures and makes up for"
+            for slope in self.slopes_at().values()
+            if slope.is_unaligned
+        ]
+        return unaligned + [
+            f"{layer} is a readout, or ends in one, which starts as width^(1/2 - a - b) = width^{start:.2f} and comes "
+            f"up to width^0 as what it learns outgrows its start, as it should: {', '.join(each)}"
+            for (layer, start), each in found.items()
+        ]
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw each quantity over the width, and its slopes, as they are after the last step.
@@ -175,7 +238,8 @@ def log_log_slope(points: Sequence[tuple[float, float]]) -> tuple[float, float] 
 def _cell(slope: Slope | None) -> str:
     if slope is None:
         return "-"
-    return f"{slope.slope:+.2f} ± {slope.standard_error:.2f}{' *' if slope.is_steep else ''}"
+    mark = " *" if slope.is_steep else " °" if slope.is_start or slope.is_unaligned else ""
+    return f"{slope.slope:+.2f} ± {slope.standard_error:.2f}{mark}"
 
 
 NAMES = {
@@ -184,6 +248,7 @@ NAMES = {
     "weight_update": "change by the layer's weights",
     "input_drift": "change by what reaches it",
 }
+QUANTITIES = tuple(NAMES)
 STEEP = "#d1242f"
 
 

@@ -22,6 +22,7 @@ hidden       a + c + g - alpha, a + c + g + r_in - u, a + b + r_in - omega      
 readout      a + c + g - alpha, a + c + g + r_in - u, a + b + r_in - omega             a
 attention    r_in + a - alpha
 junction     r of every input
+fixed        0, and r of every input
 ===========  ========================================================================  =============================
 
 gamma is the smallest over what takes the node's output: a + b and 2a + c of a readout (its weights' start and change),
@@ -105,7 +106,7 @@ def _changes(node: Node, alignment: Mapping[str, Alignment], sgd: bool) -> list[
     inputs = [Term(0.0, (("r", name),)) for name in node.inputs]
     if not node.has_weights:
         shift = node.a - alignment[node.name].alpha if node.kind == "attention" else 0.0
-        return [term.plus(shift) for term in inputs]
+        return [*([Term(0.0)] if node.kind == "fixed" else []), *(term.plus(shift) for term in inputs)]
     own = Term(node.a, (("c", node.shares or node.name),))
     if sgd:
         own = own.plus(node.a) if node.kind == "readout" else own.plus(node.a, ("g", node.name))

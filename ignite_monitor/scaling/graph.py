@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ignite_monitor.checks import check_real
 
 LAYER_TYPES = ("embedding", "hidden", "readout", "attention")
-JUNCTIONS = ("sum", "product", "contraction")
+JUNCTIONS = ("sum", "product", "contraction", "fixed")
 
 PRESETS: dict[str, dict[str, tuple[float, float]]] = {
     "mup": {"embedding": (-0.5, 0.5), "hidden": (0.0, 0.5), "readout": (0.5, 0.5), "attention": (1.0, 0.0)},
@@ -62,7 +62,8 @@ class Node(NamedTuple):
 
     Attributes:
         name: what it is called; of a layer, its name in the model.
-        kind: a layer type ("embedding", "hidden", "readout", "attention"), or "sum", "product" or "contraction".
+        kind: a layer type ("embedding", "hidden", "readout", "attention"); "sum", "product" or "contraction"; or
+            "fixed", a weight that is as large at any width, and learns at the same rate.
         inputs: names of the nodes whose values it takes; values that do not change while training have none.
         a: of a layer, its output multiplier's exponent.
         b: of a layer with weights, the exponent of their initial standard deviation.
@@ -128,7 +129,7 @@ class LayerGraph:
         unknown = [name for name in node.inputs if name not in self._by_name]
         if unknown:
             raise ValueError(f"Node {node.name} takes its input from {unknown}, which no node before it is called")
-        if node.kind in JUNCTIONS and not node.inputs:
+        if node.kind in JUNCTIONS[:3] and not node.inputs:
             raise ValueError(f"Node {node.name} is a {node.kind} without inputs")
         if node.shares is not None and node.shares not in self._by_name:
             raise ValueError(f"Node {node.name} shares the weights of {node.shares!r}, which is no layer before it")

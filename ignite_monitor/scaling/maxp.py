@@ -18,8 +18,7 @@ from ignite_monitor.model.names import tags
 from ignite_monitor.monitor.base import Monitor
 from ignite_monitor.reference.monitor import ReferenceMonitor
 from ignite_monitor.scaling._alignments import AlignmentCalls, find_layers
-from ignite_monitor.scaling._prefactor import PrefactorGroup, PrefactorOptimizer
-from ignite_monitor.scaling._rates import LayerRates
+from ignite_monitor.scaling._rates import LayerRates, PrefactorGroup, PrefactorOptimizer
 from ignite_monitor.scaling.graph import Alignment
 from ignite_monitor.scaling.parametrization import Parametrization
 from ignite_monitor.scaling.solver import Solution

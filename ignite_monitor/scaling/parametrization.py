@@ -8,15 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized
 
 from ignite_monitor.checks import check_real, check_type
-from ignite_monitor.model.names import named_modules
 from ignite_monitor.model.sampling import fnv1a_64
 from ignite_monitor.monitor.ranks import from_every_rank
+from ignite_monitor.scaling._layers import FoundLayer, FoundLayers, layers_by_hand, set_norm
 from ignite_monitor.scaling._overrides import check_ab, overridden
-from ignite_monitor.scaling.graph import PRESETS, Alignment, Node, as_alignment, chain, tied
-from ignite_monitor.scaling.module import Multiplier, draw_weights, multiplier_of
+from ignite_monitor.scaling.graph import Alignment, LayerGraph, as_alignment, chain, tied
+from ignite_monitor.scaling.module import draw_weights, multiplier_of
 from ignite_monitor.scaling.solver import Solution, check_optimizer_type, solve
 from ignite_monitor.scaling.tracing import trace_graph
 
@@ -34,7 +33,10 @@ class ParametrizedLayer:
         b: the initial standard deviation's exponent.
         c: the learning rate's exponent as it was solved for when the parametrization was made; None without weights.
         std: the initial weights' standard deviation.
-        seeds: of the initial weights, by their name in the module.
+        seeds: of the initial weights, by their name in the module; weights that were frozen or zero have none.
+        weight_names: the weights' names in the module.
+        bias_names: those of its other parameters.
+        is_module: whether what the module gives is what the layer gives.
     """
 
     name: str
@@ -46,24 +48,30 @@ class ParametrizedLayer:
     c: float | None
     std: float
     seeds: dict[str, int]
+    weight_names: tuple[str, ...]
+    bias_names: tuple[str, ...]
+    is_module: bool = True
 
     @property
     def weights(self) -> dict[str, nn.Parameter]:
-        """The parameters of two or more dimensions that the module has now, by their name in it."""
-        return {key: each for key, each in self.module.named_parameters() if each.ndim > 1}
+        """The weights that the module has now, by their name in it."""
+        return {key: self.module.get_parameter(key) for key in self.weight_names}
 
     @property
     def biases(self) -> dict[str, nn.Parameter]:
-        """Its other parameters, by their name in the module."""
-        return {key: each for key, each in self.module.named_parameters() if each.ndim < 2}
+        """The layer's other parameters that the module has now, by their name in it."""
+        return {key: self.module.get_parameter(key) for key in self.bias_names}
 
     def initial_weight(self, name: str) -> Tensor:
-        """The initial value of one of the weights, drawn once more from its seed.
+        """The initial value of one of the weights, drawn once more from its seed; or what it has kept since.
 
         Args:
             name: one of the names in ``weights``.
         """
-        return draw_weights(self.weights[name], self.std, self.seeds[name], _padding_idx(self.module, name))
+        weight = self.weights[name]
+        if name not in self.seeds:
+            return torch.zeros_like(weight) if weight.requires_grad else weight.detach().clone()
+        return draw_weights(weight, self.std, self.seeds[name], _padding_idx(self.module, name))
 
 
 class Parametrization:
@@ -82,8 +90,9 @@ class Parametrization:
     type. They prevail over what a :class:`ParametrizedModule` says, and that over the defaults.
 
     Args:
-        model: the model, in which the layers are ParametrizedModules. Weights are drawn anew, from a seed that is taken
-            from torch's default generator; of several ranks, each of which has to make its own, from that of rank 0.
+        model: the model, in which the layers are ParametrizedModules. Weights are drawn anew, but those that are frozen
+            or zero, from a seed that is taken from torch's default generator; of several ranks, each of which has to
+            make its own, from that of rank 0.
         optimizer_type: "adam" for Adam, AdamW and others that change each weight by as much, whatever the sizes of the
             gradient and of the layer; or "sgd". Muon is neither.
         alignment: "full", "no", or (alpha, omega, u) for all layers.
@@ -139,24 +148,17 @@ class Parametrization:
         self.feature_learning = feature_learning
         default = as_alignment("alignment", alignment)
 
-        found = _find_layers(model)
-        types = {name: hook.layer_type for name, (_, hook) in found.items()}
+        found = sample_input if isinstance(sample_input, FoundLayers) else _found_by_hand(model, sample_input)
+        types = {name: layer.layer_type for name, layer in found.layers.items()}
         ab = overridden("ab_overrides", ab_overrides, types, check_ab)
         c = overridden("c_overrides", c_overrides, types, check_real)
         alignments = overridden("alignment_overrides", alignment_overrides, types, as_alignment)
         self.alignment: dict[str, Alignment] = {name: alignments.get(name, default) for name in types}
-        layers = [
-            (module, Node(name, hook.layer_type, (), *ab.get(name, _own_ab(hook)), c.get(name, hook.c)))
-            for name, (module, hook) in found.items()
-        ]
-        if sample_input is None:
-            graph = chain(layer for _, layer in layers)
-        else:
-            graph = trace_graph(model, layers, sample_input)
-        self.graph = tied(graph, {layer.name: dict(module.named_parameters()) for module, layer in layers})
+        self.graph = _with_exponents(found, ab, c)
         self.solution = self.solve()
-        self.layers = self._make_layers(found, std_prefactor)
-        self._initialise()
+        zero = {name for name, layer in found.layers.items() if layer.from_zero and name not in ab}
+        self.layers = self._make_layers(found.layers, std_prefactor, zero)
+        self._initialise(found.layers)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -221,77 +223,98 @@ class Parametrization:
         return {"params": params, "lr": lr, "layer_name": name, "fan_in": fan_in, "c": c, "bias": bias}
 
     def _make_layers(
-        self, found: Mapping[str, tuple[nn.Module, Multiplier]], std_prefactor: float
+        self, found: Mapping[str, FoundLayer], std_prefactor: float, zero: set[str]
     ) -> dict[str, ParametrizedLayer]:
         base = from_every_rank(int(torch.randint(2**62, (), device="cpu")))[0]
         seeds: dict[int, int] = {}
         layers: dict[str, ParametrizedLayer] = {}
-        for name, (module, hook) in found.items():
+        for name, layer in found.items():
             node = self.graph[name]
-            weights = {key: each for key, each in module.named_parameters() if each.ndim > 1}
+            weights = {key: layer.module.get_parameter(key) for key in layer.weights}
             for key, weight in weights.items():
                 seeds.setdefault(id(weight), (base ^ fnv1a_64(f"{name}.{key}")) >> 1)
             layers[name] = ParametrizedLayer(
                 name=name,
-                module=module,
-                layer_type=hook.layer_type,
-                fan_in=hook.width,
+                module=layer.module,
+                layer_type=layer.layer_type,
+                fan_in=layer.width,
                 a=node.a,
                 b=node.b,
                 c=self.solution.c.get(node.shares or name),
-                std=std_prefactor * hook.width**-node.b,
-                seeds={key: seeds[id(weight)] for key, weight in weights.items()},
+                std=std_prefactor * layer.width**-node.b,
+                seeds={
+                    key: seeds[id(weight)] for key, weight in weights.items() if name not in zero and _is_drawn(weight)
+                },
+                weight_names=layer.weights,
+                bias_names=layer.biases,
+                is_module=layer.is_module,
             )
             shared = layers.get(node.shares or "")
             if shared is not None and (shared.std, shared.fan_in) != (layers[name].std, layers[name].fan_in):
                 raise ValueError(
                     f"Layers {shared.name} and {name} share their weights, so both should have the same width and b, "
                     f"but they have {shared.fan_in} and {layers[name].fan_in}, and {shared.b:g} and {layers[name].b:g}"
+                    + _advice(found, shared.name, name)
                 )
         return layers
 
     @torch.no_grad()
-    def _initialise(self) -> None:
+    def _initialise(self, found: Mapping[str, FoundLayer]) -> None:
         for layer in self.layers.values():
             for key, weight in layer.weights.items():
                 weight.copy_(layer.initial_weight(key))
+                set_norm(layer.module, key)
             for key, bias in layer.biases.items():
-                if key.endswith("bias"):
+                if "bias" in key.rpartition(".")[2] and bias.requires_grad:
                     bias.zero_()
-            hook = multiplier_of(layer.module)
-            if hook is not None:
-                hook.value = float(layer.fan_in) ** -layer.a
+            given = found[layer.name]
+            start = 0.5 - layer.a - layer.b if layer.layer_type == "readout" and layer.seeds else 0.0
+            if given.hook is not None and (given.multiplies or start):
+                if multiplier_of(layer.module) is None:
+                    layer.module.register_forward_hook(given.hook)
+                given.hook.value = float(layer.fan_in) ** -(layer.a + given.own) if given.multiplies else 1.0
+                given.hook.start = start
+                if self.optimizer_type == "adam" and layer.layer_type != "embedding" and layer.c is not None:
+                    given.hook.rate = layer.a + layer.c
 
 
-def _find_layers(model: nn.Module) -> dict[str, tuple[nn.Module, Multiplier]]:
-    found: dict[str, tuple[nn.Module, Multiplier]] = {}
-    inside: dict[int, str] = {}
-    for name, module in named_modules(model):
-        hook = multiplier_of(module)
-        if hook is None:
-            continue
-        if id(module) in inside:
-            raise ValueError(f"Layer {name} is a part of layer {inside[id(module)]}: no layer may hold another")
-        if any(map(_computes_weights, module.modules())):
-            raise ValueError(
-                f"Layer {name} computes its weight from other parameters, as weight norm does, and it is not known "
-                "how these should start: leave that out"
-            )
-        inside |= dict.fromkeys(map(id, module.modules()), name)
-        found[name] = (module, hook)
-    if not found:
+def _is_drawn(weight: Tensor) -> bool:
+    """Whether a weight is drawn anew: neither frozen nor, on purpose, zero."""
+    return weight.requires_grad and (weight.is_meta or bool(weight.any()))
+
+
+def _found_by_hand(model: nn.Module, sample_input: Any) -> FoundLayers:
+    layers = layers_by_hand(model)
+    if not layers:
         raise ValueError("Argument model should have at least one ParametrizedModule, but has none")
-    return found
+    nodes = [(layer.module, layer.node(name)) for name, layer in layers.items()]
+    graph = chain(node for _, node in nodes) if sample_input is None else trace_graph(model, nodes, sample_input)
+    return FoundLayers(layers, graph.nodes)
 
 
-def _computes_weights(module: nn.Module) -> bool:
-    weight = vars(module).get("weight")  # where the older norms, which are hooks, leave it
-    return is_parametrized(module) or (isinstance(weight, Tensor) and not isinstance(weight, nn.Parameter))
+def _with_exponents(found: FoundLayers, ab: Mapping[str, tuple[float, float]], c: Mapping[str, float]) -> LayerGraph:
+    nodes = []
+    for node in found.nodes:
+        layer = found.layers.get(node.shares or node.name)
+        if layer is not None:
+            name = node.shares or node.name
+            own = layer.node(name, ab.get(name), c.get(name))
+            node = node._replace(kind=own.kind, a=own.a, b=own.b, c=own.c)
+        nodes.append(node)
+    parameters = {
+        name: {key: layer.module.get_parameter(key) for key in layer.weights} for name, layer in found.layers.items()
+    }
+    return tied(LayerGraph(nodes), parameters)
 
 
-def _own_ab(hook: Multiplier) -> tuple[float, float]:
-    a, b = PRESETS["mup"][hook.layer_type]
-    return (a if hook.a is None else hook.a, b if hook.b is None else hook.b)
+def _advice(found: Mapping[str, FoundLayer], *names: str) -> str:
+    bare = [name for name in names if not found[name].multiplies]
+    if not bare:
+        return ""
+    return (
+        f". What {bare[0]} gives can't be multiplied, as no module gives it: compute it in a module, as an nn.Linear "
+        "whose weight is the same parameter"
+    )
 
 
 def _padding_idx(module: nn.Module, name: str) -> int | None:

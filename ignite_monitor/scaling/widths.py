@@ -1,23 +1,61 @@
-"""A parametrization of a model that was written without one, found by comparing two widths of it."""
+r"""A parametrization of a model that was written without one, found by comparing two widths of it.
+
+**Outputs of a fixed size inside the network.** Keys and values that all heads share, the second layer of a mixer's
+token MLP, a router's logits, LoRA's first matrix: a weight sums over n features and gives m numbers, m the same at any
+width, that other weights take. Its exponents follow from what it feeds.
+
+- *Its change* has to be of size one: :math:`n^{-a} \cdot n^{-c} \cdot n^{\alpha} = 1`, so :math:`c = \alpha - a`, as
+  for any other.
+- *Its start* W. The gradient with respect to the layer's input is :math:`W^\top g` with few numbers g, so the input
+  changes along the rows of W: :math:`\omega` is 1 here, and 1/2 only where the outputs are as many as the inputs. So
+  :math:`n^{-a} \Delta z W^\top` is of the size :math:`n^{1 - a - b}`, and a + b has to be 1, as in a readout. Started
+  at size one, with a + b = 1/2, values of a multi-query attention drift as :math:`n^{1/2}` (measured: 0.46).
+- But then the output starts at :math:`n^{-1/2}`. A loss sees no difference from zero there; what is linear does. With
+  values of :math:`n^{-1/2}`, the next weight's update makes a change of :math:`n^{-1/2}`, until what is learned
+  outgrows the start (measured: -0.3 to -0.6). So where it feeds what is linear (a sum, a product, another weight) **the
+  weight starts at zero**, the limit of :math:`n^{-1/2}`: as with a residual branch that starts at zero, the start is
+  that of an infinitely wide model, and all that follows learns at the same rate at any width.
+- Where it feeds a function, as a router's softmax, whose value at zero is of size one, it is drawn as a readout is. So
+  is the second of two that are multiplied with each other, as queries and keys of a fixed size: both at zero would
+  never learn.
+- Where it feeds a norm, its size makes no difference, and only its change relative to its start counts: with the
+  exponents of a hidden layer, a + b = 1/2, that is of size one.
+- Where it feeds a weight that is zero, as LoRA's first matrix does, both at zero would never learn. So it starts at
+  size one, a + b = 1/2. Its input changes along it only as far as the second matrix has learned to hand gradients back:
+  with large learning rates there is a drift (measured: 0.2 to 0.3), LoRA's known internal instability
+  (arXiv:2406.08447).
+
+``ab_overrides`` prevails over all of this, as everywhere.
+"""
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+from torch.nn.utils.parametrize import type_before_parametrizations
 
-from ignite_monitor.checks import check_count
+from ignite_monitor.checks import check_count, check_type
 from ignite_monitor.model.names import named_modules, named_parameters
-from ignite_monitor.scaling._forward import run, untouched
-from ignite_monitor.scaling._growth import Grown, growing_modules, width_and_type
+from ignite_monitor.scaling._labels import FLAT, TracingError
+from ignite_monitor.scaling._layers import FoundLayer, FoundLayers, computes_weights, layers_by_hand
+from ignite_monitor.scaling.graph import PRESETS, Node
 from ignite_monitor.scaling.module import Multiplier
 from ignite_monitor.scaling.parametrization import Parametrization
-from ignite_monitor.scaling.tracing import Between, between_layers
+from ignite_monitor.scaling.tracing import Trace
 
 _logger = logging.getLogger(__name__)
+
+BY_HAND = (
+    "put it into a ParametrizedModule(module, width_dim=n, layer_type=...) in make_model, with which it is taken as "
+    "one layer, whatever it does"
+)
 
 
 def parametrize(
@@ -25,15 +63,25 @@ def parametrize(
 ) -> Parametrization:
     r"""A model with the multipliers, initial weights and learning rates of its width, without an edit of its code.
 
-    The model is made at two widths. A module's weight is that of an embedding if only its outputs grow from one to the
-    other, of a readout if only its inputs do, and of a hidden layer if both. n is the fan-in (with the size of a
-    convolution's kernel), of an embedding the number of its outputs. Parameters without a weight that grows (norms,
-    position embeddings that are added) stay as they are, at ``lr_prefactor``. Multipliers are forward hooks, which are
-    copied, pickled and compiled with the model: compile it afterwards.
+    The model is made at two widths, and both run once. Every weight that a linear operation sums over is a layer of its
+    own: that of an embedding if only its outputs grow from one model to the other, of a readout if only its inputs do,
+    and of a hidden layer if both. A readout whose output other layers take, as the keys and values of multi-query
+    attention, starts at zero, or is a hidden layer: :mod:`ignite_monitor.scaling.widths` derives which. n is the fan-in
+    (with the size of a convolution's kernel), of an embedding the number of its outputs. So the weights of ``nn.LSTM``,
+    of ``nn.MultiheadAttention`` and of experts that are stacked in one parameter are layers like those of
+    ``nn.Linear``. Where a module's output is that of its weight, it is multiplied by a forward hook, which is copied,
+    pickled and compiled with the model: compile it afterwards.
+    Elsewhere a is 0, and b and c are larger by what a would have been, which is the same training.
+
+    Factors that the model's own code has and that depend on the width, as :math:`\sqrt n` after an embedding, count as
+    part of the multiplier of the layer that they multiply. Weights that don't grow are no layers, and neither are
+    parameters that nothing sums over (norms, position embeddings that are added): they stay as they are, at
+    ``lr_prefactor``. Weights that are frozen, or zero, keep their values, and one warning says so; what is frozen is
+    passed through as it is. ParametrizedModules in the model are taken as they are.
 
     Products of activations, as in attention, get no multiplier, and the solution supposes that their changes do not
     grow with width: that the dimension of a head does not grow, or that :math:`q k^\top` is divided by it and not by
-    its root. There is a warning where ``scaled_dot_product_attention`` is seen to do otherwise.
+    its root. There is a warning where they are seen to do otherwise.
 
     Args:
         make_model: makes the model at a width.
@@ -49,6 +97,7 @@ def parametrize(
         TypeError: if an argument is of another type.
         ValueError: if the two models differ in more than sizes, nothing in them grows, or something does whose place
             among the layers is not known.
+        RuntimeError: if the graph can't be traced, or a factor that depends on the width is of no layer.
 
     Examples:
         .. code-block:: python
@@ -69,70 +118,194 @@ def parametrize(
     with torch.random.fork_rng(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()):
         small = make_model(widths[0])
     model = make_model(widths[1])
-    growing = growing_modules(small, model)
-    inputs = sample_input(widths[1]) if callable(sample_input) else sample_input
-    shapes = _shapes_seen(model, [grown.module for grown in growing], inputs)
-    used = {id(weight) for grown in growing if id(grown.module) in shapes for weight, _ in grown.weights.values()}
-    for grown in growing:
-        # One that does not run may still lend its weights to others, as T5's shared embedding does.
-        lends = id(grown.module) not in shapes and used.issuperset(id(weight) for weight, _ in grown.weights.values())
-        layer = None if lends else width_and_type(grown, shapes.get(id(grown.module)))
-        if layer is not None:
-            grown.module.register_forward_hook(Multiplier(*layer))
-    parametrization = Parametrization(model, sample_input=inputs, **options)
-    between = _between_layers(model, parametrization, inputs)
-    _check_weights(model, growing, between)
-    if between.scales:
-        inputs = sample_input(widths[0]) if callable(sample_input) else sample_input
-        _check_attention(_between_layers(small, parametrization, inputs).scales, between.scales)
+    growing = _growing_weights(small, model)
+    by_hand = layers_by_hand(model, frozen=False)
+    modules = [dict(named_modules(made)) for made in (small, model)]
+    traces: list[Trace] = []
+    for width, made, held in zip(widths, (small, model), modules, strict=True):
+        layers = [(held[name], layer.node(name)) for name, layer in by_hand.items()]
+        inputs = sample_input(width) if callable(sample_input) else sample_input
+        traces.append(Trace(made, layers, with_weights=True, small=traces[0] if traces else None).run(inputs))
+    trace = traces[1]
+    trace.check_used(layers)
+    inside = {id(each) for layer in by_hand.values() for each in layer.module.parameters()}
+    _check_known(model, trace, {name for name, each in growing.items() if id(each) not in inside})
+    if trace.warnings:
+        _logger.warning("%s", trace.warnings[0])
+    found = _found_layers(model, trace, by_hand)
+    parametrization = Parametrization(model, sample_input=found, **options)
+    _say_what_is_kept(parametrization, growing, found)
     return parametrization
 
 
-def _between_layers(model: nn.Module, parametrization: Parametrization, sample_input: Any) -> Between:
-    nodes = {name: parametrization.graph[name]._replace(inputs=(), shares=None) for name in parametrization.layers}
-    layers = [(module, nodes[name]) for name, module in named_modules(model) if name in nodes]
-    return between_layers(model, layers, sample_input)
+def _found_layers(model: nn.Module, trace: Trace, by_hand: dict[str, FoundLayer]) -> FoundLayers:
+    modules = dict(named_modules(model))
+    parameters = {name: (parameter, owner) for name, parameter, owner in named_parameters(model)}
+    inner = _feeding(trace.nodes)
+    found = dict(by_hand)
+    for name, use in trace.uses.items():
+        parameter, owner = parameters[use.weight]
+        takers = trace.takers.get(name, set()) if name in inner and use.kind == "readout" else set()
+        kind = "hidden" if takers & {"norm", "zero"} else use.kind
+        partners = {each for product in trace.products if name in product for each in product - {name}}
+        from_zero = (
+            "linear" in takers and kind == "readout" and not any(found[each].from_zero for each in partners & {*found})
+        )
+        is_zero = from_zero or not (parameter.is_meta or parameter.any())
+        small, width = use.widths
+        growth = trace.own_growth(name)
+        module = owner if use.module is None else modules[use.module]
+        keys = {id(each): key for key, each in module.named_parameters()}
+        a, b = PRESETS["mup"][kind]
+        found[name] = FoundLayer(
+            module=module,
+            layer_type=kind,
+            width=width,
+            a=a,
+            b=b,
+            c=None,
+            hook=None if use.module is None else Multiplier(width, kind),
+            own=_exponent(growth, width / small),
+            weights=(keys[id(parameter)],),
+            biases=_biases(module, keys[id(parameter)]),
+            is_module=use.is_module,
+            # What is zero may be added to another weight, as LoRA's is when it is merged: so it has no multiplier.
+            multiplies=use.is_module and not is_zero,
+            from_zero=from_zero,
+        )
+    for name in by_hand:
+        growth = trace.own_growth(name)
+        if abs(growth) > FLAT:
+            raise TracingError(
+                f"The output of {name}, a ParametrizedModule, is multiplied by a factor that depends on the width "
+                f"(times {math.exp(growth):.3g} from the smaller model to the larger), which its exponents do not "
+                "count: leave it to a, or put it into the module"
+            )
+    order = {name: place for place, name in enumerate([*modules, *parameters])}
+    first = {name: (order.get(name, -1), 0) for name in by_hand}
+    first |= {
+        name: (order[use.weight.rpartition(".")[0] if use.module is None else use.module], order[use.weight])
+        for name, use in trace.uses.items()
+    }
+    return FoundLayers({name: found[name] for name in sorted(found, key=first.__getitem__)}, trace.nodes)
 
 
-def _check_weights(model: nn.Module, growing: list[Grown], between: Between) -> None:
-    ours = {id(weight) for grown in growing for weight, _ in grown.weights.values()}
-    for name, parameter, _ in named_parameters(model):
-        if id(parameter) in ours and name in between.multiplied:
+def _exponent(growth: float, times: float) -> float:
+    """The exponent of a factor, from its growth; a twelfth of a whole number where it is one but for rounding."""
+    if abs(growth) <= FLAT:
+        return 0.0
+    exponent = growth / math.log(times)
+    nearest = round(12 * exponent) / 12
+    return nearest if abs(exponent - nearest) < 1e-4 else exponent
+
+
+def _biases(module: nn.Module, key: str) -> tuple[str, ...]:
+    """The names of a weight's biases in its module: all that is no weight, or what is called like the weight."""
+    held = {name: each for name, each in module.named_parameters(recurse=False) if each.ndim < 2}
+    if key.rpartition(".")[2] in {"weight", "weight_v", "original1"}:
+        return tuple(held)
+    name = key.replace("weight", "bias")
+    return (name,) if name in held and name != key else ()
+
+
+def _feeding(nodes: Iterable[Node]) -> set[str]:
+    """The nodes whose values a weight takes, directly or through others."""
+    found: set[str] = set()
+    for node in reversed(list(nodes)):
+        if node.has_weights or node.kind == "fixed" or node.name in found:
+            found.update(node.inputs)
+    return {node.shares or node.name for node in nodes if node.name in found}
+
+
+def _growing_weights(small: nn.Module, large: nn.Module) -> dict[str, nn.Parameter]:
+    """The weights of the larger model that are larger than in the smaller one.
+
+    Raises:
+        TypeError: if one is no module.
+        ValueError: if they differ in more than sizes, or can't be looked into, or nothing grows.
+    """
+    for made in (small, large):
+        _check_made(made)
+    modules = list(named_modules(small)), list(named_modules(large))
+    kinds = [[f"{name or 'the model'} ({_kind(module)})" for name, module in each] for each in modules]
+    for one, other in itertools.zip_longest(*kinds, fillvalue="nothing more"):
+        if one != other:
             raise ValueError(
-                f"The graph can't be traced: {between.multiplied[name]} uses {name}, which grows with width, outside "
-                "of a layer: make it of Linear, Conv and Embedding, or wrap it in a ParametrizedModule by hand"
+                "Argument make_model should make models that differ in sizes alone, but they have other modules, first "
+                f"{one} in the smaller and {other} in the larger: let the width decide of sizes alone"
+            )
+    sizes = [{name: tuple(each.shape) for name, each, _ in named_parameters(made)} for made in (small, large)]
+    for name in dict.fromkeys([*sizes[0], *sizes[1]]):
+        if name not in sizes[0] or name not in sizes[1] or len(sizes[0][name]) != len(sizes[1][name]):
+            raise ValueError(
+                "Argument make_model should make models that differ in sizes alone, but "
+                f"{name.rpartition('.')[0] or 'the model'} differs in {name}"
+            )
+    found = {
+        name: parameter
+        for name, parameter, _ in named_parameters(large)
+        if parameter.ndim > 1 and sizes[0][name] != sizes[1][name]
+    }
+    if not found:
+        raise ValueError("Argument make_model should make a model whose weights grow with width, but none does")
+    return found
+
+
+def _check_made(model: nn.Module) -> None:
+    check_type("make_model", model, nn.Module, "a function that returns a torch.nn.Module")
+    for name, module in named_modules(model):
+        lazy = any(isinstance(parameter, UninitializedParameter) for parameter in module.parameters(recurse=False))
+        if lazy or isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"Argument make_model should make a model without {'lazy' if lazy else 'scripted'} modules, but "
+                f"{name or 'all of it'} is one"
+            )
+        if computes_weights(module) and any(each.requires_grad for each in module.parameters()):
+            raise ValueError(
+                f"{name or 'The model'} ({type_before_parametrizations(module).__name__}) computes its weight from "
+                "other parameters, and it is not known how these should start: of all that do so only weight_norm can "
+                "be parametrized"
             )
 
 
-def _check_attention(small: list[tuple[str, int, float]], large: list[tuple[str, int, float]]) -> None:
-    for (name, size, scale), (_, larger, other) in zip(small, large, strict=False):
-        if larger > size and other * larger > 1.05 * scale * size:
-            _logger.warning(
-                "%s: the heads grow with width, from %d to %d, but scores are divided by less than that, from %.3g to "
-                "%.3g. Where queries and keys align, they will grow with width; give it a scale that is proportional "
-                "to 1 / the head's dimension.",
-                name,
-                size,
-                larger,
-                1 / scale,
-                1 / other,
+def _kind(module: nn.Module) -> str:
+    # By name, since make_model may define the class; and each module with a parametrization of torch's has its own.
+    return type_before_parametrizations(module).__qualname__
+
+
+def _check_known(model: nn.Module, trace: Trace, growing: set[str]) -> None:
+    for name, parameter, module in named_parameters(model):
+        if name not in growing or not parameter.requires_grad:
+            continue
+        of = f"{name.rpartition('.')[0] or 'the model'} ({type(module).__name__})"
+        if name in trace.unknown:
+            raise ValueError(
+                f"{trace.unknown[name]} uses {name}, which grows with width, and it is not known what for, so that "
+                f"{of} has no exponents: {BY_HAND}"
             )
-            return
+        if name not in trace.touched:
+            raise TracingError(
+                f"With sample_input the model does not run {of}, whose {name.rpartition('.')[2]} grows with width: "
+                "give a sample_input with which it does, or freeze what is not trained"
+            )
 
 
-def _shapes_seen(model: nn.Module, modules: list[nn.Module], sample_input: Any) -> dict[int, tuple[int, int] | None]:
-    """The last dimensions of what modules take and return, of those that run; None where it is no single tensor."""
-    seen: dict[int, tuple[int, int] | None] = {}
-
-    def look(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        single = args and isinstance(args[0], Tensor) and isinstance(output, Tensor) and args[0].ndim and output.ndim
-        seen[id(module)] = (args[0].shape[-1], output.shape[-1]) if single else None
-
-    with untouched(model):
-        handles = [module.register_forward_hook(look) for module in modules]
-        try:
-            run(model, sample_input)
-        finally:
-            for handle in handles:
-                handle.remove()
-    return seen
+def _say_what_is_kept(parametrization: Parametrization, growing: dict[str, nn.Parameter], found: FoundLayers) -> None:
+    names = {id(parameter): name for name, parameter in growing.items()}
+    new: list[str] = []
+    kept: list[str] = []
+    for name, layer in parametrization.layers.items():
+        zero = [names.get(id(each), name) for key, each in layer.weights.items() if key not in layer.seeds]
+        (new if found.layers[name].from_zero else kept).extend(zero)
+    frozen = [name for name, each in growing.items() if not each.requires_grad]
+    parts = [
+        f"{len(listed)} {what} ({listed[0]}{', …' if len(listed) > 1 else ''})"
+        for listed, what in (
+            (frozen, "frozen, as they are"),
+            (kept, "zero, as they are"),
+            (new, "set to zero, since other layers take their outputs, whose number does not grow"),
+        )
+        if listed
+    ]
+    if parts:
+        _logger.warning("Weights that are not drawn anew: %s", "; ".join(parts))

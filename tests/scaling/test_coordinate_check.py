@@ -78,15 +78,21 @@ def named_in(summary):
 def test_mup_is_flat(make, sample_input, batch, readout):
     result = coordinate_check(mup(make, sample_input, 0.01), lambda width: batch, WIDTHS, steps=3, seeds=2)
     for slope in result.slopes:
-        if slope.layer in (readout, "_root_"):
-            continue  # its output and what reaches it start by shrinking
         assert not slope.is_steep, slope
-        assert abs(slope.slope) < 0.1 + 2 * slope.standard_error, slope
+        if slope.layer not in (readout, "_root_"):  # its output and what reaches it start by shrinking
+            assert slope.start == 0
+            assert abs(slope.slope) < 0.1 + 2 * slope.standard_error, slope
+        else:
+            assert slope.start == (0.0 if slope.quantity == "weight_update" else -0.5)
     for step in (1, 2, 3):
         assert abs(slopes_of(result, "weight_update", step)[readout].slope) < 0.1
     # Its output is a sum over n of what is random to each other, times 1 / n.
     assert slopes_of(result, "activation", 0)[readout].slope == pytest.approx(-0.5, abs=0.2)
-    assert named_in(result.summary()) <= {readout, "_root_"}
+    assert slopes_of(result, "activation", 0)[readout].is_start
+    assert result.table(0).count("°") == 1
+    summary = result.summary()
+    assert summary.startswith("No layer depends on the width")
+    assert f"{readout} is a readout, or ends in one, which starts as width^(1/2 - a - b) = width^-0.50" in summary
 
 
 def test_standard_parametrization_has_the_predicted_slopes():
@@ -356,3 +362,37 @@ def test_figure_has_room_for_its_title_and_numbers_on_its_axis(monkeypatch, tmp_
     values = figure.axes[0].yaxis
     labels = [tick.get_text() for tick in [*values.get_ticklabels(), *values.get_ticklabels(minor=True)]]
     assert sum(map(bool, labels)) >= 2
+
+
+@pytest.mark.parametrize(
+    ("slope", "rate", "explained"),
+    [
+        (-0.3, 1.0, True),  # alpha 0.7
+        (-0.3, 0.0, False),  # of a model of which nothing is known
+        (-0.7, 1.0, False),  # below what random numbers make
+        (-0.5, 1.5, False),  # alpha 1: c is too large
+        (0.3, 1.0, False),
+        (-0.05, 1.0, False),  # flat
+    ],
+)
+def test_updates_that_are_aligned_less_than_fully_are_explained(slope, rate, explained):
+    records = [Record(n, 0, 1, "key", "weight_update", n**slope) for n in WIDTHS]
+    result = CoordinateCheck(records, rates={"key": rate})
+    (found,) = result.slopes
+    assert found.is_unaligned is explained
+    assert found.is_steep is (not explained and abs(slope) > 0.1)
+    assert ("aligned with its input as n^0.70 and not n^1" in result.summary()) is explained
+
+
+def test_a_start_explains_nothing_that_grows_nor_what_the_weights_do():
+    starts = {"head": -0.5}
+    for slope, quantity, explained in [
+        (-0.5, "activation", True),
+        (-0.2, "input_drift", True),
+        (-0.8, "activation", False),
+        (0.3, "activation", False),
+        (-0.5, "weight_update", False),
+    ]:
+        (found,) = CoordinateCheck([Record(n, 0, 1, "head", quantity, n**slope) for n in WIDTHS], starts).slopes
+        assert found.is_start is explained
+        assert found.is_steep is not explained

@@ -327,8 +327,7 @@ def test_tracing_errors_are_the_users_to_see():
         Parametrization(model, sample_input=X)
 
 
-@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
-@pytest.mark.parametrize("norm", [nn.utils.parametrizations.weight_norm, nn.utils.weight_norm, nn.utils.spectral_norm])
+@pytest.mark.parametrize("norm", [nn.utils.parametrizations.spectral_norm, nn.utils.spectral_norm])
 def test_weights_that_are_computed_are_refused(norm):
     """Drawn from the distribution of the weight, what it is computed from would give another weight."""
     model = _models.mlp(8, _models.wrapped)
@@ -337,3 +336,39 @@ def test_weights_that_are_computed_are_refused(norm):
     with pytest.raises(ValueError, match=r"Layer 3 computes its weight from other parameters"):
         Parametrization(model)
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize("dim", [0, 1, None])
+@pytest.mark.parametrize("norm", [nn.utils.parametrizations.weight_norm, nn.utils.weight_norm])
+def test_weight_norm_starts_with_the_norm_of_its_weight(norm, dim):
+    model = _models.mlp(64, _models.wrapped)
+    norm(model[3].module, dim=dim)
+    layer = Parametrization(model).layers["3"]
+    model(torch.zeros(1, 6))  # the older norm computes its weight when it runs
+    (key,) = layer.weights
+    assert torch.allclose(model[3].module.weight, layer.initial_weight(key), atol=1e-6)
+    assert model[3].module.weight.std().item() == pytest.approx(1 / 8, rel=0.1)
+    assert len(layer.biases) == 2
+
+
+def test_biases_of_recurrent_layers_start_at_zero():
+    model = ParametrizedModule(nn.LSTM(4, 4), width_dim=4, layer_type="hidden")
+    layer = Parametrization(model).layers[""]
+    assert list(layer.biases) == ["module.bias_ih_l0", "module.bias_hh_l0"]
+    assert not any(bias.any() for bias in layer.biases.values())
+
+
+def test_frozen_and_zero_weights_keep_their_values():
+    model = _models.mlp(8, _models.wrapped)
+    model[0].module.weight.requires_grad_(False)
+    nn.init.zeros_(model[6].module.weight)
+    before = model[0].module.weight.clone()
+    parametrization = Parametrization(model)
+    assert torch.equal(model[0].module.weight, before)
+    assert not model[6].module.weight.any()
+    first, last = parametrization.layers["0"], parametrization.layers["6"]
+    assert first.seeds == last.seeds == {}
+    nn.init.ones_(model[6].module.weight)
+    assert torch.equal(first.initial_weight("module.weight"), before)
+    assert not last.initial_weight("module.weight").any()

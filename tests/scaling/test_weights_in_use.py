@@ -1,0 +1,521 @@
+"""What parametrize makes of weights that no module of their own multiplies, of the model's factors, and what is kept.
+
+Exponents are compared with those of the same function made of Linear layers, or with arithmetic.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ignite_monitor.scaling import TracingError, parametrize
+from ignite_monitor.scaling.module import multiplier_of
+
+X = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(0))
+TOKENS = torch.tensor([[1, 2, 3, 4, 5]])
+WIDTHS = (8, 32)
+
+
+def kinds(parametrization):
+    return {name: (layer.layer_type, layer.fan_in) for name, layer in parametrization.layers.items()}
+
+
+class Between(nn.Module):
+    """A layer before, a layer after, and something between them, which is made at a width."""
+
+    def __init__(self, n, between, run=lambda module, x: module(x), out=None):
+        super().__init__()
+        self.first, self.between, self.last = nn.Linear(6, n), between(n), nn.Linear(out or n, 3)
+        self.run = run
+
+    def forward(self, x):
+        return self.last(self.run(self.between, self.first(x)))
+
+
+def found(between, run=lambda module, x: module(x), out=None, **options):
+    return parametrize(lambda n: Between(n, between, run, out and out(n)), widths=WIDTHS, sample_input=X, **options)
+
+
+RECURRENT = {
+    "lstm": (lambda n: nn.LSTM(n, n, batch_first=True), ["weight_ih_l0", "weight_hh_l0"]),
+    "gru": (lambda n: nn.GRU(n, n, num_layers=2), ["weight_ih_l0", "weight_hh_l0", "weight_ih_l1", "weight_hh_l1"]),
+    "rnn": (lambda n: nn.RNN(n, n), ["weight_ih_l0", "weight_hh_l0"]),
+    "cell": (lambda n: nn.LSTMCell(n, n), ["weight_ih", "weight_hh"]),
+}
+
+
+@pytest.mark.parametrize("case", RECURRENT)
+def test_recurrent_layers(case):
+    make, names = RECURRENT[case]
+
+    def run(module, x):
+        return module(x[0])[0] if case == "cell" else module(x)[0]
+
+    parametrization = found(make, run)
+    layers = parametrization.layers
+    assert [name for name in layers if name.startswith("between")] == [f"between.{name}" for name in names]
+    for name in names:
+        layer = layers[f"between.{name}"]
+        assert (layer.layer_type, layer.fan_in, layer.a, layer.b, layer.c) == ("hidden", 32, 0, 0.5, pytest.approx(1))
+        assert layer.weights[name].std().item() == pytest.approx(32**-0.5, rel=0.1)
+        assert not layer.biases[name.replace("weight", "bias")].any()
+    held = [id(each) for group in parametrization.param_groups for each in group["params"]]
+    assert sorted(held) == sorted(map(id, parametrization.model.parameters()))
+
+
+def test_a_recurrent_layer_takes_what_is_before_it_and_its_own_output():
+    graph = found(lambda n: nn.LSTM(n, n), lambda module, x: module(x)[0]).graph
+    assert graph["between.weight_ih_l0"].inputs == ("first",)
+    (given,) = graph["between.weight_hh_l0"].inputs
+    assert {given, *graph[given].inputs} >= {"between.weight_ih_l0"}
+    (output,) = graph["last"].inputs
+    assert set(graph[output].inputs) >= {"between.weight_ih_l0", "between.weight_hh_l0"}
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_both_directions(bidirectional):
+    parametrization = found(
+        lambda n: nn.LSTM(n, n, bidirectional=bidirectional),
+        lambda module, x: module(x)[0],
+        out=lambda n: n * (1 + bidirectional),
+    )
+    assert sum("reverse" in name for name in parametrization.layers) == 2 * bidirectional
+
+
+def test_readout_of_a_fixed_size_in_a_recurrent_layer():
+    """From n features to 4 states that are the readout's input: no weight but the last one sums over n."""
+    parametrization = found(lambda n: nn.LSTM(n, 4), lambda module, x: module(x)[0], out=lambda n: 4)
+    assert kinds(parametrization) == {"first": ("embedding", 32), "between.weight_ih_l0": ("readout", 32)}
+
+
+@pytest.mark.parametrize("dims", [{}, {"kdim": 7, "vdim": 7}])
+def test_multihead_attention(dims):
+    def run(module, x):
+        other = torch.randn(2, 3, 7) if dims else x
+        return module(x, other, other)[0]
+
+    parametrization = found(lambda n: nn.MultiheadAttention(n, n // 4, batch_first=True, **dims), run)
+    names = ["q_proj_weight", "k_proj_weight", "v_proj_weight"] if dims else ["in_proj_weight"]
+    assert list(parametrization.layers) == ["first", *(f"between.{name}" for name in names), "between.out_proj", "last"]
+    assert kinds(parametrization)["between.out_proj"] == ("hidden", 32)
+    assert kinds(parametrization)[f"between.{names[-1]}"] == ("embedding" if dims else "hidden", 32)
+    graph = parametrization.graph
+    assert "first" in graph[f"between.{names[0]}"].inputs
+
+
+def test_heads_of_an_attention_module_that_grow_are_told(caplog):
+    found(lambda n: nn.MultiheadAttention(n, 2, batch_first=True), lambda module, x: module(x, x, x)[0])
+    assert "the heads grow with width, from 4 to 16" in caplog.text
+
+
+def test_transformer_layers():
+    parametrization = found(lambda n: nn.TransformerEncoderLayer(n, n // 4, 2 * n, batch_first=True))
+    assert kinds(parametrization) == {
+        "first": ("embedding", 32),
+        "between.self_attn.in_proj_weight": ("hidden", 32),
+        "between.self_attn.out_proj": ("hidden", 32),
+        "between.linear1": ("hidden", 32),
+        "between.linear2": ("hidden", 64),
+        "last": ("readout", 32),
+    }
+    graph = parametrization.graph
+    (before,) = graph["last"].inputs
+    assert graph[before].kind == "sum"
+
+
+class Weight(nn.Module):
+    def __init__(self, *shape):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(*shape))
+
+
+FUNCTIONAL = {
+    "linear": (lambda n: Weight(n, n), lambda m, x: F.linear(x, m.weight), 1),
+    "matmul": (lambda n: Weight(n, 2 * n), lambda m, x: x @ m.weight, 2),
+    "transposed": (lambda n: Weight(2 * n, n), lambda m, x: torch.matmul(x, 1.0 * m.weight.T), 2),
+    "from the left": (lambda n: Weight(n, n), lambda m, x: (m.weight @ x.mT).mT, 1),
+    "einsum": (lambda n: Weight(n, 2 * n), lambda m, x: torch.einsum("btn,nm->btm", x, m.weight), 2),
+    "einsum of heads": (
+        lambda n: Weight(n // 4, 4, n),
+        lambda m, x: torch.einsum("...hd,hdm->...m", x.unflatten(-1, (-1, 4)), m.weight),
+        1,
+    ),
+    "experts": (lambda n: Weight(4, n, n), lambda m, x: F.linear(x, m.weight[0]) + F.linear(x, m.weight[3]), 1),
+    "batched experts": (lambda n: Weight(2, n, n), lambda m, x: torch.bmm(x, m.weight), 1),
+    "addmm": (lambda n: Weight(n, n), lambda m, x: torch.addmm(torch.zeros(x.shape[-1]), x[0], m.weight), 1),
+    "conv": (lambda n: Weight(n, n, 1), lambda m, x: F.conv1d(x.mT, m.weight).mT, 1),
+}
+
+
+@pytest.mark.parametrize("case", FUNCTIONAL)
+def test_weights_used_functionally(case):
+    make, run, times = FUNCTIONAL[case]
+    parametrization = found(make, run, out=lambda n: n * times)
+    assert kinds(parametrization) == {
+        "first": ("embedding", 32),
+        "between": ("hidden", 32),
+        "last": ("readout", 32 * times),
+    }
+    layer = parametrization.layers["between"]
+    assert layer.c == pytest.approx(1)
+    assert layer.weights["weight"].std().item() == pytest.approx(32**-0.5, rel=0.1)
+
+
+def test_what_no_module_gives_is_the_same_training_without_a_multiplier():
+    """(a, b, c) and (0, a + b, a + c) are the same for Adam: a readout of n^-1 and an embedding of 1."""
+
+    class Raw(nn.Module):
+        def __init__(self, n):
+            super().__init__()
+            self.embedding, self.head = nn.Parameter(torch.randn(n, 6)), nn.Parameter(torch.randn(3, n))
+
+        def forward(self, x):
+            return F.linear(F.linear(x, self.embedding), self.head)
+
+    def linear(n):
+        return nn.Sequential(nn.Linear(6, n, bias=False), nn.Linear(n, 3, bias=False))
+
+    models = []
+    for make in (Raw, linear):
+        torch.manual_seed(0)
+        parametrization = parametrize(make, widths=WIDTHS, sample_input=X, lr_prefactor=0.1)
+        models.append((parametrization, torch.optim.Adam(parametrization.param_groups, eps=0.0)))
+    layers = list(models[0][0].layers.values())
+    assert [(each.a, each.b, each.c) for each in layers] == [
+        (0, 0, pytest.approx(0)),
+        (0, 1, pytest.approx(1)),
+    ]
+    with torch.no_grad():
+        for ours, theirs, factor in zip(
+            models[0][0].model.parameters(), models[1][0].model.parameters(), (32**0.5, 32**-0.5), strict=True
+        ):
+            ours.copy_(theirs * factor)
+    for _ in range(3):
+        outputs = []
+        for parametrization, optimizer in models:
+            output = parametrization.model(X)
+            outputs.append(output)
+            optimizer.zero_grad()
+            output.square().sum().backward()
+            optimizer.step()
+        assert torch.allclose(*outputs, rtol=1e-4, atol=1e-6)
+
+
+def test_weights_that_do_not_grow_are_no_layers():
+    def make(n):
+        return nn.Sequential(nn.Linear(6, 7), nn.ReLU(), nn.Linear(7, n), nn.ReLU(), nn.Linear(n, 7), nn.Linear(7, 3))
+
+    parametrization = parametrize(make, widths=WIDTHS, sample_input=X)
+    assert kinds(parametrization) == {"2": ("embedding", 32), "4": ("readout", 32)}
+    (other,) = [group for group in parametrization.param_groups if group["layer_name"] == "_other"]
+    assert [each.shape for each in other["params"]] == [(7, 6), (7,), (3, 7), (3,)]
+    assert parametrization.graph["0"].kind == parametrization.graph["5"].kind == "fixed"
+    assert parametrization.solution.r["5"] == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize("norm", [nn.utils.parametrizations.weight_norm, nn.utils.weight_norm])
+def test_weight_norm(norm):
+    def make(n):
+        return nn.Sequential(norm(nn.Linear(6, n)), nn.ReLU(), norm(nn.Linear(n, n)), nn.ReLU(), norm(nn.Linear(n, 3)))
+
+    parametrization = parametrize(make, widths=WIDTHS, sample_input=X)
+    assert kinds(parametrization) == {"0": ("embedding", 32), "2": ("hidden", 32), "4": ("readout", 32)}
+    assert parametrization.solution.c == pytest.approx({"0": 0.5, "2": 1.0, "4": 0.5})
+    parametrization.model(X)
+    for name, layer in parametrization.layers.items():
+        (key,) = layer.weights
+        module = parametrization.model.get_submodule(name)
+        assert torch.allclose(module.weight, layer.initial_weight(key), atol=1e-6)
+        assert multiplier_of(module).value == 32**-layer.a
+
+
+# The model's own factors
+
+
+class Scaled(nn.Embedding):
+    def forward(self, x):
+        return super().forward(x) * self.weight.shape[1] ** 0.5
+
+
+OWN = {
+    "nothing": (nn.Embedding, lambda m, x, n: m.head(F.layer_norm(m.tokens(x), (n,))), 0, 0),
+    "after the embedding": (nn.Embedding, lambda m, x, n: m.head(F.gelu(m.tokens(x) * n**0.5)), 0.5, 0),
+    "a tensor": (nn.Embedding, lambda m, x, n: m.head(F.gelu(m.tokens(x) * torch.tensor(n**0.5))), 0.5, 0),
+    "in a subclass": (Scaled, lambda m, x, n: m.head(F.gelu(m.tokens(x))), 0.5, 0),
+    "in place": (nn.Embedding, lambda m, x, n: m.head(F.gelu(m.tokens(x).mul_(n**0.5))), 0.5, 0),
+    "over": (nn.Embedding, lambda m, x, n: m.head(F.gelu(m.tokens(x) / n**-0.5)), 0.5, 0),
+    "in two steps": (nn.Embedding, lambda m, x, n: m.head(F.gelu(n**0.25 * (m.tokens(x) * n**0.25).relu())), 0.5, 0),
+    "before the readout": (nn.Embedding, lambda m, x, n: m.head(m.tokens(x).tanh() * n**-0.5), 0, -0.5),
+    "after the readout": (nn.Embedding, lambda m, x, n: m.head(m.tokens(x).tanh()) / n, 0, -1),
+    "after a norm by hand": (
+        nn.Embedding,
+        lambda m, x, n: m.head(m.tokens(x) / m.tokens(x).square().sum(-1, keepdim=True).sqrt() * n**0.5),
+        0,
+        0,
+    ),
+    "both": (nn.Embedding, lambda m, x, n: m.head((m.tokens(x) * n**0.5).tanh() * n**-0.5), 0.5, -0.5),
+    "on the weight": (nn.Embedding, lambda m, x, n: F.linear(m.tokens(x).tanh(), m.head.weight * n**-0.5), 0, -0.5),
+}
+
+
+@pytest.mark.parametrize("case", OWN)
+def test_own_factors_count_in_a(case):
+    """What the model multiplies by and what we do are together n^-a, with the exponents of a model without factors."""
+    kind, forward, first, last = OWN[case]
+
+    class Model(nn.Module):
+        def __init__(self, n):
+            super().__init__()
+            self.n, self.tokens, self.head = n, kind(11, n), nn.Linear(n, 11, bias=False)
+
+        def forward(self, x):
+            return forward(self, x, self.n)
+
+    parametrization = parametrize(Model, widths=WIDTHS, sample_input=TOKENS)
+    model, layers = parametrization.model, parametrization.layers
+    multipliers = [hook.value if (hook := multiplier_of(each)) else 1.0 for each in (model.tokens, model.head)]
+    for name, own, multiplier in zip(("tokens", "head"), (first, last), multipliers, strict=True):
+        layer = layers[name]
+        assert layer.a + layer.b == pytest.approx({"tokens": 0, "head": 1}[name])
+        assert layer.c == pytest.approx({"tokens": 0, "head": 1}[name] - layer.a)
+        assert 32**own * multiplier == pytest.approx(32**-layer.a)
+
+
+def test_a_factor_of_no_layer_names_its_line():
+    class Model(nn.Module):
+        def __init__(self, n):
+            super().__init__()
+            self.n, self.first, self.last = n, nn.Linear(6, n), nn.Linear(n, 3)
+
+        def forward(self, x):
+            return self.last((self.first(x).tanh() * self.n**0.5).sin())
+
+    line = Model.forward.__code__.co_firstlineno + 1
+    with pytest.raises(
+        TracingError, match=rf"last takes its input from test_weights_in_use\.py:{line}, a factor .* 2 fr"
+    ):
+        parametrize(Model, widths=WIDTHS, sample_input=X)
+
+
+def test_a_factor_of_one_use_among_several_names_its_line():
+    class Model(nn.Module):
+        def __init__(self, n):
+            super().__init__()
+            self.n, self.first, self.last = n, nn.Linear(6, n), nn.Linear(n, 3)
+
+        def forward(self, x):
+            x = self.first(x)
+            return self.last(x.tanh() + (x * self.n**0.5).sin())
+
+    with pytest.raises(TracingError, match=r"first is used in several ways, .*test_weights_in_use\.py"):
+        parametrize(Model, widths=WIDTHS, sample_input=X)
+
+
+@pytest.mark.parametrize(
+    ("scale", "warns"), [(lambda d: 1 / d, False), (lambda d: d**-0.5, True), (lambda d: 1.0, True)]
+)
+@pytest.mark.parametrize("way", ["scores", "queries", "fused"])
+def test_heads_that_grow_are_told_of_wherever_they_are_scaled(scale, warns, way, caplog):
+    class Model(nn.Module):
+        def __init__(self, n):
+            super().__init__()
+            self.first, self.q, self.k, self.last = nn.Linear(6, n), nn.Linear(n, n), nn.Linear(n, n), nn.Linear(n, 3)
+
+        def forward(self, x):
+            x = self.first(x)
+            q, k = self.q(x), self.k(x)
+            factor = scale(q.shape[-1])
+            if way == "fused":
+                return self.last(F.scaled_dot_product_attention(q * factor, k, x, scale=1.0))
+            scores = (q * factor) @ k.mT if way == "queries" else q @ k.mT * factor
+            return self.last(scores.softmax(-1) @ x)
+
+    parametrization = parametrize(Model, widths=WIDTHS, sample_input=X)
+    assert ("the heads grow with width, from 8 to 32" in caplog.text) is warns
+    assert multiplier_of(parametrization.model.q).value == 1  # the scale is the scores'
+    assert parametrization.layers["q"].a == 0
+
+
+# What keeps its values
+
+
+class LoRA(nn.Module):
+    """As PEFT's: a frozen layer, and beside it two matrices of rank 2, of which the second is zero."""
+
+    def __init__(self, n):
+        super().__init__()
+        self.base, self.a, self.b = (nn.Linear(*sizes, bias=False) for sizes in ((n, n), (n, 2), (2, n)))
+        self.base.requires_grad_(False)
+        nn.init.zeros_(self.b.weight)
+
+    def forward(self, x):
+        return self.base(x) + self.b(self.a(x)) * 4.0
+
+
+def test_frozen_base_with_lora(caplog):
+    """c = 1 for the first matrix and 0 for the second, as in LoRA+ (arXiv:2402.12354): nothing else is drawn."""
+    kept = {}
+
+    def make(n):
+        model = nn.Sequential(nn.Embedding(11, n), LoRA(n), nn.LayerNorm(n), nn.Linear(n, 11))
+        for module in (model[0], model[3]):
+            module.requires_grad_(False)
+        kept.update(copy.deepcopy(model.state_dict()))
+        return model
+
+    parametrization = parametrize(make, widths=WIDTHS, sample_input=TOKENS)
+    assert {name: (each.layer_type, each.fan_in, each.a, each.c) for name, each in parametrization.layers.items()} == {
+        "1.a": ("hidden", 32, 0, pytest.approx(1)),
+        "1.b": ("embedding", 32, 0, pytest.approx(0)),
+    }
+    for name, value in parametrization.model.state_dict().items():
+        assert torch.equal(value, kept[name]) is (name != "1.a.weight")
+    assert all((hook := multiplier_of(each)) is None or hook.value == 1 for each in parametrization.model.modules())
+    (message,) = [record.message for record in caplog.records]
+    assert message == (
+        "Weights that are not drawn anew: 3 frozen, as they are (0.weight, …); 1 zero, as they are (1.b.weight)"
+    )
+
+
+def test_frozen_layers_pass_changes_on():
+    def make(n):
+        model = nn.Sequential(nn.Linear(6, n), nn.Linear(n, n), nn.Linear(n, 3))
+        model[1].requires_grad_(False)
+        return model
+
+    parametrization = parametrize(make, widths=WIDTHS, sample_input=X)
+    assert list(parametrization.layers) == ["0", "2"]
+    assert parametrization.graph["2"].inputs == ("0",)
+
+
+def test_zero_residuals_stay_zero(caplog):
+    class Block(nn.Module):
+        def __init__(self, n):
+            super().__init__()
+            self.up, self.down = nn.Linear(n, n), nn.Linear(n, n)
+            nn.init.zeros_(self.down.weight)
+
+        def forward(self, x):
+            return x + self.down(self.up(x).relu())
+
+    parametrization = found(Block)
+    assert not parametrization.model.between.down.weight.any()
+    assert parametrization.solution.c["between.down"] == pytest.approx(1)
+    assert "1 zero, as they are (between.down.weight)" in caplog.text
+
+
+# Outputs of a fixed size inside the network
+
+
+class Shared(nn.Module):
+    """Multi-query attention: keys and values of one head of four, queries of n / 4 heads."""
+
+    def __init__(self, n, norm=False):
+        super().__init__()
+        self.q, self.k, self.v, self.o = nn.Linear(n, n), nn.Linear(n, 4), nn.Linear(n, 4), nn.Linear(n, n)
+        self.norm = nn.LayerNorm(4) if norm else nn.Identity()
+
+    def forward(self, x):
+        q = self.q(x).unflatten(-1, (-1, 4)).transpose(1, 2)
+        k, v = self.norm(self.k(x))[:, None], self.v(x)[:, None]
+        return self.o(((q @ k.mT) / 4).softmax(-1).matmul(v).transpose(1, 2).flatten(2))
+
+
+def test_keys_and_values_that_all_heads_share_start_at_zero(caplog):
+    parametrization = found(Shared)
+    for name in ("between.k", "between.v"):
+        layer = parametrization.layers[name]
+        assert (layer.layer_type, layer.a, layer.b, layer.c) == ("readout", 0, 1, pytest.approx(1))
+        assert not layer.weights["weight"].any()
+        assert not layer.initial_weight("weight").any()
+    assert "2 set to zero, since other layers take their outputs, whose number does not grow" in caplog.text
+    drawn = found(Shared, ab_overrides={"between.v": (0.5, 0.5)})
+    assert drawn.layers["between.v"].weights["weight"].std().item() == pytest.approx(1 / 32, rel=0.3)
+
+
+def test_in_front_of_a_norm_only_the_relative_change_counts():
+    layers = found(lambda n: Shared(n, norm=True)).layers
+    assert (layers["between.k"].layer_type, layers["between.k"].b, layers["between.k"].c) == ("hidden", 0.5, 1.0)
+    assert layers["between.k"].weights["weight"].std().item() == pytest.approx(32**-0.5, rel=0.3)
+    assert layers["between.v"].layer_type == "readout"
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_two_that_are_multiplied_do_not_both_start_at_zero(fused):
+    """Neither would ever get a gradient."""
+
+    class Fixed(nn.Module):
+        def __init__(self, n):
+            super().__init__()
+            self.q, self.k, self.v, self.o = nn.Linear(n, 4), nn.Linear(n, 4), nn.Linear(n, 4), nn.Linear(4, n)
+
+        def forward(self, x):
+            q, k, v = self.q(x), self.k(x), self.v(x)
+            return self.o(F.scaled_dot_product_attention(q, k, v) if fused else (q @ k.mT / 2).softmax(-1) @ v)
+
+    parametrization = found(Fixed)
+    layers = parametrization.layers
+    assert not layers["between.q"].seeds
+    assert not layers["between.v"].seeds
+    assert layers["between.k"].weights["weight"].std().item() == pytest.approx(32**-0.5, rel=0.3)
+    assert multiplier_of(parametrization.model.between.k).value == pytest.approx(32**-0.5)
+    optimizer = torch.optim.Adam(parametrization.param_groups)
+    before = [each.clone() for each in parametrization.model.parameters()]
+    for _ in range(4):
+        optimizer.zero_grad()
+        (parametrization.model(X) - 1).square().sum().backward()
+        optimizer.step()
+    weights = [
+        (one, other) for one, other in zip(before, parametrization.model.parameters(), strict=True) if one.ndim > 1
+    ]
+    assert not any(torch.equal(*each) for each in weights)
+
+
+def test_a_router_is_drawn_as_a_readout():
+    class Experts(nn.Module):
+        def __init__(self, n):
+            super().__init__()
+            self.gate, self.experts = nn.Linear(n, 3, bias=False), nn.Parameter(torch.randn(3, n, n))
+
+        def forward(self, x):
+            share = self.gate(x).softmax(-1)
+            return torch.stack([F.linear(x, each) for each in self.experts], -2).mul(share[..., None]).sum(-2)
+
+    gate = found(Experts).layers["between.gate"]
+    assert (gate.layer_type, gate.a, gate.b, gate.c) == ("readout", 0.5, 0.5, pytest.approx(0.5))
+    assert gate.weights["weight"].std().item() == pytest.approx(32**-0.5, rel=0.3)
+
+
+def test_generators_of_modules_are_left_alone():
+    class Noisy(nn.Module):
+        def __init__(self, n):
+            super().__init__()
+            self.generator = torch.Generator().manual_seed(n)
+
+        def forward(self, x):
+            return x + torch.randn(x.shape, generator=self.generator)
+
+    module = found(Noisy).model.between
+    assert torch.equal(module.generator.get_state(), torch.Generator().manual_seed(32).get_state())
+
+
+def test_slopes_of_what_is_derived_are_flat():
+    """A change of size one in every layer: values of multi-query attention, and what takes them."""
+    from ignite_monitor.scaling import coordinate_check
+
+    x, y = torch.randn(4, 5, 6), torch.randint(3, (4, 5))
+
+    def make(n):
+        parametrization = parametrize(lambda m: Between(m, Shared), (8, n), sample_input=x, lr_prefactor=0.03)
+        return parametrization.model, torch.optim.Adam(parametrization.param_groups)
+
+    result = coordinate_check(make, lambda n: (x, y), [32, 64, 128, 256], steps=4, seeds=2)
+    for (layer, quantity), slope in result.slopes_at().items():
+        if layer.startswith("between") and math.isfinite(slope.slope) and quantity in {"change", "weight_update"}:
+            assert abs(slope.slope) < 0.1 + 2 * slope.standard_error, slope
