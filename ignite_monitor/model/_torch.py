@@ -151,17 +151,21 @@ def registries(module: nn.Module) -> list[dict[str, Any]]:
     return [] if any(each is None for each in kept) else kept  # type: ignore[return-value]
 
 
-def forward_hooks(module: nn.Module, before: bool, with_kwargs: bool) -> list[Any]:
-    """The forward hooks of a module, and which of them are given keyword arguments; without them each is registered.
+def forward_hooks(modules: Iterable[nn.Module], before: bool, with_kwargs: bool) -> list[list[Any]]:
+    """Each module's forward hooks, and which of them are given keyword arguments; without them each is registered.
 
     Putting one on costs a tenth of registering it.
     """
+    found: list[list[Any]] = []
     kind = _HOOKS[before]
-    hooks, given = getattr(module, kind, None), getattr(module, f"{kind}_with_kwargs", None)
-    if hooks is None or given is None:
-        register = module.register_forward_pre_hook if before else module.register_forward_hook
-        return [_Registered(functools.partial(register, with_kwargs=with_kwargs))]
-    return [hooks, given] if with_kwargs else [hooks]
+    for module in modules:
+        hooks, given = getattr(module, kind, None), getattr(module, f"{kind}_with_kwargs", None)
+        if hooks is None or given is None:
+            register = module.register_forward_pre_hook if before else module.register_forward_hook
+            found.append([_Registered(functools.partial(register, with_kwargs=with_kwargs))])
+        else:
+            found.append([hooks, given] if with_kwargs else [hooks])
+    return found
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")

@@ -22,7 +22,7 @@ def before_forward(modules: Iterable[nn.Module], hook: Callable[..., Any], *, fi
         first: whether it comes before the user's hooks rather than after them.
     """
     modules = list(modules)
-    places = [forward_hooks(module, before=True, with_kwargs=True) for module in modules]
+    places = forward_hooks(modules, before=True, with_kwargs=True)
     with _on(places, hook if isinstance(hook, ModuleHook) else _Hook(hook, modules), first):
         yield
 
@@ -36,7 +36,7 @@ def after_forward(modules: Iterable[nn.Module], hook: Callable[..., Any]) -> Ite
             :class:`ModuleHook` also of shallow copies of the modules.
     """
     modules = list(modules)
-    places = [forward_hooks(module, before=False, with_kwargs=True) for module in modules]
+    places = forward_hooks(modules, before=False, with_kwargs=True)
     with _on(places, hook if isinstance(hook, ModuleHook) else _Hook(hook, modules)):
         yield
 
@@ -50,7 +50,7 @@ def outputs_to(modules: Iterable[nn.Module], hook: ModuleHook) -> Iterator[None]
     Args:
         hook: is given the module, its positional arguments and its output; also of shallow copies of the modules.
     """
-    with _on([forward_hooks(module, before=False, with_kwargs=False) for module in modules], hook):
+    with _on(forward_hooks(modules, before=False, with_kwargs=False), hook):
         yield
 
 

@@ -129,7 +129,7 @@ class ReferencePasses:
             or here.running
             or in_backward()
             or is_transformed(
-                each for each in (*args, *kwargs.values(), *module.parameters()) if isinstance(each, Tensor)
+                [each for each in (*args, *kwargs.values(), *module.parameters()) if isinstance(each, Tensor)]
             )
             or (around := _modules_around()).count(module) > 1
         ):
@@ -143,9 +143,9 @@ class ReferencePasses:
             # Parts of sharded ones are put together while a module runs.
             sharded = any_sharded(module.parameters())
             self._weights = {
-                each: tuple(parameters_in(each).values())
+                each: tuple(own.values())
                 for each in module.modules()
-                if parameters_in(each) and not (sharded and any_sharded(each.parameters(recurse=False)))
+                if (own := parameters_in(each)) and not (sharded and any_sharded(each.parameters(recurse=False)))
             }
         if self._reference.is_copy:
             self._around.enter_context(noticed(self._modules, self._hook_has_changed))
