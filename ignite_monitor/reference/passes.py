@@ -129,7 +129,7 @@ class ReferencePasses:
             or here.running
             or in_backward()
             or is_transformed(
-                each for each in (*args, *kwargs.values(), *module.parameters()) if isinstance(each, Tensor)
+                [each for each in (*args, *kwargs.values(), *module.parameters()) if isinstance(each, Tensor)]
             )
             or (around := _modules_around()).count(module) > 1
         ):

@@ -7,6 +7,7 @@ import logging
 import os
 import weakref
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parallel import DataParallel
 
-from ignite_monitor.model._torch import buffers_of_each, counts_changes, move, need, parameters_in, parameters_of_each
+from ignite_monitor.model._torch import buffers_in, counts_changes, move, need, parameters_in
 from ignite_monitor.model.names import named_modules, unwrapped
 from ignite_monitor.model.structure import first_difference, first_difference_of_states, modules_by_name
 from ignite_monitor.reference.copies import detached_copy, separate_copy
@@ -88,7 +89,8 @@ class Reference:
         ours = modules_by_name(self.root)
         # Also those that a copy holds without having them registered.
         self._twins = copies | {module: ours[name] for name, module in self.modules.items()}
-        self._within: dict[str, list[tuple[nn.Module, nn.Module]]] = {}
+        self._within: dict[str, tuple[list[tuple[nn.Module, nn.Module]], list[dict[str, Any]]]] = {}
+        self._lone = copies.keys() - set(self.module.modules())  # not registered
         self._fence = Fence(self.root, self.module, copies)
         self._generators = {
             theirs: [(path, held[path], each) for path, each in generators_of(theirs).items() if path in held]
@@ -139,10 +141,12 @@ class Reference:
         """Move a copy that is its own to where the model has been moved; frozen parameters are frozen in it too."""
         if not self.is_copy:
             return
-        own, of_copies = parameters_of_each(self._twins.values()), parameters_of_each(self._twins)
-        for copied, parameters, copies in zip(self._twins, own, of_copies, strict=True):
-            for name, mine in parameters.items():
-                theirs = copies[name]
+        tops = [(self.module, self.root), *((each, ours) for each, ours in self._twins.items() if each in self._lone)]
+        if all(_alike(*each) for each in tops):
+            return
+        for copied, ours in self._twins.items():
+            for name, mine in parameters_in(ours).items():
+                theirs = parameters_in(copied)[name]
                 if mine is None or theirs is None:
                     continue
                 if theirs.device != mine.device:
@@ -190,13 +194,13 @@ class Reference:
 
     @contextlib.contextmanager
     def _unnoticed(self, name: str) -> Iterator[None]:
-        within = self._within.get(name)
-        if within is None:
+        if name not in self._within:
             modules = self.modules[name].modules() if name else self._twins
-            within = self._within[name] = [(self._twins[each], each) for each in modules if each in self._twins]
-        own = [module for _, module in within]
-        held: list[Mapping[str, Tensor | None]] = [*parameters_of_each(own), *buffers_of_each(own)]
-        devices = {tensor.device for each in held for tensor in each.values() if tensor is not None}
+            pairs = [(self._twins[each], each) for each in modules if each in self._twins]
+            self._within[name] = pairs, [buffers_in(theirs) for _, theirs in pairs]
+        within, registries = self._within[name]
+        top = self.modules[name]
+        devices = {each.device for each in chain(top.parameters(), top.buffers())}
         generators = [
             (vars(mine).get(path[0], held) if len(path) == 1 else held, copied)
             for mine, theirs in within
@@ -204,7 +208,7 @@ class Reference:
         ]
         with (
             drawn_again(devices, [mine for mine, _ in generators]),
-            put_back([theirs for _, theirs in within]),
+            put_back([theirs for _, theirs in within], registries),
             marked(),
             contextlib.nullcontext() if name else self._fence.around(),
         ):
@@ -214,6 +218,12 @@ class Reference:
                 if theirs.training != ours.training:
                     theirs.training = ours.training
             yield
+
+
+def _alike(copied: nn.Module, ours: nn.Module) -> bool:
+    """Whether parameters lie where those of another module do, and are frozen where those are."""
+    one, other = ([(each.device, each.requires_grad) for each in module.parameters()] for module in (copied, ours))
+    return one == other
 
 
 def _read(path: str | os.PathLike[str], names: set[str]) -> Mapping[str, Any]:

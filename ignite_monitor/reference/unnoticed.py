@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ignite_monitor.model._torch import buffers_of_each, parameters_of_each
 from ignite_monitor.model.forward import before_forward
 from ignite_monitor.model.tensors import floating_tensors
 from ignite_monitor.reference.call import NotComparableError
@@ -53,7 +52,9 @@ class Fence:
         own = set(reference.modules()) | twins.keys()
         names = dict.fromkeys(twins.values(), "a module that is not registered")
         names |= {module: name or "the root module" for name, module in model.named_modules()}
-        self._own = own
+        unregistered = [each for each in twins.values() if each not in set(model.modules())]
+        self._models = [model, *unregistered]
+        self._references = [reference, *(copied for copied, each in twins.items() if each in unregistered)]
         self._modules = {module: name for module, name in names.items() if module not in own}
         self._broken: TrainingModelUsedError | None = None
 
@@ -72,13 +73,9 @@ class Fence:
         Raises:
             TrainingModelUsedError: if there is one.
         """
-        own = {id(each) for parameters in parameters_of_each(self._own) for each in parameters.values()}
-        weights = {
-            id(each): f"{key} of {name}"
-            for name, parameters in zip(self._modules.values(), parameters_of_each(self._modules), strict=True)
-            for key, each in parameters.items()
-            if each is not None and id(each) not in own
-        }
+        own = {id(each) for module in self._references for each in module.parameters()}
+        named = [each for module in self._models for each in module.named_parameters()]
+        weights = {id(each): name for name, each in named if id(each) not in own}
         nodes = {each.grad_fn for _, each in floating_tensors(outputs) if each.grad_fn is not None}
         found = list(nodes)
         while found:
@@ -102,7 +99,10 @@ class Fence:
 def _caller() -> str:
     """The innermost function of the user's that is running, and the module and attribute that hold it."""
     frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_globals["__name__"].partition(".")[0] in ("torch", "ignite_monitor"):
+    while frame is not None and (frame.f_globals.get("__name__") or "").partition(".")[0] in (
+        "torch",
+        "ignite_monitor",
+    ):
         frame = frame.f_back
     if frame is None:
         return "a function of torch"
@@ -119,10 +119,14 @@ def _caller() -> str:
 
 
 @contextlib.contextmanager
-def put_back(modules: list[nn.Module]) -> Iterator[None]:
-    """Training flags and buffers of modules are the same afterwards; buffers are copies while it lasts."""
+def put_back(modules: list[nn.Module], registries: list[dict[str, Any]]) -> Iterator[None]:
+    """Training flags and buffers of modules are the same afterwards; buffers are copies while it lasts.
+
+    Args:
+        registries: what the modules keep their buffers in.
+    """
     modes = [module.training for module in modules]
-    buffers = [(registry, dict(registry)) for registry in buffers_of_each(modules) if registry]
+    buffers = [(registry, dict(registry)) for registry in registries if registry]
     try:
         for registry, saved in buffers:
             registry.update((name, None if each is None else each.clone()) for name, each in saved.items())

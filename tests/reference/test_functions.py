@@ -294,7 +294,7 @@ def test_what_calls_the_training_model_is_stopped_before_it_changes_anything(kin
     assert recorder.passes == []
     assert passes.incomplete == {"", "inner", "inner.0", "inner.1", "inner.2", "last"}
     assert len(warnings) == 1
-    what = "uses weight of inner.0" if kind is Weights else "calls inner"
+    what = "uses inner.0.weight" if kind is Weights else "calls inner"
     assert warnings[0].startswith(f"the reference {what} of the model that trains")
     where = {Global: "Global.keep.<locals>.<lambda> (test_functions.py:", Weights: ""}
     assert where.get(kind, f"{kind.__name__}.through (test_functions.py:") in warnings[0]
