@@ -16,9 +16,11 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 _logger = logging.getLogger(__name__)
@@ -191,9 +193,21 @@ def move(module: nn.Module, device: torch.device) -> None:
         apply(lambda tensor: tensor.to(device), recurse=False)
 
 
-def convolution(kind: Any) -> Any:
-    """How a convolution, or a class of them, computes its output of input, weight and bias; None if it can't be had."""
+def conv_forward(kind: type[nn.Module]) -> Any:
+    """What a class of convolutions computes its output with, which others may override; None where it has no such."""
     return getattr(kind, "_conv_forward", None)
+
+
+def convolution(module: Any) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+    """A convolution's output of input, weight and bias; without the name that of one that pads with zeros."""
+
+    def convolve(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if module.padding_mode != "zeros":
+            raise RuntimeError(f"padding_mode={module.padding_mode!r} needs torch.nn.Conv2d._conv_forward")
+        function: Any = (F.conv1d, F.conv2d, F.conv3d)[len(module.kernel_size) - 1]
+        return function(x, weight, bias, module.stride, module.padding, module.dilation, module.groups)
+
+    return getattr(module, "_conv_forward", convolve)
 
 
 # The class of BatchNorm and InstanceNorm, other libraries' too; without it torch's own.
@@ -315,12 +329,9 @@ def sparse_parts(sparse: Tensor) -> tuple[Tensor, Tensor]:
     return indices(), values()
 
 
-def version(tensor: Tensor) -> int:
-    """A number that grows with every change in place that autograd knows of; a reference needs it."""
-    return int(getattr(tensor, "_version", 0))
-
-
+# A number that grows with every change in place that autograd knows of: a reference needs it, of what is kept for it.
 counts_changes = _find("torch.Tensor._version")
+version: Callable[[Any], int] = (lambda _: 0) if isinstance(counts_changes, Gone) else attrgetter("_version")
 
 
 def local_part(tensor: Tensor) -> Tensor | None:
