@@ -12,7 +12,6 @@ import functools
 import logging
 import pkgutil
 import sys
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -43,6 +42,12 @@ def need(feature: str, *found: Any) -> None:
         if isinstance(each, Gone):
             package = each.name.partition(".")[0]
             raise RuntimeError(f"{feature} needs {each.name}, which the installed {package} does not have")
+
+
+@functools.cache
+def _say(text: str) -> None:
+    """Warn, once."""
+    _logger.warning(text)
 
 
 def _find(path: str) -> Any:
@@ -205,7 +210,8 @@ def convolution(module: Any) -> Callable[[Tensor, Tensor, Tensor | None], Tensor
         if module.padding_mode != "zeros":
             raise RuntimeError(f"padding_mode={module.padding_mode!r} needs torch.nn.Conv2d._conv_forward")
         function: Any = (F.conv1d, F.conv2d, F.conv3d)[len(module.kernel_size) - 1]
-        return function(x, weight, bias, module.stride, module.padding, module.dilation, module.groups)
+        output: Tensor = function(x, weight, bias, module.stride, module.padding, module.dilation, module.groups)
+        return output
 
     return getattr(module, "_conv_forward", convolve)
 
@@ -257,7 +263,7 @@ set_grad_enabled: Callable[[bool], Any] = _or("torch._C._set_grad_enabled", torc
 @contextlib.contextmanager
 def _seen_by_modes() -> Iterator[None]:
     if dispatch_modes() or function_modes():
-        warnings.warn("What is measured is seen by torch's modes that are on, with this torch", stacklevel=3)
+        _say("With this torch its modes that are on see what monitors compute, and may count or keep it")
     yield
 
 
@@ -372,9 +378,7 @@ def eager_where(wanted: Callable[[Any, tuple[Any, ...], dict[str, Any]], bool]) 
     frames = _find("torch._dynamo.eval_frame")
     decide, stance = getattr(frames, "_callback_from_stance", None), getattr(frames, "_stance", None)
     if decide is None or stance is None:
-        _logger.warning(
-            "In a monitored iteration all that is compiled runs eagerly: this torch can't tell models apart"
-        )
+        _say("In a monitored iteration all that is compiled runs eagerly: this torch can't tell models apart")
     _eager.append(wanted)
     try:
         with torch.compiler.set_stance("force_eager"):
