@@ -294,7 +294,8 @@ class EventSource:
             self._handles.append(Patch(engine, HANDLE_EXCEPTION, handle_exception))
         # The one way to know that a train step has returned before anything else on the engine does.
         self._handles.append(Patch(engine, TRAIN_STEP, train_step))
-        # A compiled step would trace into the hooks.
+        # The compiler would trace into what a compiled function or step calls.
+        untraced(_end_backward)
         self._handles.append(register_optimizer_step_pre_hook(torch.compiler.disable(step_started)))
         self._handles.append(register_optimizer_step_post_hook(torch.compiler.disable(step_completed)))
         self._installed = True
@@ -338,7 +339,7 @@ class EventSource:
         is_known = task in self._tasks
         reached = self._tasks.setdefault(task, {}).setdefault(key, set())
         if not is_known:
-            untraced(_end_backward)(weakref.ref(self), task, _HOPS)
+            _end_backward(weakref.ref(self), task, _HOPS)
         return reached.add
 
     def _on_gradients_ready(self, task: int) -> None:

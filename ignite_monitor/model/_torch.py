@@ -12,13 +12,13 @@ import functools
 import logging
 import pkgutil
 import sys
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 _logger = logging.getLogger(__name__)
@@ -41,6 +41,12 @@ def need(feature: str, *found: Any) -> None:
         if isinstance(each, Gone):
             package = each.name.partition(".")[0]
             raise RuntimeError(f"{feature} needs {each.name}, which the installed {package} does not have")
+
+
+@functools.cache
+def _say(text: str) -> None:
+    """Warn, once."""
+    _logger.warning(text)
 
 
 def _find(path: str) -> Any:
@@ -224,9 +230,22 @@ def move(module: nn.Module, device: torch.device) -> None:
         apply(lambda tensor: tensor.to(device), recurse=False)
 
 
-def convolution(kind: Any) -> Any:
-    """How a convolution, or a class of them, computes its output of input, weight and bias; None if it can't be had."""
+def conv_forward(kind: type[nn.Module]) -> Any:
+    """What a class of convolutions computes its output with, which others may override; None where it has no such."""
     return getattr(kind, "_conv_forward", None)
+
+
+def convolution(module: Any) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+    """A convolution's output of input, weight and bias; without the name that of one that pads with zeros."""
+
+    def convolve(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if module.padding_mode != "zeros":
+            raise RuntimeError(f"padding_mode={module.padding_mode!r} needs torch.nn.Conv2d._conv_forward")
+        function: Any = (F.conv1d, F.conv2d, F.conv3d)[len(module.kernel_size) - 1]
+        output: Tensor = function(x, weight, bias, module.stride, module.padding, module.dilation, module.groups)
+        return output
+
+    return getattr(module, "_conv_forward", convolve)
 
 
 # The class of BatchNorm and InstanceNorm, other libraries' too; without it torch's own.
@@ -276,7 +295,7 @@ set_grad_enabled: Callable[[bool], Any] = _or("torch._C._set_grad_enabled", torc
 @contextlib.contextmanager
 def _seen_by_modes() -> Iterator[None]:
     if dispatch_modes() or function_modes():
-        warnings.warn("What is measured is seen by torch's modes that are on, with this torch", stacklevel=3)
+        _say("With this torch its modes that are on see what monitors compute, and may count or keep it")
     yield
 
 
@@ -397,9 +416,7 @@ def eager_where(wanted: Callable[[Any, tuple[Any, ...], dict[str, Any]], bool]) 
     frames = _find("torch._dynamo.eval_frame")
     decide, stance = getattr(frames, "_callback_from_stance", None), getattr(frames, "_stance", None)
     if decide is None or stance is None:
-        _logger.warning(
-            "In a monitored iteration all that is compiled runs eagerly: this torch can't tell models apart"
-        )
+        _say("In a monitored iteration all that is compiled runs eagerly: this torch can't tell models apart")
     _eager.append(wanted)
     try:
         with torch.compiler.set_stance("force_eager"):

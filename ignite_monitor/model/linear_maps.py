@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ignite_monitor.model._torch import batch_norm, convolution, parameters_in
+from ignite_monitor.model._torch import batch_norm, conv_forward, convolution, parameters_in
 
 LinearMap = Callable[[Tensor, Tensor], Tensor]
 
@@ -32,7 +32,7 @@ def is_plain(module: nn.Module, *kinds: type[nn.Module]) -> bool:
         return False
     kind = type(module)
     return any(
-        isinstance(module, each) and kind.forward is each.forward and convolution(kind) is convolution(each)
+        isinstance(module, each) and kind.forward is each.forward and conv_forward(kind) is conv_forward(each)
         for each in kinds
     )
 
@@ -46,7 +46,7 @@ def linear_map(module: nn.Module) -> Callable[[tuple[Any, ...], dict[str, Any]],
         return lambda args, kwargs: F.linear
     if is_plain(module, *CONVOLUTIONS):
         convolve = convolution(module)
-        return None if convolve is None else lambda args, kwargs: lambda x, weight: convolve(x, weight, None)
+        return lambda args, kwargs: lambda x, weight: convolve(x, weight, None)
     if is_plain(module, *TRANSPOSED):
         return lambda args, kwargs: _transposed(module, *args, **kwargs)
     if is_conv1d(module) and is_plain(module, type(module)):
