@@ -351,7 +351,7 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
         self._warn()
         with_norm = [index for index in range(count) if norms[index] >= 0]
         largest = heapq.nlargest(self.top_k, with_norm, key=lambda index: norms[index])
-        frozen = [index for index in range(count) if self._frozen.is_frozen(ratios[index], still[index])]
+        frozen = [i for i in range(count) if still[i] and self._frozen.is_frozen(ratios[i], still[i])]
         longest = heapq.nlargest(self.top_k, frozen, key=lambda index: still[index])
         return {f"topk_grad/{self._tags[index]}": norms[index] for index in largest} | {
             f"topk_frozen/{self._tags[index]}": still[index] for index in longest
