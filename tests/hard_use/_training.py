@@ -224,7 +224,7 @@ class Training:
         @self.trainer.on(Events.ITERATION_COMPLETED)
         def look(engine: Engine) -> None:
             self.published[engine.state.iteration] = {
-                name: float(value) for name, value in engine.state.metrics.items() if isinstance(value, Tensor)
+                name: float(value) for name, value in engine.state.metrics.items() if "/" in name
             }
 
     def run(self, **kwargs: Any) -> None:
