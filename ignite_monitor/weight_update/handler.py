@@ -59,8 +59,8 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
 
     {keys}
 
-    The last two kinds are named by values, so they appear once values are on the host: on the CPU at once, elsewhere
-    when a logger writes, or :attr:`diagnostics` is read.
+    The last two kinds are named by values, so they appear when a logger writes, or :attr:`diagnostics` is read. The
+    others wait for nothing.
 
     A parameter is frozen once its update ratio has been at most ``frozen_update_ratio_threshold`` in
     ``frozen_patience_steps`` monitored steps in a row; a warning in the log names it. Only steps that were to move it
