@@ -106,7 +106,7 @@ def published():
         for monitor in monitors:
             monitor.attach(trainer)
             names = found.setdefault(type(monitor), (monitor.prefix, set()))[1]
-            trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda _, m=monitor, n=names: n.update(m.metrics))
+            trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda _, m=monitor, n=names: n.update(m.on_host()))
         trainer.run(make_batches(6))
 
     run(*make_all(), clip=0.01)

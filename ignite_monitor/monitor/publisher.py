@@ -7,7 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from ignite.base import Serializable
 from ignite.engine import Engine
@@ -37,15 +37,16 @@ class Publisher(Serializable):
         self.metrics: dict[str, float | Tensor] = {}
         self._engine: weakref.ref[Engine] | None = None
         self._waiting: list[NamedValues] = []  # on a device, all that are tensors
+        self._is_complete = True  # with what is known only now that someone has asked
 
     # What a monitor overrides
 
     def extra_transfer(self) -> list[Tensor]:
-        """Tensors of any shape that come to the host together with what is published."""
+        """Tensors of any shape that come to the host together with what is published, when someone asks for it."""
         return []
 
     def on_transfer(self, extra: list[list[float]]) -> dict[str, float]:
-        """What is published has come to the host.
+        """Someone has asked for what is published, and it has come to the host.
 
         Args:
             extra: the elements of the tensors that :meth:`extra_transfer` gave.
@@ -62,6 +63,7 @@ class Publisher(Serializable):
         self._take_from_engine(self.metrics)
         self.metrics.clear()
         self._waiting.clear()
+        self._is_complete = True
 
     def publish(self, **values: Tensor | float) -> None:
         """Put values where handlers and loggers find them, in ``metrics`` and in ``engine.state.metrics``.
@@ -92,8 +94,8 @@ class Publisher(Serializable):
 
     def on_host(self) -> Mapping[str, float | Tensor]:
         """This iteration's values as floats; those of all monitors on the engine come over in one transfer."""
-        if self._waiting:
-            _bring_to_host([each for each in self._with_same_engine() if each._waiting])
+        if not self._is_complete:
+            _bring_to_host([each for each in self._with_same_engine() if not each._is_complete])
         return self.metrics
 
     def _with_same_engine(self) -> Sequence[Publisher]:
@@ -112,9 +114,7 @@ class Publisher(Serializable):
             else:
                 self._waiting.append(table)
                 self._put(dict(zip(table.names, table.values.unbind(), strict=True)))
-        if not self._waiting:
-            extra: list[Any] = [tensor.flatten().tolist() for tensor in self.extra_transfer()]
-            self._put_numbers(self.on_transfer(extra))
+        self._is_complete = False
 
     def _put_numbers(self, numbers: dict[str, float]) -> None:
         if not numbers:
@@ -144,6 +144,7 @@ def _bring_to_host(publishers: Sequence[Publisher]) -> None:
     for publisher, numbers in zip(publishers, transfer(groups), strict=True):
         waiting = [names for names, _ in publisher._waiting]
         publisher._waiting.clear()
+        publisher._is_complete = True
         for names, own in zip(waiting, numbers, strict=False):
             publisher._put_numbers(dict(zip(names, own, strict=True)))
         publisher._put_numbers(publisher.on_transfer(numbers[len(waiting) :]))

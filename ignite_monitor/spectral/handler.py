@@ -64,7 +64,7 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
     =======
     {keys}
 
-    The values named ``topk`` appear once values are on the host: on the CPU at once, elsewhere when a logger writes.
+    The values named ``topk`` appear when a logger writes. The others wait for nothing.
     A weight that is not finite is left out, with one warning; one that is 0 has norm 0 and no stable rank.
 
     **Methods.** ``"power"`` is power iteration on WᵀW from the vectors that the last measurement ended with, in its

@@ -179,6 +179,8 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
         if parameters:
             values["parameter_norm"] = gradient_norm(parameters, 2.0, None)
         values |= {name: value for name, value in self._memory().items() if value is not None}
+        if self._device.type == "cpu":
+            values |= self._times(self._items)
         self.publish(**values)
 
     def _take_count(self, counts: Mapping[torch.dtype, int], compiled: Set[str]) -> None:
@@ -220,7 +222,7 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
             items: float | Tensor | None = count_items(batch)
         else:
             items = self.items(batch)
-            items = items.detach().clone() if isinstance(items, Tensor) else float(items)
+            items = items.detach().clone().reshape(()) if isinstance(items, Tensor) else float(items)
         if items is None and not self._warned:
             self._warned = True
             self.logger.warning(

@@ -60,8 +60,8 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
 
     {keys}
 
-    The last two kinds are named by values, so they appear once values are on the host: on the CPU at once, elsewhere
-    when a logger writes, or :attr:`diagnostics` is read.
+    The last two kinds are named by values, so they appear when a logger writes, or :attr:`diagnostics` is read. The
+    others wait for nothing.
 
     A parameter is frozen once its update ratio has been at most ``frozen_update_ratio_threshold`` in
     ``frozen_patience_steps`` monitored steps in a row; a warning in the log names it. Only steps that were to move it
@@ -333,7 +333,7 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
         self._warn()
         with_norm = [index for index in range(count) if norms[index] >= 0]
         largest = heapq.nlargest(self.top_k, with_norm, key=lambda index: norms[index])
-        frozen = [index for index in range(count) if self._frozen.is_frozen(ratios[index], still[index])]
+        frozen = [i for i in range(count) if still[i] and self._frozen.is_frozen(ratios[i], still[i])]
         longest = heapq.nlargest(self.top_k, frozen, key=lambda index: still[index])
         return {f"topk_grad/{self._tags[index]}": norms[index] for index in largest} | {
             f"topk_frozen/{self._tags[index]}": still[index] for index in longest

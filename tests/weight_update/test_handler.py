@@ -101,7 +101,6 @@ class Watched:
         })  # fmt: skip
         self.published.append({
             name.removeprefix("monitor/"): float(value) for name, value in engine.state.metrics.items()
-            if "/topk_" not in name
         })  # fmt: skip
 
     def check(self, *iterations: int, only=None, rel=1e-4):
