@@ -13,7 +13,7 @@ import logging
 import pkgutil
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -214,6 +214,11 @@ def known_forward_hooks(module: nn.Module) -> dict[tuple[str, int], Any]:
     return {(kind, key): hook for kind in found for key, hook in found[kind].items()}
 
 
+def hooks_before_forward(module: nn.Module) -> list[Any]:
+    """The forward pre-hooks of a module, as which weight and spectral normalisation compute; none without the name."""
+    return list(getattr(module, "_forward_pre_hooks", {}).values())
+
+
 def remove_forward_hook(module: nn.Module, known: tuple[str, int]) -> None:
     """Take off a hook that :func:`known_forward_hooks` gave."""
     kind, key = known
@@ -356,6 +361,21 @@ def _copy_one_by_one(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> No
 
 
 foreach_copy: Callable[[list[Tensor], list[Tensor]], Any] = _or("torch._foreach_copy_", _copy_one_by_one)
+foreach_mul: Callable[[Sequence[Tensor], Sequence[float]], Sequence[Tensor]] = _or(
+    "torch._foreach_mul", lambda tensors, factors: [a * b for a, b in zip(tensors, factors, strict=True)]
+)
+foreach_add: Callable[[Sequence[Tensor], float], Sequence[Tensor]] = _or(
+    "torch._foreach_add", lambda tensors, number: [each + number for each in tensors]
+)
+
+
+def _scale_one_by_one(tensors: Iterable[Tensor], factor: Tensor) -> None:
+    for each in tensors:
+        each.mul_(factor)
+
+
+# All tensors times a 0-dim one, in place.
+foreach_scale: Callable[[list[Tensor], Tensor], Any] = _or("torch._foreach_mul_", _scale_one_by_one)
 
 
 def sparse_parts(sparse: Tensor) -> tuple[Tensor, Tensor]:

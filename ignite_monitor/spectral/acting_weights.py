@@ -20,7 +20,7 @@ from torch.func import functional_call
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from ignite_monitor.model._torch import modules_in, parameters_in
+from ignite_monitor.model._torch import hooks_before_forward, modules_in, parameters_in
 from ignite_monitor.model.device_of import device_of
 from ignite_monitor.model.linear_maps import is_conv1d
 from ignite_monitor.model.names import named_modules
@@ -120,14 +120,16 @@ def _is_stacked_by_input(module: nn.Module, name: str, shape: torch.Size) -> boo
 
 
 def _computed(module: nn.Module) -> Iterator[_Computed]:
-    """The weights that a module computes of its parameters."""
+    """The weights that a module computes of its parameters; scripted ones are as they are."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return
     parametrizations = modules_in(module).get("parametrizations")
     if isinstance(parametrizations, nn.ModuleDict):
         for name, recipe in parametrizations.items():
             make = partial(_parametrized, recipe)
             yield _Computed(name, tuple(recipe.parameters()), make().shape, make)
     of: Any = parameters_in(module)
-    for hook in getattr(module, "_forward_pre_hooks", {}).values():
+    for hook in hooks_before_forward(module):
         name = getattr(hook, "name", "")
         if isinstance(hook, WeightNorm):
             parts = of[f"{name}_g"], of[f"{name}_v"]
