@@ -6,6 +6,8 @@ from ignite_monitor.schema import Key, Schema
 
 _COUNTS = "spikes, skipped steps, non-finite norms so far"
 _NORM = "norm against its threshold"
+_SCORE, _RECENT = "share of spikes among the last thousand values that were judged", "share of spikes lately"
+_VALUE = "value against its threshold"
 
 GRADIENT = Schema(
     "grad",
@@ -18,6 +20,7 @@ GRADIENT = Schema(
         Key("spike", "1 if the norm is a spike, else 0"),
         Key("stepped", "1 if the optimizer made a step in this iteration, else 0"),
         Key("spike_count", "spikes so far", chart=_COUNTS),
+        Key("spike_score", _SCORE, chart=_RECENT),
         Key("skipped_count", "optimizer steps that ``skip_step`` has left out so far", chart=_COUNTS),
         Key(
             "clipped_count",
@@ -214,4 +217,17 @@ MAXP = Schema(
     ),
 )
 
-SCHEMAS = (GRADIENT, WEIGHT_UPDATE, RCC, ACTIVATION, SPECTRAL, STEP_STATS, ALIGNMENT, MAXP)
+SPIKE = Schema(
+    "spike",
+    "spike",
+    (
+        Key("value", "the value", nonfinite="any", chart=_VALUE),
+        Key("threshold", "the largest value that is no spike; absent during the rule's warm-up", chart=_VALUE),
+        Key("spike", "1 if the value is a spike, else 0"),
+        Key("spike_count", "spikes so far"),
+        Key("spike_score", _SCORE, chart=_RECENT),
+    ),
+    signs=frozenset({"value", "spike"}),
+)
+
+SCHEMAS = (GRADIENT, SPIKE, WEIGHT_UPDATE, RCC, ACTIVATION, SPECTRAL, STEP_STATS, ALIGNMENT, MAXP)

@@ -22,6 +22,8 @@ from ignite_monitor import (
     MeanStdThreshold,
     RCCHandler,
     SpectralNormHandler,
+    SpikeMonitor,
+    StaticThreshold,
     StepStatsHandler,
     WeightUpdateHandler,
     record,
@@ -40,6 +42,7 @@ KINDS = [
     RCCHandler,
     ActivationHandler,
     SpectralNormHandler,
+    SpikeMonitor,
     StepStatsHandler,
     AlignmentHandler,
     MaxPScheduler,
@@ -84,6 +87,7 @@ def make_all():
         ActivationHandler(model, **everything, attention=True, reference="init"),
         SpectralNormHandler(model, updates=True, per_parameter=True),
         StepStatsHandler(model, optimizer, peak_flops=1e12),
+        SpikeMonitor(lambda engine: engine.state.iteration, threshold=StaticThreshold(10.0)),
         AlignmentHandler(model),
     ]  # fmt: skip
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ignite_monitor.gradient.spikes import Verdict
+from ignite_monitor.judging.spikes import Verdict
 from ignite_monitor.model._torch import sparse_parts
 from ignite_monitor.model.devices import move
 from ignite_monitor.model.norms import is_sharded

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 import re
@@ -12,7 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from ignite.engine import Engine, State
+from ignite.engine import Engine
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
@@ -22,16 +21,16 @@ from ignite_monitor.events.ledger import GradientsReady, OptimizerStep
 from ignite_monitor.events.look import Look
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.events.spike import Spike, told
-from ignite_monitor.gradient.judge import Known, NormJudge
 from ignite_monitor.gradient.reaction import Reaction
-from ignite_monitor.gradient.spikes import SpikeDetector, Verdict, may_be_true
-from ignite_monitor.gradient.thresholds import CallableThreshold, MeanStdThreshold, ThresholdRule
 from ignite_monitor.gradient.unstepped import Unstepped
 from ignite_monitor.gradient.window import GradientWindow
+from ignite_monitor.judging.judge import Known, NormJudge
+from ignite_monitor.judging.spikes import SpikeDetector, Verdict, may_be_true
+from ignite_monitor.judging.thresholds import ThresholdRule, as_rule
 from ignite_monitor.keys import GRADIENT
 from ignite_monitor.model.backward import in_backward, users_grad_mode
 from ignite_monitor.model.optimizers import held_by
-from ignite_monitor.monitor.base import Handlers, Monitor
+from ignite_monitor.monitor.base import Handlers, Monitor, check_flag
 from ignite_monitor.monitor.named_values import as_published
 from ignite_monitor.monitor.ranks import all_take_part, gradient_norm, max_over_ranks, reduction_of, world_size
 
@@ -146,15 +145,7 @@ class GradMonitor(Monitor, schema=GRADIENT):
         check_type("reduction", reduction, str, "str")
         if reduction not in ("mean", "sum"):
             raise ValueError(f"Argument reduction should be 'mean' or 'sum', but given {reduction!r}")
-        check_type("flag", flag, str, "str")
-        if not flag.isidentifier() or hasattr(State(), flag):
-            raise ValueError(f"Argument flag should name an attribute that Ignite does not use, but given {flag!r}")
-        if threshold is None:
-            rule: ThresholdRule = MeanStdThreshold()
-        elif isinstance(threshold, ThresholdRule):
-            rule = copy.deepcopy(threshold)
-        else:
-            rule = CallableThreshold(threshold)
+        check_flag(flag)
 
         self.optimizer = optimizer
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
@@ -167,7 +158,7 @@ class GradMonitor(Monitor, schema=GRADIENT):
         if flag == self._norm_attribute:
             raise ValueError(f"Argument flag should not be {flag!r}, where the norm stands")
         detector = SpikeDetector(
-            rule,
+            as_rule(threshold),
             max_consecutive_spikes=check_count("max_consecutive_spikes", max_consecutive_spikes, least=1),
             overflow_is_spike=self.scaler is None,
         )
@@ -184,7 +175,7 @@ class GradMonitor(Monitor, schema=GRADIENT):
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Statistics and counts: tensors, dicts of tensors and a number."""
-        return OrderedDict(detector=self._judge.detector.state_dict(), known=self._judge.known, **self._reaction.counts)
+        return OrderedDict(**self._judge.state_dict(), **self._reaction.counts)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a saved state.
@@ -198,9 +189,8 @@ class GradMonitor(Monitor, schema=GRADIENT):
         """
         super().load_state_dict(state_dict)
         counts = self._reaction.counts_of(state_dict)
-        known = check_count("state_dict['known']", state_dict["known"])
-        self._judge.detector.load_state_dict(state_dict["detector"])
-        self._reaction.counts, self._judge.known = counts, known
+        self._judge.load_state_dict(state_dict)
+        self._reaction.counts = counts
         self._window.before = None
 
     # What it listens to

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ignite_monitor.gradient.robust import RobustThreshold
-from ignite_monitor.gradient.spikes import SpikeDetector, Verdict
+from ignite_monitor.judging.robust import RobustThreshold
+from ignite_monitor.judging.spikes import SpikeDetector, Verdict
 from ignite_monitor.model.devices import upload
 
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ignite_monitor.checks import check_type
 from ignite_monitor.gradient.clip import clip, exceeds
 from ignite_monitor.gradient.skip import StepSkipper, check_hooks, check_skippable, hides_gradients, skips_on_device
-from ignite_monitor.gradient.spikes import Verdict, may_be_true
+from ignite_monitor.judging.spikes import Verdict, may_be_true
 from ignite_monitor.model.devices import move_like
 
 

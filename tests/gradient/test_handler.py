@@ -134,7 +134,7 @@ def test_exactly_the_promised_keys_are_published_as_floats_and_the_metrics_are_t
         keys.append({name.removeprefix("grad/") for name in monitor.metrics})
 
     engine.run(make_batches(5), max_epochs=1)
-    always = {"norm", "spike", "stepped", "spike_count", "skipped_count", "nonfinite_count"}
+    always = {"norm", "spike", "stepped", "spike_count", "spike_score", "skipped_count", "nonfinite_count"}
     assert (
         keys == [always, always | {"mean"}] + [always | {"mean", "std"}] + [always | {"mean", "std", "threshold"}] * 2
     )

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from ignite_monitor.gradient.spikes import SpikeDetector
-from ignite_monitor.gradient.thresholds import MeanStdThreshold, StaticThreshold
+from ignite_monitor.judging.spikes import SpikeDetector
+from ignite_monitor.judging.thresholds import MeanStdThreshold, StaticThreshold
 
 
 def judge_all(detector, norms):

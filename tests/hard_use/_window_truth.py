@@ -182,6 +182,7 @@ class WindowTruth:
         self.said_now = final
         values = final.statistics() | {
             "spike_count": float(self.judge.spike_count),
+            "spike_score": self.judge.spike_score,
             "skipped_count": 0.0,
             "nonfinite_count": float(self.judge.nonfinite_count),
             "stepped": float(self.made is not None),

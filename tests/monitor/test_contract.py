@@ -44,6 +44,7 @@ from ignite_monitor import (
     MonitorEvents,
     RCCHandler,
     SpectralNormHandler,
+    SpikeMonitor,
     StaticThreshold,
     StepStatsHandler,
     WeightUpdateHandler,
@@ -74,10 +75,13 @@ HANDLERS = {
     ),
     # With a reference of its own it has something to say before the first update.
     "AlignmentHandler": lambda model, optimizer: AlignmentHandler(model, reference=copy.deepcopy(OTHER)),
+    "SpikeMonitor": lambda model, optimizer: SpikeMonitor(
+        lambda engine: [*model.parameters()][-1].detach().norm(), threshold=MeanStdThreshold(warmup=3)
+    ),
     "StepStatsHandler": lambda model, optimizer: StepStatsHandler(model, optimizer, peak_flops=1e12),
 }
 # What these say is there without a backward as well.
-WITHOUT_BACKWARD = (SpectralNormHandler, StepStatsHandler)
+WITHOUT_BACKWARD = (SpectralNormHandler, SpikeMonitor, StepStatsHandler)
 # What clocks and operating systems say is not the same twice.
 UNSTEADY = {f"step/{name}" for name in ("time_ms", "items_per_s", "mfu", "peak_memory_mb", "resident_memory_mb")}
 FILTERS = {

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ignite_monitor.checks import check_count, check_type
-from ignite_monitor.gradient.thresholds import ThresholdRule
+from ignite_monitor.judging.thresholds import ThresholdRule
 from ignite_monitor.model.devices import move, move_like
 
 
