@@ -81,7 +81,7 @@ def make_all():
         ("activations", "parameters", "gradients", "activation_differences", "parameter_differences"), True
     )
     return model, optimizer, [
-        GradMonitor(model, optimizer, threshold=MeanStdThreshold(warmup=2), reaction="clip"),
+        GradMonitor(model, optimizer, threshold=MeanStdThreshold(warmup=2), reaction="clip", loss=lambda engine: 1.0),
         WeightUpdateHandler(model, optimizer, frozen_update_ratio_threshold=1.0, frozen_patience_steps=1),
         RCCHandler(model),
         ActivationHandler(model, **everything, attention=True, reference="init"),

@@ -21,7 +21,10 @@ from ignite_monitor.events.ledger import GradientsReady, OptimizerStep
 from ignite_monitor.events.look import Look
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.events.spike import Spike, told
+from ignite_monitor.gradient.loss_signal import LossSignal
+from ignite_monitor.gradient.losses import Losses, LossSource
 from ignite_monitor.gradient.reaction import Reaction
+from ignite_monitor.gradient.step_judge import StepJudge
 from ignite_monitor.gradient.unstepped import Unstepped
 from ignite_monitor.gradient.window import GradientWindow
 from ignite_monitor.judging.judge import Known, NormJudge
@@ -64,6 +67,12 @@ class GradMonitor(Monitor, schema=GRADIENT):
         scaler: the GradScaler of the train step.
         threshold: a threshold rule, of which a copy is taken, or a function ``(mean, std, count) -> threshold``.
             By default ``MeanStdThreshold()``.
+        loss: a second sign of a spike, which finds harm that the norm does not show: a criterion module whose output is
+            the loss, or a function of the engine that returns it when a backward has ended. A step is then a spike as
+            well where the logarithm of its loss is more than 3.5 standard deviations above the mean of those before it,
+            exponentially weighted with 0.99. What counts is the mean over the micro-batches of a step, and over ranks:
+            one small collective per backward, without which the ranks would not agree; none under ``join()``, where
+            losses are not judged.
         reaction: what to do at a spike. None: nothing but tell. ``"skip"``: the optimizer's ``step()`` does nothing, no
             update, no weight decay, no momentum, no step count. Fused optimizers skip on the device; for others the
             flag is read on the host. Of optimizers outside ``torch.optim`` the step is not run, so it has to be called
@@ -120,6 +129,7 @@ class GradMonitor(Monitor, schema=GRADIENT):
         *,
         scaler: GradScaler | None = None,
         threshold: ThresholdRule | Callable[[Tensor, Tensor, Tensor], Tensor | float] | None = None,
+        loss: LossSource | None = None,
         reaction: str | None = None,
         skip_step: bool = False,
         on_spike: Callable[[Engine, float | Tensor], Any] | None = None,
@@ -163,6 +173,13 @@ class GradMonitor(Monitor, schema=GRADIENT):
             overflow_is_spike=self.scaler is None,
         )
         self._judge = NormJudge(detector)
+        self._losses: Losses | None = None
+        if loss is not None:
+            self._losses = Losses(loss, model)
+            signal = LossSignal(
+                max_consecutive_spikes=detector.max_consecutive_spikes, overflow_is_spike=self.scaler is None
+            )
+            self._judge = StepJudge(detector, signal)
         self._window: GradientWindow[Verdict, Known] = GradientWindow()
         self._look: Look | None = None  # what decides on that entry
         self._where: Tensor | None = None  # whether what is published is there, where only the device knows
@@ -210,7 +227,10 @@ class GradMonitor(Monitor, schema=GRADIENT):
     def start_iteration(self, engine: Engine) -> None:
         iteration = engine.state.iteration
         # Steps go unseen in iterations that are not monitored.
-        self._window.iteration_started(unseen=iteration != self._iteration + 1)
+        unseen = iteration != self._iteration + 1
+        self._window.iteration_started(unseen)
+        if unseen and self._losses is not None:
+            self._losses.forget()
         self._iteration = iteration
         self._seen, self._stepped = False, None
 
@@ -218,6 +238,8 @@ class GradMonitor(Monitor, schema=GRADIENT):
         if not self._is_running or self._source is None:
             return []
         contexts = self._reaction.contexts(self._source.step_completed)
+        if self._losses is not None:
+            contexts.append(self._losses.listening())
         # It may have looked already, in a backward under no_sync().
         if self._window.before is not None and (self._look is None or self._look.grows is None):
             self._look = self._source.ledger(self.model).look(self.optimizer)
@@ -240,6 +262,8 @@ class GradMonitor(Monitor, schema=GRADIENT):
         self._stepped = self._is_spike = None
         self._window.close()
         self._reaction.restore()
+        if self._losses is not None:
+            self._losses.forget()
         self._warn_of_restarts(wait=True)
 
     def _on_gradients_ready(self, engine: Engine, backward: GradientsReady) -> None:
@@ -247,6 +271,9 @@ class GradMonitor(Monitor, schema=GRADIENT):
         if not gradients or not backward.reaches(self.optimizer):  # it reached other parameters of the model
             return
         self._decide_tentative(gradients[0].device)
+        if self._losses is not None:
+            with users_grad_mode():
+                self._losses.backward_ended(engine)
         verdict = self._verdict(gradients, backward.scale(self.scaler))
         announce = self._window.backward(verdict, backward.shared)
         self._show(engine, verdict)
@@ -287,6 +314,8 @@ class GradMonitor(Monitor, schema=GRADIENT):
         if not step.is_of(self.optimizer):
             return None
         taken = self._window.step_completed()
+        if self._losses is not None:
+            self._losses.forget()
         if taken is not None:
             made = self._reaction.made(step.optimizer, taken.verdict)
             self._stepped = made if self._stepped is None else self._stepped | made
@@ -313,6 +342,8 @@ class GradMonitor(Monitor, schema=GRADIENT):
                 where = flagged
             if self.optimizer is not None and may_be_true(flagged):
                 self._window.before = self._judge.known_now()
+                if self._losses is not None:
+                    self._losses.set_aside()
                 self._judge.observe(newest, flagged)
             self._announce(engine, newest)
         if verdict is None:
@@ -321,6 +352,8 @@ class GradMonitor(Monitor, schema=GRADIENT):
         if self.optimizer is None:
             self._judge.observe(verdict)
             self._window.close()
+            if self._losses is not None:
+                self._losses.forget()
         self._show(engine, verdict)
         if where is None or may_be_true(where):
             self._publish_verdict(verdict, where)
@@ -336,7 +369,10 @@ class GradMonitor(Monitor, schema=GRADIENT):
             norm = norm / scale.to(norm.device)
         self._reaction.to(norm)
         self._seen = True
-        return self._judge.detector.judge(norm)
+        verdict = self._judge.detector.judge(norm)
+        if self._losses is not None and isinstance(self._judge, StepJudge):
+            return self._judge.with_loss(verdict, self._losses.mean(norm.device))
+        return verdict
 
     def _judge_by_hand(self, gradients: list[Tensor], scale: Tensor | None) -> Verdict:
         if self._window.before is not None:  # the norm enters in place of the tentative entry
@@ -352,6 +388,8 @@ class GradMonitor(Monitor, schema=GRADIENT):
         grows = torch.zeros((), dtype=torch.bool, device=device) if found is None else found
         if world_size() > 1 and all_take_part(self.model):
             grows = max_over_ranks(grows.to(torch.float32)) > 0
+        if self._losses is not None:
+            self._losses.decided(grows)
         # Only who has been told of a spike, and has thus waited for it, waits here.
         known = grows.device.type == "cpu" or self._window.announced
         before = self._window.decided(is_new=known and not bool(grows))
