@@ -283,7 +283,7 @@ class GradMonitor(Monitor, schema=GRADIENT):
     def _on_step_started(self, engine: Engine, step: OptimizerStep) -> Callable[[], None] | None:
         self._reaction.restore()  # from a step that raised an error
         is_own = step.is_of(self.optimizer)
-        self._unstepped.step(step.optimizer, is_own, step.ledger.shares(step.optimizer))
+        self._unstepped.step(step.optimizer, is_own, step.ledger.shares)
         if not is_own:
             if self._window.others_step_started():
                 self._show_last(engine)

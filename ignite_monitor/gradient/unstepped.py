@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch.optim import Optimizer
 
 
@@ -19,13 +21,13 @@ class Unstepped:
         self._gradients = 0
         self._others: dict[str, None] = {}
 
-    def step(self, optimizer: Optimizer, is_own: bool, shares: bool) -> None:
-        """An optimizer makes its step; whether it is the own one, or holds parameters of the model at least."""
+    def step(self, optimizer: Optimizer, is_own: bool, shares: Callable[[Optimizer], bool]) -> None:
+        """An optimizer makes its step; whether it is the own one, and what says if it holds the model's parameters."""
         if self._over:
             return
         if is_own:
             self._over = True
-        elif shares:
+        elif shares(optimizer):
             self._others[type(optimizer).__name__] = None
 
     def gradient(self) -> str | None:
