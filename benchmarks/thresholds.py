@@ -31,9 +31,9 @@ from record_harm import record_all
 
 from ignite_monitor.gradient.loss_signal import LossSignal
 from ignite_monitor.gradient.per_parameter import PerParameterJudge
-from ignite_monitor.gradient.robust import RobustThreshold
-from ignite_monitor.gradient.spikes import SpikeDetector
-from ignite_monitor.gradient.thresholds import MeanStdThreshold, ThresholdRule
+from ignite_monitor.judging.robust import RobustThreshold
+from ignite_monitor.judging.spikes import SpikeDetector
+from ignite_monitor.judging.thresholds import MeanStdThreshold, ThresholdRule
 
 SHORT = ["gpt_adamw", "cnn", "mlp_sgd", "gan", "gpt_fall"]
 WARMUP = 20

@@ -8,16 +8,17 @@ _MODULE_OF = {
     "ActivationHandler": "activation.handler",
     "GradMonitor": "gradient.handler",
     "HDF5Logger": "hdf5.logger",
-    "MeanStdThreshold": "gradient.thresholds",
+    "MeanStdThreshold": "judging.thresholds",
     "Metric": "activation.metric",
     "MonitorEvents": "events.monitor_events",
     "ParameterDiagnostics": "weight_update.handler",
     "RCCHandler": "rcc.handler",
-    "RobustThreshold": "gradient.robust",
+    "RobustThreshold": "judging.robust",
     "SpectralNormHandler": "spectral.handler",
-    "StaticThreshold": "gradient.thresholds",
+    "SpikeMonitor": "spike.handler",
+    "StaticThreshold": "judging.thresholds",
     "StepStatsHandler": "step_stats.handler",
-    "ThresholdRule": "gradient.thresholds",
+    "ThresholdRule": "judging.thresholds",
     "WeightUpdateHandler": "weight_update.handler",
     "attach_monitors": "attaching",
     "read_hdf5": "hdf5.reader",
@@ -32,14 +33,15 @@ if TYPE_CHECKING:  # the same for those who read and do not run: a test compares
     from ignite_monitor.attaching import attach_monitors as attach_monitors
     from ignite_monitor.events.monitor_events import MonitorEvents as MonitorEvents
     from ignite_monitor.gradient.handler import GradMonitor as GradMonitor
-    from ignite_monitor.gradient.robust import RobustThreshold as RobustThreshold
-    from ignite_monitor.gradient.thresholds import MeanStdThreshold as MeanStdThreshold
-    from ignite_monitor.gradient.thresholds import StaticThreshold as StaticThreshold
-    from ignite_monitor.gradient.thresholds import ThresholdRule as ThresholdRule
     from ignite_monitor.hdf5.logger import HDF5Logger as HDF5Logger
     from ignite_monitor.hdf5.reader import read_hdf5 as read_hdf5
+    from ignite_monitor.judging.robust import RobustThreshold as RobustThreshold
+    from ignite_monitor.judging.thresholds import MeanStdThreshold as MeanStdThreshold
+    from ignite_monitor.judging.thresholds import StaticThreshold as StaticThreshold
+    from ignite_monitor.judging.thresholds import ThresholdRule as ThresholdRule
     from ignite_monitor.rcc.handler import RCCHandler as RCCHandler
     from ignite_monitor.spectral.handler import SpectralNormHandler as SpectralNormHandler
+    from ignite_monitor.spike.handler import SpikeMonitor as SpikeMonitor
     from ignite_monitor.step_stats.handler import StepStatsHandler as StepStatsHandler
     from ignite_monitor.tensorboard import tensorboard_layout as tensorboard_layout
     from ignite_monitor.weight_update.handler import ParameterDiagnostics as ParameterDiagnostics

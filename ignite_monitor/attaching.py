@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from ignite_monitor.activation.handler import ActivationHandler
 from ignite_monitor.checks import check_count, check_type
 from ignite_monitor.gradient.handler import GradMonitor
-from ignite_monitor.gradient.thresholds import ThresholdRule
+from ignite_monitor.judging.thresholds import ThresholdRule
 from ignite_monitor.monitor.base import Monitor
 from ignite_monitor.weight_update.handler import WeightUpdateHandler
 

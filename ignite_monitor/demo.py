@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from ignite_monitor.activation.handler import ActivationHandler
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.gradient.handler import GradMonitor
-from ignite_monitor.gradient.robust import RobustThreshold
 from ignite_monitor.hdf5.logger import HDF5Logger
+from ignite_monitor.judging.robust import RobustThreshold
 from ignite_monitor.monitor.base import Monitor
 from ignite_monitor.rcc.handler import RCCHandler
 from ignite_monitor.report.series import number

@@ -6,6 +6,8 @@ from ignite_monitor.schema import Key, Schema
 
 _COUNTS = "spikes, skipped steps, non-finite norms so far"
 _NORM = "norm against its threshold"
+_SCORE, _RECENT = "share of spikes among the last thousand values that were judged", "share of spikes lately"
+_VALUE = "value against its threshold"
 
 GRADIENT = Schema(
     "grad",
@@ -15,10 +17,18 @@ GRADIENT = Schema(
         Key("threshold", "the largest norm that is no spike; absent during the rule's warm-up", chart=_NORM),
         Key("mean", "mean of the norms that the threshold was derived from"),
         Key("std", "their sample standard deviation; absent before the second"),
-        Key("spike", "1 if the norm is a spike, else 0"),
+        Key("spike", "1 if the norm is a spike, or the loss, else 0"),
+        Key("loss_spike", "1 if the loss is a spike, else 0", when="with ``loss``"),
         Key("stepped", "1 if the optimizer made a step in this iteration, else 0"),
         Key("spike_count", "spikes so far", chart=_COUNTS),
+        Key("spike_score", _SCORE, chart=_RECENT),
         Key("skipped_count", "optimizer steps that ``skip_step`` has left out so far", chart=_COUNTS),
+        Key(
+            "clipped_count",
+            "optimizer steps whose gradient has been scaled down to its threshold so far",
+            when='with ``reaction="clip"``',
+            chart=_COUNTS,
+        ),
         Key("nonfinite_count", "norms that were inf or NaN so far", chart=_COUNTS),
     ),
     signs=frozenset({"norm", "spike"}),
@@ -208,4 +218,17 @@ MAXP = Schema(
     ),
 )
 
-SCHEMAS = (GRADIENT, WEIGHT_UPDATE, RCC, ACTIVATION, SPECTRAL, STEP_STATS, ALIGNMENT, MAXP)
+SPIKE = Schema(
+    "spike",
+    "spike",
+    (
+        Key("value", "the value", nonfinite="any", chart=_VALUE),
+        Key("threshold", "the largest value that is no spike; absent during the rule's warm-up", chart=_VALUE),
+        Key("spike", "1 if the value is a spike, else 0"),
+        Key("spike_count", "spikes so far"),
+        Key("spike_score", _SCORE, chart=_RECENT),
+    ),
+    signs=frozenset({"value", "spike"}),
+)
+
+SCHEMAS = (GRADIENT, SPIKE, WEIGHT_UPDATE, RCC, ACTIVATION, SPECTRAL, STEP_STATS, ALIGNMENT, MAXP)

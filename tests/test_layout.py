@@ -94,8 +94,9 @@ LAYERS = (
     {"model"},
     {"events"},
     {"monitor"},
+    {"judging"},
     {"reference"},
-    {"gradient", "weight_update", "activation", "spectral", "step_stats", "rcc"},
+    {"gradient", "weight_update", "activation", "spectral", "step_stats", "rcc", "spike"},
     {"scaling"},
 )
 ROOMS = {room: height for height, layer in enumerate(LAYERS) for room in layer}

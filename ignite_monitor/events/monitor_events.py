@@ -19,7 +19,10 @@ class MonitorEvents(EventEnum):
       reduced (a backward under ``no_sync()`` of DistributedDataParallel has not been, and fires nothing). Once per
       backward, before ``backward()`` returns. Under ``checkpoint(use_reentrant=True)`` once more for every
       checkpointed segment, the last time with the whole gradient.
-    - SPIKE_DETECTED : a gradient norm exceeded its threshold.
+    - SPIKE_DETECTED : a value exceeded its threshold, a gradient norm for one. ``engine.state.spike`` tells of it while
+      the handlers run: monitor, name, value, threshold, culprits.
+    - LEVEL_CHANGED : so many spikes came in a row that the threshold rule starts afresh from the last one, of which
+      ``engine.state.spike`` tells; fired before the train step's end is. On an accelerator a listener waits for it.
     - OPTIMIZER_STEP_STARTED : an optimizer that holds parameters of a monitored model is about to make its step; where
       the step is given a closure, when that has returned for the first time.
     - OPTIMIZER_STEP_COMPLETED : it has returned from it.
@@ -29,7 +32,9 @@ class MonitorEvents(EventEnum):
     GRADIENTS_READY = "gradients_ready"
     """triggered when a backward has ended and the gradients are reduced."""
     SPIKE_DETECTED = "spike_detected"
-    """triggered when a gradient norm exceeds its threshold."""
+    """triggered when a value exceeds its threshold."""
+    LEVEL_CHANGED = "level_changed"
+    """triggered when a threshold rule starts afresh."""
     OPTIMIZER_STEP_STARTED = "optimizer_step_started"
     """triggered before an optimizer's step."""
     OPTIMIZER_STEP_COMPLETED = "optimizer_step_completed"

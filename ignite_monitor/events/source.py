@@ -279,6 +279,7 @@ class EventSource:
                     around.enter_context(context)
                 output = original(engine, batch)
             if owner.running:
+                engine.state.output = output  # as Ignite is about to: it is known to who listens
                 owner.fire(MonitorEvents.TRAIN_STEP_COMPLETED)
             return output
 

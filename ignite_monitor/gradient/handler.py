@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 import re
@@ -12,7 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from ignite.engine import Engine, State
+from ignite.engine import Engine
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
@@ -21,16 +20,20 @@ from ignite_monitor.checks import check_count, check_real, check_type
 from ignite_monitor.events.ledger import GradientsReady, OptimizerStep
 from ignite_monitor.events.look import Look
 from ignite_monitor.events.monitor_events import MonitorEvents
-from ignite_monitor.gradient.judge import Known, NormJudge
-from ignite_monitor.gradient.skip import StepSkipper, check_skippable
-from ignite_monitor.gradient.spikes import SpikeDetector, Verdict, may_be_true
-from ignite_monitor.gradient.thresholds import CallableThreshold, MeanStdThreshold, ThresholdRule
+from ignite_monitor.events.spike import Spike, told
+from ignite_monitor.gradient.loss_signal import LossSignal
+from ignite_monitor.gradient.losses import Losses, LossSource
+from ignite_monitor.gradient.reaction import Reaction
+from ignite_monitor.gradient.step_judge import StepJudge
+from ignite_monitor.gradient.unstepped import Unstepped
 from ignite_monitor.gradient.window import GradientWindow
+from ignite_monitor.judging.judge import Known, NormJudge
+from ignite_monitor.judging.spikes import SpikeDetector, Verdict, may_be_true
+from ignite_monitor.judging.thresholds import ThresholdRule, as_rule
 from ignite_monitor.keys import GRADIENT
 from ignite_monitor.model.backward import in_backward, users_grad_mode
-from ignite_monitor.model.devices import move_like
 from ignite_monitor.model.optimizers import held_by
-from ignite_monitor.monitor.base import Handlers, Monitor
+from ignite_monitor.monitor.base import Handlers, Monitor, check_flag
 from ignite_monitor.monitor.named_values import as_published
 from ignite_monitor.monitor.ranks import all_take_part, gradient_norm, max_over_ranks, reduction_of, world_size
 
@@ -40,7 +43,8 @@ class GradMonitor(Monitor, schema=GRADIENT):
 
     The norm is :math:`\lVert g \rVert_p` over all gradients that the coming step would use, reduced over ranks,
     unscaled and not yet clipped; with gradient accumulation, of what has been accumulated. It is compared with a
-    threshold that a rule derives from earlier norms alone (by default their mean plus three standard deviations).
+    threshold that a rule derives from earlier norms alone: by default their mean plus six standard deviations, both
+    exponentially weighted with 0.99. (``docs/judging.md`` has what that finds, and how often it is wrong.)
     As soon as ``loss.backward()`` returns, ``engine.state.unhealthy_spike`` and ``engine.state.grad_norm`` speak of
     the gradients it left:
 
@@ -63,10 +67,21 @@ class GradMonitor(Monitor, schema=GRADIENT):
         scaler: the GradScaler of the train step.
         threshold: a threshold rule, of which a copy is taken, or a function ``(mean, std, count) -> threshold``.
             By default ``MeanStdThreshold()``.
-        skip_step: whether to make the optimizer's ``step()`` do nothing at a spike: no update, no weight decay, no
-            momentum, no step count. Fused optimizers skip on the device; for others the flag is read on the host. Of
-            optimizers outside ``torch.optim`` the step is not run, so it has to be called as ``optimizer.step()``,
-            without a closure: a ValueError says so at the first step.
+        loss: a second sign of a spike, which finds harm that the norm does not show: a criterion module whose output is
+            the loss, or a function of the engine that returns it when a backward has ended. A step is then a spike as
+            well where the logarithm of its loss is more than 3.5 standard deviations above the mean of those before it,
+            exponentially weighted with 0.99. What counts is the mean over the micro-batches of a step, and over ranks:
+            one small collective per backward, without which the ranks would not agree; none under ``join()``, where
+            losses are not judged.
+        reaction: what to do at a spike. None: nothing but tell. ``"skip"``: the optimizer's ``step()`` does nothing, no
+            update, no weight decay, no momentum, no step count. Fused optimizers skip on the device; for others the
+            flag is read on the host. Of optimizers outside ``torch.optim`` the step is not run, so it has to be called
+            as ``optimizer.step()``, without a closure: a ValueError says so at the first step. ``"clip"``: when the
+            step of any optimizer starts, the gradients are multiplied by threshold / norm in place, whatever has been
+            done with them since backward, on the device without waiting. (Where a step evaluates its closure again,
+            those gradients are not clipped.) Non-finite gradients can't be clipped: their step is left out on the CPU
+            and of fused optimizers, if these are of ``torch.optim``, and is made elsewhere.
+        skip_step: True means ``reaction="skip"``.
         on_spike: function ``(engine, norm)``, called at a spike.
         max_consecutive_spikes: how many spikes in a row mean a new level, from which the rule then starts afresh.
         norm_type: p of the norm, greater than 0, ``math.inf`` allowed.
@@ -82,7 +97,8 @@ class GradMonitor(Monitor, schema=GRADIENT):
     Raises:
         TypeError: if an argument is of another type.
         ValueError: if an argument has a value it can't have, the optimizer holds none of the model's parameters,
-            ``skip_step`` is asked for without an optimizer or with one that needs a closure (LBFGS, SAM), or
+            ``skip_step`` contradicts ``reaction``, a reaction is asked for without an optimizer, skipping with one
+            that needs a closure (LBFGS, SAM), or
             ``reduction`` is not that of the model's wrapper: "mean" for DistributedDataParallel, "sum" for
             FullyShardedDataParallel.
 
@@ -113,6 +129,8 @@ class GradMonitor(Monitor, schema=GRADIENT):
         *,
         scaler: GradScaler | None = None,
         threshold: ThresholdRule | Callable[[Tensor, Tensor, Tensor], Tensor | float] | None = None,
+        loss: LossSource | None = None,
+        reaction: str | None = None,
         skip_step: bool = False,
         on_spike: Callable[[Engine, float | Tensor], Any] | None = None,
         max_consecutive_spikes: int = 10,
@@ -129,9 +147,7 @@ class GradMonitor(Monitor, schema=GRADIENT):
                 raise ValueError("Argument optimizer should hold parameters of model, but it holds none of them")
         if scaler is not None:
             check_type("scaler", scaler, GradScaler, "torch.amp.GradScaler or None")
-        check_type("skip_step", skip_step, bool, "bool")
-        if skip_step:
-            check_skippable(optimizer)
+        self._reaction = Reaction(reaction, skip_step, optimizer)
         if on_spike is not None and not callable(on_spike):
             raise TypeError(f"Argument on_spike should be callable or None, but given {type(on_spike)}")
         if norm_type != math.inf:
@@ -139,15 +155,7 @@ class GradMonitor(Monitor, schema=GRADIENT):
         check_type("reduction", reduction, str, "str")
         if reduction not in ("mean", "sum"):
             raise ValueError(f"Argument reduction should be 'mean' or 'sum', but given {reduction!r}")
-        check_type("flag", flag, str, "str")
-        if not flag.isidentifier() or hasattr(State(), flag):
-            raise ValueError(f"Argument flag should name an attribute that Ignite does not use, but given {flag!r}")
-        if threshold is None:
-            rule: ThresholdRule = MeanStdThreshold()
-        elif isinstance(threshold, ThresholdRule):
-            rule = copy.deepcopy(threshold)
-        else:
-            rule = CallableThreshold(threshold)
+        check_flag(flag)
 
         self.optimizer = optimizer
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
@@ -160,28 +168,31 @@ class GradMonitor(Monitor, schema=GRADIENT):
         if flag == self._norm_attribute:
             raise ValueError(f"Argument flag should not be {flag!r}, where the norm stands")
         detector = SpikeDetector(
-            rule,
+            as_rule(threshold),
             max_consecutive_spikes=check_count("max_consecutive_spikes", max_consecutive_spikes, least=1),
             overflow_is_spike=self.scaler is None,
         )
         self._judge = NormJudge(detector)
-        self._skipper = StepSkipper() if skip_step else None
-        self._skipped_count = torch.zeros((), dtype=torch.float64, device="cpu")
+        self._losses: Losses | None = None
+        if loss is not None:
+            self._losses = Losses(loss, model)
+            signal = LossSignal(
+                max_consecutive_spikes=detector.max_consecutive_spikes, overflow_is_spike=self.scaler is None
+            )
+            self._judge = StepJudge(detector, signal)
         self._window: GradientWindow[Verdict, Known] = GradientWindow()
         self._look: Look | None = None  # what decides on that entry
         self._where: Tensor | None = None  # whether what is published is there, where only the device knows
         self._iteration = -1  # the last one that was monitored
         self._seen = False  # whether there was a gradient in it
         self._stepped: Tensor | None = None  # and a step
-        self._skipped: Tensor | None = None  # whether the step that is going on is left out
         self._is_spike: tuple[Verdict, bool] | None = None  # read on the host
         self._missing_reported = False
+        self._unstepped = Unstepped(optimizer)
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Statistics and counts: tensors, dicts of tensors and a number."""
-        return OrderedDict(
-            detector=self._judge.detector.state_dict(), skipped_count=self._skipped_count, known=self._judge.known
-        )
+        return OrderedDict(**self._judge.state_dict(), **self._reaction.counts)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a saved state.
@@ -194,12 +205,9 @@ class GradMonitor(Monitor, schema=GRADIENT):
             ValueError: if it was saved by another monitor, or by one with another kind of threshold rule.
         """
         super().load_state_dict(state_dict)
-        skipped_count = torch.as_tensor(state_dict["skipped_count"], dtype=torch.float64)
-        if skipped_count.ndim:
-            raise ValueError(f"Argument state_dict should hold a number as skipped_count, but given {skipped_count}")
-        known = check_count("state_dict['known']", state_dict["known"])
-        self._judge.detector.load_state_dict(state_dict["detector"])
-        self._skipped_count, self._judge.known = skipped_count, known
+        counts = self._reaction.counts_of(state_dict)
+        self._judge.load_state_dict(state_dict)
+        self._reaction.counts = counts
         self._window.before = None
 
     # What it listens to
@@ -219,16 +227,19 @@ class GradMonitor(Monitor, schema=GRADIENT):
     def start_iteration(self, engine: Engine) -> None:
         iteration = engine.state.iteration
         # Steps go unseen in iterations that are not monitored.
-        self._window.iteration_started(unseen=iteration != self._iteration + 1)
+        unseen = iteration != self._iteration + 1
+        self._window.iteration_started(unseen)
+        if unseen and self._losses is not None:
+            self._losses.forget()
         self._iteration = iteration
         self._seen, self._stepped = False, None
 
     def contexts(self) -> list[AbstractContextManager[Any]]:
         if not self._is_running or self._source is None:
             return []
-        contexts: list[AbstractContextManager[Any]] = []
-        if self._skipper is not None and self.optimizer is not None:
-            contexts.append(self._skipper.around(self.optimizer, self._source.step_completed))
+        contexts = self._reaction.contexts(self._source.step_completed)
+        if self._losses is not None:
+            contexts.append(self._losses.listening())
         # It may have looked already, in a backward under no_sync().
         if self._window.before is not None and (self._look is None or self._look.grows is None):
             self._look = self._source.ledger(self.model).look(self.optimizer)
@@ -250,15 +261,19 @@ class GradMonitor(Monitor, schema=GRADIENT):
         self._iteration = -1
         self._stepped = self._is_spike = None
         self._window.close()
-        if self._skipper is not None:
-            self._skipper.restore()
-        self._report_restarts(wait=True)
+        self._reaction.restore()
+        if self._losses is not None:
+            self._losses.forget()
+        self._warn_of_restarts(wait=True)
 
     def _on_gradients_ready(self, engine: Engine, backward: GradientsReady) -> None:
         gradients = backward.ledger.gradients(self.optimizer)
         if not gradients or not backward.reaches(self.optimizer):  # it reached other parameters of the model
             return
         self._decide_tentative(gradients[0].device)
+        if self._losses is not None:
+            with users_grad_mode():
+                self._losses.backward_ended(engine)
         verdict = self._verdict(gradients, backward.scale(self.scaler))
         announce = self._window.backward(verdict, backward.shared)
         self._show(engine, verdict)
@@ -266,9 +281,10 @@ class GradMonitor(Monitor, schema=GRADIENT):
             self._announce(engine, verdict)
 
     def _on_step_started(self, engine: Engine, step: OptimizerStep) -> Callable[[], None] | None:
-        if self._skipper is not None:
-            self._skipper.restore()  # from a step that raised an error
-        if not step.is_of(self.optimizer):
+        self._reaction.restore()  # from a step that raised an error
+        is_own = step.is_of(self.optimizer)
+        self._unstepped.step(step.optimizer, is_own, step.ledger.shares)
+        if not is_own:
             if self._window.others_step_started():
                 self._show_last(engine)
             return None
@@ -283,23 +299,29 @@ class GradMonitor(Monitor, schema=GRADIENT):
         self._show(engine, taken.verdict)
         if taken.enters:
             self._announce(engine, taken.verdict)
-        return None if self._skipper is None else functools.partial(self._skip, step.optimizer, taken.verdict)
-
-    def _skip(self, optimizer: Optimizer, verdict: Verdict) -> None:
-        if self._skipper is not None:
-            self._skipped = self._skipper.skip(optimizer, verdict.spike, lambda: self._is_known_spike(verdict))
-            self._skipped_count = self._skipped_count + self._skipped
+        if self._reaction.kind is None:
+            return None
+        return functools.partial(
+            self._reaction.start,
+            step.optimizer,
+            ledger.gradients(self.optimizer),
+            taken.verdict,
+            taken.enters,
+            lambda: self._is_known_spike(taken.verdict),
+        )
 
     def _on_step_completed(self, engine: Engine, step: OptimizerStep) -> Callable[[], None] | None:
         if not step.is_of(self.optimizer):
             return None
         taken = self._window.step_completed()
+        if self._losses is not None:
+            self._losses.forget()
         if taken is not None:
-            made = self._was_made(step.optimizer, taken.verdict)
+            made = self._reaction.made(step.optimizer, taken.verdict)
             self._stepped = made if self._stepped is None else self._stepped | made
             if self.optimizer is not None and taken.enters:
                 self._judge.observe(taken.verdict)
-        return None if self._skipper is None else self._skipper.restore
+        return self._reaction.restore
 
     def _on_train_step_completed(self, engine: Engine) -> None:
         if not self._is_running or self._source is None:
@@ -308,6 +330,7 @@ class GradMonitor(Monitor, schema=GRADIENT):
             if self._source.ledger(self.model).reduced:
                 self._report_missing(engine)
             return
+        self._report_unstepped()
         newest, last = self._window.returned(), self._window.last
         verdict = newest if last is None else last.verdict
         where: Tensor | None = None  # whether there is anything to publish
@@ -319,19 +342,24 @@ class GradMonitor(Monitor, schema=GRADIENT):
                 where = flagged
             if self.optimizer is not None and may_be_true(flagged):
                 self._window.before = self._judge.known_now()
+                if self._losses is not None:
+                    self._losses.set_aside()
                 self._judge.observe(newest, flagged)
             self._announce(engine, newest)
         if verdict is None:
+            self._publish_unstepped()
             return
         if self.optimizer is None:
             self._judge.observe(verdict)
             self._window.close()
+            if self._losses is not None:
+                self._losses.forget()
         self._show(engine, verdict)
         if where is None or may_be_true(where):
             self._publish_verdict(verdict, where)
         else:
-            self.retract()
-        self._report_restarts(wait=False)
+            self._publish_unstepped()
+        self._report_restarts(engine, verdict)
 
     # Its parts
 
@@ -339,10 +367,12 @@ class GradMonitor(Monitor, schema=GRADIENT):
         norm = gradient_norm(gradients, self.norm_type, self._reduction)
         if scale is not None:
             norm = norm / scale.to(norm.device)
-        if self._skipped_count.device != norm.device:
-            self._skipped_count = move_like(self._skipped_count, norm)
+        self._reaction.to(norm)
         self._seen = True
-        return self._judge.detector.judge(norm)
+        verdict = self._judge.detector.judge(norm)
+        if self._losses is not None and isinstance(self._judge, StepJudge):
+            return self._judge.with_loss(verdict, self._losses.mean(norm.device))
+        return verdict
 
     def _judge_by_hand(self, gradients: list[Tensor], scale: Tensor | None) -> Verdict:
         if self._window.before is not None:  # the norm enters in place of the tentative entry
@@ -358,17 +388,13 @@ class GradMonitor(Monitor, schema=GRADIENT):
         grows = torch.zeros((), dtype=torch.bool, device=device) if found is None else found
         if world_size() > 1 and all_take_part(self.model):
             grows = max_over_ranks(grows.to(torch.float32)) > 0
+        if self._losses is not None:
+            self._losses.decided(grows)
         # Only who has been told of a spike, and has thus waited for it, waits here.
         known = grows.device.type == "cpu" or self._window.announced
         before = self._window.decided(is_new=known and not bool(grows))
         if before is not None:
             self._judge.go_back(before, grows)
-
-    def _was_made(self, optimizer: Optimizer, verdict: Verdict) -> Tensor:
-        skipped, self._skipped = self._skipped, None
-        made = torch.ones_like(verdict.spike) if skipped is None else ~skipped
-        found_inf = getattr(optimizer, "found_inf", None)  # which tells fused optimizers to make none
-        return made if found_inf is None else made & (found_inf == 0).to(made.device)
 
     def _show(self, engine: Engine, verdict: Verdict) -> None:
         setattr(engine.state, self.flag, as_published(verdict.spike))
@@ -386,20 +412,27 @@ class GradMonitor(Monitor, schema=GRADIENT):
         stepped = torch.zeros_like(verdict.spike) if self._stepped is None else self._stepped
         values = self._judge.statistics(verdict) | {
             "stepped": stepped.to(verdict.norm.dtype),
-            "skipped_count": self._skipped_count,
+            **self._reaction.counts,
         }
         self.retract()
         if where is not None and where.device.type != "cpu":
-            values = {name: torch.where(where, value, math.nan) for name, value in values.items()}
+            # That no step was made is known.
+            values = {n: v if n == "stepped" else torch.where(where, v, math.nan) for n, v in values.items()}
             self._where = where
         self.publish(**values)
+
+    def _publish_unstepped(self) -> None:
+        """There is nothing to tell of this iteration's gradient but that no step was made with it."""
+        self.retract()
+        if self._stepped is None:
+            self.publish(stepped=0.0)
 
     def extra_transfer(self) -> list[Tensor]:
         return [] if self._where is None else [self._where]
 
     def on_transfer(self, extra: list[list[float]]) -> dict[str, float]:
         if extra and not extra[0][0]:
-            self.retract()
+            self._publish_unstepped()
         return {}
 
     def retract(self) -> None:
@@ -418,18 +451,36 @@ class GradMonitor(Monitor, schema=GRADIENT):
         listened = self._source.has_handlers(MonitorEvents.SPIKE_DETECTED)
         if (listened or self.on_spike is not None) and self._is_known_spike(verdict):
             self._window.announced = True
-            if self.on_spike is not None:
-                with users_grad_mode():
-                    self.on_spike(engine, as_published(verdict.norm))
-            self._source.fire(MonitorEvents.SPIKE_DETECTED)
+            with told(engine, self._spike(verdict)):
+                if self.on_spike is not None:
+                    with users_grad_mode():
+                        self.on_spike(engine, as_published(verdict.norm))
+                self._source.fire(MonitorEvents.SPIKE_DETECTED)
 
-    def _report_restarts(self, wait: bool) -> None:
-        if self._judge.has_restarted(wait):
+    def _spike(self, verdict: Verdict) -> Spike:
+        value, threshold = torch.stack((verdict.norm, verdict.threshold)).tolist()
+        return Spike(self, f"{self.prefix}/norm", value, threshold, {})
+
+    def _report_restarts(self, engine: Engine, verdict: Verdict) -> None:
+        listened = self._source is not None and self._source.has_handlers(MonitorEvents.LEVEL_CHANGED)
+        if self._warn_of_restarts(wait=listened) and listened and self._source is not None:
+            with told(engine, self._spike(verdict)):
+                self._source.fire(MonitorEvents.LEVEL_CHANGED)
+
+    def _warn_of_restarts(self, wait: bool) -> bool:
+        has_restarted = self._judge.has_restarted(wait)
+        if has_restarted:
             self.logger.warning(
                 "%s: %d spikes in a row mean that the gradient norm has a new level: the rule starts afresh from it",
                 self.prefix,
                 self._judge.detector.max_consecutive_spikes,
             )
+        return has_restarted
+
+    def _report_unstepped(self) -> None:
+        text = self._unstepped.gradient()
+        if text is not None:
+            self.logger.warning("%s: %s", self.prefix, text)
 
     def _report_missing(self, engine: Engine) -> None:
         if self._missing_reported:

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ignite_monitor.gradient.spikes import SpikeDetector, Verdict
-from ignite_monitor.gradient.thresholds import MeanStdThreshold
+from ignite_monitor.judging.spikes import SpikeDetector, Verdict
+from ignite_monitor.judging.thresholds import MeanStdThreshold
 from ignite_monitor.model.devices import wide_dtype
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ignite_monitor.gradient.robust import RobustThreshold
-from ignite_monitor.gradient.spikes import SpikeDetector, Verdict
+from ignite_monitor.judging.robust import RobustThreshold
+from ignite_monitor.judging.spikes import SpikeDetector, Verdict
 from ignite_monitor.model.devices import upload
 
 
@@ -66,7 +66,7 @@ class PerParameterJudge:
             when: 0-dim bool: whether to; None is true.
         """
         if len(verdict.norm) < len(self.names):  # one has come since
-            verdict = Verdict(*(_lengthened(each, len(self.names)) for each in verdict))
+            verdict = Verdict._make([*(_lengthened(each, len(self.names)) for each in verdict[:-1]), ()])
         there = verdict.norm != 0
         self._detector.observe(verdict, there if when is None else there & when)
 

@@ -49,10 +49,23 @@ def check_skippable(optimizer: Optimizer | None) -> None:
         raise ValueError(
             f"Argument skip_step does not work with {name}, whose step evaluates a closure more than once: {_REMEDY}"
         )
+    check_hooks("skip_step", optimizer)
+
+
+def check_hooks(argument: str, optimizer: Optimizer) -> None:
+    """Refuse an optimizer whose steps nobody hears of.
+
+    Args:
+        argument: what needs them.
+
+    Raises:
+        ValueError: if it has no hooks.
+    """
+    optimizer = _innermost(optimizer)
     if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         raise ValueError(
-            f"Argument skip_step needs an optimizer with step hooks, but {name} does not call the constructor of "
-            f"torch.optim.Optimizer: {_REMEDY}"
+            f"Argument {argument} needs an optimizer with step hooks, but {type(optimizer).__name__} does not call the "
+            f"constructor of torch.optim.Optimizer: {_REMEDY}"
         )
 
 
@@ -114,7 +127,7 @@ class StepSkipper:
         Returns:
             How many steps are skipped, 0 or 1, as a 0-dim bool tensor.
         """
-        if _skips_on_device(optimizer):
+        if skips_on_device(optimizer):
             found_inf = getattr(optimizer, "found_inf", None)
             self._told = (optimizer, found_inf)
             told = spike.to(torch.float32)
@@ -165,13 +178,19 @@ def _is_torchs(optimizer: Optimizer) -> bool:
     return type(optimizer).__module__.startswith("torch.optim.")
 
 
+def hides_gradients(optimizer: Optimizer) -> bool:
+    """Whether its step is left out by hiding its gradients."""
+    return _is_torchs(optimizer) and not isinstance(optimizer, LBFGS)
+
+
 def _innermost(optimizer: Optimizer) -> Optimizer:
     """The optimizer that another one passes its steps to, as that of accelerate does."""
     inner = getattr(optimizer, "optimizer", None)
     return _innermost(inner) if isinstance(inner, Optimizer) else optimizer
 
 
-def _skips_on_device(optimizer: Optimizer) -> bool:
+def skips_on_device(optimizer: Optimizer) -> bool:
+    """Whether its next step can be left out by its ``found_inf``."""
     if type(optimizer) not in (Adam, AdamW, SGD, Adagrad):  # a subclass may do more in its step
         return False
     if not all(group.get("fused") for group in optimizer.param_groups):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from ignite.engine import Engine, Events, EventsList
+from ignite.engine import Engine, Events, EventsList, State
 from ignite.engine.events import CallableEventWithFilter, RemovableEventHandle
 from ignite.handlers.base_logger import BaseLogger
 from torch import nn
@@ -33,7 +33,7 @@ class Monitor(Publisher):
     :meth:`publish`; what else it overrides, it extends. In its docstring ``{keys}`` is its schema's table.
 
     Args:
-        model: the model to watch, as the train step uses it (wrapped, where it is wrapped).
+        model: the model to watch, as the train step uses it (wrapped, where it is wrapped), or a :class:`NoModel`.
         prefix: what the names of its values start with, before a slash.
         families: what comes next in every name, one of these; with them the prefix may be empty.
 
@@ -51,7 +51,8 @@ class Monitor(Publisher):
                 cls.__doc__ = inspect.cleandoc(cls.__doc__).replace("{keys}", schema.table())
 
     def __init__(self, model: nn.Module, prefix: str, families: Sequence[str] = ()) -> None:
-        _check_model(model)
+        if not isinstance(model, NoModel):
+            _check_model(model)
         check_type("prefix", prefix, str, "str")
         if not (prefix or families) or not re.fullmatch(r"[A-Za-z0-9_./-]*", prefix):
             raise ValueError(f"Argument prefix should be letters, digits, '-', '_', '.' and '/', but given {prefix!r}")
@@ -214,6 +215,10 @@ class Monitor(Publisher):
             self.start_iteration(engine)
 
 
+class NoModel(nn.Module):
+    """What a monitor that watches no model has in place of one."""
+
+
 class MonitorHandle(RemovableEventHandle):
     """Undoes :meth:`Monitor.attach`.
 
@@ -231,6 +236,18 @@ class MonitorHandle(RemovableEventHandle):
         monitor, engine = self._monitor(), self.engine()
         if monitor is not None and engine is not None and monitor._attached_to() is engine:
             monitor.detach()
+
+
+def check_flag(flag: str) -> None:
+    """Refuse a name that can't be an attribute of an engine's state.
+
+    Raises:
+        TypeError: if it is no string.
+        ValueError: if it is no name, or Ignite uses it.
+    """
+    check_type("flag", flag, str, "str")
+    if not flag.isidentifier() or hasattr(State(), flag):
+        raise ValueError(f"Argument flag should name an attribute that Ignite does not use, but given {flag!r}")
 
 
 def _check_model(model: nn.Module) -> None:

@@ -300,6 +300,7 @@ def _is_loss(word: str) -> bool:
 
 PANELS: dict[str, Callable[[Group], Iterator[Panel]]] = {
     "grad": _grad,
+    "spike": _mixed,
     "weights": _weights,
     "rcc": _rcc,
     "attention_entropy": _entropy,

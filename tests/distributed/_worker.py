@@ -132,6 +132,11 @@ def fsdp() -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
+def loss_at(iteration: int, rank: int) -> float:
+    """Of the last rank it is huge once."""
+    return 100.0 if iteration == SPIKE and rank == WORLD - 1 else 1.0 + 0.01 * (iteration % 3)
+
+
 def skipping(make, **kwargs: Any):
     def run(rank: int) -> dict[str, Any]:
         def optimizer(model):
@@ -396,6 +401,10 @@ SCENARIOS: dict[str, Any] = {
     "accumulating ddp bucket view": lambda rank: accumulating(ddp(gradient_as_bucket_view=True), rank),
     "accumulating fsdp": lambda rank: accumulating(fsdp(), rank),
     "accumulating fsdp zeroed in place": lambda rank: accumulating(fsdp(), rank, zero=True),
+    "clip ddp": lambda rank: train(ddp(), rank, spike=SPIKE, reaction="clip"),
+    "clip fsdp": lambda rank: train(fsdp(), rank, spike=SPIKE, reaction="clip"),
+    "loss ddp": lambda rank: train(ddp(), rank, loss=lambda engine: loss_at(engine.state.iteration, rank)),
+    "loss fsdp": lambda rank: train(fsdp(), rank, loss=lambda engine: loss_at(engine.state.iteration, rank)),
     "sum": lambda rank: different_parameters(rank, reduction="sum"),
     "sum inf": lambda rank: different_parameters(rank, reduction="sum", norm_type=float("inf")),
     "mean": lambda rank: different_parameters(rank, reduction="mean"),

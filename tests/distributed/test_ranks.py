@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 
 from tests._helpers import grad_norm
+from tests._trainers import Judge
 from tests.distributed._launch import WORLD, launch, launched
 from tests.distributed._worker import COUNT, SCENARIOS, SPIKE, accumulating, batches, leaving_out, net, train
-from tests.hard_use._judge import mean_of, std_of
+from tests.hard_use._judge import mean_of
 
 K, DECAY = 6.0, 0.99  # of the default rule
 
@@ -55,6 +56,7 @@ def approx(value):
 def test_every_rank_publishes_what_one_process_would(results, whole, name):
     norms = independent_norms(SPIKE)
     for result in results(name):
+        judge = Judge()
         assert result["fired"] == list(range(1, COUNT + 1))
         assert result["norms"] == approx(norms)
         assert [seen["grad/norm"] for seen in result["seen"]] == approx(norms)
@@ -63,12 +65,12 @@ def test_every_rank_publishes_what_one_process_would(results, whole, name):
             assert seen == {
                 key: pytest.approx(value, rel=1e-3 if "std" in key else 2e-5) for key, value in expected.items()
             }
+            statistics = judge.expect(norms[place])
             if 2 <= place < SPIKE:
-                mean, std = mean_of(norms[:place], DECAY), std_of(norms[:place], DECAY)
-                assert seen["grad/mean"] == approx(mean)
-                assert seen["grad/std"] == pytest.approx(std, rel=1e-3)
+                assert seen["grad/mean"] == approx(statistics["mean"])
+                assert seen["grad/std"] == pytest.approx(statistics["std"], rel=1e-3)
             if 20 <= place < SPIKE:
-                assert seen["grad/threshold"] == approx(mean + K * std)
+                assert seen["grad/threshold"] == approx(statistics["threshold"])
 
 
 @pytest.mark.parametrize("name", [*WHOLE, "sum", "mean"])
@@ -138,6 +140,36 @@ def test_iterations_under_no_sync_publish_nothing(results):
         assert result["seen"][::2] == [{}] * (COUNT // 2)
         assert [seen["grad/norm"] for seen in result["seen"][1::2]] == approx(norms)
         assert result["seen"][-1]["grad/mean"] == approx(mean_of(norms[:-1], DECAY))
+
+
+@pytest.mark.parametrize("name", ["clip ddp", "clip fsdp"])
+def test_a_clipped_step_is_that_of_one_process_with_its_gradient_scaled_to_the_threshold(results, name):
+    first, second = results(name)
+    assert first["seen"] == second["seen"]
+    assert first["seen"][-1]["grad/clipped_count"] == 1.0
+    threshold = first["seen"][SPIKE - 1]["grad/threshold"]
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, weight_decay=0.1)
+    for place, (x, y) in enumerate(batches(SPIKE), 1):
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        if place == SPIKE:
+            norm = grad_norm(model.parameters())
+            assert norm > 2 * threshold
+            for parameter in model.parameters():
+                parameter.grad *= threshold / norm
+        optimizer.step()
+    for result in (first, second):
+        for ours, theirs in zip(result["parameters"], model.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs.detach(), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["loss ddp", "loss fsdp"])
+def test_ranks_agree_on_a_loss_that_is_a_spike_on_one_of_them(results, name):
+    first, second = results(name)
+    assert first["seen"] == second["seen"]
+    assert [seen["grad/loss_spike"] for seen in first["seen"]] == [i == SPIKE for i in range(1, COUNT + 1)]
+    assert [seen["flag"] for seen in first["seen"]] == [i == SPIKE for i in range(1, COUNT + 1)]
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("skip")])

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ignite_monitor.gradient.per_parameter import PerParameterJudge, excess_shares
-from ignite_monitor.gradient.robust import RobustThreshold
-from ignite_monitor.gradient.spikes import SpikeDetector
+from ignite_monitor.judging.robust import RobustThreshold
+from ignite_monitor.judging.spikes import SpikeDetector
 
 NAMES = ["embed", "qkv", "bias", "head"]
 

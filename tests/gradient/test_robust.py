@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from ignite_monitor.gradient.robust import RobustThreshold
-from ignite_monitor.gradient.spikes import SpikeDetector
+from ignite_monitor.judging.robust import RobustThreshold
+from ignite_monitor.judging.spikes import SpikeDetector
 
 # The sums are the same up to the order of operations; 1e-12 leaves room for thousands of roundings of 1e-16.
 RTOL = 1e-12

@@ -112,7 +112,7 @@ class Judge:
         self.max_consecutive = max_consecutive
         self.overflow_is_spike = overflow_is_spike
         self.history: list[float] = []
-        self.consecutive = self.spike_count = self.nonfinite_count = 0
+        self.consecutive = self.spike_count = self.nonfinite_count = self.observed = 0
         self.suspended = self.unsure = False
 
     def copy(self) -> Judge:
@@ -133,9 +133,16 @@ class Judge:
             spike = said
         return Verdict(norm, mean, std, limit, threshold, spike)
 
+    @property
+    def spike_score(self) -> float:
+        """The share of spikes; of less than a thousand values those of all."""
+        assert 0 < self.observed <= 1000
+        return self.spike_count / self.observed
+
     def observe(self, verdict: Verdict) -> None:
         norm, limit, spike = verdict.norm, verdict.limit, verdict.spike
         self.spike_count += spike
+        self.observed += 1
         if not math.isfinite(norm):
             self.nonfinite_count += 1
             return

@@ -71,6 +71,7 @@ class WindowTruth:
         self.was_announced = False  # the gradient of the window
         self.without_entry: Judge | None = None  # what was known before an entry that is tentative
         self.iteration = 0
+        self.has_judged = False  # in this iteration
 
     def follow(self, events: list[Event], monitored: Callable[[int], bool]) -> WindowTruth:
         for event in events:
@@ -80,6 +81,7 @@ class WindowTruth:
                 self.said_now: Verdict | None = None
                 self.taken: Taken | None = None
                 self.made: Taken | None = None
+                self.has_judged = False
                 if not self.is_monitored:  # 6
                     self._close()
                     self.published.append({})
@@ -91,6 +93,7 @@ class WindowTruth:
         return self
 
     def _judged(self, event: Event) -> Verdict:
+        self.has_judged = True
         place = len(self.moments)
         said = self.said[place][0] if place < len(self.said) else False
         norm = math.sqrt(math.fsum(event.norms[name] ** 2 for name in self.own if name in event.norms))
@@ -173,11 +176,13 @@ class WindowTruth:
                 self.judge.observe(final)  # 4: one verdict per iteration
             self._close()
         if final is None:
-            self.published.append({})
+            # That an iteration with a gradient had no step is told.
+            self.published.append({"stepped": 0.0} if self.has_judged else {})
             return
         self.said_now = final
         values = final.statistics() | {
             "spike_count": float(self.judge.spike_count),
+            "spike_score": self.judge.spike_score,
             "skipped_count": 0.0,
             "nonfinite_count": float(self.judge.nonfinite_count),
             "stepped": float(self.made is not None),

@@ -135,7 +135,7 @@ def is_refused(kind: str, plan: Plan, model: nn.Module) -> bool:
 
 
 def expected(kinds: list[str], recorded: Recorded) -> list[dict[str, float]]:
-    judge, still = Judge(mean_std(3.0, 20, None)), dict[str, int]()
+    judge, still = Judge(mean_std(6.0, 20, 0.99)), dict[str, int]()
     every = []
     for iteration in recorded.iterations:
         truth = Truth(recorded.initial, iteration, recorded.held)
@@ -144,7 +144,10 @@ def expected(kinds: list[str], recorded: Recorded) -> list[dict[str, float]]:
             verdict = judge.judge(norm([dense(each) for each in iteration.gradients.values()]), said=False)
             judge.observe(verdict)
             values |= {f"grad/{name}": value for name, value in verdict.statistics().items()}
-            values |= {f"grad/{name}_count": 0.0 for name in ("spike", "skipped", "nonfinite")} | {"grad/stepped": 1.0}
+            values |= {f"grad/{name}_count": 0.0 for name in ("spike", "skipped", "nonfinite")} | {
+                "grad/stepped": 1.0,
+                "grad/spike_score": 0.0,
+            }
         if "update" in kinds:
             values |= truth.update(still)
         if "activation" in kinds:

@@ -44,6 +44,7 @@ from ignite_monitor import (
     MonitorEvents,
     RCCHandler,
     SpectralNormHandler,
+    SpikeMonitor,
     StaticThreshold,
     StepStatsHandler,
     WeightUpdateHandler,
@@ -63,6 +64,9 @@ HANDLERS = {
     "GradMonitor, skip_step": lambda model, optimizer: GradMonitor(
         model, optimizer, skip_step=True, threshold=StaticThreshold(1e9), on_spike=lambda engine, norm: None
     ),
+    "GradMonitor, clip and loss": lambda model, optimizer: GradMonitor(
+        model, optimizer, reaction="clip", loss=lambda engine: torch.ones(())
+    ),
     # Named values appear once others have been written, and are looked at in a test of their own.
     "WeightUpdateHandler": lambda model, optimizer: WeightUpdateHandler(model, optimizer, top_k=0),
     "ActivationHandler": lambda model, optimizer: ActivationHandler(model, activations=True),
@@ -74,10 +78,13 @@ HANDLERS = {
     ),
     # With a reference of its own it has something to say before the first update.
     "AlignmentHandler": lambda model, optimizer: AlignmentHandler(model, reference=copy.deepcopy(OTHER)),
+    "SpikeMonitor": lambda model, optimizer: SpikeMonitor(
+        lambda engine: [*model.parameters()][-1].detach().norm(), threshold=MeanStdThreshold(warmup=3)
+    ),
     "StepStatsHandler": lambda model, optimizer: StepStatsHandler(model, optimizer, peak_flops=1e12),
 }
 # What these say is there without a backward as well.
-WITHOUT_BACKWARD = (SpectralNormHandler, StepStatsHandler)
+WITHOUT_BACKWARD = (SpectralNormHandler, SpikeMonitor, StepStatsHandler)
 # What clocks and operating systems say is not the same twice.
 UNSTEADY = {f"step/{name}" for name in ("time_ms", "items_per_s", "mfu", "peak_memory_mb", "resident_memory_mb")}
 FILTERS = {
@@ -414,10 +421,8 @@ def test_resumed_run_publishes_what_the_uninterrupted_one_does(factory, tmp_path
 
 def test_what_is_not_known_yet_is_absent_after_non_finite_batches(setup):
     """The first batches overflow; norms themselves may be published as they are."""
-    monitor = setup[-1]
-    trainer = Engine(
-        lambda _, batch: (monitor.model.zero_grad(), F.mse_loss(monitor.model(batch[0]), batch[1]).backward())
-    )
+    model, *_, monitor = setup
+    trainer = Engine(lambda _, batch: (model.zero_grad(), F.mse_loss(model(batch[0]), batch[1]).backward()))
     monitor.attach(trainer)
     wrong = []
 
@@ -770,13 +775,17 @@ def quiet_trainer():
     return model, optimizer, Engine(make_step(model, optimizer))
 
 
+def skips(monitor):
+    return isinstance(monitor, GradMonitor) and monitor._reaction.kind == "skip"
+
+
 def test_nothing_is_read_on_the_host_without_loggers(factory, synchronisations, on_a_device):
     def reads(watched):
         model, optimizer, trainer = quiet_trainer()
         if watched:
             monitor = factory(model, optimizer)
             # A function that wants to be told of spikes has to be asked on the host whether there is one.
-            if getattr(monitor, "on_spike", None) is not None or getattr(monitor, "_skipper", None) is not None:
+            if getattr(monitor, "on_spike", None) is not None or skips(monitor):
                 pytest.skip("looks on the host, as its user asked")
             monitor.attach(trainer)
         synchronisations.clear()
@@ -792,7 +801,7 @@ def test_one_transfer_per_iteration_for_three_loggers_of_two_monitors(factory, s
     other_model, other_optimizer = make_model(3), None
     other = GradMonitor(other_model, other_optimizer, prefix="other", flag="other_spike")
     monitor = factory(model, optimizer)
-    looks = getattr(monitor, "_skipper", None) is not None
+    looks = skips(monitor)
     step = trainer._process_function
 
     def train_step(engine, batch):
@@ -919,6 +928,8 @@ def test_parameters_without_data_are_left_out(factory):
 
 
 def test_a_model_without_data_is_refused(factory):
+    if factory is HANDLERS["SpikeMonitor"]:
+        pytest.skip("watches no model")
     model, optimizer, _ = make_trainer()
     with pytest.raises(ValueError, match="model"):
         factory(model.to("meta"), optimizer)

@@ -41,6 +41,10 @@ class SpikeScore:
         spikes, values = self._recent.view(-1, 2).sum(0).unbind()
         return spikes / values
 
+    def go_back(self, earlier: SpikeScore, when: Tensor) -> None:
+        """Forget the values since a copy was made, where a 0-dim bool tensor is True."""
+        self._recent = torch.where(when, earlier._recent.to(self._recent), self._recent)
+
     def state_dict(self) -> dict[str, Tensor]:
         """The last values, a tensor."""
         return {"recent": self._recent}

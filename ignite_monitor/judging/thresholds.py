@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections.abc import Callable, Mapping
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ignite_monitor.checks import check_count, check_real
-from ignite_monitor.gradient.moments import Moments
+from ignite_monitor.judging.moments import Moments
 from ignite_monitor.model.devices import move_like
 
 State = dict[str, Tensor]
@@ -198,12 +199,12 @@ class MeanStdThreshold(ThresholdRule):
     r"""A norm above :math:`\mu + k \sigma` is a spike.
 
     :math:`\mu` and :math:`\sigma` are the mean and the sample standard deviation of the norms so far (Welford), with
-    ``decay`` exponentially weighted; see :class:`~ignite_monitor.gradient.moments.Moments`.
+    ``decay`` exponentially weighted; see :class:`~ignite_monitor.judging.moments.Moments`.
 
     With its defaults it raised 0.42 false alarms per 1,000 iterations of 26 recorded trainings on which nothing was
     tuned (GPTs, CNNs, perceptrons, both sides of a GAN, trainings that begin with a steep fall; 2.9 in the worst), and
     what it found was 0.95 of the harm that faults did there. ``MeanStdThreshold(k=3.0, decay=None)`` raised 6.5 (37
-    in the worst) and found 0.98; :class:`~ignite_monitor.gradient.robust.RobustThreshold` 0.42 and 0.97.
+    in the worst) and found 0.98; :class:`~ignite_monitor.judging.robust.RobustThreshold` 0.42 and 0.97.
     (``benchmarks/record_harm.py`` with seeds 31 and 32, then ``benchmarks/thresholds.py``.)
 
     Args:
@@ -277,3 +278,15 @@ class CallableThreshold(ThresholdRule):
 
     def __call__(self, mean: Tensor, std: Tensor, count: Tensor) -> Tensor | float:
         return self.rule(mean, std, count)
+
+
+def as_rule(threshold: ThresholdRule | Callable[[Tensor, Tensor, Tensor], Tensor | float] | None) -> ThresholdRule:
+    """A rule made from what a user gives: a copy of a rule, one for a function, the default for None.
+
+    Raises:
+        TypeError: if it is no rule, and no function of three tensors that returns a number.
+        ValueError: if it raises an error.
+    """
+    if threshold is None:
+        return MeanStdThreshold()
+    return copy.deepcopy(threshold) if isinstance(threshold, ThresholdRule) else CallableThreshold(threshold)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ignite_monitor.checks import check_count, check_type
-from ignite_monitor.gradient.thresholds import ThresholdRule
+from ignite_monitor.judging.thresholds import ThresholdRule
 from ignite_monitor.model.devices import move, move_like
 
 
@@ -31,6 +31,8 @@ class Verdict(NamedTuple):
         kind: where it lies, see :class:`Kind`.
         state: the detector's state that it was judged in.
         outcome: what follows from it, a row for each field of :class:`Outcome`.
+        others: verdicts on other values of the same step, which make it a spike too; of the norm alone speaks
+            :attr:`outcome`.
     """
 
     norm: Tensor
@@ -44,10 +46,13 @@ class Verdict(NamedTuple):
     kind: Tensor
     state: Tensor
     outcome: Tensor
+    others: tuple[Verdict, ...] = ()
 
     def where(self, flag: Tensor, other: Verdict) -> Verdict:
         """This verdict where a 0-dim bool tensor is True, else another one."""
-        return Verdict(*(torch.where(flag, own, its) for own, its in zip(self, other, strict=True)))
+        mixed: Any = [torch.where(flag, own, its) for own, its in zip(self[:-1], other[:-1], strict=True)]
+        others = tuple(own.where(flag, its) for own, its in zip(self.others, other.others, strict=True))
+        return Verdict._make([*mixed, others])
 
 
 class Kind(IntEnum):

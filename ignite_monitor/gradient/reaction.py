@@ -1,0 +1,126 @@
+"""What becomes of an optimizer's step whose gradient is a spike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ignite_monitor.checks import check_type
+from ignite_monitor.gradient.clip import clip, exceeds
+from ignite_monitor.gradient.skip import StepSkipper, check_hooks, check_skippable, hides_gradients, skips_on_device
+from ignite_monitor.judging.spikes import Verdict, may_be_true
+from ignite_monitor.model.devices import move_like
+
+
+class Reaction:
+    """Leaves the step out, clips its gradient to the threshold, or does nothing; and counts that.
+
+    To clip is to multiply the gradients by threshold / norm on the device, in the step, whatever has become of them
+    since backward. A gradient that is not finite can't be clipped: its step is left out where that takes no waiting,
+    on the CPU and in fused optimizers of ``torch.optim``, and made elsewhere.
+
+    Args:
+        reaction: "skip", "clip" or None.
+        skip_step: True means "skip".
+        optimizer: whose steps they are.
+
+    Raises:
+        TypeError: if an argument is of another type.
+        ValueError: if the arguments contradict each other, or the optimizer does not allow it.
+    """
+
+    def __init__(self, reaction: str | None, skip_step: bool, optimizer: Optimizer | None) -> None:
+        check_type("skip_step", skip_step, bool, "bool")
+        if reaction is not None:
+            check_type("reaction", reaction, str, "str or None")
+        if reaction not in (None, "skip", "clip"):
+            raise ValueError(f"Argument reaction should be 'skip', 'clip' or None, but given {reaction!r}")
+        if skip_step and reaction == "clip":
+            raise ValueError("Argument skip_step means reaction='skip', but given reaction='clip' too")
+        self.kind = "skip" if skip_step else reaction
+        if self.kind == "skip":
+            check_skippable(optimizer)
+        elif self.kind == "clip":
+            if optimizer is None:
+                raise ValueError(
+                    "Argument reaction needs the argument optimizer, in whose step the gradient is clipped"
+                )
+            check_hooks("reaction", optimizer)
+        zero = torch.zeros((), dtype=torch.float64, device="cpu")
+        self.counts = {"skipped_count": zero} | ({"clipped_count": zero} if self.kind == "clip" else {})
+        self._optimizer = optimizer
+        self._skipper = StepSkipper()
+        self._skipped: Tensor | None = None  # whether the step that is going on is left out
+
+    def contexts(self, completed: Callable[[Optimizer], None]) -> list[AbstractContextManager[Any]]:
+        """What has to be around the train step; ``completed`` is told of steps that are not run."""
+        if self.kind != "skip" or self._optimizer is None:
+            return []
+        return [self._skipper.around(self._optimizer, completed)]
+
+    def to(self, reference: Tensor) -> None:
+        """Move the counts to where a tensor is."""
+        if self.counts["skipped_count"].device != reference.device:
+            self.counts = {name: move_like(count, reference) for name, count in self.counts.items()}
+
+    def start(
+        self,
+        optimizer: Optimizer,
+        gradients: Sequence[Tensor],
+        verdict: Verdict,
+        is_first: bool,
+        read: Callable[[], bool],
+    ) -> None:
+        """The optimizer starts its step.
+
+        Args:
+            gradients: those that it is about to use.
+            verdict: on them.
+            is_first: whether it is the first step that uses them.
+            read: reads on the host whether they are a spike.
+        """
+        if self.kind == "skip":
+            self._skip(optimizer, verdict.spike, read)
+        elif self.kind == "clip":
+            clipped = exceeds(verdict)
+            if is_first and may_be_true(clipped):
+                clip(gradients, verdict)
+                self.counts["clipped_count"] = self.counts["clipped_count"] + clipped
+            lost = verdict.spike & verdict.nonfinite
+            on_device = skips_on_device(optimizer)
+            if may_be_true(lost) and (on_device or (lost.is_cpu and hides_gradients(optimizer))):
+                self._skip(optimizer, lost, lambda: True)
+
+    def _skip(self, optimizer: Optimizer, flag: Tensor, read: Callable[[], bool]) -> None:
+        self._skipped = self._skipper.skip(optimizer, flag, read)
+        self.counts["skipped_count"] = self.counts["skipped_count"] + self._skipped
+
+    def made(self, optimizer: Optimizer, verdict: Verdict) -> Tensor:
+        """Whether the step that is completed has been made, a 0-dim bool tensor."""
+        skipped, self._skipped = self._skipped, None
+        made = torch.ones_like(verdict.spike) if skipped is None else ~skipped
+        found_inf = getattr(optimizer, "found_inf", None)  # which tells fused optimizers to make none
+        return made if found_inf is None else made & (found_inf == 0).to(made.device)
+
+    def restore(self) -> None:
+        """Put back what leaving out a step has changed."""
+        self._skipper.restore()
+
+    def counts_of(self, state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The counts in a saved state; 0 for those that it does not hold.
+
+        Raises:
+            ValueError: if one is no number.
+        """
+        counts = {
+            name: torch.as_tensor(state_dict.get(name, 0.0), dtype=torch.float64, device="cpu") for name in self.counts
+        }
+        for name, count in counts.items():
+            if count.ndim:
+                raise ValueError(f"Argument state_dict should hold a number as {name}, but given {count}")
+        return counts

@@ -1,0 +1,169 @@
+"""SpikeMonitor: whether a number that belongs to the iteration is a spike."""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from ignite.engine import Engine
+from torch import Tensor
+
+from ignite_monitor.checks import check_count
+from ignite_monitor.events.monitor_events import MonitorEvents
+from ignite_monitor.events.spike import Spike, told
+from ignite_monitor.judging.judge import NormJudge
+from ignite_monitor.judging.spikes import SpikeDetector, Verdict
+from ignite_monitor.judging.thresholds import ThresholdRule, as_rule
+from ignite_monitor.keys import SPIKE
+from ignite_monitor.model.devices import wide_dtype
+from ignite_monitor.monitor.base import Handlers, Monitor, NoModel, check_flag
+from ignite_monitor.monitor.named_values import as_published
+
+
+class SpikeMonitor(Monitor, schema=SPIKE):
+    """Judges any scalar of the iteration as ``GradMonitor`` judges the gradient's norm: by its own earlier values.
+
+    The value is asked for when the train step has returned and the other monitors have published, before
+    ITERATION_COMPLETED; one value per iteration enters the statistics. It is a spike if it exceeds the threshold that
+    the rule derives from earlier values, or if it is not finite. A spike enters clipped to the threshold, the further
+    ones in a row not at all; after ``max_consecutive_spikes`` of them the rule starts afresh. SPIKE_DETECTED and
+    LEVEL_CHANGED are fired, with ``engine.state.spike`` telling of it.
+
+    {keys}
+
+    Every rank judges what its own function returns, and nothing is communicated: where ranks have to agree, the
+    function returns the same on each. A tensor stays on its device, and nobody waits for it.
+
+    Args:
+        value: function of the engine that returns a number, a tensor with one element, or None where there is no value
+            this time. ``engine.state.output`` is what the train step has returned, and ``engine.state.metrics`` has
+            what other monitors publish.
+        threshold: a threshold rule, of which a copy is taken, or a function ``(mean, std, count) -> threshold``.
+            By default ``MeanStdThreshold()``.
+        max_consecutive_spikes: how many spikes in a row mean a new level, from which the rule then starts afresh.
+        prefix: what the values' names start with.
+        flag: the attribute of ``engine.state`` that says whether the value is a spike: False when an iteration starts,
+            and the verdict from the end of the train step on: a bool on the CPU, else a 0-dim bool tensor.
+
+    Raises:
+        TypeError: if an argument is of another type; in a run if the function returns anything but one number.
+        ValueError: if an argument has a value it can't have.
+
+    Examples:
+        .. code-block:: python
+
+            loss = SpikeMonitor(lambda engine: engine.state.output, prefix="loss", flag="loss_is_spike")
+            loss.attach(trainer)
+
+            update = SpikeMonitor(
+                lambda engine: engine.state.metrics.get("monitor/update_ratio_max"),
+                threshold=RobustThreshold(),
+                prefix="update",
+                flag="update_is_spike",
+            )
+            update.attach(trainer)
+    """
+
+    _state_dict_all_req_keys = ("detector", "known", "score")
+
+    def __init__(
+        self,
+        value: Callable[[Engine], float | Tensor | None],
+        *,
+        threshold: ThresholdRule | Callable[[Tensor, Tensor, Tensor], Tensor | float] | None = None,
+        max_consecutive_spikes: int = 10,
+        prefix: str = "spike",
+        flag: str = "unhealthy_value",
+    ) -> None:
+        super().__init__(NoModel(), prefix)
+        if not callable(value):
+            raise TypeError(f"Argument value should be a function of the engine, but given {type(value)}")
+        check_flag(flag)
+        self.value = value
+        self.flag = flag
+        patience = check_count("max_consecutive_spikes", max_consecutive_spikes, least=1)
+        self._judge = NormJudge(SpikeDetector(as_rule(threshold), max_consecutive_spikes=patience))
+
+    def state_dict(self) -> OrderedDict[str, Any]:
+        """Statistics and counts: tensors, dicts of tensors and a number."""
+        return OrderedDict(self._judge.state_dict())
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._judge.load_state_dict(state_dict)
+
+    def handlers(self) -> Handlers:
+        return [(MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed)]
+
+    @property
+    def attributes(self) -> list[str]:
+        return [self.flag]
+
+    def clear(self, engine: Engine) -> None:
+        super().clear(engine)
+        setattr(engine.state, self.flag, False)
+
+    def release(self) -> None:
+        self._warn_of_restarts(wait=True)
+
+    def _on_train_step_completed(self, engine: Engine) -> Callable[[], None] | None:
+        # Once all monitors have published: the value may be one of theirs.
+        return functools.partial(self._judge_value, engine) if self._is_running else None
+
+    def _judge_value(self, engine: Engine) -> None:
+        value = self.value(engine)
+        if value is None:
+            return
+        number = _as_number(value)
+        # A detector knows no number below all others.
+        verdict = self._judge.detector.judge(number.masked_fill(number.isneginf(), torch.inf))
+        self._judge.observe(verdict)
+        setattr(engine.state, self.flag, as_published(verdict.spike))
+        values = self._judge.statistics(verdict)
+        names = ("threshold", "spike", "spike_count", "spike_score")
+        self.publish(value=number, **{name: values[name] for name in names if name in values})
+        self._tell(engine, verdict, number)
+
+    def _tell(self, engine: Engine, verdict: Verdict, number: Tensor) -> None:
+        if self._source is None:
+            return
+        if self._source.has_handlers(MonitorEvents.SPIKE_DETECTED) and bool(verdict.spike):
+            with told(engine, self._spike(verdict, number)):
+                self._source.fire(MonitorEvents.SPIKE_DETECTED)
+        listened = self._source.has_handlers(MonitorEvents.LEVEL_CHANGED)
+        if self._warn_of_restarts(wait=listened) and listened:
+            with told(engine, self._spike(verdict, number)):
+                self._source.fire(MonitorEvents.LEVEL_CHANGED)
+
+    def _spike(self, verdict: Verdict, number: Tensor) -> Spike:
+        value, threshold = torch.stack((number, verdict.threshold)).tolist()
+        return Spike(self, f"{self.prefix}/value", value, threshold, {})
+
+    def _warn_of_restarts(self, wait: bool) -> bool:
+        has_restarted = self._judge.has_restarted(wait)
+        if has_restarted:
+            self.logger.warning(
+                "%s: %d spikes in a row mean that the value has a new level: the rule starts afresh from it",
+                self.prefix,
+                self._judge.detector.max_consecutive_spikes,
+            )
+        return has_restarted
+
+
+def _as_number(value: Any) -> Tensor:
+    """A number as a 0-dim tensor of the widest dtype where it lies.
+
+    Raises:
+        TypeError: if it is not one number.
+    """
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        return value.detach().reshape(()).to(wide_dtype(value.device))
+    try:
+        if isinstance(value, Tensor):
+            raise TypeError("not one real number")
+        return torch.tensor(float(value), dtype=torch.float64, device="cpu")
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"Argument value should return one number or None, but it returned {value!r}") from error

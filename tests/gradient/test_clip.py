@@ -1,0 +1,327 @@
+"""reaction="clip": at a spike the step uses the gradient times threshold / norm, and else just what it would use."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.amp import GradScaler
+
+from ignite_monitor import GradMonitor, MeanStdThreshold, StaticThreshold, WeightUpdateHandler
+from ignite_monitor.gradient.clip import scale
+from tests._trainers import assert_same, grad_norm, loss_of, make_batches, make_model, train, training_state
+from tests.gradient.test_skip_step import FEW, OPTIMIZERS, build
+
+LIMIT = 50.0
+
+
+def scaled_by_hand(model, limit, factors):
+    """What the contract says, in float64: the gradient times limit / norm where the norm exceeds the limit."""
+    norm = grad_norm(model)
+    factors.append(min(1.0, limit / norm))
+    for parameter in model.parameters():
+        if parameter.grad is not None and factors[-1] < 1:
+            parameter.grad.copy_(parameter.grad.double() * factors[-1])
+
+
+def run(name, spikes, *, by_hand=False, every=1, scaler=False, count=12, closure=False, reaction="clip"):
+    """Parameters and optimizer state after a training in which monitor or oracle clips; recorder, and factors."""
+    model, optimizer = build(name)
+    factors, grad_scaler = [], GradScaler("cpu", init_scale=2.0**10) if scaler else None
+
+    def make_step():
+        def backward(batch):
+            loss = loss_of(model, batch)
+            (loss if grad_scaler is None or by_hand else grad_scaler.scale(loss)).backward()
+            return loss
+
+        def step(engine, batch):
+            i = engine.state.iteration
+            if closure:
+
+                def evaluate():
+                    optimizer.zero_grad()
+                    loss = backward(batch)
+                    if by_hand:
+                        scaled_by_hand(model, LIMIT, factors)
+                    return loss
+
+                optimizer.step(evaluate)
+                return
+            if i % every == 1 % every:
+                optimizer.zero_grad()
+            backward(batch)
+            if i % every:
+                return
+            if by_hand:
+                scaled_by_hand(model, LIMIT, factors)
+                optimizer.step()
+            elif grad_scaler is None:
+                optimizer.step()
+            else:
+                grad_scaler.step(optimizer)
+                grad_scaler.update()
+
+        return step
+
+    monitors = []
+    if not by_hand:
+        monitors = [
+            GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), reaction=reaction, scaler=grad_scaler)
+        ]
+    recorder = train(make_step(), make_batches(count, spikes), *monitors)
+    return {"model": dict(model.state_dict()), "optimizer": optimizer.state_dict()["state"]}, recorder, factors
+
+
+def assert_close(one, other):
+    for (_, ours), (_, theirs) in zip(leaves(one), leaves(other), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=1e-6)
+
+
+def leaves(tree, name=""):
+    if isinstance(tree, dict):
+        for key in tree:
+            yield from leaves(tree[key], f"{name}/{key}")
+    else:
+        yield name, torch.as_tensor(0.0 if tree is None else tree)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_spike_is_scaled_down_to_its_threshold(name):
+    ours, recorder, _ = run(name, spikes=(4, 9))
+    theirs, _, factors = run(name, spikes=(4, 9), by_hand=True)
+    assert_close(ours, theirs)
+    assert [i for i, factor in enumerate(factors, 1) if factor < 1] == [4, 9]
+    assert recorder.of("grad/clipped_count") == [0, 0, 0, 1, 1, 1, 1, 1, 2, 2, 2, 2]
+    assert recorder.of("grad/skipped_count") == [0] * 12
+    assert recorder.of("grad/stepped") == [1] * 12
+
+
+@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("options", [{"every": 3}, {"scaler": True}, {"every": 2, "scaler": True}, {"closure": True}])
+def test_with_accumulation_scaler_and_closures(name, options):
+    ours, recorder, _ = run(name, spikes=(5,), **options)
+    theirs, _, factors = run(name, spikes=(5,), by_hand=True, **options)
+    assert_close(ours, theirs)
+    assert sum(factor < 1 for factor in factors) == 1 == recorder.of("grad/clipped_count")[-1]
+
+
+@pytest.mark.parametrize("name", [*FEW, "Muon", "Adafactor"])
+def test_without_a_spike_training_is_bitwise_the_same(name):
+    for options in ({}, {"scaler": True}, {"every": 3}):
+        clipped, recorder, _ = run(name, spikes=(), **options)
+        alone, _, _ = run(name, spikes=(), reaction=None, **options)
+        assert_same(clipped, alone)
+        assert recorder.of("grad/clipped_count")[-1] == 0
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_a_non_finite_gradient_is_left_out(name):
+    def training(batches, reaction):
+        model, optimizer = build(name)
+
+        def step(engine, batch):
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            optimizer.step()
+
+        monitor = [GradMonitor(model, optimizer, threshold=StaticThreshold(1e9), reaction=reaction)] if reaction else []
+        recorder = train(step, batches, *monitor)
+        return training_state(model, optimizer), recorder
+
+    batches = make_batches(8, [3, 6], math.nan)
+    ours, recorder = training(batches, "clip")
+    theirs, _ = training([batch for i, batch in enumerate(batches, 1) if i not in (3, 6)], None)
+    assert_same(ours, theirs)
+    assert recorder.of("grad/skipped_count")[-1] == 2
+    assert recorder.of("grad/clipped_count")[-1] == 0
+    assert recorder.of("grad/stepped") == [1, 1, 0, 1, 1, 0, 1, 1]
+
+
+class Halved(torch.optim.Optimizer):
+    """Of nobody's: it moves by half the gradient, and takes a closure."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(parameter.grad, alpha=0.5)
+
+
+@pytest.mark.parametrize("closure", [False, True])
+@pytest.mark.parametrize("factor", [1e3, math.nan])
+def test_any_optimizer(closure, factor):
+    model = make_model()
+    optimizer, moved, norms = Halved(model.parameters()), [], []
+
+    def evaluate(batch):
+        optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        loss.backward()
+        norms.append(grad_norm(model))
+        return loss
+
+    def step(engine, batch):
+        before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+        if closure:
+            optimizer.step(lambda: evaluate(batch))
+        else:
+            evaluate(batch)
+            optimizer.step()
+        moved.append(float((nn.utils.parameters_to_vector(model.parameters()).detach() - before).norm()))
+
+    recorder = train(
+        step,
+        make_batches(5, [5], factor),
+        GradMonitor(model, optimizer, threshold=StaticThreshold(5.0), reaction="clip"),
+    )
+    assert moved[:4] == pytest.approx([min(norm, 5.0) / 2 for norm in norms[:4]], rel=1e-4)
+    if math.isfinite(factor):
+        assert moved[4] == pytest.approx(2.5, rel=1e-4)
+    else:  # nobody can leave out its step without knowing it
+        assert math.isnan(moved[4])
+        assert recorder.of("grad/stepped")[-1] == 1
+
+
+def test_lbfgs_has_the_first_gradient_of_its_step_clipped():
+    model, used = make_model(), []
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=1e-6, max_iter=1)
+    optimizer.register_step_post_hook(lambda *_: used.append(grad_norm(model)))
+
+    def step(engine, batch):
+        def closure():
+            optimizer.zero_grad()
+            loss = loss_of(model, batch)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+    train(step, make_batches(3, [2]), GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), reaction="clip"))
+    assert used[1] == pytest.approx(LIMIT, rel=1e-5)
+    assert max(used[0], used[2]) < LIMIT
+
+
+def test_a_second_step_with_the_same_gradient_does_not_scale_it_again():
+    model, norms = make_model(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+
+    def step(engine, batch):
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        for _ in range(2):
+            optimizer.step()
+            norms.append(grad_norm(model))
+
+    recorder = train(
+        step, make_batches(2, [2]), GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), reaction="clip")
+    )
+    assert norms[2:] == pytest.approx([LIMIT, LIMIT], rel=1e-5)
+    assert recorder.of("grad/clipped_count")[-1] == 1
+
+
+def test_other_monitors_see_the_gradient_of_backward_and_clipping_needs_no_order():
+    model, truth = make_model(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+
+    def step(engine, batch):
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        truth.append(max(float(p.grad.double().norm()) for p in model.parameters()))
+        optimizer.step()
+
+    recorder = train(
+        step,
+        make_batches(3, [2]),
+        GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), reaction="clip"),
+        WeightUpdateHandler(model, optimizer),
+    )
+    assert recorder.of("monitor/grad_max") == pytest.approx(truth, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "text"),
+    [
+        ({"reaction": "clip", "skip_step": True}, ValueError, "skip_step"),
+        ({"reaction": "halve"}, ValueError, "reaction"),
+        ({"reaction": 1.0}, TypeError, "reaction"),
+        ({"reaction": "clip", "optimizer": None}, ValueError, "needs the argument optimizer"),
+        ({"reaction": "skip", "optimizer": None}, ValueError, "needs the argument optimizer"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(arguments, kind, text):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(kind, match=text):
+        GradMonitor(model, **{"optimizer": optimizer} | arguments)
+
+
+def test_skip_step_is_the_reaction_skip():
+    states = []
+    for arguments in ({"skip_step": True}, {"reaction": "skip"}, {"reaction": "skip", "skip_step": True}):
+        model, optimizer = build("AdamW")
+
+        def step(engine, batch, model=model, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            optimizer.step()
+
+        recorder = train(
+            step,
+            make_batches(6, [3]),
+            GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), **arguments),
+        )
+        assert recorder.of("grad/skipped_count")[-1] == 1
+        assert recorder.of("grad/clipped_count")[-1] is None
+        states.append(training_state(model, optimizer))
+    assert_same(states[0], states[1])
+    assert_same(states[0], states[2])
+
+
+def test_counts_resume_and_states_from_before_clipping_load():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+
+    def step(engine, batch):
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+
+    def make(reaction):
+        return GradMonitor(model, optimizer, threshold=MeanStdThreshold(k=10.0, warmup=3), reaction=reaction)
+
+    first, old, second, third = make("clip"), make(None), make("clip"), make("clip")
+    train(step, make_batches(8, [5]), first)
+    second.load_state_dict(first.state_dict())
+    assert train(step, make_batches(8, [5]), second).of("grad/clipped_count")[-1] == 2
+    third.load_state_dict(old.state_dict())
+    assert float(third.state_dict()["clipped_count"]) == 0
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("kind", ["strided", "sparse", "uncoalesced", "complex", "half", "transposed", "csr"])
+def test_every_kind_of_gradient_is_scaled_in_place(kind):
+    torch.manual_seed(0)
+    plain = torch.randn(4, 3)
+    gradient = {
+        "strided": plain.clone,
+        "sparse": lambda: plain.to_sparse(),
+        "uncoalesced": lambda: torch.sparse_coo_tensor([[0, 0, 2]], torch.randn(3, 3), (4, 3), check_invariants=True),
+        "complex": lambda: torch.randn(4, 3, dtype=torch.complex64),
+        "half": plain.half,
+        "transposed": plain.t().clone().t,
+        "csr": plain.to_sparse_csr,
+    }[kind]()
+    before = gradient.to_dense().clone()
+    scale([gradient], torch.tensor(1.0, dtype=torch.float64))
+    assert torch.equal(gradient.to_dense(), before)
+    scale([gradient], torch.tensor(0.25, dtype=torch.float64))
+    assert gradient.dtype == before.dtype
+    assert torch.equal(gradient.to_dense(), before * 0.25)

@@ -1,0 +1,145 @@
+"""What GradMonitor tells of itself: spikes, new levels, and that no step is ever made."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from ignite.engine import Engine
+
+from ignite_monitor import GradMonitor, MeanStdThreshold, MonitorEvents, StaticThreshold
+from tests._trainers import grad_norm, loss_of, make_batches, make_model
+
+
+def trainer_of(model, optimizer, norms):
+    def step(engine, batch):
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        norms.append(grad_norm(model))
+        optimizer.step()
+
+    return Engine(step)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_spike_tells_of_itself_while_its_handlers_run(own):
+    model, norms, told, called = make_model(), [], [], []
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    trainer = trainer_of(model, optimizer, norms)
+    if own:
+        trainer.state.spike = "mine"
+    monitor = GradMonitor(
+        model, optimizer, threshold=StaticThreshold(50.0), on_spike=lambda engine, _: called.append(engine.state.spike)
+    )
+    monitor.attach(trainer)
+
+    @trainer.on(MonitorEvents.SPIKE_DETECTED)
+    def tell(engine):
+        told.append(engine.state.spike)
+
+    trainer.run(make_batches(6, spikes=[4]))
+    assert called == told == [(monitor, "grad/norm", pytest.approx(norms[3], rel=1e-5), 50.0, {})]
+    assert told[0].monitor is monitor
+    assert (told[0].name, told[0].threshold, told[0].culprits) == ("grad/norm", 50.0, {})
+    assert getattr(trainer.state, "spike", None) == ("mine" if own else None)
+    assert hasattr(trainer.state, "spike") is own
+
+
+def test_a_handler_that_raises_leaves_no_spike_behind():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    trainer = trainer_of(model, optimizer, [])
+    GradMonitor(model, optimizer, threshold=StaticThreshold(50.0)).attach(trainer)
+
+    @trainer.on(MonitorEvents.SPIKE_DETECTED)
+    def fail(engine):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        trainer.run(make_batches(2, spikes=[2]))
+    assert not hasattr(trainer.state, "spike")
+
+
+def test_a_new_level_is_told_of_once_where_the_rule_starts_afresh(caplog):
+    model, norms, told, levels = make_model(), [], [], []
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    trainer = trainer_of(model, optimizer, norms)
+    monitor = GradMonitor(model, optimizer, threshold=MeanStdThreshold(k=10.0, warmup=5), max_consecutive_spikes=4)
+    monitor.attach(trainer)
+    trainer.add_event_handler(MonitorEvents.SPIKE_DETECTED, lambda engine: told.append(engine.state.iteration))
+
+    @trainer.on(MonitorEvents.LEVEL_CHANGED)
+    def level(engine):
+        levels.append((engine.state.iteration, engine.state.spike, engine.state.metrics["grad/spike_count"]))
+
+    with caplog.at_level(logging.WARNING):
+        trainer.run(make_batches(30, spikes=range(11, 31)))
+    assert told == [11, 12, 13, 14]
+    [(iteration, spike, count)] = levels
+    assert (iteration, spike.monitor, spike.name, count) == (14, monitor, "grad/norm", 4.0)
+    assert spike.value == pytest.approx(norms[13], rel=1e-5)
+    assert spike.value > spike.threshold > max(norms[:10])
+    assert len(caplog.records) == 1
+
+
+# No step
+
+
+def hint(caplog):
+    return [record.getMessage() for record in caplog.records if "has made no step" in record.getMessage()]
+
+
+def run_with(make_step, count, caplog, with_optimizer=True):
+    model = make_model()
+    own = torch.optim.Adam(model.parameters(), lr=1e-6)
+    other = torch.optim.SGD(model.parameters(), lr=1e-6)
+    trainer = Engine(make_step(model, own, other))
+    monitor = GradMonitor(model, own if with_optimizer else None)
+    monitor.attach(trainer)
+    stepped = []
+    trainer.add_event_handler(
+        MonitorEvents.TRAIN_STEP_COMPLETED, lambda engine: stepped.append(dict(engine.state.metrics))
+    )
+    with caplog.at_level(logging.WARNING):
+        trainer.run(make_batches(count))
+    return hint(caplog), stepped
+
+
+def steps_of(which, every=1):
+    def make_step(model, *optimizers):
+        def step(engine, batch):
+            if engine.state.iteration % every == 1 % every:
+                for each in optimizers:
+                    each.zero_grad()
+            loss_of(model, batch).backward()
+            if which is not None and engine.state.iteration % every == 0:
+                optimizers[which].step()
+
+        return step
+
+    return make_step
+
+
+def test_another_optimizer_that_makes_the_steps_is_named_once_after_50_gradients(caplog):
+    assert run_with(steps_of(1), 49, caplog)[0] == []
+    [text], published = run_with(steps_of(1), 120, caplog)
+    assert "50 iterations" in text
+    assert "Adam," in text
+    assert "SGD, which holds" in text
+    assert published == [{"grad/stepped": 0.0}] * 120
+
+
+@pytest.mark.parametrize(
+    ("which", "every", "with_optimizer", "count"),
+    [(0, 1, True, 0), (0, 49, True, 0), (1, 1, False, 0), (None, 1, True, 1)],
+    ids=["own", "accumulation", "no optimizer given", "none steps"],
+)
+def test_who_is_warned_of_steps_that_are_not_made(which, every, with_optimizer, count, caplog):
+    assert len(run_with(steps_of(which, every), 120, caplog, with_optimizer)[0]) == count
+
+
+def test_an_iteration_that_only_accumulates_says_that_no_step_was_made(caplog):
+    _, published = run_with(steps_of(0, every=3), 9, caplog)
+    assert [values["grad/stepped"] for values in published] == [0, 0, 1] * 3
+    assert [set(values) == {"grad/stepped"} for values in published] == [True, True, False] * 3

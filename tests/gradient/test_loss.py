@@ -1,0 +1,147 @@
+"""GradMonitor(loss=...): a step is a spike too where its loss is one."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from ignite_monitor import GradMonitor, StaticThreshold
+from tests._trainers import Judge, assert_same, make_model, train, training_state
+
+
+def batches_of(count, spikes=(), seed=0):
+    """Of inputs and targets; in those of ``spikes`` (from 1) the targets lie 20 times as far from each other."""
+    generator = torch.Generator().manual_seed(seed)
+    batches = [(torch.randn(8, 4, generator=generator), torch.randn(8, 2, generator=generator)) for _ in range(count)]
+    return [(x, y * 20 if i in spikes else y) for i, (x, y) in enumerate(batches, 1)]
+
+
+class Training:
+    """A training that knows its losses, and can be watched in either way."""
+
+    def __init__(self, how, every=1, leaves_out=False, **arguments):
+        self.model, self.criterion = make_model(), nn.MSELoss()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-6)
+        self.every, self.leaves_out, self.losses = every, leaves_out, []
+        source = {
+            "module": self.criterion,
+            "function": lambda engine: self.loss,
+            "number": lambda engine: float(self.loss.detach()),
+        }
+        self.monitor = GradMonitor(
+            self.model, self.optimizer, loss=source[how], **{"threshold": StaticThreshold(1e9)} | arguments
+        )
+
+    def step(self, engine, batch):
+        i = engine.state.iteration
+        if i % self.every == 1 % self.every:
+            self.optimizer.zero_grad()
+        with torch.no_grad():
+            self.criterion(self.model(batch[0]), 100 * batch[1])  # what is evaluated aside belongs to no gradient
+        self.loss = self.criterion(self.model(batch[0]), batch[1])
+        self.losses.append(float(self.loss.detach().double()))
+        (self.loss / self.every).backward()
+        if i % self.every == 0 and not (self.leaves_out and engine.state.unhealthy_spike):
+            self.optimizer.step()
+
+
+def expected(losses):
+    """Whether each is a spike: z of its logarithm above 3.5, mean and deviation weighted with 0.99."""
+    judge = Judge(k=3.5, warmup=20, decay=0.99)
+    return [judge.expect(math.log(loss))["spike"] for loss in losses]
+
+
+@pytest.mark.parametrize("how", ["module", "function", "number"])
+def test_a_loss_that_is_a_spike_makes_the_step_one(how):
+    training = Training(how)
+    recorder = train(training.step, batches_of(50, spikes=(30, 41, 42)), training.monitor)
+    truth = expected(training.losses)
+    assert [i for i, spike in enumerate(truth, 1) if spike] == [30, 41, 42]
+    assert recorder.of("grad/loss_spike") == recorder.of("grad/spike") == truth
+    assert recorder.flags == [bool(spike) for spike in truth]
+    assert recorder.of("grad/spike_count") == [sum(truth[: i + 1]) for i in range(50)]
+    assert recorder.of("grad/spike_score")[-1] == pytest.approx(3 / 50)
+    assert float(training.monitor.state_dict()["detector"]["rule"]["count"]) == 50  # the norms were within their limit
+
+
+@pytest.mark.parametrize("how", ["module", "function"])
+def test_of_accumulated_micro_batches_the_mean_is_judged_once_per_step(how):
+    training = Training(how, every=3)
+    recorder = train(training.step, batches_of(120, spikes=(91,)), training.monitor)
+    means = [sum(training.losses[i : i + 3]) / 3 for i in range(0, 120, 3)]
+    truth = expected(means)
+    assert [i for i, spike in enumerate(truth) if spike] == [30]
+    published = [value for i, value in enumerate(recorder.of("grad/loss_spike"), 1) if i % 3 == 0]
+    assert published == truth
+
+
+@pytest.mark.parametrize("how", ["module", "function"])
+def test_the_losses_of_a_step_that_is_left_out_are_not_those_of_the_next(how):
+    training = Training(how, leaves_out=True)
+    recorder = train(training.step, batches_of(50, spikes=(30, 40)), training.monitor)
+    assert recorder.of("grad/loss_spike") == expected(training.losses)
+    rule = training.monitor.state_dict()["loss"]["detector"]["rule"]
+    assert float(rule["count"]) == 50
+
+
+def test_norm_and_loss_each_count():
+    training = Training("module", threshold=StaticThreshold(5.0))
+    recorder = train(training.step, batches_of(40, spikes=(5, 30)), training.monitor)
+    # The loss is not judged yet at the first, where the norm says it.
+    assert [i for i, spike in enumerate(recorder.of("grad/spike"), 1) if spike] == [5, 30]
+    assert recorder.of("grad/spike_count")[-1] == 2
+    assert recorder.of("grad/loss_spike")[4] == 0
+
+
+@pytest.mark.parametrize("reaction", ["skip", "clip"])
+def test_reactions(reaction):
+    training, batches = Training("module", reaction=reaction), batches_of(40, spikes=(30,))
+    recorder = train(training.step, batches, training.monitor)
+    other = Training("module")
+    train(other.step, [batch for i, batch in enumerate(batches, 1) if reaction == "clip" or i != 30])
+    # The norm is within its threshold: there is nothing to scale down to.
+    assert_same(training_state(training.model, training.optimizer), training_state(other.model, other.optimizer))
+    assert recorder.of("grad/skipped_count")[-1] == (reaction == "skip")
+
+
+def test_losses_without_a_logarithm_or_without_a_value_are_no_spikes_and_do_not_enter():
+    for loss in (-1.0, 0.0, None):
+        training = Training("module")
+        monitor = GradMonitor(
+            training.model, training.optimizer, threshold=StaticThreshold(1e9), loss=lambda engine, loss=loss: loss
+        )
+        recorder = train(training.step, batches_of(5), monitor)
+        assert recorder.of("grad/loss_spike") == [0.0] * 5
+        assert float(monitor.state_dict()["loss"]["detector"]["rule"]["count"]) == 0
+
+
+def test_training_is_untouched_and_the_criterion_is_left_as_it_was():
+    one, other = Training("module"), Training("module")
+    before = {name: len(value) for name, value in vars(one.criterion).items() if name.endswith("hooks")}
+    train(one.step, batches_of(30, spikes=(25,)), one.monitor)
+    train(other.step, batches_of(30, spikes=(25,)))
+    assert_same(training_state(one.model, one.optimizer), training_state(other.model, other.optimizer))
+    assert {name: len(value) for name, value in vars(one.criterion).items() if name.endswith("hooks")} == before
+
+
+def test_it_resumes_and_loads_states_from_before():
+    batches = batches_of(60, spikes=(45,))
+    whole, first, second = Training("module"), Training("module"), Training("module")
+    truth = train(whole.step, batches, whole.monitor)
+    train(first.step, batches[:30], first.monitor)
+    second.model.load_state_dict(first.model.state_dict())
+    second.monitor.load_state_dict(copy.deepcopy(first.monitor.state_dict()))
+    said = train(second.step, batches[30:], second.monitor)
+    assert said.metrics == truth.metrics[30:]
+    plain = GradMonitor(whole.model, whole.optimizer, threshold=StaticThreshold(1.0))
+    Training("module").monitor.load_state_dict(plain.state_dict())
+
+
+def test_a_loss_that_is_no_function_is_refused():
+    model = make_model()
+    with pytest.raises(TypeError, match="loss"):
+        GradMonitor(model, loss=1.0)

@@ -1,0 +1,143 @@
+"""SpikeMonitor: any scalar of the iteration, judged by its own earlier values."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import numpy as np
+import pytest
+import torch
+from ignite.engine import Engine, Events
+
+from ignite_monitor import GradMonitor, MeanStdThreshold, MonitorEvents, SpikeMonitor, StaticThreshold
+from tests._trainers import Judge, loss_of, make_batches, make_model
+
+
+def run(values, monitor, handlers=()):
+    """What is in the state after every iteration whose train step returns a value."""
+    seen = []
+    engine = Engine(lambda engine, batch: batch)
+    monitor.attach(engine)
+    for event, handler in handlers:
+        engine.add_event_handler(event, handler)
+    engine.add_event_handler(
+        Events.ITERATION_COMPLETED,
+        lambda engine: seen.append((dict(engine.state.metrics), getattr(engine.state, monitor.flag))),
+    )
+    engine.run(values, max_epochs=1)
+    return seen
+
+
+def output(engine):
+    return engine.state.output
+
+
+def values_of(count, spikes=(), seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    values = (torch.randn(count, generator=generator, dtype=torch.float64) + 5).tolist()
+    return [100.0 if i in spikes else value for i, value in enumerate(values)]
+
+
+def test_value_threshold_spike_count_and_score_are_those_of_the_contract():
+    values = values_of(60, spikes=(30, 31, 50))
+    seen = run(values, SpikeMonitor(output, prefix="loss"))
+    judge, count = Judge(), 0
+    for place, (value, (metrics, flag)) in enumerate(zip(values, seen, strict=True)):
+        expected = judge.expect(value)
+        count += int(expected["spike"])
+        truth = {
+            "value": value,
+            "spike": expected["spike"],
+            "spike_count": count,
+            "spike_score": count / (place + 1),
+        } | {name: expected[name] for name in ("threshold",) if name in expected}
+        assert metrics == pytest.approx({f"loss/{name}": number for name, number in truth.items()}, rel=1e-9)
+        assert flag is bool(expected["spike"])
+    assert count == 3
+
+
+@pytest.mark.parametrize("kind", [float, np.float32, torch.tensor, lambda x: torch.tensor([x], requires_grad=True)])
+def test_numbers_of_any_kind(kind):
+    values = [kind(value) for value in (1.0, 2.0, 30.0)]
+    seen = run(values, SpikeMonitor(output, threshold=StaticThreshold(10.0)))
+    assert [metrics["spike/value"] for metrics, _ in seen] == [1.0, 2.0, 30.0]
+    assert [flag for _, flag in seen] == [False, False, True]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_a_spike_and_does_not_enter(value):
+    monitor = SpikeMonitor(output, threshold=MeanStdThreshold(warmup=5))
+    seen = run([*values_of(10), value, *values_of(3, seed=1)], monitor)
+    assert [i for i, (_, flag) in enumerate(seen) if flag] == [10]
+    assert seen[10][0]["spike/value"] == pytest.approx(value, nan_ok=True)
+    assert float(monitor.state_dict()["detector"]["rule"]["count"]) == 13
+
+
+def test_none_is_no_value():
+    monitor = SpikeMonitor(lambda engine: None if engine.state.iteration % 2 else 1.0)
+    assert [bool(metrics) for metrics, _ in run(range(4), monitor)] == [False, True, False, True]
+
+
+@pytest.mark.parametrize("value", ["text", torch.zeros(2), torch.zeros((), dtype=torch.complex64), [1.0, 2.0]])
+def test_what_is_no_number_is_refused(value):
+    with pytest.raises(TypeError, match="one number or None"):
+        run([1.0], SpikeMonitor(lambda engine: value))
+
+
+def test_it_sees_what_other_monitors_publish_whatever_their_order():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+
+    def step(engine, batch):
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+
+    engine, seen = Engine(step), []
+    SpikeMonitor(lambda engine: engine.state.metrics["grad/norm"]).attach(engine)
+    GradMonitor(model, optimizer).attach(engine)
+    engine.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: seen.append(dict(engine.state.metrics)))
+    engine.run(make_batches(3))
+    assert [each["spike/value"] for each in seen] == [each["grad/norm"] for each in seen]
+
+
+def test_a_spike_and_a_new_level_tell_of_themselves(caplog):
+    told, levels = [], []
+    monitor = SpikeMonitor(output, threshold=MeanStdThreshold(warmup=5), max_consecutive_spikes=3, prefix="loss")
+    handlers = [
+        (MonitorEvents.SPIKE_DETECTED, lambda engine: told.append((engine.state.iteration, engine.state.spike))),
+        (MonitorEvents.LEVEL_CHANGED, lambda engine: levels.append((engine.state.iteration, engine.state.spike))),
+    ]
+    with caplog.at_level(logging.WARNING):
+        run([*values_of(20), *[100.0] * 10], monitor, handlers)
+    assert [iteration for iteration, _ in told] == [21, 22, 23]
+    assert [(iteration, spike.monitor, spike.name, spike.value) for iteration, spike in levels] == [
+        (23, monitor, "loss/value", 100.0)
+    ]
+    assert all(5.0 < spike.threshold < 100.0 for _, spike in told)
+    assert len(caplog.records) == 1
+
+
+def test_two_on_one_engine():
+    engine = Engine(lambda engine, batch: batch)
+    SpikeMonitor(output, prefix="a", flag="a").attach(engine)
+    SpikeMonitor(lambda engine: 2 * engine.state.output, prefix="b", flag="b").attach(engine)
+    engine.run([1.0])
+    assert (engine.state.metrics["a/value"], engine.state.metrics["b/value"]) == (1.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind"),
+    [
+        ({"value": 1.0}, TypeError),
+        ({"threshold": 3}, TypeError),
+        ({"max_consecutive_spikes": 0}, ValueError),
+        ({"flag": "epoch"}, ValueError),
+        ({"flag": 3}, TypeError),
+        ({"prefix": ""}, ValueError),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, kind):
+    with pytest.raises(kind):
+        SpikeMonitor(**{"value": output} | arguments)
