@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ignite_monitor.model._torch import foreach_add, foreach_mul
+
 
 class Moments(NamedTuple):
     r"""Weighted mean and spread of the numbers seen so far, five tensors of one shape.
@@ -44,8 +46,8 @@ class Moments(NamedTuple):
         count, weight, weight_squared, mean, spread = self
         if decay != 1.0:
             earlier = (weight, weight_squared, spread)
-            weight, weight_squared, spread = torch._foreach_mul(earlier, (decay, decay**2, decay))
-        count, weight, weight_squared = torch._foreach_add((count, weight, weight_squared), 1.0)
+            weight, weight_squared, spread = foreach_mul(earlier, (decay, decay**2, decay))
+        count, weight, weight_squared = foreach_add((count, weight, weight_squared), 1.0)
         delta = x - mean
         mean = torch.addcdiv(mean, delta, weight)
         return Moments(count, weight, weight_squared, mean, torch.addcmul(spread, delta, x - mean))

@@ -214,6 +214,11 @@ def known_forward_hooks(module: nn.Module) -> dict[tuple[str, int], Any]:
     return {(kind, key): hook for kind in found for key, hook in found[kind].items()}
 
 
+def forward_pre_hooks(module: nn.Module) -> list[Any]:
+    """The pre-hooks of a module, by which weight and spectral norm are known; without the name they are not known."""
+    return list(getattr(module, "_forward_pre_hooks", {}).values())
+
+
 def remove_forward_hook(module: nn.Module, known: tuple[str, int]) -> None:
     """Take off a hook that :func:`known_forward_hooks` gave."""
     kind, key = known
@@ -355,6 +360,13 @@ def _copy_one_by_one(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> No
         target.copy_(source)
 
 
+# Small tensors multiplied and added to in one call; without the names one by one.
+foreach_mul: Callable[[tuple[Tensor, ...], tuple[float, ...]], Iterable[Tensor]] = _or(
+    "torch._foreach_mul", lambda tensors, factors: map(torch.mul, tensors, factors)
+)
+foreach_add: Callable[[tuple[Tensor, ...], float], Iterable[Tensor]] = _or(
+    "torch._foreach_add", lambda tensors, number: (each + number for each in tensors)
+)
 foreach_copy: Callable[[list[Tensor], list[Tensor]], Any] = _or("torch._foreach_copy_", _copy_one_by_one)
 
 

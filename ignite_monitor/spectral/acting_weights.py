@@ -20,7 +20,7 @@ from torch.func import functional_call
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from ignite_monitor.model._torch import modules_in, parameters_in
+from ignite_monitor.model._torch import forward_pre_hooks, modules_in, parameters_in
 from ignite_monitor.model.device_of import device_of
 from ignite_monitor.model.linear_maps import is_conv1d
 from ignite_monitor.model.names import named_modules
@@ -127,7 +127,7 @@ def _computed(module: nn.Module) -> Iterator[_Computed]:
             make = partial(_parametrized, recipe)
             yield _Computed(name, tuple(recipe.parameters()), make().shape, make)
     of: Any = parameters_in(module)
-    for hook in getattr(module, "_forward_pre_hooks", {}).values():
+    for hook in forward_pre_hooks(module):
         name = getattr(hook, "name", "")
         if isinstance(hook, WeightNorm):
             parts = of[f"{name}_g"], of[f"{name}_v"]
