@@ -146,9 +146,9 @@ def buffers_in(module: nn.Module) -> dict[str, Tensor | None]:
 
 
 def modules_in(module: nn.Module) -> dict[str, nn.Module | None]:
-    """A module's own submodules. Without them, a copy."""
+    """A module's own submodules. Without them, and of scripted modules, a copy."""
     kept: dict[str, nn.Module | None] | None = getattr(module, "_modules", None)
-    return dict(module.named_children()) if kept is None else kept
+    return kept if isinstance(kept, dict) else dict(module.named_children())
 
 
 def parameters_of_each(modules: Iterable[nn.Module]) -> list[dict[str, nn.Parameter | None]]:
