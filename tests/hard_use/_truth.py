@@ -331,39 +331,63 @@ class Truth:
 
     def spectral(self) -> Values:
         """Of SpectralNormHandler with updates and per_parameter."""
-        before, after, of = self.iteration.weights, self.iteration.after, self.iteration.gradients
         floats = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+        of = self.iteration.gradients
+        before, after = self._acting(self.iteration.weights), self._acting(self.iteration.after)
         names = [name for name, each in after.items() if each.ndim > 1 and each.numel() and each.dtype in floats]
         order = tags(names)
         norms = {name: float(torch.linalg.matrix_norm(wide(after[name]).flatten(1), 2)) for name in names}
-        values = {f"norm/{tag}": norms[name] for name, tag in zip(names, order, strict=True)}
+        tables = {
+            key for key, each in self._parameters() for module in self.modules.values()
+            if isinstance(module, nn.Embedding) and module.weight is each
+        }  # fmt: skip
+        kinds = ["table" if name in tables else "norm" for name in names]
+        values = {f"{kind}/{tag}": norms[name] for kind, name, tag in zip(kinds, names, order, strict=True)}
         every = torch.tensor([*norms.values()], dtype=torch.float64)
         values |= {"norm_max": every.max(), "norm_mean": every.mean(), "norm_std": every.std(correction=0)}
         ranks = [(norm([after[name]]) / each) ** 2 for name, each in norms.items() if each]
         if ranks:
             summary = order_statistics("stable_rank", ranks)
             values |= {key: summary[key] for key in ("stable_rank_min", "stable_rank_median")}
-        tables = {
-            key for key, each in self._parameters() for module in self.modules.values()
-            if isinstance(module, nn.Embedding) and module.weight is each
-        }  # fmt: skip
         scales = {}
         for name in names:
             rows, columns = after[name].flatten(1).shape
-            scales[name] = math.sqrt(columns / rows if name in tables else rows / columns)
-        conditions = {"weight_condition": [norms[name] / scales[name] for name in names]}
-        own = [name for name in names if name in self.held]
-        if any(name in of for name in own):
+            if name not in tables:
+                scales[name] = math.sqrt(rows / columns)
+        conditions = {"weight_condition": [norms[name] / each for name, each in scales.items()]}
+        own = [name for name in names if any(each in self.held for each in self._made_of(name))]
+        if any(each in of for name in own for each in self._made_of(name)):
             moves = {
                 name: float(torch.linalg.matrix_norm((wide(after[name]) - wide(before[name])).flatten(1), 2))
                 for name in own
             }
             values["update_norm_max"] = max(moves.values())
-            conditions["update_condition"] = [each / scales[name] for name, each in moves.items()]
+            conditions["update_condition"] = [each / scales[name] for name, each in moves.items() if name in scales]
         for key, each in conditions.items():
+            if not each:
+                continue
             summary = order_statistics(key, each)
             values |= {f"{key}_max": summary[f"{key}_max"], f"{key}_median": summary[f"{key}_median"]}
         return {f"spectral/{name}": float(value) for name, value in values.items()}
+
+    def _made_of(self, name: str) -> list[str]:
+        """The parameters that a weight is made of."""
+        module, _, last = name.rpartition(".")
+        parts = [f"{module}.parametrizations.{last}.original{i}".lstrip(".") for i in (0, 1)]
+        return parts if parts[0] in self.iteration.weights else [name]
+
+    def _acting(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Weights as modules use them: of weight normalisation the rows of the second part, as long as the first."""
+        acting = {}
+        for name, weight in weights.items():
+            if name.endswith("original0"):
+                rows = wide(weights[name[:-1] + "1"])
+                normed = wide(weight) * rows / rows.flatten(1).norm(dim=1).view(-1, *[1] * (rows.ndim - 1))
+                # It stands where the module's weight does, before what is made of its own parameters.
+                acting[name.replace(".parametrizations.weight.original0", ".weight")] = normed
+            elif not name.endswith("original1"):
+                acting[name] = weight
+        return acting
 
     def alignment(self) -> Values:
         """Of AlignmentHandler."""
