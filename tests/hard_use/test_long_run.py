@@ -99,7 +99,11 @@ def heap_in_use() -> int:
 def alive_tensors() -> tuple[int, int]:
     """How many tensors there are, and the bytes of their storages."""
     tensors = [each for each in gc.get_objects() if issubclass(type(each), Tensor) and not is_lazy(each)]
-    storages = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors}
+    storages = {
+        each.untyped_storage()._cdata: each.untyped_storage().nbytes()
+        for each in tensors
+        if each.layout == torch.strided
+    }
     return len(tensors), sum(storages.values())
 
 
