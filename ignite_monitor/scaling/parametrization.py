@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +12,8 @@ from torch import Tensor, nn
 from ignite_monitor.checks import check_real, check_type
 from ignite_monitor.model.sampling import fnv1a_64
 from ignite_monitor.monitor.ranks import from_every_rank
-from ignite_monitor.scaling._layers import FoundLayer, FoundLayers, layers_by_hand, set_norm
-from ignite_monitor.scaling._overrides import check_ab, overridden
-from ignite_monitor.scaling.graph import Alignment, LayerGraph, as_alignment, chain, tied
-from ignite_monitor.scaling.module import draw_weights, multiplier_of
+from ignite_monitor.scaling.graph import LAYER_TYPES, Alignment, LayerGraph, as_alignment, chain, tied
+from ignite_monitor.scaling.module import FoundLayer, FoundLayers, draw_weights, layers_by_hand, multiplier_of, set_norm
 from ignite_monitor.scaling.solver import Solution, check_optimizer_type, solve
 from ignite_monitor.scaling.tracing import trace_graph
 
@@ -320,3 +318,45 @@ def _advice(found: Mapping[str, FoundLayer], *names: str) -> str:
 def _padding_idx(module: nn.Module, name: str) -> int | None:
     owner = module.get_submodule(name.rpartition(".")[0])
     return getattr(owner, "padding_idx", None)
+
+
+T = TypeVar("T")
+
+
+def check_ab(name: str, value: object) -> tuple[float, float]:
+    """The argument as two floats.
+
+    Raises:
+        TypeError: if it is not two numbers.
+    """
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise TypeError(f"Argument {name} should be two numbers (a, b), but given {value!r}")
+    return check_real(name, value[0]), check_real(name, value[1])
+
+
+def overridden(
+    name: str, overrides: Mapping[str, Any] | None, types: Mapping[str, str], check: Callable[[str, Any], T]
+) -> dict[str, T]:
+    """What the overrides say of the layers, by the layers' names.
+
+    Args:
+        check: makes of (name, value) a value, or raises.
+
+    Raises:
+        TypeError: if they are no mapping, or a value is of another type.
+        ValueError: if a key fits no layer, or a value can't be.
+    """
+    if overrides is None:
+        return {}
+    check_type(name, overrides, Mapping, "Mapping or None")
+    checked = {key: check(f"{name}[{key!r}]", value) for key, value in overrides.items()}
+    found: dict[str, T] = {}
+    used = set(LAYER_TYPES)  # a preset has them all, whatever the model
+    for layer, kind in types.items():
+        keys = [key for key in (layer, layer.rpartition(".")[2], kind) if key in checked]
+        used.update(keys)
+        if keys:
+            found[layer] = checked[keys[0]]
+    if unknown := sorted(map(str, set(checked) - used)):
+        raise ValueError(f"Argument {name} should name layers of the model or layer types, but given {unknown}")
+    return found

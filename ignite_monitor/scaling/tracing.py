@@ -24,8 +24,8 @@ import inspect
 import math
 import re
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,11 +35,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ignite_monitor.model._torch import unseen_by_functions
+from ignite_monitor.model._torch import buffers_in, unseen_by_functions
+from ignite_monitor.model.eager import Eager
 from ignite_monitor.model.names import named_modules, named_parameters
-from ignite_monitor.scaling._forward import run, untouched
-from ignite_monitor.scaling._labels import CONSTANT, FLAT, Label, Labels, TracingError, tensors_in
-from ignite_monitor.scaling._operations import (
+from ignite_monitor.reference.rng import cuda_devices, drawn_again, generators_of
+from ignite_monitor.scaling.graph import LayerGraph, Node
+from ignite_monitor.scaling.labels import CONSTANT, FLAT, Label, Labels, TracingError, tensors_in
+from ignite_monitor.scaling.module import multiplier_of
+from ignite_monitor.scaling.operations import (
     HOMOGENEOUS,
     INDEXING,
     INVARIANT,
@@ -55,7 +58,6 @@ from ignite_monitor.scaling._operations import (
     plain_name,
     summed_over,
 )
-from ignite_monitor.scaling.graph import LayerGraph, Node
 
 # Nearly no matter what small number is added, or what it is limited to, a factor stays one.
 _KEEP = LINEAR | {"clamp", "clamp_min", "clamp_max", "maximum"}
@@ -549,3 +551,45 @@ def _line() -> str | None:
             return f"{Path(file).name}:{frame.f_lineno}"
         frame = frame.f_back
     return None
+
+
+def run(model: nn.Module, sample_input: Any) -> Any:
+    """What the model returns.
+
+    Args:
+        sample_input: a tensor, a tuple of arguments, or a dict of keyword arguments.
+    """
+    if isinstance(sample_input, Mapping):
+        return model(**sample_input)
+    return model(*sample_input) if isinstance(sample_input, (tuple, list)) else model(sample_input)
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """A model that runs eagerly, in evaluation mode and without multipliers; afterwards it is as it was.
+
+    So are random numbers, those of generators too that its modules hold.
+    """
+    attributes = [(module, dict(vars(module)), dict(buffers_in(module))) for module in model.modules()]
+    values = [(buffer, buffer.clone()) for _, _, held in attributes for buffer in held.values() if buffer is not None]
+    generators = [each for module in model.modules() for each in generators_of(module).values()]
+    multipliers = [hook for module in model.modules() if (hook := multiplier_of(module)) is not None]
+    factors = [hook.value for hook in multipliers]
+    try:
+        with drawn_again(cuda_devices(), generators), torch.no_grad(), Eager(model):
+            model.eval()
+            for hook in multipliers:
+                hook.value = 1.0
+            yield
+    finally:
+        for hook, factor in zip(multipliers, factors, strict=True):
+            hook.value = factor
+        for module, held, buffers in attributes:
+            vars(module).clear()
+            vars(module).update(held)
+            registry = buffers_in(module)
+            registry.clear()
+            registry.update(buffers)
+        with torch.no_grad():
+            for buffer, value in values:
+                buffer.copy_(value)

@@ -43,10 +43,9 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 
 from ignite_monitor.checks import check_count, check_type
 from ignite_monitor.model.names import named_modules, named_parameters
-from ignite_monitor.scaling._labels import FLAT, TracingError
-from ignite_monitor.scaling._layers import FoundLayer, FoundLayers, computes_weights, layers_by_hand
 from ignite_monitor.scaling.graph import PRESETS, Node
-from ignite_monitor.scaling.module import Multiplier
+from ignite_monitor.scaling.labels import FLAT, TracingError
+from ignite_monitor.scaling.module import FoundLayer, FoundLayers, Multiplier, computes_weights, layers_by_hand
 from ignite_monitor.scaling.parametrization import Parametrization
 from ignite_monitor.scaling.tracing import Trace
 
