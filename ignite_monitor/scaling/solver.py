@@ -9,8 +9,10 @@ grows with r and c. So if (c, r) is feasible, then r can be raised, from the inp
 and everything stays feasible; c, and with it the objective, is as before. For the same reason there is a solution
 exactly if r is nowhere negative with every c that is not fixed at infinity.
 
-**Which of several optima.** Where u > alpha, or with SGD, a larger c in one layer may save just as much in another. Of
-all optima the one with the smallest :math:`\sum_l e^{-l/L} c_l` is taken, l the layer's place of L in the graph: the
+**Which of several optima.** With Adam and u <= alpha in every layer there is one only: the terms with u never bind, as
+:math:`r_\text{in} \ge 0`, so each r and each c has a lower bound that does not depend on any other c, and together
+these bounds are feasible. Where u > alpha, or with SGD, a larger c in one layer may save just as much in another. Of
+all optima the one with the smallest :math:`\sum_l e^{-l/L} c_l` is taken, l the layer's index of L in the graph: the
 earlier layers get the larger learning rates, so that no feature learns slowly without need. It is the only one: two
 optima would be joined by a face of the polyhedron in which some direction :math:`d \ne 0` is rational, as the
 coefficients are whole numbers, and :math:`\sum_l e^{-l/L} d_l = 0` contradicts the theorem of Lindemann and
@@ -37,6 +39,10 @@ from ignite_monitor.scaling.graph import Alignment, LayerGraph, as_alignment
 
 OPTIMIZER_TYPES = ("adam", "sgd")
 TOLERANCE = 1e-6
+
+
+class InfeasibleError(ValueError):
+    """There are no learning rates with which every activation's change stays bounded as the width grows."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +87,7 @@ def solve(
             graph = chain([Node("in", "embedding", a=-0.5, b=0.5), Node("out", "readout", a=0.5, b=0.5)])
             solve(graph, "full").c  # {"in": 0.5, "out": 0.5}
     """
-    check_optimizer_type(optimizer_type)
+    sgd = check_optimizer_type(optimizer_type) == "sgd"
     if not graph.layers:
         raise ValueError("Argument graph should have at least one layer with weights")
     alignments = _per_node(graph, alignment)
@@ -89,25 +95,20 @@ def solve(
     _check_feasible(graph, minima)
     if feature_learning:
         _check_features(graph, alignments)
-    program = LinearProgram(graph, minima)
-    c = program.minimise()
+    program = _Program(graph, minima)
+    c = program.minimise(several=sgd or any(each.u > each.alpha for each in alignments.values()))
     values = evaluate(minima, c)
     if feature_learning:
         features = sorted({("r", name) for node in graph.nodes if node.kind == "readout" for name in node.inputs})
         if any(values[feature] > TOLERANCE for feature in features):
             c = program.minimise(program.choose(features), features)
             values = evaluate(minima, c)
-    return Solution(
-        c,
-        {name: value for (kind, name), value in values.items() if kind == "r"},
-        {
-            node.name: values["r", node.name]
-            - node.a
-            - (0.0 if optimizer_type == "adam" else node.a + values.get(("g", node.name), 0.0))
-            for node in graph.nodes
-            if node.has_weights
-        },
-    )
+    bias_c = {}
+    for node in graph.nodes:
+        if node.has_weights:
+            gradient = node.a + values.get(("g", node.name), 0.0) if sgd else 0.0
+            bias_c[node.name] = values["r", node.name] - node.a - gradient
+    return Solution(c, {name: value for (kind, name), value in values.items() if kind == "r"}, bias_c)
 
 
 def check_optimizer_type(optimizer_type: object) -> str:
@@ -144,20 +145,15 @@ def _check_features(graph: LayerGraph, alignment: Mapping[str, Alignment]) -> No
 def _check_feasible(graph: LayerGraph, minima: Mapping[Variable, list[Term]]) -> None:
     fixed = {node.name: node.c for node in graph.layers if node.c is not None}
 
-    def smallest_r(without: str | None = None) -> tuple[float, str]:
-        c = {node.name: fixed.get(node.name, math.inf) for node in graph.layers}
-        if without is not None:
-            c[without] = math.inf
+    def first_negative_r(without: str | None = None) -> tuple[float, str]:
+        c = {node.name: math.inf if node.c is None or node.name == without else node.c for node in graph.layers}
         values = evaluate(minima, c)
-        # Of several that are negative the first is where it starts.
-        return next(
-            ((values["r", node.name], node.name) for node in graph.nodes if values["r", node.name] < -TOLERANCE),
-            (0.0, ""),
-        )
+        negative = ((value, node.name) for node in graph.nodes if (value := values["r", node.name]) < -TOLERANCE)
+        return next(negative, (0.0, ""))
 
-    value, name = smallest_r()
+    value, name = first_negative_r()
     if value < 0:
-        guilty = [each for each in fixed if smallest_r(each)[1] != name] or list(fixed)
+        guilty = [each for each in fixed if first_negative_r(each)[1] != name] or list(fixed)
         pins = ", ".join(f"{fixed[each]:g} in {each}" for each in guilty)
         raise InfeasibleError(
             f"With c fixed at {pins}, the change of the output of {name} grows as width to the power of {-value:g}, "
@@ -165,147 +161,104 @@ def _check_feasible(graph: LayerGraph, minima: Mapping[Variable, list[Term]]) ->
         )
 
 
-class InfeasibleError(ValueError):
-    """There are no learning rates with which every activation's change stays bounded as the width grows."""
+_Row = tuple[list[tuple[Variable, float]], float]  # variables with their coefficients, and the most they may come to
 
 
-class LinearProgram:
-    """The linear program of a graph as sparse rows over columns for c, r and gamma.
-
-    Args:
-        minima: what r and gamma of every node are the smallest of.
-    """
+class _Program:
+    """The program of a graph in sparse rows, over columns for c, r and gamma."""
 
     def __init__(self, graph: LayerGraph, minima: Mapping[Variable, list[Term]]) -> None:
         self._minima = {variable: candidates for variable, candidates in minima.items() if candidates}
-        self._layers = [node.name for node in graph.layers]
-        variables = [*(("c", name) for name in self._layers), *self._minima]
-        self._columns = {variable: place for place, variable in enumerate(variables)}
-        self._lower = [0.0 if kind == "r" else -math.inf for kind, _ in variables]
-        self._upper = [math.inf] * len(variables)
-        for node in graph.layers:
-            if node.c is not None:
-                self._lower[self._columns["c", node.name]] = self._upper[self._columns["c", node.name]] = node.c
-        self._rows = _Rows()
-        for variable, candidates in self._minima.items():
-            for term in candidates:
-                if all(each in self._columns for each in term.variables):
-                    self._rows.add([(variable, 1.0), *((each, -1.0) for each in term.variables)], term.constant)
+        self._layers: list[Variable] = [("c", node.name) for node in graph.layers]
+        variables = [*self._layers, *self._minima]
+        fixed = {("c", node.name): (node.c, node.c) for node in graph.layers if node.c is not None}
+        self._columns = {variable: index for index, variable in enumerate(variables)}
+        self._bounds = [
+            fixed.get(variable, (0.0 if variable[0] == "r" else -math.inf, math.inf)) for variable in variables
+        ]
+        self._rows: list[_Row] = [
+            ([(variable, 1.0), *((each, -1.0) for each in term.variables)], term.constant)
+            for variable, candidates in self._minima.items()
+            for term in candidates
+            if all(each in self._columns for each in term.variables)
+        ]
 
-    def minimise(self, equal: Mapping[Variable, Term] | None = None, zero: Iterable[Variable] = ()) -> dict[str, float]:
-        """The optimal c by layer, with the earlier layers' smallest where there are several.
+    def minimise(
+        self, equal: Mapping[Variable, Term] | None = None, zero: Iterable[Variable] = (), several: bool = True
+    ) -> dict[str, float]:
+        """The optimal c by layer.
 
         Args:
             equal: which of its terms a variable has to be equal to.
             zero: variables that have to be 0.
+            several: whether there may be several optima.
 
         Raises:
             InfeasibleError: if there is none.
         """
-        rows = self._rows.copy()
+        rows = self._rows + _at_most_zero(zero)
         for variable, term in (equal or {}).items():
-            rows.add([*((each, 1.0) for each in term.variables), (variable, -1.0)], -term.constant)
-        for variable in zero:
-            rows.add([(variable, 1.0)], 0.0)
-        count = len(self._layers)
-        total = dict.fromkeys((("c", name) for name in self._layers), 1.0)
+            rows.append(([*((each, 1.0) for each in term.variables), (variable, -1.0)], -term.constant))
+        total = dict.fromkeys(self._layers, 1.0)
         best = self._solve(rows, total)
-        if count > 1:
-            rows.add(total.items(), sum(best[:count]))
-            best = self._solve(rows, {layer: math.exp(-place / count) for place, layer in enumerate(total)})
-        return dict(zip(self._layers, best, strict=False))
+        count = len(self._layers)
+        if several and count > 1:
+            rows.append(([*total.items()], sum(best[:count])))
+            best = self._solve(rows, {layer: math.exp(-index / count) for index, layer in enumerate(total)})
+        return {name: value for (_, name), value in zip(self._layers, best, strict=False)}
 
     def choose(self, zero: Iterable[Variable]) -> dict[Variable, Term]:
         """Which term each variable is equal to in an optimum in which some are 0.
 
-        Args:
-            zero: variables that have to be 0.
-
         Raises:
             InfeasibleError: if there is none.
         """
-        rows = self._rows.copy()
-        for variable in zero:
-            rows.add([(variable, 1.0)], 0.0)
+        rows = self._rows + _at_most_zero(zero)
         # No r has to be larger than all constants there are, added up.
         large = 1.0 + 2.0 * sum(max(abs(term.constant) for term in each) for each in self._minima.values())
-        choices: list[tuple[Variable, Variable, Term]] = []
+        choices: dict[Variable, tuple[Variable, Term]] = {}
         for variable, candidates in self._minima.items():
-            chosen = [("chosen", f"{len(choices) + place}") for place in range(len(candidates))]
-            rows.add([(each, 1.0) for each in chosen], 1.0)
-            rows.add([(each, -1.0) for each in chosen], -1.0)
-            for each, term in zip(chosen, candidates, strict=True):
-                rows.add(
-                    [*((other, 1.0) for other in term.variables), (variable, -1.0), (each, large)],
-                    large - term.constant,
-                )
-                choices.append((each, variable, term))
-        found = self._solve(
-            rows, dict.fromkeys((("c", name) for name in self._layers), 1.0), [each for each, _, _ in choices]
+            chosen = {("chosen", f"{len(choices) + index}"): (variable, term) for index, term in enumerate(candidates)}
+            rows += [([(each, sign) for each in chosen], sign) for sign in (1.0, -1.0)]
+            for each, (_, term) in chosen.items():
+                entries = [*((other, 1.0) for other in term.variables), (variable, -1.0), (each, large)]
+                rows.append((entries, large - term.constant))
+            choices |= chosen
+        values = self._solve(rows, dict.fromkeys(self._layers, 1.0), choices)
+        return dict(
+            choice for choice, value in zip(choices.values(), values[len(self._columns) :], strict=True) if value > 0.5
         )
-        offset = len(self._columns)
-        return {variable: term for place, (_, variable, term) in enumerate(choices) if found[offset + place] > 0.5}
 
     def _solve(
-        self, rows: _Rows, objective: Mapping[Variable, float], binaries: Iterable[Variable] = ()
+        self, rows: list[_Row], objective: Mapping[Variable, float], binaries: Iterable[Variable] = ()
     ) -> list[float]:
-        np, optimize, sparse = _scipy()
-        columns = dict(self._columns)
-        for binary in binaries:
-            columns[binary] = len(columns)
-        more = len(columns) - len(self._columns)
-        weights = np.zeros(len(columns))
-        weights[[columns[variable] for variable in objective]] = list(objective.values())
-        matrix = sparse.csr_array(
-            (rows.values, ([*rows.places], [columns[each] for each in rows.variables])),
-            shape=(len(rows.upper), len(columns)),
-        )
+        try:
+            optimize: Any = importlib.import_module("scipy.optimize")
+        except ImportError as error:
+            raise ImportError("Width scaling needs SciPy: pip install 'ignite-monitor[scaling]'") from error
+        sparse: Any = importlib.import_module("scipy.sparse")
+        columns = self._columns | {each: len(self._columns) + index for index, each in enumerate(binaries)}
+        count, binary = len(columns), len(columns) - len(self._columns)
+        entries = [(index, columns[each], value) for index, (row, _) in enumerate(rows) for each, value in row]
+        index, column, value = zip(*entries, strict=True)
+        lower, upper = zip(*self._bounds, *[(0.0, 1.0)] * binary, strict=True)
         result = optimize.milp(
-            weights,
-            integrality=np.array([0] * len(self._columns) + [1] * more) if more else None,
-            bounds=optimize.Bounds(self._lower + [0.0] * more, self._upper + [1.0] * more),
-            constraints=optimize.LinearConstraint(matrix, -np.inf, rows.upper),
+            [objective.get(variable, 0.0) for variable in columns],
+            integrality=[0] * (count - binary) + [1] * binary if binary else None,
+            bounds=optimize.Bounds(lower, upper),
+            # What is at one place of the matrix twice is added up.
+            constraints=optimize.LinearConstraint(
+                sparse.csr_array((value, (index, column)), shape=(len(rows), count)),
+                -math.inf,
+                [most for _, most in rows],
+            ),
         )
         if result.x is None:
             raise InfeasibleError(
                 "No learning rates keep all changes bounded and let the readouts' inputs change by as much at any width"
             )
-        return [float(value) + 0.0 for value in result.x]  # without -0.0
+        return [float(each) + 0.0 for each in result.x]  # without -0.0
 
 
-class _Rows:
-    """Rows of a sparse matrix, each with the most that it may come to."""
-
-    def __init__(self) -> None:
-        self.places: list[int] = []
-        self.variables: list[Variable] = []
-        self.values: list[float] = []
-        self.upper: list[float] = []
-
-    def add(self, entries: Iterable[tuple[Variable, float]], upper: float) -> None:
-        """Add a row.
-
-        Args:
-            entries: variables with their coefficients; those of one that comes twice add up.
-            upper: the most that the row may come to.
-        """
-        for variable, value in entries:
-            self.places.append(len(self.upper))
-            self.variables.append(variable)
-            self.values.append(value)
-        self.upper.append(upper)
-
-    def copy(self) -> _Rows:
-        """Rows that can be added to without changing these."""
-        other = _Rows()
-        for name, value in vars(self).items():
-            setattr(other, name, list(value))
-        return other
-
-
-def _scipy() -> tuple[Any, Any, Any]:
-    try:
-        optimize = importlib.import_module("scipy.optimize")
-    except ImportError as error:
-        raise ImportError("Width scaling needs SciPy: pip install 'ignite-monitor[scaling]'") from error
-    return importlib.import_module("numpy"), optimize, importlib.import_module("scipy.sparse")
+def _at_most_zero(variables: Iterable[Variable]) -> list[_Row]:
+    return [([(variable, 1.0)], 0.0) for variable in variables]
