@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-# The output's change is as large, in powers of the width, as the largest change among the inputs.
+from ignite_monitor.scaling.labels import Label
+
+
+def _names(*texts: str) -> frozenset[str]:
+    return frozenset(" ".join(texts).split())
+
+
 _SHAPES = """
     T mT H mH data real alias as_strided broadcast_tensors broadcast_to chunk clone contiguous cpu cuda detach diagonal
     double dsplit expand expand_as flatten flip float half bfloat16 hsplit masked_select movedim moveaxis narrow permute
@@ -20,94 +26,104 @@ _SHAPES = """
     topk sort argsort argmax argmin nonzero one_hot histc bincount searchsorted unique
     _weight_norm bitwise_or bitwise_and bitwise_not remainder floor floor_divide __floordiv__ ceil round
 """
-_SUMS = """
-    add sub rsub subtract cat concat concatenate stack hstack vstack dstack column_stack row_stack where lerp maximum
-    minimum fmax fmin index_add scatter_add scatter_reduce addcmul addcdiv logaddexp meshgrid
-    __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__
-"""
-_PRODUCTS = """
-    mul multiply div divide true_divide __mul__ __rmul__ __imul__ __truediv__ __rtruediv__ __itruediv__ __div__
-    __rdiv__ __idiv__ glu pow float_power __pow__ __rpow__ __ipow__
-"""
+_PLUS = "add __add__ __radd__ __iadd__ sub subtract __sub__ __isub__"
+_TOGETHER = "cat concat concatenate stack hstack vstack dstack column_stack row_stack where lerp index_add scatter_add"
+_SUMS = "rsub __rsub__ maximum minimum fmax fmin scatter_reduce addcmul addcdiv logaddexp meshgrid"
+_TIMES = "mul multiply __mul__ __rmul__ __imul__"
+_OVER = "div divide true_divide __truediv__ __itruediv__ __div__ __idiv__"
+_PRODUCTS = "__rtruediv__ __rdiv__ glu pow float_power __pow__ __rpow__ __ipow__"
+_RECTIFIERS = "abs dropout dropout1d dropout2d dropout3d neg negative relu leaky_relu __neg__ __abs__"
 _ELEMENTWISE = """
-    abs absolute alpha_dropout atan celu clamp clamp_max clamp_min clip cos dropout dropout1d dropout2d dropout3d elu
-    erf exp exp2 expm1 feature_alpha_dropout feature_dropout gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu
-    log log1p log2 log_softmax logit logsigmoid logsumexp mish nan_to_num neg negative prelu reciprocal relu relu6
-    rrelu rsqrt selu sigmoid sign silu sin sinc softmax softmin softplus softshrink softsign sqrt square tanh
-    tanhshrink threshold fill zero __neg__ __abs__ __pos__ gumbel_softmax native_dropout
+    absolute alpha_dropout atan celu clamp clamp_max clamp_min clip cos elu erf exp exp2 expm1 feature_alpha_dropout
+    feature_dropout gelu hardshrink hardsigmoid hardswish hardtanh log log1p log2 log_softmax logit logsigmoid logsumexp
+    mish nan_to_num prelu reciprocal relu6 rrelu rsqrt selu sigmoid sign silu sin sinc softmax softmin softplus
+    softshrink softsign sqrt square tanh tanhshrink threshold fill zero __pos__ gumbel_softmax native_dropout
 """
-_STATISTICS = """
+_POOLS = """
     adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d
-    adaptive_max_pool3d amax amin aminmax avg_pool1d avg_pool2d avg_pool3d batch_norm cumsum fold group_norm
-    instance_norm layer_norm local_response_norm lp_pool1d lp_pool2d max max_pool1d max_pool2d max_pool3d mean median
-    min native_layer_norm norm normalize nansum nanmean rms_norm std std_mean sum var var_mean vector_norm
+    adaptive_max_pool3d amax amin avg_pool1d avg_pool2d avg_pool3d cumsum max max_pool1d max_pool2d max_pool3d mean
+    median min nansum norm std sum vector_norm
 """
+_NORMS = "batch_norm group_norm instance_norm layer_norm native_layer_norm normalize rms_norm"
+_STATISTICS = "aminmax fold local_response_norm lp_pool1d lp_pool2d nanmean std_mean var var_mean"
 _TESTS = """
     all any eq ge greater greater_equal gt isfinite isinf isnan le less less_equal logical_and logical_not logical_or
     lt ne not_equal __and__ __eq__ __ge__ __gt__ __invert__ __le__ __lt__ __ne__ __or__ isclose allclose equal
 """
-# Sums over what may be the width, of products.
-_CONTRACTIONS = """
-    __matmul__ __rmatmul__ addbmm addmm addmv addr baddbmm bilinear bmm cosine_similarity dot einsum inner matmul mm
-    multi_dot mv outer scaled_dot_product_attention tensordot vdot vecdot linear conv1d conv2d conv3d conv_transpose1d
-    conv_transpose2d conv_transpose3d convolution embedding embedding_bag pairwise_distance cdist grouped_mm
-    _grouped_mm grouped_mm_fallback
-"""
-# They make a tensor of a tensor's shape, and look at nothing else in it.
-_LIKE = """
-    empty_like full_like ones_like rand_like randn_like randint_like zeros_like new_empty new_full new_ones new_tensor
-    new_zeros
-"""
-# They make a number of a tensor.
-_NUMBERS = "item __bool__ __complex__ __float__ __index__ __int__"
-NUMBERS = frozenset(_NUMBERS.split())
-LIKE = frozenset(_LIKE.split())
-JUNCTIONS = {
-    **dict.fromkeys((_SHAPES + _SUMS + _ELEMENTWISE + _STATISTICS + _TESTS).split(), "sum"),
-    **dict.fromkeys(_PRODUCTS.split(), "product"),
-    **dict.fromkeys(_CONTRACTIONS.split(), "contraction"),
-}
-
-
-INDEXING = frozenset(("__getitem__", "index_select", "gather", "take_along_dim"))
-# A factor of the input is one of the output.
-_HOMOGENEOUS = """
-    adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d
-    adaptive_max_pool3d amax amin avg_pool1d avg_pool2d avg_pool3d max max_pool1d max_pool2d max_pool3d mean median min
-    abs dropout dropout1d dropout2d dropout3d neg negative relu leaky_relu __neg__ __abs__ sum nansum norm vector_norm
-    std cumsum
-"""
-HOMOGENEOUS = frozenset((_SHAPES + _HOMOGENEOUS).split())
-# A factor of the input makes no difference, or nearly none.
-_NORMS = """
-    layer_norm native_layer_norm rms_norm group_norm batch_norm instance_norm normalize sign cosine_similarity argsort
-    argmax argmin nonzero one_hot
-"""
-INVARIANT = frozenset((_NORMS + _TESTS).split())
-_DEGREES = {"square": 2.0, "sqrt": 0.5, "rsqrt": -0.5, "reciprocal": -1.0, "var": 2.0, "__rtruediv__": -1.0}
-_TIMES = "mul multiply __mul__ __rmul__ __imul__"
-_OVER = "div divide true_divide __truediv__ __itruediv__ __div__ __idiv__"
-_PLUS = "add __add__ __radd__ __iadd__ sub subtract __sub__ __isub__"
-_TOGETHER = "cat concat concatenate stack hstack vstack dstack column_stack row_stack where lerp index_add scatter_add"
-_PRODUCT_NAMES, _QUOTIENT_NAMES = frozenset(_TIMES.split()), frozenset(_OVER.split())
-# Of one activation and constants, they are linear but for what is added.
-LINEAR = frozenset(" ".join((_TIMES, _OVER, _PLUS, _TOGETHER)).split())
 _MATRICES = """
     matmul mm bmm mv dot __matmul__ __rmatmul__ addmm addmv addbmm baddbmm grouped_mm _grouped_mm grouped_mm_fallback
 """
-_MATRIX_PRODUCTS = frozenset(_MATRICES.split())
+_CONTRACTIONS = """
+    addr bilinear cosine_similarity einsum inner multi_dot outer scaled_dot_product_attention tensordot vdot vecdot
+    linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution embedding embedding_bag
+    pairwise_distance cdist
+"""
+JUNCTIONS = {
+    # The output's change is as large, in powers of the width, as the largest change among the inputs.
+    **dict.fromkeys(_names(_SHAPES, _PLUS, _TOGETHER, _SUMS, _RECTIFIERS, _ELEMENTWISE), "sum"),
+    **dict.fromkeys(_names(_POOLS, _NORMS, _STATISTICS, _TESTS), "sum"),
+    **dict.fromkeys(_names(_TIMES, _OVER, _PRODUCTS), "product"),
+    # Sums over what may be the width, of products.
+    **dict.fromkeys(_names(_MATRICES, _CONTRACTIONS), "contraction"),
+}
+# They make a tensor of a tensor's shape, and look at nothing else in it.
+LIKE = _names(
+    "empty_like full_like ones_like rand_like randn_like randint_like zeros_like",
+    "new_empty new_full new_ones new_tensor new_zeros",
+)
+# They make a number of a tensor.
+NUMBERS = _names("item __bool__ __complex__ __float__ __index__ __int__")
+INDEXING = _names("__getitem__ index_select gather take_along_dim")
+# A factor of the input is one of the output.
+HOMOGENEOUS = _names(_SHAPES, _RECTIFIERS, _POOLS)
+# A factor of the input makes no difference, or nearly none.
+INVARIANT = _names(_NORMS, _TESTS, "sign cosine_similarity argsort argmax argmin nonzero one_hot")
+# Of one activation and constants, they are linear but for what is added.
+LINEAR = _names(_TIMES, _OVER, _PLUS, _TOGETHER)
+_DEGREES = {"square": 2.0, "sqrt": 0.5, "rsqrt": -0.5, "reciprocal": -1.0, "var": 2.0, "__rtruediv__": -1.0}
+_MATRIX_PRODUCTS, _TIMES_NAMES, _QUOTIENTS = _names(_MATRICES), _names(_TIMES), _names(_OVER)
 
 
-def plain_name(name: str) -> str:
-    """An operation's name without its overload, and without the underscore of one in place."""
-    name = name.partition(".")[0]
-    return name[:-1] if name.endswith("_") and not name.endswith("__") else name
+class Operation(NamedTuple):
+    """One call of an operation, and what a trace knows of it."""
 
+    full: str  # its name, as torch has it
+    where: str  # with the module in which it runs
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    result: Any
+    given: list[Tensor]
+    labels: list[Label]  # of the given tensors
+    growth: float = 0.0  # the logarithm of how much more the larger model multiplies by than the smaller one
+    line: str | None = None  # of the model's code that does, "" where it multiplies by as much; None for no number
 
-def junction_of(name: str) -> str | None:
-    """What kind of junction an operation is; None if it is not known."""
-    name = name.partition(".")[0]
-    return JUNCTIONS.get(name) or JUNCTIONS.get(plain_name(name))
+    @property
+    def name(self) -> str:
+        """Its name without its overload, and without the underscore of one in place."""
+        name = self.full.partition(".")[0]
+        return name[:-1] if name.endswith("_") and not name.endswith("__") else name
+
+    @property
+    def junction(self) -> str | None:
+        """What kind of junction it is; None if it is not known."""
+        return JUNCTIONS.get(self.full.partition(".")[0]) or JUNCTIONS.get(self.name)
+
+    @property
+    def power(self) -> float | None:
+        """Where it takes a power of its input, the power."""
+        if self.name not in {"pow", "__pow__", "__ipow__", "float_power"}:
+            return _DEGREES.get(self.name)
+        exponent = self.argument(1, "exponent")
+        return float(exponent) if isinstance(exponent, (int, float)) else None
+
+    @property
+    def sign(self) -> float:
+        """With which sign the factor of its second input is one of the product or quotient."""
+        return -1.0 if self.name in _QUOTIENTS else 1.0
+
+    def argument(self, index: int, name: str, default: Any = None) -> Any:
+        """An argument, by its index or name."""
+        return self.kwargs.get(name, self.args[index] if len(self.args) > index else default)
 
 
 class Fans(NamedTuple):
@@ -117,107 +133,83 @@ class Fans(NamedTuple):
     outputs: int
 
 
-def fans(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], weight: Tensor) -> Fans | None:
+def fans(op: Operation, weight: Tensor) -> Fans | None:
     """What an operation takes a weight for; None if that is not known."""
     shape = tuple(weight.shape)
     if len(shape) < 2:
         return None
-    if name == "linear":
+    if op.name == "linear":
         return Fans(shape[-1], shape[0])
-    if name in {"embedding", "embedding_bag"}:
+    if op.name in {"embedding", "embedding_bag"}:
         return Fans(*shape)
-    if name in {"conv1d", "conv2d", "conv3d"}:
+    if op.name in {"conv1d", "conv2d", "conv3d"}:
         return Fans(math.prod(shape[1:]), shape[0])
-    if name in {"conv_transpose1d", "conv_transpose2d", "conv_transpose3d"}:
-        groups = kwargs.get("groups", args[6] if len(args) > 6 else 1)
+    if op.name in {"conv_transpose1d", "conv_transpose2d", "conv_transpose3d"}:
+        groups = op.argument(6, "groups", 1)
         return Fans(shape[0] // groups * math.prod(shape[2:]), shape[1] * groups)
-    if name == "einsum":
-        return _einsum_fans(args, weight)
-    if name in _MATRIX_PRODUCTS:
-        first = operands(name, args)[0]
-        return Fans(shape[-1], shape[-2]) if first is weight else Fans(shape[-2], shape[-1])
-    return None
-
-
-def operands(name: str, args: Sequence[Any]) -> Sequence[Any]:
-    """The two factors of a matrix product, in their order."""
-    if name == "__rmatmul__":
-        return args[1], args[0]
-    return args[1:3] if name in {"addmm", "addmv", "addbmm", "baddbmm"} else args[:2]
-
-
-def _einsum_fans(args: Sequence[Any], weight: Tensor) -> Fans | None:
-    sizes = _einsum_sizes(args)
-    if sizes is None:
+    if op.name in _MATRIX_PRODUCTS:
+        return Fans(shape[-1], shape[-2]) if _first_factor(op) is weight else Fans(shape[-2], shape[-1])
+    einsum = _einsum(op)
+    if einsum is None:
         return None
-    terms, output, size = sizes
-    given = args[1] if isinstance(args[1], (tuple, list)) else args[1:]
-    place = next(place for place, each in enumerate(given) if each is weight)
-    others = "".join(term for other, term in enumerate(terms) if other != place)
-    summed = math.prod(size[each] for each in terms[place] if each not in output)
-    return Fans(summed, math.prod(size[each] for each in terms[place] if each in output and each not in others))
+    tensors, terms, output, size = einsum
+    index = next(index for index, each in enumerate(tensors) if each is weight)
+    others = "".join(term for other, term in enumerate(terms) if other != index)
+    summed = math.prod(size[each] for each in terms[index] if each not in output)
+    return Fans(summed, math.prod(size[each] for each in terms[index] if each in output and each not in others))
 
 
-def _einsum_sizes(args: Sequence[Any]) -> tuple[list[str], str, dict[str, int]] | None:
-    """The subscripts of an einsum's operands, those of its output, and their sizes."""
-    if not isinstance(args[0], str):
+def summed_over(op: Operation) -> int:
+    """Over how many elements a product of two activations sums; 1 if that is not known."""
+    if op.name in _MATRIX_PRODUCTS or op.name in {"linear", "inner"}:
+        first = _first_factor(op)
+        return int(first.shape[-1]) if isinstance(first, Tensor) and first.ndim else 1
+    einsum = _einsum(op)
+    if einsum is None:
+        return 1
+    _, terms, output, size = einsum
+    return math.prod(size[each] for each in set("".join(terms)) if each not in output)
+
+
+def _first_factor(op: Operation) -> Any:
+    second = {"__rmatmul__": "other", "addmm": "mat1", "addmv": "mat", "addbmm": "batch1", "baddbmm": "batch1"}
+    return op.argument(1, second[op.name]) if op.name in second else op.argument(0, "input")
+
+
+def _einsum(op: Operation) -> tuple[Sequence[Tensor], list[str], str, dict[str, int]] | None:
+    """The operands of an einsum, their subscripts, those of its output, and the sizes of these."""
+    if op.name != "einsum" or not isinstance(op.args[0], str):
         return None
-    given = args[1] if isinstance(args[1], (tuple, list)) else args[1:]
-    inputs, arrow, output = args[0].replace(" ", "").partition("->")
+    tensors = op.args[1] if isinstance(op.args[1], (tuple, list)) else op.args[1:]
+    inputs, arrow, output = op.args[0].replace(" ", "").partition("->")
     terms = inputs.split(",")
     if not arrow:
         letters = inputs.replace(",", "")
         output = "".join(sorted(each for each in set(letters) if letters.count(each) == 1))
     size: dict[str, int] = {}
-    for term, tensor in zip(terms, given, strict=True):
+    for term, tensor in zip(terms, tensors, strict=True):
         before, _, after = term.partition("...")
         size |= dict(zip(before, tensor.shape, strict=False))
         size |= dict(zip(reversed(after), reversed(tensor.shape), strict=False))
-    return [term.replace("...", "") for term in terms], output.replace("...", ""), size
+    return tensors, [term.replace("...", "") for term in terms], output.replace("...", ""), size
 
 
-def summed_over(name: str, args: Sequence[Any]) -> int | None:
-    """Over how many elements a product of two activations sums; None if that is not known."""
-    if name == "einsum":
-        sizes = _einsum_sizes(args)
-        if sizes is None:
-            return None
-        terms, output, size = sizes
-        return math.prod(size[each] for each in set("".join(terms)) if each not in output)
-    if name in _MATRIX_PRODUCTS or name in {"linear", "inner"}:
-        first = operands(name, args)[0]
-        return int(first.shape[-1]) if isinstance(first, Tensor) and first.ndim else None
-    return None
-
-
-def degree(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float | None:
-    """Of an operation that takes a power of its input, the power."""
-    if name in {"pow", "__pow__", "__ipow__", "float_power"}:
-        exponent = kwargs.get("exponent", args[1] if len(args) > 1 else None)
-        return float(exponent) if isinstance(exponent, (int, float)) else None
-    return _DEGREES.get(name)
-
-
-def log_factor(
-    name: str, args: Sequence[Any], result: Any, is_constant: Callable[[Tensor], bool]
-) -> tuple[float, bool] | None:
+def log_factor(op: Operation, is_constant: Callable[[Tensor], bool]) -> tuple[float, bool] | None:
     """The logarithm of what an operation multiplies by; and whether that is a number that the model has.
 
     Args:
         is_constant: whether a tensor is made of no activation.
     """
-    if name in _PRODUCT_NAMES or name in _QUOTIENT_NAMES:
-        for place, each in enumerate(args[:2]):
-            value = _number(each, is_constant)
-            if value is not None and (place == 1 or name in _PRODUCT_NAMES):
-                return (math.log(value) if name in _PRODUCT_NAMES else -math.log(value)), True
-        return None
-    if name == "__rtruediv__":
-        value = _number(args[1], is_constant)
+    if op.name in _TIMES_NAMES | _QUOTIENTS:
+        factors = [op.argument(0, "input")] if op.name in _TIMES_NAMES else []
+        numbers = [_number(each, is_constant) for each in (*factors, op.argument(1, "other"))]
+        return next(((op.sign * math.log(each), True) for each in numbers if each is not None), None)
+    if op.name == "__rtruediv__":
+        value = _number(op.argument(1, "other"), is_constant)
         return None if value is None else (math.log(value), True)
-    if name in {"sum", "nansum", "norm", "vector_norm"} and isinstance(result, Tensor):
-        count = args[0].numel() / max(result.numel(), 1)
-        return (math.log(count) * (1.0 if "sum" in name else 0.5), False) if count > 0 else None
+    if op.name in {"sum", "nansum", "norm", "vector_norm"} and isinstance(op.result, Tensor):
+        count = op.argument(0, "input").numel() / max(op.result.numel(), 1)
+        return (math.log(count) * (1.0 if "sum" in op.name else 0.5), False) if count > 0 else None
     return None
 
 
@@ -229,8 +221,3 @@ def _number(value: Any, is_constant: Callable[[Tensor], bool]) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     return abs(value) if math.isfinite(value) and value != 0 else None
-
-
-def are_divided(name: str, labels: Sequence[Any]) -> Sequence[float]:
-    """With which sign each input's factor is one of a product or quotient."""
-    return [1.0, *([-1.0 if name in _QUOTIENT_NAMES else 1.0] * (len(labels) - 1))]

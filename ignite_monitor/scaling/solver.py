@@ -126,7 +126,7 @@ def _per_node(graph: LayerGraph, alignment: object) -> dict[str, Alignment]:
     nodes = [node for node in graph.nodes if node.kind in {"hidden", "readout", "attention"}]
     if not isinstance(alignment, Mapping):
         return dict.fromkeys((node.name for node in nodes), as_alignment("alignment", alignment))
-    named = {node.name: node.name if node.name in alignment else node.shares or node.name for node in nodes}
+    named = {node.name: node.name if node.name in alignment else node.layer for node in nodes}
     if missing := sorted({name for name in named.values() if name not in alignment}):
         raise ValueError(f"Argument alignment should have every layer, but lacks {missing}")
     return {node: as_alignment(f"alignment of {name}", alignment[name]) for node, name in named.items()}

@@ -45,8 +45,8 @@ from ignite_monitor.checks import check_count, check_type
 from ignite_monitor.model.names import named_modules, named_parameters
 from ignite_monitor.scaling.graph import PRESETS, Node
 from ignite_monitor.scaling.labels import FLAT, TracingError
-from ignite_monitor.scaling.module import FoundLayer, FoundLayers, Multiplier, computes_weights, layers_by_hand
-from ignite_monitor.scaling.parametrization import Parametrization
+from ignite_monitor.scaling.module import Multiplier, computes_weights
+from ignite_monitor.scaling.parametrization import FoundLayer, FoundLayers, Parametrization, layers_by_hand
 from ignite_monitor.scaling.tracing import Trace
 
 _logger = logging.getLogger(__name__)
@@ -126,7 +126,6 @@ def parametrize(
         inputs = sample_input(width) if callable(sample_input) else sample_input
         traces.append(Trace(made, layers, with_weights=True, small=traces[0] if traces else None).run(inputs))
     trace = traces[1]
-    trace.check_used(layers)
     inside = {id(each) for layer in by_hand.values() for each in layer.module.parameters()}
     _check_known(model, trace, {name for name, each in growing.items() if id(each) not in inside})
     if trace.warnings:
@@ -213,7 +212,7 @@ def _feeding(nodes: Iterable[Node]) -> set[str]:
     for node in reversed(list(nodes)):
         if node.has_weights or node.kind == "fixed" or node.name in found:
             found.update(node.inputs)
-    return {node.shares or node.name for node in nodes if node.name in found}
+    return {node.layer for node in nodes if node.name in found}
 
 
 def _growing_weights(small: nn.Module, large: nn.Module) -> dict[str, nn.Parameter]:
