@@ -39,11 +39,7 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 
 def rms(values: Tensor) -> Tensor:
-    """The root mean square of every row.
-
-    Args:
-        values: a tensor whose first dimension is that of the rows.
-    """
+    """The root mean square of every row; rows are the first dimension."""
     rows = values.flatten(1)
     norms: Tensor = torch.linalg.vector_norm(rows, dim=1)
     return norms / math.sqrt(rows.shape[1])
@@ -114,17 +110,12 @@ class AlignmentCalls(Comparison):
     """Measures how the calls of a model's layers are aligned.
 
     Args:
-        layers: what each layer's modules are called, by its name.
-        sample_size: how many rows of a batch to measure.
-
-    Attributes:
-        layers: names of the layers.
-        rows: name of a module -> row of its layer.
+        layers: the names of each layer's modules, by its own.
     """
 
     def __init__(self, reference: Reference, layers: Mapping[str, Sequence[str]], sample_size: int) -> None:
         self.layers = list(layers)
-        self.rows = {name: row for row, names in enumerate(layers.values()) for name in names}
+        self.rows = {name: row for row, names in enumerate(layers.values()) for name in names}  # of modules
         self._reference = reference
         self._sample_size = sample_size
         self._sums: list[tuple[str, Tensor]] = []
@@ -140,8 +131,8 @@ class AlignmentCalls(Comparison):
         bound = linear_map(module)
         if bound is None:
             raise NotComparableError("its forward has been replaced since the handler was made")
-        theirs: Any = self._reference.modules[call.name]
-        weight, initial = module.weight, theirs.weight
+        reference: Any = self._reference.modules[call.name]
+        weight, initial = module.weight, reference.weight
         x0, x = call.kept.pop(), self._sample(call)
         if x is None or x0 is None:
             raise NotComparableError("its input is no dense tensor on one device")
@@ -161,18 +152,14 @@ class AlignmentCalls(Comparison):
         self._sums += [(name, sums) for name, calls in results.items() for sums in calls]
 
     def result(self, incomplete: Collection[str]) -> Tensor:
-        """The alignments over all ranks, each of which has to ask: a row for each layer, NaN where there is none.
-
-        Args:
-            incomplete: names of modules whose layers are left out.
-        """
+        """The alignments over all ranks, each of which has to ask: a row for each layer, NaN where there is none."""
         device = device_of(self._reference.module)
         table = torch.zeros(len(self.layers), 2, len(TERMS), dtype=wide_dtype(device), device=device)
         without = {self.rows[name] for name in incomplete}
-        found = [(self.rows[name], sums) for name, sums in self._sums if self.rows[name] not in without]
-        if found:
-            rows = upload(torch.tensor([row for row, _ in found], device="cpu"), device)
-            table.index_add_(0, rows, torch.stack([move_like(sums, table) for _, sums in found]))
+        complete = [(self.rows[name], sums) for name, sums in self._sums if self.rows[name] not in without]
+        if complete:
+            rows = upload(torch.tensor([row for row, _ in complete], device="cpu"), device)
+            table.index_add_(0, rows, torch.stack([move_like(sums, table) for _, sums in complete]))
         table = sum_over_ranks(table)
         return torch.where(table[:, 1] > 0, table[:, 0] / table[:, 1], math.nan)
 
@@ -189,11 +176,7 @@ class AlignmentCalls(Comparison):
 
 
 def fan_in(module: nn.Module) -> float:
-    """How many products each output of a linear map is the sum of.
-
-    Args:
-        module: a module for which :func:`linear_map` gives something.
-    """
+    """How many products each output of a linear map is the sum of."""
     weight: Any = module.weight
     if isinstance(module, TRANSPOSED):
         return float(weight[:, 0].numel() / module.groups / math.prod(module.stride))
@@ -209,17 +192,17 @@ def find_layers(model: nn.Module, parametrization: Parametrization | None) -> di
         parametrization: with it only its layers count, and only those whose inputs grow with the width.
     """
     modules = modules_by_name(model)
-    found: dict[str, list[str]] = {}
+    layers: dict[str, list[str]] = {}
     wanted: dict[nn.Module, str] = {}
     if parametrization is not None:
-        for layer in parametrization.layers.values():
-            if layer.layer_type in ("hidden", "readout") and layer.is_module:
-                wanted |= dict.fromkeys(layer.module.modules(), layer.name)
+        for known in parametrization.layers.values():
+            if known.layer_type in ("hidden", "readout") and known.is_module:
+                wanted |= dict.fromkeys(known.module.modules(), known.name)
     for name, module in modules.items():
         weight: Any = getattr(module, "weight", None)
         if linear_map(module) is None or not weight.numel() or fan_in(module) <= 1:
             continue
-        layer_is = layer_name(modules, name) if parametrization is None else wanted.get(module)
-        if layer_is is not None:
-            found.setdefault(layer_is, []).append(name)
-    return found
+        layer = layer_name(modules, name) if parametrization is None else wanted.get(module)
+        if layer is not None:
+            layers.setdefault(layer, []).append(name)
+    return layers

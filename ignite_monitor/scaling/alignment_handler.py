@@ -107,12 +107,12 @@ class AlignmentHandler(ReferenceMonitor, schema=ALIGNMENT):
             raise ValueError("Argument reference can be 'seed' with a Parametrization only, but given a model")
         selection = Selection(include, exclude)
         made = self._set_reference("init" if seeded else reference)
-        found = find_layers(made.root, parametrization)
-        layers = {name: modules for name, modules in found.items() if name in selection}
+        measurable = find_layers(made.root, parametrization)
+        layers = {name: modules for name, modules in measurable.items() if name in selection}
         if not layers:
             raise ValueError(
                 "Argument model_or_parametrization should have Linear layers or convolutions that include and exclude "
-                f"leave, but has {list(found) or 'none'}"
+                f"leave, but has {list(measurable) or 'none'}"
             )
         self._seeded = SeededWeights(made, parametrization) if parametrization and seeded else None
         self._calls = AlignmentCalls(made, layers, sample_size)

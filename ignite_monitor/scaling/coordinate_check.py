@@ -101,7 +101,6 @@ def coordinate_check(
             raise TypeError(f"Argument {name} should be a function of the width, but given {type(function)}")
     if train_step is not None and not callable(train_step):
         raise TypeError(f"Argument train_step should be a function or None, but given {type(train_step)}")
-    places = [QUANTITIES.index(each) for each in dict.fromkeys(quantities)]
     records: list[Record] = []
     starts: dict[str, float] = {}
     rates: dict[str, float] = {}
@@ -111,9 +110,13 @@ def coordinate_check(
             for seed in range(seeds):
                 _seed(seed, 0)
                 model, optimizer = _made(make_model, width)
-                starts |= _starts(model)
-                hooks = [(name, multiplier_of(module)) for name, module in named_modules(model)]
-                rates |= {name: hook.rate for name, hook in hooks if hook is not None}
+                for name, module in named_modules(model):
+                    hook = multiplier_of(module)
+                    if hook is not None:
+                        rates[name] = hook.rate
+                        if hook.start < 0:  # and so starts what it is in
+                            parts = name.split(".")
+                            starts |= {".".join(parts[:count]): hook.start for count in range(len(parts) + 1)}
                 sizes[width] = sum(parameter.numel() for parameter in model.parameters())
                 if len(set(sizes.values())) < len(sizes):
                     raise ValueError(
@@ -126,9 +129,9 @@ def coordinate_check(
                 with drawn_again([], held):
                     for step, values in zip(range(steps + 1), training, strict=False):
                         records += [
-                            Record(width, seed, step, layer, QUANTITIES[place], measured[place])
+                            Record(width, seed, step, layer, quantity, measured[QUANTITIES.index(quantity)])
                             for layer, measured in values.items()
-                            for place in places
+                            for quantity in dict.fromkeys(quantities)
                         ]
                         advance()
     return CoordinateCheck(records, starts, rates)
@@ -143,17 +146,6 @@ def _made(make_model: Callable[[int], tuple[nn.Module, Any]], width: int) -> tup
     return model, optimizer
 
 
-def _starts(model: nn.Module) -> dict[str, float]:
-    """The exponents with which outputs of layers start, where that is not 0; a readout's are those of what it is in."""
-    hooks = [(name, multiplier_of(module)) for name, module in named_modules(model)]
-    found: dict[str, float] = {}
-    for name, hook in hooks:
-        if hook is not None and hook.start < 0:
-            parts = name.split(".")
-            found |= {".".join(parts[:count]): hook.start for count in range(len(parts) + 1)}
-    return found
-
-
 def _train(
     model: nn.Module,
     optimizer: Any,
@@ -164,11 +156,8 @@ def _train(
 ) -> Iterator[dict[str, list[float]]]:
     """What the layers' outputs are like in each step.
 
-    Args:
-        make_batch: as for :func:`coordinate_check`.
-
     Raises:
-        ValueError: if nothing was seen.
+        ValueError: if the train step runs no forward pass of the model.
     """
     reference = Reference(model, "init")
     modules = reference.modules
@@ -185,12 +174,12 @@ def _train(
             stack.enter_context(Eager())
             stack.enter_context(passes.watched())
             train_step(model, optimizer, batch)
-        found = outputs.values(passes.incomplete)
-        if not found:
+        values = outputs.values(passes.incomplete)
+        if not values:
             raise ValueError(
                 "Argument train_step should run the whole model in training mode, but nothing was seen of it"
             )
-        yield found
+        yield values
 
 
 def _cross_entropy_step(model: nn.Module, optimizer: Any, batch: Any) -> None:
@@ -223,10 +212,10 @@ def _seed(seed: int, step: int) -> None:
 def _check_widths(widths: object) -> list[int]:
     if not isinstance(widths, Sequence) or isinstance(widths, str):
         raise TypeError(f"Argument widths should be a list of widths, but given {type(widths)}")
-    found = [check_count("widths", width, least=1) for width in widths]
-    if len(set(found)) < 2 or len(set(found)) < len(found):
+    checked = [check_count("widths", width, least=1) for width in widths]
+    if len(set(checked)) < max(len(checked), 2):
         raise ValueError(f"Argument widths should have at least two different widths, each once, but given {widths}")
-    return found
+    return checked
 
 
 @contextmanager
@@ -265,10 +254,10 @@ class OutputChanges(Comparison):
         Raises:
             NotComparableError: if there is no output to measure.
         """
-        found = [_first(call.output), call.entered, call.kept[0]]
-        if any(each is None or not is_plain(each) for each in found) or len({each.shape for each in found}) > 1:
+        outputs = [_first(call.output), call.entered, call.kept[0]]
+        if any(each is None or not is_plain(each) for each in outputs) or len({each.shape for each in outputs}) > 1:
             raise NotComparableError("its outputs are no dense floating-point tensors of one shape")
-        now, crossed, then = (each.detach().to(wide_dtype(each.device)) for each in found)
+        now, crossed, then = (each.detach().to(wide_dtype(each.device)) for each in outputs)
         change = output_change(now, crossed, then)
         parts = now, now - then, change.weight_update, change.input_drift
         return torch.stack([each.square().mean() for each in parts])
@@ -278,16 +267,10 @@ class OutputChanges(Comparison):
             self._mean_squares.setdefault(name, []).extend(calls)
 
     def values(self, incomplete: Collection[str]) -> dict[str, list[float]]:
-        """The root mean squares of each layer, in the order of :data:`QUANTITIES`.
-
-        Args:
-            incomplete: names of layers that are left out.
-        """
-        found = {name: calls for name, calls in self._mean_squares.items() if name not in incomplete}
-        if not found:
-            return {}
-        table = torch.stack([torch.stack(calls).mean(0).cpu() for calls in found.values()]).sqrt()
-        return dict(zip(found, table.tolist(), strict=True))
+        """The root mean squares of each layer, in the order of :data:`QUANTITIES`."""
+        complete = {name: calls for name, calls in self._mean_squares.items() if name not in incomplete}
+        means = [torch.stack(calls).mean(0) for calls in complete.values()]
+        return dict(zip(complete, torch.stack(means).sqrt().tolist() if means else [], strict=True))
 
 
 def _first(output: Any) -> Tensor | None:

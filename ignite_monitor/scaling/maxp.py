@@ -6,7 +6,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from ignite.engine import Engine
@@ -193,62 +193,6 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
     def _on_train_step_completed(self, engine: Engine) -> None:
         if not self._is_running:
             return
-        self._look_for_others()
-        if self._is_due():
-            super()._on_train_step_completed(engine)
-        self._steps += 1
-        self._publish_rates()
-
-    def _compared(self, incomplete: set[str]) -> None:
-        self._follow(self._calls.result(incomplete))
-
-    def _follow(self, measured: Tensor) -> None:
-        if self._take_in(measured):
-            try:
-                found = self.parametrization.solve(self.alignment)
-            except (ValueError, ArithmeticError) as error:
-                self._count_failure(str(error))
-            else:
-                self._smooth(found)
-            self._set_learning_rates()
-
-    def _take_in(self, measured: Tensor) -> bool:
-        """Whether anything was measured."""
-        kept = self._alignment_ema
-        anything = False
-        for name, row in zip(self._calls.layers, measured.tolist(), strict=True):
-            known = [not math.isnan(value) for value in row]
-            anything = anything or any(known)
-            self.alignment[name] = Alignment(
-                *(
-                    kept * before + (1 - kept) * value if is_known else before
-                    for before, value, is_known in zip(self.alignment[name], row, known, strict=True)
-                )
-            )
-        return anything
-
-    def _smooth(self, found: Solution) -> None:
-        pairs = (self.solution.c, found.c), (self.solution.bias_c, found.bias_c)
-        c, bias_c = (
-            {name: self._c_ema * before[name] + (1 - self._c_ema) * value for name, value in after.items()}
-            for before, after in pairs
-        )
-        if not all(map(math.isfinite, [*c.values(), *bias_c.values()])):
-            return self._count_failure("an exponent is not finite")
-        self.solution = Solution(c, found.r, bias_c)
-        return None
-
-    def _count_failure(self, why: str) -> None:
-        self.failed_count += 1
-        if self.failed_count == 1:
-            self.logger.warning(
-                "%s: no solution for the measured alignment, so the exponents stay as they are: %s", self.prefix, why
-            )
-
-    def _set_learning_rates(self) -> None:
-        self._rates.set(self.solution, self._lr_prefactor)
-
-    def _look_for_others(self) -> None:
         if not self._has_rival and self._rates.are_changed():
             self._has_rival = True
             self.logger.warning(
@@ -256,15 +200,49 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
                 "lr_prefactor of this handler",
                 self.prefix,
             )
-
-    def _publish_rates(self) -> None:
+        if self._is_due():
+            super()._on_train_step_completed(engine)
+        self._steps += 1
         values = {f"c/{name}": c for name, c in self.solution.c.items()}
         values |= {f"lr/{name}": lr for name, lr in self._rates.values().items()}
         values["failed_count"] = self.failed_count
-        names = list(values)
-        if names != self._names:
-            self._names, self._tags = names, tags(names)
+        if [*values] != self._names:
+            self._names, self._tags = [*values], tags(values)
         self.publish(**dict(zip(self._tags, values.values(), strict=True)))
+
+    def _compared(self, incomplete: set[str]) -> None:
+        measured = self._calls.result(incomplete).tolist()
+        if all(math.isnan(value) for row in measured for value in row):
+            return
+        for name, row in zip(self._calls.layers, measured, strict=True):
+            self.alignment[name] = Alignment(*map(self._smoothed_alignment, self.alignment[name], row))
+        try:
+            self.solution = self._smoothed(self.parametrization.solve(self.alignment))
+        except (ValueError, ArithmeticError) as error:
+            self.failed_count += 1
+            if self.failed_count == 1:
+                self.logger.warning(
+                    "%s: no solution for the measured alignment, so the exponents stay as they are: %s",
+                    self.prefix,
+                    error,
+                )
+        self._set_learning_rates()
+
+    def _smoothed_alignment(self, before: float, measured: float) -> float:
+        kept = self._alignment_ema
+        return before if math.isnan(measured) else kept * before + (1 - kept) * measured
+
+    def _smoothed(self, solution: Solution) -> Solution:
+        c, bias_c = (
+            {name: self._c_ema * before[name] + (1 - self._c_ema) * value for name, value in after.items()}
+            for before, after in ((self.solution.c, solution.c), (self.solution.bias_c, solution.bias_c))
+        )
+        if not all(map(math.isfinite, [*c.values(), *bias_c.values()])):
+            raise ArithmeticError("an exponent is not finite")
+        return Solution(c, solution.r, bias_c)
+
+    def _set_learning_rates(self) -> None:
+        self._rates.set(self.solution, self._lr_prefactor)
 
 
 def _check_share(name: str, value: object) -> float:
@@ -275,14 +253,7 @@ def _check_share(name: str, value: object) -> float:
 
 
 class LayerRates:
-    """Learning rates of the groups that belong to a parametrization; others, without "layer_name", are left alone.
-
-    Args:
-        optimizer: an optimizer whose groups are made of its ``param_groups``.
-
-    Raises:
-        ValueError: if the optimizer has no such groups, or one of another layer.
-    """
+    """Learning rates of the groups that belong to a parametrization; others, without "layer_name", are left alone."""
 
     def __init__(self, parametrization: Parametrization, optimizer: Optimizer) -> None:
         self._parametrization = parametrization
@@ -293,6 +264,7 @@ class LayerRates:
         self._rates = self._computed(parametrization.solution, parametrization.lr_prefactor)
 
     def _computed(self, solution: Solution, prefactor: float) -> list[tuple[float, float] | None]:
+        """(c, lr) of each group, None of another's."""
         rates: list[tuple[float, float] | None] = []
         for group in self._optimizer.param_groups:
             name = group.get("layer_name")
@@ -335,16 +307,10 @@ class LayerRates:
         }
 
 
-class HasPrefactor(Protocol):
-    """What has a prefactor that may be set."""
-
-    lr_prefactor: float
-
-
 class PrefactorGroup(dict[str, Any]):
-    """A group of an optimizer, whose "lr" is a prefactor."""
+    """A group of an optimizer, whose "lr" is the scheduler's prefactor."""
 
-    def __init__(self, owner: HasPrefactor) -> None:
+    def __init__(self, owner: MaxPScheduler) -> None:
         super().__init__(lr=owner.lr_prefactor)
         self._owner = owner
 
@@ -358,9 +324,9 @@ class PrefactorGroup(dict[str, Any]):
 
 
 class PrefactorOptimizer(Optimizer):
-    """An optimizer with nothing to optimize, and one group, whose "lr" is a prefactor."""
+    """An optimizer with nothing to optimize, and one group, whose "lr" is the scheduler's prefactor."""
 
-    def __init__(self, owner: HasPrefactor) -> None:
+    def __init__(self, owner: MaxPScheduler) -> None:
         super().__init__([torch.zeros(1)], {"lr": owner.lr_prefactor})
         self.param_groups = [PrefactorGroup(owner)]
         self._opt_called = True  # torch's schedulers warn of steps of theirs before one of the optimizer's
