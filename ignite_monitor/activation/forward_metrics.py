@@ -16,10 +16,9 @@ from ignite_monitor.activation.measurement import Measurement
 from ignite_monitor.activation.metric import MetricSet
 from ignite_monitor.activation.record import recording
 from ignite_monitor.model._torch import dispatch_modes, function_modes, set_grad_enabled
-from ignite_monitor.model.aside import aside, is_plain
-from ignite_monitor.model.backward import in_backward
-from ignite_monitor.model.device_of import device_of
+from ignite_monitor.model.devices import device_of
 from ignite_monitor.model.forward import ModuleHook, after_forward, before_forward, outputs_to, running_module
+from ignite_monitor.model.modes import aside, in_backward, is_plain
 from ignite_monitor.model.names import tags
 from ignite_monitor.model.tensors import tagged_tensors
 from ignite_monitor.monitor.named_values import NamedValues

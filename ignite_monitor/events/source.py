@@ -27,8 +27,8 @@ from ignite_monitor.model._torch import (
     need,
     queue_callback,
 )
-from ignite_monitor.model.backward import users_grad_mode
 from ignite_monitor.model.eager import out_of_compiler, untraced
+from ignite_monitor.model.modes import users_grad_mode
 
 # How often the callback at the end of backward queues itself anew, so as to run after those of
 # DistributedDataParallel: its reduction takes one callback, and with a static graph one that queues another.

@@ -11,13 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from ignite_monitor.model._torch import foreach_copy, modules_of_each, parameters_of_each
-from ignite_monitor.model.device_of import device_of
-from ignite_monitor.model.devices import upload, wide_dtype
+from ignite_monitor.model.devices import device_of, upload, wide_dtype
 from ignite_monitor.model.names import named_parameters
-from ignite_monitor.model.norms import is_sharded
+from ignite_monitor.model.norms import is_sharded, summed_values
 from ignite_monitor.model.sampling import fnv1a_64, spread_indices, stratum_widths
 from ignite_monitor.model.sharding import all_reduce
-from ignite_monitor.model.sparse import summed_values
 from ignite_monitor.model.updates import row_norms
 
 _MEASURABLE = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ignite_monitor.model.aside import is_plain
 from ignite_monitor.model.devices import wide_dtype
+from ignite_monitor.model.modes import is_plain
 from ignite_monitor.model.tensors import floating_tensors
 from ignite_monitor.rcc.terms import output_change
 from ignite_monitor.reference.call import Call, Comparison, NotComparableError

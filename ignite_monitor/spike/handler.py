@@ -12,8 +12,7 @@ from ignite.engine import Engine
 from torch import Tensor
 
 from ignite_monitor.checks import check_count
-from ignite_monitor.events.monitor_events import MonitorEvents
-from ignite_monitor.events.spike import Spike, told
+from ignite_monitor.events.monitor_events import MonitorEvents, Spike, told
 from ignite_monitor.judging.judge import NormJudge
 from ignite_monitor.judging.spikes import SpikeDetector, Verdict
 from ignite_monitor.judging.thresholds import ThresholdRule, as_rule
