@@ -20,11 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ignite_monitor.model.aside import aside, is_plain
-from ignite_monitor.model.device_of import device_of
-from ignite_monitor.model.devices import move_like, upload, wide_dtype
+from ignite_monitor.model.devices import device_of, move_like, upload, wide_dtype
 from ignite_monitor.model.linear_maps import CONVOLUTIONS, TRANSPOSED, feature_dim, linear_map
-from ignite_monitor.model.precision import full_precision
+from ignite_monitor.model.modes import aside, full_precision, is_plain
 from ignite_monitor.model.structure import modules_by_name
 from ignite_monitor.monitor.ranks import sum_over_ranks
 from ignite_monitor.reference.call import Call, Comparison, NotComparableError

@@ -14,8 +14,7 @@ from torch import nn
 
 from ignite_monitor.checks import check_count
 from ignite_monitor.keys import ALIGNMENT
-from ignite_monitor.model.names import tags
-from ignite_monitor.model.selection import Pattern, Selection
+from ignite_monitor.model.names import Pattern, Selection, tags
 from ignite_monitor.model.structure import modules_by_name
 from ignite_monitor.reference.monitor import ReferenceMonitor
 from ignite_monitor.reference.reference import Reference
