@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from ignite_monitor.checks import check_count, check_type
 from ignite_monitor.model.devices import wide_dtype
-from ignite_monitor.model.modes import Eager, is_plain
+from ignite_monitor.model.eager import Eager
+from ignite_monitor.model.modes import is_plain
 from ignite_monitor.model.names import named_modules
 from ignite_monitor.model.structure import is_layer
 from ignite_monitor.model.tensors import floating_tensors

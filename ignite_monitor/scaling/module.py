@@ -12,7 +12,7 @@ from torch.nn.utils.parametrizations import _WeightNorm
 
 from ignite_monitor.checks import check_count, check_real
 from ignite_monitor.model._torch import buffers_in, known_forward_hooks, need, parameters_in, pytree
-from ignite_monitor.model.modes import Eager
+from ignite_monitor.model.eager import Eager
 from ignite_monitor.reference.rng import cuda_devices, drawn_again, generators_of
 from ignite_monitor.scaling.graph import LAYER_TYPES
 
