@@ -17,10 +17,9 @@ from ignite_monitor.events.ledger import GradientsReady, OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import SPECTRAL
 from ignite_monitor.model.devices import upload
-from ignite_monitor.model.names import named_parameters, tags
+from ignite_monitor.model.names import Pattern, Selection, named_parameters, tags
 from ignite_monitor.model.norms import any_sharded
 from ignite_monitor.model.samples import reshard
-from ignite_monitor.model.selection import Pattern, Selection
 from ignite_monitor.model.sharding import check_whole
 from ignite_monitor.model.updates import order_statistics
 from ignite_monitor.monitor.base import Handlers, Monitor
