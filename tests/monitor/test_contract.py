@@ -49,7 +49,7 @@ from ignite_monitor import (
     StepStatsHandler,
     WeightUpdateHandler,
 )
-from ignite_monitor.monitor import named_values
+from ignite_monitor.monitor import publisher
 from ignite_monitor.scaling import AlignmentHandler
 from tests._helpers import footprint, hooks_only, make_batches, make_model, make_step, make_trainer, same, scalars
 
@@ -857,7 +857,7 @@ def test_tensors_until_someone_asks_and_floats_from_then_on(setup, on_a_device):
 def test_what_a_device_publishes_is_what_the_cpu_does(factory, monkeypatch):
     published = []
     for on_host in (True, False):
-        monkeypatch.setattr(named_values, "is_on_host", lambda values, on_host=on_host: on_host)
+        monkeypatch.setattr(publisher, "is_on_host", lambda values, on_host=on_host: on_host)
         model, optimizer, trainer = make_trainer()
         monitor = factory(model, optimizer)
         monitor.attach(trainer)
