@@ -81,7 +81,7 @@ def order_statistics(values: Tensor) -> Tensor:
     # The two in the middle, the percentile, the first and the last: at (count * factor + summand) // divisor, from 0 on.
     # Sorting puts NaN last, which is all there is where the count is 0.
     factors, summands, divisors = upload(_RANKS, values.device).unbind()
-    count = (values == values).sum(-1, keepdim=True)  # noqa: PLR0124 - but for NaN
+    count = (values == values).sum(-1, keepdim=True)
     at = torch.addcmul(summands, count, factors).floor_divide_(divisors).clamp_(min=0)
     picked = values.sort(-1).values.gather(-1, at)
     return torch.cat([picked[..., :2].mean(-1, keepdim=True), picked[..., 2:]], -1)

@@ -115,7 +115,9 @@ class Training:
         kind: "plain", "accumulated" (two backwards to a step) or "scaled" (a GradScaler, with an overflow).
     """
 
-    def __init__(self, device: Device, kind: str = "plain", fused: bool = False, model: nn.Module | None = None) -> None:
+    def __init__(
+        self, device: Device, kind: str = "plain", fused: bool = False, model: nn.Module | None = None
+    ) -> None:
         torch.manual_seed(0)
         self.device = device
         self.model = (Transformer() if model is None else model).to(device.name)

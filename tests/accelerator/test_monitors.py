@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
-import torch
 
-from ignite_monitor import GradMonitor, StaticThreshold
 from tests.accelerator._device import Device
 from tests.accelerator._trainings import MONITORS, Training, batches, without_machine
 
