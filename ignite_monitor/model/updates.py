@@ -78,8 +78,8 @@ def order_statistics(values: Tensor) -> Tensor:
     """
     if not values.shape[-1]:
         return values.new_full((*values.shape[:-1], 4), torch.nan)
-    # The two in the middle, the percentile, the first and the last: at (count * factor + summand) // divisor, from 0 on.
-    # Sorting puts NaN last, which is all there is where the count is 0.
+    # The two in the middle, the percentile, the first and the last are at (count * factor + summand) // divisor, from 0
+    # on. Sorting puts NaN last, which is all there is where the count is 0.
     factors, summands, divisors = upload(_RANKS, values.device).unbind()
     count = (values == values).sum(-1, keepdim=True)
     at = torch.addcmul(summands, count, factors).floor_divide_(divisors).clamp_(min=0)

@@ -73,9 +73,10 @@ def linear_change(
             change = linear_change(torch.nn.functional.linear, W - W_0, W_0, x - x_0, x)
             mean_norm(change.weight_update), mean_norm(change.input_drift)
     """
-    features = {F.linear: len(weight_change), torch.mul: x.shape[-1]}.get(function)
-    if x.device.type == "cpu" or features is None:  # whose caches two small tensors fit better than a large one
+    # Two small tensors suit the caches of a CPU better than a large one.
+    if x.device.type == "cpu" or function not in (F.linear, torch.mul):
         return Change(function(x, weight_change), function(input_change, reference_weight))
+    features = x.shape[-1] if function is torch.mul else len(weight_change)
     stacked = x.new_empty(3, *x.shape[:-1], features)
     for row, inputs, weight in zip(stacked, (x, input_change), (weight_change, reference_weight), strict=False):
         if function is torch.mul:
