@@ -21,7 +21,7 @@ def assert_alike(ours, theirs, tolerance):
 
 def tolerance_of(name: str, device: Device) -> float:
     if name.startswith("SpectralNormHandler"):
-        return 2e-3 if "ns5" not in name else 2e-2
+        return 2e-3 if "ns5" not in name else 0.2  # which starts from random vectors and has no bound
     return 2e-3 if device.name == "cuda" else 2e-4
 
 
