@@ -77,7 +77,8 @@ vision("MobileNetV2", block("MobileNetV2", num_classes=CLASSES, width_mult=0.1,
                             inverted_residual_setting=[[1, 16, 1, 1], [6, 24, 2, 2]]))  # fmt: skip
 vision("MobileNetV3", lambda of: of.MobileNetV3(
     [of.mobilenetv3.InvertedResidualConfig(8, 3, 16, 8, True, "RE", 2, 1, 1),
-     of.mobilenetv3.InvertedResidualConfig(8, 3, 24, 12, False, "HS", 1, 1, 1)], last_channel=16, num_classes=CLASSES))  # fmt: skip
+     of.mobilenetv3.InvertedResidualConfig(8, 3, 24, 12, False, "HS", 1, 1, 1)],
+    last_channel=16, num_classes=CLASSES))  # fmt: skip
 vision("MNASNet", block("MNASNet", 0.1, num_classes=CLASSES))
 vision("ShuffleNetV2", block("ShuffleNetV2", [2, 2, 2], [8, 8, 16, 16, 16], num_classes=CLASSES))
 vision("EfficientNet", lambda of: of.EfficientNet(

@@ -60,8 +60,6 @@ def pytest_terminal_summary(terminalreporter, exitstatus) -> None:
         names = ("torch", "torchvision", "timm", "transformers", "monai", "accelerate", "pytorch-ignite")
         versions = ", ".join(f"{name} {importlib.metadata.version(name).partition('+')[0]}" for name in names)
         numbers = sum(total.values()) - total["absent"]
-        about = ABOUT.format(
-            models=len(rows), numbers=numbers, steps=", ".join(sorted(steps)), versions=versions
-        )
+        about = ABOUT.format(models=len(rows), numbers=numbers, steps=", ".join(sorted(steps)), versions=versions)
         PAGE.write_text(about + text + "\n", encoding="utf-8")
         terminalreporter.write_line(f"{PAGE.name} is written.")
