@@ -231,4 +231,18 @@ SPIKE = Schema(
     signs=frozenset({"value", "spike"}),
 )
 
-SCHEMAS = (GRADIENT, SPIKE, WEIGHT_UPDATE, RCC, ACTIVATION, SPECTRAL, STEP_STATS, ALIGNMENT, MAXP)
+_NOISE = "noise scale and its interval"
+
+NOISE_SCALE = Schema(
+    "noise scale",
+    "noise_scale",
+    (
+        Key("value", "the simple noise scale", unit="items", chart=_NOISE),
+        Key("low", "the lower end of its interval", unit="items", chart=_NOISE),
+        Key("high", "the upper end", unit="items", chart=_NOISE),
+        Key("batch", "how many items the optimizer's step was made from", unit="items", chart=_NOISE),
+    ),
+    signs=frozenset({"batch"}),
+)
+
+SCHEMAS = (GRADIENT, SPIKE, NOISE_SCALE, WEIGHT_UPDATE, RCC, ACTIVATION, SPECTRAL, STEP_STATS, ALIGNMENT, MAXP)
