@@ -54,6 +54,12 @@ WEIGHT_UPDATE = Schema(
         Key("update_ratio_max", "the largest", chart=_RATIOS),
         Key("frozen_count", "parameters that had a step and are frozen", chart=_PARAMETERS),
         Key(
+            "lost_update_fraction",
+            "which part of the elements with a gradient did not move for rounding",
+            when="with bfloat16 or float16 weights and no float32 copy of them",
+            chart="updates lost to rounding",
+        ),
+        Key(
             "topk_grad/{name}",
             "the norms of the ``top_k`` parameters with the largest",
             nonfinite="inf",
@@ -64,6 +70,16 @@ WEIGHT_UPDATE = Schema(
             "of the ``top_k`` parameters frozen longest, for how many monitored steps",
             when="where parameters are frozen",
             chart="monitored steps without a move",
+        ),
+        Key(
+            "not_optimized/{name}",
+            "how many parameters of that name, a parameter's or a module's, are in no optimizer that makes steps",
+            when="where there are some",
+        ),
+        Key(
+            "no_gradient/{name}",
+            "how many of them are in one, and have not had a gradient so far",
+            when="where there are some",
         ),
     ),
     signs=frozenset({"frozen_count"}),

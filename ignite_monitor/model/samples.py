@@ -18,6 +18,7 @@ from ignite_monitor.model.sampling import fnv1a_64, spread_indices, stratum_widt
 from ignite_monitor.model.sharding import all_reduce
 from ignite_monitor.model.updates import row_norms
 
+NARROW = (torch.bfloat16, torch.float16)
 _MEASURABLE = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 _KEPT = 16
 
@@ -96,6 +97,8 @@ class ParameterSamples:
         self._positions |= dict.fromkeys(self.measurable - self._with_elements, -1)
         self._absent = upload(torch.tensor([math.nan, 0.0], dtype=self.dtype, device="cpu"), self.device)
         self._orders: dict[tuple[int, ...], Tensor] = {}
+        self._used: set[int] = set()
+        self._counts: list[tuple[Tensor, Tensor]] = []
 
     def fit(self) -> bool:
         """Whether the model's parameters are still those that were sampled."""
@@ -114,6 +117,28 @@ class ParameterSamples:
         for group in self._groups:
             group.copy(weights, group.before)
 
+    def forget_gradients(self) -> None:
+        """A train step starts: no element of the narrow parameters has had a gradient."""
+        for group in self._groups:
+            if group.with_gradient is not None:
+                group.with_gradient.zero_()
+        self._used.clear()
+
+    def gradients_used(self, places: Iterable[int]) -> None:
+        """A step has been made with their gradients: later ones no longer say which elements had one."""
+        self._used.update(places)
+
+    def lost_updates(self) -> Tensor:
+        """Of how many elements with a gradient the change was 0, and how many had a gradient, estimated by the sample.
+
+        To be asked after :meth:`weights_and_changes`, of narrow parameters alone.
+
+        Returns:
+            Of shape (2, parameters).
+        """
+        counts = [self._in_order(each, self._positions) for each in zip(*self._counts, strict=True)]
+        return torch.stack(counts) * self._factors**2
+
     def weights_and_changes(self, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Norms of the sampled elements of the kept weights, which it uses up, and of what has changed since.
 
@@ -121,9 +146,11 @@ class ParameterSamples:
             weights: as for :meth:`keep_weights`.
         """
         kept, changed = [], []
+        self._counts = []
         for group in self._groups:
             group.copy(weights, group.now)
             group.now.sub_(group.before)
+            self._counts.append(group.unmoved())
             kept.append(group.norms(group.before))
             changed.append(group.norms(group.now))
         return self._in_order(kept, self._positions), self._in_order(changed, self._positions)
@@ -150,6 +177,7 @@ class ParameterSamples:
             rows = {place: row for row, place in enumerate(group.places) if sources[place] is not None}
             if rows:
                 group.copy(sources, group.now)
+                group.keep_gradients([row for place, row in rows.items() if place not in self._used])
                 first, last = min(rows.values()), max(rows.values())
                 pieces.append(
                     ({place: row - first for place, row in rows.items()}, group.norms(group.now, first, last))
@@ -231,6 +259,25 @@ class _Group:
             for rows in (self.before, self.now)
         }
         self._is_sharded = any(is_sharded(member.parameter) for member in members)
+        self._narrow = {row for row, part in enumerate(parts) if part.dtype in NARROW}
+        # Which elements of narrow parameters have had a gradient other than 0.
+        self.with_gradient = torch.zeros_like(self.now, dtype=torch.bool) if self._narrow else None
+
+    def keep_gradients(self, rows: Sequence[int]) -> None:
+        """Keep where the gradients that have been copied are other than 0, in those of the rows that are narrow."""
+        if self.with_gradient is None:
+            return
+        if len(rows) == len(self.places):
+            torch.ne(self.now, 0, out=self.with_gradient)
+            return
+        for row in self._narrow.intersection(rows):
+            torch.ne(self.now[row], 0, out=self.with_gradient[row])
+
+    def unmoved(self) -> tuple[Tensor, Tensor]:
+        """In each row, how many elements had a gradient and a change of 0, and how many had a gradient."""
+        if self.with_gradient is None:
+            return (nothing := torch.zeros(len(self.places), device=self.now.device)), nothing
+        return (self.with_gradient & (self.now == 0)).sum(1), self.with_gradient.sum(1)
 
     def norms(self, rows: Tensor, first: int = 0, last: int | None = None) -> Tensor:
         """The norms of some rows' sampled elements, each weighed by how many it stands for; uses the rows up.
