@@ -200,12 +200,18 @@ class GradientNoiseScaleHandler(Monitor, schema=NOISE_SCALE):
         self._closed = []
 
     def _observe(self, window: _Window) -> None:
-        usable = len(window.parts) == self.micro_batches and window.total is not None and window.before is not None
-        if usable and self._over_ranks:
-            usable = all_take_part(self.model)
-        if not usable or window.total is None or window.before is None:
-            self._warn_without(len(window.parts))
+        fits = len(window.parts) == self.micro_batches and (not self._over_ranks or all_take_part(self.model))
+        if not fits or window.total is None or window.before is None:
+            self._warn_without(
+                "the last was made from %d backward passes in monitored iterations, and micro_batches is %d",
+                len(window.parts),
+                self.micro_batches,
+            )
             return
+        if self._items is None:
+            self._warn_without("no tensor was found in a batch: give items, from a batch to a count")
+        else:
+            self._steps_without = -1
         squares = torch.stack([part.square for part in window.parts])
         items = squares.new_tensor([part.items for part in window.parts])
         sums = torch.stack([squares.sum(), (items * squares).sum(), items.sum(), torch.ones_like(squares).sum()])
@@ -220,21 +226,12 @@ class GradientNoiseScaleHandler(Monitor, schema=NOISE_SCALE):
         narrow = (low > 0) & (high <= _WIDEST * low)
         found = [torch.where(narrow, each, math.nan) for each in (value, low, high)]
         self.publish(value=found[0], low=found[1], high=found[2], batch=all_items)
-        self._steps_without = -1
 
-    def _warn_without(self, parts: int) -> None:
-        if self._steps_without < 0:
-            return
-        self._steps_without += 1
+    def _warn_without(self, reason: str, *numbers: int) -> None:
+        if self._steps_without >= 0:
+            self._steps_without += 1
         if self._steps_without == _PATIENCE:
-            self.logger.warning(
-                "%s: no value after %d optimizer steps: the last was made from %d backward passes in monitored "
-                "iterations, and micro_batches is %d",
-                self.prefix,
-                _PATIENCE,
-                parts,
-                self.micro_batches,
-            )
+            self.logger.warning(f"%s: no value after %d optimizer steps: {reason}", self.prefix, _PATIENCE, *numbers)
 
 
 class _Increment:
