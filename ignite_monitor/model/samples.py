@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ignite_monitor.model._torch import foreach_copy, modules_of_each, parameters_of_each
@@ -21,6 +23,13 @@ from ignite_monitor.model.updates import row_norms
 NARROW = (torch.bfloat16, torch.float16)
 _MEASURABLE = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 _KEPT = 16
+
+# On an accelerator parameters of at most so many elements are sampled from a copy of all of them, in one operation,
+# which takes less than one for each does. So long may the samples be, and so many elements the copy.
+_COPIED = 1 << 18
+_SHORT = 1 << 11
+_ROOM = 1 << 23
+_FROM_COPY = 0  # in place of a length
 
 
 class ParameterSamples:
@@ -58,6 +67,7 @@ class ParameterSamples:
         self._scales: list[float] = []
         members: dict[tuple[torch.device, torch.dtype, int, bool], list[_Member]] = {}
         meshes: dict[tuple[Any, tuple[int, ...]], list[int]] = {}
+        room = _ROOM
         parameter: Any
         for place, (name, parameter, _) in enumerate(found):
             numel = parameter.numel()
@@ -84,8 +94,13 @@ class ParameterSamples:
             width = local.numel() if index is None else len(index)
             if width:
                 key = (local.device, _work_dtype(local.dtype), width, index is None)
+                if local.device.type != "cpu" and width <= _SHORT and local.numel() <= min(_COPIED, room):
+                    key = (local.device, _work_dtype(local.dtype), _FROM_COPY, False)
+                    room -= local.numel()
                 members.setdefault(key, []).append(_Member(place, parameter, index, weight))
-        self._groups = [_Group(device, dtype, each) for (device, dtype, _, _), each in members.items()]
+        self._groups = [
+            _Group(device, dtype, each, width == _FROM_COPY) for (device, dtype, width, _), each in members.items()
+        ]
         self._with_elements = {place for group in self._groups for place in group.places}
         self._factors = upload(torch.tensor(self._scales, dtype=self.dtype, device="cpu"), self.device)
         self._meshes = {
@@ -236,21 +251,41 @@ class _Member(NamedTuple):
 
 
 class _Group:
-    """Parameters on one device of which equally many elements are looked at, or all: a row each."""
+    """Parameters on one device, with a row for the sample of each.
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, members: list[_Member]) -> None:
+    Args:
+        members: all with as long a sample, or all with all of their elements, unless ``from_copy``.
+        from_copy: whether to take the samples from a copy of all of them; rows end in zeros.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, members: list[_Member], from_copy: bool) -> None:
         self.places = [member.place for member in members]
         parts = [_local(member.parameter) for member in members]
         indices = [member.elements for member in members if member.elements is not None]
-        self._indices = list(upload(torch.stack(indices), device).unbind()) if indices else []
         width = len(indices[0]) if indices else parts[0].numel()
+        self._copies: list[Tensor] = []
+        if from_copy:
+            *starts, end = itertools.accumulate((part.numel() for part in parts), initial=0)
+            self._copy = torch.zeros(end + 1, dtype=dtype, device=device)
+            self._copies = [
+                self._copy[at : at + part.numel()].view(part.shape) for at, part in zip(starts, parts, strict=True)
+            ]
+            indices = [
+                start + (torch.arange(part.numel(), device="cpu") if member.elements is None else member.elements)
+                for start, part, member in zip(starts, parts, members, strict=True)
+            ]
+            width = max(map(len, indices))
+            indices = [F.pad(index, (0, width - len(index)), value=end) for index in indices]
+        self._index = upload(torch.stack(indices) if indices else torch.empty(0, device="cpu"), device)
+        self._indices = list(self._index.unbind())
         self._weights: Tensor | None = None
         if any(member.weight is not None for member in members):
             ones = torch.ones(width, dtype=torch.float64, device="cpu")
             sizes = {(member.parameter.numel(), is_sharded(member.parameter)) for member in members}
             alike = len(sizes) == 1 and not is_sharded(members[0].parameter)
             weighing = members[:1] if alike else members
-            weights = torch.stack([ones if member.weight is None else member.weight for member in weighing])
+            of_members = [ones[:0] if member.weight is None else member.weight for member in weighing]
+            weights = torch.stack([torch.cat([each, ones[len(each) :]]) for each in of_members])
             self._weights = upload(weights.to(dtype.to_real()), device)
         self.before, self.now = (torch.zeros(len(members), width, dtype=dtype, device=device) for _ in range(2))
         # Rows in the shapes of what is copied to them.
@@ -304,6 +339,15 @@ class _Group:
         found: list[Any] = [sources[place] for place in self.places]
         if self._is_sharded:
             found = [_local(source) for source in found]
+        if self._copies:
+            present = [row for row, source in enumerate(found) if source is not None]
+            foreach_copy([self._copies[row] for row in present], [found[row] for row in present])
+            if len(present) == len(found) or rows is self.now:  # of which nobody reads the other rows
+                torch.take(self._copy, self._index, out=rows)
+            else:
+                for row in present:
+                    torch.take(self._copy, self._indices[row], out=targets[row])
+            return
         if self._indices:
             for source, index, target in zip(found, self._indices, targets, strict=True):
                 if source is None:

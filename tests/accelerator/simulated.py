@@ -27,38 +27,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 NAME = "sim"
 SOURCE = Path(__file__).with_name("simulated.cpp")
 
-# What launches nothing.
-VIEWS = frozenset(
-    [
-        "view",
-        "detach",
-        "alias",
-        "t",
-        "transpose",
-        "expand",
-        "select",
-        "slice",
-        "unsqueeze",
-        "squeeze",
-        "permute",
-        "as_strided",
-        "unbind",
-        "split",
-        "_unsafe_view",
-        "_reshape_alias",
-        "empty",
-        "empty_like",
-        "empty_strided",
-        "lift_fresh",
-        "diagonal",
-        "split_with_sizes",
-        "unfold",
-        "new_empty",
-        "set_",
-        "resize_",
-        "new_empty_strided",
-    ]
-)
+_LAUNCH_NOTHING = """
+    view detach alias t transpose expand select slice unsqueeze squeeze permute as_strided unbind split _unsafe_view
+    _reshape_alias empty empty_like empty_strided lift_fresh diagonal split_with_sizes unfold new_empty set_ resize_
+    new_empty_strided
+"""
+VIEWS = frozenset(_LAUNCH_NOTHING.split())
 
 _waits: list[str] | None = None
 

@@ -10,6 +10,7 @@ import gc
 import json
 import math
 import pickle
+import re
 import sys
 import warnings
 import weakref
@@ -713,6 +714,26 @@ def test_logger_is_not_called_where_nothing_was_monitored(setup, event):
     assert [step for step, _ in logger.written] == (
         [6] if event != Events.ITERATION_COMPLETED or event.filter else [2, 4, 6]
     )
+
+
+def test_logger_gets_what_is_chosen(setup):
+    """Names that are known late, when the values come to the host, can be chosen as well."""
+    _, _, trainer, monitor = setup
+    monitor.attach(trainer)
+    whole, one, others, none = (ListLogger() for _ in range(4))
+    monitor.log_to(whole, trainer)
+    trainer.run(make_batches(3))
+    name = list(whole.written[-1][1])[-1]
+    monitor.log_to(one, trainer, include=f"^{re.escape(name)}$")
+    monitor.log_to(others, trainer, exclude=f"^{re.escape(name)}$")
+    monitor.log_to(none, trainer, include="no such name")
+    trainer.run(make_batches(3))
+    last = whole.written[-1][1]
+    assert [set(named) for _, named in one.written[-1:]] == [{name} & set(last)][: len(one.written)]
+    assert others.written[-1][1].keys() == last.keys() - {name}
+    assert none.written == []
+    with pytest.raises(ValueError, match="include"):
+        monitor.log_to(ListLogger(), trainer, include="(")
 
 
 @pytest.mark.parametrize("log_first", [False, True])
