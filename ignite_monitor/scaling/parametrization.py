@@ -37,6 +37,7 @@ class FoundLayer(NamedTuple):
     is_module: bool = True  # whether what the module gives is what the layer gives
     multiplies: bool = True  # whether its hook multiplies; otherwise b and c have to do it
     from_zero: bool = False  # whether the weights are set to zero at the start, unless a and b are given
+    drift: float = 0.0  # the largest exponent with which inputs that drift may change its output
 
     def node(self, name: str, ab: tuple[float, float] | None = None, c: float | None = None) -> Node:
         """A node without inputs, with exponents of its own or others."""
@@ -307,11 +308,11 @@ class Parametrization:
                     bias.zero_()
             given = found[layer.name]
             start = 0.5 - layer.a - layer.b if layer.layer_type == "readout" and layer.seeds else 0.0
-            if given.hook is not None and (given.multiplies or start):
+            if given.hook is not None and (given.multiplies or start or given.drift):
                 if multiplier_of(layer.module) is None:
                     layer.module.register_forward_hook(given.hook)
                 given.hook.value = float(layer.fan_in) ** -(layer.a + given.own) if given.multiplies else 1.0
-                given.hook.start = start
+                given.hook.start, given.hook.drift = start, given.drift
                 if self.optimizer_type == "adam" and layer.layer_type != "embedding" and layer.c is not None:
                     given.hook.rate = layer.a + layer.c
 

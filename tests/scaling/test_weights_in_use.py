@@ -403,6 +403,20 @@ def test_frozen_base_with_lora(caplog):
     assert message == (
         "Weights that are not drawn anew: 3 frozen, as they are (0.weight, …); 1 zero, as they are (1.b.weight)"
     )
+    drifts = {name: hook.drift for name, each in parametrization.model.named_modules() if (hook := multiplier_of(each))}
+    assert drifts == {"1.a": 0.5, "1.b": 0.5}
+
+
+@pytest.mark.parametrize(("along", "slope"), [(True, 0.5), (False, 0.0)])
+def test_drift_along_a_matrix_with_few_outputs(along, slope):
+    """n^(omega - a - b) with a + b = 1/2, omega 1 for what was learned through the matrix and 1/2 for what was not."""
+    torch.manual_seed(0)
+    sizes = []
+    for n in (64, 4096):
+        a = torch.randn(4, n, dtype=torch.float64) * n**-0.5
+        handed_back = torch.randn(64, 4, dtype=torch.float64) @ a if along else torch.randn(64, n, dtype=torch.float64)
+        sizes.append((handed_back.sign() @ a.T).square().mean().sqrt().log())  # Adam moves all inputs by as much
+    assert float(sizes[1] - sizes[0]) / math.log(64) == pytest.approx(slope, abs=0.05)
 
 
 def test_frozen_layers_pass_changes_on():
