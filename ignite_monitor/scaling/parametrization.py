@@ -37,6 +37,7 @@ class FoundLayer(NamedTuple):
     is_module: bool = True  # whether what the module gives is what the layer gives
     multiplies: bool = True  # whether its hook multiplies; otherwise b and c have to do it
     from_zero: bool = False  # whether the weights are set to zero at the start, unless a and b are given
+    few: bool = False  # whether it gives as many numbers at any width, though it is a hidden layer
     drift: float = 0.0  # the largest exponent with which inputs that drift may change its output
 
     def node(self, name: str, ab: tuple[float, float] | None = None, c: float | None = None) -> Node:
@@ -44,7 +45,7 @@ class FoundLayer(NamedTuple):
         a, b = (self.a, self.b) if ab is None else ab
         if not self.multiplies:
             a, b = 0.0 - self.own, a + b + self.own
-        return Node(name, self.layer_type, (), a, b, self.c if c is None else c)
+        return Node(name, self.layer_type, (), a, b, self.c if c is None else c, few=self.few)
 
 
 class FoundLayers(NamedTuple):
@@ -371,7 +372,7 @@ def _with_exponents(found: FoundLayers, ab: Mapping[str, tuple[float, float]], c
         layer = found.layers.get(name)
         if layer is not None:
             own = layer.node(name, ab.get(name), c.get(name))
-            node = node._replace(kind=own.kind, a=own.a, b=own.b, c=own.c)
+            node = node._replace(kind=own.kind, a=own.a, b=own.b, c=own.c, few=own.few)
         nodes.append(node)
     weights = {name: [each.module.get_parameter(key) for key in each.weights] for name, each in found.layers.items()}
     return tied(LayerGraph(nodes), weights)

@@ -166,6 +166,7 @@ def _found_layers(model: nn.Module, trace: Trace, by_hand: dict[str, FoundLayer]
             # What is zero may be added to another weight, as LoRA's is when it is merged: so it has no multiplier.
             multiplies=use.is_module and not is_zero,
             from_zero=from_zero,
+            few=kind != use.kind,
         )
     # Pairs as LoRA's: what feeds a weight that is zero, and that weight.
     feeding = {name for name, use in trace.uses.items() if name in inner and use.kind == "readout"}

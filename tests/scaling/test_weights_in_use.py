@@ -475,6 +475,25 @@ def test_keys_and_values_that_all_heads_share_start_at_zero(caplog):
     assert drawn.layers["between.v"].weights["weight"].std().item() == pytest.approx(1 / 32, rel=0.3)
 
 
+@pytest.mark.parametrize("normed", [False, True])
+def test_with_sgd_few_outputs_inside_the_network_are_refused(normed):
+    """Their gradient is a sum over n, random at first and aligned later."""
+
+    class Few(nn.Module):
+        def __init__(self, n):
+            super().__init__()
+            self.first, self.few, self.last = nn.Linear(6, n), nn.Linear(n, 2), nn.Linear(n, 3)
+
+        def forward(self, x):
+            x = self.first(x).relu()
+            few = F.layer_norm(self.few(x), (2,)) if normed else self.few(x)
+            return self.last(x.unflatten(-1, (-1, 2)).mul(few[..., None, :]).flatten(-2))
+
+    with pytest.raises(ValueError, match=r"hands back to .* with SGD follows no power of the width.* train with Adam"):
+        parametrize(Few, WIDTHS, sample_input=X, optimizer_type="sgd")
+    assert set(parametrize(Few, WIDTHS, sample_input=X).layers) == {"first", "few", "last"}
+
+
 def test_in_front_of_a_norm_only_the_relative_change_counts():
     layers = found(lambda n: Shared(n, norm=True)).layers
     assert (layers["between.k"].layer_type, layers["between.k"].b, layers["between.k"].c) == ("hidden", 0.5, 1.0)
