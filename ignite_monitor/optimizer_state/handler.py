@@ -26,7 +26,7 @@ from ignite_monitor.optimizer_state.sampled_step import Measured, SampledStep
 
 
 class OptimizerStateHandler(Monitor, schema=OPTIMIZER_STATE):
-    r"""Watches what Adam and its kin, SGD with momentum, Muon and Lion know of each parameter, and what they make of it.
+    r"""Watches what Adam and its kin, SGD with momentum, Muon and Lion keep of each parameter, and their steps by it.
 
     For any optimizer with ``exp_avg``, ``exp_avg_sq`` or ``momentum_buffer`` in its state, whatever its class. Of each
     tensor, with its gradient g as the step uses it (reduced, unscaled, clipped), and the moments as the step leaves
