@@ -1,4 +1,4 @@
-"""What every handler costs, and all of them together: the section "What it costs" of the README, as it stands there.
+"""What every handler costs, and all of them together: the beginning of docs/costs.md, as it stands there.
 
 First as a part of a train step, on a transformer of many small layers and on one of few large ones, in every iteration,
 every tenth and every hundredth; beside what everyone knows the price of: ``clip_grad_norm_``, two forward passes, a

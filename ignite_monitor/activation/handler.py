@@ -29,7 +29,7 @@ from ignite_monitor.model.optimizers import parameters_of
 from ignite_monitor.model.sharding import check_whole
 from ignite_monitor.model.structure import modules_by_name
 from ignite_monitor.monitor.base import Handlers
-from ignite_monitor.monitor.named_values import NamedValues, joined
+from ignite_monitor.monitor.publisher import NamedValues, joined
 from ignite_monitor.monitor.rank_reduction import RankReduction, Rows
 from ignite_monitor.monitor.ranks import world_size
 from ignite_monitor.reference.monitor import ReferenceMonitor

@@ -18,12 +18,12 @@ from ignite_monitor.events.hooks import Patch, is_nested, remove_all
 from ignite_monitor.events.ledger import GradientLedger, GradientsReady, OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents, register_events
 from ignite_monitor.model._torch import (
+    EVENT_HANDLERS,
     HANDLE_EXCEPTION,
     TRAIN_STEP,
     backward_number,
     check_engine,
     handles_exceptions,
-    has_handlers,
     need,
     queue_callback,
 )
@@ -154,9 +154,12 @@ class EventSource:
         self._listeners[event] = [each for each in self._listeners[event] if each() not in (None, handler)]
 
     def has_handlers(self, *events: MonitorEvents) -> bool:
-        """Whether anyone but the monitors listens to one of the events."""
+        """Whether anyone but the monitors listens to one of the events; where that can't be known, yes."""
         engine = self._engine()
-        return engine is not None and has_handlers(engine, events)
+        if engine is None:
+            return False
+        handlers = getattr(engine, EVENT_HANDLERS, None)
+        return handlers is None or any(map(handlers.get, events))
 
     @property
     def monitors(self) -> list[Any]:

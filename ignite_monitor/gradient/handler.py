@@ -33,7 +33,7 @@ from ignite_monitor.keys import GRADIENT
 from ignite_monitor.model.modes import in_backward, users_grad_mode
 from ignite_monitor.model.optimizers import held_by
 from ignite_monitor.monitor.base import Handlers, Monitor, check_flag
-from ignite_monitor.monitor.named_values import as_published
+from ignite_monitor.monitor.publisher import as_published
 from ignite_monitor.monitor.ranks import all_take_part, gradient_norm, max_over_ranks, reduction_of, world_size
 
 

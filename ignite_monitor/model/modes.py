@@ -22,7 +22,7 @@ def aside() -> Iterator[None]:
     forward in the order in which they come and hands them out again in backward, so that one more would shift all of
     them; a counter of floating-point operations would count ours.
     """
-    with torch.no_grad(), unseen_by_functions(), unseen_by_dispatch():
+    with unseen_by_functions(), unseen_by_dispatch(), torch.no_grad():  # in this order modes are not asked about it
         yield
 
 

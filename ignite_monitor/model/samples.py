@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ignite_monitor.model._torch import foreach_copy, modules_of_each, parameters_of_each
@@ -18,8 +20,16 @@ from ignite_monitor.model.sampling import fnv1a_64, spread_indices, stratum_widt
 from ignite_monitor.model.sharding import all_reduce
 from ignite_monitor.model.updates import row_norms
 
+NARROW = (torch.bfloat16, torch.float16)
 _MEASURABLE = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 _KEPT = 16
+
+# On an accelerator parameters of at most so many elements are sampled from a copy of all of them, in one operation,
+# which takes less than one for each does. So long may the samples be, and so many elements the copy.
+_COPIED = 1 << 18
+_SHORT = 1 << 11
+_ROOM = 1 << 23
+_FROM_COPY = 0  # in place of a length
 
 
 class ParameterSamples:
@@ -60,6 +70,7 @@ class ParameterSamples:
         counts: list[float] = []
         members: dict[tuple[torch.device, torch.dtype, int, bool], list[_Member]] = {}
         meshes: dict[tuple[Any, tuple[int, ...]], list[int]] = {}
+        room = _ROOM
         parameter: Any
         for place, (name, parameter, _) in enumerate(found):
             numel = parameter.numel()
@@ -87,8 +98,13 @@ class ParameterSamples:
             width = local.numel() if index is None else len(index)
             if width:
                 key = (local.device, _work_dtype(local.dtype), width, index is None)
+                if local.device.type != "cpu" and width <= _SHORT and local.numel() <= min(_COPIED, room):
+                    key = (local.device, _work_dtype(local.dtype), _FROM_COPY, False)
+                    room -= local.numel()
                 members.setdefault(key, []).append(_Member(place, parameter, index, weight))
-        self.groups = [Group(device, dtype, each) for (device, dtype, _, _), each in members.items()]
+        self.groups = [
+            Group(device, dtype, each, width == _FROM_COPY) for (device, dtype, width, _), each in members.items()
+        ]
         self._with_elements = {place for group in self.groups for place in group.places}
         self._factors, self._taken = (
             upload(torch.tensor(each, dtype=self.dtype, device="cpu"), self.device) for each in (self._scales, counts)
@@ -102,6 +118,8 @@ class ParameterSamples:
         self._positions |= dict.fromkeys(self.measurable - self._with_elements, -1)
         self._absent = upload(torch.tensor([math.nan, 0.0], dtype=self.dtype, device="cpu"), self.device)
         self._orders: dict[tuple[int, ...], Tensor] = {}
+        self._used: set[int] = set()
+        self._counts: list[tuple[Tensor, Tensor]] = []
 
     def fit(self) -> bool:
         """Whether the model's parameters are still those that were sampled."""
@@ -120,6 +138,28 @@ class ParameterSamples:
         for group in self.groups:
             group.copy(weights, group.before)
 
+    def forget_gradients(self) -> None:
+        """A train step starts: no element of the narrow parameters has had a gradient."""
+        for group in self.groups:
+            if group.with_gradient is not None:
+                group.with_gradient.zero_()
+        self._used.clear()
+
+    def gradients_used(self, places: Iterable[int]) -> None:
+        """A step has been made with their gradients: later ones no longer say which elements had one."""
+        self._used.update(places)
+
+    def lost_updates(self) -> Tensor:
+        """Of how many elements with a gradient the change was 0, and how many had a gradient, estimated by the sample.
+
+        To be asked after :meth:`weights_and_changes`, of narrow parameters alone.
+
+        Returns:
+            Of shape (2, parameters).
+        """
+        counts = [self._in_order(each, self._positions) for each in zip(*self._counts, strict=True)]
+        return torch.stack(counts) * self._factors**2
+
     def weights_and_changes(self, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Norms of the sampled elements of the kept weights, which it uses up, and of what has changed since.
 
@@ -127,9 +167,11 @@ class ParameterSamples:
             weights: as for :meth:`keep_weights`.
         """
         kept, changed = [], []
+        self._counts = []
         for group in self.groups:
             group.copy(weights, group.now)
             group.now.sub_(group.before)
+            self._counts.append(group.unmoved())
             kept.append(group.norms(group.before))
             changed.append(group.norms(group.now))
         return self._in_order(kept, self._positions), self._in_order(changed, self._positions)
@@ -153,6 +195,7 @@ class ParameterSamples:
             rows = {place: row for row, place in enumerate(group.places) if sources[place] is not None}
             if rows:
                 group.copy(sources, group.now)
+                group.keep_gradients([row for place, row in rows.items() if place not in self._used])
                 first, last = min(rows.values()), max(rows.values())
                 pieces.append(
                     ({place: row - first for place, row in rows.items()}, group.norms(group.now, first, last))
@@ -229,37 +272,61 @@ class _Member(NamedTuple):
 
 
 class Group:
-    """Parameters on one device of which equally many elements are looked at, or all: a row each.
+    """Parameters on one device, with a row for the sample of each.
+
+    Args:
+        members: all with as long a sample, or all with all of their elements, unless ``from_copy``.
+        from_copy: whether to take the samples from a copy of all of them; rows end in zeros.
 
     Attributes:
         places: the places of the parameters.
         index: the same, as a tensor.
         weights: what each sampled element weighs, of shape (rows or 1, columns); None for 1.
-        before: room for their elements.
+        elements: where rows hold elements and not the zeros at their ends, a bool tensor; None for everywhere.
+        before: room for elements.
         now: more of it.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, members: list[_Member]) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, members: list[_Member], from_copy: bool) -> None:
         self.places = [member.place for member in members]
         self.index = upload(torch.tensor(self.places, device="cpu"), device)
         parts = [_local(member.parameter) for member in members]
         indices = [member.elements for member in members if member.elements is not None]
-        self._indices = list(upload(torch.stack(indices), device).unbind()) if indices else []
         width = len(indices[0]) if indices else parts[0].numel()
+        self._copies: list[Tensor] = []
+        if from_copy:
+            *starts, end = itertools.accumulate((part.numel() for part in parts), initial=0)
+            self._copy = torch.zeros(end + 1, dtype=dtype, device=device)
+            self._copies = [
+                self._copy[at : at + part.numel()].view(part.shape) for at, part in zip(starts, parts, strict=True)
+            ]
+            indices = [
+                start + (torch.arange(part.numel(), device="cpu") if member.elements is None else member.elements)
+                for start, part, member in zip(starts, parts, members, strict=True)
+            ]
+            width = max(map(len, indices))
+            indices = [F.pad(index, (0, width - len(index)), value=end) for index in indices]
+        self._index = upload(torch.stack(indices) if indices else torch.empty(0, device="cpu"), device)
+        self._indices = list(self._index.unbind())
         self.weights: Tensor | None = None
         if any(member.weight is not None for member in members):
             ones = torch.ones(width, dtype=torch.float64, device="cpu")
             sizes = {(member.parameter.numel(), is_sharded(member.parameter)) for member in members}
             alike = len(sizes) == 1 and not is_sharded(members[0].parameter)
             weighing = members[:1] if alike else members
-            weights = torch.stack([ones if member.weight is None else member.weight for member in weighing])
+            of_members = [ones[:0] if member.weight is None else member.weight for member in weighing]
+            weights = torch.stack([torch.cat([each, ones[len(each) :]]) for each in of_members])
             self.weights = upload(weights.to(dtype.to_real()), device)
+        self.elements = self._index != len(self._copy) - 1 if from_copy else None
         self._shapes = [None if indices else part.shape for part in parts]
-        self._like = torch.empty(0, dtype=dtype, device=device), (len(members), width)
         self._rooms: dict[str, Tensor] = {}
         self._targets: dict[int, list[Tensor]] = {}
+        self._like = torch.empty(0, dtype=dtype, device=device), (len(members), width)
         self.before, self.now = self.room("before"), self.room("now")
         self._is_sharded = any(is_sharded(member.parameter) for member in members)
+        self._narrow = {row for row, part in enumerate(parts) if part.dtype in NARROW}
+        # Which elements of narrow parameters have had a gradient other than 0.
+        self.with_gradient = torch.zeros_like(self.now, dtype=torch.bool) if self._narrow else None
 
     def room(self, name: str) -> Tensor:
         """Room for elements, of shape (rows, columns), made when it is first asked for by that name."""
@@ -270,6 +337,22 @@ class Group:
             shaped = zip(rows, self._shapes, strict=True)
             self._targets[id(rows)] = [row if shape is None else row.view(shape) for row, shape in shaped]
         return self._rooms[name]
+
+    def keep_gradients(self, rows: Sequence[int]) -> None:
+        """Keep where the gradients that have been copied are other than 0, in those of the rows that are narrow."""
+        if self.with_gradient is None:
+            return
+        if len(rows) == len(self.places):
+            torch.ne(self.now, 0, out=self.with_gradient)
+            return
+        for row in self._narrow.intersection(rows):
+            torch.ne(self.now[row], 0, out=self.with_gradient[row])
+
+    def unmoved(self) -> tuple[Tensor, Tensor]:
+        """In each row, how many elements had a gradient and a change of 0, and how many had a gradient."""
+        if self.with_gradient is None:
+            return (nothing := torch.zeros(len(self.places), device=self.now.device)), nothing
+        return (self.with_gradient & (self.now == 0)).sum(1), self.with_gradient.sum(1)
 
     def norms(self, rows: Tensor, first: int = 0, last: int | None = None) -> Tensor:
         """The norms of some rows' sampled elements, each weighed by how many it stands for; uses the rows up.
@@ -296,6 +379,15 @@ class Group:
         found: list[Any] = [sources[place] for place in self.places]
         if self._is_sharded:
             found = [_local(source) for source in found]
+        if self._copies:
+            present = [row for row, source in enumerate(found) if source is not None]
+            foreach_copy([self._copies[row] for row in present], [found[row] for row in present])
+            if len(present) == len(found) or rows is not self.before:  # of which nobody reads the other rows
+                torch.take(self._copy, self._index, out=rows)
+            else:
+                for row in present:
+                    torch.take(self._copy, self._indices[row], out=targets[row])
+            return
         if self._indices:
             for source, index, target in zip(found, self._indices, targets, strict=True):
                 if source is None:

@@ -33,6 +33,7 @@ def row_sums(
     momentum: Tensor,
     change: Tensor,
     weights: Tensor | None,
+    elements: Tensor | None,
     correction: Tensor,
     eps: Tensor,
 ) -> Tensor:
@@ -44,6 +45,7 @@ def row_sums(
         momentum: the mean of the gradients.
         change: what the step has changed.
         weights: the square root of how often each element counts, of shape (rows or 1, columns); None for once.
+        elements: where rows hold elements and not zeros that are none, bool; None for everywhere.
         correction: what the root of ``square`` is multiplied by, of shape (rows,).
         eps: what the root is compared with, of the same shape; NaN for nothing.
 
@@ -52,7 +54,7 @@ def row_sums(
     """
     root = square.sqrt_().mul_(correction.to(square.dtype).unsqueeze(1))
     least = eps.to(square.dtype).unsqueeze(1)
-    below = (root < least).to(square.dtype)
+    below = (root < least if elements is None else (root < least) & elements).to(square.dtype)
     if weights is not None:
         for each in (gradient, momentum, change, below):
             each.mul_(weights)

@@ -114,7 +114,9 @@ class SampledStep:
                 group.copy(sources, rows)
             change = group.now.sub_(group.before)
             factors = (each[group.index] for each in (moments.correction, moments.eps))
-            sums.append(row_sums(group.room("gradient"), square, momentum, change, group.weights, *factors))
+            sums.append(
+                row_sums(group.room("gradient"), square, momentum, change, group.weights, group.elements, *factors)
+            )
         found = statistics_of(samples.means(sums))
         stepped = self._stepped.mask(self._masks)
         made, adapted, moving = (

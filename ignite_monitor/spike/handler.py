@@ -19,7 +19,7 @@ from ignite_monitor.judging.thresholds import ThresholdRule, as_rule
 from ignite_monitor.keys import SPIKE
 from ignite_monitor.model.devices import wide_dtype
 from ignite_monitor.monitor.base import Handlers, Monitor, NoModel, check_flag
-from ignite_monitor.monitor.named_values import as_published
+from ignite_monitor.monitor.publisher import as_published
 
 
 class SpikeMonitor(Monitor, schema=SPIKE):
