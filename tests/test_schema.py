@@ -60,6 +60,7 @@ class Model(nn.Module):
         self.hidden = ParametrizedModule(nn.Linear(8, 8), width_dim=8, layer_type="hidden")
         self.last = ParametrizedModule(nn.Linear(8, 3), width_dim=8, layer_type="readout")
         self.shift = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+        self.position_table = nn.Parameter(torch.ones(3, 8))
         self.unused, self.left_out = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x):
