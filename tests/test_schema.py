@@ -21,6 +21,7 @@ from ignite_monitor import (
     GradientNoiseScaleHandler,
     GradMonitor,
     MeanStdThreshold,
+    OptimizerStateHandler,
     RCCHandler,
     SpectralNormHandler,
     SpikeMonitor,
@@ -41,6 +42,7 @@ KINDS = [
     GradMonitor,
     GradientNoiseScaleHandler,
     WeightUpdateHandler,
+    OptimizerStateHandler,
     RCCHandler,
     ActivationHandler,
     SpectralNormHandler,
@@ -60,6 +62,7 @@ class Model(nn.Module):
         self.hidden = ParametrizedModule(nn.Linear(8, 8), width_dim=8, layer_type="hidden")
         self.last = ParametrizedModule(nn.Linear(8, 3), width_dim=8, layer_type="readout")
         self.shift = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+        self.position_table = nn.Parameter(torch.ones(3, 8))
         self.unused, self.left_out = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x):
@@ -82,13 +85,14 @@ def make_all():
     torch.manual_seed(0)
     model = Model()
     held = [each for name, each in model.named_parameters() if not name.startswith("left_out")]
-    optimizer = torch.optim.SGD(held, lr=0.1)
+    optimizer = torch.optim.Adam(held, lr=0.1)
     everything = dict.fromkeys(
         ("activations", "parameters", "gradients", "activation_differences", "parameter_differences"), True
     )
     return model, optimizer, [
         GradMonitor(model, optimizer, threshold=MeanStdThreshold(warmup=2), reaction="clip", loss=lambda engine: 1.0),
         WeightUpdateHandler(model, optimizer, frozen_update_ratio_threshold=1.0, frozen_patience_steps=1),
+        OptimizerStateHandler(optimizer, model),
         RCCHandler(model),
         ActivationHandler(model, **everything, attention=True, reference="init"),
         SpectralNormHandler(model, updates=True, per_parameter=True),

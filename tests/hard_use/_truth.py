@@ -121,8 +121,12 @@ def statistics(parts: list[Tensor], units: bool) -> Values:
         found["std"] = float(flat.std())
     if units and parts[0].ndim > 1:
         place = 1 if parts[0].ndim >= 4 else -1
-        alive = [part.movedim(place, 0).flatten(1).abs().amax(1) > 0 for part in parts]
-        found["dead_fraction"] = 1 - float(torch.stack(alive).any(0).double().mean())
+        alive: dict[int, list[Tensor]] = {}  # calls with other numbers of units are of other units
+        for part in parts:
+            alive.setdefault(part.shape[place], []).append(part.movedim(place, 0).flatten(1).abs().amax(1) > 0)
+        found["dead_fraction"] = 1 - float(
+            torch.cat([torch.stack(each).any(0) for each in alive.values()]).double().mean()
+        )
     return found
 
 
