@@ -52,7 +52,7 @@ dist: $(VENV)/.dist ## build a wheel and a source archive into dist, and check t
 # Environments of their own, for what setup.cfg says is supported.
 test-oldest: ## run the tests with the oldest torch and Ignite
 	$(PYTHON) -m venv $(VENV)-oldest
-	$(VENV)-oldest/bin/python -m pip install --quiet 'torch==2.6.*' 'pytorch-ignite==0.5.3' 'numpy<2.3' --editable '.[test]'
+	$(VENV)-oldest/bin/python -m pip install --quiet 'torch==2.6.*' 'pytorch-ignite==0.5.3' --editable '.[test]'
 	$(VENV)-oldest/bin/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(PYTEST_ARGS)
 
 test-newest: ## run the tests with the newest of everything

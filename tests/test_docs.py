@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib.util
+import inspect
 import io
 import json
 import re
 import socket
+import textwrap
 import warnings
 from pathlib import Path
 
@@ -17,9 +19,10 @@ import matplotlib.pyplot as plt
 import pytest
 import torch
 import torch.distributed as dist
+from ignite.handlers.base_logger import BaseLogger
 
 import ignite_monitor
-from ignite_monitor import MonitorEvents, keys
+from ignite_monitor import MonitorEvents, keys, scaling
 from ignite_monitor.schema import Schema
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -82,6 +85,44 @@ def test_snippets(source, needs, folder):
         printed = run(source, "snippet").splitlines()
     for line in promised(source):
         assert line in printed
+
+
+def docstrings():
+    """Public name -> docstring, of classes, their methods, and functions."""
+    for package in (ignite_monitor, scaling):
+        for name in package.__all__:
+            value = getattr(package, name)
+            yield name, inspect.getdoc(value)
+            if inspect.isclass(value):
+                yield from (
+                    (f"{name}.{attribute}", inspect.getdoc(method))
+                    for attribute, method in inspect.getmembers(value, inspect.isfunction)
+                    if attribute[0] != "_"
+                )
+
+
+EXAMPLES = {
+    textwrap.dedent(found[1]): name
+    for name, text in docstrings()
+    for found in re.finditer(r"\.\. code-block:: python\n\n(.*?)(?=\n\S|\Z)", text or "", flags=re.DOTALL)
+}
+
+
+def surroundings():
+    """What the API's page says the examples of docstrings stand in."""
+    (source,) = re.findall(r"^```python\n(.*?)^```", PAGES["docs/api.md"], flags=re.DOTALL | re.MULTILINE)
+    namespace = {"__name__": "__main__"}
+    exec(compile(source, "docs/api.md", "exec"), namespace)
+    return namespace
+
+
+@pytest.mark.parametrize("source", [pytest.param(source, id=name) for source, name in EXAMPLES.items()])
+def test_examples_of_docstrings(source, folder, capsys):
+    namespace = surroundings()
+    exec(compile(source, "example", "exec"), namespace)
+    for each in namespace.values():
+        if isinstance(each, BaseLogger):
+            each.close()
 
 
 def test_readme_is_one_page():

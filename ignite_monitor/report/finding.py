@@ -24,6 +24,8 @@ KINDS = {
     "overflows": "Give the GradScaler a larger growth_interval, or use bfloat16.",
     "large_updates": "Lower the learning rate.",
     "small_updates": "Raise the learning rate, and see whether gradients arrive.",
+    "stale_moments": "Lower beta2 (0.95), or clip updates as StableAdamW does.",
+    "eps_rules": "Lower eps, or scale the loss up.",
     "lost_updates": "Keep the weights in float32 under torch.autocast, or have float32 copies of them.",
     "update_ratio_outlier": "handler.diagnostics tells which one; give it a learning rate of its own.",
     "weight_update_outlier": "Give these layers a learning rate of their own: ignite-monitor coord-check says which.",
