@@ -248,6 +248,21 @@ SPIKE = Schema(
     signs=frozenset({"value", "spike"}),
 )
 
+_NOISE = "noise scale and its interval"
+
+NOISE_SCALE = Schema(
+    "noise scale",
+    "noise_scale",
+    (
+        Key("value", "the simple noise scale", unit="items", chart=_NOISE),
+        Key("low", "the lower end of its interval", unit="items", chart=_NOISE),
+        Key("high", "the upper end", unit="items", chart=_NOISE),
+        Key("batch", "how many items the optimizer's step was made from", unit="items", chart=_NOISE),
+    ),
+    signs=frozenset({"batch"}),
+)
+
+
 _MOMENTS = "gradient against second moment"
 
 OPTIMIZER_STATE = Schema(
@@ -269,4 +284,16 @@ OPTIMIZER_STATE = Schema(
     ),
 )  # fmt: skip
 
-SCHEMAS = (GRADIENT, SPIKE, WEIGHT_UPDATE, OPTIMIZER_STATE, RCC, ACTIVATION, SPECTRAL, STEP_STATS, ALIGNMENT, MAXP)
+SCHEMAS = (
+    GRADIENT,
+    SPIKE,
+    NOISE_SCALE,
+    WEIGHT_UPDATE,
+    OPTIMIZER_STATE,
+    RCC,
+    ACTIVATION,
+    SPECTRAL,
+    STEP_STATS,
+    ALIGNMENT,
+    MAXP,
+)

@@ -23,11 +23,12 @@ from ignite_monitor.model.eager import Eager
 from ignite_monitor.model.optimizers import check_optimizer, held_by
 from ignite_monitor.model.samples import is_measurable, reshard
 from ignite_monitor.model.sharding import check_whole
+from ignite_monitor.model.tensors import count_items
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.ranks import gradient_norm
 from ignite_monitor.step_stats.flops import FlopCount
 from ignite_monitor.step_stats.flops import peak_flops as known_peak
-from ignite_monitor.step_stats.measures import StepClock, count_items, peak_memory, resident_memory
+from ignite_monitor.step_stats.measures import StepClock, peak_memory, resident_memory
 
 
 class StepStatsHandler(Monitor, schema=STEP_STATS):
