@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from record_harm import record_all
 
-from ignite_monitor.gradient.loss_signal import LossSignal
+from ignite_monitor.gradient.loss import LossSignal
 from ignite_monitor.gradient.per_parameter import PerParameterJudge
 from ignite_monitor.judging.robust import RobustThreshold
 from ignite_monitor.judging.spikes import SpikeDetector
