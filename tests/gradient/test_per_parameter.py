@@ -21,12 +21,20 @@ def norms_of(n, seed=0):
     return random.lognormal(sigma=0.3, size=(n, 4)) * [5.0, 1.0, 1e-5, 30.0]
 
 
+def shared(row, means):
+    """What all norms of a row are divided by: the 0.7th power of how far they lie above their means, in the middle."""
+    ratios = sorted(x / mean for x, mean in zip(row, means, strict=True) if x > 0 and mean > 0)
+    return max(1.0, ratios[(len(ratios) - 1) // 2]) ** 0.7 if ratios else 1.0
+
+
 def each_alone(rows):
     """The verdicts of a scalar detector per tensor; NaN in rows is a tensor without a gradient, 0 a zero one."""
     detectors = [SpikeDetector(RobustThreshold(k=8.0)) for _ in NAMES]
     said = []
     for row in rows:
         said.append([])
+        means = [float(detector.rule.moments.mean) for detector in detectors]
+        row = row / shared(row, means)
         for detector, value in zip(detectors, row, strict=True):
             verdict = detector.judge(torch.tensor(value, dtype=torch.float64))
             there = value != 0 and value is not None and not np.isnan(value)
@@ -98,8 +106,9 @@ def test_the_shares_of_the_excess():
     judge = PerParameterJudge()
     judged(norms_of(100), judge)
     threshold = judge.judge(NAMES, torch.ones(4, dtype=torch.float64)).threshold.tolist()
-    over = torch.tensor([threshold[0] + 3.0, threshold[1] + 1.0, threshold[2] * 0.9, threshold[3] * 0.5])
-    verdict = judge.judge(NAMES, over.double())
+    mean = judge.judge(NAMES, torch.ones(4, dtype=torch.float64)).mean.tolist()
+    over = torch.tensor([threshold[0] + 3.0, threshold[1] + 1.0, mean[2] * 0.9, mean[3] * 0.5])
+    verdict = judge.judge(NAMES, over.double())  # most are below their means, so nothing is shared
     np.testing.assert_allclose(excess_shares(verdict).tolist(), [0.75, 0.25, 0, 0], atol=1e-6)
     assert [*named(judge, verdict)] == ["embed", "qkv"]
     assert [*named(judge, verdict, 1)] == ["embed"]

@@ -15,7 +15,8 @@ from ignite_monitor import GradMonitor, MonitorEvents, RobustThreshold, StaticTh
 from ignite_monitor.gradient.per_parameter import described
 from tests._trainers import Judge as MeanStd
 from tests._trainers import assert_same, loss_of, make_batches, make_model, norm_of, train, training_state
-from tests.hard_use._judge import Judge, robust
+from tests.gradient.test_per_parameter import shared
+from tests.hard_use._judge import Judge, mean_of, robust
 
 COUNT, BAD, NAME = 45, 40, "0.bias"
 EACH = robust(8.0, 20, 0.99, 2.0)
@@ -50,16 +51,23 @@ class Training:
             self.used.append({n: norm_of([p.grad]) for n, p in self.named.items() if p.grad is not None})
 
 
+def judged_by(judges, norms):
+    """The verdicts on one step's tensors, each divided by what all of them share."""
+    means = {n: mean_of(judges.setdefault(n, Judge(EACH)).history, 0.99) for n in norms}
+    factor = shared([*norms.values()], [*means.values()])
+    return {n: judges[n].judge(x / factor, False) for n, x in norms.items() if x > 0}
+
+
 def expected(norms):
     """For every step whether it is a spike, and each tensor's share of the excess, from what the contract says."""
     judges, whole, told = {}, MeanStd(), []
     for of_step in norms:
-        seen = {n: judges.setdefault(n, Judge(EACH)).judge(x, False) for n, x in of_step.items() if x > 0}
+        seen = judged_by(judges, of_step)
         spikes = {n for n, v in seen.items() if v.spike}
         total = math.sqrt(math.fsum(x * x for x in of_step.values()))
         is_spike = whole.expect(total)["spike"] or bool(spikes)
-        least = {n: v.threshold if spikes else v.mean for n, v in seen.items()}
-        excess = {n: max(v.norm - least[n], 0.0) for n, v in seen.items()}
+        above = {n: max(of_step[n] - v.threshold, 0.0) for n, v in seen.items()}
+        excess = above if any(above.values()) else {n: max(of_step[n] - v.mean, 0.0) for n, v in seen.items()}
         shares = {n: x / (math.fsum(excess.values()) or 1.0) for n, x in excess.items()}
         told.append((float(is_spike), dict(sorted(shares.items(), key=lambda s: -s[1])) if is_spike else {}))
         for n, v in seen.items():
@@ -157,15 +165,14 @@ def test_reactions(how):
     if how == "skip":
         assert_same(*({name: state[name] for name in state if name != "grads"} for state in before))
         return
-    seen = {n: Judge(EACH) for n in training.named}
-    whole = MeanStd()
+    judges, whole = {}, MeanStd()
     for of_step in training.norms[: BAD - 1]:
         whole.expect(math.sqrt(math.fsum(x * x for x in of_step.values())))
-        for n, x in of_step.items():
-            seen[n].observe(seen[n].judge(x, False))
+        for n, v in judged_by(judges, of_step).items():
+            judges[n].observe(v)
     bad = training.norms[BAD - 1]
     total = math.sqrt(math.fsum(x * x for x in bad.values()))
-    ratios = [seen[n].judge(x, False).threshold / x for n, x in bad.items()]
+    ratios = [v.threshold / v.norm for v in judged_by(judges, bad).values()]
     factor = min(1.0, whole.expect(total)["threshold"] / total, *ratios)
     assert factor < 0.5
     assert training.used[BAD - 1] == pytest.approx({n: x * factor for n, x in bad.items()}, rel=1e-5)
@@ -233,7 +240,7 @@ def test_tensors_that_freeze_come_later_or_get_no_gradient():
     recorder = train(step, batches, monitor)
     judges, spikes = {}, []
     for of_step in norms:
-        verdicts = {n: judges.setdefault(n, Judge(EACH)).judge(x, False) for n, x in of_step.items() if x > 0}
+        verdicts = judged_by(judges, of_step)
         spikes.append(float(any(v.spike for v in verdicts.values())))
         for n, v in verdicts.items():
             judges[n].observe(v)
