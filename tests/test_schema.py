@@ -18,8 +18,10 @@ from torch import nn
 
 from ignite_monitor import (
     ActivationHandler,
+    GradientNoiseScaleHandler,
     GradMonitor,
     MeanStdThreshold,
+    OptimizerStateHandler,
     RCCHandler,
     SpectralNormHandler,
     SpikeMonitor,
@@ -38,7 +40,9 @@ from tests._helpers import make_batches
 
 KINDS = [
     GradMonitor,
+    GradientNoiseScaleHandler,
     WeightUpdateHandler,
+    OptimizerStateHandler,
     RCCHandler,
     ActivationHandler,
     SpectralNormHandler,
@@ -52,16 +56,20 @@ KINDS = [
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
+        self.table = nn.Embedding(4, 6)
         self.first = ParametrizedModule(nn.Linear(6, 8), width_dim=8, layer_type="embedding")
         self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
         self.hidden = ParametrizedModule(nn.Linear(8, 8), width_dim=8, layer_type="hidden")
         self.last = ParametrizedModule(nn.Linear(8, 3), width_dim=8, layer_type="readout")
+        self.shift = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+        self.position_table = nn.Parameter(torch.ones(3, 8))
+        self.unused, self.left_out = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x):
-        x = self.first(x)
+        x = self.first(x + self.table(torch.arange(len(x)) % 4))
         record("first_norm", x.norm())
         y = x.unsqueeze(1)
-        return self.last(self.hidden(x + self.attention(y, y, y, need_weights=False)[0].squeeze(1)).relu())
+        return self.last(self.hidden(x + self.shift + self.attention(y, y, y, need_weights=False)[0].squeeze(1)).relu())
 
 
 def make_parametrized():
@@ -76,7 +84,8 @@ def make_all():
     """A monitor of each kind, all options on, with the optimizer and model that they watch."""
     torch.manual_seed(0)
     model = Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    held = [each for name, each in model.named_parameters() if not name.startswith("left_out")]
+    optimizer = torch.optim.Adam(held, lr=0.1)
     everything = dict.fromkeys(
         ("activations", "parameters", "gradients", "activation_differences", "parameter_differences"), True
     )
@@ -88,6 +97,7 @@ def make_all():
         GradMonitor(model, optimizer, threshold=MeanStdThreshold(warmup=2), reaction="clip", loss=loss,
                     per_parameter=True),
         WeightUpdateHandler(model, optimizer, frozen_update_ratio_threshold=1.0, frozen_patience_steps=1),
+        OptimizerStateHandler(optimizer, model),
         RCCHandler(model),
         ActivationHandler(model, **everything, attention=True, reference="init"),
         SpectralNormHandler(model, updates=True, per_parameter=True),
@@ -116,6 +126,24 @@ def published():
             trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda _, m=monitor, n=names: n.update(m.on_host()))
         trainer.run(make_batches(6))
 
+    def run_in_parts():
+        torch.manual_seed(0)
+        model = nn.Linear(6, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+        def train_step(engine, _):
+            optimizer.zero_grad()
+            for x in torch.randn(2, 16, 6):
+                (model(x) - 3 * x.sum(1, keepdim=True) - torch.randn(16, 1)).square().mean().backward()
+            optimizer.step()
+
+        trainer = Engine(train_step)
+        noise = GradientNoiseScaleHandler(model, optimizer, micro_batches=2, items=lambda _: 32)
+        noise.attach(trainer)
+        trainer.run(range(40))
+        found[type(noise)] = noise.prefix, set(noise.on_host())
+
+    run_in_parts()
     run(*make_all(), clip=0.01)
     model, optimizer, parametrization = make_parametrized()
     run(model, optimizer, [MaxPScheduler(parametrization, optimizer)], clip=1.0)

@@ -30,8 +30,8 @@ class Verdict(NamedTuple):
         level_changed: whether the rule starts afresh from it.
         kind: where it lies, see :class:`Kind`.
         state: the detector's state that it was judged in.
-        given: the value as it came, where it is not judged as it is.
         outcome: what follows from it, a row for each field of :class:`Outcome`.
+        given: the value as it came, where it is not judged as it is.
         others: verdicts on other values of the same step, which make it a spike too; of the norm alone speaks
             :attr:`outcome`.
     """

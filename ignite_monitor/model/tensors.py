@@ -1,4 +1,4 @@
-"""The tensors in what a module returns."""
+"""The tensors in what a module returns, and in a batch."""
 
 from __future__ import annotations
 
@@ -52,3 +52,15 @@ def floating_tensors(output: Any, path: str = "", around: frozenset[int] = froze
     for key, member in members:
         if member is not None:
             yield from floating_tensors(member, f"{path}/{key}" if path else str(key), around | {id(output)})
+
+
+def count_items(batch: Any) -> int | None:
+    """The length of the first tensor in a batch: in a tensor, or nested in tuples, lists and mappings.
+
+    Returns:
+        None if there is no tensor with a dimension in it.
+    """
+    if isinstance(batch, Tensor):
+        return len(batch) if batch.ndim else None
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else ()
+    return next((count for count in map(count_items, parts) if count is not None), None)
