@@ -226,11 +226,7 @@ def lost_updates(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
 
 
 def together(names: Mapping[str, int] | Iterable[str]) -> str:
-    """Names in a sentence, those of one block as one: ``blocks.3 (12 in it)``.
-
-    Args:
-        names: the names, or name -> how many parameters it stands for.
-    """
+    """Names (and how many parameters they stand for) in a sentence, a block as one: ``blocks.3 (12 in it)``."""
     counts = names if isinstance(names, Mapping) else dict.fromkeys(names, 1)
     blocks: dict[str, list[str]] = {}
     for name in counts:
