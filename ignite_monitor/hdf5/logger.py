@@ -19,8 +19,7 @@ from ignite.engine.events import RemovableEventHandle
 from ignite.handlers.base_logger import BaseLogger, BaseOptimizerParamsHandler, BaseOutputHandler
 
 from ignite_monitor.checks import check_count
-from ignite_monitor.hdf5.contents import check_regular
-from ignite_monitor.hdf5.layout import import_h5py, one_line
+from ignite_monitor.hdf5.layout import check_regular, import_h5py, one_line
 from ignite_monitor.hdf5.runs import Clock
 from ignite_monitor.hdf5.values import flatten
 from ignite_monitor.hdf5.writer import Writer

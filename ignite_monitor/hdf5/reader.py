@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ignite_monitor.hdf5.contents import Contents, load
+from ignite_monitor.hdf5.layout import Contents, load
 from ignite_monitor.report.series import printable
 
 RETRIES = 50

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ignite_monitor.hdf5.contents import load
-from ignite_monitor.hdf5.layout import EXACT, ROW, needs_float64, one_line
+from ignite_monitor.hdf5.layout import EXACT, ROW, load, needs_float64, one_line
 from ignite_monitor.hdf5.runs import EarlierRuns, Gap, Position, TakenBack
 from ignite_monitor.hdf5.swap import Patch, SwappedFile
 from ignite_monitor.report.series import printable
