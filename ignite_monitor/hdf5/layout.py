@@ -14,8 +14,8 @@ All are chunked, compressed with deflate and checksummed. Every file is complete
 see :mod:`ignite_monitor.hdf5.swap`.
 
 What is read holds exactly that, or a ValueError names it. HDF5 files can point to other files, compute their data by
-filters from plugins, and claim any size. So links, layouts, filters and sizes are looked at before anything is read, and
-what is read before anything is computed from it.
+filters from plugins, and claim any size. So links, layouts, filters and sizes are looked at before anything is read,
+and what is read before anything is computed from it.
 """
 
 from __future__ import annotations
