@@ -248,4 +248,25 @@ SPIKE = Schema(
     signs=frozenset({"value", "spike"}),
 )
 
-SCHEMAS = (GRADIENT, SPIKE, WEIGHT_UPDATE, RCC, ACTIVATION, SPECTRAL, STEP_STATS, ALIGNMENT, MAXP)
+_MOMENTS = "gradient against second moment"
+
+OPTIMIZER_STATE = Schema(
+    "optimizer",
+    "optimizer",
+    (
+        Key("rms_median", "median over the tensors of their RMS", chart=_MOMENTS),
+        Key("rms_p95", "nearest-rank 95th percentile of these", chart=_MOMENTS),
+        Key("rms_max", "the largest", chart=_MOMENTS),
+        Key("eps_share_median", r"median over the tensors of the share of elements with less than :math:`\epsilon`",
+            chart="where eps rules"),
+        Key("eps_share_max", "the largest of these", chart="where eps rules"),
+        Key("update_norm", "l2 norm of what the step changed in all tensors together, weight decay included",
+            chart="norm of the update"),
+        Key("momentum_cosine_median", "median over the tensors of the cosine of gradient and momentum",
+            chart="gradient against momentum"),
+        Key("momentum_cosine_min", "the smallest of these", chart="gradient against momentum"),
+        Key("topk_rms/{name}", "the ``top_k`` largest RMS", chart="largest RMS"),
+    ),
+)  # fmt: skip
+
+SCHEMAS = (GRADIENT, SPIKE, WEIGHT_UPDATE, OPTIMIZER_STATE, RCC, ACTIVATION, SPECTRAL, STEP_STATS, ALIGNMENT, MAXP)

@@ -20,6 +20,7 @@ from ignite_monitor import (
     ActivationHandler,
     GradMonitor,
     MeanStdThreshold,
+    OptimizerStateHandler,
     RCCHandler,
     SpectralNormHandler,
     SpikeMonitor,
@@ -39,6 +40,7 @@ from tests._helpers import make_batches
 KINDS = [
     GradMonitor,
     WeightUpdateHandler,
+    OptimizerStateHandler,
     RCCHandler,
     ActivationHandler,
     SpectralNormHandler,
@@ -81,13 +83,14 @@ def make_all():
     torch.manual_seed(0)
     model = Model()
     held = [each for name, each in model.named_parameters() if not name.startswith("left_out")]
-    optimizer = torch.optim.SGD(held, lr=0.1)
+    optimizer = torch.optim.Adam(held, lr=0.1)
     everything = dict.fromkeys(
         ("activations", "parameters", "gradients", "activation_differences", "parameter_differences"), True
     )
     return model, optimizer, [
         GradMonitor(model, optimizer, threshold=MeanStdThreshold(warmup=2), reaction="clip", loss=lambda engine: 1.0),
         WeightUpdateHandler(model, optimizer, frozen_update_ratio_threshold=1.0, frozen_patience_steps=1),
+        OptimizerStateHandler(optimizer, model),
         RCCHandler(model),
         ActivationHandler(model, **everything, attention=True, reference="init"),
         SpectralNormHandler(model, updates=True, per_parameter=True),

@@ -143,7 +143,8 @@ class EventSource:
             handler: the bound method; the engine's other handlers keep its monitor alive. It is called with the
                 engine, and in iterations that its monitor looks at with a :class:`GradientsReady` of its model, or an
                 :class:`OptimizerStep`, of the events that these belong to. What it changes of that which the other
-                monitors look at, it does in a function that it returns.
+                monitors look at, it does in a function that it returns; what it wants to see after all changes, it
+                looks at in a function that this one returns.
         """
         self._listeners[event].append(weakref.WeakMethod(handler))
         if self.running and event == MonitorEvents.GRADIENTS_READY:
@@ -196,9 +197,10 @@ class EventSource:
                 for handler in looking
                 if id(handler.__self__.model) in about
             ]
-        for change in changes:
-            if change is not None:
-                change()
+        looks = [change() for change in changes if change is not None]
+        for look in looks:
+            if look is not None:
+                look()
         if event == MonitorEvents.TRAIN_STEP_COMPLETED:
             self.running = False
         if self.has_handlers(event):
@@ -361,8 +363,10 @@ class EventSource:
             if key in self._models
         }
         ready = {key: each for key, each in changed.items() if each is not None}
-        shared = len(ready) > 1
-        about = {key: GradientsReady(self._models[key], each, shared, self.stepping) for key, each in ready.items()}
+        about = {
+            key: GradientsReady(ledger := self._models[key], each, ledger.lacks_any(ready), self.stepping)
+            for key, each in ready.items()
+        }
         if about:
             self.fire(MonitorEvents.GRADIENTS_READY, about)
 

@@ -78,6 +78,15 @@ RATIO_POINTS = 8
 SLOW_SPREAD = 1e3
 """How many times the median ratio is above the smallest for that to be far: norms' weights of 1 are 30 times slower."""
 
+STALE_RMS = 2.3
+"""From which RMS of gradient over second moment on arXiv:2304.13013 finds that the loss is likely to spike."""
+
+STALE_SHARE = 0.05
+"""In what share of the looks it has to be so, for more than chance: the first hundred steps of a run are such."""
+
+EPS_SHARE = 0.5
+"""Of what share of a tensor's elements eps has to rule, for the step to be another one than Adam's."""
+
 FEW_VANISHING = 2
 """How many gradients that vanish from the beginning on are few in any model."""
 

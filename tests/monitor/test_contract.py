@@ -43,6 +43,7 @@ from ignite_monitor import (
     GradMonitor,
     MeanStdThreshold,
     MonitorEvents,
+    OptimizerStateHandler,
     RCCHandler,
     SpectralNormHandler,
     SpikeMonitor,
@@ -70,6 +71,7 @@ HANDLERS = {
     ),
     # Named values appear once others have been written, and are looked at in a test of their own.
     "WeightUpdateHandler": lambda model, optimizer: WeightUpdateHandler(model, optimizer, top_k=0),
+    "OptimizerStateHandler": lambda model, optimizer: OptimizerStateHandler(optimizer, model, top_k=0),
     "ActivationHandler": lambda model, optimizer: ActivationHandler(model, activations=True),
     "ActivationHandler, gradients": lambda model, optimizer: ActivationHandler(model, gradients=True),
     "WeightUpdateHandler, no optimizer": lambda model, optimizer: WeightUpdateHandler(model, sample_size=4, top_k=0),
@@ -792,7 +794,7 @@ def synchronisations(monkeypatch):
 def quiet_trainer():
     """A trainer whose optimizer reads no tensor on the host itself."""
     model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     return model, optimizer, Engine(make_step(model, optimizer))
 
 
@@ -843,7 +845,7 @@ def test_one_transfer_per_iteration_for_three_loggers_of_two_monitors(factory, s
     engine.add_event_handler(Events.ITERATION_COMPLETED, lambda _: reads.append(dict(synchronisations)))
     engine.run(make_batches(6))
     sizes = [len(named) for logger in loggers for _, named in logger.written]
-    assert min(sizes) > 3
+    assert min(sizes) > 2
     assert len(sizes) == 7 * 6
     for counts in reads:
         counts.pop("nonzero", None)
