@@ -30,6 +30,7 @@ from ignite_monitor import (
     ActivationHandler,
     GradMonitor,
     HDF5Logger,
+    OptimizerStateHandler,
     RCCHandler,
     RobustThreshold,
     SpectralNormHandler,
@@ -53,6 +54,7 @@ FIGURES = {  # page -> which metrics
     "grad_monitor": "^grad/(norm|threshold|spike)$",
     "spike_monitor": "^loss/(value|threshold)$",
     "weight_update": "^monitor/(update_ratio_|grad_(median|p95|min|max))",
+    "optimizer_state": "^optimizer/(rms|momentum_cosine)_",
     "attention_entropy": "^attention_entropy/|^activation/[^/]+/max_abs$",
     "spectral_norm": "^spectral/(norm_max|norm_mean|topk)",
     "rcc": "^rcc/(weight_update|input_drift)/",
@@ -144,6 +146,7 @@ def train(file, iterations=500, damaged=333):
     ]
     now_and_then = [
         WeightUpdateHandler(model, optimizer),
+        OptimizerStateHandler(optimizer, model),
         ActivationHandler(model, activations={"max_abs": True}, include="blocks", attention=True),
         SpectralNormHandler(model, updates=True),
         RCCHandler(model),
