@@ -14,6 +14,7 @@ _MODULE_OF = {
     "OptimizerStateHandler": "optimizer_state.handler",
     "ParameterDiagnostics": "weight_update.handler",
     "RCCHandler": "rcc.handler",
+    "ReplicaCheckHandler": "replicas.handler",
     "RobustThreshold": "judging.robust",
     "SpectralNormHandler": "spectral.handler",
     "SpikeMonitor": "spike.handler",
@@ -42,6 +43,7 @@ if TYPE_CHECKING:  # the same for those who read and do not run: a test compares
     from ignite_monitor.judging.thresholds import ThresholdRule as ThresholdRule
     from ignite_monitor.optimizer_state.handler import OptimizerStateHandler as OptimizerStateHandler
     from ignite_monitor.rcc.handler import RCCHandler as RCCHandler
+    from ignite_monitor.replicas.handler import ReplicaCheckHandler as ReplicaCheckHandler
     from ignite_monitor.spectral.handler import SpectralNormHandler as SpectralNormHandler
     from ignite_monitor.spike.handler import SpikeMonitor as SpikeMonitor
     from ignite_monitor.step_stats.handler import StepStatsHandler as StepStatsHandler

@@ -96,7 +96,17 @@ LAYERS = (
     {"monitor"},
     {"judging"},
     {"reference"},
-    {"gradient", "weight_update", "activation", "spectral", "step_stats", "rcc", "spike", "optimizer_state"},
+    {
+        "gradient",
+        "weight_update",
+        "activation",
+        "spectral",
+        "step_stats",
+        "rcc",
+        "spike",
+        "optimizer_state",
+        "replicas",
+    },
     {"scaling"},
 )
 ROOMS = {room: height for height, layer in enumerate(LAYERS) for room in layer}

@@ -22,6 +22,7 @@ from ignite_monitor import (
     MeanStdThreshold,
     OptimizerStateHandler,
     RCCHandler,
+    ReplicaCheckHandler,
     SpectralNormHandler,
     SpikeMonitor,
     StaticThreshold,
@@ -41,6 +42,7 @@ KINDS = [
     GradMonitor,
     WeightUpdateHandler,
     OptimizerStateHandler,
+    ReplicaCheckHandler,
     RCCHandler,
     ActivationHandler,
     SpectralNormHandler,
@@ -91,6 +93,7 @@ def make_all():
         GradMonitor(model, optimizer, threshold=MeanStdThreshold(warmup=2), reaction="clip", loss=lambda engine: 1.0),
         WeightUpdateHandler(model, optimizer, frozen_update_ratio_threshold=1.0, frozen_patience_steps=1),
         OptimizerStateHandler(optimizer, model),
+        ReplicaCheckHandler(model, optimizer),
         RCCHandler(model),
         ActivationHandler(model, **everything, attention=True, reference="init"),
         SpectralNormHandler(model, updates=True, per_parameter=True),
@@ -144,7 +147,8 @@ def test_everything_was_on(published):
             for key in kind.schema.keys
             if not any(matches(key.pattern, name.removeprefix(f"{prefix}/")) for name in names)
         ]
-        assert set(lacking) <= {"reserved_memory_mb"}, kind
+        # and what there is on several ranks.
+        assert set(lacking) <= {"reserved_memory_mb", "data_wait_max_ms", "data_wait_rank"}, kind
 
 
 def matches(pattern: str, name: str) -> bool:
