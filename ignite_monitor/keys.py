@@ -19,6 +19,11 @@ GRADIENT = Schema(
         Key("std", "their sample standard deviation; absent before the second"),
         Key("spike", "1 if the norm is a spike, or the loss, else 0"),
         Key("loss_spike", "1 if the loss is a spike, else 0", when="with ``loss``"),
+        Key(
+            "culprit/{name}",
+            "share of what gradients are above their thresholds, at a spike, of the few tensors that hold most of it",
+            when="with ``per_parameter=True``",
+        ),
         Key("stepped", "1 if the optimizer made a step in this iteration, else 0"),
         Key("spike_count", "spikes so far", chart=_COUNTS),
         Key("spike_score", _SCORE, chart=_RECENT),
@@ -258,6 +263,21 @@ SPIKE = Schema(
     signs=frozenset({"value", "spike"}),
 )
 
+_NOISE = "noise scale and its interval"
+
+NOISE_SCALE = Schema(
+    "noise scale",
+    "noise_scale",
+    (
+        Key("value", "the simple noise scale", unit="items", chart=_NOISE),
+        Key("low", "the lower end of its interval", unit="items", chart=_NOISE),
+        Key("high", "the upper end", unit="items", chart=_NOISE),
+        Key("batch", "how many items the optimizer's step was made from", unit="items", chart=_NOISE),
+    ),
+    signs=frozenset({"batch"}),
+)
+
+
 _MOMENTS = "gradient against second moment"
 
 OPTIMIZER_STATE = Schema(
@@ -291,6 +311,7 @@ REPLICAS = Schema(
 SCHEMAS = (
     GRADIENT,
     SPIKE,
+    NOISE_SCALE,
     WEIGHT_UPDATE,
     OPTIMIZER_STATE,
     REPLICAS,

@@ -97,15 +97,8 @@ LAYERS = (
     {"judging"},
     {"reference"},
     {
-        "gradient",
-        "weight_update",
-        "activation",
-        "spectral",
-        "step_stats",
-        "rcc",
-        "spike",
-        "optimizer_state",
-        "replicas",
+        *("gradient", "weight_update", "optimizer_state", "noise_scale"),
+        *("activation", "spectral", "step_stats", "rcc", "spike", "replicas"),
     },
     {"scaling"},
 )

@@ -18,6 +18,7 @@ from torch import nn
 
 from ignite_monitor import (
     ActivationHandler,
+    GradientNoiseScaleHandler,
     GradMonitor,
     MeanStdThreshold,
     OptimizerStateHandler,
@@ -40,6 +41,7 @@ from tests._helpers import make_batches
 
 KINDS = [
     GradMonitor,
+    GradientNoiseScaleHandler,
     WeightUpdateHandler,
     OptimizerStateHandler,
     ReplicaCheckHandler,
@@ -89,8 +91,13 @@ def make_all():
     everything = dict.fromkeys(
         ("activations", "parameters", "gradients", "activation_differences", "parameter_differences"), True
     )
+
+    def loss(engine):
+        return math.inf if engine.state.iteration == 5 else 1.0
+
     return model, optimizer, [
-        GradMonitor(model, optimizer, threshold=MeanStdThreshold(warmup=2), reaction="clip", loss=lambda engine: 1.0),
+        GradMonitor(model, optimizer, threshold=MeanStdThreshold(warmup=2), reaction="clip", loss=loss,
+                    per_parameter=True),
         WeightUpdateHandler(model, optimizer, frozen_update_ratio_threshold=1.0, frozen_patience_steps=1),
         OptimizerStateHandler(optimizer, model),
         ReplicaCheckHandler(model, optimizer),
@@ -122,6 +129,24 @@ def published():
             trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda _, m=monitor, n=names: n.update(m.on_host()))
         trainer.run(make_batches(6))
 
+    def run_in_parts():
+        torch.manual_seed(0)
+        model = nn.Linear(6, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+        def train_step(engine, _):
+            optimizer.zero_grad()
+            for x in torch.randn(2, 16, 6):
+                (model(x) - 3 * x.sum(1, keepdim=True) - torch.randn(16, 1)).square().mean().backward()
+            optimizer.step()
+
+        trainer = Engine(train_step)
+        noise = GradientNoiseScaleHandler(model, optimizer, micro_batches=2, items=lambda _: 32)
+        noise.attach(trainer)
+        trainer.run(range(40))
+        found[type(noise)] = noise.prefix, set(noise.on_host())
+
+    run_in_parts()
     run(*make_all(), clip=0.01)
     model, optimizer, parametrization = make_parametrized()
     run(model, optimizer, [MaxPScheduler(parametrization, optimizer)], clip=1.0)

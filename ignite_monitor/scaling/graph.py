@@ -69,6 +69,7 @@ class Node(NamedTuple):
         b: of a layer with weights, the exponent of their initial standard deviation.
         c: its learning rate's exponent where that is not to be solved for.
         shares: the layer whose weights it has, where they are not its own.
+        few: of a hidden layer, whether it gives as many numbers at any width, as a readout does.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Node(NamedTuple):
     b: float = 0.0
     c: float | None = None
     shares: str | None = None
+    few: bool = False
 
     @property
     def layer(self) -> str:
