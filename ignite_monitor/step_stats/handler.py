@@ -14,7 +14,7 @@ from ignite.engine.events import CallableEventWithFilter
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ignite_monitor.checks import check_real
+from ignite_monitor.checks import check_real, check_type
 from ignite_monitor.events.ledger import OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import STEP_STATS
