@@ -231,4 +231,6 @@ SPIKE = Schema(
     signs=frozenset({"value", "spike"}),
 )
 
-SCHEMAS = (GRADIENT, SPIKE, WEIGHT_UPDATE, RCC, ACTIVATION, SPECTRAL, STEP_STATS, ALIGNMENT, MAXP)
+SPIKE_RECORD = Schema("spike_record", "grad_record", (Key("count", "files of spikes written so far"),))
+
+SCHEMAS = (GRADIENT, SPIKE, SPIKE_RECORD, WEIGHT_UPDATE, RCC, ACTIVATION, SPECTRAL, STEP_STATS, ALIGNMENT, MAXP)

@@ -96,8 +96,9 @@ LAYERS = (
     {"monitor"},
     {"judging"},
     {"reference"},
+    {"nonfinite"},
     {"gradient", "weight_update", "activation", "spectral", "step_stats", "rcc", "spike"},
-    {"scaling"},
+    {"scaling", "spike_recorder"},
 )
 ROOMS = {room: height for height, layer in enumerate(LAYERS) for room in layer}
 

@@ -23,6 +23,7 @@ from ignite_monitor import (
     RCCHandler,
     SpectralNormHandler,
     SpikeMonitor,
+    SpikeRecorder,
     StaticThreshold,
     StepStatsHandler,
     WeightUpdateHandler,
@@ -43,6 +44,7 @@ KINDS = [
     ActivationHandler,
     SpectralNormHandler,
     SpikeMonitor,
+    SpikeRecorder,
     StepStatsHandler,
     AlignmentHandler,
     MaxPScheduler,
@@ -80,6 +82,7 @@ def make_all():
     everything = dict.fromkeys(
         ("activations", "parameters", "gradients", "activation_differences", "parameter_differences"), True
     )
+    never = SpikeMonitor(lambda engine: engine.state.iteration, threshold=StaticThreshold(10.0))
     return model, optimizer, [
         GradMonitor(model, optimizer, threshold=MeanStdThreshold(warmup=2), reaction="clip", loss=lambda engine: 1.0),
         WeightUpdateHandler(model, optimizer, frozen_update_ratio_threshold=1.0, frozen_patience_steps=1),
@@ -87,7 +90,8 @@ def make_all():
         ActivationHandler(model, **everything, attention=True, reference="init"),
         SpectralNormHandler(model, updates=True, per_parameter=True),
         StepStatsHandler(model, optimizer, peak_flops=1e12),
-        SpikeMonitor(lambda engine: engine.state.iteration, threshold=StaticThreshold(10.0)),
+        never,
+        SpikeRecorder(never, "spikes"),
         AlignmentHandler(model),
     ]  # fmt: skip
 
