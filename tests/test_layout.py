@@ -97,7 +97,7 @@ LAYERS = (
     {"judging"},
     {"reference"},
     {"nonfinite"},
-    {"gradient", "weight_update", "activation", "spectral", "step_stats", "rcc", "spike"},
+    {"gradient", "weight_update", "activation", "spectral", "step_stats", "rcc", "spike", "optimizer_state"},
     {"scaling", "spike_recorder"},
 )
 ROOMS = {room: height for height, layer in enumerate(LAYERS) for room in layer}

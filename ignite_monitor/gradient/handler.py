@@ -453,11 +453,14 @@ class GradMonitor(Monitor, schema=GRADIENT):
     def _look_for_origin(self, engine: Engine, verdict: Verdict) -> None:
         if self._source is None:
             return
-        heard = self.on_spike is not None or self._source.is_awaited(MonitorEvents.SPIKE_DETECTED)
-        if not (heard or isinstance(as_published(verdict.nonfinite), bool)):  # nobody waits for the device
+        nonfinite = as_published(verdict.nonfinite)
+        if self.on_spike is not None or self._source.is_awaited(MonitorEvents.SPIKE_DETECTED):
+            # Without a scaler one that is no spike is finite, and nobody has to wait once more.
+            nonfinite = (self.scaler is not None or self._is_known_spike(verdict)) and bool(verdict.nonfinite)
+        if not isinstance(nonfinite, bool):  # nobody waits for the device
             self._origins.calls.backward_ended()
             return
-        text = self._origins.look(not bool(verdict.nonfinite), self.scaler is not None, world_size() == 1)
+        text = self._origins.look(not nonfinite, self.scaler is not None, world_size() == 1)
         self._source.origin = self._origins.found or self._source.origin
         if text is not None:
             self.logger.warning("%s: iteration %d: %s", self.prefix, engine.state.iteration, text)

@@ -80,6 +80,11 @@ class Selection:
         self._include = _compiled("include", include)
         self._exclude = _compiled("exclude", exclude)
 
+    @property
+    def is_all(self) -> bool:
+        """Whether it picks every name."""
+        return self._include is None and self._exclude is None
+
     def __contains__(self, name: str) -> bool:
         included = self._include is None or self._include.search(name) is not None
         return included and (self._exclude is None or self._exclude.search(name) is None)

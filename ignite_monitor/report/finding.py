@@ -24,6 +24,9 @@ KINDS = {
     "overflows": "Give the GradScaler a larger growth_interval, or use bfloat16.",
     "large_updates": "Lower the learning rate.",
     "small_updates": "Raise the learning rate, and see whether gradients arrive.",
+    "stale_moments": "Lower beta2 (0.95), or clip updates as StableAdamW does.",
+    "eps_rules": "Lower eps, or scale the loss up.",
+    "lost_updates": "Keep the weights in float32 under torch.autocast, or have float32 copies of them.",
     "update_ratio_outlier": "handler.diagnostics tells which one; give it a learning rate of its own.",
     "weight_update_outlier": "Give these layers a learning rate of their own: ignite-monitor coord-check says which.",
     "exploding_gradients": "Clip the gradient, or scale loss and targets down.",
@@ -40,25 +43,15 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that happened in a run.
+    """One thing that happened in a run."""
 
-    Attributes:
-        kind: what kind of thing it is, one of :data:`KINDS`.
-        severity: ``problem`` (the run is damaged), ``warning`` (it may be) or ``note`` (good to know).
-        what: what happened, in words.
-        metrics: the names of the metrics that tell it.
-        iterations: where it happened.
-        values: the numbers in the words.
-        advice: what to do about it, where it is not what :data:`KINDS` says.
-    """
-
-    kind: str
-    severity: str
-    what: str
-    metrics: tuple[str, ...] = ()
-    iterations: tuple[int, ...] = ()
-    values: dict[str, float] = field(default_factory=dict)
-    advice: str = ""
+    kind: str  # one of KINDS
+    severity: str  # "problem" (the run is damaged), "warning" (it may be) or "note" (good to know)
+    what: str  # what happened, in words
+    metrics: tuple[str, ...] = ()  # the names of those that tell it
+    iterations: tuple[int, ...] = ()  # where it happened
+    values: dict[str, float] = field(default_factory=dict)  # the numbers in the words
+    advice: str = ""  # what to do about it, where it is not what KINDS says
 
     @property
     def action(self) -> str:

@@ -31,13 +31,13 @@ def without_gradient(run: Sequence[Group]) -> dict[str, str]:
         if group.kind in ("activation", "rcc"):
             ran = list(dict.fromkeys(name.removesuffix(".weight") for items in group.items.values() for name in items))
             follows |= pairwise(ran)
-    found = {}
+    causes = {}
     for name in biases:
         if KEY.fullmatch(name):
-            found[name] = "attention's softmax takes the bias of its keys away again"
+            causes[name] = "attention's softmax takes the bias of its keys away again"
         elif BATCH_NORM.fullmatch(follows.get(name.removesuffix(".bias"), "")):
-            found[name] = "the BatchNorm that follows takes it away again"
-    return found
+            causes[name] = "the BatchNorm that follows takes it away again"
+    return causes
 
 
 def persists(series: Series, above: float) -> bool:
@@ -121,7 +121,7 @@ def frozen(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
         "frozen_parameters",
         "note" if harmless else "problem",
         f"{plural(count, 'parameter')} no longer move{'s' * (count == 1)} ({name}){where}.{why}",
-        (name, *(group.items["topk_frozen"][each][0] for each in since)),
+        (name, *group.names("topk_frozen", since)),
         tuple(sorted(set(since.values()))) or steps(at[:1]),
         {"count": count},
         "Nothing to do." if harmless else "",
@@ -134,8 +134,8 @@ def _since(series: Series, counts: Series) -> int:
     A value says in how many monitored steps the parameter has not moved, so each tells where the stand began.
     """
     step, still = int(series.steps[-1]), int(series.values[-1])
-    place = int(np.searchsorted(counts.steps, step)) - still + 1
-    return int(counts.steps[max(0, place)])
+    begin = int(np.searchsorted(counts.steps, step)) - still + 1
+    return int(counts.steps[max(0, begin)])
 
 
 def ratios(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
@@ -145,22 +145,13 @@ def ratios(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
     if median is None or not len(median.values):
         return
     name, usual = group.name("update_ratio_median"), float(np.median(median.values))
-    if usual > limits.LARGE_UPDATE:
-        yield Finding(
-            "large_updates",
-            "warning",
-            f"A step moves the median parameter by {100 * usual:.2g} % of its size ({name}); 0.1 % is usual.",
-            (name,),
-            values={"median": usual},
-        )
-    if usual < limits.SMALL_UPDATE:
-        yield Finding(
-            "small_updates",
-            "warning",
-            f"A step moves the median parameter by {number(usual, 2)} of its size ({name}); 1e-3 is usual.",
-            (name,),
-            values={"median": usual},
-        )
+    for kind, unusual, share, norm in (
+        ("large_updates", usual > limits.LARGE_UPDATE, f"{100 * usual:.2g} %", "0.1 %"),
+        ("small_updates", usual < limits.SMALL_UPDATE, number(usual, 2), "1e-3"),
+    ):
+        if unusual:
+            what = f"A step moves the median parameter by {share} of its size ({name}); {norm} is usual."
+            yield Finding(kind, "warning", what, (name,), values={"median": usual})
     for metric, words in (("update_ratio_max", "more"), ("update_ratio_min", "less")):
         series = group.get(metric)
         if series is None:
@@ -170,12 +161,11 @@ def ratios(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
         if not len(factors.steps):
             continue
         far = float(np.median(last_quarter(factors).values))
+        severity = ""
         if words == "less":
             severity = "note" if far > limits.SLOW_SPREAD and not without_gradient(run) else ""
         elif _lasts(factors, far):
             severity = "warning" if far >= limits.UPDATE_SPREAD else "note" if far >= limits.NOTED_SPREAD else ""
-        else:
-            severity = ""
         if severity:
             yield Finding(
                 "update_ratio_outlier",
@@ -205,29 +195,51 @@ def _lasts(factors: Series, end: float) -> bool:
 def untrained(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
     """Parameters that are in no optimizer, or never had a gradient, where the handler says so."""
     for metric, why in (("not_optimized", "are in no optimizer"), ("no_gradient", "never had a gradient")):
-        series = {name: each for name, each in group.each(metric).items() if each.last > 0}
+        series = group.each(metric)
+        looks = [each.steps[-1] for each in (*series.values(), group.get("update_ratio_median")) if each is not None]
         lasting = {
-            name: each for name, each in series.items() if each.steps[-1] == max(e.steps[-1] for e in series.values())
+            name: int(each.last) for name, each in series.items() if each.last > 0 and each.steps[-1] == max(looks)
         }
         if lasting:
+            count = sum(lasting.values())
             yield Finding(
                 "untrained",
                 "note",
-                f"{plural(len(lasting), 'parameter')} that {why} ({group.root}/{metric}): {together(lasting)}.",
-                tuple(group.items[metric][name][0] for name in lasting),
-                values={"count": len(lasting)},
+                f"{plural(count, 'parameter')} that {why} ({group.root}/{metric}): {together(lasting)}.",
+                group.names(metric, lasting),
+                values={"count": count},
             )
 
 
-def together(names: Iterable[str]) -> str:
-    """Names in a sentence, those of one block as one: ``blocks.3 (12)``."""
+def lost_updates(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
+    """Updates that rounding takes."""
+    series = group.get("lost_update_fraction")
+    if series is not None and persists(series.finite, limits.LOST_UPDATES):
+        name, share = group.name("lost_update_fraction"), float(np.median(last_quarter(series.finite).values))
+        yield Finding(
+            "lost_updates",
+            "warning",
+            f"Rounding to low precision takes {100 * share:.0f} % of the updates ({name}), to the end.",
+            (name,),
+            values={"share": share},
+        )
+
+
+def together(names: Mapping[str, int] | Iterable[str]) -> str:
+    """Names in a sentence, those of one block as one: ``blocks.3 (12 in it)``.
+
+    Args:
+        names: the names, or name -> how many parameters it stands for.
+    """
+    counts = names if isinstance(names, Mapping) else dict.fromkeys(names, 1)
     blocks: dict[str, list[str]] = {}
-    for name in names:
+    for name in counts:
         numbered = re.match(r"(.*?\.\d+)\.", name)
         blocks.setdefault(numbered[1] if numbered else name, []).append(name)
+    within = {block: sum(counts[each] for each in its) for block, its in blocks.items()}
     return listed(
-        printable(its[0] if len(its) == 1 else f"{block} ({len(its)} in it)") for block, its in blocks.items()
+        printable(its[0] if within[block] == 1 else f"{block} ({within[block]} in it)") for block, its in blocks.items()
     )
 
 
-WEIGHT_RULES = (frozen, ratios, small_or_large_gradients, untrained)
+WEIGHT_RULES = (frozen, ratios, small_or_large_gradients, untrained, lost_updates)

@@ -166,7 +166,7 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
 
     def _on_train_step_completed(self, engine: Engine) -> None:
         if self._is_running:
-            self.publish(count=float(self.count))
+            self.publish(recorded_count=float(self.count))
 
     def _on_spike(self, engine: Engine) -> None:
         spike: Spike = getattr(engine.state, "spike")  # noqa: B009 - Ignite does not know it
@@ -188,7 +188,7 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
             self._warn("file", f"{path} can't be written: {error}")
         else:
             self.logger.info("%s: a spike in iteration %d is kept in %s", self.prefix, iteration, path)
-        self.publish(count=float(self.count))
+        self.publish(recorded_count=float(self.count))
 
     def _values(self, engine: Engine, spike: Spike, rank: int) -> dict[str, Any]:
         optimizer = getattr(self.monitor, "optimizer", None)

@@ -35,8 +35,9 @@ class RandomState:
         module = sys.modules.get("numpy.random")
         if module is None:  # nobody has drawn from what is not imported
             return None
-        generator = module.mtrand._rand._bit_generator if not hasattr(module, "get_bit_generator") else None
-        generator = module.get_bit_generator() if generator is None else generator
+        if not hasattr(module, "get_bit_generator"):  # before NumPy 1.24
+            return module.get_state()
+        generator = module.get_bit_generator()
         if type(generator).__name__ != "MT19937":
             return None
         # Asked for, the state takes forty microseconds. Drawing leaves a trace in memory, but where a normal number is

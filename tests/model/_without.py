@@ -75,6 +75,7 @@ def features():
                 model, activation_differences={"d": lambda a, b: (a - b).norm()}, reference="init"
             )
         ),
+        "OptimizerStateHandler": on(lambda model, optimizer: im.OptimizerStateHandler(optimizer, model)),
         "RCCHandler": on(lambda model, _: im.RCCHandler(model)),
         "SpectralNormHandler": on(lambda model, _: im.SpectralNormHandler(model)),
         "StepStatsHandler": on(im.StepStatsHandler),

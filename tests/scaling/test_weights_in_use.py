@@ -137,6 +137,7 @@ class Weight(nn.Module):
 FUNCTIONAL = {
     "linear": (lambda n: Weight(n, n), lambda m, x: F.linear(x, m.weight), 1),
     "matmul": (lambda n: Weight(n, 2 * n), lambda m, x: x @ m.weight, 2),
+    "by keywords": (lambda n: Weight(n, 2 * n), lambda m, x: torch.matmul(input=x, other=m.weight), 2),
     "transposed": (lambda n: Weight(2 * n, n), lambda m, x: torch.matmul(x, 1.0 * m.weight.T), 2),
     "from the left": (lambda n: Weight(n, n), lambda m, x: (m.weight @ x.mT).mT, 1),
     "einsum": (lambda n: Weight(n, 2 * n), lambda m, x: torch.einsum("btn,nm->btm", x, m.weight), 2),
@@ -206,6 +207,26 @@ def test_what_no_module_gives_is_the_same_training_without_a_multiplier():
         assert torch.allclose(*outputs, rtol=1e-4, atol=1e-6)
 
 
+class Bare(nn.Module):
+    """A weight of the model itself, whose output is not that of the model."""
+
+    def __init__(self, n, name):
+        super().__init__()
+        self.register_parameter(name, nn.Parameter(torch.randn(n, 6)))
+        self.name, self.last = name, nn.Linear(n, 3)
+
+    def forward(self, x):
+        return torch.softmax(self.last(torch.relu(x @ self.get_parameter(self.name).T)), -1)
+
+
+@pytest.mark.parametrize("name", ["weight", "weight_v", "table"])
+def test_a_weight_of_the_model_itself(name):
+    layers = parametrize(lambda n: Bare(n, name), WIDTHS, sample_input=X).layers
+    first, last = layers["" if name == "weight" else name], layers["last"]
+    assert (first.a, first.b, first.c, first.is_module) == (0, 0, 0, False)
+    assert (last.a, last.b, last.c, last.is_module) == (0.5, 0.5, 0.5, True)
+
+
 def test_weights_that_do_not_grow_are_no_layers():
     def make(n):
         return nn.Sequential(nn.Linear(6, 7), nn.ReLU(), nn.Linear(7, n), nn.ReLU(), nn.Linear(n, 7), nn.Linear(7, 3))
@@ -247,6 +268,7 @@ OWN = {
     "nothing": (nn.Embedding, lambda m, x, n: m.head(F.layer_norm(m.tokens(x), (n,))), 0, 0),
     "after the embedding": (nn.Embedding, lambda m, x, n: m.head(F.gelu(m.tokens(x) * n**0.5)), 0.5, 0),
     "a tensor": (nn.Embedding, lambda m, x, n: m.head(F.gelu(m.tokens(x) * torch.tensor(n**0.5))), 0.5, 0),
+    "a keyword": (nn.Embedding, lambda m, x, n: m.head(F.gelu(torch.mul(m.tokens(x), other=n**0.5))), 0.5, 0),
     "in a subclass": (Scaled, lambda m, x, n: m.head(F.gelu(m.tokens(x))), 0.5, 0),
     "in place": (nn.Embedding, lambda m, x, n: m.head(F.gelu(m.tokens(x).mul_(n**0.5))), 0.5, 0),
     "over": (nn.Embedding, lambda m, x, n: m.head(F.gelu(m.tokens(x) / n**-0.5)), 0.5, 0),
@@ -381,6 +403,20 @@ def test_frozen_base_with_lora(caplog):
     assert message == (
         "Weights that are not drawn anew: 3 frozen, as they are (0.weight, …); 1 zero, as they are (1.b.weight)"
     )
+    drifts = {name: hook.drift for name, each in parametrization.model.named_modules() if (hook := multiplier_of(each))}
+    assert drifts == {"1.a": 0.5, "1.b": 0.5}
+
+
+@pytest.mark.parametrize(("along", "slope"), [(True, 0.5), (False, 0.0)])
+def test_drift_along_a_matrix_with_few_outputs(along, slope):
+    """n^(omega - a - b) with a + b = 1/2, omega 1 for what was learned through the matrix and 1/2 for what was not."""
+    torch.manual_seed(0)
+    sizes = []
+    for n in (64, 4096):
+        a = torch.randn(4, n, dtype=torch.float64) * n**-0.5
+        handed_back = torch.randn(64, 4, dtype=torch.float64) @ a if along else torch.randn(64, n, dtype=torch.float64)
+        sizes.append((handed_back.sign() @ a.T).square().mean().sqrt().log())  # Adam moves all inputs by as much
+    assert float(sizes[1] - sizes[0]) / math.log(64) == pytest.approx(slope, abs=0.05)
 
 
 def test_frozen_layers_pass_changes_on():
@@ -437,6 +473,25 @@ def test_keys_and_values_that_all_heads_share_start_at_zero(caplog):
     assert "2 set to zero, since other layers take their outputs, whose number does not grow" in caplog.text
     drawn = found(Shared, ab_overrides={"between.v": (0.5, 0.5)})
     assert drawn.layers["between.v"].weights["weight"].std().item() == pytest.approx(1 / 32, rel=0.3)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_with_sgd_few_outputs_inside_the_network_are_refused(normed):
+    """Their gradient is a sum over n, random at first and aligned later."""
+
+    class Few(nn.Module):
+        def __init__(self, n):
+            super().__init__()
+            self.first, self.few, self.last = nn.Linear(6, n), nn.Linear(n, 2), nn.Linear(n, 3)
+
+        def forward(self, x):
+            x = self.first(x).relu()
+            few = F.layer_norm(self.few(x), (2,)) if normed else self.few(x)
+            return self.last(x.unflatten(-1, (-1, 2)).mul(few[..., None, :]).flatten(-2))
+
+    with pytest.raises(ValueError, match=r"hands back to .* with SGD follows no power of the width.* train with Adam"):
+        parametrize(Few, WIDTHS, sample_input=X, optimizer_type="sgd")
+    assert set(parametrize(Few, WIDTHS, sample_input=X).layers) == {"first", "few", "last"}
 
 
 def test_in_front_of_a_norm_only_the_relative_change_counts():

@@ -233,7 +233,7 @@ def test_the_oldest_go_and_files_of_others_stay(tmp_path):
 def test_a_row_of_spikes_fills_half_of_the_directory(tmp_path, keep, kept):
     _, _, recorder = train(tmp_path, batches(20), spikes=(2, *range(9, 19)), keep=keep)
     assert files(tmp_path) == [f"grad-{iteration:08d}-rank0.spike.pt" for iteration in kept]
-    assert recorder.metrics == {"grad_record/count": float(len(kept) + (keep == 1))}
+    assert recorder.metrics == {"grad_record/recorded_count": float(len(kept) + (keep == 1))}
 
 
 def test_a_resumed_run_goes_on(tmp_path):

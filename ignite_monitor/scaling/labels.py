@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
+from collections import Counter
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -21,27 +24,24 @@ class TracingError(RuntimeError):
 
 
 class Label(NamedTuple):
-    """Where a tensor comes from.
+    """Where a tensor comes from."""
 
-    Attributes:
-        node: the node whose output it follows.
-        weight: the parameter outside of all layers that it is, or is a part of.
-        outside: the parameter outside of all layers that its inputs were multiplied by.
-        lost: why it can't be said.
-        layer: the layer whose output it is, but for its shape and for numbers that it was multiplied by.
-        growth: the logarithm of how much more the larger model has multiplied it by than the smaller one.
-        line: where it was multiplied by what grows.
-        scores: of a product of two activations, where it was made, and over how many elements the models sum.
-    """
+    node: str | None = None  # the node whose output it follows
+    weight: str | None = None  # the parameter outside of all layers that it is, or is a part of
+    outside: str | None = None  # the parameter outside of all layers that its inputs were multiplied by
+    lost: str | None = None  # why it can't be said
+    layer: str | None = None  # the layer whose output it is, but for its shape and the numbers that multiplied it
+    growth: float = 0.0  # the logarithm of how much more the larger model has multiplied it by than the smaller one
+    line: str | None = None  # where it was multiplied by what grows
+    scores: tuple[str, int, int] | None = None  # of a product of two activations: where, summed over how many elements
 
-    node: str | None = None
-    weight: str | None = None
-    outside: str | None = None
-    lost: str | None = None
-    layer: str | None = None
-    growth: float = 0.0
-    line: str | None = None
-    scores: tuple[str, int, int] | None = None
+    def times(self, growth: float, line: str | None) -> Label:
+        """The label of a multiple."""
+        return self._replace(growth=self.growth + growth, line=self.line or line)
+
+    def settled(self) -> Label:
+        """The label without its factor."""
+        return self._replace(layer=None, growth=0.0, line=None)
 
 
 CONSTANT = Label()
@@ -75,20 +75,17 @@ def tensors_in(tree: Any, depth: int = 0) -> list[Tensor]:
     Args:
         depth: how many levels deep to look into the attributes of objects, too.
     """
-    found = []
+    tensors = []
     for leaf in pytree.tree_leaves(tree):
         if isinstance(leaf, Tensor):
-            found.append(leaf)
+            tensors.append(leaf)
         elif depth > 0 and hasattr(leaf, "__dict__") and not isinstance(leaf, (nn.Module, type)):
-            found += tensors_in(vars(leaf), depth - 1)
-    return found
+            tensors += tensors_in(vars(leaf), depth - 1)
+    return tensors
 
 
 class Labels:
     """The labels of tensors, and the nodes that they name.
-
-    Args:
-        compares: whether there is a smaller model, so that factors may have grown.
 
     Attributes:
         nodes: the graph's nodes.
@@ -98,16 +95,18 @@ class Labels:
         products: layers whose outputs are multiplied with each other.
     """
 
-    def __init__(self, compares: bool) -> None:
+    def __init__(self, small: Labels | None = None) -> None:
         self.nodes: list[Node] = []
         self.made = MadeTensors()
         self.warnings: list[str] = []
         self.takers: dict[str, set[str]] = {}
         self.products: list[set[str]] = []
-        self._compares = compares
-        self._own: dict[str, dict[float, str | None]] = {}
-        self._last: dict[str, tuple[float, str | None]] = {}
-        self._names: dict[str, int] = {}
+        self._own: dict[str, dict[float, str | None]] = {}  # layer -> growth -> line, where its factor ended
+        self._last: dict[str, tuple[float, str | None]] = {}  # layer -> the factor so far
+        self._small = small
+        self._numbers: dict[str, float] = {}  # by a name that is that of the same operation in both models
+        self._counts: Counter[str] = Counter()
+        self._names: Counter[str] = Counter()
         self._junctions: dict[tuple[str, frozenset[str]], str] = {}
         self._path: list[tuple[str, nn.Module]] = []
         # Tensors are kept while tracing, so that no other gets the id of one.
@@ -121,61 +120,37 @@ class Labels:
             TracingError: if that is not one number.
         """
         growth, line = self._last.get(layer, (0.0, None))
-        found = self._own.get(layer) or {growth: line}
-        if max(found) - min(found) > FLAT:
-            lines = " and ".join(dict.fromkeys(line or "without a factor" for line in found.values()))
+        growths = self._own.get(layer) or {growth: line}
+        if max(growths) - min(growths) > FLAT:
+            lines = " and ".join(dict.fromkeys(line or "without a factor" for line in growths.values()))
             raise TracingError(
                 f"{layer} is used in several ways, with factors that depend on the width in different ways ({lines}), "
                 "so they are none of its own: multiply inside of the module, or after a layer of its own"
             )
-        return next(iter(found))
+        return next(iter(growths))
 
     def _multiplied(self, labels: list[Label]) -> None:
         layers = {label.layer for label in labels if label.layer is not None}
-        if self._compares and len(layers) > 1:
+        if len(layers) > 1:
             self.products.append(layers)
 
     def _resolved(self, label: Label, taker: str = "linear") -> Label:
         """The label once its factor is that of the layer it comes from, if it comes straight from one."""
-        if label.layer is None or not self._compares:
+        if label.layer is None:
             return label
         self.takers.setdefault(label.layer, set()).add(taker)
         self._own.setdefault(label.layer, {}).setdefault(round(label.growth, 6), label.line)
-        return label._replace(layer=None, growth=0.0, line=None)
+        return label.settled()
 
     def _unattributed(self, label: Label) -> Label:
         if label.scores is not None:
-            where, small, large = label.scores
             if label.growth > 0:
-                self._warn_of_heads(where, small, large, math.exp(label.growth))
+                self._warn_of_heads(*label.scores, math.exp(label.growth))
             return label._replace(growth=0.0, line=None, scores=None)
         return Label(
             lost=f"{label.line or label.node}, a factor that depends on the width (times {math.exp(label.growth):.3g} "
             "from the smaller model to the larger) and is of no layer before or after it"
         )
-
-    def _sum(self, where: str, labels: list[Label], kind: str = "sum", settle: bool = False) -> Label:
-        """The label of what is made of several, as large as the largest of them.
-
-        Args:
-            settle: whether a factor is one of the layer before, even where there is one label alone.
-        """
-        if not self._compares:
-            return self._join(kind, where, labels)
-        moving = [label for label in labels if label.node is not None or label.lost is not None]
-        if settle or len({label[4:] for label in moving}) > 1:  # rotated queries, say, are of one layer still
-            labels = [self._resolved(label) for label in labels]
-        found = self._join(kind, where, labels)
-        growths = [label.growth for label in labels if label.node is not None]
-        if found.node is None or not growths:
-            return found
-        line = next((label.line for label in labels if label.line is not None), None)
-        first = next(label for label in labels if label.node is not None)
-        if max(growths) - min(growths) > FLAT:
-            worst = max((label for label in labels if label.node is not None), key=lambda each: abs(each.growth))
-            return self._unattributed(worst)._replace(node=found.node) if worst.scores else self._unattributed(worst)
-        layer = first.layer if len({label.layer for label in moving}) == 1 else None
-        return found._replace(growth=growths[0], line=line, layer=layer, scores=first.scores)
 
     def _warn_of_heads(self, where: str, small: int, large: int, times: float) -> None:
         self.warnings.append(
@@ -183,6 +158,44 @@ class Labels:
             f"Where queries and keys align, they will be {times:.3g} times as large in the larger model; give it a "
             "scale that is proportional to 1 / the head's dimension."
         )
+
+    def _small_number(self, name: str, number: float) -> float:
+        """What a number of the same operation is in the smaller model."""
+        key = self._where(name)
+        self._counts[key] += 1
+        key = f"{key}#{self._counts[key]}"
+        self._numbers[key] = number
+        return number if self._small is None else self._small._numbers.get(key, number)
+
+    def _check_heads(self, where: str, size: int, scale: float, growth: float) -> bool:
+        """Whether heads grow; they are told of if scores do."""
+        small = int(self._small_number(f"{where} size", size))
+        times = scale * size / (self._small_number(f"{where} scale", scale) * small) * math.exp(growth)
+        if size > small and times > 1.05:
+            self._warn_of_heads(where, small, size, times)
+        return size > small
+
+    def _sum(self, where: str, labels: list[Label], kind: str = "sum", settle: bool = False) -> Label:
+        """The label of what is made of several, as large as the largest of them.
+
+        Args:
+            settle: whether a factor is one of the layer before, even where there is one label alone.
+        """
+        moving = [label for label in labels if label.node is not None or label.lost is not None]
+        if settle or len({label[4:] for label in moving}) > 1:  # rotated queries, say, are of one layer still
+            labels = [self._resolved(label) for label in labels]
+        joined = self._join(kind, where, labels)
+        known = [label for label in labels if label.node is not None]
+        if joined.node is None or not known:
+            return joined
+        growths = [label.growth for label in known]
+        if max(growths) - min(growths) > FLAT:
+            worst = max(known, key=lambda each: abs(each.growth))
+            label = self._unattributed(worst)
+            return label._replace(node=joined.node) if worst.scores else label
+        line = next((label.line for label in labels if label.line is not None), None)
+        layer = known[0].layer if len({label.layer for label in moving}) == 1 else None
+        return joined._replace(growth=growths[0], line=line, layer=layer, scores=known[0].scores)
 
     def _join(self, kind: str, name: str, labels: list[Label]) -> Label:
         for label in labels:
@@ -198,26 +211,24 @@ class Labels:
             return Label(node=self._junctions[key])
         if nodes:
             return Label(node=nodes[0])
-        for label in labels:
-            if label.outside is not None:
-                return label
-        return next((label for label in labels if label.weight is not None), CONSTANT)
+        constants = sorted(labels, key=lambda label: (label.outside is None, label.weight is None))
+        return constants[0] if constants else CONSTANT
 
     def _where(self, name: str) -> str:
         return f"{self._path[-1][0]}.{name}" if self._path and self._path[-1][0] else name
 
     def _unique(self, name: str) -> tuple[str, int]:
-        times = self._names.get(name, 0)
-        self._names[name] = times + 1
+        times = self._names[name]
+        self._names[name] += 1
         return (f"{name}#{times + 1}" if times else name), times
 
     def _get(self, tensor: Tensor) -> Label:
         if is_functorch_wrapped(tensor):
             return Label(lost="a function transform, as vmap")
-        found = self._labels.get(id(tensor))
+        known = self._labels.get(id(tensor))
         written = self._written.get(storage_of(tensor)) if self._written else None
-        if found is not None:
-            label = found[1]
+        if known is not None:
+            label = known[1]
         elif written is None and tensor.is_floating_point() and tensor in self.made:
             label = Label(lost="an operation that torch does not show")
         else:
@@ -236,3 +247,15 @@ class Labels:
             before = self._written.get(storage)
             labels = [label] if before is None or before[1].node == label.node else [before[1], label]
             self._written[storage] = (tensor, self._sum(self._where("write"), labels))
+
+
+def line_of_code() -> str | None:
+    """The line of the model's code that is running."""
+    frame: Any = sys._getframe(1)
+    inside = str(Path(torch.__file__).parent), str(Path(__file__).parent)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(inside):
+            return f"{Path(file).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return None
