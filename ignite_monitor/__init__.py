@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 _MODULE_OF = {
     "ActivationHandler": "activation.handler",
     "GradMonitor": "gradient.handler",
+    "GradientNoiseScaleHandler": "noise_scale.handler",
     "HDF5Logger": "hdf5.logger",
     "MeanStdThreshold": "judging.thresholds",
     "Metric": "activation.metric",
@@ -43,6 +44,7 @@ if TYPE_CHECKING:  # the same for those who read and do not run: a test compares
     from ignite_monitor.judging.thresholds import MeanStdThreshold as MeanStdThreshold
     from ignite_monitor.judging.thresholds import StaticThreshold as StaticThreshold
     from ignite_monitor.judging.thresholds import ThresholdRule as ThresholdRule
+    from ignite_monitor.noise_scale.handler import GradientNoiseScaleHandler as GradientNoiseScaleHandler
     from ignite_monitor.optimizer_state.handler import OptimizerStateHandler as OptimizerStateHandler
     from ignite_monitor.rcc.handler import RCCHandler as RCCHandler
     from ignite_monitor.spectral.handler import SpectralNormHandler as SpectralNormHandler

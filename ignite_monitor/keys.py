@@ -255,6 +255,22 @@ SPIKE_RECORD = Schema(
     signs=frozenset({"recorded_count"}),
 )
 
+
+_NOISE = "noise scale and its interval"
+
+NOISE_SCALE = Schema(
+    "noise scale",
+    "noise_scale",
+    (
+        Key("value", "the simple noise scale", unit="items", chart=_NOISE),
+        Key("low", "the lower end of its interval", unit="items", chart=_NOISE),
+        Key("high", "the upper end", unit="items", chart=_NOISE),
+        Key("batch", "how many items the optimizer's step was made from", unit="items", chart=_NOISE),
+    ),
+    signs=frozenset({"batch"}),
+)
+
+
 _MOMENTS = "gradient against second moment"
 
 OPTIMIZER_STATE = Schema(
@@ -280,6 +296,7 @@ SCHEMAS = (
     GRADIENT,
     SPIKE,
     SPIKE_RECORD,
+    NOISE_SCALE,
     WEIGHT_UPDATE,
     OPTIMIZER_STATE,
     RCC,

@@ -97,7 +97,10 @@ LAYERS = (
     {"judging"},
     {"reference"},
     {"nonfinite"},
-    {"gradient", "weight_update", "activation", "spectral", "step_stats", "rcc", "spike", "optimizer_state"},
+    {
+        *("gradient", "weight_update", "optimizer_state", "noise_scale"),
+        *("activation", "spectral", "step_stats", "rcc", "spike"),
+    },
     {"scaling", "spike_recorder"},
 )
 ROOMS = {room: height for height, layer in enumerate(LAYERS) for room in layer}

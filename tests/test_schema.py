@@ -18,6 +18,7 @@ from torch import nn
 
 from ignite_monitor import (
     ActivationHandler,
+    GradientNoiseScaleHandler,
     GradMonitor,
     MeanStdThreshold,
     OptimizerStateHandler,
@@ -40,6 +41,7 @@ from tests._helpers import make_batches
 
 KINDS = [
     GradMonitor,
+    GradientNoiseScaleHandler,
     WeightUpdateHandler,
     OptimizerStateHandler,
     RCCHandler,
@@ -123,6 +125,24 @@ def published():
             trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda _, m=monitor, n=names: n.update(m.on_host()))
         trainer.run(make_batches(6))
 
+    def run_in_parts():
+        torch.manual_seed(0)
+        model = nn.Linear(6, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+        def train_step(engine, _):
+            optimizer.zero_grad()
+            for x in torch.randn(2, 16, 6):
+                (model(x) - 3 * x.sum(1, keepdim=True) - torch.randn(16, 1)).square().mean().backward()
+            optimizer.step()
+
+        trainer = Engine(train_step)
+        noise = GradientNoiseScaleHandler(model, optimizer, micro_batches=2, items=lambda _: 32)
+        noise.attach(trainer)
+        trainer.run(range(40))
+        found[type(noise)] = noise.prefix, set(noise.on_host())
+
+    run_in_parts()
     run(*make_all(), clip=0.01)
     model, optimizer, parametrization = make_parametrized()
     run(model, optimizer, [MaxPScheduler(parametrization, optimizer)], clip=1.0)

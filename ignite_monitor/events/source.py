@@ -109,7 +109,8 @@ class EventSource:
         taken = sorted(prefixes & self._prefixes)
         if taken:
             raise ValueError(
-                f"Another monitor on this engine has the prefix {taken[0]!r}: give this one another prefix"
+                f"Another monitor on this engine has the prefix {taken[0]!r}: detach() that one, as before a cell of a "
+                "notebook is run again, or give this one another prefix"
             )
         self._prefixes |= prefixes
         self._monitors.add(monitor)

@@ -31,7 +31,7 @@ from ignite_monitor.judging.spikes import SpikeDetector, Verdict, may_be_true
 from ignite_monitor.judging.thresholds import ThresholdRule, as_rule
 from ignite_monitor.keys import GRADIENT
 from ignite_monitor.model.modes import in_backward, users_grad_mode
-from ignite_monitor.model.optimizers import held_by
+from ignite_monitor.model.optimizers import check_optimizer, held_by
 from ignite_monitor.monitor.base import Handlers, Monitor, check_flag
 from ignite_monitor.monitor.publisher import as_published
 from ignite_monitor.monitor.ranks import all_take_part, gradient_norm, max_over_ranks, reduction_of, world_size
@@ -149,7 +149,7 @@ class GradMonitor(Monitor, schema=GRADIENT):
     ) -> None:
         super().__init__(model, prefix)
         if optimizer is not None:
-            check_type("optimizer", optimizer, Optimizer, "torch.optim.Optimizer or None")
+            check_optimizer(optimizer, optional=True)
             held = held_by(optimizer)
             if held.isdisjoint(id(parameter) for parameter in model.parameters()):
                 raise ValueError("Argument optimizer should hold parameters of model, but it holds none of them")

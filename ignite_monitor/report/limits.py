@@ -132,3 +132,8 @@ LOSS_POINTS = 10
 
 SPECTRAL_GROWTH = 10.0
 """How many times the largest spectral norm has to have grown; in a healthy run it grows by 2 to 5."""
+
+SMALL_BATCH = LARGE_BATCH = 4.0
+"""A batch is small if the noise scale's interval begins at so many batches, and large if it is so many times the
+interval's end: twice the batch then needs at least 40 % fewer steps, and half of it at most 20 % more, by equation 2.7
+of arXiv:1812.06162, which has steps grow as 1 + noise scale / batch."""

@@ -13,21 +13,22 @@ from ignite.engine import Engine
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ignite_monitor.checks import check_real, check_type
+from ignite_monitor.checks import check_real
 from ignite_monitor.events.ledger import OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import STEP_STATS
 from ignite_monitor.model._torch import Gone, dispatch_mode, need
 from ignite_monitor.model.devices import device_of
 from ignite_monitor.model.eager import Eager
-from ignite_monitor.model.optimizers import held_by
+from ignite_monitor.model.optimizers import check_optimizer, held_by
 from ignite_monitor.model.samples import is_measurable, reshard
 from ignite_monitor.model.sharding import check_whole
+from ignite_monitor.model.tensors import count_items
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.ranks import gradient_norm
 from ignite_monitor.step_stats.flops import FlopCount
 from ignite_monitor.step_stats.flops import peak_flops as known_peak
-from ignite_monitor.step_stats.measures import StepClock, count_items, peak_memory, resident_memory
+from ignite_monitor.step_stats.measures import StepClock, peak_memory, resident_memory
 
 
 class StepStatsHandler(Monitor, schema=STEP_STATS):
@@ -82,7 +83,7 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
     ) -> None:
         super().__init__(model, prefix)
         check_whole(model)
-        check_type("optimizer", optimizer, Optimizer, "torch.optim.Optimizer")
+        check_optimizer(optimizer)
         if items is not None and not callable(items):
             raise TypeError(f"Argument items should be callable or None, but given {type(items)}")
         if peak_flops is not None:

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ignite_monitor import (
     ActivationHandler,
+    GradientNoiseScaleHandler,
     GradMonitor,
     MeanStdThreshold,
     MonitorEvents,
@@ -367,6 +368,29 @@ def after_the_process_group(rank: int) -> dict[str, Any]:
     return train(net(), rank)
 
 
+def noise_scale(model: nn.Module, rank: int | None, micro: int) -> dict[str, Any]:
+    """Micro-batches of two items, as many on each rank; in one process those of both ranks."""
+    ranks = range(WORLD) if rank is None else [rank]
+    micro *= len(ranks)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def train_step(engine, batch):
+        optimizer.zero_grad()
+        own = [[part.split(2)[: micro // len(ranks)] for part in local(batch, each)] for each in ranks]
+        parts = [part for each in own for part in zip(*each, strict=True)]
+        for index, (x, y) in enumerate(parts):
+            syncs = rank is None or index == len(parts) - 1
+            with contextlib.nullcontext() if syncs else model.no_sync():
+                (F.mse_loss(model(x), y) / micro).backward()
+        optimizer.step()
+
+    trainer = Engine(train_step)
+    monitor = GradientNoiseScaleHandler(model, optimizer, micro_batches=micro, items=lambda batch: 2 * micro)
+    monitor.attach(trainer)
+    trainer.run(batches())
+    return {"moments": monitor.state_dict()["moments"], "weights": [each.detach() for each in model.parameters()]}
+
+
 def fused(parameters):
     return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
 
@@ -409,6 +433,8 @@ SCENARIOS: dict[str, Any] = {
     "sum inf": lambda rank: different_parameters(rank, reduction="sum", norm_type=float("inf")),
     "mean": lambda rank: different_parameters(rank, reduction="mean"),
     "flat parts": flat_parts,
+    "noise scale of two": lambda rank: noise_scale(ddp(), rank, 1),
+    "noise scale of four": lambda rank: noise_scale(ddp(), rank, 2),
     "refused": refused,
     "freed": freed,
     "uneven inputs": uneven_inputs,

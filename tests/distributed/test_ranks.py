@@ -13,7 +13,17 @@ import torch.nn.functional as F
 from tests._helpers import grad_norm
 from tests._trainers import Judge
 from tests.distributed._launch import WORLD, launch, launched
-from tests.distributed._worker import COUNT, SCENARIOS, SPIKE, accumulating, batches, leaving_out, net, train
+from tests.distributed._worker import (
+    COUNT,
+    SCENARIOS,
+    SPIKE,
+    accumulating,
+    batches,
+    leaving_out,
+    net,
+    noise_scale,
+    train,
+)
 from tests.hard_use._judge import mean_of
 
 K, DECAY = 6.0, 0.99  # of the default rule
@@ -201,6 +211,16 @@ def test_a_spike_counts_once_while_iterations_accumulate(results, name):
     for result in results(name):
         for seen, expected in zip(result["seen"], whole, strict=True):
             assert seen == {key: pytest.approx(value, rel=1e-3) for key, value in expected.items()}
+
+
+@pytest.mark.parametrize(("name", "micro"), [("noise scale of two", 1), ("noise scale of four", 2)])
+def test_noise_scale_of_ranks_is_that_of_micro_batches(results, name, micro):
+    expected = noise_scale(net(), None, micro)
+    assert (expected["moments"] != 0).all()
+    for result in results(name):
+        # Parts of two ranks have the scale of their own loss, those of one process half of it.
+        factor = torch.tensor([1, 4, 4, 16, 16, 16, 1])
+        assert result["moments"].tolist() == approx((expected["moments"] * factor).tolist())
 
 
 @pytest.mark.parametrize("name", ["sum", "sum inf", "mean"])

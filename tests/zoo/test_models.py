@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import math
 from collections import Counter
 from typing import Any
@@ -156,6 +157,8 @@ def doubled(batch: Any) -> Any:
 def test_every_monitor(name, record_property):
     case = CASES[name]
     pytest.importorskip(case.library)
+    if name == "torchvision FasterRCNN" and not importlib.import_module("torchvision.extension")._has_ops():
+        pytest.skip("torchvision's own operators are of another torch")
     monitored, recorded = Monitored(case), Recorded(case)
     ours, theirs = monitored.run(), recorded.run()
     for part in theirs:
