@@ -19,6 +19,11 @@ GRADIENT = Schema(
         Key("std", "their sample standard deviation; absent before the second"),
         Key("spike", "1 if the norm is a spike, or the loss, else 0"),
         Key("loss_spike", "1 if the loss is a spike, else 0", when="with ``loss``"),
+        Key(
+            "culprit/{name}",
+            "share of what gradients are above their thresholds, at a spike, of the few tensors that hold most of it",
+            when="with ``per_parameter=True``",
+        ),
         Key("stepped", "1 if the optimizer made a step in this iteration, else 0"),
         Key("spike_count", "spikes so far", chart=_COUNTS),
         Key("spike_score", _SCORE, chart=_RECENT),

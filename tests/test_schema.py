@@ -92,8 +92,13 @@ def make_all():
         ("activations", "parameters", "gradients", "activation_differences", "parameter_differences"), True
     )
     never = SpikeMonitor(lambda engine: engine.state.iteration, threshold=StaticThreshold(10.0))
+
+    def loss(engine):
+        return math.inf if engine.state.iteration == 5 else 1.0
+
     return model, optimizer, [
-        GradMonitor(model, optimizer, threshold=MeanStdThreshold(warmup=2), reaction="clip", loss=lambda engine: 1.0),
+        GradMonitor(model, optimizer, threshold=MeanStdThreshold(warmup=2), reaction="clip", loss=loss,
+                    per_parameter=True),
         WeightUpdateHandler(model, optimizer, frozen_update_ratio_threshold=1.0, frozen_patience_steps=1),
         OptimizerStateHandler(optimizer, model),
         RCCHandler(model),
