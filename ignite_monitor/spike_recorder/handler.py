@@ -43,8 +43,8 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
     one train step follow each other. The rows with the three largest are named.
 
     Files are called ``{monitor's prefix}-{iteration}-rank{rank}.spike.pt``: one for each spike and rank. At most
-    ``keep`` of a rank are there, of which the oldest goes when one more comes; one of more than ``largest_batch`` bytes
-    of tensors (256 MiB, an attribute) is without its batch. Of spikes in iterations that follow each other the first
+    ``keep`` of a rank are there, of which the oldest goes when one more comes; a batch of more than ``largest_batch``
+    bytes is left out. Of spikes in iterations that follow each other the first
     ``keep / 2`` are kept, at least one, so that a training that does not recover neither loses what came before nor
     goes on writing. A file that can't be written is one warning, and training goes on.
 
@@ -60,6 +60,9 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
         ids: function of the batch that says which samples it has, in tensors, numbers, texts and containers of them.
         batch: whether to save the batch: tensors, numbers, texts, and containers of them. One with anything else in it,
             or that the train step has changed in place, is left out, with one warning.
+
+    Attributes:
+        largest_batch: how many bytes of tensors a batch may have to be saved, by default 256 MiB.
 
     Raises:
         TypeError: if an argument is of another type.
@@ -82,7 +85,7 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
 
     _state_dict_all_req_keys = ("count", "row", "newest")
 
-    largest_batch = 2**28
+    largest_batch: int = 2**28
 
     def __init__(
         self,
