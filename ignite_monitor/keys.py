@@ -263,6 +263,14 @@ SPIKE = Schema(
     signs=frozenset({"value", "spike"}),
 )
 
+SPIKE_RECORD = Schema(
+    "spike_record",
+    "grad_record",
+    (Key("recorded_count", "files of spikes written so far"),),
+    signs=frozenset({"recorded_count"}),
+)
+
+
 _NOISE = "noise scale and its interval"
 
 NOISE_SCALE = Schema(
@@ -311,6 +319,7 @@ REPLICAS = Schema(
 SCHEMAS = (
     GRADIENT,
     SPIKE,
+    SPIKE_RECORD,
     NOISE_SCALE,
     WEIGHT_UPDATE,
     OPTIMIZER_STATE,

@@ -26,6 +26,7 @@ from ignite_monitor import (
     ReplicaCheckHandler,
     SpectralNormHandler,
     SpikeMonitor,
+    SpikeRecorder,
     StaticThreshold,
     StepStatsHandler,
     WeightUpdateHandler,
@@ -49,6 +50,7 @@ KINDS = [
     ActivationHandler,
     SpectralNormHandler,
     SpikeMonitor,
+    SpikeRecorder,
     StepStatsHandler,
     AlignmentHandler,
     MaxPScheduler,
@@ -91,6 +93,7 @@ def make_all():
     everything = dict.fromkeys(
         ("activations", "parameters", "gradients", "activation_differences", "parameter_differences"), True
     )
+    never = SpikeMonitor(lambda engine: engine.state.iteration, threshold=StaticThreshold(10.0))
 
     def loss(engine):
         return math.inf if engine.state.iteration == 5 else 1.0
@@ -105,7 +108,8 @@ def make_all():
         ActivationHandler(model, **everything, attention=True, reference="init"),
         SpectralNormHandler(model, updates=True, per_parameter=True),
         StepStatsHandler(model, optimizer, peak_flops=1e12),
-        SpikeMonitor(lambda engine: engine.state.iteration, threshold=StaticThreshold(10.0)),
+        never,
+        SpikeRecorder(never, "spikes"),
         AlignmentHandler(model),
     ]  # fmt: skip
 
