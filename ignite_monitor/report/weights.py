@@ -1,4 +1,4 @@
-"""What series of weights and of the optimizer's state say: frozen parameters, vanishing gradients, unusual updates."""
+"""What is said of weights and optimizer state, of what ranks hold, and of their waiting for data."""
 
 from __future__ import annotations
 
@@ -238,6 +238,37 @@ def together(names: Mapping[str, int] | Iterable[str]) -> str:
     )
 
 
+def disagreement(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
+    """Ranks that no longer hold the same."""
+    series = group.get("agree")
+    if series is None or (series.finite.values == 1).all():
+        return
+    at, name, counts = series.where(series.values == 0), group.name("agree"), group.get("differing_count")
+    most = f", in up to {int(counts.finite.values.max())} tensors" if counts is not None else ""
+    yield Finding(
+        "ranks_differ",
+        "problem",
+        f"The ranks do not hold the same ({name}) in {iterations(at)}{most}; the log names them.",
+        (name,),
+        steps(at),
+        {"looks": len(at)},
+    )
+
+
+def waiting(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
+    """Train steps that wait for their data."""
+    series = group.get("data_wait_share")
+    if series is not None and persists(series.finite, limits.DATA_WAIT_SHARE):
+        share, name = float(np.median(last_quarter(series.finite).values)), group.name("data_wait_share")
+        yield Finding(
+            "data_wait",
+            "note",
+            f"Waiting for data takes {100 * share:.0f} % of the time of wait and train step ({name}).",
+            (name,),
+            values={"share": share},
+        )
+
+
 WEIGHT_RULES = (frozen, ratios, small_or_large_gradients, untrained, lost_updates)
 
 
@@ -281,3 +312,5 @@ def eps_rules(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
 
 
 OPTIMIZER_RULES = (stale, eps_rules)
+REPLICA_RULES = (disagreement,)
+STEP_RULES = (waiting,)
