@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from ignite_monitor.activation.handler import ActivationHandler
 from ignite_monitor.checks import check_count, check_type
 from ignite_monitor.gradient.handler import GradMonitor
-from ignite_monitor.gradient.losses import LossSource
+from ignite_monitor.gradient.loss import LossSource
 from ignite_monitor.hdf5.logger import HDF5Logger
 from ignite_monitor.judging.thresholds import ThresholdRule
 from ignite_monitor.model.names import named_modules, tags
