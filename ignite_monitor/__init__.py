@@ -14,6 +14,7 @@ _MODULE_OF = {
     "ParameterDiagnostics": "weight_update.handler",
     "RCCHandler": "rcc.handler",
     "RobustThreshold": "judging.robust",
+    "RollbackHandler": "rollback.handler",
     "SpectralNormHandler": "spectral.handler",
     "SpikeMonitor": "spike.handler",
     "StaticThreshold": "judging.thresholds",
@@ -40,6 +41,7 @@ if TYPE_CHECKING:  # the same for those who read and do not run: a test compares
     from ignite_monitor.judging.thresholds import StaticThreshold as StaticThreshold
     from ignite_monitor.judging.thresholds import ThresholdRule as ThresholdRule
     from ignite_monitor.rcc.handler import RCCHandler as RCCHandler
+    from ignite_monitor.rollback.handler import RollbackHandler as RollbackHandler
     from ignite_monitor.spectral.handler import SpectralNormHandler as SpectralNormHandler
     from ignite_monitor.spike.handler import SpikeMonitor as SpikeMonitor
     from ignite_monitor.step_stats.handler import StepStatsHandler as StepStatsHandler

@@ -231,4 +231,19 @@ SPIKE = Schema(
     signs=frozenset({"value", "spike"}),
 )
 
-SCHEMAS = (GRADIENT, SPIKE, WEIGHT_UPDATE, RCC, ACTIVATION, SPECTRAL, STEP_STATS, ALIGNMENT, MAXP)
+ROLLBACK = Schema(
+    "rollback",
+    "rollback",
+    (
+        Key("count", "how often the training has gone back so far", chart="going back"),
+        Key(
+            "iteration",
+            "the iteration after which the state was that is put back",
+            when="in iterations that go back or are undone",
+        ),
+        Key("undone_count", "iterations undone so far while it got well", chart="going back"),
+    ),
+    signs=frozenset({"count", "undone_count"}),
+)
+
+SCHEMAS = (GRADIENT, SPIKE, ROLLBACK, WEIGHT_UPDATE, RCC, ACTIVATION, SPECTRAL, STEP_STATS, ALIGNMENT, MAXP)

@@ -96,7 +96,7 @@ LAYERS = (
     {"monitor"},
     {"judging"},
     {"reference"},
-    {"gradient", "weight_update", "activation", "spectral", "step_stats", "rcc", "spike"},
+    {"gradient", "weight_update", "activation", "spectral", "step_stats", "rcc", "spike", "rollback"},
     {"scaling"},
 )
 ROOMS = {room: height for height, layer in enumerate(LAYERS) for room in layer}

@@ -61,6 +61,15 @@ class StepJudge(NormJudge):
         [other] = verdict.others
         return values | {"loss_spike": other.spike.to(verdict.norm.dtype)}
 
+    def counts(self) -> Tensor:
+        counts = super().counts()
+        alone = move_like(self._by_loss_alone, counts)
+        return counts + torch.stack((alone, torch.zeros_like(alone), torch.zeros_like(alone)))
+
+    def start_afresh(self) -> None:
+        super().start_afresh()
+        self.loss.detector.start_afresh()
+
     def state_dict(self) -> dict[str, Any]:
         loss = {"detector": self.loss.state_dict(), "alone": self._by_loss_alone}
         return super().state_dict() | {"loss": loss}

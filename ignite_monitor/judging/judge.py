@@ -61,6 +61,15 @@ class NormJudge:
         if when.device.type == "cpu" and may_be_true(when):
             self.known = before[1]
 
+    def counts(self) -> Tensor:
+        """Spikes, norms that are not finite and fresh starts so far, side by side."""
+        return self.detector.counts
+
+    def start_afresh(self) -> None:
+        """Forget the level; the counts go on."""
+        self.detector.start_afresh()
+        self.known = 0
+
     def has_restarted(self, wait: bool) -> bool:
         """Whether the rule has started afresh since this was last true, as far as is known by now, or with waiting."""
         return self._restarts.take(wait)
