@@ -46,7 +46,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
 
     - LEVEL_CHANGED of any monitor on the engine: of a ``GradMonitor``, ten spikes in a row;
     - a loss more than two deviations and a factor of 1.5 above its level (of its logarithm, exponentially weighted with
-      0.99) ``patience`` times in a row; of several ranks it is the mean;
+      0.95) ``patience`` times in a row; of several ranks it is the mean;
     - a parameter, buffer or optimizer state that is not finite, and was at the first snapshot; looked at where a loss
       or gradient is not finite. Where the state is finite, it was the batch's: ``patience`` of them in a row go back;
     - running statistics of a normalization whose second moment is more than three times its level, three times in a

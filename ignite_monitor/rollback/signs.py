@@ -18,7 +18,7 @@ from ignite_monitor.model.devices import wide_dtype
 class AboveLevel(MeanStdThreshold):
     """A logarithm is a spike if it is more than k deviations and a factor above the mean."""
 
-    def __init__(self, k: float = 2.0, factor: float = 1.5, warmup: int = 20, decay: float = 0.99) -> None:
+    def __init__(self, k: float = 2.0, factor: float = 1.5, warmup: int = 20, decay: float = 0.95) -> None:
         super().__init__(k, warmup, decay)
         self.factor = factor
 

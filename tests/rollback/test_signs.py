@@ -47,7 +47,7 @@ def expected_losses(losses, patience):
     """The contract's words in Python floats, over the whole history."""
     history, row, told = [], 0, []
     for loss in losses:
-        weights = [0.99 ** (len(history) - 1 - i) for i in range(len(history))]
+        weights = [0.95 ** (len(history) - 1 - i) for i in range(len(history))]
         total, limit, x = math.fsum(weights), math.inf, math.log(loss)
         if len(history) >= 20:
             mean = math.fsum(w * v for w, v in zip(weights, history, strict=True)) / total
