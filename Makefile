@@ -8,13 +8,18 @@ BENCHMARKS = $(wildcard benchmarks/bench_*.py)
 export HYPOTHESIS_STORAGE_DIRECTORY := .cache/hypothesis
 
 .DEFAULT_GOAL := help
-.PHONY: help test demo lint format bench clean
+.PHONY: help test zoo demo lint format bench docs dist test-oldest test-newest clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 test: $(READY) ## run the tests; PYTEST_ARGS is handed on to pytest
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(PYTEST_ARGS)
+
+zoo: ## check every monitor on models and train steps of other packages; writes docs/zoo.md
+	$(PYTHON) -m venv $(VENV)-zoo
+	$(VENV)-zoo/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[zoo]'
+	$(VENV)-zoo/bin/python -m pytest -m zoo --numprocesses auto --maxprocesses 4 --dist worksteal tests/zoo $(PYTEST_ARGS)
 
 demo: $(READY) ## train a small model with a spike in it, and see it found
 	$(BIN)/ignite-monitor demo
@@ -33,8 +38,30 @@ bench: $(READY) ## run benchmarks/bench_*.py
 	@test -n "$(BENCHMARKS)" || echo "There are no benchmarks yet."
 	@set -e; for script in $(BENCHMARKS); do echo "$$script"; $(BIN)/python "$$script"; done
 
+docs: $(VENV)/.docs ## build the documentation into build/docs, and run the recipes for loggers
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
+	$(BIN)/python -m sphinx -W -q -b doctest docs build/doctest
+	$(BIN)/python -m pytest -q tests/test_docs.py -k loggers
+	@echo 'Open build/docs/index.html'
+
+dist: $(VENV)/.dist ## build a wheel and a source archive into dist, and check them
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
+
+# Environments of their own, for what setup.cfg says is supported.
+test-oldest: ## run the tests with the oldest torch and Ignite
+	$(PYTHON) -m venv $(VENV)-oldest
+	$(VENV)-oldest/bin/python -m pip install --quiet 'torch==2.6.*' 'pytorch-ignite==0.5.3' --editable '.[test]'
+	$(VENV)-oldest/bin/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(PYTEST_ARGS)
+
+test-newest: ## run the tests with the newest of everything
+	$(PYTHON) -m venv $(VENV)-newest
+	$(VENV)-newest/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager --editable '.[test]'
+	$(VENV)-newest/bin/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(PYTEST_ARGS)
+
 clean: ## remove the environment, caches and builds
-	rm -rf $(VENV) .cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) $(VENV)-oldest $(VENV)-newest $(VENV)-zoo .cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Where Python comes without ensurepip (Debian splits it off), its own pip puts one into the environment.
@@ -46,4 +73,13 @@ $(READY): pyproject.toml setup.cfg constraints.txt
 	@echo 'Installing into $(VENV), which takes a minute or two ...'
 	@$(BIN)/python -m pip install --quiet 'pip>=22.3'
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+$(VENV)/.docs: $(READY)
+	@echo 'Installing what the documentation needs ...'
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	@touch $@
+
+$(VENV)/.dist: $(READY)
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt build twine
 	@touch $@

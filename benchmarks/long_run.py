@@ -47,7 +47,7 @@ from ignite_monitor import (
     StepStatsHandler,
     WeightUpdateHandler,
 )
-from ignite_monitor.step_stats.memory import resident_memory
+from ignite_monitor.step_stats.measures import resident_memory
 
 EVERY = 100
 PLAIN = 20  # steps without monitors in a sample

@@ -1,9 +1,10 @@
-"""Make the README's pictures: of the demo's figure, its summary in a terminal, and its charts in TensorBoard.
+"""Make the pictures of the documentation: the demo's figure, its summary in a terminal, its charts in TensorBoard, and
+a figure for each monitor's page, of one real run.
 
-    python docs/pictures.py [--chromium PROGRAM]
+    python docs/pictures.py [--chromium PROGRAM] [--figures]
 
-Needs ``pip install -e '.[cli,tensorboard]'`` and Chromium or Chrome, which it runs without a window. TensorBoard has to
-be one that runs here; nothing is fetched from elsewhere.
+Needs ``pip install -e '.[cli,tensorboard,scaling]'`` and Chromium or Chrome, which it runs without a window.
+``--figures`` makes the pages' figures alone, without them. Nothing is fetched from elsewhere.
 """
 
 from __future__ import annotations
@@ -18,41 +19,127 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+from ignite.engine import Engine, Events
 from PIL import Image, ImageChops
 from rich.console import Console
+from torch import nn
 
+from ignite_monitor import (
+    ActivationHandler,
+    GradMonitor,
+    HDF5Logger,
+    RCCHandler,
+    RobustThreshold,
+    SpectralNormHandler,
+    SpikeMonitor,
+    StepStatsHandler,
+    WeightUpdateHandler,
+    demo,
+)
+from ignite_monitor.demo import TinyGPT
 from ignite_monitor.hdf5.reader import read_hdf5
 from ignite_monitor.report.panels import picture
 from ignite_monitor.report.plot import draw
 from ignite_monitor.report.series import tidy
 from ignite_monitor.report.summary import summarise
 from ignite_monitor.report.text import findings_text
+from ignite_monitor.scaling import AlignmentHandler, coordinate_check, parametrize
 
 HERE = Path(__file__).resolve().parent
 MOST_BYTES = 150_000
-SHOWN = "loss|grad/(norm|thresh|spike$)|update_ratio|topk_grad|activation/[^/]+/dead|entropy|rcc/(weight_u|input_d)"
+FIGURES = {  # page -> which metrics
+    "grad_monitor": "^grad/(norm|threshold|spike)$",
+    "spike_monitor": "^loss/(value|threshold)$",
+    "weight_update": "^monitor/(update_ratio_|grad_(median|p95|min|max))",
+    "attention_entropy": "^attention_entropy/|^activation/[^/]+/max_abs$",
+    "spectral_norm": "^spectral/(norm_max|norm_mean|topk)",
+    "rcc": "^rcc/(weight_update|input_drift)/",
+    "step_stats": "^step/(time_ms|parameter_norm)$",
+    "alignment": "^alignment/(z0_dW|dZ_dW)/",
+}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--chromium", default="chromium", help="the browser's program (default: chromium)")
-    browser = parser.parse_args().chromium
+    parser.add_argument("--figures", action="store_true", help="the figures of the monitors' pages alone")
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        directory = Path(folder)
-        subprocess.run([sys.executable, "-m", "ignite_monitor", "demo", "-o", directory / "runs" / "demo"], check=True)
-        file = directory / "runs" / "demo" / "run.h5"
-        run = tidy(read_hdf5(file))
-        draw(picture(run, re.compile(SHOWN)), directory / "plot.png", "run.h5")
-        keep(directory / "plot.png", "plot.png")
-        terminal = Console(record=True, width=110, file=io.StringIO())
-        for part in findings_text(summarise("runs/demo/run.h5", run)):
-            terminal.print(part)
-        terminal.save_svg(str(directory / "summary.svg"), title="ignite-monitor summary runs/demo/run.h5")
-        shoot(browser, f"file://{directory}/summary.svg", directory / "summary.png", "1400,700", 2000)
-        keep(directory / "summary.png", "summary.png", crop=True)
-        with tensorboard(directory, "runs/demo/tensorboard") as address:
-            shoot(browser, f"{address}/#custom_scalars", directory / "charts.png", "1400,760", 25_000)
-        keep(directory / "charts.png", "tensorboard.png")
+        make_figures(Path(folder))
+        if not arguments.figures:
+            make_pictures(Path(folder), arguments.chromium)
+
+
+def make_pictures(directory, browser):
+    subprocess.run([sys.executable, "-m", "ignite_monitor", "demo", "-o", directory / "runs" / "demo"], check=True)
+    run = tidy(read_hdf5(directory / "runs" / "demo" / "run.h5"))
+    draw(picture(run), directory / "plot.png", "run.h5")
+    keep(directory / "plot.png", "plot.png")
+    terminal = Console(record=True, width=80, file=io.StringIO())
+    for part in findings_text(summarise("runs/demo/run.h5", run)):
+        terminal.print(part)
+    terminal.save_svg(str(directory / "summary.svg"), title="ignite-monitor summary runs/demo/run.h5")
+    shoot(browser, f"file://{directory}/summary.svg", directory / "summary.png", "1020,900", 2000)
+    keep(directory / "summary.png", "summary.png", crop=True)
+    with tensorboard(directory, "runs/demo/tensorboard") as address:
+        shoot(browser, f"{address}/#custom_scalars", directory / "charts.png", "1400,760", 25_000)
+    keep(directory / "charts.png", "tensorboard.png")
+
+
+def make_figures(directory):
+    run = tidy(read_hdf5(train(directory / "figures.h5")))
+    for name, metrics in FIGURES.items():
+        draw(picture(run, re.compile(metrics)), directory / f"{name}.png")
+        keep(directory / f"{name}.png", f"figures/{name}.png")
+    torch.manual_seed(0)
+    batch = torch.randn(64, 32), torch.randint(10, (64,))
+    widths = [32, 64, 128, 256, 512]
+    coordinate_check(make_scaled, lambda width: batch, widths, steps=3).plot(directory / "coordinates.png")
+    keep(directory / "coordinates.png", "figures/coordinates.png")
+
+
+def make_scaled(width):
+    def perceptron(n):
+        return nn.Sequential(nn.Linear(32, n), nn.ReLU(), nn.Linear(n, n), nn.ReLU(), nn.Linear(n, 10))
+
+    parametrization = parametrize(perceptron, (16, width), sample_input=torch.zeros(1, 32), lr_prefactor=0.01)
+    return parametrization.model, torch.optim.Adam(parametrization.param_groups)
+
+
+def train(file, iterations=500, damaged=333):
+    """The demo's training, watched by every monitor that has a page."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    model, batches = TinyGPT(), demo._batches(demo._text(), damaged)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+
+    def train_step(engine, batch):
+        optimizer.zero_grad()
+        loss = demo._loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    trainer = Engine(train_step)
+    always = [
+        GradMonitor(model, optimizer, threshold=RobustThreshold(), skip_step=True),
+        SpikeMonitor(lambda engine: engine.state.output, prefix="loss", flag="loss_is_spike"),
+    ]
+    now_and_then = [
+        WeightUpdateHandler(model, optimizer),
+        ActivationHandler(model, activations={"max_abs": True}, include="blocks", attention=True),
+        SpectralNormHandler(model, updates=True),
+        RCCHandler(model),
+        StepStatsHandler(model, optimizer),
+        AlignmentHandler(model),
+    ]
+    with HDF5Logger(file) as logger:
+        for monitor in [*always, *now_and_then]:
+            monitor.attach(trainer, Events.ITERATION_STARTED(every=1 if monitor in always else 5))
+            monitor.log_to(logger, trainer)
+        trainer.run(batches, max_epochs=1, epoch_length=iterations)
+    return file
 
 
 def shoot(browser, address, output, size, patience_ms):

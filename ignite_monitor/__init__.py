@@ -11,6 +11,7 @@ _MODULE_OF = {
     "MeanStdThreshold": "judging.thresholds",
     "Metric": "activation.metric",
     "MonitorEvents": "events.monitor_events",
+    "OptimizerStateHandler": "optimizer_state.handler",
     "ParameterDiagnostics": "weight_update.handler",
     "RCCHandler": "rcc.handler",
     "RobustThreshold": "judging.robust",
@@ -40,6 +41,7 @@ if TYPE_CHECKING:  # the same for those who read and do not run: a test compares
     from ignite_monitor.judging.thresholds import MeanStdThreshold as MeanStdThreshold
     from ignite_monitor.judging.thresholds import StaticThreshold as StaticThreshold
     from ignite_monitor.judging.thresholds import ThresholdRule as ThresholdRule
+    from ignite_monitor.optimizer_state.handler import OptimizerStateHandler as OptimizerStateHandler
     from ignite_monitor.rcc.handler import RCCHandler as RCCHandler
     from ignite_monitor.rollback.handler import RollbackHandler as RollbackHandler
     from ignite_monitor.spectral.handler import SpectralNormHandler as SpectralNormHandler

@@ -16,13 +16,18 @@ from torch.optim import Optimizer
 from ignite_monitor.activation.handler import ActivationHandler
 from ignite_monitor.checks import check_count, check_type
 from ignite_monitor.gradient.handler import GradMonitor
+from ignite_monitor.hdf5.logger import HDF5Logger
 from ignite_monitor.judging.thresholds import ThresholdRule
+from ignite_monitor.model.names import named_modules, tags
 from ignite_monitor.monitor.base import Monitor
 from ignite_monitor.weight_update.handler import WeightUpdateHandler
 
 # What is attached to an engine, by prefix: what is attached once more, as by a cell of a notebook that is run again, is
 # replaced.
 _ATTACHED: WeakKeyDictionary[Engine, dict[str, AttachedMonitors]] = WeakKeyDictionary()
+
+_FEW = 6
+"""Up to how many members of a list of modules are all shown."""
 
 
 class AttachedMonitors:
@@ -75,8 +80,13 @@ def attach_monitors(
                     and attention
     ==============  =================================================  ====================
 
-    ``engine.state.unhealthy_spike`` says when a step should be left out; with ``skip_step`` it is. Values are written
-    to the loggers whenever they are measured, so the norm's come to the host in every iteration if there is a logger.
+    Values are written to the loggers whenever they are measured, so the norm's come to the host in every iteration if
+    there is a logger. An ``HDF5Logger`` keeps them all. Others get what one can look at: std and max_abs of the whole
+    model, its children and its blocks, dead units and attention in these blocks, and what the model records. Blocks are
+    the members of lists of modules, of more than six the first, the middle and the last one. Of a GPT with 6 blocks of
+    4 heads that is about 80 tags of 600.
+
+    ``engine.state.unhealthy_spike`` says when a step should be left out; with ``skip_step`` it is.
 
     Attached once more to the same engine with the same prefix, new monitors replace those of before. Two models that
     train on one engine, as those of a GAN, take a call each, with a prefix of their own.
@@ -148,8 +158,49 @@ def attach_monitors(
             seldom = name != "grad" and every > 1
             monitor.attach(trainer, Events.ITERATION_STARTED(every=every) if seldom else Events.ITERATION_STARTED)
             for logger in loggers:
-                monitor.log_to(logger, trainer)
+                exclude = None if isinstance(logger, HDF5Logger) or name != "activation" else _details(model, start)
+                monitor.log_to(logger, trainer, exclude=exclude)
     except Exception:
         handle.remove()
         raise
     return handle
+
+
+def _details(model: nn.Module, start: str) -> str:
+    """A regular expression for the values of activations that are too many to look at.
+
+    Args:
+        model: whose modules they are of.
+        start: what their names start with.
+    """
+    modules = dict(named_modules(model))
+    outline, blocks = ["_root_"], list[str]()
+    lists: list[str] = []  # the outermost ones
+    for name, module in modules.items():
+        within = [other for other in modules if other and other.rpartition(".")[0] == name]
+        if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+            if any(f"{name}.".startswith(other) for other in lists):
+                continue
+            lists.append(f"{name}." if name else "")
+            blocks += within if len(within) <= _FEW else [within[0], within[len(within) // 2], within[-1]]
+        elif not name:
+            outline += within
+    units = [
+        name
+        for name, module in modules.items()
+        if type(module).__module__ == nn.ReLU.__module__
+        and (not blocks or any(f"{name}.".startswith(f"{block}.") for block in blocks))
+    ]
+
+    def but(names: list[str], end: str = "/") -> str:
+        return f"(?!(?:{'|'.join(map(re.escape, tags(names)))}){end})" if names else ""
+
+    details = [
+        r"activation/.+/head_\d+/.+",
+        rf"activation/{but([*outline, *blocks])}.+/(?:std|max_abs)",
+        rf"activation/{but(['_root_'])}.+/nonfinite_count",
+        rf"activation/{but(units)}.+/dead_fraction",
+    ]
+    if blocks:
+        details.append(rf"attention_\w+/{but(blocks, '[./]')}.+")
+    return f"^{re.escape(start)}(?:{'|'.join(details)})$"

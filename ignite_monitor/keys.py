@@ -54,6 +54,12 @@ WEIGHT_UPDATE = Schema(
         Key("update_ratio_max", "the largest", chart=_RATIOS),
         Key("frozen_count", "parameters that had a step and are frozen", chart=_PARAMETERS),
         Key(
+            "lost_update_fraction",
+            "which part of the elements with a gradient did not move for rounding",
+            when="with bfloat16 or float16 weights and no float32 copy of them",
+            chart="updates lost to rounding",
+        ),
+        Key(
             "topk_grad/{name}",
             "the norms of the ``top_k`` parameters with the largest",
             nonfinite="inf",
@@ -64,6 +70,16 @@ WEIGHT_UPDATE = Schema(
             "of the ``top_k`` parameters frozen longest, for how many monitored steps",
             when="where parameters are frozen",
             chart="monitored steps without a move",
+        ),
+        Key(
+            "not_optimized/{name}",
+            "how many parameters of that name, a parameter's or a module's, are in no optimizer that makes steps",
+            when="where there are some",
+        ),
+        Key(
+            "no_gradient/{name}",
+            "how many of them are in one, and have not had a gradient so far",
+            when="where there are some",
         ),
     ),
     signs=frozenset({"frozen_count"}),
@@ -125,7 +141,8 @@ SPECTRAL = Schema(
         Key("stable_rank_median", "the median of the stable ranks"),
         Key("error_max", f"what no norm's relative error exceeds; {_ERROR}"),
         Key("iterations", 'how many steps "power" took for the weight that needed most'),
-        Key("norm/{name}", "each norm", when="with ``per_parameter=True``"),
+        Key("norm/{name}", "each norm of a matrix", when="with ``per_parameter=True``"),
+        Key("table/{name}", "each norm of a table", when="with ``per_parameter=True``"),
         Key("topk/{name}", "the ``top_k`` largest norms", chart="largest spectral norms"),
         Key("update_norm_max", "the largest norm of what the train step changed", when=_UPDATES,
             chart="spectral norm over the weights"),
@@ -231,6 +248,7 @@ SPIKE = Schema(
     signs=frozenset({"value", "spike"}),
 )
 
+<<<<<<< HEAD
 ROLLBACK = Schema(
     "rollback",
     "rollback",
@@ -247,3 +265,27 @@ ROLLBACK = Schema(
 )
 
 SCHEMAS = (GRADIENT, SPIKE, ROLLBACK, WEIGHT_UPDATE, RCC, ACTIVATION, SPECTRAL, STEP_STATS, ALIGNMENT, MAXP)
+=======
+_MOMENTS = "gradient against second moment"
+
+OPTIMIZER_STATE = Schema(
+    "optimizer",
+    "optimizer",
+    (
+        Key("rms_median", "median over the tensors of their RMS", chart=_MOMENTS),
+        Key("rms_p95", "nearest-rank 95th percentile of these", chart=_MOMENTS),
+        Key("rms_max", "the largest", chart=_MOMENTS),
+        Key("eps_share_median", r"median over the tensors of the share of elements with less than :math:`\epsilon`",
+            chart="where eps rules"),
+        Key("eps_share_max", "the largest of these", chart="where eps rules"),
+        Key("update_norm", "l2 norm of what the step changed in all tensors together, weight decay included",
+            chart="norm of the update"),
+        Key("momentum_cosine_median", "median over the tensors of the cosine of gradient and momentum",
+            chart="gradient against momentum"),
+        Key("momentum_cosine_min", "the smallest of these", chart="gradient against momentum"),
+        Key("topk_rms/{name}", "the ``top_k`` largest RMS", chart="largest RMS"),
+    ),
+)  # fmt: skip
+
+SCHEMAS = (GRADIENT, SPIKE, WEIGHT_UPDATE, OPTIMIZER_STATE, RCC, ACTIVATION, SPECTRAL, STEP_STATS, ALIGNMENT, MAXP)
+>>>>>>> main

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ignite_monitor.monitor import named_values
+from ignite_monitor.monitor import publisher
 
 torch.set_num_threads(1)
 
@@ -11,4 +11,4 @@ torch.set_num_threads(1)
 @pytest.fixture
 def on_a_device(monkeypatch):
     """Lets monitors believe that one has to wait for what they publish, as on an accelerator."""
-    monkeypatch.setattr(named_values, "is_on_host", lambda values: False)
+    monkeypatch.setattr(publisher, "is_on_host", lambda values: False)

@@ -9,7 +9,7 @@ from ignite.engine import Engine, Events, create_supervised_trainer
 from ignite.handlers import Checkpoint, DiskSaver
 from torch import nn
 
-from ignite_monitor import GradMonitor, StaticThreshold, attach_monitors
+from ignite_monitor import GradMonitor, HDF5Logger, StaticThreshold, attach_monitors, read_hdf5, record
 from tests._helpers import footprint, make_batches, make_trainer
 from tests.monitor.test_contract import ListLogger
 
@@ -39,6 +39,58 @@ def test_who_watches_when_and_who_hears_of_it(parts, every):
         *metrics
     }
     assert not any(name.endswith(("/mean", "/l2_norm")) for name in metrics if name.startswith("activation/"))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.mlp = nn.Linear(8, 24), nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+    def forward(self, x):
+        query, key, value = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        x = x + F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+        record("norm", x.norm(), module=self.mlp)
+        return x + self.mlp(x)
+
+
+class Transformer(nn.Module):
+    def __init__(self, blocks):
+        super().__init__()
+        self.first, self.blocks, self.head = (
+            nn.Linear(6, 8),
+            nn.ModuleList(Block() for _ in range(blocks)),
+            nn.Linear(8, 3),
+        )
+
+    def forward(self, x):
+        x = self.first(x).unsqueeze(1)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).squeeze(1)
+
+
+@pytest.mark.parametrize(("count", "shown"), [(3, [0, 1, 2]), (9, [0, 4, 8])])
+def test_loggers_get_what_one_can_look_at_and_files_all(tmp_path, count, shown):
+    torch.manual_seed(0)
+    model = Transformer(count)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    trainer = create_supervised_trainer(model, optimizer, F.mse_loss)
+    logger, path = ListLogger(), tmp_path / "run.h5"
+    with HDF5Logger(path) as file:
+        attach_monitors(trainer, model, optimizer, loggers=[logger, file], every=1, prefix="gpt")
+        trainer.run(make_batches(2))
+    written = {name for _, named in logger.written for name in named if name.startswith(("gpt/act", "gpt/att"))}
+    outline = ["_root_", "first", "head", *(f"blocks.{i}" for i in shown)]
+    assert written == {
+        *(f"gpt/activation/{module}/{metric}" for module in outline for metric in ("std", "max_abs")),
+        "gpt/activation/_root_/nonfinite_count",
+        *(f"gpt/activation/blocks.{i}.mlp.1/dead_fraction" for i in shown),
+        *(f"gpt/attention_entropy/blocks.{i}/head_{head}" for i in shown for head in range(2)),
+        *(f"gpt/activation/blocks.{i}.mlp/norm" for i in range(count)),
+    }
+    kept = set(read_hdf5(path))
+    assert written < kept
+    assert f"gpt/activation/blocks.{count - 2}.mlp.0/std" in kept
 
 
 def test_flag_is_there_and_nothing_is_skipped():

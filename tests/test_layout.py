@@ -96,7 +96,17 @@ LAYERS = (
     {"monitor"},
     {"judging"},
     {"reference"},
-    {"gradient", "weight_update", "activation", "spectral", "step_stats", "rcc", "spike", "rollback"},
+    {
+        "gradient",
+        "weight_update",
+        "activation",
+        "spectral",
+        "step_stats",
+        "rcc",
+        "spike",
+        "optimizer_state",
+        "rollback",
+    },
     {"scaling"},
 )
 ROOMS = {room: height for height, layer in enumerate(LAYERS) for room in layer}

@@ -20,7 +20,9 @@ from ignite_monitor import (
     ActivationHandler,
     GradMonitor,
     MeanStdThreshold,
+    OptimizerStateHandler,
     RCCHandler,
+    RollbackHandler,
     SpectralNormHandler,
     SpikeMonitor,
     StaticThreshold,
@@ -39,10 +41,12 @@ from tests._helpers import make_batches
 KINDS = [
     GradMonitor,
     WeightUpdateHandler,
+    OptimizerStateHandler,
     RCCHandler,
     ActivationHandler,
     SpectralNormHandler,
     SpikeMonitor,
+    RollbackHandler,
     StepStatsHandler,
     AlignmentHandler,
     MaxPScheduler,
@@ -52,16 +56,20 @@ KINDS = [
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
+        self.table = nn.Embedding(4, 6)
         self.first = ParametrizedModule(nn.Linear(6, 8), width_dim=8, layer_type="embedding")
         self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
         self.hidden = ParametrizedModule(nn.Linear(8, 8), width_dim=8, layer_type="hidden")
         self.last = ParametrizedModule(nn.Linear(8, 3), width_dim=8, layer_type="readout")
+        self.shift = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+        self.position_table = nn.Parameter(torch.ones(3, 8))
+        self.unused, self.left_out = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x):
-        x = self.first(x)
+        x = self.first(x + self.table(torch.arange(len(x)) % 4))
         record("first_norm", x.norm())
         y = x.unsqueeze(1)
-        return self.last(self.hidden(x + self.attention(y, y, y, need_weights=False)[0].squeeze(1)).relu())
+        return self.last(self.hidden(x + self.shift + self.attention(y, y, y, need_weights=False)[0].squeeze(1)).relu())
 
 
 def make_parametrized():
@@ -76,18 +84,21 @@ def make_all():
     """A monitor of each kind, all options on, with the optimizer and model that they watch."""
     torch.manual_seed(0)
     model = Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    held = [each for name, each in model.named_parameters() if not name.startswith("left_out")]
+    optimizer = torch.optim.Adam(held, lr=0.1)
     everything = dict.fromkeys(
         ("activations", "parameters", "gradients", "activation_differences", "parameter_differences"), True
     )
     return model, optimizer, [
         GradMonitor(model, optimizer, threshold=MeanStdThreshold(warmup=2), reaction="clip", loss=lambda engine: 1.0),
         WeightUpdateHandler(model, optimizer, frozen_update_ratio_threshold=1.0, frozen_patience_steps=1),
+        OptimizerStateHandler(optimizer, model),
         RCCHandler(model),
         ActivationHandler(model, **everything, attention=True, reference="init"),
         SpectralNormHandler(model, updates=True, per_parameter=True),
         StepStatsHandler(model, optimizer, peak_flops=1e12),
         SpikeMonitor(lambda engine: engine.state.iteration, threshold=StaticThreshold(10.0)),
+        RollbackHandler({"model": model, "optimizer": optimizer}),
         AlignmentHandler(model),
     ]  # fmt: skip
 

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from ignite_monitor.activation.attention_arguments import READERS, AttentionArguments
 from ignite_monitor.model._torch import device_mode, in_backward, modes_on, need, pop_mode, push_mode
-from ignite_monitor.model.aside import aside, is_plain
+from ignite_monitor.model.modes import aside, is_plain
 
 
 class AttentionCalls(TorchFunctionMode):

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ignite_monitor.activation.measurement import Measurement
 from ignite_monitor.activation.metric import MetricSet
-from ignite_monitor.model.aside import is_plain
+from ignite_monitor.model.modes import is_plain
 from ignite_monitor.model.tensors import floating_tensors, tagged_tensors
-from ignite_monitor.monitor.named_values import NamedValues
+from ignite_monitor.monitor.publisher import NamedValues
 from ignite_monitor.reference.call import Call, Comparison, NotComparableError
 
 

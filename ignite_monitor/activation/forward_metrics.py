@@ -15,15 +15,21 @@ from ignite_monitor.activation.attention_calls import AttentionCalls
 from ignite_monitor.activation.measurement import Measurement
 from ignite_monitor.activation.metric import MetricSet
 from ignite_monitor.activation.record import recording
-from ignite_monitor.model._torch import dispatch_modes, function_modes, set_grad_enabled
-from ignite_monitor.model.aside import aside, is_plain
-from ignite_monitor.model.backward import in_backward
-from ignite_monitor.model.device_of import device_of
+from ignite_monitor.model._torch import (
+    current_backward,
+    dispatch_modes,
+    function_modes,
+    set_grad_enabled,
+    unseen_by_dispatch,
+    unseen_by_functions,
+)
+from ignite_monitor.model.devices import device_of
 from ignite_monitor.model.forward import ModuleHook, after_forward, before_forward, outputs_to, running_module
+from ignite_monitor.model.modes import aside, is_plain
 from ignite_monitor.model.names import tags
 from ignite_monitor.model.tensors import tagged_tensors
-from ignite_monitor.monitor.named_values import NamedValues
-from ignite_monitor.reference.unnoticed import is_reference_run
+from ignite_monitor.monitor.publisher import NamedValues
+from ignite_monitor.reference.unnoticed import here
 
 _RECORDED = "activation (recorded)"
 
@@ -88,7 +94,7 @@ class ForwardMetrics:
 
     def _wanted(self) -> bool:
         # In a backward pass it is one that activation checkpointing repeats.
-        return not (self._pauses or in_backward() or is_reference_run()) and self._root.training
+        return not (self._pauses or current_backward() != -1 or here.running) and self._root.training
 
     def _add(self, tag: str, output: Any) -> None:
         for index, tensor in tagged_tensors(output):
@@ -200,9 +206,12 @@ class _OutputHook(ModuleHook):
         if tag is None or not self._wanted():  # a shallow copy has the hooks of the module itself
             return
         if function_modes() or dispatch_modes():
-            with aside():
-                self._add(tag, output)
-            return
+            with unseen_by_functions(), unseen_by_dispatch():
+                self._take(tag, output)
+        else:
+            self._take(tag, output)
+
+    def _take(self, tag: str, output: Any) -> None:
         with_graph = torch.is_grad_enabled()
         set_grad_enabled(False)
         try:

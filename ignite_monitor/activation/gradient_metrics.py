@@ -13,7 +13,7 @@ from ignite_monitor.activation.measurement import Measurement
 from ignite_monitor.activation.metric import MetricSet
 from ignite_monitor.model.devices import upload
 from ignite_monitor.model.norms import any_sharded, is_sharded
-from ignite_monitor.monitor.named_values import NamedValues, joined
+from ignite_monitor.monitor.publisher import NamedValues, joined
 
 
 class GradientMetrics:

@@ -23,15 +23,13 @@ from ignite_monitor.checks import check_type
 from ignite_monitor.events.ledger import GradientsReady, OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import ACTIVATION
-from ignite_monitor.model.device_of import device_of
-from ignite_monitor.model.devices import move_like
-from ignite_monitor.model.names import named_parameters, tags
+from ignite_monitor.model.devices import device_of, move_like
+from ignite_monitor.model.names import Pattern, Selection, named_parameters, tags
 from ignite_monitor.model.optimizers import parameters_of
-from ignite_monitor.model.selection import Pattern, Selection
 from ignite_monitor.model.sharding import check_whole
 from ignite_monitor.model.structure import modules_by_name
 from ignite_monitor.monitor.base import Handlers
-from ignite_monitor.monitor.named_values import NamedValues, joined
+from ignite_monitor.monitor.publisher import NamedValues, joined
 from ignite_monitor.monitor.rank_reduction import RankReduction, Rows
 from ignite_monitor.monitor.ranks import world_size
 from ignite_monitor.reference.monitor import ReferenceMonitor

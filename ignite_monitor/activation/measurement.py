@@ -13,7 +13,7 @@ from ignite_monitor.activation.metric import Aggregate, MetricSet, as_number, ca
 from ignite_monitor.activation.observations import Observations, statistics_of
 from ignite_monitor.activation.statistics import STATISTICS, has_statistics, is_float8
 from ignite_monitor.model.devices import move_like, upload
-from ignite_monitor.monitor.named_values import NamedValues
+from ignite_monitor.monitor.publisher import NamedValues
 from ignite_monitor.monitor.rank_reduction import Rows
 from ignite_monitor.monitor.ranks import from_every_rank
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ignite_monitor.activation.statistics import STATISTICS
 from ignite_monitor.model.devices import wide_dtype
-from ignite_monitor.model.selection import Pattern, Selection
+from ignite_monitor.model.names import Pattern, Selection
 from ignite_monitor.reference.call import FailedFunctionError
 
 AGGREGATES = ("mean", "sum", "max", "min", "last")

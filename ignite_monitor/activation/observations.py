@@ -10,7 +10,7 @@ from torch import Tensor
 from ignite_monitor.activation.statistics import has_statistics, is_float8, statistics, sum_up, unit_dimension
 from ignite_monitor.model._torch import is_functorch_wrapped
 from ignite_monitor.model.devices import move_like, upload, wide_dtype
-from ignite_monitor.monitor.named_values import NamedValues
+from ignite_monitor.monitor.publisher import NamedValues
 
 # Tensors of at most so many elements are copied, and their sums taken with those of others: an operation on a small
 # tensor takes longer than the arithmetic in it.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
@@ -161,6 +161,17 @@ class GradientLedger:
         for look in self.looks:
             look.backward_ended(task, changed, running)
         return changed if self.reduced else None
+
+    def lacks_any(self, reached: Mapping[int, Set[int]]) -> bool:
+        """Whether other models are reached beyond parameters of this one, which may have been wrapped in one of them.
+
+        Args:
+            reached: model -> ids of its parameters that a backward has reached.
+        """
+        if len(reached) < 2:
+            return False
+        own = {id(parameter) for parameter in self.parameters}
+        return not all(each <= own for each in reached.values())
 
     def look(self, optimizer: Optimizer | None) -> Look:
         """What finds out, entered as a context, how the next backward finds the gradients that an optimizer uses."""

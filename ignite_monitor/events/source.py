@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
@@ -18,17 +19,17 @@ from ignite_monitor.events.hooks import Patch, is_nested, remove_all
 from ignite_monitor.events.ledger import GradientLedger, GradientsReady, OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents, register_events
 from ignite_monitor.model._torch import (
+    EVENT_HANDLERS,
     HANDLE_EXCEPTION,
     TRAIN_STEP,
     backward_number,
     check_engine,
     handles_exceptions,
-    has_handlers,
     need,
     queue_callback,
 )
-from ignite_monitor.model.backward import users_grad_mode
 from ignite_monitor.model.eager import out_of_compiler, untraced
+from ignite_monitor.model.modes import users_grad_mode
 
 # How often the callback at the end of backward queues itself anew, so as to run after those of
 # DistributedDataParallel: its reduction takes one callback, and with a static graph one that queues another.
@@ -77,6 +78,7 @@ class EventSource:
         self._monitoring: set[int] = set()  # ids of the monitors that look at this iteration
         self._tasks: dict[int, dict[int, set[int]]] = {}
         self.stepping: Optimizer | None = None
+        self._in_train_step = self._reported_outside = False
 
     # Who takes part
 
@@ -141,7 +143,8 @@ class EventSource:
             handler: the bound method; the engine's other handlers keep its monitor alive. It is called with the
                 engine, and in iterations that its monitor looks at with a :class:`GradientsReady` of its model, or an
                 :class:`OptimizerStep`, of the events that these belong to. What it changes of that which the other
-                monitors look at, it does in a function that it returns.
+                monitors look at, it does in a function that it returns; what it wants to see after all changes, it
+                looks at in a function that this one returns.
         """
         self._listeners[event].append(weakref.WeakMethod(handler))
         if self.running and event == MonitorEvents.GRADIENTS_READY:
@@ -153,9 +156,12 @@ class EventSource:
         self._listeners[event] = [each for each in self._listeners[event] if each() not in (None, handler)]
 
     def has_handlers(self, *events: MonitorEvents) -> bool:
-        """Whether anyone but the monitors listens to one of the events."""
+        """Whether anyone but the monitors listens to one of the events; where that can't be known, yes."""
         engine = self._engine()
-        return engine is not None and has_handlers(engine, events)
+        if engine is None:
+            return False
+        handlers = getattr(engine, EVENT_HANDLERS, None)
+        return handlers is None or any(map(handlers.get, events))
 
     @property
     def monitors(self) -> list[Any]:
@@ -191,9 +197,10 @@ class EventSource:
                 for handler in looking
                 if id(handler.__self__.model) in about
             ]
-        for change in changes:
-            if change is not None:
-                change()
+        looks = [change() for change in changes if change is not None]
+        for look in looks:
+            if look is not None:
+                look()
         if event == MonitorEvents.TRAIN_STEP_COMPLETED:
             self.running = False
         if self.has_handlers(event):
@@ -277,7 +284,11 @@ class EventSource:
             with ExitStack() as around:
                 for context in owner._contexts():
                     around.enter_context(context)
-                output = original(engine, batch)
+                owner._in_train_step = True
+                try:
+                    output = original(engine, batch)
+                finally:
+                    owner._in_train_step = False
             if owner.running:
                 engine.state.output = output  # as Ignite is about to: it is known to who listens
                 owner.fire(MonitorEvents.TRAIN_STEP_COMPLETED)
@@ -352,15 +363,20 @@ class EventSource:
             if key in self._models
         }
         ready = {key: each for key, each in changed.items() if each is not None}
-        shared = len(ready) > 1
-        about = {key: GradientsReady(self._models[key], each, shared, self.stepping) for key, each in ready.items()}
+        about = {
+            key: GradientsReady(ledger := self._models[key], each, ledger.lacks_any(ready), self.stepping)
+            for key, each in ready.items()
+        }
         if about:
             self.fire(MonitorEvents.GRADIENTS_READY, about)
 
     # Optimizers
 
     def _on_step_started(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self.running or (self.stepping is not None and is_nested(optimizer)):
+        if not self.running:
+            self._report_outside(optimizer)
+            return None
+        if self.stepping is not None and is_nested(optimizer):
             return None
         if not any(model.shares(optimizer) for model in self._models.values()):
             return None
@@ -372,6 +388,20 @@ class EventSource:
         # The closure makes the gradients that the step is about to use.
         closure = self._firing_once(closure, optimizer)
         return (args, kwargs | {"closure": closure}) if "closure" in kwargs else ((args[0], closure, *args[2:]), kwargs)
+
+    def _report_outside(self, optimizer: Optimizer) -> None:
+        engine = self._engine()
+        if self._in_train_step or self._reported_outside or engine is None:
+            return
+        if any(model.shares(optimizer) for model in self._models.values()):
+            self._reported_outside = True
+            event = engine.last_event_name
+            logging.getLogger(f"{__name__}.{type(self).__name__}").warning(
+                "%s made a step outside the train step, in a handler of %s: monitors see none of what happens there. "
+                "Make backward() and step() in the train step, which may look for itself whether it is their turn.",
+                type(optimizer).__name__,
+                getattr(event, "name", event),
+            )
 
     def _firing_once(self, closure: Callable[..., Any], optimizer: Optimizer) -> Callable[..., Any]:
         source = weakref.ref(self)

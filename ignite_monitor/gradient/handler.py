@@ -19,8 +19,7 @@ from torch.optim import Optimizer
 from ignite_monitor.checks import check_count, check_real, check_type
 from ignite_monitor.events.ledger import GradientsReady, OptimizerStep
 from ignite_monitor.events.look import Look
-from ignite_monitor.events.monitor_events import MonitorEvents
-from ignite_monitor.events.spike import Spike, told
+from ignite_monitor.events.monitor_events import MonitorEvents, Spike, told
 from ignite_monitor.gradient.loss_signal import LossSignal
 from ignite_monitor.gradient.losses import Losses, LossSource
 from ignite_monitor.gradient.reaction import Reaction
@@ -31,10 +30,10 @@ from ignite_monitor.judging.judge import Known, NormJudge
 from ignite_monitor.judging.spikes import SpikeDetector, Verdict, may_be_true
 from ignite_monitor.judging.thresholds import ThresholdRule, as_rule
 from ignite_monitor.keys import GRADIENT
-from ignite_monitor.model.backward import in_backward, users_grad_mode
+from ignite_monitor.model.modes import in_backward, users_grad_mode
 from ignite_monitor.model.optimizers import held_by
 from ignite_monitor.monitor.base import Handlers, Monitor, check_flag
-from ignite_monitor.monitor.named_values import as_published
+from ignite_monitor.monitor.publisher import as_published
 from ignite_monitor.monitor.ranks import all_take_part, gradient_norm, max_over_ranks, reduction_of, world_size
 
 

@@ -68,7 +68,7 @@ class HDF5Logger(BaseLogger):
     Examples:
         .. code-block:: python
 
-            with HDF5Logger("run.h5") as logger:
+            with HDF5Logger("run.h5", mode="w") as logger:
                 monitor.log_to(logger, trainer)
                 logger.attach_output_handler(
                     trainer, Events.ITERATION_COMPLETED, tag="train", output_transform=lambda loss: {"loss": loss}

@@ -43,7 +43,7 @@ class SpikeScore:
 
     def go_back(self, earlier: SpikeScore, when: Tensor) -> None:
         """Forget the values since a copy was made, where a 0-dim bool tensor is True."""
-        self._recent = torch.where(when, earlier._recent.to(self._recent), self._recent)
+        self._recent = torch.where(when, move(earlier._recent, self._recent.device), self._recent)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The last values, a tensor."""

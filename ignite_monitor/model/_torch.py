@@ -82,11 +82,16 @@ def _called_from_backward() -> bool:
     return frame.f_code in callers
 
 
-# Whether a backward is going on in this thread. Without the number: whether it has been called from here, which the
-# device's own threads are not.
-in_backward: Callable[[], bool] = (
-    _called_from_backward if isinstance(backward_number, Gone) else lambda: backward_number() != -1
+# The number of the backward that is going on in this thread, -1 for none. Without the name 0 for any that has been
+# called from here, which the device's own threads are not.
+current_backward: Callable[[], int] = (
+    (lambda: _called_from_backward() - 1) if isinstance(backward_number, Gone) else backward_number
 )
+
+
+def in_backward() -> bool:
+    """Whether a backward is going on in this thread."""
+    return current_backward() != -1
 
 
 def gradient_hooks(parameters: Iterable[Tensor]) -> list[tuple[Tensor, dict[Any, Any]]]:
@@ -367,6 +372,9 @@ foreach_mul: Callable[[Sequence[Tensor], Sequence[float]], Sequence[Tensor]] = _
 foreach_add: Callable[[Sequence[Tensor], float], Sequence[Tensor]] = _or(
     "torch._foreach_add", lambda tensors, number: [each + number for each in tensors]
 )
+foreach_sub: Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]] = _or(
+    "torch._foreach_sub", lambda tensors, others: [a - b for a, b in zip(tensors, others, strict=True)]
+)
 
 
 def _scale_one_by_one(tensors: Iterable[Tensor], factor: Tensor) -> None:
@@ -487,9 +495,12 @@ def handles_exceptions(engine: Any) -> bool:
     return getattr(engine, HANDLE_EXCEPTION, None) is not None
 
 
+EVENT_HANDLERS = "_event_handlers"  # an engine's handlers by event
+
+
 def event_handlers(engine: Any) -> Any:
     """An engine's handlers by event; ``log_to`` needs it."""
-    return getattr(engine, "_event_handlers", Gone("ignite.engine.Engine._event_handlers"))
+    return getattr(engine, EVENT_HANDLERS, Gone("ignite.engine.Engine._event_handlers"))
 
 
 def put_first(engine: Any, event: Any) -> None:
@@ -497,9 +508,3 @@ def put_first(engine: Any, event: Any) -> None:
     handlers = event_handlers(engine)
     if not isinstance(handlers, Gone):
         handlers[event].insert(0, handlers[event].pop())
-
-
-def has_handlers(engine: Any, events: Iterable[Any]) -> bool:
-    """Whether anyone listens to one of the events; where that can't be known, yes."""
-    handlers = event_handlers(engine)
-    return isinstance(handlers, Gone) or any(handlers.get(event) for event in events)

@@ -1,9 +1,14 @@
-"""Moving small tensors without waiting for a device."""
+"""Where a model is, and moving small tensors without waiting for a device."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The device of a model's first parameter that has data; the CPU if none has."""
+    return next((each.device for each in model.parameters() if not each.is_meta), torch.device("cpu"))
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ignite_monitor.model._torch import foreach_norm
+from ignite_monitor.model._torch import foreach_norm, sparse_parts
 from ignite_monitor.model.devices import wide_dtype
 from ignite_monitor.model.sharding import all_reduce
 
@@ -204,3 +204,23 @@ def _sum_dtype(dtype: torch.dtype) -> torch.dtype | None:
 def _flat(tensor: Tensor) -> Tensor:
     # The order of the elements does not matter: read them as they lie.
     return tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True)).reshape(-1)
+
+
+def summed_values(sparse: Tensor) -> Tensor:
+    """The values of a sparse COO tensor, those at the same place summed.
+
+    ``coalesce()`` does it too, but waits for the device, since the size of its result depends on the indices. This
+    result keeps the size that is there, with zeros where several values have become one.
+
+    Returns:
+        A dense tensor, of the size of its values, with the same norm as ``sparse``.
+    """
+    indices, values = sparse_parts(sparse)
+    if sparse.is_coalesced() or not len(values):
+        return values
+    places = torch.zeros_like(indices[0])
+    for size, index in zip(sparse.shape, indices, strict=False):
+        places = places * size + index
+    ordered, order = places.sort()
+    first = torch.cat([torch.zeros_like(ordered[:1]), (ordered[1:] != ordered[:-1]).long()])
+    return torch.zeros_like(values).index_add_(0, first.cumsum(0), values[order])

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ignite_monitor.model._torch import foreach_copy, modules_of_each, parameters_of_each
-from ignite_monitor.model.device_of import device_of
-from ignite_monitor.model.devices import upload, wide_dtype
+from ignite_monitor.model.devices import device_of, upload, wide_dtype
 from ignite_monitor.model.names import named_parameters
-from ignite_monitor.model.norms import is_sharded
+from ignite_monitor.model.norms import is_sharded, summed_values
 from ignite_monitor.model.sampling import fnv1a_64, spread_indices, stratum_widths
 from ignite_monitor.model.sharding import all_reduce
-from ignite_monitor.model.sparse import summed_values
 from ignite_monitor.model.updates import row_norms
 
+NARROW = (torch.bfloat16, torch.float16)
 _MEASURABLE = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 _KEPT = 16
+
+# On an accelerator parameters of at most so many elements are sampled from a copy of all of them, in one operation,
+# which takes less than one for each does. So long may the samples be, and so many elements the copy.
+_COPIED = 1 << 18
+_SHORT = 1 << 11
+_ROOM = 1 << 23
+_FROM_COPY = 0  # in place of a length
 
 
 class ParameterSamples:
@@ -36,6 +44,7 @@ class ParameterSamples:
     Args:
         sample_size: how many elements to take of each parameter, None for all. Of a table with more rows than that one
             of each row is taken, since it may be an embedding, of which a step moves few rows.
+        rows: of which part of the rows one is taken there.
 
     Attributes:
         names: the parameters' names, without those of wrappers.
@@ -44,9 +53,10 @@ class ParameterSamples:
         sharded: the places of those that are DTensors.
         device: where results are.
         dtype: what they are in.
+        groups: the parameters of which this rank has elements, those together that are looked at in one operation.
     """
 
-    def __init__(self, model: nn.Module, sample_size: int | None) -> None:
+    def __init__(self, model: nn.Module, sample_size: int | None, rows: float = 1.0) -> None:
         found = list(named_parameters(model))
         self.names = [name for name, _, _ in found]
         self.parameters = [parameter for _, parameter, _ in found]
@@ -57,16 +67,19 @@ class ParameterSamples:
         self._modules = list(model.modules())
         self._identity = self._identify()
         self._scales: list[float] = []
+        counts: list[float] = []
         members: dict[tuple[torch.device, torch.dtype, int, bool], list[_Member]] = {}
         meshes: dict[tuple[Any, tuple[int, ...]], list[int]] = {}
+        room = _ROOM
         parameter: Any
         for place, (name, parameter, _) in enumerate(found):
             numel = parameter.numel()
             size = sample_size
             if size is not None and parameter.ndim == 2:
-                size = max(size, len(parameter))
+                size = max(size, int(rows * len(parameter)))
             taken = numel if size is None else min(size, numel)
             self._scales.append(math.sqrt(numel / taken) if taken else 1.0)
+            counts.append(taken)
             if place not in self.measurable:
                 continue
             # Places in the part that this rank holds, and what each weighs; None for all of it, or where all weigh 1.
@@ -85,19 +98,28 @@ class ParameterSamples:
             width = local.numel() if index is None else len(index)
             if width:
                 key = (local.device, _work_dtype(local.dtype), width, index is None)
+                if local.device.type != "cpu" and width <= _SHORT and local.numel() <= min(_COPIED, room):
+                    key = (local.device, _work_dtype(local.dtype), _FROM_COPY, False)
+                    room -= local.numel()
                 members.setdefault(key, []).append(_Member(place, parameter, index, weight))
-        self._groups = [_Group(device, dtype, each) for (device, dtype, _, _), each in members.items()]
-        self._with_elements = {place for group in self._groups for place in group.places}
-        self._factors = upload(torch.tensor(self._scales, dtype=self.dtype, device="cpu"), self.device)
+        self.groups = [
+            Group(device, dtype, each, width == _FROM_COPY) for (device, dtype, width, _), each in members.items()
+        ]
+        self._with_elements = {place for group in self.groups for place in group.places}
+        self._factors, self._taken = (
+            upload(torch.tensor(each, dtype=self.dtype, device="cpu"), self.device) for each in (self._scales, counts)
+        )
         self._meshes = {
             key: upload(torch.tensor(places, device="cpu"), self.device) for key, places in meshes.items() if key[1]
         }
         # Where in the groups' results each parameter's is.
-        in_groups = [place for group in self._groups for place in group.places]
+        in_groups = [place for group in self.groups for place in group.places]
         self._positions = {place: position for position, place in enumerate(in_groups)}
         self._positions |= dict.fromkeys(self.measurable - self._with_elements, -1)
         self._absent = upload(torch.tensor([math.nan, 0.0], dtype=self.dtype, device="cpu"), self.device)
         self._orders: dict[tuple[int, ...], Tensor] = {}
+        self._used: set[int] = set()
+        self._counts: list[tuple[Tensor, Tensor]] = []
 
     def fit(self) -> bool:
         """Whether the model's parameters are still those that were sampled."""
@@ -113,8 +135,30 @@ class ParameterSamples:
         Args:
             weights: for each parameter itself, or another tensor of its shape; None to keep what is kept of it.
         """
-        for group in self._groups:
+        for group in self.groups:
             group.copy(weights, group.before)
+
+    def forget_gradients(self) -> None:
+        """A train step starts: no element of the narrow parameters has had a gradient."""
+        for group in self.groups:
+            if group.with_gradient is not None:
+                group.with_gradient.zero_()
+        self._used.clear()
+
+    def gradients_used(self, places: Iterable[int]) -> None:
+        """A step has been made with their gradients: later ones no longer say which elements had one."""
+        self._used.update(places)
+
+    def lost_updates(self) -> Tensor:
+        """Of how many elements with a gradient the change was 0, and how many had a gradient, estimated by the sample.
+
+        To be asked after :meth:`weights_and_changes`, of narrow parameters alone.
+
+        Returns:
+            Of shape (2, parameters).
+        """
+        counts = [self._in_order(each, self._positions) for each in zip(*self._counts, strict=True)]
+        return torch.stack(counts) * self._factors**2
 
     def weights_and_changes(self, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Norms of the sampled elements of the kept weights, which it uses up, and of what has changed since.
@@ -123,9 +167,11 @@ class ParameterSamples:
             weights: as for :meth:`keep_weights`.
         """
         kept, changed = [], []
-        for group in self._groups:
+        self._counts = []
+        for group in self.groups:
             group.copy(weights, group.now)
             group.now.sub_(group.before)
+            self._counts.append(group.unmoved())
             kept.append(group.norms(group.before))
             changed.append(group.norms(group.now))
         return self._in_order(kept, self._positions), self._in_order(changed, self._positions)
@@ -139,24 +185,30 @@ class ParameterSamples:
         sources: list[Tensor | None] = [None] * len(self.parameters)
         pieces = []
         for place, gradient in gradients.items():
-            parameter: Any = self.parameters[place]
-            placed: Any = gradient
-            if place in self.sharded and placed.placements != parameter.placements:
-                placed = placed.redistribute(placements=parameter.placements)
+            placed = self.placed(place, gradient)
             if placed.layout == torch.strided:
                 sources[place] = placed
             else:
                 norms = row_norms(summed_values(placed).reshape(1, -1)) / self._scales[place]
                 pieces.append(({place: 0}, norms))
-        for group in self._groups:
+        for group in self.groups:
             rows = {place: row for row, place in enumerate(group.places) if sources[place] is not None}
             if rows:
                 group.copy(sources, group.now)
+                group.keep_gradients([row for place, row in rows.items() if place not in self._used])
                 first, last = min(rows.values()), max(rows.values())
                 pieces.append(
                     ({place: row - first for place, row in rows.items()}, group.norms(group.now, first, last))
                 )
         return [(places, norms.to(self._absent, non_blocking=True)) for places, norms in pieces]
+
+    def placed(self, place: int, tensor: Any) -> Tensor:
+        """A tensor of a parameter's shape, in the parts that the parameter itself is in where it is a DTensor."""
+        parameter: Any = self.parameters[place]
+        if place in self.sharded and tensor.placements != parameter.placements:
+            tensor = tensor.redistribute(placements=parameter.placements)
+        own: Tensor = tensor
+        return own
 
     def ordered(self, norms: Sequence[Tensor], positions: Mapping[int, int]) -> Tensor:
         """Each gradient's norm, estimated from that of its sampled elements.
@@ -168,29 +220,39 @@ class ParameterSamples:
         """
         return self._in_order(norms, positions) * self._factors
 
-    def over_ranks(self, norms: Tensor) -> Tensor:
+    def means(self, sums: Sequence[Tensor]) -> Tensor:
+        """Each parameter's means over its elements, those of all ranks; NaN where it has no sample.
+
+        Args:
+            sums: for each group sums over the sampled elements of each row, weighed, of shape (k, rows).
+        """
+        return self.over_ranks(self._in_order(sums, self._positions), power=1) / self._taken
+
+    def over_ranks(self, norms: Tensor, power: int = 2) -> Tensor:
         """Norms of what the ranks hold together, where parameters are sharded: one collective per sharded dimension.
 
         Args:
             norms: of this rank's parts, of shape (…, parameters).
+            power: 1 for sums in place of norms.
         """
         for (mesh, dims), places in self._meshes.items():
-            squares = norms.index_select(-1, places) ** 2
+            sums = norms.index_select(-1, places) ** power
             for dim in dims:
-                squares = all_reduce(squares, group=mesh.get_group(dim))
-            norms = norms.index_copy(-1, places, squares.sqrt())
+                sums = all_reduce(sums, group=mesh.get_group(dim))
+            norms = norms.index_copy(-1, places, sums if power == 1 else sums.sqrt())
         return norms
 
     def _in_order(self, norms: Sequence[Tensor], positions: Mapping[int, int]) -> Tensor:
-        end = sum(map(len, norms)) + len(self._absent)
+        end = sum(each.shape[-1] for each in norms) + len(self._absent)
         key = (end, *(positions.get(place, -2) for place in range(len(self.parameters))))
         if key not in self._orders:
             if len(self._orders) >= _KEPT:
                 self._orders.clear()
             at = torch.tensor([at if at >= 0 else end + at for at in key[1:]], device="cpu")
             self._orders[key] = upload(at, self.device)
-        absent = self._absent
-        return torch.cat([*(norm.to(absent, non_blocking=True) for norm in norms), absent])[self._orders[key]]
+        absent = self._absent.expand(*norms[0].shape[:-1], -1) if norms else self._absent
+        parts = [*(norm.to(absent, non_blocking=True) for norm in norms), absent]
+        return torch.cat(parts, -1).index_select(-1, self._orders[key])
 
     def _identify(self) -> list[Any]:
         """What makes the samples useless when it changes: modules, and parameters with their place and kind."""
@@ -209,43 +271,101 @@ class _Member(NamedTuple):
     weight: Tensor | None
 
 
-class _Group:
-    """Parameters on one device of which equally many elements are looked at, or all: a row each."""
+class Group:
+    """Parameters on one device, with a row for the sample of each.
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, members: list[_Member]) -> None:
+    Args:
+        members: all with as long a sample, or all with all of their elements, unless ``from_copy``.
+        from_copy: whether to take the samples from a copy of all of them; rows end in zeros.
+
+    Attributes:
+        places: the places of the parameters.
+        index: the same, as a tensor.
+        weights: what each sampled element weighs, of shape (rows or 1, columns); None for 1.
+        elements: where rows hold elements and not the zeros at their ends, a bool tensor; None for everywhere.
+        before: room for elements.
+        now: more of it.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, members: list[_Member], from_copy: bool) -> None:
         self.places = [member.place for member in members]
+        self.index = upload(torch.tensor(self.places, device="cpu"), device)
         parts = [_local(member.parameter) for member in members]
         indices = [member.elements for member in members if member.elements is not None]
-        self._indices = list(upload(torch.stack(indices), device).unbind()) if indices else []
         width = len(indices[0]) if indices else parts[0].numel()
-        self._weights: Tensor | None = None
+        self._copies: list[Tensor] = []
+        if from_copy:
+            *starts, end = itertools.accumulate((part.numel() for part in parts), initial=0)
+            self._copy = torch.zeros(end + 1, dtype=dtype, device=device)
+            self._copies = [
+                self._copy[at : at + part.numel()].view(part.shape) for at, part in zip(starts, parts, strict=True)
+            ]
+            indices = [
+                start + (torch.arange(part.numel(), device="cpu") if member.elements is None else member.elements)
+                for start, part, member in zip(starts, parts, members, strict=True)
+            ]
+            width = max(map(len, indices))
+            indices = [F.pad(index, (0, width - len(index)), value=end) for index in indices]
+        self._index = upload(torch.stack(indices) if indices else torch.empty(0, device="cpu"), device)
+        self._indices = list(self._index.unbind())
+        self.weights: Tensor | None = None
         if any(member.weight is not None for member in members):
             ones = torch.ones(width, dtype=torch.float64, device="cpu")
             sizes = {(member.parameter.numel(), is_sharded(member.parameter)) for member in members}
             alike = len(sizes) == 1 and not is_sharded(members[0].parameter)
             weighing = members[:1] if alike else members
-            weights = torch.stack([ones if member.weight is None else member.weight for member in weighing])
-            self._weights = upload(weights.to(dtype.to_real()), device)
-        self.before, self.now = (torch.zeros(len(members), width, dtype=dtype, device=device) for _ in range(2))
-        # Rows in the shapes of what is copied to them.
-        self._targets = {
-            id(rows): [row if indices else row.view(part.shape) for row, part in zip(rows, parts, strict=True)]
-            for rows in (self.before, self.now)
-        }
+            of_members = [ones[:0] if member.weight is None else member.weight for member in weighing]
+            weights = torch.stack([torch.cat([each, ones[len(each) :]]) for each in of_members])
+            self.weights = upload(weights.to(dtype.to_real()), device)
+        self.elements = self._index != len(self._copy) - 1 if from_copy else None
+        self._shapes = [None if indices else part.shape for part in parts]
+        self._rooms: dict[str, Tensor] = {}
+        self._targets: dict[int, list[Tensor]] = {}
+        self._like = torch.empty(0, dtype=dtype, device=device), (len(members), width)
+        self.before, self.now = self.room("before"), self.room("now")
         self._is_sharded = any(is_sharded(member.parameter) for member in members)
+        self._narrow = {row for row, part in enumerate(parts) if part.dtype in NARROW}
+        # Which elements of narrow parameters have had a gradient other than 0.
+        self.with_gradient = torch.zeros_like(self.now, dtype=torch.bool) if self._narrow else None
+
+    def room(self, name: str) -> Tensor:
+        """Room for elements, of shape (rows, columns), made when it is first asked for by that name."""
+        if name not in self._rooms:
+            like, shape = self._like
+            rows = self._rooms[name] = like.new_zeros(shape)
+            # In the shapes of what is copied to them.
+            shaped = zip(rows, self._shapes, strict=True)
+            self._targets[id(rows)] = [row if shape is None else row.view(shape) for row, shape in shaped]
+        return self._rooms[name]
+
+    def keep_gradients(self, rows: Sequence[int]) -> None:
+        """Keep where the gradients that have been copied are other than 0, in those of the rows that are narrow."""
+        if self.with_gradient is None:
+            return
+        if len(rows) == len(self.places):
+            torch.ne(self.now, 0, out=self.with_gradient)
+            return
+        for row in self._narrow.intersection(rows):
+            torch.ne(self.now[row], 0, out=self.with_gradient[row])
+
+    def unmoved(self) -> tuple[Tensor, Tensor]:
+        """In each row, how many elements had a gradient and a change of 0, and how many had a gradient."""
+        if self.with_gradient is None:
+            return (nothing := torch.zeros(len(self.places), device=self.now.device)), nothing
+        return (self.with_gradient & (self.now == 0)).sum(1), self.with_gradient.sum(1)
 
     def norms(self, rows: Tensor, first: int = 0, last: int | None = None) -> Tensor:
         """The norms of some rows' sampled elements, each weighed by how many it stands for; uses the rows up.
 
         Args:
-            rows: ``before`` or ``now``.
+            rows: what :meth:`room` gave.
             first: the first of them.
             last: the last one; None for that of all.
         """
         last = len(rows) - 1 if last is None else last
         rows = rows[first : last + 1]
-        if self._weights is not None:
-            rows.mul_(self._weights if len(self._weights) == 1 else self._weights[first : last + 1])
+        if self.weights is not None:
+            rows.mul_(self.weights if len(self.weights) == 1 else self.weights[first : last + 1])
         return row_norms(rows)
 
     def copy(self, sources: Sequence[Tensor | None], rows: Tensor) -> None:
@@ -253,12 +373,21 @@ class _Group:
 
         Args:
             sources: for each parameter of the model a tensor of its shape, or None.
-            rows: where to, ``before`` or ``now``.
+            rows: where to, what :meth:`room` gave.
         """
         targets = self._targets[id(rows)]
         found: list[Any] = [sources[place] for place in self.places]
         if self._is_sharded:
             found = [_local(source) for source in found]
+        if self._copies:
+            present = [row for row, source in enumerate(found) if source is not None]
+            foreach_copy([self._copies[row] for row in present], [found[row] for row in present])
+            if len(present) == len(found) or rows is not self.before:  # of which nobody reads the other rows
+                torch.take(self._copy, self._index, out=rows)
+            else:
+                for row in present:
+                    torch.take(self._copy, self._indices[row], out=targets[row])
+            return
         if self._indices:
             for source, index, target in zip(found, self._indices, targets, strict=True):
                 if source is None:

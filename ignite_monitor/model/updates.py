@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ignite_monitor.model.devices import wide_dtype
+from ignite_monitor.model.devices import upload, wide_dtype
 
 # Rows up to this length are cheap enough to be summed in float64.
 _SHORT = 1 << 14
@@ -15,6 +15,7 @@ _BLOCK = 1024
 _SAFE = (1e-9, 1e18)
 # The same for float64.
 _SAFE_WIDE = (1e-140, 1e150)
+_RANKS = torch.tensor([[1, 1, 95, 0, 1], [-1, 0, -1, 0, -1], [2, 2, 100, 1, 1]], device="cpu")
 
 
 def row_norms(rows: Tensor) -> Tensor:
@@ -75,11 +76,14 @@ def order_statistics(values: Tensor) -> Tensor:
     Returns:
         The four of them, of shape (…, 4), NaN where there is no value.
     """
-    count = (~values.isnan()).sum(-1, keepdim=True)
-    ranks = torch.cat([(count + 1) // 2, count // 2 + 1, (95 * count + 99) // 100, count.clamp(max=1), count], -1)
-    # Sorting puts NaN last; rank 0, of no values, finds the one that is put before all.
-    ordered = torch.nn.functional.pad(values.sort(-1).values, (1, 0), value=torch.nan)
-    picked = ordered.gather(-1, torch.where(count > 0, ranks, 0))
+    if not values.shape[-1]:
+        return values.new_full((*values.shape[:-1], 4), torch.nan)
+    # The two in the middle, the percentile, the first and the last are at (count * factor + summand) // divisor, from 0
+    # on. Sorting puts NaN last, which is all there is where the count is 0.
+    factors, summands, divisors = upload(_RANKS, values.device).unbind()
+    count = (values == values).sum(-1, keepdim=True)
+    at = torch.addcmul(summands, count, factors).floor_divide_(divisors).clamp_(min=0)
+    picked = values.sort(-1).values.gather(-1, at)
     return torch.cat([picked[..., :2].mean(-1, keepdim=True), picked[..., 2:]], -1)
 
 

@@ -19,6 +19,7 @@ from torch.nn.parameter import UninitializedParameter
 from ignite_monitor.checks import check_type
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.events.source import EventSource, check_events
+from ignite_monitor.model.names import Pattern, Selection
 from ignite_monitor.monitor.loggers import AddedHandlers, add_logger, events_of
 from ignite_monitor.monitor.publisher import Publisher
 from ignite_monitor.schema import Schema
@@ -173,6 +174,9 @@ class Monitor(Publisher):
         engine: Engine,
         event: Any = Events.ITERATION_COMPLETED,
         tag: str | None = None,
+        *,
+        include: Pattern = None,
+        exclude: Pattern = None,
     ) -> None:
         """Write each monitored iteration's values to an Ignite logger, before or after :meth:`attach`.
 
@@ -184,12 +188,14 @@ class Monitor(Publisher):
             engine: the engine the monitor is attached to.
             event: when to write, any event of the engine or of :class:`MonitorEvents`, filtered or not.
             tag: what to put before the values' names; None for nothing.
+            include: a regular expression; only values in whose name it is found are written. None for all.
+            exclude: a regular expression; those in whose name it is found are not.
 
         Raises:
             TypeError: if an argument is of another type.
-            ValueError: if ``event`` is not one that loggers can write at.
+            ValueError: if ``event`` is not one that loggers can write at, or a pattern is no regular expression.
         """
-        self._log_handlers.append(add_logger(self, logger, engine, event, tag))
+        self._log_handlers.append(add_logger(self, logger, engine, event, tag, Selection(include, exclude)))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a saved state.

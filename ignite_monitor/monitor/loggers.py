@@ -16,6 +16,7 @@ from torch import Tensor
 from ignite_monitor.checks import check_type
 from ignite_monitor.events.monitor_events import MonitorEvents, register_events
 from ignite_monitor.model._torch import event_handlers, need
+from ignite_monitor.model.names import Selection
 
 
 class HasValues(Protocol):
@@ -40,15 +41,14 @@ class AddedHandlers:
         self._before = {id(handler) for handlers in event_handlers(engine).values() for handler in handlers}
         self._added: list[tuple[Any, tuple[Any, ...]]] = []
 
-    def note(self, monitor: HasValues | None = None, family: str = "") -> None:
-        """Take the handlers down that are new; those of a monitor are called only where it has values.
+    def note(self, values: Values | None = None) -> None:
+        """Take the handlers down that are new; those of a monitor's values are called only where there are any.
 
         For some loggers an empty record is a request to a server, or a step of its own. A filtered event would do as
         well, but Ignite's filters close a reference cycle through the engine.
 
         Args:
-            monitor: the monitor; None if they are to be called always.
-            family: what the names of the values start with; empty for any.
+            values: what they write; None if they are to be called always.
         """
         engine = self._engine()
         if engine is None:
@@ -57,10 +57,10 @@ class AddedHandlers:
             for index, (handler, args, kwargs) in enumerate(handlers):
                 if id(handlers[index]) in self._before:
                     continue
-                if monitor is not None and isinstance(getattr(handler, "__self__", None), BaseLogger):
+                if values is not None and isinstance(getattr(handler, "__self__", None), BaseLogger):
                     continue  # its own business: it sees a run begin and end
-                if monitor is not None:
-                    handlers[index] = (_where_monitored(handler, monitor, family), args, kwargs)
+                if values is not None:
+                    handlers[index] = (_where_any(handler, values), args, kwargs)
                 self._added.append((event, handlers[index]))
             self._before |= {id(handler) for handler in handlers}
 
@@ -74,8 +74,10 @@ class AddedHandlers:
         self._added.clear()
 
 
-def add_logger(monitor: HasValues, logger: BaseLogger, engine: Engine, event: Any, tag: str | None) -> AddedHandlers:
-    """Let a logger write a monitor's values, with a tag before their names.
+def add_logger(
+    monitor: HasValues, logger: BaseLogger, engine: Engine, event: Any, tag: str | None, selection: Selection
+) -> AddedHandlers:
+    """Let a logger write a monitor's values whose names are selected, with a tag before them.
 
     Raises:
         ValueError: if ``event`` is not one that loggers can write at.
@@ -90,13 +92,14 @@ def add_logger(monitor: HasValues, logger: BaseLogger, engine: Engine, event: An
     register_events(engine)
     added = AddedHandlers(engine)
     if isinstance(logger, ProgressBar):
-        logger.attach(engine, output_transform=_Values(monitor, ""), event_name=event)
+        logger.attach(engine, output_transform=Values(monitor, "", selection), event_name=event)
         added.note()
         return added
     # Ignite's handlers always put a tag before a name: where the user wants none, it is the name's first part.
     for family in [""] if tag else monitor.families:
-        logger.attach_output_handler(engine, event, tag=tag or family, output_transform=_Values(monitor, family))
-        added.note(monitor, family)
+        values = Values(monitor, family, selection)
+        logger.attach_output_handler(engine, event, tag=tag or family, output_transform=values)
+        added.note(values)
     return added
 
 
@@ -111,29 +114,38 @@ def events_of(event: Any) -> list[CallableEventWithFilter]:
     return list(event) if isinstance(event, EventsList) else [event]
 
 
-def _where_monitored(handler: Callable[..., Any], monitor: HasValues, family: str) -> Callable[..., Any]:
-    owner = weakref.ref(monitor)
-    start = f"{family}/" if family else ""
-
+def _where_any(handler: Callable[..., Any], values: Values) -> Callable[..., Any]:
     @functools.wraps(handler, updated=())
     def handle(*args: Any, **kwargs: Any) -> Any:
-        monitor = owner()
-        if monitor is None or not any(name.startswith(start) for name in monitor.metrics):
-            return None
-        return handler(*args, **kwargs)
+        return handler(*args, **kwargs) if values.are_there() else None
 
     return handle
 
 
-class _Values:
-    """An ``output_transform`` that gives a monitor's values of one family instead of the engine's output."""
+class Values:
+    """An ``output_transform`` that gives a monitor's values of one family instead of the engine's output.
 
-    def __init__(self, monitor: HasValues, family: str) -> None:
+    Args:
+        monitor: the monitor, which is not kept alive.
+        family: what the names of the values start with; empty for any.
+        selection: the names that are given.
+    """
+
+    def __init__(self, monitor: HasValues, family: str, selection: Selection) -> None:
         self._monitor = weakref.ref(monitor)
         self._start = f"{family}/" if family else ""
+        self._selection = selection
+
+    def are_there(self) -> bool:
+        """Whether there are any in this iteration."""
+        monitor = self._monitor()
+        there = monitor is not None and any(name.startswith(self._start) for name in monitor.metrics)
+        return there and (self._selection.is_all or bool(self(None)))
 
     def __call__(self, _: Any) -> dict[str, Any]:
         monitor = self._monitor()
         host = {} if monitor is None else monitor.on_host()
-        start = self._start
-        return {name[len(start) :]: value for name, value in host.items() if name.startswith(start)}
+        start, selection = self._start, self._selection
+        return {
+            name[len(start) :]: value for name, value in host.items() if name.startswith(start) and name in selection
+        }

@@ -7,11 +7,10 @@ import os
 from torch import nn
 
 from ignite_monitor.keys import RCC
-from ignite_monitor.model.device_of import device_of
-from ignite_monitor.model.names import tags
-from ignite_monitor.model.selection import Pattern, Selection
+from ignite_monitor.model.devices import device_of
+from ignite_monitor.model.names import Pattern, Selection, tags
 from ignite_monitor.model.structure import is_layer
-from ignite_monitor.rcc.layer_changes import LayerChanges
+from ignite_monitor.rcc.layers import LayerChanges
 from ignite_monitor.reference.monitor import ReferenceMonitor
 
 

@@ -1,21 +1,25 @@
-"""What a call of a layer, beside the same call of its reference, says of weights and inputs."""
+"""What the calls of layers, beside the same calls of their reference, say of weights and inputs."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+import math
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ignite_monitor.model._torch import buffers_in, modules_in, parameters_in
+from ignite_monitor.model._torch import buffers_in, foreach_sub, modules_in, parameters_in
 from ignite_monitor.model._torch import version as version_of
+from ignite_monitor.model.devices import move_like, upload, wide_dtype
 from ignite_monitor.model.forward import before_forward
 from ignite_monitor.model.linear_maps import feature_dim, is_plain, linear_map
 from ignite_monitor.model.norms import any_sharded
 from ignite_monitor.model.tensors import floating_tensors
+from ignite_monitor.model.updates import order_statistics
+from ignite_monitor.monitor.ranks import sum_over_ranks, world_size
 from ignite_monitor.rcc.terms import (
     QUANTITIES,
     Norms,
@@ -25,27 +29,108 @@ from ignite_monitor.rcc.terms import (
     linear_change,
     normalized_change,
     output_change,
+    weight_share,
 )
 from ignite_monitor.reference.call import Call, Comparison, NotComparableError
 from ignite_monitor.reference.reference import Reference
 
 Weights = dict[str, Tensor]
 
+_PLACES = 2 * len(QUANTITIES)  # with the bias, and without it
+_KINDS = (*QUANTITIES, *QUANTITIES, "weight_share", "weight_share")
 
-class LayerCalls(Comparison):
-    """Measures the calls of a model's layers."""
 
-    def __init__(self, reference: Reference, names: Iterable[str]) -> None:
-        self.layers = {name: layer_of(name, reference) for name in names}
+class LayerChanges(Comparison):
+    """Measures the calls of a model's layers, and adds up their norms."""
+
+    def __init__(self, reference: Reference, tags: dict[str, str]) -> None:
+        self._layers = {name: _layer_of(name, reference) for name in tags}
+        self._rows = {name: row for row, name in enumerate(tags)}
+        self._tags = list(tags.values())
+        # Layers and places, the sum of norms for each, and how many norms that is of.
+        self._sums: list[tuple[list[tuple[str, int]], Tensor, int]] = []
 
     def keep(self, call: Call) -> list[Tensor | None]:
-        return self.layers[call.name].keep(call)
+        return self._layers[call.name].keep(call)
 
     def enter(self, call: Call) -> Any:
-        return self.layers[call.name].enter(call)
+        return self._layers[call.name].enter(call)
 
     def leave(self, call: Call) -> Norms:
-        return self.layers[call.name].leave(call)
+        return self._layers[call.name].leave(call)
+
+    def clear(self) -> None:
+        self._sums = []
+
+    def passed(self, results: dict[str, list[Any]]) -> None:
+        vectors: dict[tuple[str, int], list[Tensor]] = {}
+        for name, calls in results.items():
+            for norms in calls:
+                for place, each in norms.items():
+                    vectors.setdefault((name, place), []).append(each)
+        # What has as many norms is summed at once.
+        alike: dict[Any, list[tuple[str, int]]] = {}
+        for where, found in vectors.items():
+            alike.setdefault((found[0].device, found[0].dtype, *map(len, found)), []).append(where)
+        for (device, _, *sizes), cells in alike.items():
+            if sum(sizes):
+                table = torch.cat([each for cell in cells for each in vectors[cell]]).view(len(cells), -1)
+                self._sums.append((cells, table.sum(1, dtype=wide_dtype(device)), sum(sizes)))
+
+    def values(self, incomplete: Collection[str], device: torch.device) -> tuple[list[str], Tensor, dict[str, Tensor]]:
+        """Names and values by layer, and what there is over layers by name; NaN stands for what is absent.
+
+        Args:
+            incomplete: names of layers that are left out.
+            device: where the values are to be where nothing was measured.
+        """
+        means, measured = self._mean_over_ranks(incomplete, device)
+        with_bias, without = means.unflatten(1, (2, -1)).unbind(1)
+        shares = [weight_share(each[:, :1], each[:, 1:2]) for each in (with_bias, without)]
+        # Of what is measured on no rank, or isn't finite.
+        table = torch.cat([means, *shares], 1).nan_to_num_(math.nan, math.nan, math.nan)
+        cells = sorted([*measured, *((row, _PLACES + place // 5) for row, place in measured if place in (1, 6))])
+        index = [row * len(_KINDS) + place for row, place in cells]
+        values = table.flatten()[upload(torch.tensor(index, dtype=torch.long, device="cpu"), table.device)]
+        over_layers: dict[str, Tensor] = {}
+        of_layers = order_statistics(table[:, :2].T)
+        for place, kind in enumerate(QUANTITIES[:2]):
+            if any(cell[1] == place for cell in cells):
+                over_layers |= {f"{kind}_max": of_layers[place, 3], f"{kind}_median": of_layers[place, 0]}
+        return [self._name_of(*cell) for cell in cells], values, over_layers
+
+    def _name_of(self, row: int, place: int) -> str:
+        without = len(QUANTITIES) <= place < _PLACES or place > _PLACES
+        return f"{_KINDS[place]}/{self._tags[row]}{'.weight' if without else ''}"
+
+    def _mean_over_ranks(
+        self, incomplete: Collection[str], device: torch.device
+    ) -> tuple[Tensor, set[tuple[int, int]]]:
+        """Means by layer and place, not finite where there is none; and which of them some rank may have measured.
+
+        The size is the same on every rank, whatever that has reached, and so is the number of collectives.
+        """
+        device = self._sums[0][1].device if self._sums else device
+        size, dtype = len(self._rows) * _PLACES, wide_dtype(device)
+        cells: list[int] = []
+        counts = [0] * (size + 1)  # the last is of what is left out
+        for each, _, count in self._sums:
+            for name, place in each:
+                cells.append(size if name in incomplete else self._rows[name] * _PLACES + place)
+                counts[cells[-1]] += count
+        both = torch.zeros(2, size + 1, dtype=dtype, device=device)
+        both[1] = upload(torch.tensor(counts, dtype=dtype, device="cpu"), device)
+        if self._sums:
+            index = upload(torch.tensor(cells, device="cpu"), device)
+            both[0].index_add_(0, index, torch.cat([move_like(totals, both) for _, totals, _ in self._sums]))
+        if world_size() == 1:
+            measured = {cell for cell, count in enumerate(counts[:-1]) if count}
+        else:
+            both = sum_over_ranks(both)
+            layers = enumerate(self._layers.values())
+            measured = {row * _PLACES + place for row, layer in layers for place in range(layer.places)}
+        means = (both[0] / both[1])[:-1].view(-1, _PLACES)
+        return means, {divmod(cell, _PLACES) for cell in measured}
 
 
 class _Layer:
@@ -118,11 +203,11 @@ class _Linear(_Layer):
             raise NotComparableError("its forward has been replaced since the handler was made")
         function, input_change = bound(call.args, call.kwargs), x - reference_x
         norms = input_norms(x, input_change, self._dim)
-        change = linear_change(function, weights["weight"] - theirs["weight"], theirs["weight"], input_change, x)
-        if "bias" not in weights:
+        moved = _differences(weights, theirs)
+        change = linear_change(function, moved["weight"], theirs["weight"], input_change, x)
+        if "bias" not in moved:
             return norms | change_norms(change, self._dim)
-        moved = (weights["bias"] - theirs["bias"]).reshape(-1, *[1] * (-self._dim - 1))
-        return norms | change_norms(change, self._dim, norms, moved)
+        return norms | change_norms(change, self._dim, norms, moved["bias"].reshape(-1, *[1] * (-self._dim - 1)))
 
 
 class _Normalization(_Layer):
@@ -136,7 +221,7 @@ class _Normalization(_Layer):
         normalized = normalized_change(
             x, reference_x, settings.normalized_shape, settings.eps, centred=isinstance(settings, nn.LayerNorm)
         )
-        moved = {name: weights[name] - theirs[name] for name in weights}
+        moved = _differences(weights, theirs)
         change = linear_change(torch.mul, moved["weight"], theirs["weight"], normalized[1], normalized[0])
         product = input_norms(*normalized, self._dim)
         return norms | change_norms(change, self._dim, product, moved.get("bias"))
@@ -205,7 +290,7 @@ class _Evaluated(_Layer):
         return {0: norms[0]} if inputs is None else inputs | norms
 
 
-def layer_of(name: str, reference: Reference) -> _Layer:
+def _layer_of(name: str, reference: Reference) -> _Layer:
     """How to measure one of a reference's layers."""
     module = reference.modules[name]
     if is_plain(module, nn.Embedding) and getattr(module, "max_norm", None) is None:
@@ -264,6 +349,10 @@ def _wide_dtype(*dtypes: torch.dtype) -> torch.dtype:
     for each in dtypes:
         dtype = torch.promote_types(dtype, each)
     return dtype
+
+
+def _differences(weights: Weights, others: Weights) -> Weights:
+    return dict(zip(weights, foreach_sub([*weights.values()], [*others.values()]), strict=True))
 
 
 def _to(dtype: torch.dtype, weights: Weights) -> Weights:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ignite_monitor.model.devices import wide_dtype
@@ -33,10 +34,12 @@ class Change(NamedTuple):
     Attributes:
         weight_update: :math:`f_t(x_t) - f_0(x_t)`.
         input_drift: :math:`f_0(x_t) - f_0(x_0)`.
+        stacked: where there is room for both and their sum, of shape (3, …): of that they are the first rows.
     """
 
     weight_update: Tensor
     input_drift: Tensor
+    stacked: Tensor | None = None
 
     @property
     def output(self) -> Tensor:
@@ -70,7 +73,17 @@ def linear_change(
             change = linear_change(torch.nn.functional.linear, W - W_0, W_0, x - x_0, x)
             mean_norm(change.weight_update), mean_norm(change.input_drift)
     """
-    return Change(function(x, weight_change), function(input_change, reference_weight))
+    # Two small tensors suit the caches of a CPU better than a large one.
+    if x.device.type == "cpu" or function not in (F.linear, torch.mul):
+        return Change(function(x, weight_change), function(input_change, reference_weight))
+    features = x.shape[-1] if function is torch.mul else len(weight_change)
+    stacked = x.new_empty(3, *x.shape[:-1], features)
+    for row, inputs, weight in zip(stacked, (x, input_change), (weight_change, reference_weight), strict=False):
+        if function is torch.mul:
+            torch.mul(inputs, weight, out=row)
+        else:
+            torch.mm(inputs.reshape(-1, inputs.shape[-1]), weight.T, out=row.view(-1, features))
+    return Change(stacked[0], stacked[1], stacked)
 
 
 def output_change(output: Tensor, crossed: Tensor, reference_output: Tensor) -> Change:
@@ -114,16 +127,24 @@ def normalized_change(
     dims = list(range(-len(shape), 0))
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     then, change = reference_x, x - reference_x
-    if centred:
-        then, change = then - then.mean(dims, keepdim=True), change.sub_(change.mean(dims, keepdim=True))
-    now = then + change
-    r_now, r_then = (
-        (torch.linalg.vector_norm(each, dim=dims, keepdim=True).square_() / math.prod(shape) + eps).rsqrt_()
-        for each in (now, then)
-    )
-    growth = (now + then).mul_(change).mean(dims, keepdim=True)
-    r_change = -growth * (r_now * r_then).square_() / (r_now + r_then)
-    return now.mul_(r_now), change.mul_(r_now).addcmul_(then, r_change)
+    if centred and x.device.type != "cpu":  # at fewer operations, but more arithmetic
+        now, _, r_now = torch.native_layer_norm(x, shape, None, None, eps)
+        _, mean, r_then = torch.native_layer_norm(reference_x, shape, None, None, eps)
+        then, change = then - mean, change.sub_(change.mean(dims, keepdim=True))
+        both = torch.add(change, then, alpha=2)
+    else:
+        if centred:
+            then, change = then - then.mean(dims, keepdim=True), change.sub_(change.mean(dims, keepdim=True))
+        now = then + change
+        r_now, r_then = (
+            (torch.linalg.vector_norm(each, dim=dims, keepdim=True).square_() / math.prod(shape) + eps).rsqrt_()
+            for each in (now, then)
+        )
+        both = now + then
+        now.mul_(r_now)
+    growth = both.mul_(change).mean(dims, keepdim=True)
+    r_shrinks = growth.mul_((r_now * r_then).square_()).div_(r_now + r_then)
+    return now, change.mul_(r_now).addcmul_(then, r_shrinks, value=-1)
 
 
 def feature_norms(values: Tensor, dim: int = -1) -> Tensor:
@@ -131,20 +152,20 @@ def feature_norms(values: Tensor, dim: int = -1) -> Tensor:
 
     Args:
         values: a tensor in float32 or float64, of any shape; a number is a vector of one.
-        dim: the dimension of the features.
+        dim: the dimension of the features; the last where there are fewer.
     """
     if not values.ndim:
         values = values.reshape(1)
-    if dim % values.ndim == values.ndim - 1:
-        norms: Tensor = torch.linalg.vector_norm(values, dim=dim)
+    if not -values.ndim <= dim < values.ndim or dim % values.ndim == values.ndim - 1:
+        norms: Tensor = torch.linalg.vector_norm(values, dim=-1)
     else:  # which reads memory along other dimensions slowly
         norms = values.square().sum(dim).sqrt()
     return norms.reshape(-1)
 
 
 def input_norms(x: Tensor, input_change: Tensor, dim: int) -> Norms:
-    """The norms of a layer's input and of its change over the features; the last dimension where there are fewer."""
-    return {2: _norms(x, dim), 3: _norms(input_change, dim)}
+    """The norms of a layer's input and of its change over the features."""
+    return {2: feature_norms(x, dim), 3: feature_norms(input_change, dim)}
 
 
 def change_norms(change: Change, dim: int, product: Norms | None = None, bias_change: Tensor | None = None) -> Norms:
@@ -157,19 +178,21 @@ def change_norms(change: Change, dim: int, product: Norms | None = None, bias_ch
             with.
         bias_change: that of the bias, of a shape that fits the output.
     """
-    update, drift = change
-    norms = {0: _norms(update, dim), 1: _norms(drift, dim)}
-    output = drift.add_(update)
-    norms[4] = _norms(output, dim)
+    update, drift, stacked = change
+    if stacked is None:
+        norms = {0: feature_norms(update, dim), 1: feature_norms(drift, dim)}
+        output = drift.add_(update)
+        norms[4] = feature_norms(output, dim)
+    else:
+        torch.add(update, drift, out=stacked[2])
+        norms = dict(zip((0, 1, 4), torch.linalg.vector_norm(stacked, dim=-1).flatten(1), strict=True))
     if product is not None:
         norms |= {5 + place: each for place, each in (norms | product).items()}
-    if bias_change is not None:
-        norms[0], norms[4] = _norms(update.add_(bias_change), dim), _norms(output.add_(bias_change), dim)
+    if bias_change is not None and stacked is None:
+        norms[0], norms[4] = (feature_norms(each.add_(bias_change), dim) for each in (update, output))
+    elif bias_change is not None and stacked is not None:
+        norms[0], norms[4] = torch.linalg.vector_norm(stacked[::2].add_(bias_change), dim=-1).flatten(1)
     return norms
-
-
-def _norms(values: Tensor, dim: int) -> Tensor:
-    return feature_norms(values, dim if -values.ndim <= dim < values.ndim else -1)
 
 
 def mean_norm(values: Tensor, dim: int = -1) -> Tensor:
@@ -189,4 +212,4 @@ def weight_share(weight_update: Tensor, input_drift: Tensor) -> Tensor:
         input_drift: norms of the inputs' part, of the same shape.
     """
     both = weight_update + input_drift
-    return torch.where(both == 0, 0.0, weight_update / both)
+    return (weight_update / both).masked_fill_(both == 0, 0.0)

@@ -188,7 +188,8 @@ def untrained(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
     """Layers whose weights are those they began with, while others' are not."""
     update = {layer: each.finite for layer, each in group.each("weight_update").items() if len(each.finite.values) > 1}
     still = [layer for layer, series in update.items() if not series.values.any()]
-    if 0 < len(still) < len(update):
+    told = any({"not_optimized", "no_gradient"} & each.items.keys() for each in run if each.kind == "weights")
+    if 0 < len(still) < len(update) and not told:
         yield Finding(
             "untrained",
             "note",

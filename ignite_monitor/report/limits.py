@@ -57,6 +57,9 @@ LARGE_UPDATE = 0.1
 SMALL_UPDATE = 1e-6
 """A median update ratio that is too small: a thousandth of what is usual, 1e5 steps for a change of a tenth."""
 
+LOST_UPDATES = 0.5
+"""Which part of the updates rounding may take: in bfloat16 0.3 to 0.4 at a learning rate of 1e-3, 0.9 at 1e-4."""
+
 UPDATE_SPREAD = 15.0
 """How many times the median ratio the largest is far above it, where it does not fall. Those of healthy runs settle at
 2 to 10; a layer trained with 100 times the learning rate of the others stays at 14 to 30."""
@@ -74,6 +77,15 @@ RATIO_POINTS = 8
 
 SLOW_SPREAD = 1e3
 """How many times the median ratio is above the smallest for that to be far: norms' weights of 1 are 30 times slower."""
+
+STALE_RMS = 2.3
+"""From which RMS of gradient over second moment on arXiv:2304.13013 finds that the loss is likely to spike."""
+
+STALE_SHARE = 0.05
+"""In what share of the looks it has to be so, for more than chance: the first hundred steps of a run are such."""
+
+EPS_SHARE = 0.5
+"""Of what share of a tensor's elements eps has to rule, for the step to be another one than Adam's."""
 
 FEW_VANISHING = 2
 """How many gradients that vanish from the beginning on are few in any model."""

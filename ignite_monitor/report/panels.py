@@ -212,6 +212,18 @@ def _lines(group: Group, metric: str, items: Mapping[str, Series] | None = None,
     return [Line(item, items[item], names[item][0], style, at) for at, item in enumerate(sorted(items, key=natural))]
 
 
+def _optimizer(group: Group) -> Iterator[Panel]:
+    lines = _scalars(group, "rms_median", "rms_p95", "rms_max")
+    yield Panel(f"{group.root}: gradient against second moment (RMS)", lines, "optimizer", rank=7)
+    for metrics, title, limits in (
+        (("eps_share_median", "eps_share_max"), "share of elements where eps rules", SHARE),
+        (("momentum_cosine_median", "momentum_cosine_min"), "cosine of gradient and momentum", (-1.02, 1.02)),
+        (("update_norm",), "norm of the update", None),
+    ):
+        yield Panel(f"{group.root}: {title}", _scalars(group, *metrics), "optimizer", limits=limits)
+    yield Panel(f"{group.root}: largest RMS", _lines(group, "topk_rms", style="points"), "optimizer")
+
+
 def _per_layer(group: Group) -> Iterator[Panel]:
     for metric in sorted(group.items):
         every = group.each(metric)
@@ -302,6 +314,7 @@ PANELS: dict[str, Callable[[Group], Iterator[Panel]]] = {
     "grad": _grad,
     "spike": _mixed,
     "weights": _weights,
+    "optimizer": _optimizer,
     "rcc": _rcc,
     "attention_entropy": _entropy,
     **dict.fromkeys(PER_LAYER, _per_layer),

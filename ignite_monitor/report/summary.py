@@ -20,6 +20,7 @@ from ignite_monitor.report.layers import (
     weight_share,
 )
 from ignite_monitor.report.series import Series, Statistics, natural, number, plural, statistics
+from ignite_monitor.report.state import OPTIMIZER_RULES
 from ignite_monitor.report.weights import WEIGHT_RULES
 
 VERSION = 1
@@ -32,6 +33,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "weights": WEIGHT_RULES,
     "activation": ACTIVATION_RULES,
     "attention_entropy": ENTROPY_RULES,
+    "optimizer": OPTIMIZER_RULES,
     "rcc": RCC_RULES,
     "spectral": SPECTRAL_RULES,
     "other": (curves,),

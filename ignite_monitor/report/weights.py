@@ -205,29 +205,51 @@ def _lasts(factors: Series, end: float) -> bool:
 def untrained(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
     """Parameters that are in no optimizer, or never had a gradient, where the handler says so."""
     for metric, why in (("not_optimized", "are in no optimizer"), ("no_gradient", "never had a gradient")):
-        series = {name: each for name, each in group.each(metric).items() if each.last > 0}
+        series = group.each(metric)
+        looks = [each.steps[-1] for each in (*series.values(), group.get("update_ratio_median")) if each is not None]
         lasting = {
-            name: each for name, each in series.items() if each.steps[-1] == max(e.steps[-1] for e in series.values())
+            name: int(each.last) for name, each in series.items() if each.last > 0 and each.steps[-1] == max(looks)
         }
         if lasting:
+            count = sum(lasting.values())
             yield Finding(
                 "untrained",
                 "note",
-                f"{plural(len(lasting), 'parameter')} that {why} ({group.root}/{metric}): {together(lasting)}.",
+                f"{plural(count, 'parameter')} that {why} ({group.root}/{metric}): {together(lasting)}.",
                 tuple(group.items[metric][name][0] for name in lasting),
-                values={"count": len(lasting)},
+                values={"count": count},
             )
 
 
-def together(names: Iterable[str]) -> str:
-    """Names in a sentence, those of one block as one: ``blocks.3 (12)``."""
+def lost_updates(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
+    """Updates that rounding takes."""
+    series = group.get("lost_update_fraction")
+    if series is not None and persists(series.finite, limits.LOST_UPDATES):
+        name, share = group.name("lost_update_fraction"), float(np.median(last_quarter(series.finite).values))
+        yield Finding(
+            "lost_updates",
+            "warning",
+            f"Rounding to low precision takes {100 * share:.0f} % of the updates ({name}), to the end.",
+            (name,),
+            values={"share": share},
+        )
+
+
+def together(names: Mapping[str, int] | Iterable[str]) -> str:
+    """Names in a sentence, those of one block as one: ``blocks.3 (12 in it)``.
+
+    Args:
+        names: the names, or name -> how many parameters it stands for.
+    """
+    counts = names if isinstance(names, Mapping) else dict.fromkeys(names, 1)
     blocks: dict[str, list[str]] = {}
-    for name in names:
+    for name in counts:
         numbered = re.match(r"(.*?\.\d+)\.", name)
         blocks.setdefault(numbered[1] if numbered else name, []).append(name)
+    within = {block: sum(counts[each] for each in its) for block, its in blocks.items()}
     return listed(
-        printable(its[0] if len(its) == 1 else f"{block} ({len(its)} in it)") for block, its in blocks.items()
+        printable(its[0] if within[block] == 1 else f"{block} ({within[block]} in it)") for block, its in blocks.items()
     )
 
 
-WEIGHT_RULES = (frozen, ratios, small_or_large_gradients, untrained)
+WEIGHT_RULES = (frozen, ratios, small_or_large_gradients, untrained, lost_updates)

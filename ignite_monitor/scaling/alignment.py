@@ -14,10 +14,21 @@ Exponents Across Parameterizations and Optimizers <https://arxiv.org/abs/2407.05
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from ignite_monitor.model.devices import device_of, move_like, upload, wide_dtype
+from ignite_monitor.model.linear_maps import CONVOLUTIONS, TRANSPOSED, feature_dim, linear_map
+from ignite_monitor.model.modes import aside, full_precision, is_plain
+from ignite_monitor.model.structure import modules_by_name
+from ignite_monitor.monitor.ranks import sum_over_ranks
+from ignite_monitor.reference.call import Call, Comparison, NotComparableError
+from ignite_monitor.reference.reference import Reference
+from ignite_monitor.scaling.module import layer_name
+from ignite_monitor.scaling.parametrization import Parametrization
 
 TERMS = ("z0_dW", "dZ_w0", "dZ_dW")
 """What the three are of."""
@@ -26,11 +37,7 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 
 def rms(values: Tensor) -> Tensor:
-    """The root mean square of every row.
-
-    Args:
-        values: a tensor whose first dimension is that of the rows.
-    """
+    """The root mean square of every row; rows are the first dimension."""
     rows = values.flatten(1)
     norms: Tensor = torch.linalg.vector_norm(rows, dim=1)
     return norms / math.sqrt(rows.shape[1])
@@ -95,3 +102,105 @@ def over_layers(alignments: Tensor) -> Tensor:
     largest = alignments.masked_fill(unknown, -math.inf).amax(0)
     statistics = torch.stack([alignments.nanmean(0), smallest, largest])
     return statistics.masked_fill(unknown.all(0), math.nan)
+
+
+class AlignmentCalls(Comparison):
+    """Measures how the calls of a model's layers are aligned.
+
+    Args:
+        layers: the names of each layer's modules, by its own.
+    """
+
+    def __init__(self, reference: Reference, layers: Mapping[str, Sequence[str]], sample_size: int) -> None:
+        self.layers = list(layers)
+        self.rows = {name: row for row, names in enumerate(layers.values()) for name in names}  # of modules
+        self._reference = reference
+        self._sample_size = sample_size
+        self._sums: list[tuple[str, Tensor]] = []
+
+    def clear(self) -> None:
+        self._sums = []
+
+    def keep(self, call: Call) -> list[Tensor | None]:
+        return [self._sample(call)]
+
+    def enter(self, call: Call) -> Tensor:
+        module: Any = call.module
+        bound = linear_map(module)
+        if bound is None:
+            raise NotComparableError("its forward has been replaced since the handler was made")
+        reference: Any = self._reference.modules[call.name]
+        weight, initial = module.weight, reference.weight
+        x0, x = call.kept.pop(), self._sample(call)
+        if x is None or x0 is None:
+            raise NotComparableError("its input is no dense tensor on one device")
+        if x.shape != x0.shape:
+            raise NotComparableError(f"its inputs are {tuple(x.shape)}, in the reference {tuple(x0.shape)}")
+        if not isinstance(weight, Tensor) or not is_plain(weight):
+            raise NotComparableError("its weight is sharded while it runs")
+        wide = wide_dtype(x.device)
+        with aside(), full_precision(x.device):
+            # Mixed precision of fully_shard rounds weights; the reference's are rounded alike.
+            w0 = initial.to(weight.dtype).to(wide)
+            z0 = x0.to(wide)
+            product, change = bound(call.args, call.kwargs), weight.to(wide) - w0
+            return alignment_sums(product, fan_in(module), z0, x.to(wide) - z0, w0, change)
+
+    def passed(self, results: dict[str, list[Any]]) -> None:
+        self._sums += [(name, sums) for name, calls in results.items() for sums in calls]
+
+    def result(self, incomplete: Collection[str]) -> Tensor:
+        """The alignments over all ranks, each of which has to ask: a row for each layer, NaN where there is none."""
+        device = device_of(self._reference.module)
+        table = torch.zeros(len(self.layers), 2, len(TERMS), dtype=wide_dtype(device), device=device)
+        without = {self.rows[name] for name in incomplete}
+        complete = [(self.rows[name], sums) for name, sums in self._sums if self.rows[name] not in without]
+        if complete:
+            rows = upload(torch.tensor([row for row, _ in complete], device="cpu"), device)
+            table.index_add_(0, rows, torch.stack([move_like(sums, table) for _, sums in complete]))
+        table = sum_over_ranks(table)
+        return torch.where(table[:, 1] > 0, table[:, 0] / table[:, 1], math.nan)
+
+    def _sample(self, call: Call) -> Tensor | None:
+        x = call.args[0] if call.args else call.kwargs.get("input")
+        if not isinstance(x, Tensor) or not is_plain(x) or not x.is_floating_point():
+            return None
+        with aside():
+            # A row has all dimensions from that of the features on.
+            rows = x.detach().reshape(-1, *x.shape[x.ndim + feature_dim(call.module) :])
+            step = max(len(rows) // self._sample_size, 1)
+            # A copy, so that no whole batch stays with it, and nothing that the model does in place changes it.
+            return rows[::step][: self._sample_size].clone()
+
+
+def fan_in(module: nn.Module) -> float:
+    """How many products each output of a linear map is the sum of."""
+    weight: Any = module.weight
+    if isinstance(module, TRANSPOSED):
+        return float(weight[:, 0].numel() / module.groups / math.prod(module.stride))
+    if isinstance(module, (nn.Linear, *CONVOLUTIONS)):
+        return float(weight.numel() / weight.shape[0])
+    return float(weight.shape[0])
+
+
+def find_layers(model: nn.Module, parametrization: Parametrization | None) -> dict[str, list[str]]:
+    """The layers whose alignment is defined, each with the names of its modules.
+
+    Args:
+        parametrization: with it only its layers count, and only those whose inputs grow with the width.
+    """
+    modules = modules_by_name(model)
+    layers: dict[str, list[str]] = {}
+    wanted: dict[nn.Module, str] = {}
+    if parametrization is not None:
+        for known in parametrization.layers.values():
+            if known.layer_type in ("hidden", "readout") and known.is_module:
+                wanted |= dict.fromkeys(known.module.modules(), known.name)
+    for name, module in modules.items():
+        weight: Any = getattr(module, "weight", None)
+        if linear_map(module) is None or not weight.numel() or fan_in(module) <= 1:
+            continue
+        layer = layer_name(modules, name) if parametrization is None else wanted.get(module)
+        if layer is not None:
+            layers.setdefault(layer, []).append(name)
+    return layers

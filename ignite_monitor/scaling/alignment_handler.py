@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,12 +14,11 @@ from torch import nn
 
 from ignite_monitor.checks import check_count
 from ignite_monitor.keys import ALIGNMENT
-from ignite_monitor.model.names import tags
-from ignite_monitor.model.selection import Pattern, Selection
+from ignite_monitor.model.names import Pattern, Selection, tags
+from ignite_monitor.model.structure import modules_by_name
 from ignite_monitor.reference.monitor import ReferenceMonitor
-from ignite_monitor.scaling._alignments import AlignmentCalls, find_layers
-from ignite_monitor.scaling._seeded import SeededWeights
-from ignite_monitor.scaling.alignment import TERMS, over_layers
+from ignite_monitor.reference.reference import Reference
+from ignite_monitor.scaling.alignment import TERMS, AlignmentCalls, find_layers, over_layers
 from ignite_monitor.scaling.parametrization import Parametrization
 
 
@@ -105,12 +106,12 @@ class AlignmentHandler(ReferenceMonitor, schema=ALIGNMENT):
             raise ValueError("Argument reference can be 'seed' with a Parametrization only, but given a model")
         selection = Selection(include, exclude)
         made = self._set_reference("init" if seeded else reference)
-        found = find_layers(made.root, parametrization)
-        layers = {name: modules for name, modules in found.items() if name in selection}
+        measurable = find_layers(made.root, parametrization)
+        layers = {name: modules for name, modules in measurable.items() if name in selection}
         if not layers:
             raise ValueError(
                 "Argument model_or_parametrization should have Linear layers or convolutions that include and exclude "
-                f"leave, but has {list(found) or 'none'}"
+                f"leave, but has {list(measurable) or 'none'}"
             )
         self._seeded = SeededWeights(made, parametrization) if parametrization and seeded else None
         self._calls = AlignmentCalls(made, layers, sample_size)
@@ -138,3 +139,50 @@ class AlignmentHandler(ReferenceMonitor, schema=ALIGNMENT):
     def _compared(self, incomplete: set[str]) -> None:
         table = self._calls.result(incomplete)
         self.publish_table(self._keys, torch.cat([table, over_layers(table)]).flatten())
+
+
+class SeededWeights:
+    """Lets a reference's weights go, but while they are needed."""
+
+    def __init__(self, reference: Reference, parametrization: Parametrization) -> None:
+        self._layers = dict(parametrization.layers)
+        names = {module: name for name, module in modules_by_name(reference.root).items()}
+        self._weights: list[tuple[str, str, nn.Parameter]] = []
+        for layer in self._layers.values():
+            copied = dict(reference.modules[names[layer.module]].named_parameters())
+            self._weights += [(layer.name, key, copied[key]) for key in layer.weights]
+            for key in layer.biases:
+                if "bias" in key.rpartition(".")[2] and copied[key].requires_grad:
+                    copied[key].data.zero_()
+        self._let_go()
+
+    @property
+    def seeds(self) -> dict[str, dict[str, int]]:
+        """The seeds by layer and parameter."""
+        return {name: dict(layer.seeds) for name, layer in self._layers.items()}
+
+    def load(self, seeds: Mapping[str, Mapping[str, int]]) -> None:
+        """Take the seeds of a saved run over.
+
+        Raises:
+            ValueError: if they are of other layers.
+        """
+        if {name: set(each) for name, each in seeds.items()} != {name: set(each) for name, each in self.seeds.items()}:
+            raise ValueError("Argument state_dict should have the seeds of the parametrization's layers")
+        self._layers = {
+            name: dataclasses.replace(layer, seeds=dict(seeds[name])) for name, layer in self._layers.items()
+        }
+
+    @contextlib.contextmanager
+    def drawn(self) -> Iterator[None]:
+        """While it lasts, the weights are there."""
+        try:
+            for name, key, weight in self._weights:
+                weight.data = self._layers[name].initial_weight(key)
+            yield
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        for _, _, weight in self._weights:
+            weight.data = weight.data.new_empty(0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -14,16 +14,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ignite_monitor.checks import check_count, check_type
+from ignite_monitor.model.devices import wide_dtype
 from ignite_monitor.model.eager import Eager
+from ignite_monitor.model.modes import is_plain
 from ignite_monitor.model.names import named_modules
 from ignite_monitor.model.structure import is_layer
+from ignite_monitor.model.tensors import floating_tensors
+from ignite_monitor.rcc.terms import output_change
+from ignite_monitor.reference.call import Call, Comparison, NotComparableError
 from ignite_monitor.reference.passes import ReferencePasses
 from ignite_monitor.reference.reference import Reference
 from ignite_monitor.reference.rng import cuda_devices, drawn_again, generators_of
-from ignite_monitor.scaling._layers import layer_name
-from ignite_monitor.scaling._outputs import QUANTITIES, OutputChanges
-from ignite_monitor.scaling.coordinate_result import CoordinateCheck, Record
-from ignite_monitor.scaling.module import multiplier_of
+from ignite_monitor.scaling.coordinate_result import QUANTITIES, CoordinateCheck, Record
+from ignite_monitor.scaling.module import layer_name, multiplier_of
 
 _logger = logging.getLogger(__name__)
 
@@ -98,7 +101,6 @@ def coordinate_check(
             raise TypeError(f"Argument {name} should be a function of the width, but given {type(function)}")
     if train_step is not None and not callable(train_step):
         raise TypeError(f"Argument train_step should be a function or None, but given {type(train_step)}")
-    places = [QUANTITIES.index(each) for each in dict.fromkeys(quantities)]
     records: list[Record] = []
     starts: dict[str, float] = {}
     rates: dict[str, float] = {}
@@ -108,9 +110,13 @@ def coordinate_check(
             for seed in range(seeds):
                 _seed(seed, 0)
                 model, optimizer = _made(make_model, width)
-                starts |= _starts(model)
-                hooks = [(name, multiplier_of(module)) for name, module in named_modules(model)]
-                rates |= {name: hook.rate for name, hook in hooks if hook is not None}
+                for name, module in named_modules(model):
+                    hook = multiplier_of(module)
+                    if hook is not None:
+                        rates[name] = hook.rate
+                        if hook.start < 0:  # and so starts what it is in
+                            parts = name.split(".")
+                            starts |= {".".join(parts[:count]): hook.start for count in range(len(parts) + 1)}
                 sizes[width] = sum(parameter.numel() for parameter in model.parameters())
                 if len(set(sizes.values())) < len(sizes):
                     raise ValueError(
@@ -123,9 +129,9 @@ def coordinate_check(
                 with drawn_again([], held):
                     for step, values in zip(range(steps + 1), training, strict=False):
                         records += [
-                            Record(width, seed, step, layer, QUANTITIES[place], measured[place])
+                            Record(width, seed, step, layer, quantity, measured[QUANTITIES.index(quantity)])
                             for layer, measured in values.items()
-                            for place in places
+                            for quantity in dict.fromkeys(quantities)
                         ]
                         advance()
     return CoordinateCheck(records, starts, rates)
@@ -140,17 +146,6 @@ def _made(make_model: Callable[[int], tuple[nn.Module, Any]], width: int) -> tup
     return model, optimizer
 
 
-def _starts(model: nn.Module) -> dict[str, float]:
-    """The exponents with which outputs of layers start, where that is not 0; a readout's are those of what it is in."""
-    hooks = [(name, multiplier_of(module)) for name, module in named_modules(model)]
-    found: dict[str, float] = {}
-    for name, hook in hooks:
-        if hook is not None and hook.start < 0:
-            parts = name.split(".")
-            found |= {".".join(parts[:count]): hook.start for count in range(len(parts) + 1)}
-    return found
-
-
 def _train(
     model: nn.Module,
     optimizer: Any,
@@ -161,11 +156,8 @@ def _train(
 ) -> Iterator[dict[str, list[float]]]:
     """What the layers' outputs are like in each step.
 
-    Args:
-        make_batch: as for :func:`coordinate_check`.
-
     Raises:
-        ValueError: if nothing was seen.
+        ValueError: if the train step runs no forward pass of the model.
     """
     reference = Reference(model, "init")
     modules = reference.modules
@@ -182,12 +174,12 @@ def _train(
             stack.enter_context(Eager())
             stack.enter_context(passes.watched())
             train_step(model, optimizer, batch)
-        found = outputs.values(passes.incomplete)
-        if not found:
+        values = outputs.values(passes.incomplete)
+        if not values:
             raise ValueError(
                 "Argument train_step should run the whole model in training mode, but nothing was seen of it"
             )
-        yield found
+        yield values
 
 
 def _cross_entropy_step(model: nn.Module, optimizer: Any, batch: Any) -> None:
@@ -220,10 +212,10 @@ def _seed(seed: int, step: int) -> None:
 def _check_widths(widths: object) -> list[int]:
     if not isinstance(widths, Sequence) or isinstance(widths, str):
         raise TypeError(f"Argument widths should be a list of widths, but given {type(widths)}")
-    found = [check_count("widths", width, least=1) for width in widths]
-    if len(set(found)) < 2 or len(set(found)) < len(found):
+    checked = [check_count("widths", width, least=1) for width in widths]
+    if len(set(checked)) < max(len(checked), 2):
         raise ValueError(f"Argument widths should have at least two different widths, each once, but given {widths}")
-    return found
+    return checked
 
 
 @contextmanager
@@ -236,3 +228,50 @@ def _progress(total: int) -> Iterator[Callable[[], Any]]:
         return
     with tqdm(total=total, desc="Coordinate check", unit="step", disable=None, leave=False) as bar:
         yield bar.update
+
+
+class OutputChanges(Comparison):
+    """Measures the outputs of a model's layers, multipliers included."""
+
+    def __init__(self, reference: Reference) -> None:
+        self._run = reference.run
+        self._mean_squares: dict[str, list[Tensor]] = {}
+
+    def clear(self) -> None:
+        self._mean_squares = {}
+
+    def keep(self, call: Call) -> Sequence[Tensor | None]:
+        return [_first(call.output)]
+
+    def enter(self, call: Call) -> Tensor | None:
+        """What the reference's layer makes of the inputs that the model's is about to get."""
+        # The inputs of the whole model are those of the reference.
+        return _first(self._run(call.name, call.args, call.kwargs)) if call.name else call.kept[0]
+
+    def leave(self, call: Call) -> Tensor:
+        """Mean squares of the call, one for each of :data:`QUANTITIES`.
+
+        Raises:
+            NotComparableError: if there is no output to measure.
+        """
+        outputs = [_first(call.output), call.entered, call.kept[0]]
+        if any(each is None or not is_plain(each) for each in outputs) or len({each.shape for each in outputs}) > 1:
+            raise NotComparableError("its outputs are no dense floating-point tensors of one shape")
+        now, crossed, then = (each.detach().to(wide_dtype(each.device)) for each in outputs)
+        change = output_change(now, crossed, then)
+        parts = now, now - then, change.weight_update, change.input_drift
+        return torch.stack([each.square().mean() for each in parts])
+
+    def passed(self, results: dict[str, list[Any]]) -> None:
+        for name, calls in results.items():
+            self._mean_squares.setdefault(name, []).extend(calls)
+
+    def values(self, incomplete: Collection[str]) -> dict[str, list[float]]:
+        """The root mean squares of each layer, in the order of :data:`QUANTITIES`."""
+        complete = {name: calls for name, calls in self._mean_squares.items() if name not in incomplete}
+        means = [torch.stack(calls).mean(0) for calls in complete.values()]
+        return dict(zip(complete, torch.stack(means).sqrt().tolist() if means else [], strict=True))
+
+
+def _first(output: Any) -> Tensor | None:
+    return next((tensor for _, tensor in floating_tensors(output)), None)

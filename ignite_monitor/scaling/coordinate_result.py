@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -162,46 +163,43 @@ class CoordinateCheck:
         Readouts that still are as they started, and layers whose updates are aligned less than fully, have lines of
         their own, and are no fault.
         """
-        steep: dict[str, list[str]] = {}
-        for (layer, quantity), slope in self.slopes_at().items():
-            if slope.is_steep:
-                steep.setdefault(layer or "_root_", []).append(
-                    f"{quantity} {'grows' if slope.slope > 0 else 'shrinks'} as width^{slope.slope:.2f} "
-                    f"(± {slope.standard_error:.2f})"
-                )
-        lines = [f"{layer}: {'; '.join(each)}" for layer, each in steep.items()]
-        lost = dict.fromkeys(
-            (record.layer or "_root_", record.width) for record in self.records if not math.isfinite(record.value)
-        )
-        lines += [f"{layer}: not finite at width {width}" for layer, width in lost]
         slopes = self.slopes_at().values()
-        starts = "".join(f"\n{line}" for line in self._explained())
-        if not lines and slopes and all(math.isinf(slope.standard_error) for slope in slopes):
-            return "Slopes through two points have no standard error and say nothing: give more widths, or more seeds."
-        if not lines:
-            but = ", but for what is named below" if starts else ""
-            flat = f"no slope after step {self.last_step} is clearly beyond ±{FLAT}"
-            return f"No layer depends on the width: {flat}{but}.{starts}"
-        return "\n".join([f"These layers depend on the width after step {self.last_step}:", *lines]) + starts
-
-    def _explained(self) -> list[str]:
-        found: dict[tuple[str, float], list[str]] = {}
-        for (layer, quantity), slope in self.slopes_at().items():
-            if slope.is_start:
-                shrinks = f"{quantity} {slope.slope:+.2f}"
-                found.setdefault((layer or "_root_", slope.start), []).append(shrinks)
-        unaligned = [
-            f"{slope.layer or '_root_'}: weight_update shrinks as width^(alpha - a - c) = width^{slope.slope:.2f}, as "
-            f"its updates are aligned with its input as n^{slope.alignment:.2f} and not n^1: it learns more slowly at "
-            "large widths than it could, which MaxPScheduler measures and makes up for"
-            for slope in self.slopes_at().values()
-            if slope.is_unaligned
-        ]
-        return unaligned + [
+        steep: dict[str, list[str]] = {}
+        explained: list[str] = []
+        starts: dict[tuple[str, float], list[str]] = {}
+        for slope in slopes:
+            layer = slope.layer or "_root_"
+            if slope.is_steep:
+                grows = "grows" if slope.slope > 0 else "shrinks"
+                steep.setdefault(layer, []).append(
+                    f"{slope.quantity} {grows} as width^{slope.slope:.2f} (± {slope.standard_error:.2f})"
+                )
+            elif slope.is_start:
+                starts.setdefault((layer, slope.start), []).append(f"{slope.quantity} {slope.slope:+.2f}")
+            elif slope.is_unaligned:
+                explained.append(
+                    f"{layer}: weight_update shrinks as width^(alpha - a - c) = width^{slope.slope:.2f}, as its "
+                    f"updates are aligned with its input as n^{slope.alignment:.2f} and not n^1: it learns more slowly "
+                    "at large widths than it could, which MaxPScheduler measures and makes up for"
+                )
+        explained += [
             f"{layer} is a readout, or ends in one, which starts as width^(1/2 - a - b) = width^{start:.2f} and comes "
             f"up to width^0 as what it learns outgrows its start, as it should: {', '.join(each)}"
-            for (layer, start), each in found.items()
+            for (layer, start), each in starts.items()
         ]
+        lines = [f"{layer}: {'; '.join(each)}" for layer, each in steep.items()]
+        lost = [record for record in self.records if not math.isfinite(record.value)]
+        lines += dict.fromkeys(f"{each.layer or '_root_'}: not finite at width {each.width}" for each in lost)
+        if lines:
+            head = f"These layers depend on the width after step {self.last_step}:"
+        elif slopes and all(math.isinf(slope.standard_error) for slope in slopes):
+            return "Slopes through two points have no standard error and say nothing: give more widths, or more seeds."
+        else:
+            but = ", but for what is named below" if explained else ""
+            head = (
+                f"No layer depends on the width: no slope after step {self.last_step} is clearly beyond ±{FLAT}{but}."
+            )
+        return "\n".join([head, *lines, *explained])
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw each quantity over the width, and its slopes, as they are after the last step.
@@ -217,22 +215,16 @@ class CoordinateCheck:
 
 
 def log_log_slope(points: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
-    """The least-squares slope through points and its standard error; None if they are all at one place.
-
-    Args:
-        points: (x, y).
-    """
-    count = len(points)
-    mean_x = math.fsum(x for x, _ in points) / count
-    mean_y = math.fsum(y for _, y in points) / count
-    spread = math.fsum((x - mean_x) ** 2 for x, _ in points)
-    if len({x for x, _ in points}) < 2:
+    """The least-squares slope through points (x, y) and its standard error; None if all have one x."""
+    xs, ys = zip(*points, strict=True)
+    if len(set(xs)) < 2:
         return None
-    slope = math.fsum((x - mean_x) * (y - mean_y) for x, y in points) / spread
-    if count < 3:
+    slope, intercept = statistics.linear_regression(xs, ys)
+    if len(points) < 3:
         return slope, math.inf
-    residual = math.fsum((y - mean_y - slope * (x - mean_x)) ** 2 for x, y in points)
-    return slope, math.sqrt(residual / (count - 2) / spread)
+    mean = math.fsum(xs) / len(xs)
+    residual = math.fsum((y - intercept - slope * x) ** 2 for x, y in points)
+    return slope, math.sqrt(residual / (len(xs) - 2) / math.fsum((x - mean) ** 2 for x in xs))
 
 
 def _cell(slope: Slope | None) -> str:
@@ -255,12 +247,8 @@ STEEP = "#d1242f"
 def _draw(result: CoordinateCheck, path: str | os.PathLike[str]) -> None:
     """Write a figure: above, root mean squares over the width; below, their slopes, steep ones in red.
 
-    Args:
-        path: where to; the ending says in which format (png, pdf, svg).
-
     Raises:
         ModuleNotFoundError: if matplotlib is not installed.
-        OSError: if the file can't be written.
         ValueError: if there is nothing to draw, or the ending is that of no image.
     """
     try:
@@ -284,13 +272,13 @@ def _draw(result: CoordinateCheck, path: str | os.PathLike[str]) -> None:
         figure = Figure(figsize=size, dpi=120, layout="constrained")
         axes: Any = figure.subplots(2, count, squeeze=False, sharey="row", height_ratios=heights)
         colours = matplotlib.colormaps["viridis"]
-        palette = [colours(0.9 * place / max(layers - 1, 1)) for place in range(layers)]
-        for place, quantity in enumerate(result.quantities):
-            _values(axes[0, place], result, quantity, palette)
-            _slopes(axes[1, place], result, quantity, palette)
-        limits = [each.get_xlim() for each in axes[1]]
+        palette = [colours(0.9 * index / max(layers - 1, 1)) for index in range(layers)]
+        for column, quantity in zip(axes.T, result.quantities, strict=True):
+            _draw_values(column[0], result, quantity, palette)
+            _draw_slopes(column[1], result, quantity, palette)
+        lows, highs = zip(*(each.get_xlim() for each in axes[1]), strict=True)
         for each in axes[1]:
-            each.set_xlim(min(-0.6, *(low for low, _ in limits)), max(0.6, *(high for _, high in limits)))
+            each.set_xlim(min(-0.6, *lows), max(0.6, *highs))
         axes[0, 0].set_ylabel("root mean square")
         figure.suptitle(
             f"Coordinate check after step {result.last_step}: what is flat does not depend on the width\n"
@@ -300,7 +288,7 @@ def _draw(result: CoordinateCheck, path: str | os.PathLike[str]) -> None:
         figure.savefig(path, format=Path(path).suffix[1:].lower() or "png")
 
 
-def _values(axes: Axes, result: CoordinateCheck, quantity: str, palette: list[Any]) -> None:
+def _draw_values(axes: Axes, result: CoordinateCheck, quantity: str, palette: list[Any]) -> None:
     axes.set_title(NAMES[quantity], loc="left")
     widths = sorted({record.width for record in result.records})
     axes.set_xscale("log", base=2)
@@ -310,34 +298,28 @@ def _values(axes: Axes, result: CoordinateCheck, quantity: str, palette: list[An
         if (record.step, record.quantity) == (result.last_step, quantity) and 0 < record.value < math.inf:
             logs.setdefault((record.layer, record.width), []).append(math.log(record.value))
     for layer, colour in zip(result.layers, palette, strict=True):
-        means = [(width, logs[layer, width]) for width in widths if (layer, width) in logs]
-        line = [math.exp(math.fsum(each) / len(each)) for _, each in means]
-        axes.plot([width for width, _ in means], line, color=colour, linewidth=1.3)
-        axes.plot(
-            [width for width, each in means for _ in each],
-            [math.exp(value) for _, each in means for value in each],
-            ".",
-            color=colour,
-            markersize=3,
-        )
+        known = {width: logs[layer, width] for width in widths if (layer, width) in logs}
+        axes.plot([*known], [math.exp(statistics.fmean(each)) for each in known.values()], color=colour, linewidth=1.3)
+        dots = [(width, math.exp(value)) for width, each in known.items() for value in each]
+        axes.plot([width for width, _ in dots], [value for _, value in dots], ".", color=colour, markersize=3)
     axes.set_xticks(widths, [str(width) for width in widths])
     axes.set_xticks([], minor=True)
     axes.set_xlabel("width")
     axes.grid(visible=True, color="#e6e8eb", linewidth=0.6)
 
 
-def _slopes(axes: Axes, result: CoordinateCheck, quantity: str, palette: list[Any]) -> None:
+def _draw_slopes(axes: Axes, result: CoordinateCheck, quantity: str, palette: list[Any]) -> None:
     slopes = result.slopes_at()
     axes.axvspan(-FLAT, FLAT, color="#dfe9df", linewidth=0)
     axes.axvline(0.0, color="#9aa5b1", linewidth=0.6)
-    for place, (layer, colour) in enumerate(zip(result.layers, palette, strict=True)):
+    for row, (layer, colour) in enumerate(zip(result.layers, palette, strict=True)):
         slope = slopes.get((layer, quantity))
         if slope is None:
             continue
         error = 2 * slope.standard_error if math.isfinite(slope.standard_error) else 0.0
-        axes.errorbar(slope.slope, place, xerr=error, fmt="o", color=colour, markersize=4.5, elinewidth=1.2)
+        axes.errorbar(slope.slope, row, xerr=error, fmt="o", color=colour, markersize=4.5, elinewidth=1.2)
         if slope.is_steep:
-            axes.plot(slope.slope, place, "o", markersize=8.5, markerfacecolor="none", markeredgecolor=STEEP)
+            axes.plot(slope.slope, row, "o", markersize=8.5, markerfacecolor="none", markeredgecolor=STEEP)
     axes.set_ylim(len(result.layers) - 0.4, -0.6)
     axes.set_yticks(range(len(result.layers)), [layer or "_root_" for layer in result.layers], parse_math=False)
     axes.set_xlabel("slope (± 2 standard errors)")

@@ -107,7 +107,7 @@ def _changes(node: Node, alignment: Mapping[str, Alignment], sgd: bool) -> list[
     if not node.has_weights:
         shift = node.a - alignment[node.name].alpha if node.kind == "attention" else 0.0
         return [*([Term(0.0)] if node.kind == "fixed" else []), *(term.plus(shift) for term in inputs)]
-    own = Term(node.a, (("c", node.shares or node.name),))
+    own = Term(node.a, (("c", node.layer),))
     if sgd:
         own = own.plus(node.a) if node.kind == "readout" else own.plus(node.a, ("g", node.name))
     if node.kind == "embedding":
@@ -127,7 +127,7 @@ def _gradients(graph: LayerGraph, alignment: Mapping[str, Alignment]) -> dict[Va
     for node in reversed(graph.nodes):
         if node.kind == "readout":
             reaching.add(node.name)
-            gradient = [Term(node.a + node.b), Term(2 * node.a, (("c", node.shares or node.name),))]
+            gradient = [Term(node.a + node.b), Term(2 * node.a, (("c", node.layer),))]
         elif node.name not in reaching:
             if node.has_weights:
                 raise ValueError(f"Layer {node.name} reaches no readout, so its gradient with SGD is not known")

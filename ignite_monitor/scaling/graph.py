@@ -80,6 +80,11 @@ class Node(NamedTuple):
     shares: str | None = None
 
     @property
+    def layer(self) -> str:
+        """The layer whose weights it has: itself, or the one that it shares them with."""
+        return self.name if self.shares is None else self.shares
+
+    @property
     def has_weights(self) -> bool:
         """Whether it has a learning rate."""
         return self.kind in {"embedding", "hidden", "readout"}
@@ -174,8 +179,11 @@ def chain(nodes: Iterable[Node]) -> LayerGraph:
     return LayerGraph(found)
 
 
-def tied(graph: LayerGraph, parameters: Mapping[str, Mapping[str, object]]) -> LayerGraph:
+def tied(graph: LayerGraph, parameters: Mapping[str, Iterable[object]]) -> LayerGraph:
     """The graph in which layers with the same weights have one learning rate.
+
+    Args:
+        parameters: the weights of each layer.
 
     Raises:
         ValueError: if layers share some of their weights and not all, or have different fixed c.
@@ -186,7 +194,7 @@ def tied(graph: LayerGraph, parameters: Mapping[str, Mapping[str, object]]) -> L
     nodes = []
     for node in graph.nodes:
         if node.has_weights and node.shares is None:
-            weights = {id(each) for each in parameters[node.name].values() if getattr(each, "ndim", 0) > 1}
+            weights = {id(each) for each in parameters[node.name]}
             shared = {owners.setdefault(weight, node.name) for weight in weights}
             if len(shared) > 1:
                 raise ValueError(f"Layers {', '.join(sorted(shared))} share some of their weights, but not all")
@@ -196,7 +204,7 @@ def tied(graph: LayerGraph, parameters: Mapping[str, Mapping[str, object]]) -> L
                 raise ValueError(f"Layers {owner} and {node.name} share their weights, but have different c: {given}")
             fixed[owner] = given.pop() if given else None
         if node.has_weights:
-            owner = primary[node.shares or node.name]
+            owner = primary[node.layer]
             node = node._replace(shares=None if owner == node.name else owner)
         nodes.append(node)
-    return LayerGraph(node._replace(c=fixed[node.shares or node.name]) if node.has_weights else node for node in nodes)
+    return LayerGraph(node._replace(c=fixed[node.layer]) if node.has_weights else node for node in nodes)

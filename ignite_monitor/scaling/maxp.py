@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from ignite.engine import Engine
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -17,8 +18,7 @@ from ignite_monitor.keys import MAXP
 from ignite_monitor.model.names import tags
 from ignite_monitor.monitor.base import Monitor
 from ignite_monitor.reference.monitor import ReferenceMonitor
-from ignite_monitor.scaling._alignments import AlignmentCalls, find_layers
-from ignite_monitor.scaling._rates import LayerRates, PrefactorGroup, PrefactorOptimizer
+from ignite_monitor.scaling.alignment import AlignmentCalls, find_layers
 from ignite_monitor.scaling.graph import Alignment
 from ignite_monitor.scaling.parametrization import Parametrization
 from ignite_monitor.scaling.solver import Solution
@@ -193,62 +193,6 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
     def _on_train_step_completed(self, engine: Engine) -> None:
         if not self._is_running:
             return
-        self._look_for_others()
-        if self._is_due():
-            super()._on_train_step_completed(engine)
-        self._steps += 1
-        self._publish_rates()
-
-    def _compared(self, incomplete: set[str]) -> None:
-        self._follow(self._calls.result(incomplete))
-
-    def _follow(self, measured: Tensor) -> None:
-        if self._take_in(measured):
-            try:
-                found = self.parametrization.solve(self.alignment)
-            except (ValueError, ArithmeticError) as error:
-                self._count_failure(str(error))
-            else:
-                self._smooth(found)
-            self._set_learning_rates()
-
-    def _take_in(self, measured: Tensor) -> bool:
-        """Whether anything was measured."""
-        kept = self._alignment_ema
-        anything = False
-        for name, row in zip(self._calls.layers, measured.tolist(), strict=True):
-            known = [not math.isnan(value) for value in row]
-            anything = anything or any(known)
-            self.alignment[name] = Alignment(
-                *(
-                    kept * before + (1 - kept) * value if is_known else before
-                    for before, value, is_known in zip(self.alignment[name], row, known, strict=True)
-                )
-            )
-        return anything
-
-    def _smooth(self, found: Solution) -> None:
-        pairs = (self.solution.c, found.c), (self.solution.bias_c, found.bias_c)
-        c, bias_c = (
-            {name: self._c_ema * before[name] + (1 - self._c_ema) * value for name, value in after.items()}
-            for before, after in pairs
-        )
-        if not all(map(math.isfinite, [*c.values(), *bias_c.values()])):
-            return self._count_failure("an exponent is not finite")
-        self.solution = Solution(c, found.r, bias_c)
-        return None
-
-    def _count_failure(self, why: str) -> None:
-        self.failed_count += 1
-        if self.failed_count == 1:
-            self.logger.warning(
-                "%s: no solution for the measured alignment, so the exponents stay as they are: %s", self.prefix, why
-            )
-
-    def _set_learning_rates(self) -> None:
-        self._rates.set(self.solution, self._lr_prefactor)
-
-    def _look_for_others(self) -> None:
         if not self._has_rival and self._rates.are_changed():
             self._has_rival = True
             self.logger.warning(
@@ -256,15 +200,49 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
                 "lr_prefactor of this handler",
                 self.prefix,
             )
-
-    def _publish_rates(self) -> None:
+        if self._is_due():
+            super()._on_train_step_completed(engine)
+        self._steps += 1
         values = {f"c/{name}": c for name, c in self.solution.c.items()}
         values |= {f"lr/{name}": lr for name, lr in self._rates.values().items()}
         values["failed_count"] = self.failed_count
-        names = list(values)
-        if names != self._names:
-            self._names, self._tags = names, tags(names)
+        if [*values] != self._names:
+            self._names, self._tags = [*values], tags(values)
         self.publish(**dict(zip(self._tags, values.values(), strict=True)))
+
+    def _compared(self, incomplete: set[str]) -> None:
+        measured = self._calls.result(incomplete).tolist()
+        if all(math.isnan(value) for row in measured for value in row):
+            return
+        for name, row in zip(self._calls.layers, measured, strict=True):
+            self.alignment[name] = Alignment(*map(self._smoothed_alignment, self.alignment[name], row))
+        try:
+            self.solution = self._smoothed(self.parametrization.solve(self.alignment))
+        except (ValueError, ArithmeticError) as error:
+            self.failed_count += 1
+            if self.failed_count == 1:
+                self.logger.warning(
+                    "%s: no solution for the measured alignment, so the exponents stay as they are: %s",
+                    self.prefix,
+                    error,
+                )
+        self._set_learning_rates()
+
+    def _smoothed_alignment(self, before: float, measured: float) -> float:
+        kept = self._alignment_ema
+        return before if math.isnan(measured) else kept * before + (1 - kept) * measured
+
+    def _smoothed(self, solution: Solution) -> Solution:
+        c, bias_c = (
+            {name: self._c_ema * before[name] + (1 - self._c_ema) * value for name, value in after.items()}
+            for before, after in ((self.solution.c, solution.c), (self.solution.bias_c, solution.bias_c))
+        )
+        if not all(map(math.isfinite, [*c.values(), *bias_c.values()])):
+            raise ArithmeticError("an exponent is not finite")
+        return Solution(c, solution.r, bias_c)
+
+    def _set_learning_rates(self) -> None:
+        self._rates.set(self.solution, self._lr_prefactor)
 
 
 def _check_share(name: str, value: object) -> float:
@@ -272,3 +250,87 @@ def _check_share(name: str, value: object) -> float:
     if number < 0:
         raise ValueError(f"Argument {name} should be at least 0, but given {value}")
     return number
+
+
+class LayerRates:
+    """Learning rates of the groups that belong to a parametrization; others, without "layer_name", are left alone."""
+
+    def __init__(self, parametrization: Parametrization, optimizer: Optimizer) -> None:
+        self._parametrization = parametrization
+        self._optimizer = optimizer
+        names = {group["layer_name"] for group in optimizer.param_groups if "layer_name" in group}
+        if not names or not names <= {*parametrization.layers, "_other"}:
+            raise ValueError("Argument optimizer should be made of the parametrization's param_groups")
+        self._rates = self._computed(parametrization.solution, parametrization.lr_prefactor)
+
+    def _computed(self, solution: Solution, prefactor: float) -> list[tuple[float, float] | None]:
+        """(c, lr) of each group, None of another's."""
+        rates: list[tuple[float, float] | None] = []
+        for group in self._optimizer.param_groups:
+            name = group.get("layer_name")
+            if name is None:
+                rates.append(None)
+                continue
+            layer = self._parametrization.layers.get(name)
+            c = self._parametrization.exponent(name, bias=group.get("bias", False), solution=solution)
+            rates.append((c, prefactor * (1 if layer is None else layer.fan_in) ** -c))
+        return rates
+
+    def set(self, solution: Solution, prefactor: float) -> None:
+        """Set each group's "lr" to prefactor * fan_in ** -c, and its "c"."""
+        self._rates = self._computed(solution, prefactor)
+        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+            if rate is None:
+                continue
+            group["c"], lr = rate
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+
+    def are_changed(self) -> bool:
+        """Whether someone else has set one since; of those that are tensors it is not known without waiting."""
+        # Groups may have been added since.
+        return any(
+            rate is not None and not isinstance(group["lr"], Tensor) and group["lr"] != rate[1]
+            for group, rate in zip(self._optimizer.param_groups, self._rates, strict=False)
+        )
+
+    def values(self) -> dict[str, float]:
+        """The learning rates, of ``{layer}``, ``{layer}.bias`` and ``_other``."""
+        return {
+            f"{group['layer_name']}{'.bias' if group.get('bias') else ''}": (
+                rate[1] if isinstance(group["lr"], Tensor) else group["lr"]
+            )
+            for group, rate in zip(self._optimizer.param_groups, self._rates, strict=False)
+            if rate is not None
+        }
+
+
+class PrefactorGroup(dict[str, Any]):
+    """A group of an optimizer, whose "lr" is the scheduler's prefactor."""
+
+    def __init__(self, owner: MaxPScheduler) -> None:
+        super().__init__(lr=owner.lr_prefactor)
+        self._owner = owner
+
+    def __getitem__(self, name: str) -> Any:
+        return self._owner.lr_prefactor if name == "lr" else super().__getitem__(name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        if name == "lr":
+            self._owner.lr_prefactor = value
+
+
+class PrefactorOptimizer(Optimizer):
+    """An optimizer with nothing to optimize, and one group, whose "lr" is the scheduler's prefactor."""
+
+    def __init__(self, owner: MaxPScheduler) -> None:
+        super().__init__([torch.zeros(1)], {"lr": owner.lr_prefactor})
+        self.param_groups = [PrefactorGroup(owner)]
+        self._opt_called = True  # torch's schedulers warn of steps of theirs before one of the optimizer's
+
+    def step(self, closure: Any = None) -> Any:
+        """Do nothing."""
+        return None

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import _WeightNorm
 
 from ignite_monitor.checks import check_count, check_real
-from ignite_monitor.model._torch import known_forward_hooks, need, pytree
+from ignite_monitor.model._torch import buffers_in, known_forward_hooks, need, parameters_in, pytree
+from ignite_monitor.model.eager import Eager
+from ignite_monitor.reference.rng import cuda_devices, drawn_again, generators_of
 from ignite_monitor.scaling.graph import LAYER_TYPES
 
 
@@ -17,16 +21,6 @@ class Multiplier:
     """A forward hook that multiplies what a module returns; it also says what is known of the layer.
 
     It is copied and pickled with the module, and ``torch.compile`` goes through it.
-
-    Args:
-        layer_type: "embedding", "hidden", "readout" or "attention".
-        a: the exponent of the multiplier, None for the default.
-        b: the exponent of the initial standard deviation, None for the default.
-        c: the exponent of the learning rate, None to solve for it.
-
-    Raises:
-        TypeError: if an argument is of another type.
-        ValueError: if there is no such layer type, or a number is out of its range.
     """
 
     def __init__(
@@ -53,9 +47,7 @@ class Multiplier:
         """The output, with every floating-point tensor in it multiplied."""
         if self.value == 1.0:
             return output
-        if isinstance(output, Tensor):
-            return self._times(output)
-        return pytree.tree_map_only(Tensor, self._times, output)
+        return self._times(output) if isinstance(output, Tensor) else pytree.tree_map_only(Tensor, self._times, output)
 
     def _times(self, tensor: Tensor) -> Tensor:
         return tensor * self.value if tensor.is_floating_point() else tensor
@@ -135,15 +127,79 @@ class ParametrizedModule(nn.Module):
         return self.module(*args, **kwargs)
 
 
-def draw_weights(weight: Tensor, std: float, seed: int, padding_idx: int | None = None) -> Tensor:
-    """Normally distributed initial weights like a parameter; the same for the same seed, on any device.
+def layer_name(modules: Mapping[str, nn.Module], name: str) -> str:
+    """The name of the layer that a module is: its own, or that of the ParametrizedModule around it."""
+    owner = name.rpartition(".")[0]
+    return owner if name and isinstance(modules.get(owner), ParametrizedModule) else name
 
-    Args:
-        weight: the parameter, of which shape, dtype and device are taken.
-        padding_idx: a row that is 0.
-    """
+
+def draw_weights(weight: Tensor, std: float, seed: int, padding_idx: int | None = None) -> Tensor:
+    """Normally distributed initial weights of a parameter's shape; the same for the same seed, on any device."""
     generator = torch.Generator("cpu").manual_seed(seed)
     drawn = torch.empty(weight.shape, dtype=torch.float32, device="cpu").normal_(0.0, std, generator=generator)
     if padding_idx is not None:
         drawn[padding_idx] = 0.0
     return drawn.to(device=weight.device, dtype=weight.dtype)
+
+
+def computes_weights(module: nn.Module) -> bool:
+    """Whether a module's weight is computed from other parameters, but by weight norm."""
+    computed = getattr(module, "parametrizations", None)
+    if isinstance(computed, nn.ModuleDict):
+        return any(type(each) is not _WeightNorm for listed in computed.values() for each in listed.children())
+    weight = vars(module).get("weight")  # where the older norms, which are hooks, leave it
+    is_computed = isinstance(weight, Tensor) and not isinstance(weight, nn.Parameter)
+    return is_computed and "weight_g" not in parameters_in(module)
+
+
+_NORMS = {"weight_v": "weight_g", "original1": "original0"}
+
+
+def norm_of(parameters: Mapping[str, nn.Parameter], key: str) -> str | None:
+    """The name of the norm that weight norm multiplies a weight with, None if there is none."""
+    owner, _, last = key.rpartition(".")
+    norm = f"{owner}.{_NORMS.get(last)}".lstrip(".")
+    return norm if norm in parameters else None
+
+
+def set_norm(module: nn.Module, key: str) -> None:
+    """Where weight norm computes a weight, let the norm that it multiplies with be that of the weight."""
+    parameters = dict(module.named_parameters())
+    name = norm_of(parameters, key)
+    if name is None:
+        return
+    weight, norm = parameters[key], parameters[name]
+    dims = [dim for dim in range(weight.ndim) if norm.ndim == 0 or norm.shape[dim] == 1 < weight.shape[dim]]
+    norm.copy_(torch.linalg.vector_norm(weight, dim=dims, keepdim=norm.ndim > 0) if dims else weight.abs())
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """A model that runs eagerly, in evaluation mode and without multipliers; afterwards it is as it was.
+
+    So are random numbers, those of generators too that its modules hold.
+    """
+    modules = [(module, dict(vars(module)), dict(buffers_in(module))) for module in model.modules()]
+    values = [
+        (buffer, buffer.clone()) for _, _, buffers in modules for buffer in buffers.values() if buffer is not None
+    ]
+    generators = [each for module, _, _ in modules for each in generators_of(module).values()]
+    multipliers = [(hook, hook.value) for module, _, _ in modules if (hook := multiplier_of(module)) is not None]
+    try:
+        with drawn_again(cuda_devices(), generators), torch.no_grad(), Eager(model):
+            model.eval()
+            for hook, _ in multipliers:
+                hook.value = 1.0
+            yield
+    finally:
+        for hook, factor in multipliers:
+            hook.value = factor
+        for module, attributes, buffers in modules:
+            vars(module).clear()
+            vars(module).update(attributes)
+            registry = buffers_in(module)
+            registry.clear()
+            registry.update(buffers)
+        with torch.no_grad():
+            for buffer, value in values:
+                buffer.copy_(value)

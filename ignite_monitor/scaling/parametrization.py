@@ -2,22 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ignite_monitor.checks import check_real, check_type
+from ignite_monitor.model.names import named_modules
 from ignite_monitor.model.sampling import fnv1a_64
 from ignite_monitor.monitor.ranks import from_every_rank
-from ignite_monitor.scaling._layers import FoundLayer, FoundLayers, layers_by_hand, set_norm
-from ignite_monitor.scaling._overrides import check_ab, overridden
-from ignite_monitor.scaling.graph import Alignment, LayerGraph, as_alignment, chain, tied
-from ignite_monitor.scaling.module import draw_weights, multiplier_of
+from ignite_monitor.scaling.graph import LAYER_TYPES, PRESETS, Alignment, LayerGraph, Node, as_alignment, chain, tied
+from ignite_monitor.scaling.module import Multiplier, computes_weights, draw_weights, multiplier_of, norm_of, set_norm
 from ignite_monitor.scaling.solver import Solution, check_optimizer_type, solve
 from ignite_monitor.scaling.tracing import trace_graph
+
+T = TypeVar("T")
+
+
+class FoundLayer(NamedTuple):
+    """A layer before it has exponents: a, b and c are those of its type or its module."""
+
+    module: nn.Module  # which holds its weights
+    layer_type: str
+    width: int
+    a: float
+    b: float
+    c: float | None  # None to solve for it
+    hook: Multiplier | None  # multiplies the module's output, or only says what is known of it; None without a module
+    weights: tuple[str, ...]  # their names in the module
+    biases: tuple[str, ...]  # those of its other parameters
+    own: float = 0.0  # the exponent of the factor that the model itself multiplies the layer by
+    is_module: bool = True  # whether what the module gives is what the layer gives
+    multiplies: bool = True  # whether its hook multiplies; otherwise b and c have to do it
+    from_zero: bool = False  # whether the weights are set to zero at the start, unless a and b are given
+
+    def node(self, name: str, ab: tuple[float, float] | None = None, c: float | None = None) -> Node:
+        """A node without inputs, with exponents of its own or others."""
+        a, b = (self.a, self.b) if ab is None else ab
+        if not self.multiplies:
+            a, b = 0.0 - self.own, a + b + self.own
+        return Node(name, self.layer_type, (), a, b, self.c if c is None else c)
+
+
+class FoundLayers(NamedTuple):
+    """Layers by name, and the nodes of their graph, which don't have the layers' exponents yet."""
+
+    layers: dict[str, FoundLayer]
+    nodes: Iterable[Node]
 
 
 @dataclass(frozen=True)
@@ -71,7 +104,8 @@ class ParametrizedLayer:
         weight = self.weights[name]
         if name not in self.seeds:
             return torch.zeros_like(weight) if weight.requires_grad else weight.detach().clone()
-        return draw_weights(weight, self.std, self.seeds[name], _padding_idx(self.module, name))
+        owner = self.module.get_submodule(name.rpartition(".")[0])
+        return draw_weights(weight, self.std, self.seeds[name], getattr(owner, "padding_idx", None))
 
 
 class Parametrization:
@@ -150,9 +184,9 @@ class Parametrization:
 
         found = sample_input if isinstance(sample_input, FoundLayers) else _found_by_hand(model, sample_input)
         types = {name: layer.layer_type for name, layer in found.layers.items()}
-        ab = overridden("ab_overrides", ab_overrides, types, check_ab)
-        c = overridden("c_overrides", c_overrides, types, check_real)
-        alignments = overridden("alignment_overrides", alignment_overrides, types, as_alignment)
+        ab = _overridden("ab_overrides", ab_overrides, types, _check_ab)
+        c = _overridden("c_overrides", c_overrides, types, check_real)
+        alignments = _overridden("alignment_overrides", alignment_overrides, types, as_alignment)
         self.alignment: dict[str, Alignment] = {name: alignments.get(name, default) for name in types}
         self.graph = _with_exponents(found, ab, c)
         self.solution = self.solve()
@@ -177,11 +211,9 @@ class Parametrization:
             for bias, held in ((False, layer.weights), (True, layer.biases)):
                 params = [parameter for parameter in held.values() if id(parameter) not in taken]
                 taken |= {id(parameter) for parameter in params}
-                if params:
-                    c = self.exponent(layer.name, bias=bias)
-                    groups.append(self._group(layer.name, params, layer.fan_in, c, bias))
+                groups.append(self._group(layer.name, params, layer.fan_in, bias))
         rest = [parameter for parameter in self.model.parameters() if id(parameter) not in taken]
-        return [*groups, *([self._group("_other", rest, 1, 0.0, False)] if rest else [])]
+        return [group for group in (*groups, self._group("_other", rest, 1, False)) if group["params"]]
 
     def exponent(self, layer_name: str, *, bias: bool = False, solution: Solution | None = None) -> float:
         """The learning-rate exponent of one of the :attr:`param_groups`.
@@ -197,7 +229,7 @@ class Parametrization:
         if layer_name == "_other":
             return 0.0
         solution = solution or self.solution
-        return solution.bias_c[layer_name] if bias else solution.c[self.graph[layer_name].shares or layer_name]
+        return solution.bias_c[layer_name] if bias else solution.c[self.graph[layer_name].layer]
 
     def solve(self, alignment: Mapping[str, Any] | None = None) -> Solution:
         """The exponents for other alignments; nothing is changed by it.
@@ -218,7 +250,8 @@ class Parametrization:
             feature_learning=self.feature_learning,
         )
 
-    def _group(self, name: str, params: list[nn.Parameter], fan_in: int, c: float, bias: bool) -> dict[str, Any]:
+    def _group(self, name: str, params: list[nn.Parameter], fan_in: int, bias: bool) -> dict[str, Any]:
+        c = self.exponent(name, bias=bias)
         lr = self.lr_prefactor * fan_in**-c
         return {"params": params, "lr": lr, "layer_name": name, "fan_in": fan_in, "c": c, "bias": bias}
 
@@ -240,7 +273,7 @@ class Parametrization:
                 fan_in=layer.width,
                 a=node.a,
                 b=node.b,
-                c=self.solution.c.get(node.shares or name),
+                c=self.solution.c.get(node.layer),
                 std=std_prefactor * layer.width**-node.b,
                 seeds={
                     key: seeds[id(weight)] for key, weight in weights.items() if name not in zero and _is_drawn(weight)
@@ -249,12 +282,17 @@ class Parametrization:
                 bias_names=layer.biases,
                 is_module=layer.is_module,
             )
-            shared = layers.get(node.shares or "")
+            shared = None if node.shares is None else layers[node.shares]
             if shared is not None and (shared.std, shared.fan_in) != (layers[name].std, layers[name].fan_in):
+                bare = next((each for each in (shared.name, name) if not found[each].multiplies), None)
+                advice = (
+                    f". What {bare} gives can't be multiplied, as no module gives it: compute it in a module, as an "
+                    "nn.Linear whose weight is the same parameter"
+                )
                 raise ValueError(
                     f"Layers {shared.name} and {name} share their weights, so both should have the same width and b, "
                     f"but they have {shared.fan_in} and {layers[name].fan_in}, and {shared.b:g} and {layers[name].b:g}"
-                    + _advice(found, shared.name, name)
+                    + ("" if bare is None else advice)
                 )
         return layers
 
@@ -283,6 +321,39 @@ def _is_drawn(weight: Tensor) -> bool:
     return weight.requires_grad and (weight.is_meta or bool(weight.any()))
 
 
+def layers_by_hand(model: nn.Module, frozen: bool = True) -> dict[str, FoundLayer]:
+    """The layers that have a multiplier: ParametrizedModules, and what a parametrization has found before.
+
+    Args:
+        frozen: whether to have those, too, whose weights are all frozen.
+
+    Raises:
+        ValueError: if one is a part of another, or computes its weight from other parameters.
+    """
+    layers: dict[str, FoundLayer] = {}
+    inside: dict[int, str] = {}
+    for name, module in named_modules(model):
+        hook = multiplier_of(module)
+        parameters = dict(module.named_parameters())
+        norms = {norm_of(parameters, key) for key in parameters}
+        weights = tuple(key for key, each in parameters.items() if each.ndim > 1 and key not in norms)
+        if hook is None or not (frozen or not weights or any(parameters[key].requires_grad for key in weights)):
+            continue
+        if id(module) in inside:
+            raise ValueError(f"Layer {name} is a part of layer {inside[id(module)]}: no layer may hold another")
+        if any(map(computes_weights, module.modules())):
+            raise ValueError(
+                f"Layer {name} computes its weight from other parameters, and it is not known how these should start: "
+                "of all that do so only weight_norm can be parametrized"
+            )
+        inside |= dict.fromkeys(map(id, module.modules()), name)
+        a, b = PRESETS["mup"][hook.layer_type]
+        a, b = (a if hook.a is None else hook.a, b if hook.b is None else hook.b)
+        biases = tuple(key for key in parameters if key not in weights)
+        layers[name] = FoundLayer(module, hook.layer_type, hook.width, a, b, hook.c, hook, weights, biases)
+    return layers
+
+
 def _found_by_hand(model: nn.Module, sample_input: Any) -> FoundLayers:
     layers = layers_by_hand(model)
     if not layers:
@@ -295,28 +366,45 @@ def _found_by_hand(model: nn.Module, sample_input: Any) -> FoundLayers:
 def _with_exponents(found: FoundLayers, ab: Mapping[str, tuple[float, float]], c: Mapping[str, float]) -> LayerGraph:
     nodes = []
     for node in found.nodes:
-        layer = found.layers.get(node.shares or node.name)
+        name = node.layer
+        layer = found.layers.get(name)
         if layer is not None:
-            name = node.shares or node.name
             own = layer.node(name, ab.get(name), c.get(name))
             node = node._replace(kind=own.kind, a=own.a, b=own.b, c=own.c)
         nodes.append(node)
-    parameters = {
-        name: {key: layer.module.get_parameter(key) for key in layer.weights} for name, layer in found.layers.items()
-    }
-    return tied(LayerGraph(nodes), parameters)
+    weights = {name: [each.module.get_parameter(key) for key in each.weights] for name, each in found.layers.items()}
+    return tied(LayerGraph(nodes), weights)
 
 
-def _advice(found: Mapping[str, FoundLayer], *names: str) -> str:
-    bare = [name for name in names if not found[name].multiplies]
-    if not bare:
-        return ""
-    return (
-        f". What {bare[0]} gives can't be multiplied, as no module gives it: compute it in a module, as an nn.Linear "
-        "whose weight is the same parameter"
-    )
+def _check_ab(name: str, value: object) -> tuple[float, float]:
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise TypeError(f"Argument {name} should be two numbers (a, b), but given {value!r}")
+    return check_real(name, value[0]), check_real(name, value[1])
 
 
-def _padding_idx(module: nn.Module, name: str) -> int | None:
-    owner = module.get_submodule(name.rpartition(".")[0])
-    return getattr(owner, "padding_idx", None)
+def _overridden(
+    name: str, overrides: Mapping[str, Any] | None, types: Mapping[str, str], check: Callable[[str, Any], T]
+) -> dict[str, T]:
+    """What the overrides say of the layers, by the layers' names.
+
+    Args:
+        check: makes of (name, value) a value, or raises.
+
+    Raises:
+        TypeError: if they are no mapping, or a value is of another type.
+        ValueError: if a key fits no layer, or a value can't be.
+    """
+    if overrides is None:
+        return {}
+    check_type(name, overrides, Mapping, "Mapping or None")
+    checked = {key: check(f"{name}[{key!r}]", value) for key, value in overrides.items()}
+    found: dict[str, T] = {}
+    used = set(LAYER_TYPES)  # a preset has them all, whatever the model
+    for layer, kind in types.items():
+        keys = [key for key in (layer, layer.rpartition(".")[2], kind) if key in checked]
+        used.update(keys)
+        if keys:
+            found[layer] = checked[keys[0]]
+    if unknown := sorted(map(str, set(checked) - used)):
+        raise ValueError(f"Argument {name} should name layers of the model or layer types, but given {unknown}")
+    return found

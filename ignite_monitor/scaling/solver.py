@@ -9,8 +9,10 @@ grows with r and c. So if (c, r) is feasible, then r can be raised, from the inp
 and everything stays feasible; c, and with it the objective, is as before. For the same reason there is a solution
 exactly if r is nowhere negative with every c that is not fixed at infinity.
 
-**Which of several optima.** Where u > alpha, or with SGD, a larger c in one layer may save just as much in another. Of
-all optima the one with the smallest :math:`\sum_l e^{-l/L} c_l` is taken, l the layer's place of L in the graph: the
+**Which of several optima.** With Adam and u <= alpha in every layer there is one only: the terms with u never bind, as
+:math:`r_\text{in} \ge 0`, so each r and each c has a lower bound that does not depend on any other c, and together
+these bounds are feasible. Where u > alpha, or with SGD, a larger c in one layer may save just as much in another. Of
+all optima the one with the smallest :math:`\sum_l e^{-l/L} c_l` is taken, l the layer's index of L in the graph: the
 earlier layers get the larger learning rates, so that no feature learns slowly without need. It is the only one: two
 optima would be joined by a face of the polyhedron in which some direction :math:`d \ne 0` is rational, as the
 coefficients are whole numbers, and :math:`\sum_l e^{-l/L} d_l = 0` contradicts the theorem of Lindemann and
@@ -26,17 +28,21 @@ the same choice.
 
 from __future__ import annotations
 
+import importlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ignite_monitor.scaling.exponents import Term, Variable, evaluate, terms
 from ignite_monitor.scaling.graph import Alignment, LayerGraph, as_alignment
-from ignite_monitor.scaling.program import InfeasibleError, LinearProgram
 
 OPTIMIZER_TYPES = ("adam", "sgd")
 TOLERANCE = 1e-6
+
+
+class InfeasibleError(ValueError):
+    """There are no learning rates with which every activation's change stays bounded as the width grows."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +87,7 @@ def solve(
             graph = chain([Node("in", "embedding", a=-0.5, b=0.5), Node("out", "readout", a=0.5, b=0.5)])
             solve(graph, "full").c  # {"in": 0.5, "out": 0.5}
     """
-    check_optimizer_type(optimizer_type)
+    sgd = check_optimizer_type(optimizer_type) == "sgd"
     if not graph.layers:
         raise ValueError("Argument graph should have at least one layer with weights")
     alignments = _per_node(graph, alignment)
@@ -89,25 +95,20 @@ def solve(
     _check_feasible(graph, minima)
     if feature_learning:
         _check_features(graph, alignments)
-    program = LinearProgram(graph, minima)
-    c = program.minimise()
+    program = _Program(graph, minima)
+    c = program.minimise(several=sgd or any(each.u > each.alpha for each in alignments.values()))
     values = evaluate(minima, c)
     if feature_learning:
         features = sorted({("r", name) for node in graph.nodes if node.kind == "readout" for name in node.inputs})
         if any(values[feature] > TOLERANCE for feature in features):
             c = program.minimise(program.choose(features), features)
             values = evaluate(minima, c)
-    return Solution(
-        c,
-        {name: value for (kind, name), value in values.items() if kind == "r"},
-        {
-            node.name: values["r", node.name]
-            - node.a
-            - (0.0 if optimizer_type == "adam" else node.a + values.get(("g", node.name), 0.0))
-            for node in graph.nodes
-            if node.has_weights
-        },
-    )
+    bias_c = {}
+    for node in graph.nodes:
+        if node.has_weights:
+            gradient = node.a + values.get(("g", node.name), 0.0) if sgd else 0.0
+            bias_c[node.name] = values["r", node.name] - node.a - gradient
+    return Solution(c, {name: value for (kind, name), value in values.items() if kind == "r"}, bias_c)
 
 
 def check_optimizer_type(optimizer_type: object) -> str:
@@ -125,7 +126,7 @@ def _per_node(graph: LayerGraph, alignment: object) -> dict[str, Alignment]:
     nodes = [node for node in graph.nodes if node.kind in {"hidden", "readout", "attention"}]
     if not isinstance(alignment, Mapping):
         return dict.fromkeys((node.name for node in nodes), as_alignment("alignment", alignment))
-    named = {node.name: node.name if node.name in alignment else node.shares or node.name for node in nodes}
+    named = {node.name: node.name if node.name in alignment else node.layer for node in nodes}
     if missing := sorted({name for name in named.values() if name not in alignment}):
         raise ValueError(f"Argument alignment should have every layer, but lacks {missing}")
     return {node: as_alignment(f"alignment of {name}", alignment[name]) for node, name in named.items()}
@@ -144,22 +145,120 @@ def _check_features(graph: LayerGraph, alignment: Mapping[str, Alignment]) -> No
 def _check_feasible(graph: LayerGraph, minima: Mapping[Variable, list[Term]]) -> None:
     fixed = {node.name: node.c for node in graph.layers if node.c is not None}
 
-    def smallest_r(without: str | None = None) -> tuple[float, str]:
-        c = {node.name: fixed.get(node.name, math.inf) for node in graph.layers}
-        if without is not None:
-            c[without] = math.inf
+    def first_negative_r(without: str | None = None) -> tuple[float, str]:
+        c = {node.name: math.inf if node.c is None or node.name == without else node.c for node in graph.layers}
         values = evaluate(minima, c)
-        # Of several that are negative the first is where it starts.
-        return next(
-            ((values["r", node.name], node.name) for node in graph.nodes if values["r", node.name] < -TOLERANCE),
-            (0.0, ""),
-        )
+        negative = ((value, node.name) for node in graph.nodes if (value := values["r", node.name]) < -TOLERANCE)
+        return next(negative, (0.0, ""))
 
-    value, name = smallest_r()
+    value, name = first_negative_r()
     if value < 0:
-        guilty = [each for each in fixed if smallest_r(each)[1] != name] or list(fixed)
+        guilty = [each for each in fixed if first_negative_r(each)[1] != name] or list(fixed)
         pins = ", ".join(f"{fixed[each]:g} in {each}" for each in guilty)
         raise InfeasibleError(
             f"With c fixed at {pins}, the change of the output of {name} grows as width to the power of {-value:g}, "
             "whatever the learning rates of the other layers"
         )
+
+
+_Row = tuple[list[tuple[Variable, float]], float]  # variables with their coefficients, and the most they may come to
+
+
+class _Program:
+    """The program of a graph in sparse rows, over columns for c, r and gamma."""
+
+    def __init__(self, graph: LayerGraph, minima: Mapping[Variable, list[Term]]) -> None:
+        self._minima = {variable: candidates for variable, candidates in minima.items() if candidates}
+        self._layers: list[Variable] = [("c", node.name) for node in graph.layers]
+        variables = [*self._layers, *self._minima]
+        fixed = {("c", node.name): (node.c, node.c) for node in graph.layers if node.c is not None}
+        self._columns = {variable: index for index, variable in enumerate(variables)}
+        self._bounds = [
+            fixed.get(variable, (0.0 if variable[0] == "r" else -math.inf, math.inf)) for variable in variables
+        ]
+        self._rows: list[_Row] = [
+            ([(variable, 1.0), *((each, -1.0) for each in term.variables)], term.constant)
+            for variable, candidates in self._minima.items()
+            for term in candidates
+            if all(each in self._columns for each in term.variables)
+        ]
+
+    def minimise(
+        self, equal: Mapping[Variable, Term] | None = None, zero: Iterable[Variable] = (), several: bool = True
+    ) -> dict[str, float]:
+        """The optimal c by layer.
+
+        Args:
+            equal: which of its terms a variable has to be equal to.
+            zero: variables that have to be 0.
+            several: whether there may be several optima.
+
+        Raises:
+            InfeasibleError: if there is none.
+        """
+        rows = self._rows + _at_most_zero(zero)
+        for variable, term in (equal or {}).items():
+            rows.append(([*((each, 1.0) for each in term.variables), (variable, -1.0)], -term.constant))
+        total = dict.fromkeys(self._layers, 1.0)
+        best = self._solve(rows, total)
+        count = len(self._layers)
+        if several and count > 1:
+            rows.append(([*total.items()], sum(best[:count])))
+            best = self._solve(rows, {layer: math.exp(-index / count) for index, layer in enumerate(total)})
+        return {name: value for (_, name), value in zip(self._layers, best, strict=False)}
+
+    def choose(self, zero: Iterable[Variable]) -> dict[Variable, Term]:
+        """Which term each variable is equal to in an optimum in which some are 0.
+
+        Raises:
+            InfeasibleError: if there is none.
+        """
+        rows = self._rows + _at_most_zero(zero)
+        # No r has to be larger than all constants there are, added up.
+        large = 1.0 + 2.0 * sum(max(abs(term.constant) for term in each) for each in self._minima.values())
+        choices: dict[Variable, tuple[Variable, Term]] = {}
+        for variable, candidates in self._minima.items():
+            chosen = {("chosen", f"{len(choices) + index}"): (variable, term) for index, term in enumerate(candidates)}
+            rows += [([(each, sign) for each in chosen], sign) for sign in (1.0, -1.0)]
+            for each, (_, term) in chosen.items():
+                entries = [*((other, 1.0) for other in term.variables), (variable, -1.0), (each, large)]
+                rows.append((entries, large - term.constant))
+            choices |= chosen
+        values = self._solve(rows, dict.fromkeys(self._layers, 1.0), choices)
+        return dict(
+            choice for choice, value in zip(choices.values(), values[len(self._columns) :], strict=True) if value > 0.5
+        )
+
+    def _solve(
+        self, rows: list[_Row], objective: Mapping[Variable, float], binaries: Iterable[Variable] = ()
+    ) -> list[float]:
+        try:
+            optimize: Any = importlib.import_module("scipy.optimize")
+        except ImportError as error:
+            raise ImportError("Width scaling needs SciPy: pip install 'ignite-monitor[scaling]'") from error
+        sparse: Any = importlib.import_module("scipy.sparse")
+        columns = self._columns | {each: len(self._columns) + index for index, each in enumerate(binaries)}
+        count, binary = len(columns), len(columns) - len(self._columns)
+        entries = [(index, columns[each], value) for index, (row, _) in enumerate(rows) for each, value in row]
+        index, column, value = zip(*entries, strict=True)
+        lower, upper = zip(*self._bounds, *[(0.0, 1.0)] * binary, strict=True)
+        result = optimize.milp(
+            [objective.get(variable, 0.0) for variable in columns],
+            integrality=[0] * (count - binary) + [1] * binary if binary else None,
+            bounds=optimize.Bounds(lower, upper),
+            # What is at one place of the matrix twice is added up.
+            constraints=optimize.LinearConstraint(
+                sparse.csr_array((value, (index, column)), shape=(len(rows), count)),
+                -math.inf,
+                [most for _, most in rows],
+            ),
+        )
+        if result.x is None:
+            raise InfeasibleError(
+                "No learning rates keep all changes bounded and let the readouts' inputs change by as much at any width"
+            )
+        return [float(each) + 0.0 for each in result.x]  # without -0.0
+
+
+def _at_most_zero(variables: Iterable[Variable]) -> list[_Row]:
+    return [([(variable, 1.0)], 0.0) for variable in variables]

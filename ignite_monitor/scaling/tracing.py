@@ -23,11 +23,9 @@ from __future__ import annotations
 import inspect
 import math
 import re
-import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,9 +35,10 @@ from torch.overrides import TorchFunctionMode
 
 from ignite_monitor.model._torch import unseen_by_functions
 from ignite_monitor.model.names import named_modules, named_parameters
-from ignite_monitor.scaling._forward import run, untouched
-from ignite_monitor.scaling._labels import CONSTANT, FLAT, Label, Labels, TracingError, tensors_in
-from ignite_monitor.scaling._operations import (
+from ignite_monitor.scaling.graph import PRESETS, LayerGraph, Node
+from ignite_monitor.scaling.labels import CONSTANT, FLAT, Label, Labels, TracingError, line_of_code, tensors_in
+from ignite_monitor.scaling.module import norm_of, untouched
+from ignite_monitor.scaling.operations import (
     HOMOGENEOUS,
     INDEXING,
     INVARIANT,
@@ -47,15 +46,11 @@ from ignite_monitor.scaling._operations import (
     LINEAR,
     NUMBERS,
     Fans,
-    are_divided,
-    degree,
+    Operation,
     fans,
-    junction_of,
     log_factor,
-    plain_name,
     summed_over,
 )
-from ignite_monitor.scaling.graph import LayerGraph, Node
 
 # Nearly no matter what small number is added, or what it is limited to, a factor stays one.
 _KEEP = LINEAR | {"clamp", "clamp_min", "clamp_max", "maximum"}
@@ -64,31 +59,21 @@ _RECURRENT = re.compile(r"(?:lstm|gru|rnn_tanh|rnn_relu)(?:_cell)?$")
 
 @dataclass
 class WeightUse:
-    """What a weight is used for.
-
-    Attributes:
-        layer: the layer's name.
-        weight: the name of the parameter.
-        module: the name of the module that it is the weight of, None where no module that runs has it.
-        kind: "embedding", "hidden", "readout", or "fixed" where nothing of it grows.
-        fans: over how much it sums and how much it gives.
-        small: the same in the smaller model.
-        is_module: whether the module's output is the layer's, so that it can be multiplied.
-    """
+    """What a weight that is trained is used for."""
 
     layer: str
     weight: str
-    module: str | None
-    kind: str
+    module: str | None  # the one that it is the weight of, None where no module that runs has it
+    kind: str  # "embedding", "hidden", "readout", or "fixed" where nothing of it grows
     fans: Fans
-    small: Fans
-    is_module: bool = False
+    small: Fans  # in the smaller model
+    is_module: bool = False  # whether the module's output is the layer's, so that it can be multiplied
 
     @property
     def widths(self) -> tuple[int, int]:
         """N in the smaller and in the larger model."""
-        place = 1 if self.kind == "embedding" else 0
-        return self.small[place], self.fans[place]
+        side = 1 if self.kind == "embedding" else 0
+        return self.small[side], self.fans[side]
 
 
 def trace_graph(model: nn.Module, layers: Iterable[tuple[nn.Module, Node]], sample_input: Any) -> LayerGraph:
@@ -103,9 +88,7 @@ def trace_graph(model: nn.Module, layers: Iterable[tuple[nn.Module, Node]], samp
     Raises:
         TracingError: if a layer is not used, or takes its input from where it can't be followed.
     """
-    layers = list(layers)
     trace = Trace(model, layers).run(sample_input)
-    trace.check_used(layers)
     return LayerGraph(trace.nodes)
 
 
@@ -118,7 +101,7 @@ class Trace(Labels, TorchFunctionMode):
         small: the trace of the smaller model; without it all weights are taken to be of a fixed size.
 
     Attributes:
-        uses: layer -> :class:`WeightUse`, of weights that are trained.
+        uses: layer -> :class:`WeightUse`.
         touched: the parameters that any operation has taken.
         unknown: parameter -> an operation that takes it for something that is not known.
     """
@@ -130,7 +113,7 @@ class Trace(Labels, TorchFunctionMode):
         with_weights: bool = False,
         small: Trace | None = None,
     ) -> None:
-        Labels.__init__(self, compares=small is not None)
+        Labels.__init__(self, small)
         TorchFunctionMode.__init__(self)
         self.uses: dict[str, WeightUse] = {}
         self.touched: set[str] = set()
@@ -138,9 +121,7 @@ class Trace(Labels, TorchFunctionMode):
         self._model = model
         self._layers = {id(module): layer for module, layer in layers}
         self._with_weights = with_weights
-        self._small = small
-        self._counts: dict[str, int] = {}
-        self._logs: dict[str, float] = {}
+        self._small: Trace | None = small
         self._fans: dict[str, Fans] = {}
         self._owners: dict[str, str | None] = {}
         self._inputs: list[list[Label]] = []  # of the layers that are running
@@ -154,33 +135,28 @@ class Trace(Labels, TorchFunctionMode):
         """Run the model once, in evaluation mode and without gradients, and leave everything as it was.
 
         Raises:
-            TracingError: if it is scripted, or a layer takes its input from where it can't be followed.
+            TracingError: if it is scripted, a layer is not used, or takes its input from where it can't be followed.
         """
         for name, module in named_modules(self._model):
             if isinstance(module, torch.jit.ScriptModule):
                 raise TracingError(f"The graph can't be traced: {name or 'the model'} is scripted")
         with untouched(self._model), ExitStack() as stack:
-            for handle in self._watch():
+            for handle in self._hooks():
                 stack.callback(handle.remove)
             stack.enter_context(self)
             stack.enter_context(self.made)
-            run(self._model, sample_input)
-        return self
-
-    def check_used(self, layers: Iterable[tuple[nn.Module, Node]]) -> None:
-        """Whether all layers have run.
-
-        Raises:
-            TracingError: if one has not.
-        """
+            if isinstance(sample_input, Mapping):
+                self._model(**sample_input)
+            else:
+                self._model(*(sample_input if isinstance(sample_input, (tuple, list)) else (sample_input,)))
         used = {node.name for node in self.nodes}
-        if unused := [layer.name for _, layer in layers if layer.name not in used]:
+        if unused := [layer.name for layer in self._layers.values() if layer.name not in used]:
             raise TracingError(f"With sample_input the model does not run {', '.join(unused)}")
+        return self
 
     # Modules
 
-    def _watch(self) -> Iterator[Any]:
-        """Hooks on the model's modules, each as its handle."""
+    def _hooks(self) -> Iterator[Any]:
         for name, module in named_modules(self._model):
             yield module.register_forward_pre_hook(self._pre_hook(name, module), with_kwargs=True, prepend=True)
             yield module.register_forward_hook(self._hook(name, module), with_kwargs=True)
@@ -209,9 +185,9 @@ class Trace(Labels, TorchFunctionMode):
                     for tensor in tensors_in(output, depth=1):
                         self._put(tensor, label)
                 elif isinstance(output, Tensor):
-                    use = self.uses.get(self._get(output).layer or "")
-                    if use is not None and use.module == use.layer == name:
-                        use.is_module = True
+                    layer = self._get(output).layer
+                    if layer == name and layer in self.uses and self.uses[layer].module == name:
+                        self.uses[layer].is_module = True
 
         return completed
 
@@ -220,25 +196,22 @@ class Trace(Labels, TorchFunctionMode):
         label = self._sum(f"{name}.input", inputs, settle=True)
         if label.node is not None:
             label = self._sum(f"{name}.input", [label, self._taken_out])
-        what = None
-        if label.lost is not None:
-            what = label.lost
-        elif label.node is None and label.outside is not None and layer.kind != "embedding":
-            what = f"the parameter {label.outside} outside of a layer"
-        elif label.node is None and layer.kind == "attention":
-            what = "no layer"
-        if what is not None and self._with_weights and self._small is None:
-            return Label(lost=what)  # a second trace will say it
-        if what is not None:
+        unknown = label.lost
+        if unknown is None and label.node is None:
+            if label.outside is not None and layer.kind != "embedding":
+                unknown = f"the parameter {label.outside} outside of a layer"
+            elif layer.kind == "attention":
+                unknown = "no layer"
+        if unknown is not None and self._with_weights and self._small is None:
+            return Label(lost=unknown)  # a second trace will say it
+        if unknown is not None:
             advice = (
-                "Make what stands between it and the layers before it a layer, in a ParametrizedModule"
-                if not self._with_weights
-                else "Put what it takes its input from into a ParametrizedModule"
+                "Put what it takes its input from into a ParametrizedModule"
+                if self._with_weights
+                else "Make what stands between it and the layers before it a layer, in a ParametrizedModule, or leave "
+                "sample_input out for a chain of layers"
             )
-            raise TracingError(
-                f"The graph can't be traced: {name} takes its input from {what}. {advice}"
-                + ("" if self._with_weights else ", or leave sample_input out for a chain of layers")
-            )
+            raise TracingError(f"The graph can't be traced: {name} takes its input from {unknown}. {advice}")
         unique, times = self._unique(name)
         given = () if label.node is None else (label.node,)
         self.nodes.append(layer._replace(name=unique, inputs=given, shares=name if times else None))
@@ -253,105 +226,145 @@ class Trace(Labels, TorchFunctionMode):
         name = getattr(func, "__name__", str(func))
         if name in {"__get__", "__set__"}:
             name = func.__self__.__name__ if name == "__get__" else "__setitem__"
-        if name in {"tolist", "numpy", "__array__"} and not self._inputs and self._get(args[0]).node is not None:
-            raise TracingError(f"The graph can't be traced: {self._where(name)} takes activations out of torch")
         if self._inputs:  # inside a layer
             return result
+        if name in {"tolist", "numpy", "__array__"} and self._get(args[0]).node is not None:
+            raise TracingError(f"The graph can't be traced: {self._where(name)} takes activations out of torch")
         if name in NUMBERS and self._get(args[0]).node is not None:
             self._taken_out = self._sum(self._where(name), [self._taken_out, self._get(args[0])])
         outputs = args[:1] if name == "__setitem__" else tensors_in(result)
         if outputs:
             given = tensors_in((args, kwargs))
-            label = CONSTANT if name in LIKE else self._label(plain_name(name), name, args, kwargs, given, result)
+            labels = [self._get(tensor) for tensor in given]
+            label = (
+                CONSTANT
+                if name in LIKE
+                else self._label(Operation(name, self._where(name), args, kwargs, result, given, labels))
+            )
             for tensor in outputs:
                 if any(tensor is each for each in given):
                     self._write(tensor, label)
                 self._put(tensor, label)
         return result
 
-    def _label(self, name: str, full: str, args: Any, kwargs: Any, given: list[Tensor], result: Any) -> Label:
-        labels = [self._get(tensor) for tensor in given]
-        self.touched.update(label.weight for label in labels if label.weight is not None)
-        where = self._where(full)
+    def _label(self, op: Operation) -> Label:
+        """The label of what an operation makes."""
+        self.touched.update(label.weight for label in op.labels if label.weight is not None)
         if self._with_weights:
-            if name == "multi_head_attention_forward":
-                return self._attention_module(where, args, kwargs)
-            if _RECURRENT.match(name):
-                return self._recurrent(where, given, labels)
-        growth, line = self._growth(name, args, result, labels)
-        if name == "scaled_dot_product_attention":
-            return self._attention(where, args, kwargs, given, labels)
-        kind = junction_of(full)
-        if kind == "contraction":
-            return self._contraction(name, where, args, kwargs, given, labels, growth)
-        if kind is None and any(label != CONSTANT for label in labels):
-            for label in labels:
+            if op.name == "multi_head_attention_forward":
+                return self._attention_module(op)
+            if _RECURRENT.match(op.name):
+                return self._recurrent(op)
+            op = self._with_growth(op)
+        if op.name == "scaled_dot_product_attention":
+            return self._attention(op)
+        if op.junction == "contraction":
+            return self._contraction(op)
+        if op.junction is None and any(label != CONSTANT for label in op.labels):
+            for label in op.labels:
                 self._resolved(label)
                 if label.weight is not None:
-                    self.unknown.setdefault(label.weight, where)
-            return Label(lost=f"{where}, an operation that is not known")
-        return self._keep_track(name, kind or "sum", where, args, kwargs, labels, (growth, line))
+                    self.unknown.setdefault(label.weight, op.where)
+            return Label(lost=f"{op.where}, an operation that is not known")
+        for label in op.labels:
+            if label.lost is not None:
+                return label
+        if op.name in INDEXING and op.labels[0].weight is not None:
+            return op.labels[0]  # experts, chosen by what a router says
+        moving = [label for label in op.labels if label.node is not None]
+        if not moving:
+            label = self._join("sum", op.where, op.labels)
+            return label if label.weight is None or op.line is None else label.times(op.growth, op.line)
+        if len(moving) == 1:
+            return self._follow(op, moving[0])
+        if op.name in INVARIANT:
+            return self._join("sum", op.where, [self._resolved(label, "norm") for label in moving])
+        if op.junction != "product" or op.name == "glu":
+            return self._sum(op.where, moving, op.junction or "sum")
+        self._multiplied(moving)
+        first, *others = moving = [self._resolved(label) for label in moving]
+        growth = op.growth + first.growth + op.sign * sum(label.growth for label in others)
+        line = next((label.line for label in moving if label.line is not None), None)
+        return self._join("product", op.where, moving)._replace(growth=growth, line=line)
 
-    def _contraction(
-        self, name: str, where: str, args: Any, kwargs: Any, given: list[Tensor], labels: list[Label], growth: float
-    ) -> Label:
+    def _follow(self, op: Operation, label: Label) -> Label:
+        """The label of what an operation makes of one activation, and of constants and weights."""
+        if op.power is not None:
+            label = self._resolved(label, "norm")
+            return label._replace(growth=op.power * label.growth + op.growth, line=label.line or op.line)
+        is_homogeneous = op.name in HOMOGENEOUS or op.line is not None
+        if is_homogeneous:
+            if abs(op.growth) > 1e-9:
+                if op.line is None:  # a sum over more of them is no factor of the layer
+                    label = self._resolved(label)
+                label = label.times(op.growth, op.line)
+            if label.layer is not None:
+                self._last[label.layer] = label.growth, label.line
+            return label
+        if op.name in INVARIANT:
+            return self._resolved(label, "norm")._replace(growth=0.0, line=None, scores=None)
+        if abs(label.growth) < FLAT and op.name in LINEAR and not any(each.weight for each in op.labels):
+            return label
+        is_product = op.junction == "product" and op.name != "glu"
+        label = self._resolved(label, "linear" if is_product or op.name in _KEEP else "nonlinear")
+        keeps = op.name in _KEEP and all(each.node is not None or each == CONSTANT for each in op.labels)
+        return label if abs(label.growth) < FLAT or is_product or keeps else self._unattributed(label)
+
+    def _contraction(self, op: Operation) -> Label:
         weights = [
-            (tensor, label) for tensor, label in zip(given, labels, strict=True) if label.weight or label.outside
+            (tensor, label) for tensor, label in zip(op.given, op.labels, strict=True) if label.weight or label.outside
         ]
         if not weights:
-            moving = [label for label in labels if label.node is not None]
-            if len(moving) == 2 and self._with_weights:
-                return self._scores(name, where, args, labels, growth)
-            return self._sum(where, labels, "contraction", settle=True)
+            if self._with_weights and sum(label.node is not None for label in op.labels) == 2:
+                return self._scores(op)
+            return self._sum(op.where, op.labels, "contraction", settle=True)
+        tensor, weight = weights[0]
         if self._with_weights:
-            found = None
-            if len(weights) == 1:
-                found = fans(name, args, kwargs, weights[0][0])
-            if found is not None and weights[0][1].weight is not None:
-                others = [label for label in labels if label is not weights[0][1]]
-                return self._use(weights[0][1], found, others, name)
+            sizes = fans(op, tensor) if len(weights) == 1 and weight.weight is not None else None
+            if sizes is not None:
+                return self._use(weight, sizes, [label for label in op.labels if label is not weight], op.name)
             for _, label in weights:
-                self.unknown.setdefault(label.weight or label.outside or "", where)
-            return Label(lost=f"{where}, where it is not known what {weights[0][1].weight} is taken for")
-        weight = weights[0][1].weight or weights[0][1].outside
-        label = self._sum(where, labels, "contraction")
+                self.unknown.setdefault(label.weight or label.outside or "", op.where)
+            return Label(lost=f"{op.where}, where it is not known what {weight.weight} is taken for")
+        label = self._sum(op.where, op.labels, "contraction")
         if label.lost is not None:
             return label
+        name = weight.weight or weight.outside
         if label.node is None:
-            return Label(outside=weight)
-        return Label(lost=f"{where}, with the parameter {weight} outside of a layer")
+            return Label(outside=name)
+        return Label(lost=f"{op.where}, with the parameter {name} outside of a layer")
 
-    def _scores(self, name: str, where: str, args: Any, labels: list[Label], growth: float) -> Label:
-        self._multiplied(labels)
-        sizes = self._sizes(where, summed_over(name, args) or 1)
-        grown = sizes[1] > sizes[0]
-        total = growth + math.log(sizes[1] / sizes[0]) + sum(label.growth for label in labels)
-        if grown:  # what the factors before it are for
-            for label in labels:
-                self._resolved(label._replace(growth=0.0))
-            labels = [label._replace(layer=None, growth=0.0, line=None) for label in labels]
-        label = self._sum(where, labels, "contraction")
-        return label._replace(growth=total if grown else label.growth, scores=(where, *sizes) if grown else None)
+    def _scores(self, op: Operation) -> Label:
+        """Of a product of two activations."""
+        self._multiplied(op.labels)
+        size = summed_over(op)
+        small = int(self._small_number(f"{op.where} size", size))
+        if size <= small:
+            return self._sum(op.where, op.labels, "contraction")
+        growth = op.growth + math.log(size / small) + sum(label.growth for label in op.labels)
+        for label in op.labels:  # what the factors before it are for
+            self._resolved(label._replace(growth=0.0))
+        label = self._sum(op.where, [label.settled() for label in op.labels], "contraction")
+        return label._replace(growth=growth, scores=(op.where, small, size))
 
-    def _attention(self, where: str, args: Any, kwargs: Any, given: list[Tensor], labels: list[Label]) -> Label:
-        size = args[0].shape[-1] if args else kwargs["query"].shape[-1]
-        mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
-        queries = args[:2] if len(args) > 1 else (kwargs.get("query"), kwargs.get("key"))
+    def _attention(self, op: Operation) -> Label:
+        query, key, mask = op.argument(0, "query"), op.argument(1, "key"), op.argument(3, "attn_mask")
         factors, others = [], []
-        for tensor, label in zip(given, labels, strict=True):
-            if any(tensor is each for each in queries):
+        for tensor, label in zip(op.given, op.labels, strict=True):
+            if tensor is query or tensor is key:
                 factors.append(label)
             else:  # what is added to scores is not multiplied with, if it is a weight
                 others.append(label._replace(weight=None, outside=None) if tensor is mask else self._resolved(label))
         self._multiplied(factors)
-        scale = kwargs.get("scale") or size**-0.5
-        if self._check_heads(where, size, scale, sum(label.growth for label in factors)):
+        size = query.shape[-1]
+        scale = op.kwargs.get("scale") or size**-0.5
+        if self._check_heads(op.where, size, scale, sum(label.growth for label in factors)):
             factors = [label._replace(growth=0.0, line=None) for label in factors]  # what the factors before it are for
-        return self._sum(where, [*map(self._resolved, factors), *others], "contraction")
+        return self._sum(op.where, [*map(self._resolved, factors), *others], "contraction")
 
-    def _attention_module(self, where: str, args: Any, kwargs: Any) -> Label:
+    def _attention_module(self, op: Operation) -> Label:
         """``nn.MultiheadAttention``."""
-        bound = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs)
+        bound = inspect.signature(F.multi_head_attention_forward).bind(*op.args, **op.kwargs)
         bound.apply_defaults()
         given = bound.arguments
         inputs = [self._get(given[key]) for key in ("query", "key", "value")]
@@ -361,191 +374,80 @@ class Trace(Labels, TorchFunctionMode):
         else:
             mixed = [self._product(given["in_proj_weight"], inputs)]
         size = given["embed_dim_to_check"] // given["num_heads"]
-        self._check_heads(where, size, size**-0.5, 0.0)
-        return self._product(given["out_proj_weight"], [self._sum(where, mixed, "contraction")])
+        self._check_heads(op.where, size, size**-0.5, 0.0)
+        return self._product(given["out_proj_weight"], [self._sum(op.where, mixed, "contraction")])
 
-    def _recurrent(self, where: str, given: list[Tensor], labels: list[Label]) -> Label:
+    def _recurrent(self, op: Operation) -> Label:
         """``nn.LSTM``, ``nn.GRU``, ``nn.RNN`` and their cells."""
-        current = [label for label in labels if label.weight is None]
+        current = [label for label in op.labels if label.weight is None]
         steps: dict[str, list[tuple[str, Tensor]]] = {}
-        for tensor, label in zip(given, labels, strict=True):
+        for tensor, label in zip(op.given, op.labels, strict=True):
             if label.weight is not None:
-                kind, _, place = label.weight.rpartition(".")[2].removeprefix("weight_").partition("_")
-                steps.setdefault(place.removesuffix("_reverse"), []).append((kind, tensor))
+                kind, _, step = label.weight.rpartition(".")[2].removeprefix("weight_").partition("_")
+                steps.setdefault(step.removesuffix("_reverse"), []).append((kind, tensor))
         for weights in steps.values():
             for kind in ("ih", "hh", "hr"):  # what enters, what comes back, and its projection
                 products = (self._product(tensor, current) for each, tensor in weights if each == kind)
                 made = [self._resolved(label, "nonlinear") for label in products]
                 current = made if kind == "hr" and made else [*current, *made] if kind == "hh" else made or current
-            current = [self._sum(where, current)]
-        return current[0] if current else Label(lost=f"{where}, an operation that is not known")
+            current = [self._sum(op.where, current)]
+        return current[0] if current else Label(lost=f"{op.where}, an operation that is not known")
+
+    # Weights
 
     def _product(self, weight: Tensor, inputs: list[Label]) -> Label:
         self.touched.add(self._get(weight).weight or "")
         return self._use(self._get(weight), Fans(weight.shape[1], weight.shape[0]), inputs, "linear")
 
-    def _use(self, weight: Label, found: Fans, inputs: list[Label], operation: str) -> Label:
+    def _use(self, weight: Label, sizes: Fans, inputs: list[Label], operation: str) -> Label:
         """The label of a product of a weight with its inputs."""
         name = weight.weight or ""
         parameter = self._parameters[name]
         module, layer = self._owner(name, parameter)
         if self._owners.setdefault(layer, module) is not None and module is None:
             layer = f"{name}.{operation}"  # what a module gives is another layer
-        self._fans.setdefault(layer, found)
-        small = found if self._small is None else self._small._fans.get(layer, found)
-        grows = found.inputs > small.inputs, found.outputs > small.outputs
+        self._fans.setdefault(layer, sizes)
+        small = sizes if self._small is None else self._small._fans.get(layer, sizes)
+        grows = sizes.inputs > small.inputs, sizes.outputs > small.outputs
         kind = {(True, True): "hidden", (True, False): "readout", (False, True): "embedding"}.get(grows, "fixed")
         if operation.startswith("embedding") and grows[0]:
             self.unknown.setdefault(name, f"{self._where(operation)}, with more rows at larger widths,")
         if not parameter.requires_grad:
             label = self._sum(f"{layer}.input", inputs, "contraction", settle=True)
-            if label.lost is not None or label.node is None:
-                return label
-            return label._replace(growth=label.growth + weight.growth, line=label.line or weight.line)
+            return label if label.node is None else label.times(weight.growth, weight.line)
         if kind != "fixed":
-            use = self.uses.setdefault(layer, WeightUse(layer, name, module, kind, found, small))
-            kind = use.kind
+            kind = self.uses.setdefault(layer, WeightUse(layer, name, module, kind, sizes, small)).kind
         if not (parameter.is_meta or parameter.any()):
             inputs = [self._resolved(label, "zero") for label in inputs]
-        a, b = {"embedding": (0.0, 0.0), "fixed": (0.0, 0.0)}.get(kind, (0.5 if kind == "readout" else 0.0, 0.5))
-        label = self._add_layer(Node(layer, kind, (), a, b), inputs)
-        growth = label.growth + weight.growth
+        node = Node(layer, kind, (), *PRESETS["mup"].get(kind, (0.0, 0.0)))
+        label = self._add_layer(node, inputs).times(weight.growth, weight.line)
         if kind == "fixed":
-            return label._replace(layer=None, growth=growth, line=label.line or weight.line)
-        self._last[layer] = growth, label.line or weight.line
-        return label._replace(growth=growth, line=label.line or weight.line)
+            return label._replace(layer=None)
+        self._last[layer] = label.growth, label.line
+        return label
 
     def _owner(self, name: str, parameter: nn.Parameter) -> tuple[str | None, str]:
         """The running module that has a parameter, if there is one, and what its layer is called."""
         for path, module in reversed(self._path):
-            for key, held in module.named_parameters(recurse=False):
-                if held is parameter:
-                    return path, path if key in {"weight", "weight_v"} else f"{path}.{key}".lstrip(".")
+            held = dict(module.named_parameters(recurse=False))
+            for key, each in held.items():
+                if each is parameter:
+                    is_its_own = key == "weight" or norm_of(held, key) is not None
+                    return path, path if is_its_own else f"{path}.{key}".lstrip(".")
             computed = getattr(module, "parametrizations", None)
-            if isinstance(computed, nn.ModuleDict) and any(held is parameter for held in computed.parameters()):
+            if isinstance(computed, nn.ModuleDict) and any(each is parameter for each in computed.parameters()):
                 return path, path
         owner, _, key = name.rpartition(".")
         return None, owner if key == "weight" else name
 
-    # Labels and factors
+    # Numbers that may grow
 
-    def _keep_track(
-        self, name: str, kind: str, where: str, args: Any, kwargs: Any, labels: list[Label], factor: tuple[float, Any]
-    ) -> Label:
-        """The label of what an operation makes that is no contraction."""
-        for label in labels:
-            if label.lost is not None:
-                return label
-        if name in INDEXING and labels[0].weight is not None:
-            return labels[0]  # experts, chosen by what a router says
-        moving = [label for label in labels if label.node is not None]
-        if self._small is None or not moving:
-            label = self._join(kind, where, labels)
-            tracked = [each for each in labels if each.weight is not None]
-            if self._small is not None and label.weight is not None and tracked and factor[1] is not None:
-                return label._replace(growth=tracked[0].growth + factor[0], line=tracked[0].line or factor[1])
-            single = len(moving) == 1 and self._is_linear(name, labels, factor)
-            return label._replace(layer=moving[0].layer) if single and label.node is not None else label
-        growth, line = factor
-        if len(moving) == 1:
-            return self._follow(name, where, args, kwargs, moving[0], labels, growth, line)
-        if name in INVARIANT:
-            return self._join(kind, where, [self._resolved(label, "norm") for label in moving])
-        if kind != "product" or name == "glu":
-            return self._sum(where, moving, kind)
-        self._multiplied(moving)
-        settled = [self._resolved(label) for label in moving]
-        signs = are_divided(name, settled)
-        total = growth + sum(sign * label.growth for sign, label in zip(signs, settled, strict=True))
-        lines = [label.line for label in settled if label.line is not None]
-        return self._join(kind, where, settled)._replace(growth=total, line=lines[0] if lines else None)
-
-    def _is_linear(self, name: str, labels: list[Label], factor: tuple[float, Any]) -> bool:
-        if name in HOMOGENEOUS or factor[1] is not None:
-            return True
-        return name in LINEAR and not any(label.weight for label in labels)
-
-    def _follow(
-        self,
-        name: str,
-        where: str,
-        args: Any,
-        kwargs: Any,
-        label: Label,
-        labels: list[Label],
-        growth: float,
-        line: str | None,
-    ) -> Label:
-        """The label of what an operation makes of one activation, and of constants and weights."""
-        power = degree(name, args, kwargs)
-        if power is not None:
-            label = self._resolved(label, "norm")
-            return label._replace(growth=power * label.growth + growth, line=label.line or line)
-        if self._is_linear(name, labels, (growth, line)) and (line is not None or name in HOMOGENEOUS):
-            if line is None and abs(growth) > 1e-9:  # a sum over more of them is no factor of the layer
-                label = self._resolved(label)
-            if abs(growth) > 1e-9:
-                label = label._replace(growth=label.growth + growth, line=label.line or line)
-            if label.layer is not None:
-                self._last[label.layer] = label.growth, label.line
-            return label
-        if name in INVARIANT:
-            return self._resolved(label, "norm")._replace(growth=0.0, line=None, scores=None)
-        if abs(label.growth) < FLAT and self._is_linear(name, labels, (growth, line)):
-            return label
-        is_product = junction_of(name) == "product" and name != "glu"
-        label = self._resolved(label, "linear" if is_product or name in _KEEP else "nonlinear")
-        if abs(label.growth) < FLAT or is_product:
-            return label
-        if name in _KEEP and all(each.node is not None or each == CONSTANT for each in labels):
-            return label
-        return self._unattributed(label)
-
-    def _growth(self, name: str, args: Any, result: Any, labels: list[Label]) -> tuple[float, str | None]:
-        """By how much more this model multiplies than the smaller one, as a logarithm, and the line of code."""
-        if not self._with_weights:
-            return 0.0, None
-        found = log_factor(name, args, result, lambda tensor: self._get(tensor) == CONSTANT)
-        if found is None:
-            return 0.0, None
-        key = self._key(name)
-        self._logs[key] = found[0]
-        growth = 0.0 if self._small is None else found[0] - self._small._logs.get(key, found[0])
-        if not found[1]:
-            return growth, None
-        return growth, _line() if abs(growth) > 1e-9 else ""
-
-    def _sizes(self, where: str, size: int) -> tuple[int, int]:
-        """A size in the smaller and in the larger model."""
-        key = self._key(f"{where} size")
-        self._logs[key] = size
-        return int(size if self._small is None else self._small._logs.get(key, size)), size
-
-    def _key(self, name: str) -> str:
-        """A name for the same operation in both models."""
-        key = self._where(name)
-        self._counts[key] = self._counts.get(key, 0) + 1
-        return f"{key}#{self._counts[key]}"
-
-    def _check_heads(self, where: str, size: int, scale: float, growth: float) -> bool:
-        """Whether heads grow; they are told of if scores do."""
-        sizes = self._sizes(where, size)
-        key = self._key(f"{where} scale")
-        self._logs[key] = scale
-        before = scale if self._small is None else self._small._logs.get(key, scale)
-        times = scale * sizes[1] / (before * sizes[0]) * math.exp(growth)
-        if sizes[1] > sizes[0] and times > 1.05:
-            self._warn_of_heads(where, *sizes, times)
-        return sizes[1] > sizes[0]
-
-
-def _line() -> str | None:
-    """The line of the model's code that is running."""
-    frame: Any = sys._getframe(1)
-    inside = str(Path(torch.__file__).parent), str(Path(__file__).parent)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith(inside):
-            return f"{Path(file).name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return None
+    def _with_growth(self, op: Operation) -> Operation:
+        factor = log_factor(op, lambda tensor: self._get(tensor) == CONSTANT)
+        if factor is None:
+            return op
+        number, is_the_models = factor
+        growth = number - self._small_number(op.name, number)
+        if not is_the_models:
+            return op._replace(growth=growth)
+        return op._replace(growth=growth, line=line_of_code() if abs(growth) > 1e-9 else "")

@@ -43,19 +43,13 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 
 from ignite_monitor.checks import check_count, check_type
 from ignite_monitor.model.names import named_modules, named_parameters
-from ignite_monitor.scaling._labels import FLAT, TracingError
-from ignite_monitor.scaling._layers import FoundLayer, FoundLayers, computes_weights, layers_by_hand
 from ignite_monitor.scaling.graph import PRESETS, Node
-from ignite_monitor.scaling.module import Multiplier
-from ignite_monitor.scaling.parametrization import Parametrization
+from ignite_monitor.scaling.labels import FLAT, TracingError
+from ignite_monitor.scaling.module import Multiplier, computes_weights, norm_of
+from ignite_monitor.scaling.parametrization import FoundLayer, FoundLayers, Parametrization, layers_by_hand
 from ignite_monitor.scaling.tracing import Trace
 
 _logger = logging.getLogger(__name__)
-
-BY_HAND = (
-    "put it into a ParametrizedModule(module, width_dim=n, layer_type=...) in make_model, with which it is taken as "
-    "one layer, whatever it does"
-)
 
 
 def parametrize(
@@ -120,14 +114,14 @@ def parametrize(
     model = make_model(widths[1])
     growing = _growing_weights(small, model)
     by_hand = layers_by_hand(model, frozen=False)
-    modules = [dict(named_modules(made)) for made in (small, model)]
-    traces: list[Trace] = []
-    for width, made, held in zip(widths, (small, model), modules, strict=True):
-        layers = [(held[name], layer.node(name)) for name, layer in by_hand.items()]
+
+    def traced(made: nn.Module, width: int, small: Trace | None = None) -> Trace:
+        modules = dict(named_modules(made))
+        layers = [(modules[name], layer.node(name)) for name, layer in by_hand.items()]
         inputs = sample_input(width) if callable(sample_input) else sample_input
-        traces.append(Trace(made, layers, with_weights=True, small=traces[0] if traces else None).run(inputs))
-    trace = traces[1]
-    trace.check_used(layers)
+        return Trace(made, layers, with_weights=True, small=small).run(inputs)
+
+    trace = traced(model, widths[1], traced(small, widths[0]))
     inside = {id(each) for layer in by_hand.values() for each in layer.module.parameters()}
     _check_known(model, trace, {name for name, each in growing.items() if id(each) not in inside})
     if trace.warnings:
@@ -142,22 +136,19 @@ def _found_layers(model: nn.Module, trace: Trace, by_hand: dict[str, FoundLayer]
     modules = dict(named_modules(model))
     parameters = {name: (parameter, owner) for name, parameter, owner in named_parameters(model)}
     inner = _feeding(trace.nodes)
-    found = dict(by_hand)
+    layers = dict(by_hand)
     for name, use in trace.uses.items():
         parameter, owner = parameters[use.weight]
         takers = trace.takers.get(name, set()) if name in inner and use.kind == "readout" else set()
         kind = "hidden" if takers & {"norm", "zero"} else use.kind
-        partners = {each for product in trace.products if name in product for each in product - {name}}
-        from_zero = (
-            "linear" in takers and kind == "readout" and not any(found[each].from_zero for each in partners & {*found})
-        )
+        partners = {each for product in trace.products if name in product for each in product if each in layers}
+        from_zero = "linear" in takers and kind == "readout" and not any(layers[each].from_zero for each in partners)
         is_zero = from_zero or not (parameter.is_meta or parameter.any())
         small, width = use.widths
-        growth = trace.own_growth(name)
         module = owner if use.module is None else modules[use.module]
-        keys = {id(each): key for key, each in module.named_parameters()}
+        key = next(key for key, each in module.named_parameters() if each is parameter)
         a, b = PRESETS["mup"][kind]
-        found[name] = FoundLayer(
+        layers[name] = FoundLayer(
             module=module,
             layer_type=kind,
             width=width,
@@ -165,9 +156,9 @@ def _found_layers(model: nn.Module, trace: Trace, by_hand: dict[str, FoundLayer]
             b=b,
             c=None,
             hook=None if use.module is None else Multiplier(width, kind),
-            own=_exponent(growth, width / small),
-            weights=(keys[id(parameter)],),
-            biases=_biases(module, keys[id(parameter)]),
+            weights=(key,),
+            biases=_biases(module, key),
+            own=_exponent(trace.own_growth(name), width / small),
             is_module=use.is_module,
             # What is zero may be added to another weight, as LoRA's is when it is merged: so it has no multiplier.
             multiplies=use.is_module and not is_zero,
@@ -181,13 +172,14 @@ def _found_layers(model: nn.Module, trace: Trace, by_hand: dict[str, FoundLayer]
                 f"(times {math.exp(growth):.3g} from the smaller model to the larger), which its exponents do not "
                 "count: leave it to a, or put it into the module"
             )
-    order = {name: place for place, name in enumerate([*modules, *parameters])}
-    first = {name: (order.get(name, -1), 0) for name in by_hand}
-    first |= {
-        name: (order[use.weight.rpartition(".")[0] if use.module is None else use.module], order[use.weight])
-        for name, use in trace.uses.items()
-    }
-    return FoundLayers({name: found[name] for name in sorted(found, key=first.__getitem__)}, trace.nodes)
+    everything = [*modules.values(), *(parameter for parameter, _ in parameters.values())]
+    order = {id(each): index for index, each in enumerate(everything)}
+
+    def place_in_model(name: str) -> list[int]:
+        module, keys = layers[name].module, layers[name].weights[:1]
+        return [order[id(each)] for each in (module, *map(module.get_parameter, keys))]
+
+    return FoundLayers({name: layers[name] for name in sorted(layers, key=place_in_model)}, trace.nodes)
 
 
 def _exponent(growth: float, times: float) -> float:
@@ -201,20 +193,19 @@ def _exponent(growth: float, times: float) -> float:
 
 def _biases(module: nn.Module, key: str) -> tuple[str, ...]:
     """The names of a weight's biases in its module: all that is no weight, or what is called like the weight."""
-    held = {name: each for name, each in module.named_parameters(recurse=False) if each.ndim < 2}
-    if key.rpartition(".")[2] in {"weight", "weight_v", "original1"}:
-        return tuple(held)
-    name = key.replace("weight", "bias")
-    return (name,) if name in held and name != key else ()
+    biases = tuple(name for name, each in module.named_parameters(recurse=False) if each.ndim < 2)
+    if key == "weight" or norm_of(dict(module.named_parameters()), key) is not None:
+        return biases
+    return tuple(name for name in biases if name == key.replace("weight", "bias") != key)
 
 
 def _feeding(nodes: Iterable[Node]) -> set[str]:
     """The nodes whose values a weight takes, directly or through others."""
-    found: set[str] = set()
+    feeding: set[str] = set()
     for node in reversed(list(nodes)):
-        if node.has_weights or node.kind == "fixed" or node.name in found:
-            found.update(node.inputs)
-    return {node.shares or node.name for node in nodes if node.name in found}
+        if node.has_weights or node.kind == "fixed" or node.name in feeding:
+            feeding.update(node.inputs)
+    return {node.layer for node in nodes if node.name in feeding}
 
 
 def _growing_weights(small: nn.Module, large: nn.Module) -> dict[str, nn.Parameter]:
@@ -227,7 +218,11 @@ def _growing_weights(small: nn.Module, large: nn.Module) -> dict[str, nn.Paramet
     for made in (small, large):
         _check_made(made)
     modules = list(named_modules(small)), list(named_modules(large))
-    kinds = [[f"{name or 'the model'} ({_kind(module)})" for name, module in each] for each in modules]
+    # By name, since make_model may define the class; and each module with a parametrization of torch's has its own.
+    kinds = [
+        [f"{name or 'the model'} ({type_before_parametrizations(module).__qualname__})" for name, module in each]
+        for each in modules
+    ]
     for one, other in itertools.zip_longest(*kinds, fillvalue="nothing more"):
         if one != other:
             raise ValueError(
@@ -241,14 +236,14 @@ def _growing_weights(small: nn.Module, large: nn.Module) -> dict[str, nn.Paramet
                 "Argument make_model should make models that differ in sizes alone, but "
                 f"{name.rpartition('.')[0] or 'the model'} differs in {name}"
             )
-    found = {
+    growing = {
         name: parameter
         for name, parameter, _ in named_parameters(large)
         if parameter.ndim > 1 and sizes[0][name] != sizes[1][name]
     }
-    if not found:
+    if not growing:
         raise ValueError("Argument make_model should make a model whose weights grow with width, but none does")
-    return found
+    return growing
 
 
 def _check_made(model: nn.Module) -> None:
@@ -268,11 +263,6 @@ def _check_made(model: nn.Module) -> None:
             )
 
 
-def _kind(module: nn.Module) -> str:
-    # By name, since make_model may define the class; and each module with a parametrization of torch's has its own.
-    return type_before_parametrizations(module).__qualname__
-
-
 def _check_known(model: nn.Module, trace: Trace, growing: set[str]) -> None:
     for name, parameter, module in named_parameters(model):
         if name not in growing or not parameter.requires_grad:
@@ -281,7 +271,8 @@ def _check_known(model: nn.Module, trace: Trace, growing: set[str]) -> None:
         if name in trace.unknown:
             raise ValueError(
                 f"{trace.unknown[name]} uses {name}, which grows with width, and it is not known what for, so that "
-                f"{of} has no exponents: {BY_HAND}"
+                f"{of} has no exponents: put it into a ParametrizedModule(module, width_dim=n, layer_type=...) in "
+                "make_model, with which it is taken as one layer, whatever it does"
             )
         if name not in trace.touched:
             raise TracingError(
@@ -292,20 +283,17 @@ def _check_known(model: nn.Module, trace: Trace, growing: set[str]) -> None:
 
 def _say_what_is_kept(parametrization: Parametrization, growing: dict[str, nn.Parameter], found: FoundLayers) -> None:
     names = {id(parameter): name for name, parameter in growing.items()}
-    new: list[str] = []
-    kept: list[str] = []
+    kept: dict[str, list[str]] = {
+        "frozen, as they are": [name for name, each in growing.items() if not each.requires_grad],
+        "zero, as they are": [],
+        "set to zero, since other layers take their outputs, whose number does not grow": [],
+    }
+    _, zero, set_to_zero = kept.values()
     for name, layer in parametrization.layers.items():
-        zero = [names.get(id(each), name) for key, each in layer.weights.items() if key not in layer.seeds]
-        (new if found.layers[name].from_zero else kept).extend(zero)
-    frozen = [name for name, each in growing.items() if not each.requires_grad]
+        not_drawn = [names.get(id(each), name) for key, each in layer.weights.items() if key not in layer.seeds]
+        (set_to_zero if found.layers[name].from_zero else zero).extend(not_drawn)
     parts = [
-        f"{len(listed)} {what} ({listed[0]}{', …' if len(listed) > 1 else ''})"
-        for listed, what in (
-            (frozen, "frozen, as they are"),
-            (kept, "zero, as they are"),
-            (new, "set to zero, since other layers take their outputs, whose number does not grow"),
-        )
-        if listed
+        f"{len(listed)} {how} ({listed[0]}{', …' if len(listed) > 1 else ''})" for how, listed in kept.items() if listed
     ]
     if parts:
         _logger.warning("Weights that are not drawn anew: %s", "; ".join(parts))

@@ -21,7 +21,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from ignite_monitor.model._torch import hooks_before_forward, modules_in, parameters_in
-from ignite_monitor.model.device_of import device_of
+from ignite_monitor.model.devices import device_of
 from ignite_monitor.model.linear_maps import is_conv1d
 from ignite_monitor.model.names import named_modules
 from ignite_monitor.model.samples import is_measurable

@@ -17,10 +17,9 @@ from ignite_monitor.events.ledger import GradientsReady, OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import SPECTRAL
 from ignite_monitor.model.devices import upload
-from ignite_monitor.model.names import named_parameters, tags
+from ignite_monitor.model.names import Pattern, Selection, named_parameters, tags
 from ignite_monitor.model.norms import any_sharded
 from ignite_monitor.model.samples import reshard
-from ignite_monitor.model.selection import Pattern, Selection
 from ignite_monitor.model.sharding import check_whole
 from ignite_monitor.model.updates import order_statistics
 from ignite_monitor.monitor.base import Handlers, Monitor
@@ -42,26 +41,6 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
     a norm, and no part in the conditions below. Where a weight is computed of others, by a parametrization, weight or
     spectral normalisation, or LoRA (PEFT), the result is measured, under the name that the module's weight has.
 
-    in ``engine.state.metrics``             meaning (0-dim tensors)
-    ======================================  ==========================================================================
-    ``spectral/norm_max``                   the largest spectral norm
-    ``spectral/norm_mean``                  the mean over the weights
-    ``spectral/norm_std``                   their standard deviation, over all of them
-    ``spectral/stable_rank_min``            the smallest stable rank :math:`\lVert W\rVert_F^2 / \sigma^2`
-    ``spectral/stable_rank_median``         the median of the stable ranks
-    ``spectral/error_max``                  what no norm's relative error exceeds (absent with the two quick methods)
-    ``spectral/iterations``                 how many steps "power" took for the weight that needed most
-    ``spectral/norm/{name}``                with ``per_parameter=True``: each norm of a matrix
-    ``spectral/table/{name}``               with ``per_parameter=True``: each norm of a table
-    ``spectral/topk/{name}``                the ``top_k`` largest norms
-    ``spectral/update_norm_max``            with ``updates=True``: the largest norm of what the train step changed
-    ``spectral/update_error_max``           what no such norm's relative error exceeds
-    ``spectral/update_condition_max``       the largest :math:`\lVert\Delta W\rVert_2 / \sqrt{out/in}`
-    ``spectral/update_condition_median``    the median of these
-    ``spectral/weight_condition_max``       the largest :math:`\lVert W\rVert_2 / \sqrt{out/in}`
-    ``spectral/weight_condition_median``    the median of these
-    ======================================  ==========================================================================
-    =======
     {keys}
 
     The values named ``topk`` appear when a logger writes. The others wait for nothing.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ignite_monitor.model.devices import wide_dtype
-from ignite_monitor.model.precision import full_precision
+from ignite_monitor.model.modes import full_precision
 from ignite_monitor.spectral.block_lanczos import PROBES, WIDTH, BlockLanczos
 from ignite_monitor.spectral.dominant import dominant
 from ignite_monitor.spectral.matrices import Matrices

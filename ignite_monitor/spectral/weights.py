@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ignite_monitor.model._torch import foreach_copy
 from ignite_monitor.model.norms import is_sharded
 from ignite_monitor.model.sharding import all_reduce
 from ignite_monitor.spectral.acting_weights import MATRIX, STACK, TABLE, ActingWeight
@@ -49,11 +50,11 @@ class Weight(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Weights of one shape.
+    """Weights that are measured at once.
 
     Attributes:
         names: their names.
-        matrices: the weights.
+        matrices: the weights, some turned and filled up with zeros.
         dtype: what they are stored in.
         is_shared: whether their rows are shared out over ranks.
     """
@@ -94,24 +95,37 @@ def as_weights(acting: ActingWeight, whole: bool) -> list[Weight]:
 
 
 def batches(weights: Iterable[Weight]) -> Iterable[Batch]:
-    """Weights of one shape, dtype and device together.
+    """Weights of one size, dtype and device together.
 
     Yields:
         Each batch when it is asked for, since it may be a copy.
     """
-    alike: dict[Any, list[Weight]] = {}
+    alike: dict[Any, list[tuple[Weight, Tensor]]] = {}
     for weight in weights:
         local = weight.local
-        alike.setdefault((local.device, local.dtype, local.shape, weight.rows, weight.groups), []).append(weight)
-    for (device, dtype, shape, rows, groups), members in alike.items():
-        # Every rank makes the same batches, whatever its part of the rows.
-        size = max(1, _BATCH.get(device.type, _LARGE_BATCH) // (rows * shape[1]))
-        for first in range(0, len(members), size):
-            batch = members[first : first + size]
-            parts = [each.local.to(_work_dtype(dtype)) for each in batch]
-            stack = torch.stack(parts) if len(parts) > 1 else parts[0].unsqueeze(0)
+        # Fewer batches are quicker on an accelerator, so there shapes go together that have the shorter side in common:
+        # rows of zeros change no norm. Of what is shared out a rank can't know how many rows others would need.
+        together = local.device.type != "cpu" and not weight.groups
+        if together and len(local) < local.shape[1]:
+            local = local.T
+        shape = local.shape[1:] if together else (weight.rows, *local.shape)
+        alike.setdefault((local.device, local.dtype, shape, weight.groups), []).append((weight, local))
+    for (device, dtype, _, groups), members in alike.items():
+        members.sort(key=lambda each: -len(each[1]))
+        while members:
+            # Every rank makes the same batches, whatever its part of the rows.
+            weight, local = members[0]
+            rows = weight.rows if groups else len(local)
+            size = max(1, _BATCH.get(device.type, _LARGE_BATCH) // (rows * local.shape[1]))
+            batch, members = members[:size], members[size:]
+            parts = [each.to(_work_dtype(dtype)) for _, each in batch]
+            if len({len(part) for part in parts}) > 1:
+                stack = parts[0].new_zeros(len(parts), *parts[0].shape)
+                foreach_copy([row[: len(part)] for row, part in zip(stack, parts, strict=True)], parts)
+            else:
+                stack = torch.stack(parts) if len(parts) > 1 else parts[0].unsqueeze(0)
             matrices = Matrices(stack, _over(groups) if groups else None)
-            yield Batch([each.name for each in batch], matrices, dtype, bool(groups))
+            yield Batch([each.name for each, _ in batch], matrices, dtype, bool(groups))
 
 
 def _over(groups: tuple[Any, ...]) -> AllReduce:

@@ -12,15 +12,14 @@ from ignite.engine import Engine
 from torch import Tensor
 
 from ignite_monitor.checks import check_count
-from ignite_monitor.events.monitor_events import MonitorEvents
-from ignite_monitor.events.spike import Spike, told
+from ignite_monitor.events.monitor_events import MonitorEvents, Spike, told
 from ignite_monitor.judging.judge import NormJudge
 from ignite_monitor.judging.spikes import SpikeDetector, Verdict
 from ignite_monitor.judging.thresholds import ThresholdRule, as_rule
 from ignite_monitor.keys import SPIKE
 from ignite_monitor.model.devices import wide_dtype
 from ignite_monitor.monitor.base import Handlers, Monitor, NoModel, check_flag
-from ignite_monitor.monitor.named_values import as_published
+from ignite_monitor.monitor.publisher import as_published
 
 
 class SpikeMonitor(Monitor, schema=SPIKE):

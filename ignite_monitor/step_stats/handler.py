@@ -18,18 +18,16 @@ from ignite_monitor.events.ledger import OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import STEP_STATS
 from ignite_monitor.model._torch import Gone, dispatch_mode, need
-from ignite_monitor.model.device_of import device_of
+from ignite_monitor.model.devices import device_of
 from ignite_monitor.model.eager import Eager
 from ignite_monitor.model.optimizers import held_by
 from ignite_monitor.model.samples import is_measurable, reshard
 from ignite_monitor.model.sharding import check_whole
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.ranks import gradient_norm
-from ignite_monitor.step_stats.clock import StepClock
 from ignite_monitor.step_stats.flops import FlopCount
-from ignite_monitor.step_stats.items import count_items
-from ignite_monitor.step_stats.memory import peak_memory, resident_memory
-from ignite_monitor.step_stats.peaks import peak_flops as known_peak
+from ignite_monitor.step_stats.flops import peak_flops as known_peak
+from ignite_monitor.step_stats.measures import StepClock, count_items, peak_memory, resident_memory
 
 
 class StepStatsHandler(Monitor, schema=STEP_STATS):

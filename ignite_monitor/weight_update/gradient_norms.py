@@ -63,7 +63,9 @@ class GradientNorms:
 
     def step_completed(self, places: Iterable[int]) -> None:
         """An optimizer has made its step."""
-        self._used |= {place: self._taken[place] for place in places if place in self._taken}
+        used = {place: self._taken[place] for place in places if place in self._taken}
+        self._used |= used
+        self._samples.gradients_used(used)
 
     def result(self, masks: HostMasks) -> tuple[Tensor, Tensor] | None:
         """Each parameter's norm, and whether it has one; None if none has."""

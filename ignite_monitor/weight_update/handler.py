@@ -24,7 +24,9 @@ from ignite_monitor.model.sharding import check_whole
 from ignite_monitor.model.updates import order_statistics, update_ratios
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.weight_update.frozen import FrozenParameters, on_host
+from ignite_monitor.weight_update.lost_updates import LostUpdates
 from ignite_monitor.weight_update.train_step import SampledTrainStep, unknown_where
+from ignite_monitor.weight_update.untrained import UntrainedParameters
 
 
 class ParameterDiagnostics(NamedTuple):
@@ -60,8 +62,8 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
 
     {keys}
 
-    The last two kinds are named by values, so they appear when a logger writes, or :attr:`diagnostics` is read. The
-    others wait for nothing.
+    ``topk_grad`` and ``topk_frozen`` are named by values, so they appear when a logger writes, or :attr:`diagnostics`
+    is read. The others wait for nothing.
 
     A parameter is frozen once its update ratio has been at most ``frozen_update_ratio_threshold`` in
     ``frozen_patience_steps`` monitored steps in a row; a warning in the log names it. Only steps that were to move it
@@ -83,6 +85,15 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
     2\ :sup:`-11`), so the ratio is of what is left of an update after rounding: 0 for one that is lost, which does
     freeze the parameter, and the warning says that rounding does it. Where the optimizer keeps a float32 copy of a
     weight in its state, under a key with "master" or "fp32" in it, the ratio is that of the copy.
+    ``lost_update_fraction`` is the share of the elements with a gradient other than 0 that the train step left bit for
+    bit what they were, over all weights of low precision without such a copy, estimated by the sample: for bfloat16
+    weights of a usual size under Adam about 0.3, 0.9 and 0.99 at learning rates of 1e-3, 1e-4 and 1e-5. A warning says
+    once that most updates are lost. Parameters are left out whose optimizer makes up for rounding, with a key with
+    "kahan" or "compensation" in its state.
+
+    **Untrained parameters.** After ``frozen_patience_steps`` monitored steps those are named that no optimizer holds
+    whose step was seen, and those of the others that have not had a gradient so far, ``requires_grad=False`` included.
+    Where they are more than ``top_k``, the modules are named that they are in; the value says how many they are.
 
     Args:
         model: the model, as the train step uses it (wrapped, where it is wrapped).
@@ -157,6 +168,8 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
         self._names = [name for name, _, _ in named_parameters(model)]
         self._tags = tags(self._names)
         self._frozen = FrozenParameters(self._names, self.frozen_update_ratio_threshold, self.frozen_patience_steps)
+        self._lost = LostUpdates(self.frozen_patience_steps)
+        self._untrained = UntrainedParameters(self.frozen_patience_steps, self.top_k)
         self._step: SampledTrainStep | None = None  # while a run lasts
         self._table: Tensor | None = None  # of the last monitored iteration: gradient norms, ratios, still
         self._rows: list[list[float]] | None = None  # the same on the host
@@ -186,8 +199,8 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
         }
 
     def state_dict(self) -> OrderedDict[str, Any]:
-        """In how many monitored steps in a row each parameter has stood still: a list of names and a tensor."""
-        return self._frozen.state_dict()
+        """What the monitored steps have shown of each parameter: names, numbers and a tensor."""
+        return OrderedDict(**self._frozen.state_dict(), untrained=self._untrained.state_dict())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a saved state; parameters that it does not know start anew.
@@ -201,6 +214,8 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
         """
         super().load_state_dict(state_dict)
         self._frozen.load_state_dict(state_dict)
+        if "untrained" in state_dict:
+            self._untrained.load_state_dict(state_dict["untrained"])
         self._step = None  # the counts are on the CPU now: the next iteration takes them to the device
 
     def detach(self) -> None:
@@ -222,6 +237,7 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
     def start_iteration(self, engine: Engine) -> None:
         if self._frozen.changed():
             self._warn()
+        self._lost.warn(self.logger, self.prefix)
         if self._step is None or not self._step.fits():
             self._sample(engine)
         if self._step is not None:
@@ -242,14 +258,18 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
         self._step = None
         if self._frozen.changed(wait=True):
             self._warn()
+        self._lost.warn(self.logger, self.prefix, wait=True)
 
     def _on_gradients_ready(self, engine: Engine, backward: GradientsReady) -> None:
         if self._step is not None:
             self._step.gradients_ready(backward.scale(self.scaler), backward.reached, backward.optimizer)
+            self._untrained.gradients_found(self._step.trainable)
 
     def _on_step_started(self, engine: Engine, step: OptimizerStep) -> None:
         if self._step is not None:
             self._step.step_started(step.optimizer, step.scale, step.ledger.reduced)
+            self._untrained.gradients_found(self._step.trainable)
+            self._untrained.step_made(self._step.trainable, held_by(step.optimizer))
 
     def _on_step_completed(self, engine: Engine, step: OptimizerStep) -> None:
         if self._step is not None:
@@ -274,7 +294,7 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
         norms = unknown_where(norms, measured.with_gradient)
         ratios = update_ratios(measured.changes, measured.weights, self.eps)
         ratios = unknown_where(ratios.masked_fill(ratios.isinf(), math.nan), measured.moved)
-        values: dict[str, Tensor] = {}
+        values: dict[str, Tensor | float] = {}
         of_norms, of_ratios = order_statistics(torch.stack([norms, ratios])).unbind()
         if measured.with_gradient is not None:
             values |= _named("grad", of_norms)
@@ -284,6 +304,10 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
             values |= _named("update_ratio", of_ratios)
             frozen = self._frozen.observe(ratios, measured.moved)
             values["frozen_count"] = torch.where(measured.moved.any(), frozen.sum(dtype=ratios.dtype), math.nan)
+            if measured.lost is not None:
+                values["lost_update_fraction"] = measured.lost
+                self._lost.observe(measured.lost)
+            values |= self._untrained.observe(self._step.trainable)
         self._table, self._rows = torch.stack([norms, ratios, self._frozen.still]), None
         self._rounded = frozenset(self._step.rounded)
         self.publish(**values)

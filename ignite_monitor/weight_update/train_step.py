@@ -12,11 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ignite_monitor.model.optimizers import held_by
-from ignite_monitor.model.samples import ParameterSamples, reshard
+from ignite_monitor.model.samples import NARROW, ParameterSamples, reshard
 from ignite_monitor.monitor.stepped import HostMasks, SteppedParameters
 from ignite_monitor.weight_update.gradient_norms import GradientNorms
-
-_NARROW = (torch.bfloat16, torch.float16)
 
 
 class Measured(NamedTuple):
@@ -28,6 +26,8 @@ class Measured(NamedTuple):
         weights: norms of the weights before the step.
         changes: norms of what it changed of them.
         moved: which parameters it was to move; None if there was no step.
+        lost: of the elements that had a gradient, the share that did not move for rounding; NaN if there are none, None
+            if no parameter can lose an update.
     """
 
     gradients: Tensor
@@ -35,6 +35,7 @@ class Measured(NamedTuple):
     weights: Tensor
     changes: Tensor
     moved: Tensor | None
+    lost: Tensor | None
 
 
 class SampledTrainStep:
@@ -46,6 +47,7 @@ class SampledTrainStep:
 
     Attributes:
         samples: the sampled parameters.
+        trainable: name -> parameter, of those that can have a gradient.
         rounded: names of parameters of low precision of which no float32 copy is at hand.
     """
 
@@ -57,7 +59,10 @@ class SampledTrainStep:
         self._optimizer = optimizer
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet([] if optimizer is None else [optimizer])
         self._measurable = {id(self.samples.parameters[place]): place for place in self.samples.measurable}
-        self._narrow = [place for place, each in enumerate(self.samples.parameters) if each.dtype in _NARROW]
+        self.trainable = {
+            self.samples.names[place]: self.samples.parameters[place] for place in self.samples.measurable
+        }
+        self._narrow = [place for place, each in enumerate(self.samples.parameters) if each.dtype in NARROW]
         self._masks = HostMasks(len(self.samples.names), self.samples.device)
         self._stepped = SteppedParameters({})
         self._gradients = GradientNorms(self.samples, {})
@@ -84,6 +89,7 @@ class SampledTrainStep:
         self._stepped = SteppedParameters(places)
         self._gradients = GradientNorms(self.samples, places)
         self.samples.keep_weights(self._weights())
+        self.samples.forget_gradients()
 
     def gradients_ready(self, scale: Tensor | None, reached: Set[int], stepping: Optimizer | None) -> None:
         """A backward has ended.
@@ -126,8 +132,26 @@ class SampledTrainStep:
         if self._stepped:
             weights, changes = samples.weights_and_changes(self._weights())
             moved = self._stepped.mask(self._masks)
-        norms, weights, changes = samples.over_ranks(torch.stack([norms, weights, changes])).unbind()
-        return Measured(norms, with_gradient, weights, changes, moved)
+        rows = [norms, weights, changes]
+        losing = self._losing() if moved is not None else []
+        if moved is not None and losing:
+            # Over ranks squares are summed, here counts.
+            rows += samples.lost_updates().nan_to_num().sqrt().unbind()
+        norms, weights, changes, *counts = samples.over_ranks(torch.stack(rows)).unbind()
+        lost = None
+        if moved is not None and counts:
+            unmoved, updated = (torch.stack(counts) ** 2 * (self._masks.of(losing) & moved)).sum(1).unbind()
+            lost = unmoved / updated
+        return Measured(norms, with_gradient, weights, changes, moved, lost)
+
+    def _losing(self) -> list[int]:
+        """The places of parameters that lose what rounding takes of an update."""
+        return [
+            place
+            for place in self._narrow
+            if self.samples.names[place] in self.rounded
+            and not any(_is_compensated(each, self.samples.parameters[place]) for each in self._optimizers)
+        ]
 
     def _weights(self) -> list[Tensor]:
         weights: list[Tensor] = list(self.samples.parameters)
@@ -164,6 +188,11 @@ def _float32_copy(optimizer: Optimizer, parameter: nn.Parameter) -> Tensor | Non
         ):
             return value
     return None
+
+
+def _is_compensated(optimizer: Optimizer, parameter: nn.Parameter) -> bool:
+    """Whether an optimizer adds what rounding took of an update to the next one."""
+    return any("kahan" in str(key) or "compensation" in str(key) for key in optimizer.state.get(parameter, {}))
 
 
 def unknown_where(values: Tensor, known: Tensor | None) -> Tensor:

@@ -11,7 +11,7 @@ from ignite.engine import Engine, Events
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ignite_monitor import GradMonitor, StaticThreshold, WeightUpdateHandler
+from ignite_monitor import GradMonitor, OptimizerStateHandler, StaticThreshold, WeightUpdateHandler
 from tests.distributed._launch import WORLD, run_scenarios
 
 COUNT = 6
@@ -70,6 +70,8 @@ def train(model: nn.Module, rank: int | None, sample_size: int | None = 20, skip
     handler = WeightUpdateHandler(model, optimizer, sample_size=sample_size)
     engine = Engine(train_step)
     handler.attach(engine)
+    state = OptimizerStateHandler(optimizer, model, sample_size=sample_size)
+    state.attach(engine)
     if skip:
         GradMonitor(model, optimizer, threshold=StaticThreshold(1e-9), skip_step=True).attach(engine)
     published: list[dict[str, float]] = []
@@ -78,7 +80,8 @@ def train(model: nn.Module, rank: int | None, sample_size: int | None = 20, skip
     @engine.on(Events.ITERATION_COMPLETED)
     def record(_: Engine) -> None:
         diagnostics.append({name: list(map(float, each)) for name, each in handler.diagnostics.items()})
-        published.append({name: float(value) for name, value in handler.metrics.items()})
+        named = [each.on_host() for each in (handler, state)]
+        published.append({name: float(value) for each in named for name, value in each.items()})
 
     engine.run(batches(), max_epochs=1)
     return {"published": published, "diagnostics": diagnostics}

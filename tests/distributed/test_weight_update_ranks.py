@@ -46,7 +46,7 @@ def test_a_skipped_step_is_none_on_either_rank(results):
         assert not any("monitor/frozen_count" in values for values in result["published"])
 
 
-@pytest.mark.parametrize(("name", "collectives"), [("ddp", 0), ("fsdp", COUNT), ("fsdp exact", COUNT)])
-def test_one_collective_for_all_sharded_parameters(results, name, collectives):
+@pytest.mark.parametrize(("name", "collectives"), [("ddp", 0), ("fsdp", 2 * COUNT), ("fsdp exact", 2 * COUNT)])
+def test_each_handler_makes_one_collective_for_all_sharded_parameters(results, name, collectives):
     for result in results(name):
         assert result["all_reduces"] == collectives

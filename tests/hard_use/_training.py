@@ -28,6 +28,7 @@ from ignite_monitor import (
     ActivationHandler,
     GradMonitor,
     MeanStdThreshold,
+    OptimizerStateHandler,
     RCCHandler,
     SpectralNormHandler,
     StepStatsHandler,
@@ -129,6 +130,7 @@ MONITORS: dict[str, Callable[..., Any]] = {
         reference="init",
         attention=True,
     ),
+    "optimizer": lambda model, optimizer: OptimizerStateHandler(optimizer, model),
     "rcc": lambda model, optimizer: RCCHandler(model),
     "spectral": lambda model, optimizer: SpectralNormHandler(model, updates=True, per_parameter=True),
     "stats": lambda model, optimizer: StepStatsHandler(model, optimizer, peak_flops=1e12),
@@ -140,7 +142,16 @@ UNSTEADY = {f"step/{name}" for name in ("time_ms", "items_per_s", "mfu", "peak_m
 
 def spread(name: str) -> int:
     """Iterations from one that a monitor watches to the next, where not all watch the same."""
-    return {"grad": 1, "update": 2, "activation": 5, "rcc": 2, "spectral": 5, "stats": 1, "alignment": 2}[name]
+    return {
+        "grad": 1,
+        "update": 2,
+        "optimizer": 2,
+        "activation": 5,
+        "rcc": 2,
+        "spectral": 5,
+        "stats": 1,
+        "alignment": 2,
+    }[name]
 
 
 # A training

@@ -121,8 +121,12 @@ def statistics(parts: list[Tensor], units: bool) -> Values:
         found["std"] = float(flat.std())
     if units and parts[0].ndim > 1:
         place = 1 if parts[0].ndim >= 4 else -1
-        alive = [part.movedim(place, 0).flatten(1).abs().amax(1) > 0 for part in parts]
-        found["dead_fraction"] = 1 - float(torch.stack(alive).any(0).double().mean())
+        alive: dict[int, list[Tensor]] = {}  # calls with other numbers of units are of other units
+        for part in parts:
+            alive.setdefault(part.shape[place], []).append(part.movedim(place, 0).flatten(1).abs().amax(1) > 0)
+        found["dead_fraction"] = 1 - float(
+            torch.cat([torch.stack(each).any(0) for each in alive.values()]).double().mean()
+        )
     return found
 
 
@@ -147,7 +151,7 @@ class Truth:
         if not self.theirs:
             self.theirs = run_reference(self.initial, self.iteration)
 
-    def update(self, still: dict[str, int]) -> Values:
+    def update(self, still: dict[str, int], top_k: int = 0) -> Values:
         """Of WeightUpdateHandler; ``still`` is how long each parameter has not moved, and goes on."""
         of, before, after = self.iteration.gradients, self.iteration.weights, self.iteration.after
         own = [name for name in before if name in self.held and before[name].numel()]
@@ -164,7 +168,33 @@ class Truth:
                 still[name] = still.get(name, 0) + 1 if ratio <= 1e-12 else 0
             values |= order_statistics("update_ratio", [*ratios.values()])
             values["frozen_count"] = float(sum(still[name] >= 3 for name in ratios))
+            narrow = [name for name in own if name in of and before[name].dtype in (torch.bfloat16, torch.float16)]
+            had = sum(int((dense(of[name]) != 0).sum()) for name in narrow)
+            if had:
+                same = [((before[name] == after[name]) & (dense(of[name]) != 0)).sum() for name in narrow]
+                values["lost_update_fraction"] = int(sum(same)) / had
+            values |= self._untrained(still, top_k)
         return {f"monitor/{name}": value for name, value in values.items()}
+
+    def _untrained(self, still: dict[str, int], top_k: int) -> Values:
+        """Names of parameters, or of modules with as many; ``still`` knows how many steps there were, and gradients."""
+        still[""] = still.get("", 0) + 1
+        still |= {f"gradient of {name}": 1 for name in self.iteration.gradients}
+        floats = [
+            name for name, each in self.iteration.weights.items() if each.is_floating_point() or each.is_complex()
+        ]
+        floats = [name for name in floats if self.iteration.weights[name].numel()]
+        left_out = [name for name in floats if name not in self.held]
+        without = [name for name in floats if name in self.held and f"gradient of {name}" not in still]
+        values = {}
+        for kind, names in (("not_optimized", left_out), ("no_gradient", without)):
+            for depth in range(9, 0, -1):
+                cut = [".".join(name.split(".")[:depth]) for name in names]
+                if len(set(cut)) <= top_k:
+                    break
+            largest = sorted(dict.fromkeys(cut), key=lambda each: -cut.count(each))[:top_k]
+            values |= {f"{kind}/{tag}": cut.count(each) for each, tag in zip(largest, tags(largest), strict=True)}
+        return values if still[""] >= 3 else {}
 
     def activations(self) -> Values:
         """Of ActivationHandler with everything."""

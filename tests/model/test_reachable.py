@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ignite_monitor.model.reachable import reaches
+from ignite_monitor.model.eager import reaches
 
 MODEL = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
 OTHER = nn.Linear(2, 2)

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from ignite_monitor.model.selection import Selection
+from ignite_monitor.model.names import Selection
 
 NAMES = ["", "layers.0.attn", "layers.1.attn", "layers.1.mlp", "head"]
 

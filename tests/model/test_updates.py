@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ignite_monitor.model.sparse import summed_values
+from ignite_monitor.model.norms import summed_values
 from ignite_monitor.model.updates import count_still, order_statistics, row_norms, update_ratios
 
 

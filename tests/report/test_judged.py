@@ -233,6 +233,24 @@ def test_parameters_that_the_handler_names_are_told():
     assert "1 parameter that never had a gradient (monitor/no_gradient): spare.weight." in texts[1]
 
 
+def test_a_module_stands_for_its_parameters():
+    run = runs.weights() | {"monitor/no_gradient/blocks.1": runs.series(np.full(40, 12.0), 5)}
+    run["monitor/no_gradient/early"] = runs.series(np.ones(3), 5)  # it had one later
+    finding = only(run, "untrained")
+    assert "12 parameters that never had a gradient (monitor/no_gradient): blocks.1 (12 in it)." in finding.text
+    assert found(runs.weights() | {"monitor/no_gradient/early": runs.series(np.ones(3), 5)}, "untrained") == []
+
+
+@pytest.mark.parametrize(("fraction", "told"), [(0.9, True), (0.4, False)])
+def test_lost_updates(fraction, told):
+    run = runs.weights() | {"monitor/lost_update_fraction": runs.series(np.full(40, fraction), 5)}
+    findings = found(run, "lost_updates")
+    assert bool(findings) is told
+    if told:
+        assert findings[0].severity == "warning"
+        assert "Rounding to low precision takes 90 % of the updates (monitor/lost_update_fraction)" in findings[0].text
+
+
 def test_names_of_one_block_stand_together():
     assert together(["h.0.a.w", "h.0.b.w", "h.10.a.w", "x", "y.z"]) == "h.0 (2 in it), h.10.a.w, x and y.z"
 

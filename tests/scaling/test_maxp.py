@@ -262,13 +262,15 @@ def test_failed_solves_change_nothing_and_are_counted(monkeypatch, caplog):
     ]
 
 
-def test_infeasible_measurements_are_counted():
+def test_infeasible_measurements_are_counted(monkeypatch):
     """Every learning rate is given, and is too large for an alignment of 1.5."""
     parametrization, optimizer = make(c_overrides={"4": 1.0, "6": 0.5, "0": 0.5})
     scheduler = MaxPScheduler(parametrization, optimizer)
     with pytest.raises(InfeasibleError, match="grows"):
         parametrization.solve({"4": (1.5, 0.5, 1.0)})
-    scheduler._follow(torch.tensor([[1.5, 0.5, 1.0], [1.0, 0.5, 1.0]]))
+    measured = torch.tensor([[1.5, 0.5, 1.0], [1.0, 0.5, 1.0]])
+    monkeypatch.setattr(scheduler._calls, "result", lambda incomplete: measured)
+    scheduler._compared(set())
     assert scheduler.failed_count == 1
     assert scheduler.solution is parametrization.solution
 
@@ -325,7 +327,7 @@ def test_training_has_its_peace(monkeypatch):
         model = parametrization.model
         if watched:
             scheduler = MaxPScheduler(parametrization, optimizer)
-            monkeypatch.setattr(scheduler, "_smooth", lambda found: runs.append(found))
+            monkeypatch.setattr(scheduler, "_smoothed", lambda found: runs.append(found) or scheduler.solution)
         torch.manual_seed(3)
 
         def train_step(_, batch):

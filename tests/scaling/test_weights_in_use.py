@@ -137,6 +137,7 @@ class Weight(nn.Module):
 FUNCTIONAL = {
     "linear": (lambda n: Weight(n, n), lambda m, x: F.linear(x, m.weight), 1),
     "matmul": (lambda n: Weight(n, 2 * n), lambda m, x: x @ m.weight, 2),
+    "by keywords": (lambda n: Weight(n, 2 * n), lambda m, x: torch.matmul(input=x, other=m.weight), 2),
     "transposed": (lambda n: Weight(2 * n, n), lambda m, x: torch.matmul(x, 1.0 * m.weight.T), 2),
     "from the left": (lambda n: Weight(n, n), lambda m, x: (m.weight @ x.mT).mT, 1),
     "einsum": (lambda n: Weight(n, 2 * n), lambda m, x: torch.einsum("btn,nm->btm", x, m.weight), 2),
@@ -206,6 +207,26 @@ def test_what_no_module_gives_is_the_same_training_without_a_multiplier():
         assert torch.allclose(*outputs, rtol=1e-4, atol=1e-6)
 
 
+class Bare(nn.Module):
+    """A weight of the model itself, whose output is not that of the model."""
+
+    def __init__(self, n, name):
+        super().__init__()
+        self.register_parameter(name, nn.Parameter(torch.randn(n, 6)))
+        self.name, self.last = name, nn.Linear(n, 3)
+
+    def forward(self, x):
+        return torch.softmax(self.last(torch.relu(x @ self.get_parameter(self.name).T)), -1)
+
+
+@pytest.mark.parametrize("name", ["weight", "weight_v", "table"])
+def test_a_weight_of_the_model_itself(name):
+    layers = parametrize(lambda n: Bare(n, name), WIDTHS, sample_input=X).layers
+    first, last = layers["" if name == "weight" else name], layers["last"]
+    assert (first.a, first.b, first.c, first.is_module) == (0, 0, 0, False)
+    assert (last.a, last.b, last.c, last.is_module) == (0.5, 0.5, 0.5, True)
+
+
 def test_weights_that_do_not_grow_are_no_layers():
     def make(n):
         return nn.Sequential(nn.Linear(6, 7), nn.ReLU(), nn.Linear(7, n), nn.ReLU(), nn.Linear(n, 7), nn.Linear(7, 3))
@@ -247,6 +268,7 @@ OWN = {
     "nothing": (nn.Embedding, lambda m, x, n: m.head(F.layer_norm(m.tokens(x), (n,))), 0, 0),
     "after the embedding": (nn.Embedding, lambda m, x, n: m.head(F.gelu(m.tokens(x) * n**0.5)), 0.5, 0),
     "a tensor": (nn.Embedding, lambda m, x, n: m.head(F.gelu(m.tokens(x) * torch.tensor(n**0.5))), 0.5, 0),
+    "a keyword": (nn.Embedding, lambda m, x, n: m.head(F.gelu(torch.mul(m.tokens(x), other=n**0.5))), 0.5, 0),
     "in a subclass": (Scaled, lambda m, x, n: m.head(F.gelu(m.tokens(x))), 0.5, 0),
     "in place": (nn.Embedding, lambda m, x, n: m.head(F.gelu(m.tokens(x).mul_(n**0.5))), 0.5, 0),
     "over": (nn.Embedding, lambda m, x, n: m.head(F.gelu(m.tokens(x) / n**-0.5)), 0.5, 0),

@@ -12,8 +12,8 @@ from ignite.engine import Engine, Events, create_supervised_trainer
 from torch import nn
 
 from ignite_monitor import GradMonitor, MonitorEvents, StaticThreshold, StepStatsHandler
-from ignite_monitor.step_stats.items import count_items
-from ignite_monitor.step_stats.peaks import peak_flops
+from ignite_monitor.step_stats.flops import peak_flops
+from ignite_monitor.step_stats.measures import count_items
 
 TIMES = {"step/time_ms", "step/items_per_s", "step/mfu"}
 

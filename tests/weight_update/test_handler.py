@@ -1304,7 +1304,7 @@ def test_memory_is_that_of_the_sample_and_allocated_once(sample_size):
 
     @engine.on(Events.ITERATION_COMPLETED)
     def look(_):
-        groups = handler._step.samples._groups
+        groups = handler._step.samples.groups
         held.append([buffer.data_ptr() for group in groups for buffer in (group.before, group.now)])
         elements = sum(group.before.numel() + group.now.numel() for group in groups)
         assert elements == 2 * (

@@ -1,0 +1,42 @@
+"""The site: ``make docs``, or ``python -m sphinx -W -b html docs build/docs``."""
+
+import sys
+from importlib.metadata import version as version_of
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent / "_ext"))
+
+project = "ignite_monitor"
+author = "ignite_monitor contributors"
+project_copyright = author
+version = release = version_of("ignite-monitor")
+
+extensions = [
+    "sphinx.ext.autodoc",
+    "sphinx.ext.doctest",
+    "sphinx.ext.mathjax",
+    "sphinx.ext.napoleon",
+    "myst_nb",
+    "monitor_keys",
+]
+exclude_patterns = ["_ext"]
+html_theme = "furo"
+html_title = "ignite_monitor"
+
+# Titles of every page are targets, and so are those of the README's sections.
+myst_heading_anchors = 3
+myst_enable_extensions = ["dollarmath", "colon_fence", "deflist"]
+suppress_warnings = ["myst.strikethrough"]
+
+nb_execution_mode = "force"
+nb_execution_raise_on_error = True
+nb_execution_timeout = 300
+nb_execution_in_temp = True
+nb_merge_streams = True
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True

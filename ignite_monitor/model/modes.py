@@ -1,0 +1,77 @@
+"""What to compute in: unseen by the user's modes, at full precision, with gradients as the user expects them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ignite_monitor.model._torch import in_backward as in_backward
+from ignite_monitor.model._torch import is_functorch_wrapped, unseen_by_dispatch, unseen_by_functions
+
+
+@contextmanager
+def aside() -> Iterator[None]:
+    """A context in which operations build no graph and are seen by no mode and no subclass of tensors.
+
+    Modes that the user has entered act on every operation: selective activation checkpointing keeps outputs of a
+    forward in the order in which they come and hands them out again in backward, so that one more would shift all of
+    them; a counter of floating-point operations would count ours.
+    """
+    with unseen_by_functions(), unseen_by_dispatch(), torch.no_grad():  # in this order modes are not asked about it
+        yield
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is data on one device: no DTensor, nested, meta or fake tensor, and none under ``vmap``."""
+    return (
+        (type(tensor) is Tensor or type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__)
+        and tensor.layout is _strided
+        and not (tensor.is_nested or tensor.is_meta or is_functorch_wrapped(tensor))
+    )
+
+
+_strided = torch.strided
+
+
+def users_grad_mode() -> AbstractContextManager[Any]:
+    """What to call a user's function in: in a backward pass autograd has turned gradients off, which nobody expects."""
+    return torch.enable_grad() if in_backward() else nullcontext()
+
+
+@contextlib.contextmanager
+def full_precision(device: torch.device) -> Iterator[None]:
+    """While it lasts, products of float32 are float32's, neither TF32 nor bfloat16, and autocast is off.
+
+    Args:
+        device: the device that the products are made on.
+    """
+    with torch.no_grad(), torch.autocast(device.type, enabled=False), _float32_products():
+        yield
+
+
+@contextlib.contextmanager
+def _float32_products() -> Iterator[None]:
+    backends: list[Any] = [torch.backends.cuda.matmul, torch.backends.mkldnn]
+    if hasattr(torch.backends.mkldnn, "matmul"):
+        backends = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]
+    if all(hasattr(backend, "fp32_precision") for backend in backends):
+        before = [backend.fp32_precision for backend in backends]
+        for backend in backends:
+            backend.fp32_precision = "ieee"
+        try:
+            yield
+        finally:
+            for backend, precision in zip(backends, before, strict=True):
+                backend.fp32_precision = precision
+        return
+    allowed = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(allowed)

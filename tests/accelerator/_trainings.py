@@ -1,0 +1,183 @@
+"""One training on any device, with a monitor on it: what that has published, and who has waited."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from ignite.engine import Engine, Events
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ignite_monitor import (
+    ActivationHandler,
+    GradMonitor,
+    MeanStdThreshold,
+    Metric,
+    RCCHandler,
+    RobustThreshold,
+    SpectralNormHandler,
+    SpikeMonitor,
+    StaticThreshold,
+    StepStatsHandler,
+    WeightUpdateHandler,
+    record,
+)
+from tests.accelerator._device import Device
+
+Make = Callable[..., Any]
+Rows = list[dict[str, float]]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each.unflatten(-1, (4, -1)).transpose(1, 2) for each in self.qkv(self.norm1(x)).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        record("attended", y)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Transformer(nn.Module):
+    """With six blocks it has 77 parameters."""
+
+    def __init__(self, blocks: int = 2, width: int = 16) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, width)
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(blocks)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 64)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(self.blocks(self.embedding(tokens))))
+
+
+NORMS = {"norm": torch.linalg.vector_norm}
+ABOVE = {"above": Metric(lambda x: (x.abs() > 1).float(), aggregate="max")}
+
+
+def _loss(engine: Engine) -> Tensor:
+    return engine.state.loss
+
+
+# Each is given model, optimizer and scaler.
+MONITORS: dict[str, Make] = {
+    "GradMonitor": lambda m, o, s: GradMonitor(m, o, scaler=s),
+    "GradMonitor of all time": lambda m, o, s: GradMonitor(m, o, scaler=s, threshold=MeanStdThreshold(3.0, 2, None)),
+    "GradMonitor, RobustThreshold": lambda m, o, s: GradMonitor(m, o, scaler=s, threshold=RobustThreshold(warmup=3)),
+    "GradMonitor, StaticThreshold": lambda m, o, s: GradMonitor(m, o, scaler=s, threshold=StaticThreshold(1.5)),
+    "GradMonitor, function": lambda m, o, s: GradMonitor(m, o, scaler=s, threshold=lambda mean, std, count: 2 * mean),
+    "GradMonitor, loss": lambda m, o, s: GradMonitor(m, o, scaler=s, loss=_loss),
+    "GradMonitor, clip": lambda m, o, s: GradMonitor(m, o, scaler=s, threshold=StaticThreshold(1.5), reaction="clip"),
+    "GradMonitor, largest": lambda m, o, s: GradMonitor(m, o, scaler=s, norm_type=float("inf")),
+    "WeightUpdateHandler": lambda m, o, s: WeightUpdateHandler(m, o, scaler=s, sample_size=128),
+    "WeightUpdateHandler of all": lambda m, o, s: WeightUpdateHandler(m, scaler=s, sample_size=None),
+    "ActivationHandler": lambda m, o, s: ActivationHandler(m, activations=True, attention=True),
+    "ActivationHandler of weights": lambda m, o, s: ActivationHandler(m, parameters=True, gradients=True, scaler=s),
+    "ActivationHandler, functions": lambda m, o, s: ActivationHandler(
+        m, activations=ABOVE, parameters=NORMS, gradients=NORMS, scaler=s
+    ),
+    "ActivationHandler, differences": lambda m, o, s: ActivationHandler(
+        m, activation_differences=True, parameter_differences=True, reference="init"
+    ),
+    "RCCHandler": lambda m, o, s: RCCHandler(m),
+    "RCCHandler, offload": lambda m, o, s: RCCHandler(m, offload=True),
+    "SpectralNormHandler": lambda m, o, s: SpectralNormHandler(m, updates=True, per_parameter=True),
+    "SpectralNormHandler, ns5": lambda m, o, s: SpectralNormHandler(m, method="ns5-fast", top_k=0),
+    "StepStatsHandler": lambda m, o, s: StepStatsHandler(m, o, items=lambda batch: batch[0].numel()),
+    "SpikeMonitor": lambda m, o, s: SpikeMonitor(_loss, threshold=MeanStdThreshold(warmup=3)),
+}
+_OF_THE_MACHINE = ("time_ms", "items_per_s", "mfu", "memory_mb")  # which have no other numbers to agree with
+
+
+def batches(count: int, device: str, spikes: Iterable[int] = ()) -> list[tuple[Tensor, Tensor, float]]:
+    """Tokens, targets and a factor of the loss, which is huge at the 0-based places ``spikes``."""
+    generator = torch.Generator().manual_seed(3)
+    found = []
+    for place in range(count):
+        tokens, targets = torch.randint(0, 64, (2, 2, 8), generator=generator).unbind()
+        found.append((tokens.to(device), targets.to(device), 100.0 if place in spikes else 1.0))
+    return found
+
+
+class Training:
+    """A transformer, its optimizer and a trainer on a device.
+
+    Args:
+        kind: "plain", "accumulated" (two backwards to a step) or "scaled" (a GradScaler, with an overflow).
+    """
+
+    def __init__(
+        self, device: Device, kind: str = "plain", fused: bool = False, model: nn.Module | None = None
+    ) -> None:
+        torch.manual_seed(0)
+        self.device = device
+        self.model = (Transformer() if model is None else model).to(device.name)
+        self.optimizer: Optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9, fused=fused)
+        self.scaler = torch.amp.GradScaler(device.name, init_scale=1024.0) if kind == "scaled" else None
+        self.kind = kind
+        self.trainer = Engine(self.train_step)
+        self.rows: Rows = []
+
+    def loss(self, batch: tuple[Tensor, Tensor, float]) -> Tensor:
+        tokens, targets, factor = batch
+        return factor * F.cross_entropy(self.model(tokens).flatten(0, 1), targets.flatten())
+
+    def train_step(self, engine: Engine, batch: tuple[Tensor, Tensor, float]) -> Tensor:
+        loss = self.loss(batch)
+        engine.state.loss = loss.detach()
+        if self.scaler is not None:
+            self.optimizer.zero_grad()
+            scaled = self.scaler.scale(loss)
+            if engine.state.iteration == 4:
+                scaled = scaled * float("inf")
+            scaled.backward()
+            with self.device.may_wait():  # it looks for overflows
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+            return engine.state.loss
+        loss.backward()
+        if self.kind != "accumulated" or engine.state.iteration % 2 == 0:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return engine.state.loss
+
+    def run(self, monitors: list[Any], data: list[Any], *, quiet: bool = True) -> Rows:
+        """What the monitors publish in each iteration, in which nobody waits for the device if ``quiet``."""
+        quietly = contextlib.ExitStack()
+        trainer = self.trainer
+
+        # Before the monitors' handlers, and after them.
+        @trainer.on(Events.ITERATION_STARTED)
+        def start() -> None:
+            if quiet:
+                quietly.enter_context(self.device.no_waits())
+
+        for monitor in monitors:
+            monitor.attach(trainer)
+
+        @trainer.on(Events.ITERATION_COMPLETED)
+        def end() -> None:
+            quietly.close()
+            for monitor in monitors:
+                monitor.on_host()
+            self.rows.append({name: float(value) for name, value in trainer.state.metrics.items()})
+
+        try:
+            trainer.run(data, max_epochs=1)
+        finally:
+            with contextlib.suppress(AssertionError):
+                quietly.close()
+        return self.rows
+
+
+def without_machine(rows: Rows) -> Rows:
+    return [{name: value for name, value in row.items() if not name.endswith(_OF_THE_MACHINE)} for row in rows]

@@ -1,0 +1,431 @@
+"""OptimizerStateHandler against float64, from full tensors, for optimizers of many classes."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ignite.engine import Engine, Events
+from torch import nn
+from torch.amp import GradScaler
+
+from ignite_monitor import GradMonitor, OptimizerStateHandler, StaticThreshold, WeightUpdateHandler
+from tests._helpers import make_batches, make_model, make_step, same
+from tests.monitor.test_contract import ListLogger
+
+
+class Own(torch.optim.Optimizer):
+    """Of no known class, with its own count of steps, in which gradients are used up, as some Muons do it."""
+
+    def __init__(self, params, **defaults):
+        super().__init__(params, {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-3, **defaults})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state |= {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+                state["exp_avg"].lerp_(p.grad, 1 - beta1)
+                state["exp_avg_sq"].mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
+                p.sub_(state["exp_avg"] / (state["exp_avg_sq"].sqrt() + group["eps"]), alpha=group["lr"])
+                p.grad.zero_()
+
+
+OPTIMIZERS = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1),
+    "Adam, fused": lambda p: torch.optim.Adam(p, lr=1e-2, fused=True, betas=(0.5, 0.9)),
+    "AMSGrad": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True, betas=(0.5, 0.9)),
+    "NAdam, large eps": lambda p: torch.optim.NAdam(p, lr=1e-2, eps=0.03),
+    "no eps": lambda p: torch.optim.Adam(p, lr=1e-2, eps=0.0),
+    "tensor betas": lambda p: torch.optim.Adam(p, lr=torch.tensor(1e-2), betas=(torch.tensor(0.5), torch.tensor(0.9))),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.9),
+    "Adamax": lambda p: torch.optim.Adamax(p),
+    "of its own": Own,
+}
+
+
+def truth(optimizer, before, gradients):
+    """Of every parameter of an optimizer that has had a step, in float64."""
+    rms, eps_share, cosines, change = [], [], [], 0.0
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p not in gradients:
+                continue
+            g, state = gradients[p].double(), optimizer.state[p]
+            change += float((p.detach().double() - before[p].double()).square().sum())
+            v = state.get("max_exp_avg_sq", state.get("exp_avg_sq"))
+            if v is not None:
+                eps = float(group["eps"])
+                steps = float(state.get("step", group.get("step")))
+                root = (v.double() / (1 - float(group["betas"][1]) ** steps)).sqrt()
+                ratio = torch.where(g == 0, 0.0, g / root.clamp(min=eps))
+                rms.append(float(ratio.square().mean().sqrt()))
+                eps_share.append(float((root < eps).double().mean()))
+            m = state.get("exp_avg", state.get("momentum_buffer"))
+            if m is not None:
+                cosines.append(float(F.cosine_similarity(g.flatten(), m.double().flatten(), dim=0, eps=0.0)))
+    found = {"update_norm": math.sqrt(change)}
+    for name, values in (("rms", rms), ("eps_share", eps_share), ("momentum_cosine", cosines)):
+        values = sorted(each for each in values if math.isfinite(each))
+        if values:
+            middle = len(values) // 2
+            median = values[middle] if len(values) % 2 else (values[middle - 1] + values[middle]) / 2
+            found |= {f"{name}_median": median, f"{name}_max": values[-1], f"{name}_min": values[0]}
+            found[f"{name}_p95"] = values[math.ceil(0.95 * len(values)) - 1]
+    wanted = ("update_norm", "rms_median", "rms_p95", "rms_max", "eps_share_median", "eps_share_max")
+    wanted += ("momentum_cosine_median", "momentum_cosine_min")
+    return {f"optimizer/{name}": found[name] for name in wanted if name in found}
+
+
+def follow(model, optimizer, handler, batches, scaler=None, clip=None, event=Events.ITERATION_STARTED):
+    """Train, and give for every iteration what is published and what is true."""
+    published, true = [], []
+
+    def train_step(_, batch):
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(batch[0]), batch[1])
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        before = {p: p.detach().clone() for p in model.parameters()}
+        gradients = {p: p.grad.clone() for p in model.parameters() if p.grad is not None}
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+        true.append(truth(optimizer, before, gradients))
+
+    trainer = Engine(train_step)
+    handler.attach(trainer, event)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda _: published.append(dict(handler.metrics)))
+    trainer.run(batches, max_epochs=1)
+    return published, true
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_values_are_those_of_float64(name):
+    # A bias before a BatchNorm has no gradient, of which Adam without eps makes NaN.
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)) if name == "no eps" else make_model()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    handler = OptimizerStateHandler(optimizer, model, sample_size=None)
+    published, true = follow(model, optimizer, handler, make_batches(12))
+    for ours, theirs in zip(published, true, strict=True):
+        assert ours == pytest.approx(theirs, rel=2e-4, abs=1e-7)
+    has = {name.partition("/")[2].partition("_")[0] for name in true[-1]}
+    assert has >= ({"update", "momentum"} if name in ("SGD", "RMSprop", "Adamax") else {"rms", "eps", "momentum"})
+    if name == "NAdam, large eps":
+        assert 0 < true[1]["optimizer/eps_share_median"] < 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("clip", [None, 0.01])
+def test_other_precisions_and_clipping(dtype, clip):
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, betas=(0.5, 0.9))
+    batches = [(x.to(dtype), y.to(dtype)) for x, y in make_batches(6)]
+    handler = OptimizerStateHandler(optimizer, model, sample_size=None)
+    published, true = follow(model, optimizer, handler, batches, clip=clip)
+    for ours, theirs in zip(published, true, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-9 if dtype == torch.float64 else 1e-4, abs=1e-12)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradients_are_unscaled_and_a_step_that_overflows_is_none(fused):
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    scaler = GradScaler("cpu", init_scale=2.0**10)
+    batches = make_batches(5)
+    batches[2] = (batches[2][0], batches[2][1] * math.inf)
+    handler = OptimizerStateHandler(optimizer, model, sample_size=None)
+    published, true = follow(model, optimizer, handler, batches, scaler=scaler)
+    assert published[2] == {}
+    for i in (0, 1, 3, 4):
+        assert published[i] == pytest.approx(true[i], rel=2e-4, abs=1e-7)
+
+
+def test_a_fused_step_that_unscales_by_itself():
+    """There nobody else knows the gradient as the step uses it."""
+    published = []
+    for scale in (1.0, 2.0**14):
+        model = make_model()
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        scaler = GradScaler("cpu", init_scale=scale)
+
+        def train_step(_, batch, model=model, optimizer=optimizer, scaler=scaler):
+            optimizer.zero_grad()
+            scaler.scale(F.mse_loss(model(batch[0]), batch[1])).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+        handler = OptimizerStateHandler(optimizer, model)
+        trainer = Engine(train_step)
+        handler.attach(trainer)
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda _, h=handler: published.append(dict(h.metrics)))
+        torch.manual_seed(1)
+        trainer.run(make_batches(3), max_epochs=1)
+    for plain, scaled in zip(published[:3], published[3:], strict=True):
+        assert plain
+        assert scaled == pytest.approx(plain, rel=1e-5)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("reaction", ["clip", "skip"])
+def test_a_gradient_is_seen_as_grad_monitor_leaves_it(reaction, first):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    handler = OptimizerStateHandler(optimizer, model, sample_size=None)
+    monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(1e-2), reaction=reaction)
+    trainer = Engine(make_step(model, optimizer))
+    for each in (monitor, handler) if first else (handler, monitor):
+        each.attach(trainer)
+    published = []
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda _: published.append(dict(handler.metrics)))
+    trainer.run(make_batches(1))
+    if reaction == "skip":
+        assert published == [{}]
+    else:  # the first step of all is along the gradient
+        assert published[0]["optimizer/update_norm"] == pytest.approx(0.1 * 1e-2, rel=1e-4)
+        assert published[0]["optimizer/momentum_cosine_min"] == pytest.approx(1.0)
+
+
+def test_a_sample_is_near_to_all():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(200, 200) for _ in range(8)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    batches = [(torch.randn(16, 200), torch.randn(16, 200)) for _ in range(4)]
+    handler = OptimizerStateHandler(optimizer, model)
+    published, true = follow(model, optimizer, handler, batches)
+    names = [name for name in true[-1] if "eps" not in name]
+    for ours, theirs in zip(published, true, strict=True):
+        for name in names:
+            # Standard errors are about 1 / sqrt(2 * 512) of each, and 1 / sqrt(512) of a cosine.
+            wide = {"abs": 0.15} if "cosine" in name else {"rel": 0.1}
+            assert ours[name] == pytest.approx(theirs[name], **wide), name
+
+
+def test_a_stale_second_moment_shows_at_once():
+    """After a thousand small gradients one a hundred times as large: g^2 / v is about 1 / (1 - beta2)."""
+    model = nn.Linear(4, 4, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    handler = OptimizerStateHandler(optimizer, model)
+    seen = []
+
+    def train_step(engine, _):
+        generator = torch.Generator().manual_seed(engine.state.iteration)
+        gradient = torch.randn(4, 4, generator=generator)
+        model.weight.grad = gradient * (100 if engine.state.iteration == 1000 else 1)
+        optimizer.step()
+
+    trainer = Engine(train_step)
+    handler.attach(trainer)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda _: seen.append(handler.metrics["optimizer/rms_max"]))
+    trainer.run([None] * 1000)
+    assert max(seen[100:-1]) < 2.0
+    assert 15 < seen[-1] < 1 / math.sqrt(1e-3)
+
+
+def test_top_k_are_named_by_the_model_or_the_optimizer():
+    model = make_model()
+    named = {
+        OptimizerStateHandler(torch.optim.Adam(model.parameters()), model, top_k=2): "{}",
+        OptimizerStateHandler(torch.optim.Adam(model.named_parameters()), top_k=2): "{}",
+        OptimizerStateHandler(torch.optim.Adam(model.parameters()), top_k=2): "group_0.",
+    }
+    names = [name for name, _ in model.named_parameters()]
+    for handler, form in named.items():
+        trainer = Engine(make_step(model, handler.optimizer))
+        logger = ListLogger()
+        handler.attach(trainer)
+        handler.log_to(logger, trainer)
+        trainer.run(make_batches(3))
+        for _, values in logger.written:
+            top = {name.rpartition("/")[2]: rms for name, rms in values.items() if "/topk_rms/" in name}
+            assert len(top) == 2
+            assert max(top.values()) == values["optimizer/rms_max"]
+            assert all(name in names if form == "{}" else name.startswith(form) for name in top)
+
+
+def test_without_a_model_other_monitors_judge_as_ever():
+    """What it watches is not another model that a backward reaches."""
+
+    def flags(*makes):
+        model = make_model()
+        optimizer = torch.optim.Adam(model.parameters())
+        seen = []
+
+        def train_step(engine, batch):
+            optimizer.zero_grad()
+            F.mse_loss(model(batch[0]), batch[1]).backward()
+            seen.append((engine.state.unhealthy_spike, engine.state.grad_norm))
+            optimizer.step()
+
+        trainer = Engine(train_step)
+        for make in makes:
+            make(model, optimizer).attach(trainer)
+        trainer.run(make_batches(30, spikes=[25]), max_epochs=1)
+        return seen
+
+    monitor = lambda model, optimizer: GradMonitor(model, optimizer)  # noqa: E731
+    alone = flags(monitor)
+    assert any(flag for flag, _ in alone)
+    assert flags(monitor, lambda model, optimizer: OptimizerStateHandler(optimizer)) == alone
+
+
+def test_what_is_not_kept_is_absent_and_said_once(caplog):
+    class EightBit(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            for p in self.param_groups[0]["params"]:
+                self.state[p] = {"state1": torch.zeros(p.numel(), dtype=torch.uint8), "exp_avg_sq": torch.ones(7)}
+
+    for make in (lambda p: torch.optim.SGD(p, lr=0.1), lambda p: EightBit(p, lr=0.1)):
+        model = make_model()
+        optimizer = make(model.parameters())
+        trainer = Engine(make_step(model, optimizer))
+        handler = OptimizerStateHandler(optimizer, model)
+        published = []
+        with handler.attach(trainer):
+            trainer.add_event_handler(
+                Events.ITERATION_COMPLETED, lambda _, h=handler, p=published: p.append(dict(h.metrics))
+            )
+            caplog.clear()
+            trainer.run(make_batches(3))
+        assert published == [{}] * 3
+        assert len([each for each in caplog.messages if "exp_avg" in each]) == 1
+
+
+def test_an_optimizer_that_makes_no_step_is_told_of(caplog):
+    model = make_model()
+    trainer = Engine(make_step(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+    with OptimizerStateHandler(torch.optim.Adam(model.parameters()), model).attach(trainer):
+        trainer.run(make_batches(3))
+    assert len([each for each in caplog.messages if "no step" in each]) == 1
+
+
+def test_second_moments_of_another_basis_are_no_squares_of_the_gradient():
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.Adam(model.parameters())
+    step = optimizer.step
+    handler = OptimizerStateHandler(optimizer, model)
+    seen = []
+
+    def train_step(_, batch):
+        optimizer.zero_grad()
+        model(batch[0][:, :3]).square().mean().backward()
+        step()
+
+    trainer = Engine(train_step)
+    handler.attach(trainer)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda _: seen.append(set(handler.metrics)))
+    for _ in range(2):
+        trainer.run(make_batches(1), max_epochs=len(seen) + 1)
+        for state in optimizer.state.values():
+            state["Q"] = torch.eye(3)
+    assert "optimizer/rms_max" in seen[0]
+    assert seen[1] == {f"optimizer/{name}" for name in ("update_norm", "momentum_cosine_median", "momentum_cosine_min")}
+
+
+def test_a_part_of_the_parameters_and_one_that_comes_later():
+    model = make_model()
+    last = list(model.children())[-1]
+    optimizer = torch.optim.Adam(last.parameters(), lr=0.1)
+    handlers = [OptimizerStateHandler(optimizer, sample_size=None), OptimizerStateHandler(
+        optimizer, model, sample_size=None, prefix="named"
+    )]  # fmt: skip
+    trainer = Engine(make_step(model, optimizer))
+    seen = []
+    for handler in handlers:
+        handler.attach(trainer)
+    trainer.add_event_handler(
+        Events.ITERATION_COMPLETED, lambda _: seen.append([[*handler.metrics.values()] for handler in handlers])
+    )
+
+    @trainer.on(Events.ITERATION_COMPLETED(once=2))
+    def add(_):
+        optimizer.add_param_group({"params": [*next(model.children()).parameters()]})
+
+    trainer.run(make_batches(4), max_epochs=1)
+    assert all(same(*both) for both in seen)
+    assert seen[2][0][-1] > 1.2 * seen[1][0][-1]  # the norm of the update of twice as many
+
+
+def test_nothing_is_measured_by_surprise_in_a_deep_copy_and_training_goes_on_bitwise():
+    """Sparse gradients, unused parameters, and two steps in an iteration."""
+
+    def train(watched):
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"table": nn.Embedding(20, 6, sparse=True), "net": make_model(), "idle": nn.Linear(2, 2)})
+        optimizers = [torch.optim.SparseAdam(model["table"].parameters()), torch.optim.Adam(
+            [*model["net"].parameters(), *model["idle"].parameters()]
+        )]  # fmt: skip
+
+        def train_step(_, batch):
+            for _ in range(2):
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                loss = F.mse_loss(model["net"](batch[0] + model["table"](torch.arange(8))), batch[1])
+                loss.backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+
+        trainer = Engine(train_step)
+        published = []
+        for number, optimizer in enumerate(optimizers * watched):
+            handler = OptimizerStateHandler(optimizer, model, prefix=f"o{number}")
+            handler.attach(trainer, Events.ITERATION_STARTED(every=2))
+            trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda _, h=handler: published.append(set(h.metrics)))
+        torch.manual_seed(1)
+        trainer.run(make_batches(4), max_epochs=1)
+        state = [copy.deepcopy(each.state_dict()) for each in (model, *optimizers)]
+        return [*state, torch.get_rng_state()], published
+
+    plain, _ = train(False)
+    watched, published = train(True)
+    assert same(watched, plain)
+    assert published[0] == published[1] == published[2] == set()
+    assert "o1/rms_max" in published[3]
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "match"),
+    [
+        (lambda m, o: OptimizerStateHandler(m, o), TypeError, "optimizer"),
+        (lambda m, o: OptimizerStateHandler(o, "m"), TypeError, "model"),
+        (lambda m, o: OptimizerStateHandler(o, nn.Linear(2, 2)), ValueError, "optimizer"),
+        (lambda m, o: OptimizerStateHandler(o, m, sample_size=0), ValueError, "sample_size"),
+        (lambda m, o: OptimizerStateHandler(o, m, top_k=1.5), TypeError, "top_k"),
+        (lambda m, o: OptimizerStateHandler(o, m, prefix="a b"), ValueError, "prefix"),
+    ],
+)
+def test_bad_arguments_are_refused(make, error, match):
+    model = make_model()
+    with pytest.raises(error, match=match):
+        make(model, torch.optim.Adam(model.parameters()))
+
+
+def test_what_is_not_a_number_is_absent():
+    model = make_model()
+    optimizer = torch.optim.Adam(model.parameters())
+    batches = [(x, y * math.nan) for x, y in make_batches(2)]
+    published, _ = follow(model, optimizer, OptimizerStateHandler(optimizer, model), batches)
+    assert published == [{}, {}]
+
+
+def test_it_reads_no_more_than_weight_update_handler():
+    """Elements copied in a monitored iteration: of five kinds, half as many of each."""
+    model = nn.Linear(512, 512)
+    ours, theirs = OptimizerStateHandler(torch.optim.Adam(model.parameters()), model), WeightUpdateHandler(model)
+    assert ours.sample_size * 5 <= theirs.sample_size * 3

@@ -1,0 +1,156 @@
+"""Every snippet of the README and the site runs, each alone, and prints what it says; so do the notebooks."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib.util
+import inspect
+import io
+import json
+import re
+import socket
+import textwrap
+import warnings
+from pathlib import Path
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+import pytest
+import torch
+import torch.distributed as dist
+from ignite.handlers.base_logger import BaseLogger
+
+import ignite_monitor
+from ignite_monitor import MonitorEvents, keys, scaling
+from ignite_monitor.schema import Schema
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
+    for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    if path.exists()
+}
+FENCE = re.compile(r"^(?:<!-- needs: (\w+) -->\n)?```(\w*)\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
+SNIPPETS = [
+    pytest.param(source, needs, id=f"{page}:{text[: found.start()].count(chr(10)) + 1}")
+    for page, text in PAGES.items()
+    for found in FENCE.finditer(text)
+    for needs, language, source in [found.groups()]
+    if language == "python"
+]
+NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty folder to be in, and a free port for a process group; what a script would leave behind is put away."""
+    monkeypatch.chdir(tmp_path)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    mpl.use("agg")
+    yield tmp_path
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    torch.compiler.reset()
+    plt.close("all")
+
+
+def run(source, name):
+    """What a script prints that runs by itself."""
+    namespace = {"__name__": "__main__"}
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(source, name, "exec"), namespace)
+    return printed.getvalue()
+
+
+def promised(source):
+    """What a script says it prints: the comments behind its print calls."""
+    lines = source.splitlines()
+    body = ast.parse(source).body
+    prints = [each for each in body if isinstance(each, ast.Expr) and ast.unparse(each).startswith("print(")]
+    return [found[1] for each in prints if (found := re.search(r"\)  # (.+)$", lines[each.end_lineno - 1]))]
+
+
+@pytest.mark.parametrize(("source", "needs"), SNIPPETS)
+def test_snippets(source, needs, folder):
+    with warnings.catch_warnings():
+        if needs is not None:
+            warnings.simplefilter("ignore")  # they are its own
+            if importlib.util.find_spec(needs) is None:
+                pytest.skip(f"{needs} is not installed")
+        printed = run(source, "snippet").splitlines()
+    for line in promised(source):
+        assert line in printed
+
+
+def docstrings():
+    """Public name -> docstring, of classes, their methods, and functions."""
+    for package in (ignite_monitor, scaling):
+        for name in package.__all__:
+            value = getattr(package, name)
+            yield name, inspect.getdoc(value)
+            if inspect.isclass(value):
+                yield from (
+                    (f"{name}.{attribute}", inspect.getdoc(method))
+                    for attribute, method in inspect.getmembers(value, inspect.isfunction)
+                    if attribute[0] != "_"
+                )
+
+
+EXAMPLES = {
+    textwrap.dedent(found[1]): name
+    for name, text in docstrings()
+    for found in re.finditer(r"\.\. code-block:: python\n\n(.*?)(?=\n\S|\Z)", text or "", flags=re.DOTALL)
+}
+
+
+def surroundings():
+    """What the API's page says the examples of docstrings stand in."""
+    (source,) = re.findall(r"^```python\n(.*?)^```", PAGES["docs/api.md"], flags=re.DOTALL | re.MULTILINE)
+    namespace = {"__name__": "__main__"}
+    exec(compile(source, "docs/api.md", "exec"), namespace)
+    return namespace
+
+
+@pytest.mark.parametrize("source", [pytest.param(source, id=name) for source, name in EXAMPLES.items()])
+def test_examples_of_docstrings(source, folder, capsys):
+    namespace = surroundings()
+    exec(compile(source, "example", "exec"), namespace)
+    for each in namespace.values():
+        if isinstance(each, BaseLogger):
+            each.close()
+
+
+def test_readme_is_one_page():
+    assert len(PAGES["README.md"].splitlines()) < 200
+
+
+def test_links_lead_somewhere():
+    """Those of the site are Sphinx's business; the README's are not."""
+    for target in re.findall(r"\]\(([^)#\s]+)", PAGES["README.md"]):
+        assert target.startswith("https://") or (ROOT / target).exists(), target
+
+
+def test_every_public_name_is_told_of():
+    api = set(re.findall(r"\w+", PAGES["docs/api.md"]))
+    assert set(ignite_monitor.__all__) <= api
+    assert "ignite_monitor.scaling" in PAGES["docs/api.md"]
+    told = set(re.findall(r"`([A-Z_]+)`", PAGES["docs/monitors/index.md"]))
+    assert {event.name for event in MonitorEvents} <= told
+
+
+def test_every_schema_has_its_table():
+    shown = set(re.findall(r"monitor-keys:: (\w+)", "".join(PAGES.values())))
+    assert shown == {name for name, value in vars(keys).items() if isinstance(value, Schema)}
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks(path, folder):
+    """From top to bottom, as a script."""
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    source = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    run(source, path.name)

@@ -1,0 +1,164 @@
+"""The share of updates that rounding takes, against whole copies of weights and gradients."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from ignite.engine import Engine, Events
+from torch import nn
+
+from ignite_monitor import GradMonitor, StaticThreshold, WeightUpdateHandler
+
+KEY = "monitor/lost_update_fraction"
+
+
+def make_model(dtype=torch.bfloat16, width=64):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 3)).to(
+        dtype
+    )
+
+
+class Run:
+    """A training, and what was published and is true in each iteration."""
+
+    def __init__(self, model, optimizer, iterations=6, accumulate=1, make=WeightUpdateHandler, others=(), **kwargs):
+        self.published, self.true = [], []
+        dtype = next(model.parameters()).dtype
+        generator = torch.Generator().manual_seed(1)
+
+        def train_step(engine, batch):
+            before = [each.detach().clone() for each in model.parameters()]
+            for part in batch.chunk(accumulate):
+                model(part).float().square().mean().backward()
+            gradients = [each.grad.clone() for each in model.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
+            lost = had = 0
+            for was, gradient, now in zip(before, gradients, model.parameters(), strict=True):
+                if now.dtype != torch.float32:
+                    had += int((gradient != 0).sum())
+                    lost += int(((gradient != 0) & (was == now)).sum())
+            self.true.append(lost / had if had else None)
+
+        self.engine = Engine(train_step)
+        handler = make(model, optimizer, **{"sample_size": None, **kwargs})
+        handler.attach(self.engine)
+        for each in others:
+            each.attach(self.engine)
+        self.engine.add_event_handler(
+            Events.ITERATION_COMPLETED, lambda engine: self.published.append(engine.state.metrics.get(KEY))
+        )
+        self.engine.run([torch.randn(8, 8, generator=generator).to(dtype) for _ in range(iterations)])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "make", "lr"),
+    [
+        (torch.bfloat16, torch.optim.AdamW, 1e-3),
+        (torch.bfloat16, torch.optim.SGD, 1e-3),
+        (torch.bfloat16, torch.optim.Adagrad, 1e-3),
+        (torch.float16, torch.optim.SGD, 1e-2),
+    ],
+)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_it_is_what_whole_copies_say(dtype, make, lr, accumulate):
+    model = make_model(dtype)
+    run = Run(model, make(model.parameters(), lr=lr), accumulate=accumulate)
+    assert run.published == pytest.approx(run.true, abs=1e-12)
+    assert 0 < run.true[-1] < 1
+
+
+def test_learning_rates_that_bfloat16_cannot_follow():
+    shares = []
+    for lr in (1e-3, 1e-4, 1e-5):
+        model = make_model(width=256)
+        run = Run(model, torch.optim.AdamW(model.parameters(), lr=lr), iterations=15, sample_size=1024)
+        shares.append(run.published[-1])
+        assert run.published[-1] == pytest.approx(run.true[-1], abs=0.05)
+    assert shares == pytest.approx([0.35, 0.9, 0.99], abs=0.1)
+
+
+def test_weights_of_full_precision_lose_nothing_and_say_nothing():
+    model = make_model(torch.float32)
+    assert Run(model, torch.optim.SGD(model.parameters(), lr=1e-12)).published == [None] * 6
+
+
+def test_only_the_narrow_weights_count():
+    model = make_model(torch.float32)
+    model[2].to(torch.bfloat16)
+    model[2].register_forward_pre_hook(lambda _, args: (args[0].bfloat16(),))
+    model[4].register_forward_pre_hook(lambda _, args: (args[0].float(),))
+    run = Run(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
+    assert run.published == pytest.approx(run.true, abs=1e-12)
+
+
+class WithCopies(torch.optim.SGD):
+    """Keeps something of each weight's shape in its state."""
+
+    def __init__(self, parameters, key, dtype):
+        super().__init__(parameters, lr=1e-4)
+        self.key, self.dtype = key, dtype
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for each in group["params"]:
+                self.state[each].setdefault(self.key, each.detach().to(self.dtype, copy=True))
+
+
+@pytest.mark.parametrize(
+    ("key", "dtype", "absent"),
+    [("master_param", torch.float32, True), ("kahan_comp", torch.bfloat16, True), ("exp_avg", torch.bfloat16, False)],
+)
+def test_an_optimizer_that_makes_up_for_rounding_loses_nothing(key, dtype, absent):
+    model = make_model()
+    published = Run(model, WithCopies(model.parameters(), key, dtype)).published
+    assert all((each is None) is absent for each in published)
+
+
+def test_without_a_step_there_is_no_share():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(1e-9), skip_step=True)
+    assert Run(model, optimizer, others=[monitor]).published == [None] * 6
+    optimizer.param_groups[0]["lr"] = 0.0
+    assert Run(model, optimizer).published == [None] * 6
+
+
+@pytest.mark.parametrize(("lr", "told"), [(1e-5, True), (3e-3, False)])
+def test_the_warning_comes_once_and_names_remedies(caplog, lr, told):
+    caplog.set_level(logging.WARNING)
+    model = make_model()
+    Run(model, torch.optim.AdamW(model.parameters(), lr=lr), iterations=8)
+    warnings = [each.getMessage() for each in caplog.records if "lost to rounding" in each.getMessage()]
+    assert len(warnings) == told
+    assert all("torch.autocast" in each and "float32 copies" in each for each in warnings)
+
+
+def test_what_reaches_a_model_after_its_own_step_is_another_model_s():
+    """A generator's backward goes through its discriminator once that has made its step."""
+    torch.manual_seed(0)
+    discriminator, generator = make_model(), nn.Linear(8, 8).bfloat16()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=1e-3) for each in (discriminator, generator)]
+    true = []
+
+    def train_step(engine, batch):
+        before = [each.detach().clone() for each in discriminator.parameters()]
+        optimizers[0].zero_grad()
+        discriminator(batch).float()[:, :1].sum().backward()  # reaches one row of the readout
+        gradients = [each.grad.clone() for each in discriminator.parameters()]
+        optimizers[0].step()
+        optimizers[1].zero_grad()
+        discriminator(generator(batch)).float().square().mean().backward()
+        optimizers[1].step()
+        pairs = [(g != 0, b == p) for g, b, p in zip(gradients, before, discriminator.parameters(), strict=True)]
+        true.append(sum(int((g & s).sum()) for g, s in pairs) / sum(int(g.sum()) for g, _ in pairs))
+
+    engine, published = Engine(train_step), []
+    WeightUpdateHandler(discriminator, optimizers[0], sample_size=None).attach(engine)
+    engine.add_event_handler(Events.ITERATION_COMPLETED, lambda _: published.append(engine.state.metrics[KEY]))
+    engine.run([torch.randn(8, 8).bfloat16() for _ in range(3)])
+    assert published == pytest.approx(true, abs=1e-12)

@@ -1,0 +1,240 @@
+"""Models of torchvision, timm and transformers at tiny sizes, with a batch and a loss for each."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+CLASSES, VOCABULARY, LENGTH = 5, 40, 7
+
+
+class Case(NamedTuple):
+    """A model and what it is trained on.
+
+    Attributes:
+        library: the package it is of, which may be missing.
+        make: makes the model.
+        batch: makes the arguments of a call.
+        loss: of the model's output.
+    """
+
+    library: str
+    make: Callable[[], nn.Module]
+    batch: Callable[[], dict[str, Any]]
+    loss: Callable[[Any], Tensor]
+
+
+def squares(output: Any) -> Tensor:
+    """A loss of any output: its own, or how far its numbers are from some that are all different."""
+    if isinstance(output, dict) and output.get("loss") is not None:
+        return output["loss"]
+    if (
+        isinstance(output, dict)
+        and output
+        and all(isinstance(each, Tensor) and not each.ndim for each in output.values())
+    ):
+        return sum(output.values())  # those of detectors
+    if isinstance(output, dict):
+        output = next(each for each in output.values() if isinstance(each, Tensor))
+    if isinstance(output, (tuple, list)):
+        output = output[0]
+    return (output - torch.linspace(-1, 1, output.shape[-1])).square().mean()
+
+
+def pictures(size: int = 32, name: str = "", count: int = 4) -> Callable[[], dict[str, Any]]:
+    return lambda: {name or "0": torch.randn(count, 3, size, size)}
+
+
+def tokens(**more: Callable[[], Tensor]) -> Callable[[], dict[str, Any]]:
+    def batch() -> dict[str, Any]:
+        ids = torch.randint(3, VOCABULARY, (3, LENGTH))
+        return {"input_ids": ids, **{name: make() if callable(make) else ids for name, make in more.items()}}
+
+    return batch
+
+
+CASES: dict[str, Case] = {}
+
+
+def vision(name: str, make: Callable[[Any], nn.Module], size: int = 32, module: str = "torchvision.models") -> None:
+    library = module.partition(".")[0]
+    CASES[f"{library} {name}"] = Case(library, lambda: make(importlib.import_module(module)), pictures(size), squares)
+
+
+def block(kind: str, *settings: Any, **options: Any) -> Callable[[Any], nn.Module]:
+    """A model of a class that takes lists of settings of its own."""
+    return lambda of: getattr(of, kind)(*settings, **options)
+
+
+# torchvision
+
+vision("DenseNet", block("DenseNet", growth_rate=4, block_config=(2, 2), num_init_features=8, num_classes=CLASSES))
+vision("MobileNetV2", block("MobileNetV2", num_classes=CLASSES, width_mult=0.1,
+                            inverted_residual_setting=[[1, 16, 1, 1], [6, 24, 2, 2]]))  # fmt: skip
+vision("MobileNetV3", lambda of: of.MobileNetV3(
+    [of.mobilenetv3.InvertedResidualConfig(8, 3, 16, 8, True, "RE", 2, 1, 1),
+     of.mobilenetv3.InvertedResidualConfig(8, 3, 24, 12, False, "HS", 1, 1, 1)],
+    last_channel=16, num_classes=CLASSES))  # fmt: skip
+vision("MNASNet", block("MNASNet", 0.1, num_classes=CLASSES))
+vision("ShuffleNetV2", block("ShuffleNetV2", [2, 2, 2], [8, 8, 16, 16, 16], num_classes=CLASSES))
+vision("EfficientNet", lambda of: of.EfficientNet(
+    [of.efficientnet.MBConvConfig(1, 3, 1, 8, 8, 1), of.efficientnet.MBConvConfig(4, 3, 2, 8, 16, 2)],
+    dropout=0.2, last_channel=16, num_classes=CLASSES))  # fmt: skip
+vision("EfficientNetV2", lambda of: of.EfficientNet(
+    [of.efficientnet.FusedMBConvConfig(2, 3, 1, 8, 8, 2), of.efficientnet.MBConvConfig(4, 3, 2, 8, 16, 1)],
+    dropout=0.2, last_channel=16, num_classes=CLASSES))  # fmt: skip
+vision("RegNet", lambda of: of.RegNet(of.regnet.BlockParams.from_init_params(
+    depth=4, w_0=8, w_a=8.0, w_m=2.0, group_width=8, se_ratio=0.25), num_classes=CLASSES, stem_width=8))  # fmt: skip
+vision("ConvNeXt", lambda of: of.ConvNeXt(
+    [of.convnext.CNBlockConfig(8, 16, 1), of.convnext.CNBlockConfig(16, None, 1)], num_classes=CLASSES,
+    stochastic_depth_prob=0.1))  # fmt: skip
+vision("VisionTransformer", block("VisionTransformer", 16, 4, 2, 4, 16, 32, num_classes=CLASSES), 16)
+vision("SwinTransformer", block("SwinTransformer", [2, 2], 8, [2, 2], [2, 4], [4, 4], num_classes=CLASSES))
+vision("SwinTransformer V2", lambda of: of.SwinTransformer(
+    [2, 2], 8, [2, 2], [2, 4], [4, 4], num_classes=CLASSES, block=of.swin_transformer.SwinTransformerBlockV2,
+    downsample_layer=of.swin_transformer.PatchMergingV2))  # fmt: skip
+vision("MaxVit", block("MaxVit", (32, 32), 8, 4, [8, 16], [1, 1], 4, 0.1, num_classes=CLASSES))
+vision("FCN on ConvNeXt", lambda of: importlib.import_module("torchvision.models.segmentation").FCN(
+    of._utils.IntermediateLayerGetter(of.ConvNeXt([of.convnext.CNBlockConfig(8, 16, 1), of.convnext.CNBlockConfig(
+        16, None, 1)], num_classes=CLASSES).features, {"2": "out"}),
+    importlib.import_module("torchvision.models.segmentation.fcn").FCNHead(16, CLASSES)))  # fmt: skip
+
+
+def faster_rcnn(of: Any) -> nn.Module:
+    detection = importlib.import_module("torchvision.models.detection")
+    backbone = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU(), nn.Conv2d(8, 8, 3, 2, 1))
+    backbone.out_channels = 8
+    anchors = detection.anchor_utils.AnchorGenerator(((8, 16),), ((1.0,),))
+    return detection.FasterRCNN(
+        backbone, rpn_anchor_generator=anchors, min_size=32, max_size=32,
+        box_head=detection.faster_rcnn.TwoMLPHead(8 * 49, 8),
+        box_predictor=detection.faster_rcnn.FastRCNNPredictor(8, 3), rpn_pre_nms_top_n_train=20,
+        rpn_post_nms_top_n_train=10,
+    )  # fmt: skip
+
+
+def boxes() -> dict[str, Any]:
+    targets = [{"boxes": torch.tensor([[4.0, 4.0, 20.0, 24.0]]), "labels": torch.tensor([1])} for _ in range(2)]
+    return {"images": [torch.rand(3, 32, 32) for _ in range(2)], "targets": targets}
+
+
+CASES["torchvision FasterRCNN"] = Case(
+    "torchvision", lambda: faster_rcnn(importlib.import_module("torchvision.models")), boxes, squares
+)
+
+# timm
+
+
+def of_timm(name: str, size: int = 32, **options: Any) -> None:
+    vision(name, lambda of: of.create_model(name, num_classes=CLASSES, **options), size, module="timm")
+
+
+_VIT = {"img_size": 16, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 4}
+of_timm("resnet18", channels=(8, 8, 16, 16), layers=(1, 1, 1, 1), stem_width=8)
+of_timm("resnet26", channels=(4, 4, 8, 8), layers=(1, 1, 1, 1), stem_width=8)
+of_timm("seresnext26d_32x4d", channels=(8, 8, 8, 8), layers=(1, 1, 1, 1), base_width=16, cardinality=2, stem_width=8)
+of_timm("vit_tiny_patch16_224", 16, **_VIT)
+of_timm("deit_tiny_distilled_patch16_224", 16, **_VIT)
+of_timm(
+    "crossvit_tiny_240", 24, img_size=24, embed_dim=(8, 16), patch_size=(6, 8), depth=((1, 1, 0),), num_heads=(2, 2)
+)
+of_timm("edgenext_xx_small", depths=(1, 1, 1, 1), dims=(8, 8, 16, 16), heads=(2, 2, 2, 2))
+of_timm("beit_base_patch16_224", 16, **_VIT)
+of_timm("eva02_tiny_patch14_224", 16, **_VIT)
+of_timm("cait_xxs24_224", 16, **_VIT)
+of_timm("xcit_nano_12_p16_224", 16, **(_VIT | {"patch_size": 8}))
+of_timm("swin_tiny_patch4_window7_224", img_size=32, embed_dim=8, depths=(2, 2), num_heads=(2, 4), window_size=4)
+of_timm("pvt_v2_b0", depths=(1, 1, 1, 1), embed_dims=(8, 8, 16, 16), num_heads=(1, 2, 2, 4))
+_MIXER = {"img_size": 16, "patch_size": 4, "num_blocks": 2, "embed_dim": 16, "num_classes": CLASSES}
+_NEXT = {"depths": (1, 1, 1, 1), "dims": (8, 8, 16, 16), "num_classes": CLASSES}
+for title, make in {
+    "MLP-Mixer": lambda of: of.mlp_mixer.MlpMixer(**_MIXER),
+    "gMLP": lambda of: of.mlp_mixer.MlpMixer(
+        **_MIXER, block_layer=of.mlp_mixer.SpatialGatingBlock, mlp_layer=of.mlp_mixer.GatedMlp, mlp_ratio=4
+    ),
+    "ResMLP": lambda of: of.mlp_mixer.MlpMixer(
+        **_MIXER, block_layer=of.mlp_mixer.ResBlock, norm_layer=of.mlp_mixer.Affine, mlp_ratio=4
+    ),
+    "ConvNeXt": lambda of: of.convnext.ConvNeXt(**_NEXT, drop_path_rate=0.1),
+    "ConvNeXt V2": lambda of: of.convnext.ConvNeXt(**_NEXT, use_grn=True, ls_init_value=None),
+    "PoolFormer": lambda of: of.metaformer.MetaFormer(
+        depths=(1, 1), dims=(8, 16), token_mixers=of.metaformer.Pooling, num_classes=CLASSES
+    ),
+    "EfficientNet": lambda of: of.efficientnet._gen_efficientnet(
+        "efficientnet_b0", channel_multiplier=0.1, depth_multiplier=0.1, num_classes=CLASSES
+    ),
+    "MobileNetV3": lambda of: of.mobilenetv3._gen_mobilenet_v3("mobilenetv3_small_050", 0.2, num_classes=CLASSES),
+    "ConvMixer": lambda of: of.convmixer.ConvMixer(8, 2, kernel_size=3, patch_size=4, num_classes=CLASSES),
+}.items():
+    vision(title, make, 16 if make.__code__.co_names[0] == "mlp_mixer" else 32, module="timm.models")
+
+# transformers
+
+_TEXT = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "intermediate_size": 24, "max_position_embeddings": 16, "pad_token_id": 0, "bos_token_id": 1,
+         "eos_token_id": 2}  # fmt: skip
+_GROUPED = _TEXT | {"num_key_value_heads": 2}
+_STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_IMAGE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24,
+          "image_size": 16, "patch_size": 4, "num_labels": CLASSES}  # fmt: skip
+
+
+def hugging(name: str, head: str, config: dict[str, Any], batch: Callable[[], dict[str, Any]], kind: str = "") -> None:
+    def make() -> nn.Module:
+        transformers = importlib.import_module("transformers")
+        settings = getattr(transformers, f"{kind or name}Config")(**config)
+        return getattr(transformers, f"{name}{head}")(settings)
+
+    CASES[f"transformers {name}"] = Case("transformers", make, batch, squares)
+
+
+def words() -> dict[str, Any]:
+    ids = torch.randint(3, VOCABULARY, (3, LENGTH))
+    return {"input_ids": ids, "labels": ids}
+
+
+def padded() -> dict[str, Any]:
+    mask = torch.ones(3, LENGTH, dtype=torch.long)
+    mask[0, 5:] = 0
+    return words() | {"attention_mask": mask}
+
+
+_QUIET_GPT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+for kind, config in {
+    "Llama": _GROUPED,
+    "Mistral": _GROUPED | {"sliding_window": 4},
+    "Gemma": _GROUPED | {"head_dim": 4},
+    "Qwen2": _GROUPED,
+    "Qwen3": _GROUPED | {"head_dim": 4},
+    "Olmo2": _GROUPED,
+    "Phi": _TEXT | {"resid_pdrop": 0.0, "attention_dropout": 0.0},
+    "Phi3": _GROUPED,
+    "StableLm": _GROUPED,
+    "GPTNeoX": _TEXT,
+    "Mixtral": _GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "GPT2": {"vocab_size": VOCABULARY, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 4, **_QUIET_GPT},
+    "OPT": _TEXT | {"ffn_dim": 24, "dropout": 0.0, "word_embed_proj_dim": 16},
+    "Bloom": {"vocab_size": VOCABULARY, "hidden_size": 16, "n_layer": 2, "n_head": 4, "hidden_dropout": 0.1},
+    "Mamba": {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4, "conv_kernel": 3},
+}.items():
+    hugging(kind, "LMHeadModel" if kind == "GPT2" else "ForCausalLM", {**config, "use_cache": False}, words)
+for kind in ("Bert", "Roberta", "Electra", "Albert"):
+    hugging(kind, "ForMaskedLM", _TEXT | _STILL | {"embedding_size": 16, "type_vocab_size": 2}, padded)
+hugging("DistilBert", "ForMaskedLM", {"vocab_size": VOCABULARY, "dim": 16, "n_layers": 2, "n_heads": 4,
+        "hidden_dim": 24, "max_position_embeddings": 16, "dropout": 0.0, "attention_dropout": 0.0}, padded)  # fmt: skip
+hugging("DebertaV2", "ForMaskedLM", _TEXT | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}, padded)
+hugging("T5", "ForConditionalGeneration", {"vocab_size": VOCABULARY, "d_model": 16, "d_kv": 4, "d_ff": 24,
+        "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0, "dropout_rate": 0.0, "use_cache": False},
+        words)  # fmt: skip
+hugging("Bart", "ForConditionalGeneration", {"vocab_size": VOCABULARY, "d_model": 16, "encoder_layers": 1,
+        "decoder_layers": 1, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 24,
+        "decoder_ffn_dim": 24, "max_position_embeddings": 16, "dropout": 0.0, "use_cache": False,
+        "forced_eos_token_id": None}, words)  # fmt: skip
+for kind in ("ViT", "Dinov2"):
+    hugging(kind, "ForImageClassification", _IMAGE | _STILL, pictures(16, "pixel_values"))
+hugging("Swin", "ForImageClassification", {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [2, 2],
+        "num_heads": [2, 4], "window_size": 4, "num_labels": CLASSES}, pictures(16, "pixel_values"))  # fmt: skip
