@@ -248,7 +248,6 @@ SPIKE = Schema(
     signs=frozenset({"value", "spike"}),
 )
 
-<<<<<<< HEAD
 ROLLBACK = Schema(
     "rollback",
     "rollback",
@@ -264,8 +263,6 @@ ROLLBACK = Schema(
     signs=frozenset({"count", "undone_count"}),
 )
 
-SCHEMAS = (GRADIENT, SPIKE, ROLLBACK, WEIGHT_UPDATE, RCC, ACTIVATION, SPECTRAL, STEP_STATS, ALIGNMENT, MAXP)
-=======
 _MOMENTS = "gradient against second moment"
 
 OPTIMIZER_STATE = Schema(
@@ -287,5 +284,6 @@ OPTIMIZER_STATE = Schema(
     ),
 )  # fmt: skip
 
-SCHEMAS = (GRADIENT, SPIKE, WEIGHT_UPDATE, OPTIMIZER_STATE, RCC, ACTIVATION, SPECTRAL, STEP_STATS, ALIGNMENT, MAXP)
->>>>>>> main
+SCHEMAS = (
+    GRADIENT, SPIKE, ROLLBACK, WEIGHT_UPDATE, OPTIMIZER_STATE, RCC, ACTIVATION, SPECTRAL, STEP_STATS, ALIGNMENT, MAXP
+)  # fmt: skip

@@ -67,8 +67,8 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
     filter are not judged.
 
     A snapshot takes the memory of what it copies, two (SGD with momentum) to three (Adam) times that of the weights;
-    there are ``keep`` good ones, and one that is not good yet, seldom more (``keep`` at most). A ``Checkpoint`` with the
-    handler in it holds those that going back may need, usually two. Every rank keeps its own parts, and all decide the
+    there are ``keep`` good ones, and one that is not good yet, seldom more (``keep`` at most). ``Checkpoint`` with the
+    handler in it saves those that going back may need, usually two. Every rank keeps its own parts, and all decide the
     same, by a sum of a few numbers over the ranks in every iteration. To decide, an iteration's signs are read on the
     host: on an accelerator that waits for the end of the train step.
 

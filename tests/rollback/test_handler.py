@@ -592,7 +592,7 @@ def test_a_monitor_of_every_value_can_ask(caplog):
     )
     watched.attach(training.trainer)
     training.run(make_batches(60))
-    assert training.of("iteration") == {i: 30 for i in (43, 44, 45, 46)}
+    assert training.of("iteration") == dict.fromkeys((43, 44, 45, 46), 30)
     assert "share" in messages(caplog)[-1]
 
 
