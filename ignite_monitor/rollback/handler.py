@@ -22,7 +22,7 @@ from ignite_monitor.keys import ROLLBACK
 from ignite_monitor.model._torch import put_first
 from ignite_monitor.model.devices import wide_dtype
 from ignite_monitor.monitor.base import Monitor, MonitorHandle, NoModel
-from ignite_monitor.monitor.named_values import transfer
+from ignite_monitor.monitor.publisher import transfer
 from ignite_monitor.monitor.ranks import all_take_part, sum_over_ranks, world_size
 from ignite_monitor.rollback.course import Action, Course, Event
 from ignite_monitor.rollback.parts import MonitorPart, Part, is_scheduler, nonfinite_in, part_of, tensors_in
