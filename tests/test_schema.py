@@ -86,6 +86,8 @@ def make_all():
     model = Model()
     held = [each for name, each in model.named_parameters() if not name.startswith("left_out")]
     optimizer = torch.optim.Adam(held, lr=0.1)
+    rollback = RollbackHandler({"model": model, "optimizer": optimizer})
+    rollback.request("to see it")
     everything = dict.fromkeys(
         ("activations", "parameters", "gradients", "activation_differences", "parameter_differences"), True
     )
@@ -98,7 +100,7 @@ def make_all():
         SpectralNormHandler(model, updates=True, per_parameter=True),
         StepStatsHandler(model, optimizer, peak_flops=1e12),
         SpikeMonitor(lambda engine: engine.state.iteration, threshold=StaticThreshold(10.0)),
-        RollbackHandler({"model": model, "optimizer": optimizer}),
+        rollback,
         AlignmentHandler(model),
     ]  # fmt: skip
 

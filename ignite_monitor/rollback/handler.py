@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -12,16 +13,14 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from ignite.engine import Engine, Events, EventsList
-from ignite.engine.events import CallableEventWithFilter
+from ignite.engine import Engine
 from torch import Tensor, nn
 
 from ignite_monitor.checks import check_count, check_real, check_type
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import ROLLBACK
-from ignite_monitor.model._torch import put_first
 from ignite_monitor.model.devices import wide_dtype
-from ignite_monitor.monitor.base import Monitor, MonitorHandle, NoModel
+from ignite_monitor.monitor.base import Handlers, Monitor, NoModel
 from ignite_monitor.monitor.publisher import transfer
 from ignite_monitor.monitor.ranks import all_take_part, sum_over_ranks, world_size
 from ignite_monitor.rollback.course import Action, Course, Event
@@ -42,7 +41,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
 
     A snapshot is taken when an iteration starts, not after an unhealthy one, nor of a state that is not finite; it
     is *good* after ``quiet`` iterations without a spike. Trouble goes back to the newest good one, and where none is
-    good to the oldest. If it comes again before another is good, that one counts as good no more. Trouble is
+    good to the oldest. If it comes again before that one has proved good once more, it is so no longer. Trouble is
 
     - LEVEL_CHANGED of any monitor on the engine: of a ``GradMonitor``, ten spikes in a row;
     - a loss more than two deviations and a factor of 1.5 above its level (of its logarithm, exponentially weighted with
@@ -53,17 +52,17 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
       row;
     - :meth:`request`.
 
-    Having gone back, every iteration that is unhealthy by the thresholds of the snapshot is *undone*: the snapshot is
-    put back. That ends after ``probation`` healthy iterations in a row. After ``hold`` iterations without, or where
-    there have been ``max_rollbacks`` within ``window`` iterations, the trouble is taken for a new level: the snapshot
-    is put back a last time, all rules start afresh, and training goes on with a warning. What is not finite is never
-    accepted: the run ends then.
+    Having gone back, every iteration that is unhealthy by the thresholds of the snapshot (of the first, which has none
+    yet, those of the time when it proved good) is *undone*: the snapshot is put back. That ends after ``probation``
+    healthy iterations in a row. After ``hold`` iterations without, or where there have been ``max_rollbacks`` within
+    ``window`` iterations, the trouble is taken for a new level: the snapshot is put back a last time, all rules start
+    afresh, and training goes on with a warning. What is not finite is never accepted: the run ends then.
 
     {keys}
 
     Iteration counter, random numbers, counts (``grad/spike_count``) and schedules go on. Gradients are dropped.
-    It goes back before any other handler of ITERATION_COMPLETED, so no evaluator or ``Checkpoint`` sees what is left
-    out, and MonitorEvents.ROLLED_BACK is fired then. The iterations that the handler is not attached to with its
+    It goes back before any handler of ITERATION_COMPLETED, so no evaluator or ``Checkpoint`` sees what is left out, and
+    MonitorEvents.ROLLED_BACK is fired then. The iterations that the handler is not attached to with its
     filter are not judged.
 
     A snapshot takes the memory of what it copies, two (SGD with momentum) to three (Adam) times that of the weights;
@@ -100,10 +99,11 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
     Examples:
         .. code-block:: python
 
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1000)
             to_save = {"model": model, "optimizer": optimizer, "lr_scheduler": scheduler}
             rollback = RollbackHandler(to_save)
             rollback.attach(trainer)
-            checkpoint = Checkpoint({**to_save, "trainer": trainer, "rollback": rollback}, "checkpoints")
+            to_save |= {"trainer": trainer, "rollback": rollback}  # what a Checkpoint saves
     """
 
     _state_dict_all_req_keys = ("course", "snapshots", "loss", "statistics", "count", "undone_count")
@@ -172,21 +172,11 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
 
     # What users call
 
-    def attach(
-        self, engine: Engine, event: CallableEventWithFilter | EventsList = Events.ITERATION_STARTED
-    ) -> MonitorHandle:
-        handle = super().attach(engine, event)
-        engine.add_event_handler(Events.ITERATION_COMPLETED, self._on_iteration_completed)
-        put_first(engine, Events.ITERATION_COMPLETED)
-        return handle
-
     def detach(self) -> None:
         """Undo ``attach`` and ``log_to``, and let the snapshots go."""
-        engine = self._attached_to()
-        if engine is not None:
-            engine.remove_event_handler(self._on_iteration_completed, Events.ITERATION_COMPLETED)
         super().detach()
         self._snapshots.clear()
+        self._snapshots.release()
 
     def request(self, reason: str) -> None:
         """Go back when this iteration is completed, or the next; while the training is getting well, undo it.
@@ -301,9 +291,14 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
 
     # After it
 
-    def _on_iteration_completed(self, engine: Engine) -> None:
-        if not self._monitored:
-            return
+    def handlers(self) -> Handlers:
+        return [(MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed)]
+
+    def _on_train_step_completed(self, engine: Engine) -> Callable[[], Any] | None:
+        # When all monitors have judged, those too that wait for what others publish, and have looked at that.
+        return (lambda: lambda: functools.partial(self._decide, engine)) if self._is_running else None
+
+    def _decide(self, engine: Engine) -> None:
         iteration = engine.state.iteration
         if not all(all_take_part(module) for module in self._modules):
             self._warn_once("under join(), where not all ranks take part, nothing is judged")
@@ -312,7 +307,9 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         event, reason = self._judge(engine)
         action = self._course.next(event, iteration)
         self._iteration, self._healthy = iteration, event == Event.HEALTHY
-        self._snapshots.note(self._healthy)
+        for proved in self._snapshots.note(self._healthy):
+            if proved.young:
+                self._snapshots.update(proved, self._thresholds())
         values: dict[str, float] = {}
         if action != Action.NONE and self._snapshots:
             snapshot = self._snapshots.current if was_healing else self._snapshots.choose(action == Action.GO_BACK)
@@ -461,8 +458,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
             monitor.start_afresh()
         self._loss_level.start_afresh()
         self._statistics.start_afresh()
-        self._snapshots.keep_only(snapshot)
-        self._snapshots.update(snapshot, self._thresholds())
+        self._snapshots.start_from(snapshot, self._thresholds())
 
     def _device(self) -> torch.device:
         parameters = (parameter for each in [*self._modules, *self._optimizers] for parameter in _parameters_of(each))

@@ -50,7 +50,7 @@ def is_scheduler(thing: Any) -> bool:
     return not isinstance(thing, kinds) and not hasattr(thing, "param_groups") and hasattr(thing, "optimizer")
 
 
-class ModulePart:
+class ModulePart(Part):
     """Parameters, buffers (those that no ``state_dict`` holds as well) and extra state of a module."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -85,7 +85,7 @@ class ModulePart:
             setattr(owner, leaf, tensor)
 
 
-class OptimizerPart:
+class OptimizerPart(Part):
     """State and parameter groups of an optimizer of torch's kind, in place."""
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -120,7 +120,7 @@ class OptimizerPart:
             group.update((k, refill(group.get(k), v, torch.empty_like)) for k, v in before.items() if k not in kept)
 
 
-class OtherPart:
+class OtherPart(Part):
     """Anything that loads what its ``state_dict()`` returned."""
 
     def __init__(self, thing: Any) -> None:
@@ -138,7 +138,7 @@ class OtherPart:
             group.update(now)
 
 
-class MonitorPart:
+class MonitorPart(Part):
     """A monitor's thresholds; its counts go on, and references, which do not change, are left as they are."""
 
     def __init__(self, monitor: Any) -> None:
@@ -184,7 +184,8 @@ def nonfinite_in(state: Any, exempt: Container[str] = ()) -> set[str]:
         exempt: paths that are not looked at.
     """
     found = ((path, tensor.detach()) for path, tensor in tensors_in(state) if path not in exempt)
-    named = {path: tensor if (part := local_part(tensor)) is None else part for path, tensor in found}
+    local = ((path, tensor if (part := local_part(tensor)) is None else part) for path, tensor in found)
+    named = {path: tensor for path, tensor in local if not tensor.is_meta}
     # Elementwise it costs more than the copy.
     if bool(torch.isfinite(total_norm(named.values()))):
         return set()

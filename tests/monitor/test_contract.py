@@ -803,7 +803,9 @@ def quiet_trainer():
 
 
 def skips(monitor):
-    return isinstance(monitor, GradMonitor) and monitor._reaction.kind == "skip"
+    return isinstance(monitor, RollbackHandler) or (
+        isinstance(monitor, GradMonitor) and monitor._reaction.kind == "skip"
+    )
 
 
 def test_nothing_is_read_on_the_host_without_loggers(factory, synchronisations, on_a_device):
@@ -828,6 +830,8 @@ def test_one_transfer_per_iteration_for_three_loggers_of_two_monitors(factory, s
     other_model, other_optimizer = make_model(3), None
     other = GradMonitor(other_model, other_optimizer, prefix="other", flag="other_spike")
     monitor = factory(model, optimizer)
+    if isinstance(monitor, RollbackHandler):
+        pytest.skip("decides on the host, and publishes numbers")
     looks = skips(monitor)
     step = trainer._process_function
 
@@ -859,6 +863,8 @@ def test_one_transfer_per_iteration_for_three_loggers_of_two_monitors(factory, s
 
 def test_tensors_until_someone_asks_and_floats_from_then_on(setup, on_a_device):
     _, _, trainer, monitor = setup
+    if isinstance(monitor, RollbackHandler):
+        pytest.skip("decides on the host, and publishes numbers")
     monitor.attach(trainer)
     looked = []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import os
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from tests._trainers import assert_same
 from tests.rollback import _healthy
 from tests.rollback._small import Net, Training, make_batches
 
+FULL = bool(int(os.environ.get("FULL_MATRIX", "0")))
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9, weight_decay=0.1),
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3, amsgrad=True),
@@ -349,28 +351,27 @@ def test_a_ruined_state_is_seen_where_a_gradient_is_not_finite(what, caplog):
 
 def test_sixty_bad_batches_are_survived():
     training = Training(monitor={})
-    training.run(make_batches(200, bad=range(101, 161)))
-    assert training.of("count")[200] == 1
-    assert training.of("undone_count")[200] == 50
-    assert_same(training.before[160]["model"], training.before[int(training.of("iteration")[110])]["model"])
+    training.run(make_batches(130, bad=range(41, 101)))
+    assert training.of("count")[130] == 1
+    assert training.of("undone_count")[130] == 50
+    assert training.of("iteration") == dict.fromkeys(range(50, 101), 0)
+    assert_same(training.before[100], training.before[0])
 
 
 @pytest.mark.parametrize("how", ["continue", "terminate"])
 def test_a_new_level_is_accepted_once_after_hold_and_patience(how, caplog):
     training = Training(monitor={}, on_exhausted=how)
-    training.run(make_batches(400, bad=range(101, 401), factor=30.0))
+    training.run(make_batches(180, bad=range(41, 181), factor=30.0))
     warnings = [text for text in messages(caplog) if "new level" in text and "rollback" in text]
     assert len(warnings) == 1
-    assert "iteration 161" in warnings[0]
-    assert training.of("undone_count")[161] == 51
+    assert "iteration 101" in warnings[0]
+    assert training.of("undone_count")[101] == 51
     if how == "terminate":
-        assert training.trainer.state.iteration == 161
+        assert training.trainer.state.iteration == 101
         return
-    assert training.of("count")[400] == 1
-    assert training.of("undone_count")[400] == 51
-    assert max(training.of("iteration")) == 161
-    # It learns on: what it does there is what it would have done from the snapshot.
-    assert training.trainer.state.iteration == 400
+    assert training.of("count")[180] == 1
+    assert training.of("undone_count")[180] == 51
+    assert max(training.of("iteration")) == 101
 
 
 # What goes on
@@ -432,7 +433,7 @@ def test_one_warning_and_one_event_per_rollback(caplog):
         MonitorEvents.ROLLED_BACK, lambda e: events.append((e.state.iteration, e.state.metrics["rollback/iteration"]))
     )
     training.run(make_batches(60, bad=range(44, 60)), request=[34])
-    assert events == [(34, 20.0), (53, 30.0)] or len(events) == 2
+    assert events == [(34, 20.0), (53, 20.0)]
     warnings = [text for text in messages(caplog) if "Back to" in text]
     assert len(warnings) == 2
     assert warnings[0] == (
@@ -440,7 +441,7 @@ def test_one_warning_and_one_event_per_rollback(caplog):
     )
 
 
-@pytest.mark.parametrize("kind", [*_healthy.KINDS])
+@pytest.mark.parametrize("kind", [*_healthy.KINDS] if FULL else ["mlp", "cnn_one_cycle", "gan"])
 def test_without_trouble_training_is_bitwise_the_same(kind):
     expected, _ = _healthy.run(kind, seed=0, count=70, handler=False)
     got, rollback = _healthy.run(kind, seed=0, count=70)
@@ -460,13 +461,13 @@ def test_memory_is_allocated_once_and_as_large_as_promised():
 
     def note(engine):
         if engine.state.iteration > 30:
-            snapshots = training.rollback.state_dict()["snapshots"]
-            held = [tensors(each["state"]["parts"]) for each in [*snapshots["good"], *snapshots["pending"]]]
+            snapshots = training.rollback._snapshots
+            held = [tensors(each.state["parts"]) for each in [*snapshots.good, *snapshots.pending]]
             addresses.update(each.data_ptr() for group in held for each in group)
             sizes.extend(sum(each.nbytes for each in group) for group in held)
 
     training.trainer.add_event_handler(Events.ITERATION_COMPLETED, note)
-    training.run(make_batches(200))
+    training.run(make_batches(80))
     whole = tensors(training.model.state_dict()) + tensors(training.optimizer.state_dict()) + [training.model.steps]
     assert set(sizes) == {sum(each.nbytes for each in whole)}
     assert len(addresses) <= 3 * len(whole)  # two good ones and one that is not yet
@@ -475,39 +476,51 @@ def test_memory_is_allocated_once_and_as_large_as_promised():
 # Resuming
 
 
-@pytest.mark.parametrize("cut", [33, 52, 57, 61, 66])
-def test_killed_and_resumed(cut, tmp_path):
-    """Before the trouble, in it, while it gets well, and after."""
+def start_to_resume():
+    training = Training(OPTIMIZERS["adamw"], monitor={"skip_step": True}, every=10, quiet=5)
+    step = training.train_step
 
-    def start():
-        training = Training(OPTIMIZERS["adamw"], monitor={"skip_step": True}, every=10, quiet=5)
-        step = training.train_step
+    def seeded(engine, batch):
+        torch.manual_seed(engine.state.iteration)  # for the dropout
+        return step(engine, batch)
 
-        def seeded(engine, batch):
-            torch.manual_seed(engine.state.iteration)  # for the dropout
-            return step(engine, batch)
+    training.trainer._process_function = seeded
+    own = {"trainer": training.trainer, "rollback": training.rollback, "grad": training.monitor}
+    return training, training.things | own
 
-        training.trainer._process_function = seeded
-        own = {"trainer": training.trainer, "rollback": training.rollback, "grad": training.monitor}
-        return training, training.things | own
 
-    batches = make_batches(90, bad=range(45, 64))
-    whole, _ = start()
+CUTS = (33, 52, 57, 61, 66)  # before the trouble, in it, while it gets well, and after
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """A training with trouble, its batches, and checkpoints from on the way."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    batches = make_batches(80, bad=range(45, 64))
+    whole, to_save = start_to_resume()
+    steps = {}
+    for cut in CUTS:
+        saver = Checkpoint(to_save, DiskSaver(folder, require_empty=False), filename_pattern=f"{cut}.pt")
+        whole.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=cut), saver)
+    whole.trainer.add_event_handler(
+        Events.ITERATION_COMPLETED, lambda e: steps.update({e.state.iteration: whole.model.steps.clone()})
+    )
     whole.run(batches)
-    first, to_save = start()
-    saver = Checkpoint(to_save, DiskSaver(tmp_path), filename_pattern="{name}.pt")
-    first.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=cut), saver)
-    first.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=cut), lambda e: e.terminate())
-    first.run(batches)
-    second, to_load = start()
-    Checkpoint.load_objects(to_load, torch.load(tmp_path / "checkpoint.pt", weights_only=True))
-    second.model.steps.copy_(first.model.steps)
-    second.run(batches[cut:] + batches[:cut])
-    assert whole.of("count")[90] == 1
-    assert whole.of("undone_count")[90] == 9
+    return whole, batches, folder, steps
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_killed_and_resumed(cut, uninterrupted):
+    whole, batches, folder, steps = uninterrupted
+    resumed, to_load = start_to_resume()
+    Checkpoint.load_objects(to_load, torch.load(folder / f"{cut}.pt", weights_only=True))
+    resumed.model.steps.copy_(steps[cut])
+    resumed.run(batches[cut:] + batches[:cut])
+    assert whole.of("count")[80] == 1
+    assert whole.of("undone_count")[80] == 9
     for name in ("count", "undone_count", "iteration"):
-        assert second.of(name) == {i: value for i, value in whole.of(name).items() if i > cut}
-    assert_same(second.state(), whole.state())
+        assert resumed.of(name) == {i: value for i, value in whole.of(name).items() if i > cut}
+    assert_same(resumed.state(), whole.state())
 
 
 # Bad input
@@ -591,7 +604,7 @@ def test_a_monitor_of_every_value_can_ask(caplog):
         prefix="share",
     )
     watched.attach(training.trainer)
-    training.run(make_batches(60))
+    training.run(make_batches(46))
     assert training.of("iteration") == dict.fromkeys((43, 44, 45, 46), 30)
     assert "share" in messages(caplog)[-1]
 
