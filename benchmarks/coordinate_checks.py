@@ -318,15 +318,12 @@ def row(name: str, result: CoordinateCheck, seconds: float) -> str:
     cells = []
     for quantity in result.quantities:
         found = [slope for (_, each), slope in slopes.items() if each == quantity]
-        worst = max(
-            (each for each in found if not each.is_start and not each.is_unaligned), key=lambda each: abs(each.slope)
-        )
+        worst = max((each for each in found if not each.is_explained), key=lambda each: abs(each.slope))
         cells.append(f"{worst.slope:+.2f} ({worst.layer})")
     steep = sum(slope.is_steep for slope in slopes.values())
-    starts, unaligned = (
-        sum(getattr(slope, each) for slope in slopes.values()) for each in ("is_start", "is_unaligned")
-    )
-    return f"| {name} | {len(result.layers)} | {' | '.join(cells)} | {starts} | {unaligned} | {steep} | {seconds:.0f} |"
+    kinds = ("is_start", "is_unaligned", "is_drift")
+    explained = [str(sum(getattr(slope, each) for slope in slopes.values())) for each in kinds]
+    return f"| {name} | {len(result.layers)} | {' | '.join([*cells, *explained])} | {steep} | {seconds:.0f} |"
 
 
 def main() -> int:
@@ -341,8 +338,10 @@ def main() -> int:
     torch.set_num_threads(1)
     logging.getLogger("ignite_monitor").setLevel(logging.ERROR)
     widths = [int(each) for each in args.widths.split(",")]
-    print("| model | layers | output | change | by its weights | by its input | starts | alpha < 1 | steep | s |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    print(
+        "| model | layers | output | change | by its weights | by its input | starts | alpha < 1 | drifts | steep | s |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
     for name, make in CASES.items():
         if args.only and not any(each.lower() in name.lower() for each in args.only.split(",")):
             continue

@@ -19,6 +19,11 @@ GRADIENT = Schema(
         Key("std", "their sample standard deviation; absent before the second"),
         Key("spike", "1 if the norm is a spike, or the loss, else 0"),
         Key("loss_spike", "1 if the loss is a spike, else 0", when="with ``loss``"),
+        Key(
+            "culprit/{name}",
+            "share of what gradients are above their thresholds, at a spike, of the few tensors that hold most of it",
+            when="with ``per_parameter=True``",
+        ),
         Key("stepped", "1 if the optimizer made a step in this iteration, else 0"),
         Key("spike_count", "spikes so far", chart=_COUNTS),
         Key("spike_score", _SCORE, chart=_RECENT),
@@ -159,6 +164,16 @@ STEP_STATS = Schema(
     "step",
     (
         Key("time_ms", "how long the train step took, without loading its data", unit="ms"),
+        Key("data_wait_ms", "how long the engine has waited for the batch", unit="ms", chart="waiting for data"),
+        Key("data_wait_share", "that over itself and ``time_ms``", when="where the latter is there"),
+        Key(
+            "data_wait_max_ms",
+            "the longest of all ranks",
+            unit="ms",
+            when="with ``slowest_rank=True``",
+            chart="waiting for data",
+        ),
+        Key("data_wait_rank", "the rank that has waited that long", when="with ``slowest_rank=True``"),
         Key("items_per_s", "items of the batch over that time, on this rank", unit="1/s"),
         Key(
             "mfu",
@@ -263,6 +278,29 @@ ROLLBACK = Schema(
     signs=frozenset({"count", "undone_count"}),
 )
 
+SPIKE_RECORD = Schema(
+    "spike_record",
+    "grad_record",
+    (Key("recorded_count", "files of spikes written so far"),),
+    signs=frozenset({"recorded_count"}),
+)
+
+
+_NOISE = "noise scale and its interval"
+
+NOISE_SCALE = Schema(
+    "noise scale",
+    "noise_scale",
+    (
+        Key("value", "the simple noise scale", unit="items", chart=_NOISE),
+        Key("low", "the lower end of its interval", unit="items", chart=_NOISE),
+        Key("high", "the upper end", unit="items", chart=_NOISE),
+        Key("batch", "how many items the optimizer's step was made from", unit="items", chart=_NOISE),
+    ),
+    signs=frozenset({"batch"}),
+)
+
+
 _MOMENTS = "gradient against second moment"
 
 OPTIMIZER_STATE = Schema(
@@ -284,6 +322,28 @@ OPTIMIZER_STATE = Schema(
     ),
 )  # fmt: skip
 
+REPLICAS = Schema(
+    "replicas",
+    "replicas",
+    (
+        Key("agree", "1 if all ranks hold the same, else 0", chart="do the ranks agree"),
+        Key("differing_count", "how many tensors, and other things, are not the same on all ranks"),
+    ),
+)
+
 SCHEMAS = (
-    GRADIENT, SPIKE, ROLLBACK, WEIGHT_UPDATE, OPTIMIZER_STATE, RCC, ACTIVATION, SPECTRAL, STEP_STATS, ALIGNMENT, MAXP
-)  # fmt: skip
+    GRADIENT,
+    SPIKE,
+    SPIKE_RECORD,
+    ROLLBACK,
+    NOISE_SCALE,
+    WEIGHT_UPDATE,
+    OPTIMIZER_STATE,
+    REPLICAS,
+    RCC,
+    ACTIVATION,
+    SPECTRAL,
+    STEP_STATS,
+    ALIGNMENT,
+    MAXP,
+)

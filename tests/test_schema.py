@@ -18,13 +18,16 @@ from torch import nn
 
 from ignite_monitor import (
     ActivationHandler,
+    GradientNoiseScaleHandler,
     GradMonitor,
     MeanStdThreshold,
     OptimizerStateHandler,
     RCCHandler,
+    ReplicaCheckHandler,
     RollbackHandler,
     SpectralNormHandler,
     SpikeMonitor,
+    SpikeRecorder,
     StaticThreshold,
     StepStatsHandler,
     WeightUpdateHandler,
@@ -40,13 +43,16 @@ from tests._helpers import make_batches
 
 KINDS = [
     GradMonitor,
+    GradientNoiseScaleHandler,
     WeightUpdateHandler,
     OptimizerStateHandler,
+    ReplicaCheckHandler,
     RCCHandler,
     ActivationHandler,
     SpectralNormHandler,
     SpikeMonitor,
     RollbackHandler,
+    SpikeRecorder,
     StepStatsHandler,
     AlignmentHandler,
     MaxPScheduler,
@@ -86,21 +92,26 @@ def make_all():
     model = Model()
     held = [each for name, each in model.named_parameters() if not name.startswith("left_out")]
     optimizer = torch.optim.Adam(held, lr=0.1)
-    rollback = RollbackHandler({"model": model, "optimizer": optimizer})
-    rollback.request("to see it")
     everything = dict.fromkeys(
         ("activations", "parameters", "gradients", "activation_differences", "parameter_differences"), True
     )
+    never = SpikeMonitor(lambda engine: engine.state.iteration, threshold=StaticThreshold(10.0))
+
+    def loss(engine):
+        return math.inf if engine.state.iteration == 5 else 1.0
+
     return model, optimizer, [
-        GradMonitor(model, optimizer, threshold=MeanStdThreshold(warmup=2), reaction="clip", loss=lambda engine: 1.0),
+        GradMonitor(model, optimizer, threshold=MeanStdThreshold(warmup=2), reaction="clip", loss=loss,
+                    per_parameter=True),
         WeightUpdateHandler(model, optimizer, frozen_update_ratio_threshold=1.0, frozen_patience_steps=1),
         OptimizerStateHandler(optimizer, model),
+        ReplicaCheckHandler(model, optimizer),
         RCCHandler(model),
         ActivationHandler(model, **everything, attention=True, reference="init"),
         SpectralNormHandler(model, updates=True, per_parameter=True),
         StepStatsHandler(model, optimizer, peak_flops=1e12),
-        SpikeMonitor(lambda engine: engine.state.iteration, threshold=StaticThreshold(10.0)),
-        rollback,
+        never,
+        SpikeRecorder(never, "spikes"),
         AlignmentHandler(model),
     ]  # fmt: skip
 
@@ -124,8 +135,29 @@ def published():
             trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda _, m=monitor, n=names: n.update(m.on_host()))
         trainer.run(make_batches(6))
 
+    def run_in_parts():
+        torch.manual_seed(0)
+        model = nn.Linear(6, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+        def train_step(engine, _):
+            optimizer.zero_grad()
+            for x in torch.randn(2, 16, 6):
+                (model(x) - 3 * x.sum(1, keepdim=True) - torch.randn(16, 1)).square().mean().backward()
+            optimizer.step()
+
+        trainer = Engine(train_step)
+        noise = GradientNoiseScaleHandler(model, optimizer, micro_batches=2, items=lambda _: 32)
+        noise.attach(trainer)
+        trainer.run(range(40))
+        found[type(noise)] = noise.prefix, set(noise.on_host())
+
+    run_in_parts()
     run(*make_all(), clip=0.01)
     model, optimizer, parametrization = make_parametrized()
+    rollback = RollbackHandler({"model": model, "optimizer": optimizer})
+    rollback.request("to see it")
+    run(model, optimizer, [rollback], clip=1.0)
     run(model, optimizer, [MaxPScheduler(parametrization, optimizer)], clip=1.0)
     return found
 
@@ -149,7 +181,8 @@ def test_everything_was_on(published):
             for key in kind.schema.keys
             if not any(matches(key.pattern, name.removeprefix(f"{prefix}/")) for name in names)
         ]
-        assert set(lacking) <= {"reserved_memory_mb"}, kind
+        # and what there is on several ranks.
+        assert set(lacking) <= {"reserved_memory_mb", "data_wait_max_ms", "data_wait_rank"}, kind
 
 
 def matches(pattern: str, name: str) -> bool:

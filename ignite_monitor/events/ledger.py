@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ignite_monitor.events.hooks import GradientHook
-from ignite_monitor.events.look import Look
+from ignite_monitor.events.look import AwaitsBackward, Look
 from ignite_monitor.model._torch import registries
 from ignite_monitor.model.optimizers import parameters_of
 
@@ -94,7 +94,7 @@ class GradientLedger:
         self.hook = GradientHook()
         self.parameters: list[nn.Parameter] = []
         self.reduced = True
-        self.looks: list[Look] = []
+        self.looks: list[AwaitsBackward] = []
         # The dictionaries that its modules keep parameters and submodules in, and what was in them at the last look.
         self._registries: list[dict[str, Any]] = []
         self._members: list[Any] = []

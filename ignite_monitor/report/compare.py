@@ -23,53 +23,30 @@ NOISE = 2.0
 
 @dataclass(frozen=True)
 class Difference:
-    """A metric in two runs.
-
-    Attributes:
-        name: its name.
-        a: the median of its last tenth in the first run.
-        b: in the second.
-        best_a: its best value in the first run, the smallest of a loss, the largest of an accuracy; NaN if its name
-            does not tell.
-        best_b: in the second.
-        relative: how far the second is from the first, by the larger size of the two; NaN if one has no finite value.
-        matters: whether it is more than noise.
-        own: whether it is a metric of the user's.
-    """
+    """A metric in two runs."""
 
     name: str
-    a: float
-    b: float
-    best_a: float
+    a: float  # the median of its last tenth in the first run
+    b: float  # in the second
+    best_a: float  # in the first run, the smallest of a loss, the largest of an accuracy; NaN if its name does not tell
     best_b: float
-    relative: float
-    matters: bool
-    own: bool
+    relative: float  # how far b is from a, by the larger size of the two; NaN if one has no finite value
+    matters: bool  # whether it is more than noise
+    own: bool  # whether it is a metric of the user's
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two runs side by side.
-
-    Attributes:
-        runs: what happened in each.
-        until: up to which iteration they were compared, the last that both have.
-        differences: of the metrics that are in both; what differs most comes first, the user's own before the rest.
-        only: the names of the metrics that only the one has, and only the other.
-    """
+    """Two runs side by side."""
 
     runs: tuple[Summary, Summary]
-    until: int
-    differences: list[Difference]
-    only: tuple[list[str], list[str]]
+    until: int  # up to which iteration they were compared, the last that both have
+    differences: list[Difference]  # what differs most comes first, the user's own before the rest
+    only: tuple[list[str], list[str]]  # the names of the metrics that only the one has, and only the other
 
 
 def compare(files: tuple[str, str], runs: tuple[Mapping[str, Series], Mapping[str, Series]]) -> Comparison:
-    """Two runs side by side, up to the last iteration that both have.
-
-    Args:
-        runs: name -> series, of each.
-    """
+    """Two runs side by side, up to the last iteration that both have."""
     first, second = runs
     told = (summarise(files[0], first), summarise(files[1], second))
     own = {name for run in runs for group in groups(run) if group.kind == "other" for name, _ in group.scalars.values()}
@@ -86,25 +63,11 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
         "version": VERSION,
         "compared_until": comparison.until,
         "runs": [
-            {
-                "file": run.file,
-                "last_iteration": run.last,
-                "findings": findings_json(run.findings),
-                "only_here": only,
-            }
+            {"file": run.file, "last_iteration": run.last, "findings": findings_json(run.findings), "only_here": only}
             for run, only in zip(comparison.runs, comparison.only, strict=True)
         ],
         "metrics": {
-            each.name: plain(
-                {
-                    "a": each.a,
-                    "b": each.b,
-                    "best_a": each.best_a,
-                    "best_b": each.best_b,
-                    "relative": each.relative,
-                    "matters": each.matters,
-                }
-            )
+            each.name: plain({key: getattr(each, key) for key in ("a", "b", "best_a", "best_b", "relative", "matters")})
             for each in comparison.differences
         },
     }

@@ -7,8 +7,10 @@ schema has signs are known by the keys that stand together, whatever comes befor
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from ignite_monitor.keys import ACTIVATION, RCC, SCHEMAS
 from ignite_monitor.report.series import Series
@@ -27,58 +29,50 @@ KINDS += [*(schema.kind for schema in NAMED.values()), "other"]
 
 @dataclass(frozen=True)
 class Group:
-    """The metrics of one monitor.
+    """The metrics of one monitor, by their last word."""
 
-    Attributes:
-        kind: one of :data:`KINDS`: that of a monitor's schema, a family of ActivationHandler's, or ``other`` for the
-            user's own.
-        root: what its names begin with.
-        scalars: metric -> (name, series), of those that speak of the whole model.
-        items: metric -> layer or parameter -> (name, series).
-    """
-
-    kind: str
-    root: str
-    scalars: dict[str, tuple[str, Series]] = field(default_factory=dict)
-    items: dict[str, dict[str, tuple[str, Series]]] = field(default_factory=dict)
+    kind: str  # one of KINDS: a monitor's schema's, a family of ActivationHandler's, or "other" for the user's own
+    root: str  # what its names begin with
+    scalars: dict[str, tuple[str, Series]] = field(default_factory=dict)  # of the whole model: metric -> (name, series)
+    items: dict[str, dict[str, tuple[str, Series]]] = field(default_factory=dict)  # metric -> layer or parameter -> …
 
     def get(self, metric: str) -> Series | None:
-        """The series of a metric of the whole model.
-
-        Args:
-            metric: its last word.
-        """
+        """The series of a metric of the whole model."""
         return self.scalars[metric][1] if metric in self.scalars else None
 
     def name(self, metric: str) -> str:
-        """The full name of a metric of the whole model, whether it is there or not.
-
-        Args:
-            metric: its last word.
-        """
+        """The full name of a metric of the whole model, whether it is there or not."""
         return f"{self.root}/{metric}"
 
     def each(self, metric: str) -> dict[str, Series]:
         """Layer or parameter -> its series; of a layer that RCCHandler has with and without its bias, with it."""
-        found = {item: series for item, (_, series) in self.items.get(metric, {}).items()}
+        series = {item: series for item, (_, series) in self.items.get(metric, {}).items()}
         if self.kind == RCC.kind:
-            found = {item: found[item] for item in found if item.removesuffix(".weight") not in found.keys() - {item}}
-        return found
+            return {item: series[item] for item in series if item.removesuffix(".weight") not in series.keys() - {item}}
+        return series
+
+    def finite(self, metric: str) -> dict[str, Series]:
+        """Likewise the finite parts of those that have one."""
+        return {item: each.finite for item, each in self.each(metric).items() if np.isfinite(each.values).any()}
+
+    def names(self, metric: str, items: Iterable[str]) -> tuple[str, ...]:
+        """The full names of a metric of layers or parameters."""
+        return tuple(self.items[metric][item][0] for item in items)
 
 
 def groups(run: Mapping[str, Series]) -> list[Group]:
     """The metrics of a run by monitor; the user's own come last."""
     roots = [(schema, root) for schema in SIGNED for root in _roots(set(run), schema)]
     roots.sort(key=lambda each: -len(each[1]))
-    found: dict[tuple[str, str], Group] = {}
+    by_root: dict[tuple[str, str], Group] = {}
     for name, series in run.items():
         kind, root, metric, item = _parts(name, roots)
-        group = found.setdefault((kind, root), Group(kind, root))
+        group = by_root.setdefault((kind, root), Group(kind, root))
         if item:
             group.items.setdefault(metric, {})[item] = (name, series)
         else:
             group.scalars[metric] = (name, series)
-    return sorted(found.values(), key=lambda group: (KINDS.index(group.kind), group.root))
+    return sorted(by_root.values(), key=lambda group: (KINDS.index(group.kind), group.root))
 
 
 def _roots(names: set[str], schema: Schema) -> set[str]:

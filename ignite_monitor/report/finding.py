@@ -11,6 +11,7 @@ KINDS = {
     "nonfinite_metric": "Find what overflowed: the first module and the first gradient that are not finite tell where.",
     "nonfinite_gradients": "Lower the learning rate, or leave these steps out: GradMonitor(skip_step=True).",
     "no_step": "Give GradMonitor the optimizer whose step() the train step calls.",
+    "ranks_differ": "Go back to a checkpoint from before, and look at that rank's hardware and its random seeds.",
     "spikes": "Look at these batches, or leave the steps out: GradMonitor(skip_step=True).",
     "early_norms": "Warm the learning rate up, and look at these batches: no rule judges the first norms.",
     "loss_rose": "Lower the learning rate, and go back to a checkpoint from before.",
@@ -33,8 +34,12 @@ KINDS = {
     "vanishing_gradients": "handler.diagnostics tells which; see that the loss depends on them.",
     "spectral_growth": "Lower the learning rate, or use more weight decay.",
     "not_judged": "",
+    "small_batch": "Use larger batches if there are devices for it, with a learning rate to match.",
+    "large_batch": "Use smaller batches if time on devices is what counts.",
+    "batch_size": "",
     "untrained": "If that is not on purpose, set requires_grad and give them to the optimizer.",
     "frozen_for_a_while": "If that is not on purpose, see what the learning rate and the data were there.",
+    "data_wait": "Give the loader more workers, or let it prepare batches ahead (prefetch_factor, pin_memory).",
     "gap": "Nothing to do if the run was resumed there.",
     "input_drift": "Usual of norms; of other layers, raise the learning rate, or lower that of the layers before them.",
 }
@@ -43,25 +48,15 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that happened in a run.
+    """One thing that happened in a run."""
 
-    Attributes:
-        kind: what kind of thing it is, one of :data:`KINDS`.
-        severity: ``problem`` (the run is damaged), ``warning`` (it may be) or ``note`` (good to know).
-        what: what happened, in words.
-        metrics: the names of the metrics that tell it.
-        iterations: where it happened.
-        values: the numbers in the words.
-        advice: what to do about it, where it is not what :data:`KINDS` says.
-    """
-
-    kind: str
-    severity: str
-    what: str
-    metrics: tuple[str, ...] = ()
-    iterations: tuple[int, ...] = ()
-    values: dict[str, float] = field(default_factory=dict)
-    advice: str = ""
+    kind: str  # one of KINDS
+    severity: str  # "problem" (the run is damaged), "warning" (it may be) or "note" (good to know)
+    what: str  # what happened, in words
+    metrics: tuple[str, ...] = ()  # the names of those that tell it
+    iterations: tuple[int, ...] = ()  # where it happened
+    values: dict[str, float] = field(default_factory=dict)  # the numbers in the words
+    advice: str = ""  # what to do about it, where it is not what KINDS says
 
     @property
     def action(self) -> str:

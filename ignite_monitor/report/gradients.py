@@ -14,25 +14,15 @@ from ignite_monitor.report.series import Array, Series, iterations, listed, numb
 
 
 class Norms(NamedTuple):
-    """What one GradMonitor has judged.
+    """What one GradMonitor has judged."""
 
-    Attributes:
-        each: the norms, one per optimizer step (and per step that was left out at a spike).
-        threshold: what they were compared with.
-        spikes: where they were spikes, NaN and infinities among them.
-        unseen: how many spikes were in iterations that are not in the file.
-        left_out: of which spikes the step is known to have been left out.
-        written: the iterations that are in the file.
-        stepped: 1 where the optimizer made its step, 0 where not; None in files that do not tell.
-    """
-
-    each: Series
-    threshold: Series
-    spikes: Array
-    unseen: int
-    left_out: Array
-    written: Array
-    stepped: Series | None
+    each: Series  # the norms, one per optimizer step (and per step that was left out at a spike)
+    threshold: Series  # what they were compared with
+    spikes: Array  # where they were spikes, NaN and infinities among them
+    missing: int  # how many spikes were in iterations that are not in the file
+    left_out: Array  # of which spikes the step is known to have been left out
+    written: Array  # the iterations that are in the file
+    stepped: Series | None  # 1 where the optimizer made its step, 0 where not; None in files that do not tell
 
 
 def norms(group: Group, run: Sequence[Group]) -> Norms | None:
@@ -40,9 +30,10 @@ def norms(group: Group, run: Sequence[Group]) -> Norms | None:
     norm, flags = group.get("norm"), group.get("spike")
     if norm is None or flags is None:
         return None
-    stepped = _stepped(group, run)
+    own = (each.get(f"{group.root}/stepped") for each in run if each.kind == "other")
+    stepped = group.get("stepped") or next(own, None)
     flagged = flags.where(flags.values > 0)
-    spikes, unseen = _counted(flagged, group.get("spike_count"))
+    spikes, missing = _counted(flagged, group.get("spike_count"))
     if stepped is not None and (stepped.values > 0).any():  # of a partial gradient, or of one that grew, only spikes
         keep = ~(stepped.at(norm.steps) == 0) | np.isin(norm.steps, spikes)
         keep |= ~np.isfinite(norm.values) & ~np.isin(norm.steps, flagged)  # an overflow
@@ -50,13 +41,7 @@ def norms(group: Group, run: Sequence[Group]) -> Norms | None:
     skipped = _skipped(group, spikes)
     left_out = skipped if stepped is None else skipped | (stepped.at(spikes) == 0)
     threshold = group.get("threshold") or Series(norm.steps[:0], norm.values[:0])
-    return Norms(norm, threshold, spikes, unseen, left_out, flags.steps, stepped)
-
-
-def _stepped(group: Group, run: Sequence[Group]) -> Series | None:
-    """1 where the optimizer made its step, 0 where it did not; None in files that do not tell."""
-    own = (each.get(f"{group.root}/stepped") for each in run if each.kind == "other")
-    return group.get("stepped") or next(own, None)
+    return Norms(norm, threshold, spikes, missing, left_out, flags.steps, stepped)
 
 
 def _counted(flagged: Array, counts: Series | None) -> tuple[Array, int]:
@@ -69,16 +54,16 @@ def _counted(flagged: Array, counts: Series | None) -> tuple[Array, int]:
         return flagged, 0
     counted: list[int | None] = []
     before, last_rise = 0, -1
-    for place, (step, count) in enumerate(zip(*counts.finite, strict=True)):
-        rise, seen = int(count) - before, bool(np.isin(step, flagged))
-        if last_rise == place - 1 and rise == seen - 1:  # with its own spike, or without one
-            counted[-1:] = [int(step)] * seen
-            last_rise = place if seen else last_rise
+    for index, (step, count) in enumerate(zip(*counts.finite, strict=True)):
+        rise, is_flagged = int(count) - before, bool(np.isin(step, flagged))
+        if last_rise == index - 1 and rise == is_flagged - 1:  # with its own spike, or without one
+            counted[-1:] = [int(step)] * is_flagged
+            last_rise = index if is_flagged else last_rise
         elif rise:
             rise = rise if rise > 0 else int(count)
-            seen = seen and rise > 0
-            counted += [None] * (rise - seen) + [int(step)] * seen
-            last_rise = place
+            is_flagged = is_flagged and rise > 0
+            counted += [None] * (rise - is_flagged) + [int(step)] * is_flagged
+            last_rise = index
         before = int(count)
     kept = [step for step in counted if step is not None]
     return np.asarray(kept, dtype=flagged.dtype), len(counted) - len(kept)
@@ -182,7 +167,7 @@ def _overflows(group: Group, known: Norms) -> Iterator[Finding]:
 def _spikes(group: Group, known: Norms) -> Iterator[Finding]:
     """Norms above their threshold."""
     finite = np.isfinite(known.each.at(known.spikes))
-    at, unseen, total = known.spikes[finite], known.unseen, int(finite.sum()) + known.unseen
+    at, missing, total = known.spikes[finite], known.missing, int(finite.sum()) + known.missing
     if not total:
         return
     sizes, thresholds = known.each.at(at), known.threshold.at(at)
@@ -190,17 +175,13 @@ def _spikes(group: Group, known: Norms) -> Iterator[Finding]:
     worst = int(np.nanargmax(factors)) if np.isfinite(factors).any() else None
     factor = float(factors[worst]) if worst is not None else float("nan")
     rate = total / max(1, len(known.each.steps))
-    few = factor < limits.SPIKE_FACTOR and rate <= limits.SPIKE_RATE and not unseen
-    small = factor < limits.SMALL_EXCESS and rate <= limits.SMALL_EXCESS_RATE and not unseen
+    few = factor < limits.SPIKE_FACTOR and rate <= limits.SPIKE_RATE and not missing
+    small = factor < limits.SMALL_EXCESS and rate <= limits.SMALL_EXCESS_RATE and not missing
     after = _aftermath(known.each, at[(factors >= limits.SPIKE_FACTOR) & ~known.left_out[finite]], at)
     values = {"count": float(total), "worst_factor": factor, "aftermath_factor": after}
     severity = "problem" if after > limits.AFTERMATH_FACTOR else "note" if few or small else "warning"
     where = [iterations(at)] * bool(len(at))
-    where += [
-        f"{unseen} of them in iterations that are not in the file"
-        if len(at)
-        else "all in iterations that are not in the file"
-    ] * bool(unseen)
+    where += [f"{f'{missing} of them' if len(at) else 'all'} in iterations that are not in the file"] * bool(missing)
     what = f"{plural(total, 'gradient spike')} ({group.name('norm')}): {'; '.join(where)}."
     if worst is not None:
         which = f"The largest, in iteration {int(at[worst])}," if len(at) > 1 else "It"
@@ -215,7 +196,7 @@ def _spikes(group: Group, known: Norms) -> Iterator[Finding]:
             " So few, so near the threshold, are noise." if few else " So near the threshold, they are hardly spikes."
         )
         advice = "Nothing to do." if few else "With threshold=RobustThreshold() there may be fewer."
-    what = f"{what} {_handled(group, known, at, unseen)}".rstrip()
+    what = f"{what} {_handled(group, known, at, missing)}".rstrip()
     if severity == "problem":
         what += f" Afterwards the norm stayed {times(after)} as large as before: it has done damage."
         advice = "Go back to a checkpoint from before; GradMonitor(skip_step=True) leaves such steps out."
@@ -246,9 +227,9 @@ def _aftermath(norm: Series, made: Array, spikes: Array) -> float:
     return max(ratios)
 
 
-def _handled(group: Group, known: Norms, at: Array, unseen: int = 0) -> str:
+def _handled(group: Group, known: Norms, at: Array, missing: int = 0) -> str:
     """What became of the steps at spikes, as far as it is known."""
-    skipped, count = _total(group, "skipped_count"), len(at) + unseen
+    skipped, count = _total(group, "skipped_count"), len(at) + missing
     told = {1: "the step", 2: "both steps"}.get(skipped, f"all {skipped} steps")
     said = [f"The handler skipped {told if skipped >= count else f'{skipped} steps'}."] * bool(skipped)
     if known.stepped is None:
@@ -303,18 +284,18 @@ def _gaps(group: Group, known: Norms) -> Iterator[Finding]:
     at = known.written
     distances = np.diff(at)
     usual = np.median(distances) if len(distances) else 0
-    places = np.flatnonzero(distances > usual)
-    if not len(places) or np.mean(distances != usual) > limits.GAPS:
+    gaps = np.flatnonzero(distances > usual)
+    if not len(gaps) or np.mean(distances != usual) > limits.GAPS:
         return
-    named = [f"{int(at[place])} and {int(at[place + 1])}" for place in places]
+    named = [f"{int(at[gap])} and {int(at[gap + 1])}" for gap in gaps]
     yield Finding(
         "gap",
         "note",
         f"Nothing is in the file between iterations {listed(named)} ({group.name('norm')}): a run that was killed and "
         "resumed, perhaps.",
         (group.name("norm"),),
-        steps(at[places]),
-        {"count": len(places)},
+        steps(at[gaps]),
+        {"count": len(gaps)},
     )
 
 

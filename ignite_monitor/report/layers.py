@@ -27,24 +27,23 @@ from ignite_monitor.report.weights import together
 
 def nonfinite(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
     """Activations that are inf or NaN."""
-    every = group.each("nonfinite_count")
-    places = {module: series.where(~(series.values == 0)) for module, series in every.items()}
-    places = {module: at for module, at in places.items() if len(at)}
-    if not places:
+    counts = group.each("nonfinite_count")
+    bad = {module: at for module, series in counts.items() if len(at := series.where(~(series.values == 0)))}
+    if not bad:
         return
-    begin = min(int(at[0]) for at in places.values())
-    first = _innermost([module for module, at in places.items() if at[0] == begin])
-    at = np.unique(np.concatenate(list(places.values())))
-    lasting = any(series.values[-1] != 0 for series in every.values())
-    more = f", and in {plural(len(places) - 1, 'more module')}" if len(places) > 1 else ""
+    begin = min(int(at[0]) for at in bad.values())
+    first = _innermost([module for module, at in bad.items() if at[0] == begin])
+    at = np.unique(np.concatenate(list(bad.values())))
+    lasting = any(series.values[-1] != 0 for series in counts.values())
+    more = f", and in {plural(len(bad) - 1, 'more module')}" if len(bad) > 1 else ""
     what = f"Activations that are inf or NaN ({group.root}), first in {printable(first)}{more}: {iterations(at)}."
     yield Finding(
         "nonfinite_activations",
         "problem" if lasting else "warning",
         what + " They stay so to the end." * lasting,
-        tuple(group.items["nonfinite_count"][module][0] for module in places),
+        group.names("nonfinite_count", bad),
         steps(at),
-        {"modules": len(places)},
+        {"modules": len(bad)},
     )
 
 
@@ -61,21 +60,21 @@ def _innermost(modules: Sequence[str]) -> str:
 
 def dead(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
     """Units that are 0 over the whole batch."""
-    every = {module: each.finite for module, each in group.each("dead_fraction").items() if len(each.finite.values)}
-    ends = {module: last_quarter(series).end(1.0) for module, series in every.items()}
+    fractions = group.finite("dead_fraction")
+    ends = {module: last_quarter(series).end(1.0) for module, series in fractions.items()}
     worst = sorted((module for module in ends if ends[module] >= limits.DEAD_FRACTION), key=lambda each: -ends[each])
     if not worst:
         return
     named = []
     for module in worst:
-        onset = _onset(every[module], every[module].values < limits.DEAD_FRACTION)
+        onset = _onset(fractions[module], fractions[module].values < limits.DEAD_FRACTION)
         since = " from the beginning" if onset is None else f" (half of them since iteration {onset})"
         named.append(f"module {printable(module)}: {100 * ends[module]:.0f} %{since}")
     yield Finding(
         "dead_units",
         "problem" if ends[worst[0]] >= limits.MOSTLY_DEAD_FRACTION else "warning",
         f"Units that are 0 over the whole batch, at the end ({group.root}/…/dead_fraction): {listed(named)}.",
-        tuple(group.items["dead_fraction"][module][0] for module in worst),
+        group.names("dead_fraction", worst),
         (),
         {"modules": len(worst), "largest": ends[worst[0]]},
     )
@@ -83,18 +82,18 @@ def dead(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
 
 def outliers(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
     """Modules whose outputs are far larger than the others', or all of them far too large."""
-    every = {module: each.finite for module, each in group.each("std").items() if len(each.finite.values)}
-    if not every:
+    deviations = group.finite("std")
+    if not deviations:
         return
     for when, ends in (
-        ("at the end", {module: last_quarter(series).end(1.0) for module, series in every.items()}),
-        ("at the first look", {module: float(series.values[0]) for module, series in every.items()}),
+        ("at the end", {module: last_quarter(series).end(1.0) for module, series in deviations.items()}),
+        ("at the first look", {module: float(series.values[0]) for module, series in deviations.items()}),
     ):
         usual = float(np.median(list(ends.values())))
         limit = max(limits.USUAL_ACTIVATION, min(limits.ACTIVATION_SPREAD * usual, max(limits.LARGE_ACTIVATION, usual)))
         far = sorted((module for module in ends if ends[module] > limit), key=lambda each: -ends[each])
         if far and usual > 0:
-            from_the_first = when == "at the end" and every[far[0]].values[0] > limit
+            from_the_first = when == "at the end" and deviations[far[0]].values[0] > limit
             since = "from the first look on" if from_the_first else when
             named = [f"{printable(each)} ({number(ends[each], 3)})" for each in far]
             yield Finding(
@@ -102,8 +101,8 @@ def outliers(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
                 "warning",
                 f"Outputs whose standard deviation is far above the median module's {number(usual, 3)}, {since} "
                 f"({group.root}/…/std): {listed(named)}.",
-                tuple(group.items["std"][module][0] for module in far),
-                steps(every[far[0]].steps[:1]),
+                group.names("std", far),
+                steps(deviations[far[0]].steps[:1]),
                 {"modules": len(far), "largest": ends[far[0]], "median": usual},
             )
             return
@@ -111,36 +110,36 @@ def outliers(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
 
 def collapsed(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
     """Attention heads that look at one place alone."""
-    heads = {head: each.finite for head, each in group.each("entropy").items() if len(each.finite.values)}
+    heads = group.finite("entropy")
     modules: dict[str, list[str]] = defaultdict(list)
     for head in sorted(heads, key=natural):
         modules[head.rpartition("/")[0]].append(head)
     low = {head: last_quarter(series).end(1.0) < limits.COLLAPSED_ENTROPY for head, series in heads.items()}
     fell = {head for head in heads if low[head] and _has_fallen(heads[head])}
     # Some heads of a module may always have been sharp, but not all of them.
-    found = {head for its in modules.values() for head in its if head in fell or all(low[each] for each in its)}
-    if not found:
+    sharp = {head for its in modules.values() for head in its if head in fell or all(low[each] for each in its)}
+    if not sharp:
         return
     single = all((heads[head].values == 0).all() for head in heads)
-    onsets = {head: _onset(heads[head], heads[head].values >= limits.COLLAPSED_ENTROPY) for head in found}
+    onsets = {head: _onset(heads[head], heads[head].values >= limits.COLLAPSED_ENTROPY) for head in sharp}
     named = []
     for module, every in modules.items():
-        its = [head for head in every if head in found]
+        its = [head for head in every if head in sharp]
         if its:
             begins = [onsets[head] for head in its]
             known = [begin for begin in begins if begin is not None]
             since = "from the first look on" if len(known) < len(begins) else f"since iteration {min(known)}"
             of = listed([head.rpartition("/head_")[2] for head in its], 8)
             named.append(f"{printable(module)} head{'s' * (len(its) > 1)} {of} ({since})")
-    largest = max(last_quarter(heads[head]).end(1.0) for head in found)
+    largest = max(last_quarter(heads[head]).end(1.0) for head in sharp)
     yield Finding(
         "attention_collapse",
-        "note" if single else "problem" if 2 * len(found) >= len(heads) else "warning",
-        f"{len(found)} of {len(heads)} attention heads look at a single place, their entropy {number(largest, 2)} nats "
+        "note" if single else "problem" if 2 * len(sharp) >= len(heads) else "warning",
+        f"{len(sharp)} of {len(heads)} attention heads look at a single place, their entropy {number(largest, 2)} nats "
         f"or less ({group.root}): {listed(named)}.",
-        tuple(group.items["entropy"][head][0] for head in heads if head in found),
+        group.names("entropy", (head for head in heads if head in sharp)),
         tuple(sorted({int(heads[head].steps[0]) if onset is None else onset for head, onset in onsets.items()})),
-        {"count": len(found), "heads": len(heads), "largest": largest},
+        {"count": len(sharp), "heads": len(heads), "largest": largest},
         "Nothing to do if there is but one place to look at." if single else "",
     )
 
@@ -151,8 +150,8 @@ def _has_fallen(series: Series) -> bool:
 
 def _onset(series: Series, fine: Array) -> int | None:
     """The first step after the last at which it was fine; None if it never was."""
-    places = np.flatnonzero(fine)
-    return int(series.steps[min(places[-1] + 1, len(series.steps) - 1)]) if len(places) else None
+    known = np.flatnonzero(fine)
+    return int(series.steps[min(known[-1] + 1, len(series.steps) - 1)]) if len(known) else None
 
 
 def drift(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
@@ -167,7 +166,7 @@ def drift(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
             "note",
             f"Layers whose output changed by their inputs' drift more than {number(limits.DRIFT_FACTOR)} times as much "
             f"as by their own weights ({group.root}): {listed(named)}.",
-            tuple(group.items["input_drift"][layer][0] for layer in far),
+            group.names("input_drift", far),
             values={"weight_share": weight_share(both), "layers": len(far)},
         )
 
@@ -186,7 +185,7 @@ def weight_share(both: Mapping[str, tuple[float, float]]) -> float:
 
 def untrained(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
     """Layers whose weights are those they began with, while others' are not."""
-    update = {layer: each.finite for layer, each in group.each("weight_update").items() if len(each.finite.values) > 1}
+    update = {layer: each for layer, each in group.finite("weight_update").items() if len(each.values) > 1}
     still = [layer for layer, series in update.items() if not series.values.any()]
     told = any({"not_optimized", "no_gradient"} & each.items.keys() for each in run if each.kind == "weights")
     if 0 < len(still) < len(update) and not told:
@@ -195,7 +194,7 @@ def untrained(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
             "note",
             f"{plural(len(still), 'layer')} whose weights are what they were at the start, to the end "
             f"({group.root}/weight_update): {together(still)}.",
-            tuple(group.items["weight_update"][layer][0] for layer in still),
+            group.names("weight_update", still),
             values={"count": len(still)},
         )
 
@@ -216,7 +215,7 @@ def far_layers(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
             "warning",
             f"Layers whose weight update is more than {number(spread)} times above or below the median layer's "
             f"{number(middle, 2)} ({group.root}/weight_update): {listed(named)}.",
-            tuple(group.items["weight_update"][layer][0] for layer in far),
+            group.names("weight_update", far),
             values={"median": middle, "layers": len(far)},
         )
 

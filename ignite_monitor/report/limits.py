@@ -84,6 +84,9 @@ STALE_RMS = 2.3
 STALE_SHARE = 0.05
 """In what share of the looks it has to be so, for more than chance: the first hundred steps of a run are such."""
 
+DATA_WAIT_SHARE = 0.3
+"""What share of the time waiting for data has to take for a word: an iteration could be 1.4 times as fast."""
+
 EPS_SHARE = 0.5
 """Of what share of a tensor's elements eps has to rule, for the step to be another one than Adam's."""
 
@@ -132,3 +135,8 @@ LOSS_POINTS = 10
 
 SPECTRAL_GROWTH = 10.0
 """How many times the largest spectral norm has to have grown; in a healthy run it grows by 2 to 5."""
+
+SMALL_BATCH = LARGE_BATCH = 4.0
+"""A batch is small if the noise scale's interval begins at so many batches, and large if it is so many times the
+interval's end: twice the batch then needs at least 40 % fewer steps, and half of it at most 20 % more, by equation 2.7
+of arXiv:1812.06162, which has steps grow as 1 + noise scale / batch."""

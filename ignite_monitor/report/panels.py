@@ -33,71 +33,41 @@ RANKS = {"std": 5, "dead_fraction": 6}
 
 
 class Line(NamedTuple):
-    """A line of a panel.
+    """A line of a panel."""
 
-    Attributes:
-        label: what the legend calls it.
-        series: what it shows.
-        name: the metric's.
-        style: ``solid``, ``dashed``, or ``points`` where there may be gaps.
-        colour: which colour of the panel; lines with the same one belong together.
-        told: whether a problem or a warning speaks of it.
-    """
-
-    label: str
+    label: str  # what the legend calls it
     series: Series
-    name: str
-    style: str = "solid"
-    colour: int = 0
-    told: bool = False
+    name: str  # the metric's
+    style: str = "solid"  # "solid", "dashed", or "points" where there may be gaps
+    colour: int = 0  # which one of the panel; lines with the same one belong together
+    told: bool = False  # whether a problem or a warning speaks of it
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A panel of a figure.
-
-    Attributes:
-        title: what it shows.
-        lines: its lines.
-        kind: of which kind of group it is.
-        band: the lower and upper end of a shaded band.
-        marked: points to be marked as spikes.
-        note: what the line styles mean, where that is not in the legend.
-        x: what is counted to the right.
-        limits: the ends of its scale, where they are known beforehand.
-        rank: how soon it is shown, of those that no finding speaks of.
-    """
+    """A panel of a figure."""
 
     title: str
     lines: list[Line]
-    kind: str
-    band: tuple[Series, Series] | None = None
-    marked: Series | None = None
-    note: str = ""
-    x: str = "iteration"
-    limits: tuple[float, float] | None = None
-    rank: int = LATER
+    kind: str  # of the group
+    band: tuple[Series, Series] | None = None  # the lower and upper end of a shaded band
+    marked: Series | None = None  # points to be marked as spikes
+    note: str = ""  # what the line styles mean, where that is not in the legend
+    x: str = "iteration"  # what is counted to the right
+    limits: tuple[float, float] | None = None  # the ends of its scale, where they are known beforehand
+    rank: int = LATER  # how soon it is shown, of those that no finding speaks of
 
 
 @dataclass(frozen=True)
 class Picture:
-    """All that a figure of a run shows.
-
-    Attributes:
-        panels: its panels.
-        spikes: the iterations that had a gradient spike.
-        last: the run's last iteration.
-        verdict: the run in a few words, empty where metrics were selected.
-        findings: what happened in it.
-        left_out: how many panels it does not show.
-    """
+    """All that a figure of a run shows."""
 
     panels: list[Panel] = field(default_factory=list)
-    spikes: tuple[int, ...] = ()
-    last: int = 0
-    verdict: str = ""
+    spikes: tuple[int, ...] = ()  # the iterations that had a gradient spike
+    last: int = 0  # the run's last iteration
+    verdict: str = ""  # the run in a few words, empty where metrics were selected
     findings: tuple[Finding, ...] = ()
-    left_out: int = 0
+    left_out: int = 0  # how many panels it does not show
 
 
 def picture(run: Mapping[str, Series], selection: re.Pattern[str] | None = None, every: bool = False) -> Picture:
@@ -107,25 +77,19 @@ def picture(run: Mapping[str, Series], selection: re.Pattern[str] | None = None,
         selection: which metrics to show, by a match anywhere in their names.
         every: whether to show all panels, and lines that are constant.
     """
-    found = groups(run)
-    spikes: set[int] = set()
-    for group in found:
-        flags = group.get("spike")
-        if group.kind == "grad" and flags is not None:
-            spikes |= {int(step) for step in flags.where(flags.values > 0)}
-    panels: list[Panel] = []
-    for group in found:
-        chosen = _selected(group, selection)
-        panels += [panel for panel in PANELS[group.kind](chosen) if panel.lines]
-    own = [panel for panel in panels if panel.kind == "other"]
-    last = max((int(series.steps[-1]) for group in found for series in _all(group) if group.kind != "other"), default=0)
-    panels = own + [panel for panel in panels if panel.kind != "other"]
+    all_groups = groups(run)
+    monitored = [group for group in all_groups if group.kind != "other"]
+    flags = [group.get("spike") for group in monitored if group.kind == "grad"]
+    spikes = tuple(sorted({int(step) for each in flags if each is not None for step in each.where(each.values > 0)}))
+    last = max((int(series.steps[-1]) for group in monitored for series in _all(group)), default=0)
+    panels = [panel for group in all_groups for panel in PANELS[group.kind](_selected(group, selection)) if panel.lines]
+    panels.sort(key=lambda panel: panel.kind != "other")
     if selection is not None:
-        return Picture(panels, tuple(sorted(spikes)), last)
+        return Picture(panels, spikes, last)
     findings = find(run)
     shown = panels if every else _that_matter(panels, findings)
-    words = verdict(findings, any(group.kind != "other" for group in found))
-    return Picture(shown, tuple(sorted(spikes)), last, words, tuple(findings), len(panels) - len(shown))
+    words = verdict(findings, bool(monitored))
+    return Picture(shown, spikes, last, words, tuple(findings), len(panels) - len(shown))
 
 
 def _that_matter(panels: list[Panel], findings: list[Finding]) -> list[Panel]:
@@ -177,7 +141,7 @@ def _scalars(group: Group, *metrics: str) -> list[Line]:
 
 def _grad(group: Group) -> Iterator[Panel]:
     norm, threshold, flags = group.get("norm"), group.get("threshold"), group.get("spike")
-    lines = [Line("norm", norm, group.name("norm"))] if norm is not None else []
+    lines = _scalars(group, "norm")
     lines += [Line("threshold", threshold, group.name("threshold"), "dashed", 1)] if threshold is not None else []
     lines = lines or _scalars(group, "mean", "std")
     marked = None
@@ -230,8 +194,8 @@ def _per_layer(group: Group) -> Iterator[Panel]:
         heads = {item: series for item, series in every.items() if HEAD.search(item)}
         modules = {item: series for item, series in every.items() if item not in heads}
         for items, of in ((modules, ""), (heads, " of each head's query, key and value")):
-            quiet = metric == "nonfinite_count" and not any((series.values != 0).any() for series in items.values())
-            if not quiet:
+            is_quiet = metric == "nonfinite_count" and not any((series.values != 0).any() for series in items.values())
+            if not is_quiet:
                 limits = SHARE if metric == "dead_fraction" else None
                 rank = LATER if of or group.kind != "activation" else RANKS.get(metric, LATER)
                 lines = _lines(group, metric, items)
@@ -281,7 +245,7 @@ def _spectral(group: Group) -> Iterator[Panel]:
 def _own(group: Group) -> Iterator[Panel]:
     run = dict(group.scalars.values())
     panels: dict[str, list[str]] = {}
-    for part in (_last_word, _first_word):
+    for part in (_last_word, lambda name: name.partition("/")[0]):
         panels = {}
         for name in run:
             panels.setdefault(part(name), []).append(name)
@@ -302,10 +266,6 @@ def _last_word(name: str) -> str:
     return _last_word(head) if head and re.fullmatch(r"(group_)?\d+", last) else last
 
 
-def _first_word(name: str) -> str:
-    return name.partition("/")[0]
-
-
 def _is_loss(word: str) -> bool:
     return "loss" in word.lower()
 
@@ -315,6 +275,7 @@ PANELS: dict[str, Callable[[Group], Iterator[Panel]]] = {
     "spike": _mixed,
     "weights": _weights,
     "optimizer": _optimizer,
+    "replicas": _mixed,
     "rcc": _rcc,
     "attention_entropy": _entropy,
     **dict.fromkeys(PER_LAYER, _per_layer),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ignite_monitor.report.panels import Line, Panel, Picture
-from ignite_monitor.report.series import Array, Series, decades, printable, short, thinned
+from ignite_monitor.report.series import Array, Series, decades, printable, short, shortened, thinned
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -70,11 +70,11 @@ def draw(picture: Picture, path: str | Path, title: str = "", log: bool = False)
         figure = Figure(figsize=(width, sum(heights)), dpi=110, layout="constrained")
         parts: Any = figure.subfigures(2, 1, height_ratios=heights)
         above, body = parts
-        for place, (text, colour, weight) in enumerate(head):
-            y = 1 - (place + 0.7) / (len(head) + 0.5)
+        for row, (text, colour, weight) in enumerate(head):
+            y = 1 - (row + 0.7) / (len(head) + 0.5)
             above.text(0.1 / width, y, text, color=colour, fontweight=weight, fontsize=9, parse_math=False, va="center")
-        for place, panel in enumerate(picture.panels):
-            axes = body.add_subplot(rows, columns, place + 1)
+        for index, panel in enumerate(picture.panels, 1):
+            axes = body.add_subplot(rows, columns, index)
             with np.errstate(all="ignore"):
                 _panel(axes, panel, picture, log)
         figure.savefig(path, format=Path(path).suffix[1:].lower() or "png")
@@ -84,17 +84,17 @@ def _head(picture: Picture, title: str, length: int) -> list[tuple[str, str, str
     """The lines above the panels: their words, colours and weights."""
     left_out = f"   ({picture.left_out} more panels with --all)" if picture.left_out else ""
     lines = [(f"{title}{': ' * bool(title and picture.verdict)}{picture.verdict}{left_out}", "black", "bold")]
-    found = picture.findings
-    for finding in found if len(found) <= MOST_FINDINGS else found[: MOST_FINDINGS - 1]:
+    findings = picture.findings
+    for finding in findings if len(findings) <= MOST_FINDINGS else findings[: MOST_FINDINGS - 1]:
         text = f"{finding.severity}: {finding.text}"
         lines.append((text if len(text) <= length else f"{text[: length - 1]}…", SEVERITY[finding.severity], "normal"))
-    if len(found) > MOST_FINDINGS:
-        lines.append((f"{len(found) - MOST_FINDINGS + 1} more: ignite-monitor summary", SEVERITY["note"], "normal"))
+    if len(findings) > MOST_FINDINGS:
+        lines.append((f"{len(findings) - MOST_FINDINGS + 1} more: ignite-monitor summary", SEVERITY["note"], "normal"))
     return lines
 
 
 def _panel(axes: Axes, panel: Panel, picture: Picture, log: bool) -> None:
-    axes.set_title(_shown(panel.title, 60), loc="left", parse_math=False)
+    axes.set_title(shortened(printable(panel.title), 60), loc="left", parse_math=False)
     lines = [line._replace(series=_drawable(line.series)) for line in _chosen(panel.lines)]
     left_out = len(panel.lines) - len(lines)
     steps = np.concatenate([line.series.steps for line in lines])
@@ -108,10 +108,10 @@ def _panel(axes: Axes, panel: Panel, picture: Picture, log: bool) -> None:
     told = [line.colour for line in lines if line.told]
     crowd = colours > FEW and 0 < len(told) <= len(lines) / 2  # those that a finding speaks of stand out
     lines.sort(key=lambda line: crowd and line.told)
-    handles = [
-        _line(axes, line, _standing_out(line, told) if crowd else _colour(line.colour, colours), len(lines))
-        for line in lines
-    ]
+    handles = []
+    for line in lines:
+        spoken_of = COLOURS[told.index(line.colour) % FEW] if line.told else GREY
+        handles.append(_line(axes, line, spoken_of if crowd else _colour(line.colour, colours), len(lines)))
     _bad_values(axes, lines)
     _spikes(axes, panel, picture, steps)
     _legend(axes, panel, lines, handles, colours)
@@ -130,12 +130,8 @@ def _panel(axes: Axes, panel: Panel, picture: Picture, log: bool) -> None:
 def _drawable(series: Series) -> Series:
     """A series without sizes that can't be drawn."""
     sizes = np.abs(series.values)
-    far = np.isfinite(sizes) & (sizes != 0) & ((sizes > LARGEST) | (sizes < 1 / LARGEST))
-    if not far.any():
-        return series
-    return Series(
-        series.steps, np.where(far, np.sign(series.values) * np.clip(sizes, 1 / LARGEST, LARGEST), series.values)
-    )
+    clipped = np.sign(series.values) * np.clip(sizes, 1 / LARGEST, LARGEST)
+    return series._replace(values=np.where(np.isfinite(sizes), clipped, series.values))
 
 
 def _scale(axes: Axes, values: Array, log: bool, limits: tuple[float, float] | None) -> None:
@@ -193,10 +189,6 @@ def _colour(at: int, count: int) -> Any:
     return COLOURS[at] if count <= FEW else colormaps["viridis"](0.92 * at / (count - 1))
 
 
-def _standing_out(line: Line, told: list[int]) -> str:
-    return COLOURS[told.index(line.colour) % FEW] if line.told else GREY
-
-
 def _bad_values(axes: Axes, lines: list[Line]) -> None:
     bad = np.unique(np.concatenate([line.series.where(~np.isfinite(line.series.values)) for line in lines]))
     if len(bad):
@@ -229,8 +221,8 @@ def _legend(axes: Axes, panel: Panel, lines: list[Line], handles: list[Any], col
     if len(panel.lines) == 1 and not marks and lines[0].label in panel.title:
         return
     first_of = {line.colour: at for at, line in reversed(list(enumerate(lines)))}
-    places = sorted(first_of.values())
-    remarks = dict.fromkeys(places, "") if colours <= FEW else _telling(lines, places)
+    firsts = sorted(first_of.values())
+    remarks = dict.fromkeys(firsts, "") if colours <= FEW else _telling(lines, firsts)
     every = list(dict.fromkeys(printable(line.label) for line in panel.lines))
     names = dict(zip(every, short(every), strict=True))
     labels = [f"{names[printable(lines[at].label)]}{remark}" for at, remark in sorted(remarks.items())]
@@ -255,19 +247,14 @@ def _legend(axes: Axes, panel: Panel, lines: list[Line], handles: list[Any], col
         handle.set_alpha(1)
 
 
-def _telling(lines: list[Line], places: list[int]) -> dict[int, str]:
+def _telling(lines: list[Line], indices: list[int]) -> dict[int, str]:
     """Of many lines the first and the last, and with a remark those that end highest and lowest."""
-    ends = {at: lines[at].series.last for at in places}
-    told = [at for at in places if lines[at].told]
+    ends = {at: lines[at].series.last for at in indices}
+    told = [at for at in indices if lines[at].told]
     if 0 < len(told) <= len(lines) / 2:
         return dict.fromkeys(told[:FEW], "")
-    known = [at for at in places if math.isfinite(ends[at])] or places
-    remarks = {places[0]: "", places[-1]: ""}
+    known = [at for at in indices if math.isfinite(ends[at])] or indices
+    remarks = {indices[0]: "", indices[-1]: ""}
     remarks[max(known, key=lambda at: ends[at])] = " (ends highest)"
     remarks[min(known, key=lambda at: ends[at])] = " (ends lowest)"
     return remarks
-
-
-def _shown(text: str, length: int) -> str:
-    text = printable(text)
-    return text if len(text) <= length else f"{text[: length // 3]}…{text[-(length - length // 3 - 1) :]}"

@@ -16,15 +16,10 @@ Array: TypeAlias = npt.NDArray[Any]
 
 
 class Series(NamedTuple):
-    """A metric over the run.
+    """A metric over the run."""
 
-    Attributes:
-        steps: the iterations at which it was written, in ascending order.
-        values: its values there, in float64; NaN and infinities as they were written.
-    """
-
-    steps: Array
-    values: Array
+    steps: Array  # the iterations at which it was written, in ascending order
+    values: Array  # its values there, in float64; NaN and infinities as they were written
 
     @property
     def finite(self) -> Series:
@@ -36,8 +31,8 @@ class Series(NamedTuple):
         """Its values at steps, NaN where there is none."""
         if not len(self.steps):
             return np.full(len(steps), math.nan)
-        places = np.minimum(np.searchsorted(self.steps, steps), len(self.steps) - 1)
-        return np.where(self.steps[places] == steps, self.values[places], math.nan)
+        index = np.minimum(np.searchsorted(self.steps, steps), len(self.steps) - 1)
+        return np.where(self.steps[index] == steps, self.values[index], math.nan)
 
     def where(self, condition: Array) -> Array:
         """The steps at which a condition holds."""
@@ -61,35 +56,20 @@ class Series(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """A series in a line of a table.
+    """A series in a line of a table."""
 
-    Attributes:
-        first: its first value, finite or not.
-        last: its last value.
-        min: its smallest finite value; NaN if it has none.
-        max: its largest finite value; NaN if it has none.
-        values: how many values it has.
-        nonfinite: how many of them are NaN or infinite.
-        first_step: where it begins.
-        last_step: where it ends.
-    """
-
-    first: float
+    first: float  # finite or not
     last: float
-    min: float
+    min: float  # of the finite values; NaN if there is none
     max: float
-    values: int
-    nonfinite: int
+    values: int  # how many
+    nonfinite: int  # how many of them
     first_step: int
     last_step: int
 
 
 def statistics(series: Series) -> Statistics:
-    """A series in numbers.
-
-    Args:
-        series: the series, with one value at least.
-    """
+    """A series in numbers; it has one value at least."""
     steps, values = series
     finite = series.finite.values
     return Statistics(
@@ -169,11 +149,7 @@ def listed(words: Iterable[str], at_most: int = 5) -> str:
 
 
 def iterations(steps: Iterable[int], at_most: int = 6) -> str:
-    """Steps in a sentence: ``iteration 7``, ``iterations 7, 20-25 and 90``.
-
-    Args:
-        steps: the steps, in ascending order.
-    """
+    """Ascending steps in a sentence: ``iteration 7``, ``iterations 7, 20-25 and 90``."""
     ranges: list[list[int]] = []
     for step in map(int, steps):
         if ranges and step == ranges[-1][1] + 1:
@@ -203,8 +179,7 @@ def thinned(series: Series, points: int) -> Series:
             keep.append(int(first))
             continue
         plain = np.where(np.isfinite(values), values, np.nan)
-        keep += [int(first + np.nanargmin(plain)), int(first + np.nanargmax(plain))]
-        keep += [int(first + bad[0])] if len(bad) else []
+        keep += [int(first + index) for index in (np.nanargmin(plain), np.nanargmax(plain), *bad[:1])]
     kept = sorted(set(keep))
     return Series(series.steps[kept], series.values[kept])
 
@@ -216,18 +191,16 @@ def decades(values: Array) -> float:
 
 
 def short(labels: list[str], length: int = 36) -> list[str]:
-    """Labels without what all of them begin with, and without their middles where they are long.
-
-    Args:
-        length: how long they may be.
-    """
+    """Labels without what all of them begin with, and without their middles where they are long."""
     parts = [label.split(".") for label in labels]
     common = 0
     if len(labels) > 1 and Counter(labels).most_common(1)[0][1] == 1:
         while all(len(part) > common + 1 and part[common] == parts[0][common] for part in parts):
             common += 1
         common -= common and any(part[common][:1].isdecimal() for part in parts)  # h.0, not 0
-    cut = [("…" if common else "") + ".".join(part[common:]) for part in parts]
-    return [
-        each if len(each) <= length else f"{each[: length // 3]}…{each[-(length - length // 3 - 1) :]}" for each in cut
-    ]
+    return [shortened(("…" if common else "") + ".".join(part[common:]), length) for part in parts]
+
+
+def shortened(text: str, length: int) -> str:
+    """A text without its middle where it is longer."""
+    return text if len(text) <= length else f"{text[: length // 3]}…{text[-(length - length // 3 - 1) :]}"

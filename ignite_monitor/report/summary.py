@@ -11,6 +11,7 @@ from ignite_monitor.report.curves import curves
 from ignite_monitor.report.families import Group, groups
 from ignite_monitor.report.finding import KINDS, SEVERITIES, Finding
 from ignite_monitor.report.gradients import gradient_findings, no_step, norms
+from ignite_monitor.report.landscape import NOISE_RULES
 from ignite_monitor.report.layers import (
     ACTIVATION_RULES,
     ENTROPY_RULES,
@@ -20,8 +21,7 @@ from ignite_monitor.report.layers import (
     weight_share,
 )
 from ignite_monitor.report.series import Series, Statistics, natural, number, plural, statistics
-from ignite_monitor.report.state import OPTIMIZER_RULES
-from ignite_monitor.report.weights import WEIGHT_RULES
+from ignite_monitor.report.weights import OPTIMIZER_RULES, REPLICA_RULES, STEP_RULES, WEIGHT_RULES
 
 VERSION = 1
 """Of the JSON: raised when a key changes its meaning or goes."""
@@ -34,8 +34,11 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "activation": ACTIVATION_RULES,
     "attention_entropy": ENTROPY_RULES,
     "optimizer": OPTIMIZER_RULES,
+    "replicas": REPLICA_RULES,
+    "step": STEP_RULES,
     "rcc": RCC_RULES,
     "spectral": SPECTRAL_RULES,
+    "noise scale": NOISE_RULES,
     "other": (curves,),
 }
 """What is asked of the metrics of each kind."""
@@ -51,11 +54,11 @@ def find(run: Mapping[str, Series]) -> list[Finding]:
                 print(finding.severity, finding.text)
     """
     every = groups(run)
-    found = [each for group in every for rule in RULES.get(group.kind, ()) for each in rule(group, every)]
+    findings = [each for group in every for rule in RULES.get(group.kind, ()) for each in rule(group, every)]
     if not any(group.kind == "grad" for group in every):
-        found.append(_no_gradients(every))
+        findings.append(_no_gradients(every))
     kinds = list(KINDS)
-    return sorted(found, key=lambda finding: (SEVERITIES.index(finding.severity), kinds.index(finding.kind)))
+    return sorted(findings, key=lambda finding: (SEVERITIES.index(finding.severity), kinds.index(finding.kind)))
 
 
 def _no_gradients(every: Sequence[Group]) -> Finding:
@@ -79,11 +82,7 @@ def healthy(findings: list[Finding]) -> bool | None:
 
 
 def verdict(findings: list[Finding], monitored: bool) -> str:
-    """A run in a few words.
-
-    Args:
-        monitored: whether there is a monitor's metric in the file.
-    """
+    """A run in a few words; ``monitored``: whether there is a monitor's metric in the file."""
     counts = {kind: sum(finding.severity == kind for finding in findings) for kind in ("problem", "warning")}
     told = [plural(count, kind) for kind, count in counts.items() if count]
     if told:
@@ -123,23 +122,14 @@ def _words(group: Group, run: Sequence[Group]) -> str:
 
 @dataclass(frozen=True)
 class Summary:
-    """What happened in a run.
-
-    Attributes:
-        file: the run's file.
-        first: its first iteration.
-        last: its last iteration.
-        findings: what happened, most important first.
-        looked_at: what the file lets one judge.
-        metrics: name -> numbers, the user's own metrics first.
-    """
+    """What happened in a run."""
 
     file: str
-    first: int
+    first: int  # iteration
     last: int
-    findings: list[Finding]
-    looked_at: list[str]
-    metrics: dict[str, Statistics]
+    findings: list[Finding]  # most important first
+    looked_at: list[str]  # what the file lets one judge
+    metrics: dict[str, Statistics]  # the user's own first
 
     @property
     def healthy(self) -> bool | None:
@@ -148,29 +138,21 @@ class Summary:
 
 
 def summarise(file: str, run: Mapping[str, Series]) -> Summary:
-    """What happened in a run.
-
-    Args:
-        run: name -> series, of which there is one at least.
-    """
-    names: dict[bool, list[str]] = {True: [], False: []}  # the user's own metrics may count epochs
+    """What happened in a run, which has one series at least."""
+    own: list[str] = []  # they may count epochs
+    monitored: list[str] = []
     for group in groups(run):
-        names[group.kind == "other"] += _names(group)
-    monitored = names[False] or list(run)
+        entries = [*group.scalars.values(), *(entry for items in group.items.values() for entry in items.values())]
+        (own if group.kind == "other" else monitored).extend(sorted((name for name, _ in entries), key=natural))
+    counting = [run[name].steps for name in monitored or own]
     return Summary(
         file,
-        min(int(run[name].steps[0]) for name in monitored),
-        max(int(run[name].steps[-1]) for name in monitored),
+        min(int(steps[0]) for steps in counting),
+        max(int(steps[-1]) for steps in counting),
         find(run),
         looked_at(run),
-        {name: statistics(run[name]) for own in (True, False) for name in names[own]},
+        {name: statistics(run[name]) for name in (*own, *monitored)},
     )
-
-
-def _names(group: Group) -> list[str]:
-    names = [name for name, _ in group.scalars.values()]
-    names += [name for items in group.items.values() for name, _ in items.values()]
-    return sorted(names, key=natural)
 
 
 def as_json(summary: Summary) -> dict[str, Any]:

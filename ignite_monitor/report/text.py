@@ -97,26 +97,20 @@ def comparison_text(comparison: Comparison, every: bool = False) -> list[Rendera
 
 
 def show(parts: Iterable[RenderableType], stream: TextIO | None = None) -> None:
-    """Print to a stream: in colour and in its width on a terminal, plain and as wide as need be elsewhere.
-
-    Args:
-        stream: where to; None for the standard output.
-    """
+    """Print to a stream or the standard output: on a terminal in colour and its width, else plain and wide."""
     stream = stream or sys.stdout
     target = io.StringIO()
-    out = _console(target, stream.isatty())
+    console = (
+        Console(file=target, force_terminal=True)
+        if stream.isatty()
+        else Console(file=target, width=100_000, color_system=None, force_terminal=False, legacy_windows=False)
+    )
     for part in parts:
-        out.print(part)
+        console.print(part)
     text = target.getvalue()
     encoding = getattr(stream, "encoding", None) or "utf-8"
     lines = [line.rstrip() for line in text.encode(encoding, "replace").decode(encoding).splitlines()]
     stream.write("\n".join(lines) + "\n")
-
-
-def _console(target: TextIO, terminal: bool) -> Console:
-    if not terminal:
-        return Console(file=target, width=100_000, color_system=None, force_terminal=False, legacy_windows=False)
-    return Console(file=target, force_terminal=True)
 
 
 def _verdict(summary: Summary) -> RenderableType:
@@ -141,30 +135,24 @@ def _finding(finding: Finding) -> RenderableType:
 
 @dataclass(frozen=True)
 class _Rows:
-    """A table that leaves out columns where the terminal is too narrow for their numbers.
+    """A table that leaves out columns where the terminal is too narrow for their numbers."""
 
-    Attributes:
-        header: its columns, the name first.
-        rows: its cells.
-        dispensable: the columns that are left out, in this order.
-    """
-
-    header: Sequence[str]
+    header: Sequence[str]  # the name first
     rows: Sequence[Sequence[str]]
-    dispensable: Sequence[str]
+    dispensable: Sequence[str]  # the columns that are left out, in this order
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         widths = [max(map(len, column)) for column in zip(self.header, *self.rows, strict=True)]
         kept = list(range(len(self.header)))
         for name in self.dispensable:
-            if NAME + sum(widths[place] + 2 for place in kept[1:]) > options.max_width:
+            if NAME + sum(widths[column] + 2 for column in kept[1:]) > options.max_width:
                 kept.remove(self.header.index(name))
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
         table.add_column(self.header[0], overflow="fold", min_width=NAME)
-        for place in kept[1:]:
-            table.add_column(self.header[place], justify="right", no_wrap=True)
+        for column in kept[1:]:
+            table.add_column(self.header[column], justify="right", no_wrap=True)
         for row in self.rows:
-            table.add_row(Text(printable(row[0])), *(Text(row[place]) for place in kept[1:]))
+            table.add_row(Text(printable(row[0])), *(Text(row[column]) for column in kept[1:]))
         yield table
 
 

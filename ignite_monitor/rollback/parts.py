@@ -157,13 +157,15 @@ def _with_counts(then: Any, now: Any) -> Any:
     if not isinstance(then, Mapping) or not isinstance(now, Mapping):
         return then
     return {
-        key: now[key] if key in now and _goes_on(key) else _with_counts(value, now.get(key))
+        key: now[key] if _goes_on(key, value, now.get(key)) else _with_counts(value, now.get(key))
         for key, value in then.items()
     }
 
 
-def _goes_on(key: str) -> bool:
-    return key.endswith("_count") or key in ("restarts", "score", "alone")
+def _goes_on(key: str, then: Any, now: Any) -> bool:
+    # Of parameters that have come since, nothing is known in the state of then.
+    is_count = key.endswith("_count") or key in ("restarts", "score", "alone")
+    return is_count and now is not None and getattr(then, "shape", None) == getattr(now, "shape", None)
 
 
 def tensors_in(state: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:

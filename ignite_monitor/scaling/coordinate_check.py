@@ -60,7 +60,8 @@ def coordinate_check(
     with :math:`x_0` what the same batch, with the same dropout masks, makes in the model as it was at first. Layers are
     all modules with parameters of their own; multipliers count with the layer, and a ParametrizedModule has its own
     name. With muP a readout's output starts as :math:`n^{1/2 - a - b} = n^{-1/2}`; of a parametrized model the result
-    knows that, and says so instead of naming it among those that depend on the width.
+    knows that, and says so instead of naming it among those that depend on the width. So it does with weight updates
+    that are aligned with their inputs by less than was supposed, and with LoRA's pairs, along which inputs drift.
 
     Random numbers are seeded: models of one seed differ in width alone, and so do batches of one seed and step. All
     generators are as before afterwards.
@@ -104,6 +105,7 @@ def coordinate_check(
     records: list[Record] = []
     starts: dict[str, float] = {}
     rates: dict[str, float] = {}
+    drifts: dict[str, float] = {}
     sizes: dict[int, int] = {}
     with drawn_again(cuda_devices()), _progress(len(widths) * seeds * (steps + 1)) as advance:
         for width in widths:
@@ -113,7 +115,7 @@ def coordinate_check(
                 for name, module in named_modules(model):
                     hook = multiplier_of(module)
                     if hook is not None:
-                        rates[name] = hook.rate
+                        rates[name], drifts[name] = hook.rate, hook.drift
                         if hook.start < 0:  # and so starts what it is in
                             parts = name.split(".")
                             starts |= {".".join(parts[:count]): hook.start for count in range(len(parts) + 1)}
@@ -134,7 +136,7 @@ def coordinate_check(
                             for quantity in dict.fromkeys(quantities)
                         ]
                         advance()
-    return CoordinateCheck(records, starts, rates)
+    return CoordinateCheck(records, starts, rates, drifts)
 
 
 def _made(make_model: Callable[[int], tuple[nn.Module, Any]], width: int) -> tuple[nn.Module, Any]:

@@ -47,6 +47,7 @@ class Slope(NamedTuple):
         standard_error: its standard error; infinite of two points, which say nothing of it.
         start: the exponent that it has before anything is learned, as that of a readout: 1/2 - a - b.
         rate: of what the weights of a layer with a parametrization have done, a + c; 0 where it is not known.
+        drift: the largest exponent that it may have where its layer is one of a pair as LoRA's, 1 - a - b.
     """
 
     layer: str
@@ -56,11 +57,17 @@ class Slope(NamedTuple):
     standard_error: float
     start: float = 0.0
     rate: float = 0.0
+    drift: float = 0.0
 
     @property
     def is_steep(self) -> bool:
         """Whether it is further from 0 than :data:`FLAT`, by more than two standard errors, and not explained."""
-        return self._is_clear and not self.is_start and not self.is_unaligned
+        return self._is_clear and not self.is_explained
+
+    @property
+    def is_explained(self) -> bool:
+        """Whether it is clearly off 0 for a reason that the summary gives."""
+        return self.is_start or self.is_unaligned or self.is_drift
 
     @property
     def is_start(self) -> bool:
@@ -78,6 +85,11 @@ class Slope(NamedTuple):
         return self.rate > 0 > self.slope and self._is_clear and 0.5 - FLAT < self.alignment < 1 - FLAT
 
     @property
+    def is_drift(self) -> bool:
+        """Whether it lies between 0 and the exponent of a drift along the first of a pair as LoRA's, clearly off 0."""
+        return self._is_clear and 0 < self.slope < self.drift + FLAT + 2 * self.standard_error and self.drift > 0
+
+    @property
     def _is_clear(self) -> bool:
         return abs(self.slope) - FLAT > 2 * self.standard_error
 
@@ -89,6 +101,7 @@ class CoordinateCheck:
         records: the records.
         starts: layer -> the exponent of its output before the first update, where that is not 0.
         rates: layer -> a + c, where that is known.
+        drifts: layer -> the largest exponent of a drift through it, where there may be one.
 
     Attributes:
         records: the records, in the order in which they were made.
@@ -101,18 +114,24 @@ class CoordinateCheck:
         records: Iterable[Record],
         starts: Mapping[str, float] | None = None,
         rates: Mapping[str, float] | None = None,
+        drifts: Mapping[str, float] | None = None,
     ) -> None:
         self.records = list(records)
-        nothing: Mapping[str, float] = {}
-        expected = dict.fromkeys(QUANTITIES, (starts or nothing, nothing))
-        expected["weight_update"] = nothing, rates or nothing
+
+        def expected(layer: str, quantity: str) -> tuple[float, float, float]:
+            drift = (drifts or {}).get(layer, 0.0)
+            if quantity != "weight_update":
+                return (starts or {}).get(layer, 0.0), 0.0, drift
+            rate = (rates or {}).get(layer, 0.0)
+            return 0.0, rate, 0.0 if rate else drift  # the second of a pair is all that its weights have done
+
         points: dict[tuple[str, int, str], list[tuple[float, float]]] = {}
         for record in self.records:
             if record.value > 0 and math.isfinite(record.value):
                 key = record.layer, record.step, record.quantity
                 points.setdefault(key, []).append((math.log(record.width), math.log(record.value)))
         self.slopes = [
-            Slope(*key, *fitted, *(known.get(key[0], 0.0) for known in expected.get(key[2], ())))
+            Slope(*key, *fitted, *expected(key[0], key[2]))
             for key, each in points.items()
             if (fitted := log_log_slope(each)) is not None
         ]
@@ -167,6 +186,7 @@ class CoordinateCheck:
         steep: dict[str, list[str]] = {}
         explained: list[str] = []
         starts: dict[tuple[str, float], list[str]] = {}
+        drifts: dict[str, list[str]] = {}
         for slope in slopes:
             layer = slope.layer or "_root_"
             if slope.is_steep:
@@ -176,6 +196,8 @@ class CoordinateCheck:
                 )
             elif slope.is_start:
                 starts.setdefault((layer, slope.start), []).append(f"{slope.quantity} {slope.slope:+.2f}")
+            elif slope.is_drift:
+                drifts.setdefault(layer, []).append(f"{slope.quantity} {slope.slope:+.2f}")
             elif slope.is_unaligned:
                 explained.append(
                     f"{layer}: weight_update shrinks as width^(alpha - a - c) = width^{slope.slope:.2f}, as its "
@@ -186,6 +208,13 @@ class CoordinateCheck:
             f"{layer} is a readout, or ends in one, which starts as width^(1/2 - a - b) = width^{start:.2f} and comes "
             f"up to width^0 as what it learns outgrows its start, as it should: {', '.join(each)}"
             for (layer, start), each in starts.items()
+        ]
+        explained += [
+            f"{layer} is one of two weights with as many numbers between them at any width, and the second started at "
+            "zero, as LoRA's do: once that has learned, inputs drift along the first, as width^(omega - a - b) with "
+            "omega between 1/2 and 1, and a + b = 1/2 (arXiv:2406.08447), the less the smaller the learning rate: "
+            f"{', '.join(each)}"
+            for layer, each in drifts.items()
         ]
         lines = [f"{layer}: {'; '.join(each)}" for layer, each in steep.items()]
         lost = [record for record in self.records if not math.isfinite(record.value)]
@@ -230,7 +259,7 @@ def log_log_slope(points: Sequence[tuple[float, float]]) -> tuple[float, float] 
 def _cell(slope: Slope | None) -> str:
     if slope is None:
         return "-"
-    mark = " *" if slope.is_steep else " °" if slope.is_start or slope.is_unaligned else ""
+    mark = " *" if slope.is_steep else " °" if slope.is_explained else ""
     return f"{slope.slope:+.2f} ± {slope.standard_error:.2f}{mark}"
 
 

@@ -39,9 +39,6 @@ ALIGNMENTS = {"full": Alignment(1.0, 0.5, 1.0), "no": Alignment(0.5, 0.5, 0.5)}
 def as_alignment(name: str, value: object) -> Alignment:
     """An alignment, given by its name or as three numbers.
 
-    Args:
-        value: "full", "no", or (alpha, omega, u).
-
     Raises:
         TypeError: if it is neither a name nor three numbers.
         ValueError: if there is no alignment of that name, or a number is not finite.
@@ -69,6 +66,7 @@ class Node(NamedTuple):
         b: of a layer with weights, the exponent of their initial standard deviation.
         c: its learning rate's exponent where that is not to be solved for.
         shares: the layer whose weights it has, where they are not its own.
+        few: of a hidden layer, whether it gives as many numbers at any width, as a readout does.
     """
 
     name: str
@@ -78,6 +76,7 @@ class Node(NamedTuple):
     b: float = 0.0
     c: float | None = None
     shares: str | None = None
+    few: bool = False
 
     @property
     def layer(self) -> str:

@@ -23,6 +23,10 @@ class Multiplier:
     It is copied and pickled with the module, and ``torch.compile`` goes through it.
     """
 
+    start = 0.0  # the exponent of the layer's output before the first update
+    rate = 0.0  # a + c with Adam, for a layer that sums over n
+    drift = 0.0  # the largest exponent with which inputs that drift may change the layer's output
+
     def __init__(
         self,
         width: int,
@@ -40,8 +44,6 @@ class Multiplier:
         self.b = None if b is None else check_real("b", b)
         self.c = None if c is None else check_real("c", c)
         self.value = 1.0
-        self.start = 0.0  # the exponent of the layer's output before the first update
-        self.rate = 0.0  # a + c with Adam, for a layer that sums over n
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """The output, with every floating-point tensor in it multiplied."""

@@ -37,13 +37,15 @@ class FoundLayer(NamedTuple):
     is_module: bool = True  # whether what the module gives is what the layer gives
     multiplies: bool = True  # whether its hook multiplies; otherwise b and c have to do it
     from_zero: bool = False  # whether the weights are set to zero at the start, unless a and b are given
+    few: bool = False  # whether it gives as many numbers at any width, though it is a hidden layer
+    drift: float = 0.0  # the largest exponent with which inputs that drift may change its output
 
     def node(self, name: str, ab: tuple[float, float] | None = None, c: float | None = None) -> Node:
         """A node without inputs, with exponents of its own or others."""
         a, b = (self.a, self.b) if ab is None else ab
         if not self.multiplies:
             a, b = 0.0 - self.own, a + b + self.own
-        return Node(name, self.layer_type, (), a, b, self.c if c is None else c)
+        return Node(name, self.layer_type, (), a, b, self.c if c is None else c, few=self.few)
 
 
 class FoundLayers(NamedTuple):
@@ -307,11 +309,11 @@ class Parametrization:
                     bias.zero_()
             given = found[layer.name]
             start = 0.5 - layer.a - layer.b if layer.layer_type == "readout" and layer.seeds else 0.0
-            if given.hook is not None and (given.multiplies or start):
+            if given.hook is not None and (given.multiplies or start or given.drift):
                 if multiplier_of(layer.module) is None:
                     layer.module.register_forward_hook(given.hook)
                 given.hook.value = float(layer.fan_in) ** -(layer.a + given.own) if given.multiplies else 1.0
-                given.hook.start = start
+                given.hook.start, given.hook.drift = start, given.drift
                 if self.optimizer_type == "adam" and layer.layer_type != "embedding" and layer.c is not None:
                     given.hook.rate = layer.a + layer.c
 
@@ -370,7 +372,7 @@ def _with_exponents(found: FoundLayers, ab: Mapping[str, tuple[float, float]], c
         layer = found.layers.get(name)
         if layer is not None:
             own = layer.node(name, ab.get(name), c.get(name))
-            node = node._replace(kind=own.kind, a=own.a, b=own.b, c=own.c)
+            node = node._replace(kind=own.kind, a=own.a, b=own.b, c=own.c, few=own.few)
         nodes.append(node)
     weights = {name: [each.module.get_parameter(key) for key in each.weights] for name, each in found.layers.items()}
     return tied(LayerGraph(nodes), weights)

@@ -20,10 +20,13 @@ width, that other weights take. Its exponents follow from what it feeds.
   never learn.
 - Where it feeds a norm, its size makes no difference, and only its change relative to its start counts: with the
   exponents of a hidden layer, a + b = 1/2, that is of size one.
-- Where it feeds a weight that is zero, as LoRA's first matrix does, both at zero would never learn. So it starts at
-  size one, a + b = 1/2. Its input changes along it only as far as the second matrix has learned to hand gradients back:
-  with large learning rates there is a drift (measured: 0.2 to 0.3), LoRA's known internal instability
-  (arXiv:2406.08447).
+- Where it feeds a weight that is zero, as LoRA's first matrix A does, both at zero would never learn. So it starts at
+  size one, a + b = 1/2. With Adam c is 1 for A, which sums over n, and 0 for the second matrix B, which sums over a
+  fixed number: the ratio n of LoRA+ (arXiv:2402.12354). What A makes of its inputs' drift is of the size
+  :math:`n^{\omega - a - b}` times that drift. :math:`\omega` is 1/2 before B has learned to hand gradients back, and
+  grows towards 1 afterwards, as the layers before then learn along A: up to :math:`n^{1/2}`, LoRA's known internal
+  instability (arXiv:2406.08447). Measured: :math:`\omega = 0.7`, and 0.1 of the drift itself, 0.3 together. A smaller
+  start of A would be worse: with a + b = 1 all that B makes shrinks as :math:`n^{-0.35}`, and so does what follows.
 
 ``ab_overrides`` prevails over all of this, as everywhere.
 """
@@ -163,7 +166,15 @@ def _found_layers(model: nn.Module, trace: Trace, by_hand: dict[str, FoundLayer]
             # What is zero may be added to another weight, as LoRA's is when it is merged: so it has no multiplier.
             multiplies=use.is_module and not is_zero,
             from_zero=from_zero,
+            few=kind != use.kind,
         )
+    # Pairs as LoRA's: what feeds a weight that is zero, and that weight.
+    feeding = {name for name, use in trace.uses.items() if name in inner and use.kind == "readout"}
+    feeding = {name for name in feeding if "zero" in trace.takers.get(name, ())}
+    first = {node.name for node in trace.nodes if node.layer in feeding}
+    for node in trace.nodes:
+        if node.layer in trace.uses and first & {node.name, *node.inputs}:
+            layers[node.layer] = layers[node.layer]._replace(drift=0.5)
     for name in by_hand:
         growth = trace.own_growth(name)
         if abs(growth) > FLAT:

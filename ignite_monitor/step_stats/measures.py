@@ -1,17 +1,14 @@
-"""How long a train step takes, without waiting for the device; how much memory there is, and how many items."""
+"""How long a train step takes, without waiting for the device; and how much memory there is."""
 
 from __future__ import annotations
 
 import os
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import torch
-from torch import Tensor
 
 
 class StepClock:
@@ -54,6 +51,27 @@ class StepClock:
             self._times.append(time.perf_counter())
 
 
+class DataClock:
+    """How long an engine has waited for its last batch: between two events, on the host's clock."""
+
+    def __init__(self) -> None:
+        self.seconds: float | None = None
+        self._since: float | None = None
+
+    def start(self) -> None:
+        """The engine asks for a batch; the loader may be started anew before there is one."""
+        self._since = self.now()
+
+    def stop(self) -> None:
+        """It has the batch."""
+        self.seconds, self._since = None if self._since is None else self.now() - self._since, None
+
+    @staticmethod
+    def now() -> float:
+        """The time in seconds, from any moment on."""
+        return time.perf_counter()
+
+
 def peak_memory() -> float | None:
     """The most memory that this process ever had resident, in MiB; None where the system does not say."""
     try:
@@ -71,15 +89,3 @@ def resident_memory() -> float | None:
     except OSError:
         return None
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
-def count_items(batch: Any) -> int | None:
-    """The length of the first tensor in a batch: in a tensor, or nested in tuples, lists and mappings.
-
-    Returns:
-        None if there is no tensor with a dimension in it.
-    """
-    if isinstance(batch, Tensor):
-        return len(batch) if batch.ndim else None
-    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else ()
-    return next((count for count in map(count_items, parts) if count is not None), None)

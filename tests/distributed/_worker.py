@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ignite_monitor import (
     ActivationHandler,
+    GradientNoiseScaleHandler,
     GradMonitor,
     MeanStdThreshold,
     MonitorEvents,
@@ -148,6 +149,45 @@ def skipping(make, **kwargs: Any):
         return {**skipped, "left out": left_out["parameters"]}
 
     return run
+
+
+class OneTensor(nn.Module):
+    """Of the first layer's bias the gradient is 30 times as large at one forward pass; its output is the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.passes = net(), 0
+
+    def forward(self, x):
+        self.passes += 1
+        bias = self.net.first.bias
+        factor = 29.0 if self.passes == SPIKE else 0.0
+        return self.net(x) + factor * (self.net(x + 0 * x) - self._without(x, bias.detach()))
+
+    def _without(self, x, bias):
+        first = F.linear(x, self.net.first.weight, bias)
+        return self.net.second(torch.tanh(first)) * self.net.scale
+
+
+def single_tensors(make, rank: int | None, **kwargs: Any) -> dict[str, Any]:
+    """With a threshold per tensor, and how many collectives that takes; and without."""
+    results, all_reduce = {}, dist.all_reduce
+    for per_parameter in (False, True):
+        calls = []
+        dist.all_reduce = lambda *args, _calls=calls, **options: _calls.append(1) or all_reduce(*args, **options)
+        try:
+            results[per_parameter] = train(make(OneTensor()), rank, per_parameter=per_parameter, **kwargs)
+        finally:
+            dist.all_reduce = all_reduce
+        results[per_parameter]["collectives"] = len(calls)
+    return {**results[True], "without": results[False]["collectives"]}
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(model, mesh=init_device_mesh("cpu", (WORLD,)))
 
 
 def no_sync(rank: int) -> dict[str, Any]:
@@ -367,6 +407,29 @@ def after_the_process_group(rank: int) -> dict[str, Any]:
     return train(net(), rank)
 
 
+def noise_scale(model: nn.Module, rank: int | None, micro: int) -> dict[str, Any]:
+    """Micro-batches of two items, as many on each rank; in one process those of both ranks."""
+    ranks = range(WORLD) if rank is None else [rank]
+    micro *= len(ranks)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def train_step(engine, batch):
+        optimizer.zero_grad()
+        own = [[part.split(2)[: micro // len(ranks)] for part in local(batch, each)] for each in ranks]
+        parts = [part for each in own for part in zip(*each, strict=True)]
+        for index, (x, y) in enumerate(parts):
+            syncs = rank is None or index == len(parts) - 1
+            with contextlib.nullcontext() if syncs else model.no_sync():
+                (F.mse_loss(model(x), y) / micro).backward()
+        optimizer.step()
+
+    trainer = Engine(train_step)
+    monitor = GradientNoiseScaleHandler(model, optimizer, micro_batches=micro, items=lambda batch: 2 * micro)
+    monitor.attach(trainer)
+    trainer.run(batches())
+    return {"moments": monitor.state_dict()["moments"], "weights": [each.detach() for each in model.parameters()]}
+
+
 def fused(parameters):
     return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
 
@@ -405,10 +468,18 @@ SCENARIOS: dict[str, Any] = {
     "clip fsdp": lambda rank: train(fsdp(), rank, spike=SPIKE, reaction="clip"),
     "loss ddp": lambda rank: train(ddp(), rank, loss=lambda engine: loss_at(engine.state.iteration, rank)),
     "loss fsdp": lambda rank: train(fsdp(), rank, loss=lambda engine: loss_at(engine.state.iteration, rank)),
+    "tensors ddp": lambda rank: single_tensors(DistributedDataParallel, rank),
+    "tensors fsdp": lambda rank: single_tensors(sharded, rank),
+    "tensors clip fsdp": lambda rank: single_tensors(sharded, rank, reaction="clip"),
+    "tensors skip ddp": lambda rank: single_tensors(DistributedDataParallel, rank, skip_step=True),
+    "tensors sum": lambda rank: different_parameters(rank, reduction="sum", per_parameter=True),
+    "tensors mean": lambda rank: different_parameters(rank, reduction="mean", per_parameter=True),
     "sum": lambda rank: different_parameters(rank, reduction="sum"),
     "sum inf": lambda rank: different_parameters(rank, reduction="sum", norm_type=float("inf")),
     "mean": lambda rank: different_parameters(rank, reduction="mean"),
     "flat parts": flat_parts,
+    "noise scale of two": lambda rank: noise_scale(ddp(), rank, 1),
+    "noise scale of four": lambda rank: noise_scale(ddp(), rank, 2),
     "refused": refused,
     "freed": freed,
     "uneven inputs": uneven_inputs,

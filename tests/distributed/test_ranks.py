@@ -13,7 +13,18 @@ import torch.nn.functional as F
 from tests._helpers import grad_norm
 from tests._trainers import Judge
 from tests.distributed._launch import WORLD, launch, launched
-from tests.distributed._worker import COUNT, SCENARIOS, SPIKE, accumulating, batches, leaving_out, net, train
+from tests.distributed._worker import (
+    COUNT,
+    SCENARIOS,
+    SPIKE,
+    OneTensor,
+    accumulating,
+    batches,
+    leaving_out,
+    net,
+    noise_scale,
+    train,
+)
 from tests.hard_use._judge import mean_of
 
 K, DECAY = 6.0, 0.99  # of the default rule
@@ -203,6 +214,16 @@ def test_a_spike_counts_once_while_iterations_accumulate(results, name):
             assert seen == {key: pytest.approx(value, rel=1e-3) for key, value in expected.items()}
 
 
+@pytest.mark.parametrize(("name", "micro"), [("noise scale of two", 1), ("noise scale of four", 2)])
+def test_noise_scale_of_ranks_is_that_of_micro_batches(results, name, micro):
+    expected = noise_scale(net(), None, micro)
+    assert (expected["moments"] != 0).all()
+    for result in results(name):
+        # Parts of two ranks have the scale of their own loss, those of one process half of it.
+        factor = torch.tensor([1, 4, 4, 16, 16, 16, 1])
+        assert result["moments"].tolist() == approx((expected["moments"] * factor).tolist())
+
+
 @pytest.mark.parametrize("name", ["sum", "sum inf", "mean"])
 def test_ranks_with_gradients_of_their_own(results, name):
     both = results(name)
@@ -254,3 +275,31 @@ def test_process_group_that_does_not_wait_for_a_monitor(tmp_path, name):
     for rank in range(WORLD):
         result = torch.load(tmp_path / f"{name}.{rank}.pt", weights_only=True)
         assert "error" not in result, result["error"]
+
+
+@pytest.mark.parametrize("name", ["tensors ddp", "tensors fsdp", "tensors clip fsdp", "tensors skip ddp"])
+def test_tensors_are_judged_the_same_on_all_ranks(results, name):
+    reaction = {"reaction": "clip"} if "clip" in name else {"skip_step": True} if "skip" in name else {}
+    alone = train(OneTensor(), None, per_parameter=True, **reaction)
+    ranks = results(name)
+    assert ranks[0]["seen"] == ranks[1]["seen"]
+    for result in ranks:
+        assert result["collectives"] == result["without"]
+        assert [seen["flag"] for seen in result["seen"]] == [place == SPIKE for place in range(1, COUNT + 1)]
+        culprits = {k: v for k, v in result["seen"][SPIKE - 1].items() if "culprit" in k}
+        assert culprits == {"grad/culprit/net.first.bias": pytest.approx(1.0, abs=0.05)}
+        for seen, expected in zip(result["seen"], alone["seen"], strict=True):
+            assert seen == pytest.approx(expected, rel=1e-3)
+        for one, other in zip(result["parameters"], alone["parameters"], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("how", ["sum", "mean"])
+def test_ranks_with_tensors_of_their_own_agree_on_what_is_a_spike(results, how):
+    first, second = results(f"tensors {how}")
+    plain = results(how)[0]
+    for ours, theirs, without in zip(first["seen"], second["seen"], plain["seen"], strict=True):
+        own, other = ({k: v for k, v in seen.items() if "culprit" not in k} for seen in (ours, theirs))
+        assert own == other
+        assert own["grad/norm"] == pytest.approx(without["grad/norm"], rel=1e-9)
+    assert [seen["flag"] for seen in first["seen"]] == [place == SPIKE for place in range(1, COUNT + 1)]

@@ -276,10 +276,10 @@ def fill(path):
     except OSError as error:
         return 0 if "No space left on device" in str(error) and str(path) in str(error) else 1
     log_output(logger, engine)
-    engine.run(range(1000))
+    engine.run(range(400))
     logger.close()
     steps = as_lists(path)["train/output/0"][0] if "train/output/0" in read_hdf5(path) else []
-    return 0 if engine.state.iteration == 1000 and steps == list(range(1, len(steps) + 1)) else 2
+    return 0 if engine.state.iteration == 400 and steps == list(range(1, len(steps) + 1)) else 2
 
 
 def test_no_room_for_the_first_byte(path):

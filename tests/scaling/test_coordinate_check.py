@@ -396,3 +396,20 @@ def test_a_start_explains_nothing_that_grows_nor_what_the_weights_do():
         (found,) = CoordinateCheck([Record(n, 0, 1, "head", quantity, n**slope) for n in WIDTHS], starts).slopes
         assert found.is_start is explained
         assert found.is_steep is not explained
+
+
+def test_a_drift_explains_what_grows_by_no_more_than_a_root():
+    for slope, quantity, rate, explained in [
+        (0.4, "activation", 0.0, True),
+        (0.3, "input_drift", 1.0, True),
+        (0.8, "activation", 0.0, False),
+        (-0.3, "change", 0.0, False),
+        (0.3, "weight_update", 0.0, True),  # of the second of a pair
+        (0.3, "weight_update", 1.0, False),  # of the first
+    ]:
+        records = [Record(n, 0, 1, "a", quantity, n**slope) for n in WIDTHS]
+        result = CoordinateCheck(records, rates={"a": rate}, drifts={"a": 0.5})
+        (found,) = result.slopes
+        assert found.is_drift is explained
+        assert found.is_steep is not explained
+        assert ("width^(omega - a - b)" in result.summary()) is explained

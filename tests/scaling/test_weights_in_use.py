@@ -403,6 +403,20 @@ def test_frozen_base_with_lora(caplog):
     assert message == (
         "Weights that are not drawn anew: 3 frozen, as they are (0.weight, …); 1 zero, as they are (1.b.weight)"
     )
+    drifts = {name: hook.drift for name, each in parametrization.model.named_modules() if (hook := multiplier_of(each))}
+    assert drifts == {"1.a": 0.5, "1.b": 0.5}
+
+
+@pytest.mark.parametrize(("along", "slope"), [(True, 0.5), (False, 0.0)])
+def test_drift_along_a_matrix_with_few_outputs(along, slope):
+    """n^(omega - a - b) with a + b = 1/2, omega 1 for what was learned through the matrix and 1/2 for what was not."""
+    torch.manual_seed(0)
+    sizes = []
+    for n in (64, 4096):
+        a = torch.randn(4, n, dtype=torch.float64) * n**-0.5
+        handed_back = torch.randn(64, 4, dtype=torch.float64) @ a if along else torch.randn(64, n, dtype=torch.float64)
+        sizes.append((handed_back.sign() @ a.T).square().mean().sqrt().log())  # Adam moves all inputs by as much
+    assert float(sizes[1] - sizes[0]) / math.log(64) == pytest.approx(slope, abs=0.05)
 
 
 def test_frozen_layers_pass_changes_on():
@@ -459,6 +473,25 @@ def test_keys_and_values_that_all_heads_share_start_at_zero(caplog):
     assert "2 set to zero, since other layers take their outputs, whose number does not grow" in caplog.text
     drawn = found(Shared, ab_overrides={"between.v": (0.5, 0.5)})
     assert drawn.layers["between.v"].weights["weight"].std().item() == pytest.approx(1 / 32, rel=0.3)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_with_sgd_few_outputs_inside_the_network_are_refused(normed):
+    """Their gradient is a sum over n, random at first and aligned later."""
+
+    class Few(nn.Module):
+        def __init__(self, n):
+            super().__init__()
+            self.first, self.few, self.last = nn.Linear(6, n), nn.Linear(n, 2), nn.Linear(n, 3)
+
+        def forward(self, x):
+            x = self.first(x).relu()
+            few = F.layer_norm(self.few(x), (2,)) if normed else self.few(x)
+            return self.last(x.unflatten(-1, (-1, 2)).mul(few[..., None, :]).flatten(-2))
+
+    with pytest.raises(ValueError, match=r"hands back to .* with SGD follows no power of the width.* train with Adam"):
+        parametrize(Few, WIDTHS, sample_input=X, optimizer_type="sgd")
+    assert set(parametrize(Few, WIDTHS, sample_input=X).layers) == {"first", "few", "last"}
 
 
 def test_in_front_of_a_norm_only_the_relative_change_counts():

@@ -1,0 +1,299 @@
+"""GradientNoiseScaleHandler: how large a batch may be before a larger one gains nothing."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from ignite.engine import Engine
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ignite_monitor.checks import check_count, check_real, check_type
+from ignite_monitor.events.ledger import GradientLedger, GradientsReady, OptimizerStep
+from ignite_monitor.events.monitor_events import MonitorEvents
+from ignite_monitor.keys import NOISE_SCALE
+from ignite_monitor.model._torch import current_backward, foreach_norm
+from ignite_monitor.model.devices import wide_dtype
+from ignite_monitor.model.eager import untraced
+from ignite_monitor.model.modes import aside
+from ignite_monitor.model.norms import any_sharded, summed_values
+from ignite_monitor.model.optimizers import held_by
+from ignite_monitor.model.sharding import check_whole
+from ignite_monitor.model.tensors import count_items
+from ignite_monitor.monitor.base import Handlers, Monitor
+from ignite_monitor.monitor.ranks import all_take_part, sum_over_ranks, world_size
+from ignite_monitor.noise_scale.estimate import RatioOfMeans, noise_and_signal
+
+_WIDEST = 10.0  # upper end of an interval over its lower one
+_PATIENCE = 50  # monitored steps without a value, after which a warning says why
+
+
+class GradientNoiseScaleHandler(Monitor, schema=NOISE_SCALE):
+    r"""Estimates the simple noise scale: the batch size at which noise and signal of a gradient are equally large.
+
+    .. math:: B = \frac{\mathrm{tr}\,\Sigma}{|G|^2}
+
+    with the covariance :math:`\Sigma` of the gradients of single items, and the true gradient G (arXiv:1812.06162,
+    equation 2.9). With batches much smaller than B a batch of twice the size halves the number of steps; with much
+    larger ones it gains hardly anything.
+
+    Both are estimated without bias from the gradients of the parts that an optimizer step is made from: micro-batches,
+    ranks of DistributedDataParallel, or both (appendix A.1, for parts of any size). Each has to be the gradient of a
+    mean over its own items, or all of a sum divided by the same number. Numerator and denominator are smoothed apart,
+    since their ratio in a single step means nothing.
+
+    {keys}
+
+    The interval holds the noise scale with a probability of about 95 % as long as both change little over
+    ``1 / (1 - decay)`` steps. Where it spans more than a factor of ten there is no value: the gradients seen do not
+    tell. Steps with another number of backward passes than ``micro_batches`` are left out, as are those whose gradient
+    did not start from zero, or is not finite. Where a window of gradients extends over several iterations all of them
+    have to be monitored.
+
+    Args:
+        model: the model, as the train step uses it (wrapped, where it is wrapped).
+        optimizer: the optimizer whose parameters count.
+        micro_batches: how many backward passes an optimizer step is made from, each over items of its own.
+        items: from a batch, as the train step gets it, to how many items it holds; None for the length of its first
+            tensor. Backward passes of one iteration share them equally.
+        decay: how slowly earlier steps are forgotten, between 0 and 1.
+        prefix: what the values' names start with.
+
+    Raises:
+        TypeError: if an argument is of another type.
+        ValueError: if an argument has a value it can't have, the optimizer holds none of the model's parameters, they
+            are sharded, or there is one micro-batch and no DistributedDataParallel, so that nothing can be compared.
+
+    Examples:
+        .. code-block:: python
+
+            noise = GradientNoiseScaleHandler(model, optimizer, micro_batches=4)
+            noise.attach(trainer)
+            noise.log_to(tensorboard_logger, trainer)
+    """
+
+    _state_dict_all_req_keys = ("moments",)
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        micro_batches: int = 1,
+        items: Callable[[Any], float] | None = None,
+        decay: float = 0.99,
+        prefix: str = "noise_scale",
+    ) -> None:
+        super().__init__(model, prefix)
+        check_whole(model)
+        check_type("optimizer", optimizer, Optimizer, "torch.optim.Optimizer")
+        if held_by(optimizer).isdisjoint(map(id, model.parameters())):
+            raise ValueError("Argument optimizer should hold parameters of model, but it holds none of them")
+        if any_sharded(model.parameters()):
+            raise ValueError("Argument model should not be sharded: no rank has a gradient of its own part of a batch")
+        self._over_ranks = any(isinstance(each, DistributedDataParallel) for each in model.modules())
+        self.micro_batches = check_count("micro_batches", micro_batches, least=1)
+        if micro_batches == 1 and not self._over_ranks:
+            raise ValueError(
+                "Argument micro_batches should be at least 2 without DistributedDataParallel, but given 1: make each "
+                "optimizer step from several backward passes, each over a part of the batch"
+            )
+        if items is not None and not callable(items):
+            raise TypeError(f"Argument items should be callable or None, but given {type(items)}")
+        self.optimizer = optimizer
+        self.items = items
+        self._ratio = RatioOfMeans(check_real("decay", decay, above=0, below=1))
+        self._window = _Window()
+        self._closed: list[_Window] = []
+        self._iteration = -1
+        self._items: float | None = None
+        self._steps_without = 0
+
+    def state_dict(self) -> OrderedDict[str, Any]:
+        """The moments that numerator and denominator are derived from."""
+        return OrderedDict(moments=self._ratio.moments.cpu())
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from a saved state.
+
+        Args:
+            state_dict: what :meth:`state_dict` returned.
+
+        Raises:
+            TypeError: if it is no mapping, or holds something else.
+            ValueError: if it was saved by a monitor of another kind.
+        """
+        super().load_state_dict(state_dict)
+        moments = state_dict["moments"]
+        if not isinstance(moments, Tensor) or moments.shape != (7,):
+            raise TypeError(f"Argument state_dict should hold seven moments, but it holds {moments}")
+        self._ratio.moments = moments.detach().clone()
+
+    # What it listens to
+
+    def handlers(self) -> Handlers:
+        return [
+            (MonitorEvents.GRADIENTS_READY, self._on_gradients_ready),
+            (MonitorEvents.OPTIMIZER_STEP_COMPLETED, self._on_step_completed),
+            (MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed),
+        ]
+
+    def start_iteration(self, engine: Engine) -> None:
+        if engine.state.iteration != self._iteration + 1:
+            self._window = _Window()  # backward passes went unseen
+        self._iteration = engine.state.iteration
+        self._closed = []
+        batch = engine.state.batch
+        self._items = count_items(batch) if self.items is None else float(self.items(batch))
+
+    def contexts(self) -> list[AbstractContextManager[Any]]:
+        return [self._hooks()] if self._is_running else []
+
+    def release(self) -> None:
+        self._window = _Window()
+        self._closed = []
+        self._iteration = -1
+
+    @contextmanager
+    def _hooks(self) -> Iterator[None]:
+        """Hooks that see what a backward is about to add to each gradient, before ranks put theirs together."""
+        if self._source is None:
+            return
+        ledger = self._source.ledger(self.model)
+        parameters = [each for each in ledger.own(self.optimizer) if each.requires_grad and not each.is_inference()]
+        increments = _Increments(lambda: self._window, ledger, parameters)
+        hook = untraced(increments.add)
+        handles = [each.register_hook(hook) for each in parameters]
+        ledger.looks.append(increments)
+        try:
+            yield
+        finally:
+            ledger.looks.remove(increments)
+            for handle in handles:
+                handle.remove()
+
+    def _on_gradients_ready(self, engine: Engine, ready: GradientsReady) -> None:
+        gradients = ready.ledger.gradients(self.optimizer)
+        if gradients and ready.reaches(self.optimizer):
+            self._window.total = _square(gradients)
+
+    def _on_step_completed(self, engine: Engine, step: OptimizerStep) -> None:
+        if step.is_of(self.optimizer):
+            self._closed.append(self._window)
+            self._window = _Window()
+
+    @torch.no_grad()
+    def _on_train_step_completed(self, engine: Engine) -> None:
+        if not self._is_running:
+            return
+        new = [part for window in (*self._closed, self._window) for part in window.parts if part.items is None]
+        for part in new:
+            part.items = self._items / len(new) if self._items else math.nan
+        for window in self._closed:
+            self._observe(window)
+        self._closed = []
+
+    def _observe(self, window: _Window) -> None:
+        fits = len(window.parts) == self.micro_batches and (not self._over_ranks or all_take_part(self.model))
+        if not fits or window.total is None or window.before is None:
+            self._warn_without(
+                "the last was made from %d backward passes in monitored iterations, and micro_batches is %d",
+                len(window.parts),
+                self.micro_batches,
+            )
+            return
+        if self._items is None:
+            self._warn_without("no tensor was found in a batch: give items, from a batch to a count")
+        else:
+            self._steps_without = -1
+        squares = torch.stack([part.square for part in window.parts])
+        items = squares.new_tensor([part.items for part in window.parts])
+        sums = torch.stack([squares.sum(), (items * squares).sum(), items.sum(), torch.ones_like(squares).sum()])
+        ranks = 1
+        if self._over_ranks:
+            sums, ranks = sum_over_ranks(sums), world_size()
+        # DistributedDataParallel leaves the ranks' mean; what was there before belongs to no part.
+        total = torch.where(window.before == 0, window.total * ranks**2, math.nan)
+        square_sum, weighted_sum, all_items, count = sums.unbind()
+        self._ratio.observe(noise_and_signal(square_sum, weighted_sum, all_items, total, count))
+        value, low, high = self._ratio.interval().unbind()
+        narrow = (low > 0) & (high <= _WIDEST * low)
+        found = [torch.where(narrow, each, math.nan) for each in (value, low, high)]
+        self.publish(value=found[0], low=found[1], high=found[2], batch=all_items)
+
+    def _warn_without(self, reason: str, *numbers: int) -> None:
+        if self._steps_without >= 0:
+            self._steps_without += 1
+        if self._steps_without == _PATIENCE:
+            self.logger.warning(f"%s: no value after %d optimizer steps: {reason}", self.prefix, _PATIENCE, *numbers)
+
+
+class _Increment:
+    """What one backward has added to the gradients.
+
+    Attributes:
+        square: the squared norm.
+        items: of how many items it is the gradient; None as long as that is not known.
+    """
+
+    def __init__(self, square: Tensor) -> None:
+        self.square = square
+        self.items: float | None = None
+
+
+class _Window:
+    """What an optimizer step is made from.
+
+    Attributes:
+        parts: what each backward has added.
+        before: the squared norm of what was there before the first; None before it.
+        total: the squared norm of the gradients that the last has left.
+    """
+
+    def __init__(self) -> None:
+        self.parts: list[_Increment] = []
+        self.before: Tensor | None = None
+        self.total: Tensor | None = None
+
+
+class _Increments:
+    """Collects the norms of what each backward adds; those that turn out to be ``autograd.grad`` are dropped."""
+
+    def __init__(self, window: Callable[[], _Window], ledger: GradientLedger, parameters: list[nn.Parameter]) -> None:
+        self._window = window
+        self._ledger = ledger
+        self._parameters = parameters
+        self._norms: dict[int, list[Tensor]] = {}
+
+    def add(self, gradient: Tensor) -> None:
+        """A backward is about to add to a gradient."""
+        with aside():
+            window = self._window()
+            if window.before is None and not self._norms:
+                present = [each.grad for each in self._parameters if each.grad is not None]
+                window.before = _square(present) if present else torch.zeros((), device=gradient.device)
+            self._norms.setdefault(current_backward(), []).append(_norms([gradient.detach()])[0])
+
+    def backward_ended(self, task: int, reached: Set[int], running: Set[int]) -> None:
+        """A backward that has reached parameters of the model has ended; the others have left nothing."""
+        norms = self._norms.pop(task, None)
+        self._norms.clear()
+        if norms:
+            self._window().parts.append(_Increment(torch.stack(norms).square().sum()))
+
+
+def _norms(tensors: list[Tensor]) -> list[Tensor]:
+    """The norm of each, in the widest dtype: a difference of their squares is what counts."""
+    plain = [summed_values(each) if each.is_sparse else each for each in tensors]
+    real = [torch.view_as_real(each) if each.is_complex() else each for each in plain]
+    return foreach_norm(real, 2.0, dtype=wide_dtype(tensors[0].device))
+
+
+def _square(tensors: list[Tensor]) -> Tensor:
+    return torch.stack(_norms(tensors)).square().sum()

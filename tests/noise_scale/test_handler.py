@@ -1,0 +1,267 @@
+"""GradientNoiseScaleHandler against the exact noise scale, from the gradients of single items."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import pytest
+import torch
+from ignite.engine import Engine, Events
+from torch import nn
+from torch.func import functional_call, grad, vmap
+
+from ignite_monitor import GradientNoiseScaleHandler
+from ignite_monitor.noise_scale.estimate import RatioOfMeans, noise_and_signal
+
+ITEMS = 4096
+
+
+def problem(seed=0, noise=1.0):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+    x = torch.randn(ITEMS, 6)
+    return model, x, x[:, :1] * 2 + noise * torch.randn(ITEMS, 1)
+
+
+def exact(model, x, y):
+    """tr of the covariance of single gradients over the squared mean, in float64."""
+    parameters = {name: each.detach().double() for name, each in model.named_parameters()}
+
+    def loss(parameters, x, y):
+        return (functional_call(model, parameters, x[None]) - y[None]).square().mean()
+
+    single = vmap(grad(loss), (None, 0, 0))(parameters, x.double(), y.double())
+    rows = torch.cat([each.flatten(1) for each in single.values()], 1)
+    mean = rows.mean(0)
+    return float((rows - mean).square().sum(1).mean() / mean.square().sum())
+
+
+def batches(x, y, size, count, seed=0):
+    """With replacement: the items of a batch are independent."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        chosen = torch.randint(len(x), (size,), generator=generator)
+        yield x[chosen], y[chosen]
+
+
+def trainer_of(model, optimizer, parts=4, scale=0.25, over_iterations=False, set_to_none=True, sizes=None):
+    def step(engine, batch):
+        x, y = batch
+        starts = not over_iterations or (engine.state.iteration - 1) % parts == 0
+        ends = not over_iterations or engine.state.iteration % parts == 0
+        if starts:
+            optimizer.zero_grad(set_to_none=set_to_none)
+        pieces = [(x, y)] if over_iterations else zip(x.chunk(parts), y.chunk(parts), strict=True)
+        for own_x, own_y in pieces:
+            ((model(own_x) - own_y).square().mean() * scale).backward()
+        if ends:
+            optimizer.step()
+
+    return Engine(step)
+
+
+def measured(monitor):
+    """What is published; nothing where the noise scale is not."""
+    if "noise_scale/value" not in monitor.metrics:
+        return {}
+    return {name.rpartition("/")[2]: float(value) for name, value in monitor.metrics.items()}
+
+
+@pytest.mark.parametrize("noise", [0.3, 3.0])
+@pytest.mark.parametrize(
+    "kwargs",
+    [{}, {"scale": 1.0}, {"scale": 2.0**40}, {"over_iterations": True}, {"set_to_none": False}],
+    ids=["mean", "sum", "scaled", "over iterations", "zeroed in place"],
+)
+def test_near_the_exact_one_while_the_interval_is_narrow(kwargs, noise):
+    model, x, y = problem(noise=noise)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    expected = exact(model, x, y)
+    trainer = trainer_of(model, optimizer, **kwargs)
+    monitor = GradientNoiseScaleHandler(model, optimizer, micro_batches=4, decay=0.996)
+    monitor.attach(trainer)
+    over = kwargs.get("over_iterations", False)
+    found = []
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: found.append(measured(monitor)))
+    trainer.run(list(batches(x, y, 16 if over else 64, 1000 if over else 250)), max_epochs=1)
+    found = [each for each in found if each]
+    narrow = [each for each in found if each["high"] < 1.35 * each["low"]]
+    assert narrow
+    assert all(each["value"] == pytest.approx(expected, rel=0.15) for each in narrow)
+    assert all(each["low"] < each["value"] < each["high"] <= 10 * each["low"] for each in found)
+
+
+def test_micro_batches_of_different_sizes():
+    """A sum of squares over parts of 1 to 64 items, against the exact covariance."""
+    torch.manual_seed(0)
+    mean, covariance = torch.tensor([1.0, -2.0, 0.5]).double(), torch.tensor([4.0, 1.0, 9.0]).double()
+    sizes = [1, 3, 16, 64]
+    parts = [mean + (covariance / n).sqrt() * torch.randn(20_000, 3, dtype=torch.float64) for n in sizes]
+    squares = torch.stack([part.square().sum(1) for part in parts])
+    items = torch.tensor(sizes).double()
+    total = sum(parts).square().sum(1)
+    weighted = (items[:, None] * squares).sum(0)
+    trace, signal = noise_and_signal(squares.sum(0), weighted, items.sum(), total, torch.tensor(4.0)).mean(1).tolist()
+    assert trace == pytest.approx(14.0, rel=0.03)
+    assert signal == pytest.approx(5.25, rel=0.03)
+
+
+def test_equal_parts_are_the_papers_formula():
+    torch.manual_seed(1)
+    parts = torch.randn(5, 30, dtype=torch.float64) + 0.3
+    squares, small, big = parts.square().sum(1), 8.0, 40.0
+    given = (squares.sum(), 8 * squares.sum(), torch.tensor(40.0), parts.sum(0).square().sum(), torch.tensor(5.0))
+    g_small, g_big = squares.mean(), parts.mean(0).square().sum()
+    signal = (big * g_big - small * g_small) / (big - small)
+    trace = (g_small - g_big) / (1 / small - 1 / big)
+    assert noise_and_signal(*given).tolist() == pytest.approx([float(trace), float(signal)], rel=1e-12)
+
+
+def coverage(count, trials, decay, numerator_noise, denominator_noise):
+    generator = torch.Generator().manual_seed(0)
+    inside = known = 0
+    for _ in range(trials):
+        ratio = RatioOfMeans(decay)
+        draws = torch.randn(count, 2, generator=generator, dtype=torch.float64)
+        x, y = 6 + numerator_noise * (0.6 * draws[:, 1] + 0.8 * draws[:, 0]), 2 + denominator_noise * draws[:, 1]
+        for pair in torch.stack([x, y], 1):
+            ratio.observe(pair)
+        _, low, high = ratio.interval().tolist()
+        known += low == low
+        inside += low <= 3 <= high
+    return inside / known, known / trials
+
+
+@pytest.mark.parametrize(("count", "noises"), [(5, (1.0, 0.2)), (30, (6.0, 2.0)), (60, (3.0, 4.0))])
+def test_the_interval_holds_the_ratio_as_often_as_it_says(count, noises):
+    inside, known = coverage(count, 300, 0.97, *noises)
+    assert known > 0.5
+    assert 0.91 < inside < 0.985
+
+
+def test_nothing_is_said_where_the_denominator_may_be_zero():
+    ratio = RatioOfMeans(0.99)
+    generator = torch.Generator().manual_seed(0)
+    for pair in torch.randn(100, 2, generator=generator, dtype=torch.float64) + torch.tensor([3.0, 0.1]):
+        ratio.observe(pair)
+    assert ratio.interval().isnan().all()
+
+
+def test_absent_where_the_gradients_do_not_tell():
+    """At a minimum the true gradient is zero, whatever its noise."""
+    model, x, _ = problem()
+    y = torch.randn(ITEMS, 1)
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    y -= y.mean()
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    trainer = trainer_of(model, optimizer)
+    monitor = GradientNoiseScaleHandler(model, optimizer, micro_batches=4)
+    monitor.attach(trainer)
+    found = []
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: found.append(measured(monitor)))
+    trainer.run(list(batches(x, y, 64, 200)), max_epochs=1)
+    assert sum(map(bool, found)) < 10
+
+
+@pytest.mark.parametrize("what", ["parts", "not zeroed", "filter", "penalty", "overflow"])
+def test_what_is_left_out(what, caplog):
+    model, x, y = problem()
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    monitor = GradientNoiseScaleHandler(model, optimizer, micro_batches=4)
+
+    def step(engine, batch):
+        own_x, own_y = batch
+        if what != "not zeroed" or engine.state.iteration == 1:
+            optimizer.zero_grad()
+        count = 3 if what == "parts" and engine.state.iteration % 2 else 4
+        for part_x, part_y in zip(own_x.chunk(count), own_y.chunk(count), strict=True):
+            loss = (model(part_x) - part_y).square().mean()
+            if what == "penalty":
+                torch.autograd.grad(loss, model.parameters(), retain_graph=True)
+            if what == "overflow" and engine.state.iteration % 5 == 0:
+                loss = loss * math.inf
+            loss.backward()
+        if not loss.isinf():
+            optimizer.step()
+
+    trainer = Engine(step)
+    event = Events.ITERATION_STARTED(every=2) if what == "filter" else Events.ITERATION_STARTED
+    monitor.attach(trainer, event)
+    found = []
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: found.append(measured(monitor)))
+    trainer.run(list(batches(x, y, 48, 240)), max_epochs=1)
+    expected = exact(model, x, y)
+    said = [each for each in found if each]
+    if what == "not zeroed":
+        assert not said
+    else:
+        assert len(said) > 90
+        assert all(each["low"] * 0.8 < expected < each["high"] * 1.25 for each in said[-10:])
+
+
+def test_a_step_that_is_made_otherwise_is_said_once(caplog):
+    model, x, y = problem()
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    trainer = trainer_of(model, optimizer, parts=2)
+    monitor = GradientNoiseScaleHandler(model, optimizer, micro_batches=4)
+    with monitor.attach(trainer), caplog.at_level(logging.WARNING):
+        trainer.run(list(batches(x, y, 16, 120)), max_epochs=1)
+    assert [record.getMessage() for record in caplog.records if "noise_scale" in record.getMessage()] == [
+        "noise_scale: no value after 50 optimizer steps: the last was made from 2 backward passes in monitored "
+        "iterations, and micro_batches is 4"
+    ]
+    assert not monitor.metrics
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "text"),
+    [
+        ({}, ValueError, "micro_batches should be at least 2"),
+        ({"micro_batches": 0}, ValueError, "micro_batches"),
+        ({"micro_batches": 2.5}, TypeError, "micro_batches"),
+        ({"micro_batches": 2, "decay": 1.0}, ValueError, "decay"),
+        ({"micro_batches": 2, "items": 5}, TypeError, "items"),
+    ],
+)
+def test_bad_input(kwargs, error, text):
+    model, _, _ = problem()
+    with pytest.raises(error, match=text):
+        GradientNoiseScaleHandler(model, torch.optim.SGD(model.parameters(), 0.1), **kwargs)
+
+
+def test_training_is_bitwise_the_same_and_nothing_is_left():
+    weights = []
+    for attached in (False, True):
+        model, x, y = problem()
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+        trainer = trainer_of(model, optimizer)
+        if attached:
+            GradientNoiseScaleHandler(model, optimizer, micro_batches=4).attach(trainer)
+        trainer.run(list(batches(x, y, 64, 30)), max_epochs=1)
+        weights.append([each.detach().clone() for each in model.parameters()])
+        assert all(not each._backward_hooks for each in model.parameters())
+    assert all(map(torch.equal, *weights))
+
+
+def test_resumed_it_goes_on_as_if_it_had_not_been_interrupted():
+    model, x, y = problem()
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    data = list(batches(x, y, 64, 120))
+    found = []
+    for cut in (120, 50):
+        monitor = GradientNoiseScaleHandler(model, optimizer, micro_batches=4)
+        trainer = trainer_of(model, optimizer)
+        monitor.attach(trainer)
+        trainer.run(data[:cut], max_epochs=1)
+        if cut < len(data):
+            state = monitor.state_dict()
+            monitor = GradientNoiseScaleHandler(model, optimizer, micro_batches=4)
+            monitor.load_state_dict(state)
+            trainer = trainer_of(model, optimizer)
+            monitor.attach(trainer)
+            trainer.run(data[cut:], max_epochs=1)
+        found.append(measured(monitor))
+    assert found[0] == pytest.approx(found[1], rel=1e-12)
+    assert found[0]
