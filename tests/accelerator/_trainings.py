@@ -97,7 +97,14 @@ MONITORS: dict[str, Make] = {
     "StepStatsHandler": lambda m, o, s: StepStatsHandler(m, o, items=lambda batch: batch[0].numel()),
     "SpikeMonitor": lambda m, o, s: SpikeMonitor(_loss, threshold=MeanStdThreshold(warmup=3)),
 }
-_OF_THE_MACHINE = ("time_ms", "items_per_s", "mfu", "memory_mb")  # which have no other numbers to agree with
+_OF_THE_MACHINE = (
+    "time_ms",
+    "items_per_s",
+    "data_wait_ms",
+    "data_wait_share",
+    "mfu",
+    "memory_mb",
+)  # which have no other numbers to agree with
 
 
 def batches(count: int, device: str, spikes: Iterable[int] = ()) -> list[tuple[Tensor, Tensor, float]]:
