@@ -205,10 +205,9 @@ class EventSource:
                 for handler in looking
                 if id(handler.__self__.model) in about
             ]
-        looks = [change() for change in changes if change is not None]
-        for look in looks:
-            if look is not None:
-                look()
+        # What a change returns looks at what all of them have changed, and may change something in turn.
+        while changes:
+            changes = [change() for change in changes if change is not None]
         if event == MonitorEvents.TRAIN_STEP_COMPLETED:
             self.running = False
         if self.has_handlers(event):
