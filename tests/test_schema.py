@@ -272,6 +272,6 @@ def test_reports_ask_for_keys_that_there_are():
     known = {
         part for schema in SCHEMAS for key in schema.keys for part in (key.pattern, key.pattern.partition("/{")[0])
     }
-    known |= {"entropy", "nonfinite_count", "dead_fraction"}  # of what the user has named, or built-in
+    known |= {"entropy", "logit_max", "nonfinite_count", "dead_fraction"}  # of what the user has named, or built-in
     assert len(asked) > 10
     assert asked <= known

@@ -19,6 +19,7 @@ KINDS = {
     "nonfinite_activations": "Look at that module first, and at what it is given.",
     "frozen_parameters": "See that the loss depends on them, and that their learning rate is not 0.",
     "attention_collapse": "Normalise queries and keys, or lower the learning rate and the initial weights of both.",
+    "large_logits": "Normalise queries and keys (QK-norm), clip them (QK-clip), or lower their learning rate.",
     "dead_units": "Lower the learning rate or the bias, or use an activation that is nowhere flat.",
     "activation_outlier": "If it is raw inputs, scale them; else lower the initial weights or the learning rate there.",
     "level_change": "See what changed there (data, learning rate); if nothing did, treat it as a spike.",

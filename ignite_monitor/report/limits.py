@@ -120,6 +120,9 @@ ENTROPY_FALL = 5.0
 """By what factor a head's entropy has to have fallen, if others of its module are not as sharp: some heads are sharp
 from the beginning of a fine-tuning on."""
 
+LARGE_LOGIT = 100.0
+"""From which score on attention is likely to diverge: QK-clip of arXiv:2507.20534 rescales queries and keys there."""
+
 DRIFT_FACTOR = 3.0
 """How much larger input drift has to be than weight update for a layer to be named. In a trained network both are of
 one order."""

@@ -15,6 +15,7 @@ from ignite_monitor.report.landscape import NOISE_RULES
 from ignite_monitor.report.layers import (
     ACTIVATION_RULES,
     ENTROPY_RULES,
+    LOGIT_RULES,
     RCC_RULES,
     SPECTRAL_RULES,
     updates_and_drifts,
@@ -33,6 +34,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "weights": WEIGHT_RULES,
     "activation": ACTIVATION_RULES,
     "attention_entropy": ENTROPY_RULES,
+    "attention_logit_max": LOGIT_RULES,
     "optimizer": OPTIMIZER_RULES,
     "replicas": REPLICA_RULES,
     "step": STEP_RULES,
