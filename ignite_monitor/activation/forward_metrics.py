@@ -49,6 +49,7 @@ class ForwardMetrics:
         logits: the largest of attention's scores.
         skipped: tags of modules with tensors that can't be measured.
         complex: what was recorded as a complex number.
+        by_hand: tags of modules that compute attention by themselves, which is not seen.
         order: what outputs and heads are called, in the order in which the model computed them first.
     """
 
@@ -74,6 +75,7 @@ class ForwardMetrics:
         self._pauses = pauses
         self.skipped: set[str] = set()
         self.complex: set[str] = set()
+        self.by_hand: set[str] = set()
         self.order: dict[str, None] = {}
 
     def start(self) -> None:
@@ -141,6 +143,7 @@ class ForwardMetrics:
         finally:
             calls.close()
             self.skipped |= calls.skipped
+            self.by_hand |= calls.by_hand
 
     def _running(self) -> str | None:
         if not self._wanted():

@@ -270,6 +270,12 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
                 "nothing is measured of tensors that have no values of their own here (DTensors, nested or sparse "
                 f"tensors, tensors under vmap), in {', '.join(sorted(self._forward.skipped))}"
             )
+        if self._forward.by_hand:
+            self._warn(
+                f"attention that is written out as products and a softmax is not seen, in "
+                f"{', '.join(sorted(self._forward.by_hand))}: call torch.nn.functional.scaled_dot_product_attention "
+                '(in transformers attn_implementation="sdpa"), or record() what is of interest in its forward'
+            )
         if self._forward.complex:
             self._warn(f"complex numbers that are recorded are left out: {', '.join(sorted(self._forward.complex))}")
         if any(names for names, _ in found):

@@ -930,3 +930,33 @@ def test_lost_fractions_of_activations_and_what_is_refused():
             ActivationHandler(model, activations=wrong)
     with pytest.raises(ValueError, match="parameter_differences"):
         ActivationHandler(model, parameter_differences={"underflow_fraction": True}, reference="init")
+
+
+class ByHand(nn.Module):
+    """Attention as a softmax of a product, before which there may be what is none."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.router, self.soft = how, nn.Linear(8, 4), nn.Softmax(-1)
+
+    def forward(self, x):
+        weight = self.router(x).softmax(-1).mean()
+        if self.how == "matmul":
+            return weight * (F.dropout(torch.softmax(torch.matmul(x, x.mT), -1), 0.1) @ x)
+        if self.how == "module":
+            return weight * torch.bmm(self.soft(torch.bmm(x, x.mT)), x)
+        if self.how == "einsum":
+            return weight * torch.einsum("blm,bme->ble", torch.einsum("ble,bme->blm", x, x).softmax(-1), x)
+        return weight * F.scaled_dot_product_attention(x, x, x)
+
+
+@pytest.mark.parametrize("how", ["matmul", "module", "einsum", "sdpa"])
+def test_attention_that_is_written_out_is_said_once_with_the_remedy(how, caplog):
+    model = nn.Sequential(nn.Linear(8, 8), ByHand(how))
+    handler = ActivationHandler(model, attention=True)
+    trainer = Engine(lambda _, batch: model(batch).sum().backward())
+    handler.attach(trainer)
+    trainer.run([torch.randn(2, 5, 8)] * 3, max_epochs=2)
+    said = [each for each in caplog.messages if "written out" in each]
+    assert len(said) == (how != "sdpa")
+    assert all(" in 1:" in each and "scaled_dot_product_attention" in each for each in said)
