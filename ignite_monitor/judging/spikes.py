@@ -246,7 +246,8 @@ class SpikeDetector:
         names = ["spike_count", "nonfinite_count", "consecutive", "restarts", "suspended"]
         if set(state_dict) != {*names, "rule"}:
             raise ValueError(f"Argument state_dict should hold {[*names, 'rule']}, but given {[*state_dict]}")
-        counts = {name: torch.as_tensor(state_dict[name], dtype=self._counts.dtype) for name in names}
+        like = self._counts
+        counts = {name: torch.as_tensor(state_dict[name], dtype=like.dtype, device=like.device) for name in names}
         wrong = [name for name, count in counts.items() if count.shape != self._state.shape]
         if wrong:
             raise ValueError(f"Argument state_dict should hold a number as {wrong[0]}, but given {counts[wrong[0]]}")
