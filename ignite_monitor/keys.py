@@ -28,7 +28,6 @@ GRADIENT = Schema(
             "scale",
             "what the ``scaler`` has multiplied the loss with",
             when="with ``scaler``",
-            chart="scale of the loss",
         ),
         Key("stepped", "1 if the optimizer made a step in this iteration, else 0"),
         Key("spike_count", "spikes so far", chart=_COUNTS),
@@ -271,6 +270,21 @@ SPIKE = Schema(
     signs=frozenset({"value", "spike"}),
 )
 
+ROLLBACK = Schema(
+    "rollback",
+    "rollback",
+    (
+        Key("count", "how often the training has gone back so far", chart="going back"),
+        Key(
+            "iteration",
+            "the iteration after which the state was that is put back",
+            when="in iterations that go back or are undone",
+        ),
+        Key("undone_count", "iterations undone so far while it got well", chart="going back"),
+    ),
+    signs=frozenset({"count", "undone_count"}),
+)
+
 SPIKE_RECORD = Schema(
     "spike_record",
     "grad_record",
@@ -328,6 +342,7 @@ SCHEMAS = (
     GRADIENT,
     SPIKE,
     SPIKE_RECORD,
+    ROLLBACK,
     NOISE_SCALE,
     WEIGHT_UPDATE,
     OPTIMIZER_STATE,
