@@ -97,7 +97,7 @@ LAYERS = (
     {"judging"},
     {"reference"},
     {
-        *("gradient", "weight_update", "optimizer_state", "noise_scale"),
+        *("gradient", "weight_update", "optimizer_state", "noise_scale", "curvature"),
         *("activation", "spectral", "step_stats", "rcc", "spike"),
     },
     {"scaling"},

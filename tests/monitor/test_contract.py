@@ -40,6 +40,7 @@ from torch import Tensor
 
 from ignite_monitor import (
     ActivationHandler,
+    CurvatureHandler,
     GradMonitor,
     MeanStdThreshold,
     MonitorEvents,
@@ -56,6 +57,13 @@ from ignite_monitor.scaling import AlignmentHandler
 from tests._helpers import footprint, hooks_only, make_batches, make_model, make_step, make_trainer, same, scalars
 
 OTHER = make_model(7)
+
+
+class EveryCurvature(CurvatureHandler):
+    def attach(self, engine, event=Events.ITERATION_STARTED):
+        return super().attach(engine, event)
+
+
 # name -> (model, optimizer) -> monitor
 HANDLERS = {
     "GradMonitor": lambda model, optimizer: GradMonitor(model, optimizer),
@@ -84,6 +92,7 @@ HANDLERS = {
     "SpikeMonitor": lambda model, optimizer: SpikeMonitor(
         lambda engine: [*model.parameters()][-1].detach().norm(), threshold=MeanStdThreshold(warmup=3)
     ),
+    "CurvatureHandler": lambda model, optimizer: EveryCurvature(model, optimizer, lanczos_steps=16),
     "StepStatsHandler": lambda model, optimizer: StepStatsHandler(model, optimizer, peak_flops=1e12),
 }
 # What these say is there without a backward as well.
