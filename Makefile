@@ -40,7 +40,7 @@ bench: $(READY) ## run benchmarks/bench_*.py
 
 docs: $(VENV)/.docs ## build the documentation into build/docs, and run the recipes for loggers
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
-	$(BIN)/python -m sphinx -W -q -b doctest docs build/doctest
+	$(BIN)/python -m sphinx -W -q -b doctest -D nb_execution_mode=off docs build/doctest
 	$(BIN)/python -m pytest -q tests/test_docs.py -k loggers
 	@echo 'Open build/docs/index.html'
 

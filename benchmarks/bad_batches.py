@@ -5,7 +5,7 @@ each with six reactions, on the same batches from the same start: what is in the
 the end lies above that of the same training without bad batches and without any reaction, in nats, as mean and
 standard error over the seeds.
 
-    python benchmarks/bad_batches.py [--seeds 3] [--iterations 600]
+    python benchmarks/bad_batches.py [--seeds 3] [--iterations 400]
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def final_loss(training: Training, seed: int, iterations: int, rate: float, name
 def main() -> None:
     parser = argparse.ArgumentParser(description="What reacting to bad batches is worth.")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--iterations", type=int, default=600)
+    parser.add_argument("--iterations", type=int, default=400)
     args = parser.parse_args()
     torch.set_num_threads(1)
     print(f"| training | bad batches | {' | '.join(REACTIONS)} |\n|{'---|' * (2 + len(REACTIONS))}", flush=True)

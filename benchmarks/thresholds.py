@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from record_harm import record_all
 
-from ignite_monitor.gradient.loss_signal import LossSignal
+from ignite_monitor.gradient.loss import LossSignal
 from ignite_monitor.gradient.per_parameter import PerParameterJudge
 from ignite_monitor.judging.robust import RobustThreshold
 from ignite_monitor.judging.spikes import SpikeDetector
@@ -105,7 +105,7 @@ def by_tensor(recording: Recording) -> Flags:
     if recording.tensors is None:
         return [False] * len(recording.norms)
     judge, flags = PerParameterJudge(), []
-    names = [str(i) for i in range(recording.tensors.shape[1])]
+    names = tuple(str(i) for i in range(recording.tensors.shape[1]))
     for norms in torch.tensor(recording.tensors).unbind():
         verdict = judge.judge(names, norms)
         judge.observe(verdict)
@@ -262,7 +262,7 @@ def planted(recording: Recording, times: float = 10.0, every: int = 11) -> tuple
     if recording.tensors is None:
         return found, first
     judge, choice = PerParameterJudge(), random.Random(0)
-    names = [str(i) for i in range(recording.tensors.shape[1])]
+    names = tuple(str(i) for i in range(recording.tensors.shape[1]))
     for i, norms in enumerate(torch.tensor(recording.tensors).unbind()):
         if i >= 100 and i % every == 0 and i not in recording.events:
             spoilt, tensor = norms.clone(), choice.randrange(len(names))
@@ -270,7 +270,8 @@ def planted(recording: Recording, times: float = 10.0, every: int = 11) -> tuple
             verdict = judge.judge(names, spoilt)
             if norms[tensor] > 0:
                 found.append(bool(verdict.spike[tensor]))
-                first += [next(iter(judge.culprits(verdict)), "") == names[tensor]] * found[-1]
+                culprits = judge.named(judge.culprits(verdict).tolist())
+                first += [next(iter(culprits), "") == names[tensor]] * found[-1]
         judge.observe(judge.judge(names, norms))
     return found, first
 

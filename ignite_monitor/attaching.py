@@ -16,9 +16,11 @@ from torch.optim import Optimizer
 from ignite_monitor.activation.handler import ActivationHandler
 from ignite_monitor.checks import check_count, check_type
 from ignite_monitor.gradient.handler import GradMonitor
+from ignite_monitor.gradient.loss import LossSource
 from ignite_monitor.hdf5.logger import HDF5Logger
 from ignite_monitor.judging.thresholds import ThresholdRule
 from ignite_monitor.model.names import named_modules, tags
+from ignite_monitor.model.optimizers import check_optimizer
 from ignite_monitor.monitor.base import Monitor
 from ignite_monitor.weight_update.handler import WeightUpdateHandler
 
@@ -64,7 +66,9 @@ def attach_monitors(
     loggers: BaseLogger | Iterable[BaseLogger] = (),
     every: int = 100,
     threshold: ThresholdRule | Callable[[Tensor, Tensor, Tensor], Tensor | float] | None = None,
+    reaction: str | None = None,
     skip_step: bool = False,
+    loss: LossSource | None = None,
     prefix: str = "",
     flag: str | None = None,
 ) -> AttachedMonitors:
@@ -86,7 +90,8 @@ def attach_monitors(
     the members of lists of modules, of more than six the first, the middle and the last one. Of a GPT with 6 blocks of
     4 heads that is about 80 tags of 600.
 
-    ``engine.state.unhealthy_spike`` says when a step should be left out; with ``skip_step`` it is.
+    ``engine.state.unhealthy_spike`` says when a step should be left out; with a ``reaction`` the monitor does
+    something about it.
 
     Attached once more to the same engine with the same prefix, new monitors replace those of before. Two models that
     train on one engine, as those of a GAN, take a call each, with a prefix of their own.
@@ -99,7 +104,9 @@ def attach_monitors(
         loggers: an Ignite logger or several, to write to.
         every: in which iterations the costlier ones watch, at least 1.
         threshold: the rule of ``GradMonitor``; None for its default.
-        skip_step: whether ``GradMonitor`` leaves out the optimizer's step at a spike.
+        reaction: what ``GradMonitor`` does at a spike: None, ``"skip"`` or ``"clip"``.
+        skip_step: True means ``reaction="skip"``.
+        loss: a second sign of a spike for ``GradMonitor``: the criterion, or a function of the engine.
         prefix: what to put before all names: with ``"generator"`` they are ``generator/grad/norm``, and so on.
         flag: the attribute of ``engine.state`` that says whether the gradient is a spike; None for
             ``"unhealthy_spike"``, and with a prefix for ``"{prefix}_unhealthy_spike"``.
@@ -121,7 +128,7 @@ def attach_monitors(
             attach_monitors(trainer, discriminator, optimizer_d, prefix="discriminator", loggers=logger)
     """
     check_type("trainer", trainer, Engine, "ignite.engine.Engine")
-    check_type("optimizer", optimizer, Optimizer, "torch.optim.Optimizer")
+    check_optimizer(optimizer)
     every = check_count("every", every, least=1)
     if isinstance(loggers, BaseLogger):
         loggers = [loggers]
@@ -141,7 +148,9 @@ def attach_monitors(
             optimizer,
             scaler=scaler,
             threshold=threshold,
+            reaction=reaction,
             skip_step=skip_step,
+            loss=loss,
             prefix=f"{start}grad",
             flag=flag,
         ),

@@ -19,6 +19,11 @@ GRADIENT = Schema(
         Key("std", "their sample standard deviation; absent before the second"),
         Key("spike", "1 if the norm is a spike, or the loss, else 0"),
         Key("loss_spike", "1 if the loss is a spike, else 0", when="with ``loss``"),
+        Key(
+            "culprit/{name}",
+            "share of what gradients are above their thresholds, at a spike, of the few tensors that hold most of it",
+            when="with ``per_parameter=True``",
+        ),
         Key("stepped", "1 if the optimizer made a step in this iteration, else 0"),
         Key("spike_count", "spikes so far", chart=_COUNTS),
         Key("spike_score", _SCORE, chart=_RECENT),
@@ -159,6 +164,16 @@ STEP_STATS = Schema(
     "step",
     (
         Key("time_ms", "how long the train step took, without loading its data", unit="ms"),
+        Key("data_wait_ms", "how long the engine has waited for the batch", unit="ms", chart="waiting for data"),
+        Key("data_wait_share", "that over itself and ``time_ms``", when="where the latter is there"),
+        Key(
+            "data_wait_max_ms",
+            "the longest of all ranks",
+            unit="ms",
+            when="with ``slowest_rank=True``",
+            chart="waiting for data",
+        ),
+        Key("data_wait_rank", "the rank that has waited that long", when="with ``slowest_rank=True``"),
         Key("items_per_s", "items of the batch over that time, on this rank", unit="1/s"),
         Key(
             "mfu",
@@ -248,6 +263,14 @@ SPIKE = Schema(
     signs=frozenset({"value", "spike"}),
 )
 
+SPIKE_RECORD = Schema(
+    "spike_record",
+    "grad_record",
+    (Key("recorded_count", "files of spikes written so far"),),
+    signs=frozenset({"recorded_count"}),
+)
+
+
 _NOISE = "noise scale and its interval"
 
 NOISE_SCALE = Schema(
@@ -300,13 +323,23 @@ CURVATURE = Schema(
         Key("largest_preconditioned_error", "its error", when=_PRECONDITIONED),
     ),
 )  # fmt: skip
+REPLICAS = Schema(
+    "replicas",
+    "replicas",
+    (
+        Key("agree", "1 if all ranks hold the same, else 0", chart="do the ranks agree"),
+        Key("differing_count", "how many tensors, and other things, are not the same on all ranks"),
+    ),
+)
 
 SCHEMAS = (
     GRADIENT,
     SPIKE,
+    SPIKE_RECORD,
     NOISE_SCALE,
     WEIGHT_UPDATE,
     OPTIMIZER_STATE,
+    REPLICAS,
     RCC,
     ACTIVATION,
     SPECTRAL,

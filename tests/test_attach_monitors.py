@@ -265,3 +265,12 @@ def test_resumes_from_a_checkpoint(tmp_path):
 
     rest, _ = run(resumed, batches[20:])
     assert rest == whole[20:]
+
+
+def test_reaction_and_loss_are_handed_on():
+    model, optimizer, trainer = make_trainer()
+    attach_monitors(trainer, model, optimizer, reaction="clip", loss=lambda engine: engine.state.iteration)
+    seen = []
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: seen.append(dict(engine.state.metrics)))
+    trainer.run(make_batches(3))
+    assert all({"grad/clipped_count", "grad/loss_spike"} <= values.keys() for values in seen)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import doctest
 import importlib.util
 import inspect
 import io
@@ -85,6 +86,14 @@ def test_snippets(source, needs, folder):
         printed = run(source, "snippet").splitlines()
     for line in promised(source):
         assert line in printed
+
+
+def test_doctests(folder):
+    found = [each for text in PAGES.values() for each in re.findall(r"^```{doctest}\n(.*?)^```", text, re.S | re.M)]
+    assert found
+    for source in found:
+        test = doctest.DocTestParser().get_doctest(source, {}, "doctest", None, None)
+        assert doctest.DocTestRunner().run(test).failed == 0
 
 
 def docstrings():

@@ -170,6 +170,9 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
             )
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._selection = Selection(include, exclude)
+        names = [name or "_root_" for name in modules_by_name(model)] + [name for name, _, _ in named_parameters(model)]
+        if not any(name in self._selection for name in names):
+            raise ValueError("Arguments include and exclude should leave a module or a parameter, but leave none")
         self._attention = attention
         self._offload = offload
         if reference is not None:
@@ -261,6 +264,11 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
             if not self._told_order:  # loggers that keep the order of names keep that of execution
                 together, self._told_order = in_order(together, self._forward.order), True
             self.publish_table(*together)
+        elif self.families == [self._named("activation")] and not any(self._metrics.values()):
+            self._warn(
+                "nothing is measured: no metrics are chosen, and the model calls no record(). Give activations=True "
+                "for the built-in ones, or attention=True"
+            )
 
     # What it measures
 

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ignite_monitor.events.hooks import Patch, is_nested, remove_all
 from ignite_monitor.events.ledger import GradientLedger, GradientsReady, OptimizerStep
-from ignite_monitor.events.monitor_events import MonitorEvents, register_events
+from ignite_monitor.events.monitor_events import MonitorEvents, Origin, register_events
 from ignite_monitor.model._torch import (
     EVENT_HANDLERS,
     HANDLE_EXCEPTION,
@@ -61,6 +61,7 @@ class EventSource:
         monitored: whether this iteration is monitored.
         running: whether its train step is going on. What happens in handlers, or on other engines, is not watched.
         stepping: while an optimizer makes its step, the optimizer.
+        origin: where what is not finite in this iteration comes from, if that has been found.
     """
 
     _ATTRIBUTE = "_ignite_monitor_events"  # of the engine, which owns its source
@@ -78,6 +79,7 @@ class EventSource:
         self._monitoring: set[int] = set()  # ids of the monitors that look at this iteration
         self._tasks: dict[int, dict[int, set[int]]] = {}
         self.stepping: Optimizer | None = None
+        self.origin: Origin | None = None
         self._in_train_step = self._reported_outside = False
 
     # Who takes part
@@ -107,7 +109,8 @@ class EventSource:
         taken = sorted(prefixes & self._prefixes)
         if taken:
             raise ValueError(
-                f"Another monitor on this engine has the prefix {taken[0]!r}: give this one another prefix"
+                f"Another monitor on this engine has the prefix {taken[0]!r}: detach() that one, as before a cell of a "
+                "notebook is run again, or give this one another prefix"
             )
         self._prefixes |= prefixes
         self._monitors.add(monitor)
@@ -162,6 +165,10 @@ class EventSource:
             return False
         handlers = getattr(engine, EVENT_HANDLERS, None)
         return handlers is None or any(map(handlers.get, events))
+
+    def is_awaited(self, event: MonitorEvents) -> bool:
+        """Whether anyone listens to an event, monitors included."""
+        return bool(self._listeners[event]) or self.has_handlers(event)
 
     @property
     def monitors(self) -> list[Any]:
@@ -253,7 +260,7 @@ class EventSource:
         self._monitoring.clear()
         for ledger in self._models.values():
             ledger.reduced = True
-        self.stepping = None
+        self.stepping = self.origin = None
         self.monitored = self.running = self._awaits_step = False
 
     def _install(self, engine: Engine) -> None:

@@ -17,24 +17,32 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from ignite_monitor.checks import check_count, check_real, check_type
-from ignite_monitor.events.ledger import GradientsReady, OptimizerStep
+from ignite_monitor.events.ledger import GradientLedger, GradientsReady, OptimizerStep
 from ignite_monitor.events.look import Look
 from ignite_monitor.events.monitor_events import MonitorEvents, Spike, told
-from ignite_monitor.gradient.loss_signal import LossSignal
-from ignite_monitor.gradient.losses import Losses, LossSource
+from ignite_monitor.gradient.loss import Losses, LossSignal, LossSource
+from ignite_monitor.gradient.per_parameter import PerParameterJudge, described
 from ignite_monitor.gradient.reaction import Reaction
-from ignite_monitor.gradient.step_judge import StepJudge
 from ignite_monitor.gradient.unstepped import Unstepped
 from ignite_monitor.gradient.window import GradientWindow
-from ignite_monitor.judging.judge import Known, NormJudge
+from ignite_monitor.judging.judge import Known, NormJudge, Signal
 from ignite_monitor.judging.spikes import SpikeDetector, Verdict, may_be_true
 from ignite_monitor.judging.thresholds import ThresholdRule, as_rule
 from ignite_monitor.keys import GRADIENT
 from ignite_monitor.model.modes import in_backward, users_grad_mode
-from ignite_monitor.model.optimizers import held_by
+from ignite_monitor.model.norms import norm_of_each
+from ignite_monitor.model.optimizers import check_optimizer, held_by
 from ignite_monitor.monitor.base import Handlers, Monitor, check_flag
 from ignite_monitor.monitor.publisher import as_published
-from ignite_monitor.monitor.ranks import all_take_part, gradient_norm, max_over_ranks, reduction_of, world_size
+from ignite_monitor.monitor.ranks import (
+    all_take_part,
+    gradient_norm,
+    max_over_ranks,
+    norm_of_parts,
+    reduction_of,
+    world_size,
+)
+from ignite_monitor.nonfinite.origin import OriginSearch
 
 
 class GradMonitor(Monitor, schema=GRADIENT):
@@ -60,6 +68,14 @@ class GradMonitor(Monitor, schema=GRADIENT):
     A non-finite norm is a spike, unless a ``scaler`` looks after it: then it is an overflow, counted but not
     flagged, so that ``scaler.step()`` skips the step and ``scaler.update()`` lowers the scale.
 
+    Of the first non-finite gradient in a row the log says, in one line, what has produced it: the model is run once
+    more on the same inputs with the same random numbers, and the first module is named whose inputs are finite and
+    whose output is not; if forward is finite, the module whose backward makes the gradient non-finite, or the loss
+    (with a ``scaler`` this is an overflow, of which nothing is said). ``engine.state.spike.origin`` has it too. Nothing
+    of the training is changed by that, but for functions of your own that hooks call once more. It is looked for where
+    the verdict is known on the host: on the CPU, and on an accelerator where ``on_spike`` or a handler of
+    SPIKE_DETECTED waits for it.
+
     Args:
         model: the model, as the train step uses it (wrapped, where it is wrapped).
         optimizer: the optimizer whose steps are judged. Its parameters alone count, where it does not hold all.
@@ -72,6 +88,13 @@ class GradMonitor(Monitor, schema=GRADIENT):
             exponentially weighted with 0.99. What counts is the mean over the micro-batches of a step, and over ranks:
             one small collective per backward, without which the ranks would not agree; none under ``join()``, where
             losses are not judged.
+        per_parameter: whether to judge every parameter's gradient too, by its own earlier norms
+            (:class:`RobustThreshold` with k = 8). A step is then a spike as well where one of them is above its own
+            threshold, which the norm of all often does not show. At a spike the few tensors are named that hold most
+            of what is above the thresholds, or above the means where no tensor is above its threshold: with their
+            shares in the values, in ``engine.state.spike.culprits``, and in the log once the values are on the host.
+            ``"clip"`` leaves no tensor above its threshold. No collective is added; with ``reduction="sum"`` each rank
+            judges and names what it holds, and all agree on what is a spike.
         reaction: what to do at a spike. None: nothing but tell. ``"skip"``: the optimizer's ``step()`` does nothing, no
             update, no weight decay, no momentum, no step count. Fused optimizers skip on the device; for others the
             flag is read on the host. Of optimizers outside ``torch.optim`` the step is not run, so it has to be called
@@ -129,6 +152,7 @@ class GradMonitor(Monitor, schema=GRADIENT):
         scaler: GradScaler | None = None,
         threshold: ThresholdRule | Callable[[Tensor, Tensor, Tensor], Tensor | float] | None = None,
         loss: LossSource | None = None,
+        per_parameter: bool = False,
         reaction: str | None = None,
         skip_step: bool = False,
         on_spike: Callable[[Engine, float | Tensor], Any] | None = None,
@@ -140,7 +164,7 @@ class GradMonitor(Monitor, schema=GRADIENT):
     ) -> None:
         super().__init__(model, prefix)
         if optimizer is not None:
-            check_type("optimizer", optimizer, Optimizer, "torch.optim.Optimizer or None")
+            check_optimizer(optimizer, optional=True)
             held = held_by(optimizer)
             if held.isdisjoint(id(parameter) for parameter in model.parameters()):
                 raise ValueError("Argument optimizer should hold parameters of model, but it holds none of them")
@@ -171,14 +195,15 @@ class GradMonitor(Monitor, schema=GRADIENT):
             max_consecutive_spikes=check_count("max_consecutive_spikes", max_consecutive_spikes, least=1),
             overflow_is_spike=self.scaler is None,
         )
-        self._judge = NormJudge(detector)
-        self._losses: Losses | None = None
-        if loss is not None:
-            self._losses = Losses(loss, model)
-            signal = LossSignal(
-                max_consecutive_spikes=detector.max_consecutive_spikes, overflow_is_spike=self.scaler is None
-            )
-            self._judge = StepJudge(detector, signal)
+        check_type("per_parameter", per_parameter, bool, "bool")
+        patience, overflow_is_spike = detector.max_consecutive_spikes, detector.overflow_is_spike
+        self._losses = None if loss is None else Losses(loss, model)
+        self._loss_signal = LossSignal(max_consecutive_spikes=patience, overflow_is_spike=overflow_is_spike)
+        self.per_parameter = per_parameter
+        self._tensors = PerParameterJudge(max_consecutive_spikes=patience, overflow_is_spike=overflow_is_spike)
+        signals: dict[str, Signal] = {} if loss is None else {"loss": self._loss_signal}
+        self._judge = NormJudge(detector, signals | ({"per_parameter": self._tensors} if per_parameter else {}))
+        self._suspect: Verdict | None = None  # what is published and lies on a device, to name culprits in
         self._window: GradientWindow[Verdict, Known] = GradientWindow()
         self._look: Look | None = None  # what decides on that entry
         self._where: Tensor | None = None  # whether what is published is there, where only the device knows
@@ -188,6 +213,7 @@ class GradMonitor(Monitor, schema=GRADIENT):
         self._is_spike: tuple[Verdict, bool] | None = None  # read on the host
         self._missing_reported = False
         self._unstepped = Unstepped(optimizer)
+        self._origins = OriginSearch(model)
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Statistics and counts: tensors, dicts of tensors and a number."""
@@ -236,7 +262,7 @@ class GradMonitor(Monitor, schema=GRADIENT):
     def contexts(self) -> list[AbstractContextManager[Any]]:
         if not self._is_running or self._source is None:
             return []
-        contexts = self._reaction.contexts(self._source.step_completed)
+        contexts = [*self._reaction.contexts(self._source.step_completed), self._origins.calls]
         if self._losses is not None:
             contexts.append(self._losses.listening())
         # It may have looked already, in a backward under no_sync().
@@ -256,11 +282,13 @@ class GradMonitor(Monitor, schema=GRADIENT):
         self._window, self._look = GradientWindow(), None
 
     def release(self) -> None:
+        self._origins.calls.release()
         # What is accumulated in the gradients stays there.
         self._iteration = -1
         self._stepped = self._is_spike = None
         self._window.close()
         self._reaction.restore()
+        self._tensors.forget()
         if self._losses is not None:
             self._losses.forget()
         self._warn_of_restarts(wait=True)
@@ -273,7 +301,8 @@ class GradMonitor(Monitor, schema=GRADIENT):
         if self._losses is not None:
             with users_grad_mode():
                 self._losses.backward_ended(engine)
-        verdict = self._verdict(gradients, backward.scale(self.scaler))
+        verdict = self._verdict(backward.ledger, gradients, backward.scale(self.scaler))
+        self._look_for_origin(engine, verdict)
         announce = self._window.backward(verdict, backward.shared)
         self._show(engine, verdict)
         if announce:
@@ -294,7 +323,7 @@ class GradMonitor(Monitor, schema=GRADIENT):
             self._window.close()
             self._show_last(engine)
             return None
-        taken = self._window.step_started(lambda: self._judge_by_hand(ledger.gradients(self.optimizer), step.scale))
+        taken = self._window.step_started(lambda: self._judge_by_hand(ledger, step.scale))
         self._show(engine, taken.verdict)
         if taken.enters:
             self._announce(engine, taken.verdict)
@@ -356,28 +385,40 @@ class GradMonitor(Monitor, schema=GRADIENT):
         self._show(engine, verdict)
         if where is None or may_be_true(where):
             self._publish_verdict(verdict, where)
+            if self.per_parameter and verdict.spike.is_cpu and may_be_true(verdict.spike):
+                self._log_spike(verdict.norm.item(), verdict.threshold.item(), self._culprits(verdict).tolist())
         else:
             self._publish_unstepped()
         self._report_restarts(engine, verdict)
 
     # Its parts
 
-    def _verdict(self, gradients: list[Tensor], scale: Tensor | None) -> Verdict:
-        norm = gradient_norm(gradients, self.norm_type, self._reduction)
-        if scale is not None:
-            norm = norm / scale.to(norm.device)
-        self._reaction.to(norm)
+    def _verdict(self, ledger: GradientLedger, gradients: list[Tensor], scale: Tensor | None) -> Verdict:
         self._seen = True
+        others: list[Verdict] = []
+        spikes: list[Tensor] = []
+        if not self.per_parameter:
+            norm = _divided(gradient_norm(gradients, self.norm_type, self._reduction), scale)
+        else:
+            norms = _divided(norm_of_each(gradients, self.norm_type), scale)
+            others = [self._tensors.judge_gradients(self.model, ledger.own(self.optimizer), norms)]
+            spike = others[0].spike.any()
+            norm, spike = norm_of_parts(gradients, norms, self.norm_type, self._reduction, spike)
+            spikes = [spike]
+        self._reaction.to(norm)
+        if self._losses is not None:
+            of_loss = self._loss_signal.judge(self._losses.mean(norm.device))
+            others, spikes = [of_loss, *others], [of_loss.spike, *spikes]
         verdict = self._judge.detector.judge(norm)
-        if self._losses is not None and isinstance(self._judge, StepJudge):
-            return self._judge.with_loss(verdict, self._losses.mean(norm.device))
-        return verdict
+        for spike in spikes:
+            verdict = verdict._replace(spike=verdict.spike | spike)
+        return verdict._replace(others=tuple(others)) if others else verdict
 
-    def _judge_by_hand(self, gradients: list[Tensor], scale: Tensor | None) -> Verdict:
+    def _judge_by_hand(self, ledger: GradientLedger, scale: Tensor | None) -> Verdict:
         if self._window.before is not None:  # the norm enters in place of the tentative entry
             self._judge.go_back(self._window.before)
             self._window.before = None
-        return self._verdict(gradients, scale)
+        return self._verdict(ledger, ledger.gradients(self.optimizer), scale)
 
     def _decide_tentative(self, device: torch.device) -> None:
         if self._window.before is None:
@@ -413,12 +454,19 @@ class GradMonitor(Monitor, schema=GRADIENT):
             "stepped": stepped.to(verdict.norm.dtype),
             **self._reaction.counts,
         }
+        if self._losses is not None:
+            values["loss_spike"] = verdict.others[0].spike.to(verdict.norm.dtype)
         self.retract()
         if where is not None and where.device.type != "cpu":
             # That no step was made is known.
             values = {n: v if n == "stepped" else torch.where(where, v, math.nan) for n, v in values.items()}
             self._where = where
         self.publish(**values)
+        if self.per_parameter and may_be_true(verdict.spike):
+            if verdict.spike.is_cpu:
+                self.publish(**self._tensors.keys(self._culprits(verdict).tolist()))
+            else:
+                self._suspect = verdict
 
     def _publish_unstepped(self) -> None:
         """There is nothing to tell of this iteration's gradient but that no step was made with it."""
@@ -427,16 +475,47 @@ class GradMonitor(Monitor, schema=GRADIENT):
             self.publish(stepped=0.0)
 
     def extra_transfer(self) -> list[Tensor]:
-        return [] if self._where is None else [self._where]
+        extra = [] if self._where is None else [self._where]
+        return extra if self._suspect is None else [*extra, self._suspect.spike, self._culprits(self._suspect)]
 
     def on_transfer(self, extra: list[list[float]]) -> dict[str, float]:
-        if extra and not extra[0][0]:
+        numbers = iter(extra)
+        if self._where is not None and not next(numbers)[0]:
             self._publish_unstepped()
+        elif self._suspect is not None and next(numbers)[0]:
+            [culprits] = numbers
+            norm, threshold = (self.metrics.get(self._named(name), math.inf) for name in ("norm", "threshold"))
+            self._log_spike(float(norm), float(threshold), culprits)
+            return self._tensors.keys(culprits)
         return {}
+
+    def _log_spike(self, norm: float, threshold: float, culprits: list[float]) -> None:
+        text = described(norm, threshold, self._tensors.named(culprits))
+        self.logger.warning("%s: iteration %d: %s", self.prefix, self._iteration, text)
 
     def retract(self) -> None:
         super().retract()
-        self._where = None
+        self._where = self._suspect = None
+
+    def _culprits(self, verdict: Verdict) -> Tensor:
+        """What holds most of the excess; nothing where only what another rank holds is above its threshold."""
+        own = [verdict.outcome[0] > 0, *(other.spike.any() for other in verdict.others)]
+        return self._tensors.culprits(verdict.others[-1], torch.stack(own).any())
+
+    def _look_for_origin(self, engine: Engine, verdict: Verdict) -> None:
+        if self._source is None:
+            return
+        nonfinite = as_published(verdict.nonfinite)
+        if self.on_spike is not None or self._source.is_awaited(MonitorEvents.SPIKE_DETECTED):
+            # Without a scaler one that is no spike is finite, and nobody has to wait once more.
+            nonfinite = (self.scaler is not None or self._is_known_spike(verdict)) and bool(verdict.nonfinite)
+        if not isinstance(nonfinite, bool):  # nobody waits for the device
+            self._origins.calls.backward_ended()
+            return
+        text = self._origins.look(not nonfinite, self.scaler is not None, world_size() == 1)
+        self._source.origin = self._origins.found or self._source.origin
+        if text is not None:
+            self.logger.warning("%s: iteration %d: %s", self.prefix, engine.state.iteration, text)
 
     def _is_known_spike(self, verdict: Verdict) -> bool:
         """Whether it is a spike, known on the host: the first call waits for the device."""
@@ -447,7 +526,7 @@ class GradMonitor(Monitor, schema=GRADIENT):
     def _announce(self, engine: Engine, verdict: Verdict) -> None:
         if self._window.announced or self._source is None:
             return
-        listened = self._source.has_handlers(MonitorEvents.SPIKE_DETECTED)
+        listened = self._source.is_awaited(MonitorEvents.SPIKE_DETECTED)
         if (listened or self.on_spike is not None) and self._is_known_spike(verdict):
             self._window.announced = True
             with told(engine, self._spike(verdict)):
@@ -457,11 +536,14 @@ class GradMonitor(Monitor, schema=GRADIENT):
                 self._source.fire(MonitorEvents.SPIKE_DETECTED)
 
     def _spike(self, verdict: Verdict) -> Spike:
-        value, threshold = torch.stack((verdict.norm, verdict.threshold)).tolist()
-        return Spike(self, f"{self.prefix}/norm", value, threshold, {})
+        values = torch.stack((verdict.norm, verdict.threshold))
+        if self.per_parameter:
+            values = torch.cat((values, self._culprits(verdict)))
+        value, threshold, *culprits = values.tolist()
+        return Spike(self, f"{self.prefix}/norm", value, threshold, self._tensors.named(culprits), self._origins.found)
 
     def _report_restarts(self, engine: Engine, verdict: Verdict) -> None:
-        listened = self._source is not None and self._source.has_handlers(MonitorEvents.LEVEL_CHANGED)
+        listened = self._source is not None and self._source.is_awaited(MonitorEvents.LEVEL_CHANGED)
         if self._warn_of_restarts(wait=listened) and listened and self._source is not None:
             with told(engine, self._spike(verdict)):
                 self._source.fire(MonitorEvents.LEVEL_CHANGED)
@@ -492,3 +574,7 @@ class GradMonitor(Monitor, schema=GRADIENT):
             self.prefix,
             engine.state.iteration,
         )
+
+
+def _divided(values: Tensor, scale: Tensor | None) -> Tensor:
+    return values if scale is None else values / scale.to(values.device)

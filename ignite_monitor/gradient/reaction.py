@@ -11,18 +11,20 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ignite_monitor.checks import check_type
-from ignite_monitor.gradient.clip import clip, exceeds
 from ignite_monitor.gradient.skip import StepSkipper, check_hooks, check_skippable, hides_gradients, skips_on_device
 from ignite_monitor.judging.spikes import Verdict, may_be_true
-from ignite_monitor.model.devices import move_like
+from ignite_monitor.model._torch import foreach_scale, sparse_parts
+from ignite_monitor.model.devices import move, move_like
+from ignite_monitor.model.norms import is_sharded
 
 
 class Reaction:
     """Leaves the step out, clips its gradient to the threshold, or does nothing; and counts that.
 
     To clip is to multiply the gradients by threshold / norm on the device, in the step, whatever has become of them
-    since backward. A gradient that is not finite can't be clipped: its step is left out where that takes no waiting,
-    on the CPU and in fused optimizers of ``torch.optim``, and made elsewhere.
+    since backward; where single tensors are judged too, by the smallest of these ratios. A gradient that is not finite
+    can't be clipped: its step is left out where that takes no waiting, on the CPU and in fused optimizers of
+    ``torch.optim``, and made elsewhere.
 
     Args:
         reaction: "skip", "clip" or None.
@@ -87,9 +89,10 @@ class Reaction:
         if self.kind == "skip":
             self._skip(optimizer, verdict.spike, read)
         elif self.kind == "clip":
-            clipped = exceeds(verdict)
+            factor = clip_factor(verdict)
+            clipped = factor < 1.0
             if is_first and may_be_true(clipped):
-                clip(gradients, verdict)
+                scale(gradients, factor)
                 self.counts["clipped_count"] = self.counts["clipped_count"] + clipped
             lost = verdict.spike & verdict.nonfinite
             on_device = skips_on_device(optimizer)
@@ -124,3 +127,41 @@ class Reaction:
             if count.ndim:
                 raise ValueError(f"Argument state_dict should hold a number as {name}, but given {count}")
         return counts
+
+
+def clip_factor(verdict: Verdict) -> Tensor:
+    """What to multiply a gradient by so that no norm is above its threshold, 0-dim; 1 where one is not finite."""
+    factor = _ratio(verdict)
+    for other in verdict.others:
+        if other.norm.ndim:  # and no loss
+            factor = torch.minimum(factor, _ratio(other).amin())
+    return torch.where(verdict.nonfinite, 1.0, factor)
+
+
+def _ratio(verdict: Verdict) -> Tensor:
+    return torch.where(verdict.norm > verdict.threshold, verdict.threshold / verdict.norm, 1.0)
+
+
+def scale(gradients: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply gradients in place, which by 1 changes no bit of them.
+
+    Args:
+        factor: 0-dim.
+    """
+    by_device: dict[torch.device, list[Tensor]] = {}
+    with torch.no_grad():
+        for gradient in gradients:
+            values = _values(gradient)
+            by_device.setdefault(values.device, []).append(values)
+        for device, group in by_device.items():
+            foreach_scale(group, move(factor, device))
+
+
+def _values(gradient: Any) -> Tensor:
+    """What a gradient's numbers lie in: of a DTensor this rank's part, of a sparse tensor its values."""
+    if is_sharded(gradient):
+        gradient = gradient.to_local()
+    if gradient.layout == torch.sparse_coo:
+        return sparse_parts(gradient)[1]
+    values: Tensor = gradient if gradient.layout == torch.strided else gradient.values()
+    return values

@@ -1,10 +1,10 @@
-"""Judging a gradient's norm, and the statistics that it enters, for good or tentatively."""
+"""Judging a value, alone or with others of its step, and the statistics it enters, for good or tentatively."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -12,13 +12,44 @@ from torch import Tensor
 from ignite_monitor.checks import check_count
 from ignite_monitor.judging.spike_score import SpikeScore
 from ignite_monitor.judging.spikes import SpikeDetector, Verdict, may_be_true
+from ignite_monitor.model.devices import move_like
 from ignite_monitor.monitor.deferred_flag import DeferredFlag
 
-Known = tuple[SpikeDetector, int, SpikeScore]
+
+class Signal(Protocol):
+    """What else makes a step a spike, judged by its own earlier values."""
+
+    def observe(self, verdict: Verdict, when: Tensor | None = None) -> None:
+        """Let what was judged enter, where a 0-dim bool tensor is True."""
+
+    def go_back(self, earlier: Any, when: Tensor | None = None) -> None:
+        """Forget what has entered since a copy was made, where a 0-dim bool tensor is True; None is true."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its state."""
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from a saved state."""
+
+
+class Known(NamedTuple):
+    """What :meth:`NormJudge.go_back` goes back to."""
+
+    detector: SpikeDetector
+    known: int
+    score: SpikeScore
+    signals: dict[str, Signal]
+    alone: Tensor
 
 
 class NormJudge:
-    """A spike detector whose latest entry can be taken back.
+    """A spike detector whose latest entry can be taken back, and what else makes a step a spike.
+
+    A verdict's ``others`` are those of the signals, in their order.
+
+    Args:
+        detector: of the value.
+        signals: name in the state_dict -> signal.
 
     Attributes:
         detector: the detector.
@@ -26,16 +57,23 @@ class NormJudge:
         score: how often there were spikes lately.
     """
 
-    def __init__(self, detector: SpikeDetector) -> None:
+    def __init__(self, detector: SpikeDetector, signals: Mapping[str, Signal] | None = None) -> None:
         self.detector = detector
+        self.signals = signals or {}
         self.known = 0
         self.score = SpikeScore()
         self._restarts = DeferredFlag()
+        self._alone = torch.zeros((), dtype=torch.float64, device="cpu")  # spikes by the signals alone
 
     def observe(self, verdict: Verdict, when: Tensor | None = None) -> None:
         """Let a judged norm enter, where a 0-dim bool tensor is True; None is true."""
         self.detector.observe(verdict, when)
         self.score.observe(verdict.spike, when)
+        if self.signals:
+            alone = verdict.spike & (verdict.outcome[0] == 0)
+            self._alone = move_like(self._alone, verdict.norm) + (alone if when is None else alone & when)
+            for signal, other in zip(self.signals.values(), verdict.others, strict=True):
+                signal.observe(other, when)
         self._restarts.set(verdict.level_changed if when is None else verdict.level_changed & when)
         if verdict.norm.device.type == "cpu":
             self.known += may_be_true(~verdict.nonfinite if when is None else when & ~verdict.nonfinite)
@@ -44,7 +82,8 @@ class NormJudge:
 
     def known_now(self) -> Known:
         """What :meth:`go_back` goes back to."""
-        return copy.copy(self.detector), self.known, copy.copy(self.score)
+        signals = {name: copy.copy(signal) for name, signal in self.signals.items()}
+        return Known(copy.copy(self.detector), self.known, copy.copy(self.score), signals, self._alone)
 
     def go_back(self, before: Known, when: Tensor | None = None) -> None:
         """Take back what has entered since.
@@ -52,14 +91,18 @@ class NormJudge:
         Args:
             when: 0-dim bool tensor: whether to; None is true.
         """
+        for name, signal in self.signals.items():
+            signal.go_back(before.signals[name], when)
         if when is None:
-            self.detector, self.known, self.score = before
+            self.detector, self.known, self.score, _, self._alone = before
             return
-        self.detector.go_back(before[0], when)
-        self.score.go_back(before[2], when)
+        self.detector.go_back(before.detector, when)
+        self.score.go_back(before.score, when)
+        if self.signals:
+            self._alone = torch.where(when, move_like(before.alone, self._alone), self._alone)
         # On other devices than the CPU what may be taken back is not among the known ones.
         if when.device.type == "cpu" and may_be_true(when):
-            self.known = before[1]
+            self.known = before.known
 
     def has_restarted(self, wait: bool) -> bool:
         """Whether the rule has started afresh since this was last true, as far as is known by now, or with waiting."""
@@ -76,21 +119,25 @@ class NormJudge:
             # What lies on the CPU can be looked at without waiting for anything.
             if may_be_true(torch.isfinite(value)) if value.device.type == "cpu" else self.known >= least:
                 values[name] = value
+        spikes = self.detector.spike_count
         return values | {
-            "spike_count": self.detector.spike_count,
+            "spike_count": spikes + move_like(self._alone, spikes) if self.signals else spikes,
             "spike_score": self.score.value(),
             "nonfinite_count": self.detector.nonfinite_count,
         }
 
     def state_dict(self) -> dict[str, Any]:
         """Statistics and counts: tensors, dicts of tensors and a number."""
-        return {"detector": self.detector.state_dict(), "known": self.known, "score": self.score.state_dict()}
+        state = {"detector": self.detector.state_dict(), "known": self.known, "score": self.score.state_dict()}
+        if not self.signals:
+            return state
+        return state | {"alone": self._alone} | {name: each.state_dict() for name, each in self.signals.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a saved state.
 
         Args:
-            state_dict: what :meth:`state_dict` returned; without a score from before there was one.
+            state_dict: what :meth:`state_dict` returned; without what is newer than it.
 
         Raises:
             TypeError: if what should be a number is none.
@@ -101,4 +148,8 @@ class NormJudge:
         if "score" in state_dict:
             score.load_state_dict(state_dict["score"])
         self.detector.load_state_dict(state_dict["detector"])
+        for name, signal in self.signals.items():
+            if name in state_dict:
+                signal.load_state_dict(state_dict[name])
+        self._alone = torch.as_tensor(state_dict.get("alone", 0.0), dtype=torch.float64, device="cpu")
         self.known, self.score = known, score

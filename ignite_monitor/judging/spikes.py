@@ -31,6 +31,7 @@ class Verdict(NamedTuple):
         kind: where it lies, see :class:`Kind`.
         state: the detector's state that it was judged in.
         outcome: what follows from it, a row for each field of :class:`Outcome`.
+        given: the value as it came, where it is not judged as it is.
         others: verdicts on other values of the same step, which make it a spike too; of the norm alone speaks
             :attr:`outcome`.
     """
@@ -46,6 +47,7 @@ class Verdict(NamedTuple):
     kind: Tensor
     state: Tensor
     outcome: Tensor
+    given: Tensor
     others: tuple[Verdict, ...] = ()
 
     def where(self, flag: Tensor, other: Verdict) -> Verdict:
@@ -178,7 +180,7 @@ class SpikeDetector:
         found = self._outcome(kind)
         spike, nonfinite, level_changed, *_ = found.bool().unbind()
         return Verdict(
-            norm, limit + found[3], limit, mean, std, spike, nonfinite, level_changed, kind, self._state, found
+            norm, limit + found[3], limit, mean, std, spike, nonfinite, level_changed, kind, self._state, found, norm
         )
 
     def observe(self, verdict: Verdict, when: Tensor | None = None) -> None:
@@ -244,7 +246,8 @@ class SpikeDetector:
         names = ["spike_count", "nonfinite_count", "consecutive", "restarts", "suspended"]
         if set(state_dict) != {*names, "rule"}:
             raise ValueError(f"Argument state_dict should hold {[*names, 'rule']}, but given {[*state_dict]}")
-        counts = {name: torch.as_tensor(state_dict[name], dtype=self._counts.dtype) for name in names}
+        like = self._counts
+        counts = {name: torch.as_tensor(state_dict[name], dtype=like.dtype, device=like.device) for name in names}
         wrong = [name for name, count in counts.items() if count.shape != self._state.shape]
         if wrong:
             raise ValueError(f"Argument state_dict should hold a number as {wrong[0]}, but given {counts[wrong[0]]}")

@@ -261,7 +261,12 @@ class CallableThreshold(ThresholdRule):
 
     def __init__(self, rule: Callable[[Tensor, Tensor, Tensor], Tensor | float]) -> None:
         if not callable(rule) or isinstance(rule, type):
-            raise TypeError(f"Argument threshold should be a threshold rule or a function, but given {rule}")
+            hint = ""
+            if isinstance(rule, type) and issubclass(rule, ThresholdRule):
+                hint = f": give one of these, {rule.__name__}(…)"
+            elif isinstance(rule, (int, float)):
+                hint = f": give StaticThreshold({rule}), or MeanStdThreshold(k={rule}) for so many standard deviations"
+            raise TypeError(f"Argument threshold should be a threshold rule or a function, but given {rule}{hint}")
         super().__init__(warmup=2)
         try:
             answer = rule(*torch.tensor([1.0, 0.1, 100.0], dtype=torch.float64, device="cpu").unbind())

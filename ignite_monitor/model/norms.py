@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -60,13 +60,13 @@ def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
         return combine(norms, norm_type) if norms else torch.zeros((), dtype=dtype, device=device)
 
 
-def combine(norms: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
+def combine(norms: Iterable[Tensor] | Tensor, norm_type: float = 2.0) -> Tensor:
     r"""The norm of a vector of which the norms of the parts are known, :math:`(\sum_i n_i^p)^{1/p}`.
 
     Args:
-        norms: 0-dim tensors on one device and of one dtype.
+        norms: 0-dim tensors on one device and of one dtype, or a vector.
     """
-    values = torch.stack(list(norms))
+    values = norms if isinstance(norms, Tensor) else torch.stack(list(norms))
     if norm_type in (1.0, math.inf):
         norm: Tensor = torch.linalg.vector_norm(values, norm_type)
         return norm
@@ -83,21 +83,91 @@ def sharded_norm(tensors: Iterable[DTensor], norm_type: float = 2.0) -> Tensor:
         tensors: at least one DTensor, placed alike on every rank.
         norm_type: p > 0 or ``math.inf``.
     """
+    norms = []
+    for over_mesh, local in _by_mesh(tensors, norm_type):
+        norms.append(over_mesh(total_norm([tensor for _, tensor in local], norm_type)))
+    return norms[0] if len(norms) == 1 else combine(norms, norm_type)
+
+
+def _by_mesh(
+    tensors: Iterable[Any], norm_type: float
+) -> Iterator[tuple[Callable[[Tensor], Tensor], list[tuple[int, Tensor]]]]:
+    """DTensors that lie alike: what makes norms of this rank's parts those of the whole; (place, this rank's part)."""
     from torch.distributed.tensor import Replicate
 
-    groups: dict[tuple[Any, tuple[int, ...]], list[Tensor]] = {}
-    for tensor in tensors:
+    groups: dict[tuple[Any, tuple[int, ...]], list[tuple[int, Tensor]]] = {}
+    for place, tensor in enumerate(tensors):
         if any(placement.is_partial() for placement in tensor.placements):
             tensor = tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
         dims = tuple(i for i, placement in enumerate(tensor.placements) if not placement.is_replicate())
-        groups.setdefault((tensor.device_mesh, dims), []).append(tensor.to_local())
-    norms = []
-    for (mesh, dims), local in groups.items():
-        norm = total_norm(local, norm_type)
+        groups.setdefault((tensor.device_mesh, dims), []).append((place, tensor.to_local()))
+
+    def over_mesh(norms: Tensor, mesh: Any, dims: tuple[int, ...]) -> Tensor:
         for dim in dims:
-            norm = reduce_norm(norm, norm_type, partial(all_reduce, group=mesh.get_group(dim)))
-        norms.append(norm)
-    return norms[0] if len(norms) == 1 else combine(norms, norm_type)
+            norms = reduce_norm(norms, norm_type, partial(all_reduce, group=mesh.get_group(dim)))
+        return norms
+
+    for (mesh, dims), local in groups.items():
+        yield partial(over_mesh, mesh=mesh, dims=dims), local
+
+
+def norm_of_each(tensors: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
+    """The p-norm of every tensor, as right as :func:`total_norm`; of a DTensor that of all its shards.
+
+    A collective per device mesh, placement and sharded mesh dimension brings the norms of all DTensors together.
+
+    Args:
+        tensors: at least one dense or sparse tensor, real or complex, of any floating-point dtypes and devices.
+        norm_type: p > 0 or ``math.inf``.
+
+    Returns:
+        A float64 vector (float32 on devices without float64) on the device of the first tensor.
+    """
+    with torch.no_grad():
+        if not any_sharded(tensors):
+            return _each_plain(tensors, norm_type)
+        places = [i for i, each in enumerate(tensors) if not is_sharded(each)]
+        found = dict(zip(places, _each_plain([tensors[i] for i in places], norm_type).unbind(), strict=True))
+        sharded = [i for i in range(len(tensors)) if i not in found]
+        for over_mesh, local in _by_mesh((tensors[i] for i in sharded), norm_type):
+            norms = over_mesh(_each_plain([each for _, each in local], norm_type)).unbind()
+            found |= zip([sharded[place] for place, _ in local], norms, strict=True)
+        return torch.stack([found[i].to(found[0].device) for i in range(len(tensors))])
+
+
+def _each_plain(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
+    layouts, dtypes = {tensor.layout for tensor in tensors}, {tensor.dtype for tensor in tensors}
+    if layouts - {torch.strided} or any(dtype.is_complex for dtype in dtypes):
+        tensors = [_as_dense_real(tensor, norm_type) for tensor in tensors]
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) > 1:
+        alone = [_each_plain([each], norm_type) for each in tensors]
+        return torch.cat([each.to(alone[0]) for each in alone])
+    sizes = list(map(Tensor.numel, tensors))
+    if not all(sizes):
+        tensors = [tensor if size else tensor.new_zeros(1) for tensor, size in zip(tensors, sizes, strict=True)]
+    wide = wide_dtype(tensors[0].device) if tensors else torch.float64
+    if not tensors or not tensors[0].is_cpu or norm_type not in _TAME:
+        return _wide_norms(tensors, norm_type, wide)
+    if not all(map(Tensor.is_contiguous, tensors)):
+        tensors = [tensor if tensor.is_contiguous() else _flat(tensor) for tensor in tensors]
+    parts = [
+        tensor if size <= _LONGEST_SUM else _row_norms(tensor.view(-1), norm_type)
+        for tensor, size in zip(tensors, sizes, strict=True)
+    ]
+    found: dict[int, Tensor] = {}
+    for dtype in {part.dtype for part in parts}:
+        places = [i for i, part in enumerate(parts) if part.dtype == dtype]
+        group = foreach_norm([parts[i] for i in places], norm_type, dtype=_sum_dtype(dtype))
+        norms = torch.stack(group).double()
+        if len(places) < len(parts):
+            found |= zip(places, norms.unbind(), strict=True)
+    if found:
+        norms = torch.stack([found[i] for i in range(len(parts))])
+    outside = (~((norms > _SAFE[0]) & (norms < _SAFE[1]))).nonzero().flatten().tolist()
+    if outside:
+        norms[outside] = _wide_norms([tensors[i] for i in outside], norm_type, wide)
+    return norms
 
 
 def reduce_norm(norm: Tensor, norm_type: float, over_ranks: Callable[[Tensor, bool], Tensor]) -> Tensor:
@@ -155,14 +225,29 @@ def _norm_on_one_device(tensors: list[Tensor], norm_type: float) -> Tensor:
 
 
 def _wide_norm(tensors: list[Tensor], norm_type: float, dtype: torch.dtype) -> Tensor:
-    if norm_type in _TAME and not (norm_type == 2.0 and _has_larger_squares(tensors, dtype)):
+    if _is_plain(tensors, norm_type, dtype):
         norm: Tensor = torch.linalg.vector_norm(torch.stack(foreach_norm(tensors, norm_type, dtype=dtype)), norm_type)
         return norm
     unit = _unit(combine(foreach_norm(tensors, math.inf, dtype=dtype), math.inf))
     return unit * combine([torch.linalg.vector_norm(each.to(dtype) / unit, norm_type) for each in tensors], norm_type)
 
 
-def _has_larger_squares(tensors: list[Tensor], dtype: torch.dtype) -> bool:
+def _wide_norms(tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype) -> Tensor:
+    if not tensors:
+        return torch.zeros(0, dtype=dtype)
+    if _is_plain(tensors, norm_type, dtype):
+        return torch.stack(foreach_norm(list(tensors), norm_type, dtype=dtype))
+    units = _unit(torch.stack(foreach_norm(list(tensors), math.inf, dtype=dtype)))
+    scaled = [each.to(dtype) / unit for each, unit in zip(tensors, units.unbind(), strict=True)]
+    return units * torch.stack([torch.linalg.vector_norm(each, norm_type) for each in scaled])
+
+
+def _is_plain(tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype) -> bool:
+    """Whether no power of a number can leave a dtype's range."""
+    return norm_type in _TAME and not (norm_type == 2.0 and _has_larger_squares(tensors, dtype))
+
+
+def _has_larger_squares(tensors: Sequence[Tensor], dtype: torch.dtype) -> bool:
     """Whether there may be numbers whose squares do not fit a dtype."""
     root = torch.finfo(dtype).max ** 0.5
     return any(torch.finfo(each).max > root for each in {tensor.dtype for tensor in tensors})
@@ -180,10 +265,7 @@ def _float32_norm(tensors: list[Tensor], sizes: list[int], norm_type: float) -> 
     if max(sizes) > _LONGEST_SUM:
         long = [tensor.view(-1) for tensor, size in zip(tensors, sizes, strict=True) if size > _LONGEST_SUM]
         tensors = [tensor for tensor, size in zip(tensors, sizes, strict=True) if size <= _LONGEST_SUM]
-        for tensor in long:
-            rest = tensor.numel() % _ROW
-            norms.append(_row_norms(tensor[: tensor.numel() - rest].view(-1, _ROW), norm_type))
-            tensors += [tensor[-rest:]] * (rest > 0)
+        norms += [_row_norms(tensor, norm_type) for tensor in long]
     dtypes = {tensor.dtype for tensor in tensors}
     for dtype in dtypes:
         group = tensors if len(dtypes) == 1 else [tensor for tensor in tensors if tensor.dtype == dtype]
@@ -192,8 +274,14 @@ def _float32_norm(tensors: list[Tensor], sizes: list[int], norm_type: float) -> 
     return norm
 
 
-def _row_norms(rows: Tensor, norm_type: float) -> Tensor:
-    norms: Tensor = torch.linalg.vector_norm(rows, norm_type, dim=1, dtype=_sum_dtype(rows.dtype))
+def _row_norms(values: Tensor, norm_type: float) -> Tensor:
+    """Norms of the rows that a long tensor is cut into, the norm of which is its own."""
+    rest = values.numel() % _ROW
+    rows = values[: values.numel() - rest].view(-1, _ROW)
+    norms: Tensor = torch.linalg.vector_norm(rows, norm_type, dim=1, dtype=_sum_dtype(values.dtype)).double()
+    if rest:
+        last = torch.linalg.vector_norm(values[-rest:], norm_type, dtype=_sum_dtype(values.dtype))
+        norms = torch.cat((norms, last.view(1).double()))
     return norms
 
 

@@ -3,9 +3,28 @@
 from __future__ import annotations
 
 from itertools import chain
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
+
+
+def check_optimizer(optimizer: object, *, optional: bool = False) -> None:
+    """Refuse an optimizer that is not one of torch's classes.
+
+    Args:
+        optional: whether None will do.
+
+    Raises:
+        TypeError: if it is another object; it says which optimizer inside of it will do.
+    """
+    if isinstance(optimizer, Optimizer) or (optional and optimizer is None):
+        return
+    of: Any = getattr(optimizer, "__dict__", {})
+    inner = next((name for name, each in of.items() if isinstance(each, Optimizer)), None)
+    remedy = f": give the optimizer inside of it, its attribute {inner!r}" if inner is not None else ""
+    kinds = "torch.optim.Optimizer" + " or None" * optional
+    raise TypeError(f"Argument optimizer should be of type {kinds}, but given {type(optimizer)}{remedy}")
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:

@@ -32,8 +32,8 @@ def _tags_of(places: tuple[str, ...]) -> list[str]:
 def floating_tensors(output: Any, path: str = "", around: frozenset[int] = frozenset()) -> Iterator[tuple[str, Tensor]]:
     """Every floating-point tensor in a tensor, tuple, list, mapping or dataclass, nested or not, with its place.
 
-    Places are positions, keys and names of fields, joined by ``/``; that of a single tensor is empty. What contains
-    itself is entered once.
+    Places are positions, keys and names of fields, of namedtuples too, joined by ``/``; that of a single tensor is
+    empty. What contains itself is entered once.
     """
     if isinstance(output, Tensor):
         if output.is_floating_point():
@@ -42,7 +42,8 @@ def floating_tensors(output: Any, path: str = "", around: frozenset[int] = froze
     if id(output) in around:
         return
     if isinstance(output, (tuple, list)):
-        members: list[tuple[Any, Any]] = list(enumerate(output))
+        # Those of a namedtuple have names.
+        members: list[tuple[Any, Any]] = list(zip(getattr(output, "_fields", range(len(output))), output, strict=False))
     elif isinstance(output, Mapping):
         members = list(output.items())
     elif dataclasses.is_dataclass(output) and not isinstance(output, type):

@@ -126,10 +126,14 @@ class Monitor(Publisher):
         if not events or any(each != Events.ITERATION_STARTED for each in events):
             raise ValueError(f"Argument event should be Events.ITERATION_STARTED, filtered or not, but given {event}")
         if self._attached_to() is not None:
-            raise ValueError(f"This {type(self).__name__} is attached already: detach() it first")
+            raise ValueError(f"This {type(self).__name__} is attached already: detach() it first, or make another one")
         taken = [name for name in self.attributes if hasattr(engine.state, name)]
         if taken:
-            raise ValueError(f"engine.state.{taken[0]} is already claimed, by another monitor or by code of your own")
+            raise ValueError(
+                f"engine.state.{taken[0]} is already claimed, by another monitor or by code of your own: detach() the "
+                f"other {type(self).__name__}, as before a cell of a notebook is run again, or give this one a prefix "
+                "and a flag of its own"
+            )
         check_events(type(self).__name__, engine, [event for event, _ in self.handlers()])
         source = EventSource.of(engine)
         source.add(self, self.model, self.families)

@@ -72,6 +72,32 @@ def gradient_norm(gradients: Sequence[Tensor], norm_type: float, reduction: str 
     return norms[0] if len(norms) == 1 else combine(norms, norm_type)
 
 
+def norm_of_parts(
+    gradients: Sequence[Tensor], norms: Tensor, norm_type: float, reduction: str | None, flag: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The norm of a gradient over all ranks where those of its tensors are known; the same collectives.
+
+    Args:
+        norms: the norm of each gradient, of DTensors over all their ranks: a vector.
+        flag: 0-dim bool tensor.
+
+    Returns:
+        The norm, and whether the flag is set on any rank.
+    """
+    if reduction is None or world_size() == 1:
+        return combine(norms, norm_type), flag
+    sharded = list(map(is_sharded, gradients))
+    if all(sharded):
+        return combine(norms, norm_type), flag
+    each = norms.unbind()
+    plain = combine([norm for norm, of_all in zip(each, sharded, strict=True) if not of_all], norm_type)
+    norm, any_flag = _over_ranks(torch.stack((plain, flag.to(plain))), norm_type, reduction).unbind()
+    if any(sharded):
+        of_all_ranks = [norm for norm, of_all in zip(each, sharded, strict=True) if of_all]
+        norm = combine([norm, *of_all_ranks], norm_type)
+    return norm, any_flag > 0
+
+
 def _over_ranks(norm: Tensor, norm_type: float, reduction: str | None) -> Tensor:
     ranks = 1 if reduction is None else world_size()
     if ranks == 1:
@@ -87,6 +113,13 @@ def world_size() -> int:
         return dist.get_world_size()
     # Ignite remembers a process group of torch's beyond its end.
     return 1 if idist.model_name() in ("serial", "native-dist") else idist.get_world_size()
+
+
+def own_rank() -> int:
+    """The number of this rank."""
+    if _has_group():
+        return dist.get_rank()
+    return 0 if idist.model_name() in ("serial", "native-dist") else idist.get_rank()
 
 
 def all_take_part(model: nn.Module) -> bool:

@@ -275,6 +275,7 @@ PANELS: dict[str, Callable[[Group], Iterator[Panel]]] = {
     "spike": _mixed,
     "weights": _weights,
     "optimizer": _optimizer,
+    "replicas": _mixed,
     "rcc": _rcc,
     "attention_entropy": _entropy,
     **dict.fromkeys(PER_LAYER, _per_layer),

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from ignite_monitor.checks import check_count, check_real, check_type
 from ignite_monitor.keys import MAXP
 from ignite_monitor.model.names import tags
+from ignite_monitor.model.optimizers import check_optimizer
 from ignite_monitor.monitor.base import Monitor
 from ignite_monitor.reference.monitor import ReferenceMonitor
 from ignite_monitor.scaling.alignment import AlignmentCalls, find_layers
@@ -98,7 +99,7 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
         reference: str | nn.Module = "init",
     ) -> None:
         check_type("parametrization", parametrization, Parametrization, "Parametrization")
-        check_type("optimizer", optimizer, Optimizer, "torch.optim.Optimizer")
+        check_optimizer(optimizer)
         super().__init__(parametrization.model, "maxp")
         self.parametrization = parametrization
         self.optimizer = optimizer

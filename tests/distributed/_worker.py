@@ -151,6 +151,45 @@ def skipping(make, **kwargs: Any):
     return run
 
 
+class OneTensor(nn.Module):
+    """Of the first layer's bias the gradient is 30 times as large at one forward pass; its output is the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.passes = net(), 0
+
+    def forward(self, x):
+        self.passes += 1
+        bias = self.net.first.bias
+        factor = 29.0 if self.passes == SPIKE else 0.0
+        return self.net(x) + factor * (self.net(x + 0 * x) - self._without(x, bias.detach()))
+
+    def _without(self, x, bias):
+        first = F.linear(x, self.net.first.weight, bias)
+        return self.net.second(torch.tanh(first)) * self.net.scale
+
+
+def single_tensors(make, rank: int | None, **kwargs: Any) -> dict[str, Any]:
+    """With a threshold per tensor, and how many collectives that takes; and without."""
+    results, all_reduce = {}, dist.all_reduce
+    for per_parameter in (False, True):
+        calls = []
+        dist.all_reduce = lambda *args, _calls=calls, **options: _calls.append(1) or all_reduce(*args, **options)
+        try:
+            results[per_parameter] = train(make(OneTensor()), rank, per_parameter=per_parameter, **kwargs)
+        finally:
+            dist.all_reduce = all_reduce
+        results[per_parameter]["collectives"] = len(calls)
+    return {**results[True], "without": results[False]["collectives"]}
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(model, mesh=init_device_mesh("cpu", (WORLD,)))
+
+
 def no_sync(rank: int) -> dict[str, Any]:
     model = ddp()
     return train(model, rank, micro=2, quiet=model.no_sync)
@@ -429,6 +468,12 @@ SCENARIOS: dict[str, Any] = {
     "clip fsdp": lambda rank: train(fsdp(), rank, spike=SPIKE, reaction="clip"),
     "loss ddp": lambda rank: train(ddp(), rank, loss=lambda engine: loss_at(engine.state.iteration, rank)),
     "loss fsdp": lambda rank: train(fsdp(), rank, loss=lambda engine: loss_at(engine.state.iteration, rank)),
+    "tensors ddp": lambda rank: single_tensors(DistributedDataParallel, rank),
+    "tensors fsdp": lambda rank: single_tensors(sharded, rank),
+    "tensors clip fsdp": lambda rank: single_tensors(sharded, rank, reaction="clip"),
+    "tensors skip ddp": lambda rank: single_tensors(DistributedDataParallel, rank, skip_step=True),
+    "tensors sum": lambda rank: different_parameters(rank, reduction="sum", per_parameter=True),
+    "tensors mean": lambda rank: different_parameters(rank, reduction="mean", per_parameter=True),
     "sum": lambda rank: different_parameters(rank, reduction="sum"),
     "sum inf": lambda rank: different_parameters(rank, reduction="sum", norm_type=float("inf")),
     "mean": lambda rank: different_parameters(rank, reduction="mean"),

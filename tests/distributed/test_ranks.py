@@ -17,6 +17,7 @@ from tests.distributed._worker import (
     COUNT,
     SCENARIOS,
     SPIKE,
+    OneTensor,
     accumulating,
     batches,
     leaving_out,
@@ -274,3 +275,31 @@ def test_process_group_that_does_not_wait_for_a_monitor(tmp_path, name):
     for rank in range(WORLD):
         result = torch.load(tmp_path / f"{name}.{rank}.pt", weights_only=True)
         assert "error" not in result, result["error"]
+
+
+@pytest.mark.parametrize("name", ["tensors ddp", "tensors fsdp", "tensors clip fsdp", "tensors skip ddp"])
+def test_tensors_are_judged_the_same_on_all_ranks(results, name):
+    reaction = {"reaction": "clip"} if "clip" in name else {"skip_step": True} if "skip" in name else {}
+    alone = train(OneTensor(), None, per_parameter=True, **reaction)
+    ranks = results(name)
+    assert ranks[0]["seen"] == ranks[1]["seen"]
+    for result in ranks:
+        assert result["collectives"] == result["without"]
+        assert [seen["flag"] for seen in result["seen"]] == [place == SPIKE for place in range(1, COUNT + 1)]
+        culprits = {k: v for k, v in result["seen"][SPIKE - 1].items() if "culprit" in k}
+        assert culprits == {"grad/culprit/net.first.bias": pytest.approx(1.0, abs=0.05)}
+        for seen, expected in zip(result["seen"], alone["seen"], strict=True):
+            assert seen == pytest.approx(expected, rel=1e-3)
+        for one, other in zip(result["parameters"], alone["parameters"], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("how", ["sum", "mean"])
+def test_ranks_with_tensors_of_their_own_agree_on_what_is_a_spike(results, how):
+    first, second = results(f"tensors {how}")
+    plain = results(how)[0]
+    for ours, theirs, without in zip(first["seen"], second["seen"], plain["seen"], strict=True):
+        own, other = ({k: v for k, v in seen.items() if "culprit" not in k} for seen in (ours, theirs))
+        assert own == other
+        assert own["grad/norm"] == pytest.approx(without["grad/norm"], rel=1e-9)
+    assert [seen["flag"] for seen in first["seen"]] == [place == SPIKE for place in range(1, COUNT + 1)]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from ignite_monitor.gradient.loss_signal import LossSignal
+from ignite_monitor.gradient.loss import LossSignal
 
 
 def losses_of(n, seed=0):
@@ -60,7 +60,7 @@ def test_losses_that_are_not_judged_leave_no_trace():
     one, other, losses = LossSignal(), LossSignal(), losses_of(60)
     judge_all(one, [*losses[:30], 0.0, -3.0, math.nan, *losses[30:], 0.0])
     judge_all(other, losses)
-    assert one.state_dict()["rule"] == other.state_dict()["rule"]
+    assert one.state_dict()["detector"]["rule"] == other.state_dict()["detector"]["rule"]
     assert one.detector.nonfinite_count.item() == 1
 
 

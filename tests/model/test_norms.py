@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from ignite_monitor.model.norms import combine, total_norm
+from ignite_monitor.model.norms import combine, norm_of_each, total_norm
 
 
 def exact(tensors, norm_type):
@@ -119,3 +119,22 @@ def test_combining_norms_of_parts(norm_type, factor):
     parts = [torch.linalg.vector_norm(part, norm_type) * factor for part in whole.split([5, 20, 5])]
     expected = torch.linalg.vector_norm(whole, norm_type) * factor
     torch.testing.assert_close(combine(parts, norm_type), expected, rtol=1e-12, atol=0.0)
+
+
+@pytest.mark.parametrize("norm_type", [0.5, 2.0, math.inf])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.complex64])
+def test_the_norm_of_each_of_many(dtype, norm_type):
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(shape, generator=generator) for shape in ((), (7,), (3, 5), (70_000,), (8, 16, 30))]
+    values += [torch.zeros(4), torch.full((9,), 1e-25), torch.full((20_000,), 3e30), values[2].t()]
+    tensors = [each.to(dtype) for each in values]
+    expected = [exact([each], norm_type) for each in tensors]
+    torch.testing.assert_close(norm_of_each(tensors, norm_type), torch.stack(expected).double(), rtol=1e-6, atol=0.0)
+
+
+def test_the_norm_of_each_of_mixed_ones():
+    sparse = torch.sparse_coo_tensor([[0, 0, 2]], [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], (4, 2), check_invariants=True)
+    tensors = [torch.ones(3).half(), sparse, torch.zeros(0), torch.ones(20_001, dtype=torch.float64), torch.ones(2)]
+    expected = [math.sqrt(3), math.sqrt(16 + 36 + 25 + 36), 0.0, math.sqrt(20_001), math.sqrt(2)]
+    torch.testing.assert_close(norm_of_each(tensors), torch.tensor(expected).double(), rtol=1e-6, atol=0.0)
+    assert norm_of_each([torch.tensor([1.0, math.nan]), torch.tensor([math.inf])]).tolist()[1] == math.inf

@@ -30,7 +30,7 @@ Pair = namedtuple("Pair", "first second")
     [
         (A, [("", A)]),
         ((A, B), [("0", A), ("1", B)]),
-        (Pair(A, SCALAR), [("0", A), ("1", SCALAR)]),
+        (Pair(A, SCALAR), [("first", A), ("second", SCALAR)]),
         ([A, (TOKENS, B)], [("0", A), ("1/1", B)]),
         ({"x": A, "tokens": TOKENS, 3: {"y": B}}, [("x", A), ("3/y", B)]),
         (OrderedDict(a=None, b=SCALAR), [("b", SCALAR)]),

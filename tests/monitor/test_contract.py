@@ -46,6 +46,7 @@ from ignite_monitor import (
     MonitorEvents,
     OptimizerStateHandler,
     RCCHandler,
+    ReplicaCheckHandler,
     SpectralNormHandler,
     SpikeMonitor,
     StaticThreshold,
@@ -80,6 +81,7 @@ HANDLERS = {
     # Named values appear once others have been written, and are looked at in a test of their own.
     "WeightUpdateHandler": lambda model, optimizer: WeightUpdateHandler(model, optimizer, top_k=0),
     "OptimizerStateHandler": lambda model, optimizer: OptimizerStateHandler(optimizer, model, top_k=0),
+    "ReplicaCheckHandler": lambda model, optimizer: ReplicaCheckHandler(model, optimizer),
     "ActivationHandler": lambda model, optimizer: ActivationHandler(model, activations=True),
     "ActivationHandler, gradients": lambda model, optimizer: ActivationHandler(model, gradients=True),
     "WeightUpdateHandler, no optimizer": lambda model, optimizer: WeightUpdateHandler(model, sample_size=4, top_k=0),
@@ -96,9 +98,10 @@ HANDLERS = {
     "StepStatsHandler": lambda model, optimizer: StepStatsHandler(model, optimizer, peak_flops=1e12),
 }
 # What these say is there without a backward as well.
-WITHOUT_BACKWARD = (SpectralNormHandler, SpikeMonitor, StepStatsHandler)
+WITHOUT_BACKWARD = (ReplicaCheckHandler, SpectralNormHandler, SpikeMonitor, StepStatsHandler)
 # What clocks and operating systems say is not the same twice.
 UNSTEADY = {f"step/{name}" for name in ("time_ms", "items_per_s", "mfu", "peak_memory_mb", "resident_memory_mb")}
+UNSTEADY |= {"step/data_wait_ms", "step/data_wait_share"}
 FILTERS = {
     "every": (lambda: Events.ITERATION_STARTED(every=3), [3, 6, 9, 12]),
     "once": (lambda: Events.ITERATION_STARTED(once=2), [2]),
@@ -854,11 +857,13 @@ def test_one_transfer_per_iteration_for_three_loggers_of_two_monitors(factory, s
     engine.add_event_handler(Events.ITERATION_COMPLETED, lambda _: reads.append(dict(synchronisations)))
     engine.run(make_batches(6))
     sizes = [len(named) for logger in loggers for _, named in logger.written]
-    assert min(sizes) > 2
+    assert min(sizes) > 1
     assert len(sizes) == 7 * 6
     for counts in reads:
         counts.pop("nonzero", None)
         assert counts.pop("tolist") == 1
+        if isinstance(monitor, CurvatureHandler):
+            counts.pop("__float__")  # of tensors that it has made on the host
         assert sum(counts.values()) <= looks
 
 

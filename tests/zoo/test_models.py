@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import math
 from collections import Counter
 from typing import Any
@@ -24,7 +25,7 @@ from tests.zoo._truth import Truth, call
 pytestmark = [pytest.mark.zoo, pytest.mark.filterwarnings("ignore")]
 
 # What clocks and operating systems say, bounds, and what the handlers' own tests look at more closely.
-UNCHECKED = ("_ms", "items_per_s", "memory_mb", "error_max", "spectral/iterations")
+UNCHECKED = ("_ms", "items_per_s", "data_wait_share", "memory_mb", "error_max", "spectral/iterations")
 SUMMARIES = {"rcc": ("weight_update", "input_drift"), "alignment": ("z0_dW", "dZ_w0", "dZ_dW")}
 
 
@@ -156,6 +157,8 @@ def doubled(batch: Any) -> Any:
 def test_every_monitor(name, record_property):
     case = CASES[name]
     pytest.importorskip(case.library)
+    if name == "torchvision FasterRCNN" and not importlib.import_module("torchvision.extension")._has_ops():
+        pytest.skip("torchvision's own operators are of another torch")
     monitored, recorded = Monitored(case), Recorded(case)
     ours, theirs = monitored.run(), recorded.run()
     for part in theirs:

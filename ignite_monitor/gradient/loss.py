@@ -1,0 +1,190 @@
+"""The loss as a second sign of a bad batch, beside the norm of its gradient."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ignite_monitor.judging.spikes import SpikeDetector, Verdict
+from ignite_monitor.judging.thresholds import MeanStdThreshold
+from ignite_monitor.model.devices import move, wide_dtype
+from ignite_monitor.monitor.ranks import all_take_part, sum_over_ranks, world_size
+
+LossSource = nn.Module | Callable[[Any], Any]
+
+
+class LossSignal:
+    r"""A loss is a spike where :math:`\log L > \mu + k \sigma`, of the logarithms of the losses before it.
+
+    Mean and deviation are exponentially weighted, and a spike enters as in every :class:`SpikeDetector`. Together with
+    the norm it finds more harm at the same false alarms: 0.976 of it instead of 0.969 in eight recorded trainings with
+    the default rule, 0.980 instead of 0.975 with ``RobustThreshold()``.
+
+    A loss of zero or less has no logarithm: it is no spike, and does not enter. A non-finite one is a spike, unless a
+    GradScaler looks after it, and does not enter either. Where losses fall to the rounding of their dtype (1e-7 in
+    float32) their logarithms vary so much that nothing is a spike any more; the norm goes on judging.
+
+    Args:
+        k: how many deviations above the mean.
+        warmup: how many losses go in before any is judged, 2 at least.
+        decay: weight of the past at every new loss, in (0, 1).
+        max_consecutive_spikes: how many spikes in a row mean a new level.
+        overflow_is_spike: whether a non-finite loss is a spike.
+
+    Raises:
+        TypeError: if an argument is not a number of the kind it should be.
+        ValueError: if an argument is out of its range.
+    """
+
+    def __init__(
+        self,
+        k: float = 3.5,
+        warmup: int = 20,
+        decay: float = 0.99,
+        *,
+        max_consecutive_spikes: int = 10,
+        overflow_is_spike: bool = True,
+    ) -> None:
+        self.detector = SpikeDetector(
+            MeanStdThreshold(k, warmup, decay),
+            max_consecutive_spikes=max_consecutive_spikes,
+            overflow_is_spike=overflow_is_spike,
+        )
+
+    def judge(self, loss: Tensor) -> Verdict:
+        """Compare a loss with those before it; changes nothing.
+
+        Args:
+            loss: the loss, 0-dim of any floating-point dtype.
+
+        Returns:
+            Of its logarithm; -inf stands for that of a loss of zero or less.
+        """
+        wide = loss.detach().to(wide_dtype(loss.device))
+        # -inf is below any limit. The logarithm of a negative number would be NaN, and so count as an overflow.
+        return self.detector.judge(wide.log().masked_fill(wide <= 0.0, -math.inf))
+
+    def observe(self, verdict: Verdict, when: Tensor | None = None) -> None:
+        """Let a judged loss enter.
+
+        Args:
+            verdict: what :meth:`judge` said of it.
+            when: 0-dim bool: whether to; None is true.
+        """
+        judged = verdict.norm != -math.inf
+        self.detector.observe(verdict, judged if when is None else judged & when)
+
+    def go_back(self, earlier: LossSignal, when: Tensor | None = None) -> None:
+        """Forget the losses since a copy was made, where a 0-dim bool tensor is True; None is true."""
+        if when is None:
+            self.detector = earlier.detector
+        else:
+            self.detector.go_back(earlier.detector, when)
+
+    def __copy__(self) -> LossSignal:
+        twin = object.__new__(type(self))
+        twin.detector = copy.copy(self.detector)
+        return twin
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of its detector."""
+        return {"detector": self.detector.state_dict()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from a saved state.
+
+        Args:
+            state_dict: what :meth:`state_dict` returned.
+
+        Raises:
+            ValueError: if it is none of a detector with a rule of the same kind.
+        """
+        self.detector.load_state_dict(state_dict["detector"])
+
+
+class Losses:
+    """Collects losses from one step of the optimizer to the next.
+
+    Args:
+        source: a module whose output is the loss, or a function of the engine that is asked when a backward has ended.
+        model: the model, whose wrapper says whether every rank takes part.
+
+    Raises:
+        TypeError: if the source is neither.
+    """
+
+    def __init__(self, source: LossSource, model: nn.Module) -> None:
+        if not callable(source):
+            raise TypeError(f"Argument loss should be a module or a function of the engine, but given {type(source)}")
+        self._source, self._model = source, model
+        self._sum_and_count: Tensor | None = None
+        self._earlier: Tensor | None = None  # of a gradient that may have been given up, or may grow
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """What has to be around a train step."""
+        if not isinstance(self._source, nn.Module):
+            yield
+            return
+        handle = self._source.register_forward_hook(lambda module, arguments, output: self._add_output(output))
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def backward_ended(self, engine: Any) -> None:
+        """A backward has ended: ask the function, if it is one."""
+        if not isinstance(self._source, nn.Module):
+            self._add(self._source(engine))
+
+    def mean(self, device: torch.device) -> Tensor:
+        """The mean of what there is, over ranks too, in one collective if there are several; 0 if there is nothing.
+
+        Every rank calls it after every backward. Under ``join()`` some may be gone: then there is nothing.
+        """
+        wide = wide_dtype(device)
+        both = torch.zeros(2, dtype=wide, device=device)
+        if self._sum_and_count is not None:
+            both = move(self._sum_and_count.to(wide), device)
+        if world_size() > 1:
+            both = sum_over_ranks(both) if all_take_part(self._model) else torch.zeros_like(both)
+        total, count = both.unbind()
+        return torch.where(count > 0, total / count, 0.0)
+
+    def forget(self) -> None:
+        """The gradient is used up."""
+        self._sum_and_count = self._earlier = None
+
+    def set_aside(self) -> None:
+        """The gradient may have been given up, or may grow."""
+        self._earlier, self._sum_and_count = self._sum_and_count, None
+
+    def decided(self, grows: Tensor) -> None:
+        """Whether it grows is known, a 0-dim bool tensor."""
+        earlier, self._earlier = self._earlier, None
+        if earlier is not None:
+            self._include(torch.where(move(grows, earlier.device), earlier, 0.0))
+
+    def _add_output(self, output: Any) -> None:
+        # What is evaluated without gradients belongs to none.
+        if isinstance(output, Tensor) and output.requires_grad:
+            self._add(output)
+
+    def _add(self, loss: Any) -> None:
+        if loss is None:
+            return
+        value = loss.detach() if isinstance(loss, Tensor) else torch.tensor(float(loss), device="cpu")
+        with torch.no_grad():
+            value = value.to(wide_dtype(value.device)).mean()
+            self._include(torch.stack((value, torch.ones_like(value))))
+
+    def _include(self, both: Tensor) -> None:
+        if self._sum_and_count is not None:
+            both = both + move(self._sum_and_count, both.device)
+        self._sum_and_count = both

@@ -1,0 +1,286 @@
+"""GradMonitor(per_parameter=True): a step is a spike too where one tensor's gradient is, and a spike names tensors."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import pytest
+import torch
+from ignite.engine import Engine, Events
+from torch import nn
+from torch.amp import GradScaler
+
+from ignite_monitor import GradMonitor, MonitorEvents, RobustThreshold, StaticThreshold
+from ignite_monitor.gradient.per_parameter import described
+from tests._trainers import Judge as MeanStd
+from tests._trainers import assert_same, loss_of, make_batches, make_model, norm_of, train, training_state
+from tests.gradient.test_per_parameter import shared
+from tests.hard_use._judge import Judge, mean_of, robust
+
+COUNT, BAD, NAME = 45, 40, "0.bias"
+EACH = robust(8.0, 20, 0.99, 2.0)
+
+
+class Training:
+    """Multiplies the gradient of one tensor in one iteration, inside of backward, and notes all norms in float64."""
+
+    def __init__(self, factor=10.0, name=NAME, bad=(BAD,), every=1, scaler=None, seed=0, **arguments):
+        self.model = make_model(seed)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
+        self.monitor = GradMonitor(self.model, self.optimizer, per_parameter=True, scaler=scaler, **arguments)
+        self.every, self.scaler, self.norms, self.used = every, scaler, [], []
+        self.named = dict(self.model.named_parameters())
+        self.factor, self.bad, self.now = factor, bad, 0
+        self.named[name].register_hook(lambda g: g * self.factor if self.now in self.bad else g)
+
+    def step(self, engine, batch):
+        self.now = i = engine.state.iteration
+        if i % self.every == 1 % self.every:
+            self.optimizer.zero_grad()
+        loss = loss_of(self.model, batch)
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        scale = 1.0 if self.scaler is None else self.scaler.get_scale()
+        if i % self.every == 0:
+            self.norms.append({n: norm_of([p.grad]) / scale for n, p in self.named.items() if p.grad is not None})
+            if self.scaler is None:
+                self.optimizer.step()
+            else:
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+            self.used.append({n: norm_of([p.grad]) for n, p in self.named.items() if p.grad is not None})
+
+
+def judged_by(judges, norms):
+    """The verdicts on one step's tensors, each divided by what all of them share."""
+    means = {n: mean_of(judges.setdefault(n, Judge(EACH)).history, 0.99) for n in norms}
+    factor = shared([*norms.values()], [*means.values()])
+    return {n: judges[n].judge(x / factor, False) for n, x in norms.items() if x > 0}
+
+
+def expected(norms):
+    """For every step whether it is a spike, and each tensor's share of the excess, from what the contract says."""
+    judges, whole, told = {}, MeanStd(), []
+    for of_step in norms:
+        seen = judged_by(judges, of_step)
+        spikes = {n for n, v in seen.items() if v.spike}
+        total = math.sqrt(math.fsum(x * x for x in of_step.values()))
+        is_spike = whole.expect(total)["spike"] or bool(spikes)
+        above = {n: max(of_step[n] - v.threshold, 0.0) for n, v in seen.items()}
+        excess = above if any(above.values()) else {n: max(of_step[n] - v.mean, 0.0) for n, v in seen.items()}
+        shares = {n: x / (math.fsum(excess.values()) or 1.0) for n, x in excess.items()}
+        told.append((float(is_spike), dict(sorted(shares.items(), key=lambda s: -s[1])) if is_spike else {}))
+        for n, v in seen.items():
+            judges[n].observe(v)
+    return told
+
+
+def culprits(metrics):
+    return {n.removeprefix("grad/culprit/"): x for n, x in metrics.items() if n.startswith("grad/culprit/")}
+
+
+def check(recorder, training, told):
+    steps = [m for m in recorder.metrics if m.get("grad/stepped")]
+    assert [m["grad/spike"] for m in steps] == [spike for spike, _ in told]
+    for metrics, (_, shares) in zip(steps, told, strict=True):
+        few = dict([(n, x) for n, x in shares.items() if x >= 0.05][:3])
+        assert culprits(metrics) == pytest.approx(few, rel=1e-4)
+
+
+@pytest.mark.parametrize("how", ["plain", "accumulation", "scaler"])
+def test_a_tensor_above_its_own_threshold_makes_a_spike_and_is_named(how):
+    every = 3 if how == "accumulation" else 1
+    bad = range((BAD - 1) * every + 1, BAD * every + 1)
+    scaler = GradScaler("cpu", init_scale=2.0**12) if how == "scaler" else None
+    training = Training(every=every, bad=bad, scaler=scaler)
+    recorder = train(training.step, make_batches(COUNT * every), training.monitor)
+    told = expected(training.norms)
+    assert [i for i, (spike, _) in enumerate(told, 1) if spike] == [BAD]
+    check(recorder, training, told)
+    assert next(iter(told[BAD - 1][1])) == NAME
+    published = recorder.metrics[BAD * every - 1]
+    assert recorder.flags[BAD * every - 1]
+    assert published["grad/spike_count"] == 1
+    # With so small a tensor the norm of all alone would not have told.
+    assert published["grad/norm"] < published["grad/threshold"]
+
+
+def test_at_a_spike_of_the_whole_gradient_tensors_are_named_too():
+    training = Training(bad=())
+    recorder = train(training.step, make_batches(COUNT, spikes=(BAD,), factor=20.0), training.monitor)
+    told = expected(training.norms)
+    assert [i for i, (spike, _) in enumerate(told, 1) if spike] == [BAD]
+    check(recorder, training, told)
+    # In the second iteration no tensor is judged yet, and what is above the means is what there is to tell of.
+    training = Training(bad=(), threshold=StaticThreshold(1e-3))
+    recorder = train(training.step, make_batches(3), training.monitor)
+    first, second = training.norms[:2]
+    beyond = {n: max(second[n] - first[n], 0.0) for n in first}
+    few = {n: x / sum(beyond.values()) for n, x in beyond.items()}
+    assert culprits(recorder.metrics[0]) == {}
+    few = dict(sorted(few.items(), key=lambda share: -share[1])[:3])
+    assert culprits(recorder.metrics[1]) == pytest.approx(few, rel=1e-4)
+
+
+def test_the_event_and_the_log_tell_of_it(caplog):
+    training, told = Training(), []
+    engine = Engine(training.step)
+    training.monitor.attach(engine)
+    engine.add_event_handler(MonitorEvents.SPIKE_DETECTED, lambda e: told.append(e.state.spike))
+    with caplog.at_level(logging.WARNING):
+        engine.run(make_batches(COUNT), max_epochs=1)
+    [spike] = told
+    shares = expected(training.norms)[BAD - 1][1]
+    name, share = next(iter(shares.items()))
+    assert next(iter(spike.culprits.items())) == (name, pytest.approx(share))
+    [line] = [record.getMessage() for record in caplog.records]
+    assert line.startswith(f"grad: iteration {BAD}: gradient norm {spike.value:.3g}, within its threshold")
+    assert f"{100 * share:.0f} % of the excess in {name}" in line
+
+
+def test_how_a_spike_is_described():
+    assert described(15.1, 1.08, {"a.weight": 0.96}) == (
+        "gradient norm 15.1, 14 x its threshold; 96 % of the excess in a.weight"
+    )
+    assert described(2.0, 4.0, {"a": 0.6, "b": 0.4}) == (
+        "gradient norm 2, within its threshold 4; 60 % of the excess in a, 40 % of the excess in b"
+    )
+    assert described(2.0, math.inf, {}) == "gradient norm 2"
+    assert described(math.nan, 4.0, {"a": 1.0}) == "gradient norm nan; 100 % of the excess in a"
+
+
+@pytest.mark.parametrize("how", ["skip", "clip"])
+def test_reactions(how):
+    training = Training(reaction=how, factor=200.0)
+    before = []
+    engine = Engine(training.step)
+    training.monitor.attach(engine)
+    engine.add_event_handler(
+        Events.ITERATION_STARTED(once=BAD), lambda: before.append(training_state(training.model, training.optimizer))
+    )
+    engine.add_event_handler(
+        Events.ITERATION_COMPLETED(once=BAD), lambda: before.append(training_state(training.model, training.optimizer))
+    )
+    engine.run(make_batches(COUNT), max_epochs=1)
+    if how == "skip":
+        assert_same(*({name: state[name] for name in state if name != "grads"} for state in before))
+        return
+    judges, whole = {}, MeanStd()
+    for of_step in training.norms[: BAD - 1]:
+        whole.expect(math.sqrt(math.fsum(x * x for x in of_step.values())))
+        for n, v in judged_by(judges, of_step).items():
+            judges[n].observe(v)
+    bad = training.norms[BAD - 1]
+    total = math.sqrt(math.fsum(x * x for x in bad.values()))
+    ratios = [v.threshold / v.norm for v in judged_by(judges, bad).values()]
+    factor = min(1.0, whole.expect(total)["threshold"] / total, *ratios)
+    assert factor < 0.5
+    assert training.used[BAD - 1] == pytest.approx({n: x * factor for n, x in bad.items()}, rel=1e-5)
+    assert training.used[BAD - 2] == training.norms[BAD - 2]
+    assert float(training.monitor.state_dict()["clipped_count"]) == 1
+
+
+def test_training_is_bitwise_the_same_without_it():
+    states = []
+    for watched in (True, False):
+        training = Training()
+        train(training.step, make_batches(COUNT), *([training.monitor] if watched else []))
+        states.append(training_state(training.model, training.optimizer))
+    assert_same(*states)
+
+
+def test_resumed_it_goes_on_as_if_never_stopped():
+    whole, first, second = Training(), Training(), Training()
+    whole.norms.clear()
+    expected_metrics = train(whole.step, make_batches(COUNT), whole.monitor).metrics[25:]
+    train(first.step, make_batches(COUNT)[:25], first.monitor)
+    for part in ("model", "optimizer", "monitor"):
+        getattr(second, part).load_state_dict(getattr(first, part).state_dict())
+    engine = Engine(second.step)
+    second.monitor.attach(engine)
+    seen = []
+    engine.add_event_handler(Events.ITERATION_COMPLETED, lambda e: seen.append(dict(e.state.metrics)))
+    engine.load_state_dict({"iteration": 25, "epoch_length": COUNT, "max_epochs": 1})
+    engine.run(make_batches(COUNT)[25:] * 2, max_epochs=1, epoch_length=COUNT)
+    assert seen == expected_metrics
+    state = first.monitor.state_dict()["per_parameter"]
+    assert state["names"] == [*first.named]
+    # One that judges no tensors takes such a state as well, and one that does takes a state without.
+    GradMonitor(whole.model).load_state_dict(first.monitor.state_dict())
+    plain = GradMonitor(whole.model)
+    Training().monitor.load_state_dict(plain.state_dict())
+
+
+def test_tensors_that_freeze_come_later_or_get_no_gradient():
+    torch.manual_seed(0)
+    model = nn.ModuleDict({name: nn.Linear(3, 3) for name in "abc"})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    norms, now = [], 0
+
+    def step(engine, batch):
+        nonlocal now
+        now = engine.state.iteration
+        if now == 30:
+            model["d"] = nn.Linear(3, 3)
+            optimizer.add_param_group({"params": model["d"].parameters()})
+        if now == 35:
+            model["b"].requires_grad_(False)
+        optimizer.zero_grad()
+        used = [name for name in model if name != "a" or now % 2]
+        factor = {(60, "d"): 50.0, (61, "a"): 50.0, (62, "c"): 50.0}
+        sum(
+            batch[1:3].abs().sum() * 0 + factor.get((now, n), 1.0) * model[n](batch).square().mean() for n in used
+        ).backward()
+        norms.append({n: norm_of([p.grad]) for n, p in model.named_parameters() if p.grad is not None})
+        optimizer.step()
+
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randn(16, 3, generator=generator) for _ in range(64)]
+    monitor = GradMonitor(model, optimizer, per_parameter=True, threshold=StaticThreshold(1e9))
+    recorder = train(step, batches, monitor)
+    judges, spikes = {}, []
+    for of_step in norms:
+        verdicts = judged_by(judges, of_step)
+        spikes.append(float(any(v.spike for v in verdicts.values())))
+        for n, v in verdicts.items():
+            judges[n].observe(v)
+    # What comes in the middle of a train step is seen in the next one.
+    assert recorder.of("grad/spike") == spikes
+    assert [i for i, spike in enumerate(spikes, 1) if spike] == [60, 61, 62]
+    assert [next(iter(culprits(recorder.metrics[i - 1])))[0] for i in (60, 61, 62)] == ["d", "a", "c"]
+
+
+def test_tentative_entries_of_tensors_are_taken_back():
+    """Four micro-batches to a step; the first of the tenth is far off in one tensor."""
+    training = Training(every=4, bad=(37 * 4 - 3,), factor=400.0)
+    recorder = train(training.step, make_batches(COUNT * 4), training.monitor)
+    assert recorder.flags[37 * 4 - 4]
+    count = training.monitor.state_dict()["per_parameter"]["detector"]["rule"]["count"]
+    assert count.tolist() == [COUNT] * 4
+
+
+def test_an_overflow_is_no_spike_and_leaves_no_trace():
+    training = Training(factor=math.inf, scaler=GradScaler("cpu", init_scale=2.0**12))
+    recorder = train(training.step, make_batches(COUNT), training.monitor)
+    assert recorder.of("grad/spike") == [0.0] * COUNT
+    assert recorder.metrics[BAD - 1]["grad/nonfinite_count"] == 1
+    assert training.monitor.state_dict()["per_parameter"]["detector"]["rule"]["count"].tolist() == [45.0, 44, 45, 45]
+
+
+def test_a_new_level_of_one_tensor_is_adopted():
+    training = Training(factor=300.0, bad=range(30, 80), threshold=StaticThreshold(1e9))
+    recorder = train(training.step, make_batches(79), training.monitor)
+    spikes = [i for i, spike in enumerate(recorder.of("grad/spike"), 1) if spike]
+    assert spikes == [*range(30, 40)]
+
+
+def test_bad_input():
+    with pytest.raises(TypeError, match="Argument per_parameter should be of type bool, but given <class 'int'>"):
+        GradMonitor(make_model(), per_parameter=1)
+
+
+def test_nothing_of_the_model_is_kept_after_a_run():
+    training = Training()
+    train(training.step, make_batches(3), training.monitor)
+    assert training.monitor._tensors._named == ((), ())
+    assert RobustThreshold(k=8.0).k == training.monitor._tensors._k
