@@ -144,6 +144,15 @@ def test_links_lead_somewhere():
         assert target.startswith("https://") or (ROOT / target).exists(), target
 
 
+def test_files_that_are_named_are_there():
+    named = {each for text in PAGES.values() for each in re.findall(r"`((?:[a-z_0-9]+/)+[\w.]*)`", text)}
+    places = (ROOT, ROOT / "ignite_monitor")
+    roots = {path.name for place in places for path in place.iterdir() if path.is_dir()}
+    files = {each for each in named if each.partition("/")[0] in roots and (each.endswith("/") or ".py" in each)}
+    assert files
+    assert [each for each in sorted(files) if not any((place / each).exists() for place in places)] == []
+
+
 def test_every_public_name_is_told_of():
     api = set(re.findall(r"\w+", PAGES["docs/api.md"]))
     assert set(ignite_monitor.__all__) <= api
