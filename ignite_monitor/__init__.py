@@ -17,6 +17,7 @@ _MODULE_OF = {
     "RCCHandler": "rcc.handler",
     "ReplicaCheckHandler": "replicas.handler",
     "RobustThreshold": "judging.robust",
+    "RollbackHandler": "rollback.handler",
     "SpectralNormHandler": "spectral.handler",
     "SpikeMonitor": "spike.handler",
     "SpikeRecord": "spike_recorder.record",
@@ -49,6 +50,7 @@ if TYPE_CHECKING:  # the same for those who read and do not run: a test compares
     from ignite_monitor.optimizer_state.handler import OptimizerStateHandler as OptimizerStateHandler
     from ignite_monitor.rcc.handler import RCCHandler as RCCHandler
     from ignite_monitor.replicas.handler import ReplicaCheckHandler as ReplicaCheckHandler
+    from ignite_monitor.rollback.handler import RollbackHandler as RollbackHandler
     from ignite_monitor.spectral.handler import SpectralNormHandler as SpectralNormHandler
     from ignite_monitor.spike.handler import SpikeMonitor as SpikeMonitor
     from ignite_monitor.spike_recorder.handler import SpikeRecorder as SpikeRecorder

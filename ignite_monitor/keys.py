@@ -263,6 +263,21 @@ SPIKE = Schema(
     signs=frozenset({"value", "spike"}),
 )
 
+ROLLBACK = Schema(
+    "rollback",
+    "rollback",
+    (
+        Key("count", "how often the training has gone back so far", chart="going back"),
+        Key(
+            "iteration",
+            "the iteration after which the state was that is put back",
+            when="in iterations that go back or are undone",
+        ),
+        Key("undone_count", "iterations undone so far while it got well", chart="going back"),
+    ),
+    signs=frozenset({"count", "undone_count"}),
+)
+
 SPIKE_RECORD = Schema(
     "spike_record",
     "grad_record",
@@ -320,6 +335,7 @@ SCHEMAS = (
     GRADIENT,
     SPIKE,
     SPIKE_RECORD,
+    ROLLBACK,
     NOISE_SCALE,
     WEIGHT_UPDATE,
     OPTIMIZER_STATE,

@@ -99,7 +99,7 @@ LAYERS = (
     {"nonfinite"},
     {
         *("gradient", "weight_update", "optimizer_state", "noise_scale"),
-        *("activation", "spectral", "step_stats", "rcc", "spike", "replicas"),
+        *("activation", "spectral", "step_stats", "rcc", "spike", "replicas", "rollback"),
     },
     {"scaling", "spike_recorder"},
 )

@@ -24,6 +24,7 @@ from ignite_monitor import (
     OptimizerStateHandler,
     RCCHandler,
     ReplicaCheckHandler,
+    RollbackHandler,
     SpectralNormHandler,
     SpikeMonitor,
     SpikeRecorder,
@@ -50,6 +51,7 @@ KINDS = [
     ActivationHandler,
     SpectralNormHandler,
     SpikeMonitor,
+    RollbackHandler,
     SpikeRecorder,
     StepStatsHandler,
     AlignmentHandler,
@@ -153,6 +155,9 @@ def published():
     run_in_parts()
     run(*make_all(), clip=0.01)
     model, optimizer, parametrization = make_parametrized()
+    rollback = RollbackHandler({"model": model, "optimizer": optimizer})
+    rollback.request("to see it")
+    run(model, optimizer, [rollback], clip=1.0)
     run(model, optimizer, [MaxPScheduler(parametrization, optimizer)], clip=1.0)
     return found
 

@@ -235,6 +235,12 @@ class GradMonitor(Monitor, schema=GRADIENT):
         self._reaction.counts = counts
         self._window.before = None
 
+    def counts(self) -> Tensor:
+        return self._judge.counts()
+
+    def start_afresh(self) -> None:
+        self._judge.start_afresh()
+
     # What it listens to
 
     def handlers(self) -> Handlers:

@@ -167,6 +167,11 @@ class SpikeDetector:
         """How often the level has changed."""
         return self._counts[2]
 
+    @property
+    def counts(self) -> Tensor:
+        """The three of them, side by side."""
+        return self._counts
+
     def judge(self, norm: Tensor) -> Verdict:
         """Compare a value with what earlier ones allow; changes nothing.
 
@@ -202,6 +207,11 @@ class SpikeDetector:
     def _outcome(self, kind: Tensor) -> Tensor:
         """A row for each field of :class:`Outcome`."""
         return torch.embedding(self._outcomes, torch.add(kind, self._state, alpha=len(Kind))).movedim(-1, 0)
+
+    def start_afresh(self) -> None:
+        """Forget the level; the counts go on."""
+        self.rule.forget()
+        self._state = torch.zeros_like(self._state)
 
     def go_back(self, earlier: SpikeDetector, when: Tensor) -> None:
         """Forget what has been observed since a copy was made.
