@@ -329,6 +329,22 @@ OPTIMIZER_STATE = Schema(
     ),
 )  # fmt: skip
 
+_CURVATURE = "curvature and what a step stands"
+_PRECONDITIONED = "with an optimizer like Adam"
+
+CURVATURE = Schema(
+    "curvature",
+    "curvature",
+    (
+        Key("along_gradient", "curvature of the loss along its gradient", chart=_CURVATURE),
+        Key("limit", "curvature above which steps grow: 2 / learning rate, with momentum more", chart=_CURVATURE),
+        Key("largest", "the largest eigenvalue of the Hessian; absent where its error exceeds 10 %", chart=_CURVATURE),
+        Key("largest_error", "how far from it, for its size, an eigenvalue is at most"),
+        Key("largest_preconditioned", "that of the preconditioned Hessian, which limit is about then",
+            when=_PRECONDITIONED, chart=_CURVATURE),
+        Key("largest_preconditioned_error", "its error", when=_PRECONDITIONED),
+    ),
+)  # fmt: skip
 REPLICAS = Schema(
     "replicas",
     "replicas",
@@ -351,6 +367,7 @@ SCHEMAS = (
     ACTIVATION,
     SPECTRAL,
     STEP_STATS,
+    CURVATURE,
     ALIGNMENT,
     MAXP,
 )

@@ -24,6 +24,7 @@ KINDS = {
     "activation_outlier": "If it is raw inputs, scale them; else lower the initial weights or the learning rate there.",
     "level_change": "See what changed there (data, learning rate); if nothing did, treat it as a spike.",
     "overflows": "Give the GradScaler a larger growth_interval, or use bfloat16.",
+    "large_curvature": "Lower the learning rate, or warm it up for longer.",
     "large_updates": "Lower the learning rate.",
     "small_updates": "Raise the learning rate, and see whether gradients arrive.",
     "stale_moments": "Lower beta2 (0.95), or clip updates as StableAdamW does.",

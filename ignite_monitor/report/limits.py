@@ -143,3 +143,10 @@ SMALL_BATCH = LARGE_BATCH = 4.0
 """A batch is small if the noise scale's interval begins at so many batches, and large if it is so many times the
 interval's end: twice the batch then needs at least 40 % fewer steps, and half of it at most 20 % more, by equation 2.7
 of arXiv:1812.06162, which has steps grow as 1 + noise scale / batch."""
+
+CURVATURE = 1.5
+"""How many times what a step stands the curvature is at each of the last looks; full-batch gradient descent hovers
+within 5 % of it, and mini-batches stay below."""
+
+CURVATURE_LOOKS = 3
+"""How many looks these are."""

@@ -11,7 +11,7 @@ from ignite_monitor.report.curves import curves
 from ignite_monitor.report.families import Group, groups
 from ignite_monitor.report.finding import KINDS, SEVERITIES, Finding
 from ignite_monitor.report.gradients import gradient_findings, no_step, norms
-from ignite_monitor.report.landscape import NOISE_RULES
+from ignite_monitor.report.landscape import CURVATURE_RULES, NOISE_RULES
 from ignite_monitor.report.layers import (
     ACTIVATION_RULES,
     ENTROPY_RULES,
@@ -41,6 +41,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "rcc": RCC_RULES,
     "spectral": SPECTRAL_RULES,
     "noise scale": NOISE_RULES,
+    "curvature": CURVATURE_RULES,
     "other": (curves,),
 }
 """What is asked of the metrics of each kind."""
