@@ -65,6 +65,7 @@ class Monitor(Publisher):
         self._source: EventSource | None = None
         self._filters: list[Callable[[Engine, int], bool] | None] = []
         self._log_handlers: list[AddedHandlers] = []
+        self._is_said_unattached = False
         self._monitored = False
 
     # What a monitor overrides
@@ -214,6 +215,12 @@ class Monitor(Publisher):
         super().load_state_dict(state_dict)
 
     # Its state
+
+    def nothing_to_log(self) -> None:
+        """Say once where there never will be anything."""
+        if self._engine is None and not self._is_said_unattached:
+            self._is_said_unattached = True
+            self.logger.warning("%s: log_to() was called, but attach() was not, so nothing is measured", self.prefix)
 
     @property
     def _is_running(self) -> bool:

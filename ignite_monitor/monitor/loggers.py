@@ -28,6 +28,9 @@ class HasValues(Protocol):
     def on_host(self) -> Mapping[str, float | Tensor]:
         """This iteration's values as floats."""
 
+    def nothing_to_log(self) -> None:
+        """A logger has found no value."""
+
 
 class AddedHandlers:
     """The handlers that something adds to an engine between the making of this object and :meth:`note`.
@@ -139,6 +142,8 @@ class Values:
     def are_there(self) -> bool:
         """Whether there are any in this iteration."""
         monitor = self._monitor()
+        if monitor is not None and not monitor.metrics:
+            monitor.nothing_to_log()
         there = monitor is not None and any(name.startswith(self._start) for name in monitor.metrics)
         return there and (self._selection.is_all or bool(self(None)))
 

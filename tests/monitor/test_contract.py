@@ -837,6 +837,19 @@ def test_nothing_is_read_on_the_host_without_loggers(factory, synchronisations, 
     assert reads(True) == without
 
 
+def test_a_logger_without_attach_is_said_once(factory, caplog):
+    _, _, trainer = quiet_trainer()
+    model, optimizer, _ = make_trainer()
+    logger = ListLogger()
+    monitor = factory(model, optimizer)
+    monitor.log_to(logger, trainer)
+    trainer.run(make_batches(3))
+    assert [each for each in caplog.messages if "attach() was not" in each] == [
+        f"{monitor.prefix}: log_to() was called, but attach() was not, so nothing is measured"
+    ]
+    assert not logger.written
+
+
 def test_one_transfer_per_iteration_for_three_loggers_of_two_monitors(factory, synchronisations, on_a_device):
     model, optimizer, trainer = quiet_trainer()
     other_model, other_optimizer = make_model(3), None
