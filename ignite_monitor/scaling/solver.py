@@ -234,21 +234,23 @@ class _Program:
             optimize: Any = importlib.import_module("scipy.optimize")
         except ImportError as error:
             raise ImportError("Width scaling needs SciPy: pip install 'ignite-monitor[scaling]'") from error
+        np: Any = importlib.import_module("numpy")
         sparse: Any = importlib.import_module("scipy.sparse")
         columns = self._columns | {each: len(self._columns) + index for index, each in enumerate(binaries)}
         count, binary = len(columns), len(columns) - len(self._columns)
-        entries = [(index, columns[each], value) for index, (row, _) in enumerate(rows) for each, value in row]
-        index, column, value = zip(*entries, strict=True)
-        lower, upper = zip(*self._bounds, *[(0.0, 1.0)] * binary, strict=True)
+        index = np.repeat(np.arange(len(rows)), [len(row) for row, _ in rows])
+        column = np.array([columns[each] for row, _ in rows for each, _ in row])
+        value = np.array([value for row, _ in rows for _, value in row])
+        lower, upper = np.array([*self._bounds, *[(0.0, 1.0)] * binary]).T
         result = optimize.milp(
-            [objective.get(variable, 0.0) for variable in columns],
+            np.array([objective.get(variable, 0.0) for variable in columns]),
             integrality=[0] * (count - binary) + [1] * binary if binary else None,
             bounds=optimize.Bounds(lower, upper),
             # What is at one place of the matrix twice is added up.
             constraints=optimize.LinearConstraint(
                 sparse.csr_array((value, (index, column)), shape=(len(rows), count)),
-                -math.inf,
-                [most for _, most in rows],
+                -np.inf,
+                np.array([most for _, most in rows]),
             ),
         )
         if result.x is None:
