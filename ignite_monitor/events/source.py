@@ -65,6 +65,7 @@ class EventSource:
     """
 
     _ATTRIBUTE = "_ignite_monitor_events"  # of the engine, which owns its source
+    _train_steps = 0  # that are going on, on any engine
 
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)
@@ -80,7 +81,7 @@ class EventSource:
         self._tasks: dict[int, dict[int, set[int]]] = {}
         self.stepping: Optimizer | None = None
         self.origin: Origin | None = None
-        self._in_train_step = self._reported_outside = False
+        self._reported_outside = False
 
     # Who takes part
 
@@ -290,11 +291,11 @@ class EventSource:
             with ExitStack() as around:
                 for context in owner._contexts():
                     around.enter_context(context)
-                owner._in_train_step = True
+                EventSource._train_steps += 1
                 try:
                     output = original(engine, batch)
                 finally:
-                    owner._in_train_step = False
+                    EventSource._train_steps -= 1
             if owner.running:
                 engine.state.output = output  # as Ignite is about to: it is known to who listens
                 owner.fire(MonitorEvents.TRAIN_STEP_COMPLETED)
@@ -397,7 +398,7 @@ class EventSource:
 
     def _report_outside(self, optimizer: Optimizer) -> None:
         engine = self._engine()
-        if self._in_train_step or self._reported_outside or engine is None:
+        if EventSource._train_steps or self._reported_outside or engine is None:
             return
         if any(model.shares(optimizer) for model in self._models.values()):
             self._reported_outside = True

@@ -209,6 +209,10 @@ def _entropy(group: Group) -> Iterator[Panel]:
     yield Panel(f"{group.root} of each head, in nats", _lines(group, "entropy"), group.kind, rank=4)
 
 
+def _logits(group: Group) -> Iterator[Panel]:
+    yield Panel(f"{group.root}, the largest score of each head", _lines(group, "logit_max"), group.kind)
+
+
 def _rcc(group: Group) -> Iterator[Panel]:
     update, drift = group.each("weight_update"), group.each("input_drift")
     layers = {layer: at for at, layer in enumerate(sorted({*update, *drift}, key=natural))}
@@ -279,6 +283,7 @@ PANELS: dict[str, Callable[[Group], Iterator[Panel]]] = {
     "optimizer": _optimizer,
     "rcc": _rcc,
     "attention_entropy": _entropy,
+    "attention_logit_max": _logits,
     **dict.fromkeys(PER_LAYER, _per_layer),
     "spectral": _spectral,
     "other": _own,

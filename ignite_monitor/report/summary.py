@@ -11,10 +11,11 @@ from ignite_monitor.report.curves import curves
 from ignite_monitor.report.families import Group, groups
 from ignite_monitor.report.finding import KINDS, SEVERITIES, Finding
 from ignite_monitor.report.gradients import gradient_findings, no_step, norms
-from ignite_monitor.report.landscape import NOISE_RULES
+from ignite_monitor.report.landscape import CURVATURE_RULES, NOISE_RULES
 from ignite_monitor.report.layers import (
     ACTIVATION_RULES,
     ENTROPY_RULES,
+    LOGIT_RULES,
     RCC_RULES,
     SPECTRAL_RULES,
     updates_and_drifts,
@@ -35,12 +36,14 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "weights": WEIGHT_RULES,
     "activation": ACTIVATION_RULES,
     "attention_entropy": ENTROPY_RULES,
+    "attention_logit_max": LOGIT_RULES,
     "optimizer": OPTIMIZER_RULES,
     "replicas": REPLICA_RULES,
     "step": STEP_RULES,
     "rcc": RCC_RULES,
     "spectral": SPECTRAL_RULES,
     "noise scale": NOISE_RULES,
+    "curvature": CURVATURE_RULES,
     "other": (curves,),
 }
 """What is asked of the metrics of each kind."""

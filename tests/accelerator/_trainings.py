@@ -148,6 +148,7 @@ class Training:
         self.dtype = dtype
         self.trainer = Engine(self.train_step)
         self.rows: Rows = []
+        self.data: list[Any] = []
 
     def loss(self, batch: tuple[Tensor, Tensor, float]) -> Tensor:
         tokens, targets, factor = batch
