@@ -60,6 +60,9 @@ test-newest: ## run the tests with the newest of everything
 	$(VENV)-newest/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager --editable '.[test]'
 	$(VENV)-newest/bin/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(PYTEST_ARGS)
 
+gpu: $(READY) ## run the tests and benchmarks of a GPU, and print one table
+	$(BIN)/python -m tests.accelerator._report
+
 clean: ## remove the environment, caches and builds
 	rm -rf $(VENV) $(VENV)-oldest $(VENV)-newest $(VENV)-zoo .cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

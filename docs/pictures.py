@@ -28,6 +28,7 @@ from torch import nn
 
 from ignite_monitor import (
     ActivationHandler,
+    GradientNoiseScaleHandler,
     GradMonitor,
     HDF5Logger,
     OptimizerStateHandler,
@@ -98,6 +99,9 @@ def make_figures(directory):
     for name, metrics in FIGURES.items():
         draw(picture(run, re.compile(metrics)), directory / f"{name}.png")
         keep(directory / f"{name}.png", f"figures/{name}.png")
+    noise = picture(tidy(read_hdf5(watch_noise(directory / "noise.h5"))), re.compile("^noise_scale/"))
+    draw(noise, directory / "noise_scale.png")
+    keep(directory / "noise_scale.png", "figures/noise_scale.png")
     torch.manual_seed(0)
     batch = torch.randn(64, 32), torch.randint(10, (64,))
     widths = [32, 64, 128, 256, 512]
@@ -115,6 +119,26 @@ def make_notebooks(directory):
         notebook.metadata.pop("language_info")  # the version of Python would change with each run
         nbformat.write(notebook, path)
         print(f"{path.relative_to(HERE.parent)}: {path.stat().st_size:,} bytes")
+
+
+def watch_noise(file, iterations=400):
+    """The same training in four micro-batches, of which the noise scale needs at least two."""
+    torch.manual_seed(0)
+    model, batches = TinyGPT(), demo._batches(demo._text(), damaged=-1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+
+    def train_step(engine, batch):
+        optimizer.zero_grad()
+        for micro in zip(*(part.chunk(4) for part in batch), strict=True):
+            (demo._loss(model, micro) / 4).backward()
+        optimizer.step()
+
+    trainer = Engine(train_step)
+    monitor = GradientNoiseScaleHandler(model, optimizer, micro_batches=4)
+    with HDF5Logger(file) as logger, monitor.attach(trainer):
+        monitor.log_to(logger, trainer)
+        trainer.run(batches, max_epochs=1, epoch_length=iterations)
+    return file
 
 
 def make_scaled(width):

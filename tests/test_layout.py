@@ -98,8 +98,8 @@ LAYERS = (
     {"reference"},
     {"nonfinite"},
     {
-        *("gradient", "weight_update", "optimizer_state", "noise_scale"),
-        *("activation", "spectral", "step_stats", "rcc", "spike", "replicas"),
+        *("gradient", "weight_update", "optimizer_state", "noise_scale", "curvature"),
+        *("activation", "spectral", "step_stats", "rcc", "spike", "replicas", "rollback"),
     },
     {"scaling", "spike_recorder"},
 )

@@ -27,6 +27,7 @@ class MonitorEvents(EventEnum):
       the handlers run: monitor, name, value, threshold, culprits, origin.
     - LEVEL_CHANGED : so many spikes came in a row that the threshold rule starts afresh from the last one, of which
       ``engine.state.spike`` tells; fired before the train step's end is. On an accelerator a listener waits for it.
+    - ROLLED_BACK : the training has gone back to an earlier state; before other handlers of ITERATION_COMPLETED run.
     - OPTIMIZER_STEP_STARTED : an optimizer that holds parameters of a monitored model is about to make its step; where
       the step is given a closure, when that has returned for the first time.
     - OPTIMIZER_STEP_COMPLETED : it has returned from it.
@@ -39,6 +40,8 @@ class MonitorEvents(EventEnum):
     """triggered when a value exceeds its threshold."""
     LEVEL_CHANGED = "level_changed"
     """triggered when a threshold rule starts afresh."""
+    ROLLED_BACK = "rolled_back"
+    """triggered when the training has gone back to an earlier state."""
     OPTIMIZER_STEP_STARTED = "optimizer_step_started"
     """triggered before an optimizer's step."""
     OPTIMIZER_STEP_COMPLETED = "optimizer_step_completed"

@@ -65,6 +65,7 @@ class EventSource:
     """
 
     _ATTRIBUTE = "_ignite_monitor_events"  # of the engine, which owns its source
+    _train_steps = 0  # that are going on, on any engine
 
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)
@@ -80,7 +81,7 @@ class EventSource:
         self._tasks: dict[int, dict[int, set[int]]] = {}
         self.stepping: Optimizer | None = None
         self.origin: Origin | None = None
-        self._in_train_step = self._reported_outside = False
+        self._reported_outside = False
 
     # Who takes part
 
@@ -204,10 +205,9 @@ class EventSource:
                 for handler in looking
                 if id(handler.__self__.model) in about
             ]
-        looks = [change() for change in changes if change is not None]
-        for look in looks:
-            if look is not None:
-                look()
+        # What a change returns looks at what all of them have changed, and may change something in turn.
+        while changes:
+            changes = [change() for change in changes if change is not None]
         if event == MonitorEvents.TRAIN_STEP_COMPLETED:
             self.running = False
         if self.has_handlers(event):
@@ -291,11 +291,11 @@ class EventSource:
             with ExitStack() as around:
                 for context in owner._contexts():
                     around.enter_context(context)
-                owner._in_train_step = True
+                EventSource._train_steps += 1
                 try:
                     output = original(engine, batch)
                 finally:
-                    owner._in_train_step = False
+                    EventSource._train_steps -= 1
             if owner.running:
                 engine.state.output = output  # as Ignite is about to: it is known to who listens
                 owner.fire(MonitorEvents.TRAIN_STEP_COMPLETED)
@@ -398,7 +398,7 @@ class EventSource:
 
     def _report_outside(self, optimizer: Optimizer) -> None:
         engine = self._engine()
-        if self._in_train_step or self._reported_outside or engine is None:
+        if EventSource._train_steps or self._reported_outside or engine is None:
             return
         if any(model.shares(optimizer) for model in self._models.values()):
             self._reported_outside = True

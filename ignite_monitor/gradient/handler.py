@@ -182,6 +182,7 @@ class GradMonitor(Monitor, schema=GRADIENT):
 
         self.optimizer = optimizer
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._scale: Tensor | None = None  # of this iteration's last backward
         self.on_spike = on_spike
         self.norm_type = float(norm_type)
         self.reduction = reduction
@@ -235,6 +236,12 @@ class GradMonitor(Monitor, schema=GRADIENT):
         self._reaction.counts = counts
         self._window.before = None
 
+    def counts(self) -> Tensor:
+        return self._judge.counts()
+
+    def start_afresh(self) -> None:
+        self._judge.start_afresh()
+
     # What it listens to
 
     def handlers(self) -> Handlers:
@@ -258,6 +265,7 @@ class GradMonitor(Monitor, schema=GRADIENT):
             self._losses.forget()
         self._iteration = iteration
         self._seen, self._stepped = False, None
+        self._scale = None
 
     def contexts(self) -> list[AbstractContextManager[Any]]:
         if not self._is_running or self._source is None:
@@ -301,7 +309,8 @@ class GradMonitor(Monitor, schema=GRADIENT):
         if self._losses is not None:
             with users_grad_mode():
                 self._losses.backward_ended(engine)
-        verdict = self._verdict(backward.ledger, gradients, backward.scale(self.scaler))
+        self._scale = backward.scale(self.scaler)
+        verdict = self._verdict(backward.ledger, gradients, self._scale)
         self._look_for_origin(engine, verdict)
         announce = self._window.backward(verdict, backward.shared)
         self._show(engine, verdict)
@@ -454,6 +463,8 @@ class GradMonitor(Monitor, schema=GRADIENT):
             "stepped": stepped.to(verdict.norm.dtype),
             **self._reaction.counts,
         }
+        if self._scale is not None:
+            values["scale"] = self._scale.to(verdict.norm.dtype)
         if self._losses is not None:
             values["loss_spike"] = verdict.others[0].spike.to(verdict.norm.dtype)
         self.retract()

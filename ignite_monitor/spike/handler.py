@@ -95,6 +95,12 @@ class SpikeMonitor(Monitor, schema=SPIKE):
         super().load_state_dict(state_dict)
         self._judge.load_state_dict(state_dict)
 
+    def counts(self) -> Tensor:
+        return self._judge.counts()
+
+    def start_afresh(self) -> None:
+        self._judge.start_afresh()
+
     def handlers(self) -> Handlers:
         return [(MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed)]
 

@@ -122,6 +122,9 @@ class Training:
 
     Args:
         kind: "plain", "accumulated" (two backwards to a step) or "scaled" (a GradScaler, with an overflow).
+        fused: whether the optimizer is, which skips steps on the device.
+        dtype: what autocast computes in; None without it.
+        clip: whether the train step clips gradients, to nothing.
     """
 
     def __init__(
@@ -131,20 +134,27 @@ class Training:
         fused: bool = False,
         model: nn.Module | None = None,
         clip: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> None:
         torch.manual_seed(0)
         self.device = device
         self.model = (Transformer() if model is None else model).to(device.name)
-        self.optimizer: Optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9, fused=fused)
+        self.optimizer: Optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
+        if fused:  # of SGD the first step would have to be looked at
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, fused=True)
         self.scaler = torch.amp.GradScaler(device.name, init_scale=1024.0) if kind == "scaled" else None
         self.kind = kind
         self.clip = clip
+        self.dtype = dtype
         self.trainer = Engine(self.train_step)
         self.rows: Rows = []
+        self.data: list[Any] = []
 
     def loss(self, batch: tuple[Tensor, Tensor, float]) -> Tensor:
         tokens, targets, factor = batch
-        return factor * F.cross_entropy(self.model(tokens).flatten(0, 1), targets.flatten())
+        with torch.autocast(self.device.name, self.dtype, enabled=self.dtype is not None):
+            logits = self.model(tokens)
+        return factor * F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
     def train_step(self, engine: Engine, batch: tuple[Tensor, Tensor, float]) -> Tensor:
         loss = self.loss(batch)

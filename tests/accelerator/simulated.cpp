@@ -1,6 +1,7 @@
 // A device whose memory is the host's: every operation runs on the CPU, and what would wait for a device is told.
 // Without torch's headers for Python, which take most of a build; simulated.py calls it through ctypes.
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
@@ -155,6 +156,17 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&run>());
+}
+
+// As on a GPU, a few operations of those that matter; all others take what they are given.
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, library) {
+  library.fallback(torch::CppFunction::makeFallthrough());
+}
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
+  KERNEL_PRIVATEUSEONE(linear, lower_precision_fp)
+  KERNEL_PRIVATEUSEONE(matmul, lower_precision_fp)
+  KERNEL_PRIVATEUSEONE(scaled_dot_product_attention, lower_precision_fp)
+  KERNEL_PRIVATEUSEONE(layer_norm, fp32)
 }
 
 static at::Tensor generator_state() { return hooks.getDefaultGenerator(0).get_state(); }

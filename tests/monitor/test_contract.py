@@ -40,12 +40,14 @@ from torch import Tensor
 
 from ignite_monitor import (
     ActivationHandler,
+    CurvatureHandler,
     GradMonitor,
     MeanStdThreshold,
     MonitorEvents,
     OptimizerStateHandler,
     RCCHandler,
     ReplicaCheckHandler,
+    RollbackHandler,
     SpectralNormHandler,
     SpikeMonitor,
     StaticThreshold,
@@ -57,6 +59,13 @@ from ignite_monitor.scaling import AlignmentHandler
 from tests._helpers import footprint, hooks_only, make_batches, make_model, make_step, make_trainer, same, scalars
 
 OTHER = make_model(7)
+
+
+class EveryCurvature(CurvatureHandler):
+    def attach(self, engine, event=Events.ITERATION_STARTED):
+        return super().attach(engine, event)
+
+
 # name -> (model, optimizer) -> monitor
 HANDLERS = {
     "GradMonitor": lambda model, optimizer: GradMonitor(model, optimizer),
@@ -86,10 +95,14 @@ HANDLERS = {
     "SpikeMonitor": lambda model, optimizer: SpikeMonitor(
         lambda engine: [*model.parameters()][-1].detach().norm(), threshold=MeanStdThreshold(warmup=3)
     ),
+    "CurvatureHandler": lambda model, optimizer: EveryCurvature(model, optimizer, lanczos_steps=16),
+    "RollbackHandler": lambda model, optimizer: RollbackHandler(
+        {"model": model, "optimizer": optimizer}, every=4, quiet=2
+    ),
     "StepStatsHandler": lambda model, optimizer: StepStatsHandler(model, optimizer, peak_flops=1e12),
 }
 # What these say is there without a backward as well.
-WITHOUT_BACKWARD = (ReplicaCheckHandler, SpectralNormHandler, SpikeMonitor, StepStatsHandler)
+WITHOUT_BACKWARD = (ReplicaCheckHandler, SpectralNormHandler, SpikeMonitor, StepStatsHandler, RollbackHandler)
 # What clocks and operating systems say is not the same twice.
 UNSTEADY = {f"step/{name}" for name in ("time_ms", "items_per_s", "mfu", "peak_memory_mb", "resident_memory_mb")}
 UNSTEADY |= {"step/data_wait_ms", "step/data_wait_share"}
@@ -802,7 +815,9 @@ def quiet_trainer():
 
 
 def skips(monitor):
-    return isinstance(monitor, GradMonitor) and monitor._reaction.kind == "skip"
+    return isinstance(monitor, RollbackHandler) or (
+        isinstance(monitor, GradMonitor) and monitor._reaction.kind == "skip"
+    )
 
 
 def test_nothing_is_read_on_the_host_without_loggers(factory, synchronisations, on_a_device):
@@ -827,6 +842,8 @@ def test_one_transfer_per_iteration_for_three_loggers_of_two_monitors(factory, s
     other_model, other_optimizer = make_model(3), None
     other = GradMonitor(other_model, other_optimizer, prefix="other", flag="other_spike")
     monitor = factory(model, optimizer)
+    if isinstance(monitor, RollbackHandler):
+        pytest.skip("decides on the host, and publishes numbers")
     looks = skips(monitor)
     step = trainer._process_function
 
@@ -853,11 +870,15 @@ def test_one_transfer_per_iteration_for_three_loggers_of_two_monitors(factory, s
     for counts in reads:
         counts.pop("nonzero", None)
         assert counts.pop("tolist") == 1
+        if isinstance(monitor, CurvatureHandler):
+            counts.pop("__float__")  # of tensors that it has made on the host
         assert sum(counts.values()) <= looks
 
 
 def test_tensors_until_someone_asks_and_floats_from_then_on(setup, on_a_device):
     _, _, trainer, monitor = setup
+    if isinstance(monitor, RollbackHandler):
+        pytest.skip("decides on the host, and publishes numbers")
     monitor.attach(trainer)
     looked = []
 
@@ -954,7 +975,7 @@ def test_parameters_without_data_are_left_out(factory):
 
 
 def test_a_model_without_data_is_refused(factory):
-    if factory is HANDLERS["SpikeMonitor"]:
+    if factory in (HANDLERS["SpikeMonitor"], HANDLERS["RollbackHandler"]):
         pytest.skip("watches no model")
     model, optimizer, _ = make_trainer()
     with pytest.raises(ValueError, match="model"):
