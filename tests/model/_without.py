@@ -90,7 +90,7 @@ def train(attach):
     torch.manual_seed(0)
     model = Net()
     embedding, *others = model.parameters()
-    optimizer = torch.optim.SGD([embedding, *others], 0.1)
+    optimizer = torch.optim.SGD([embedding, *others], 0.1, momentum=0.5)
     norms, metrics = [], []
 
     def step(engine, x):
