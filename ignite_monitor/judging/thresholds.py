@@ -99,7 +99,9 @@ class ThresholdRule:
         mean, std = moments.mean, moments.std
         limit = self(mean, std, moments.count)
         limit = limit.to(mean) if isinstance(limit, Tensor) else torch.full_like(mean, float(limit))
-        limit = limit.masked_fill(moments.count < self.warmup, math.inf).nan_to_num(nan=math.inf, posinf=math.inf)
+        limit = limit.masked_fill(moments.count < self.warmup, math.inf)
+        if "_is_number" not in vars(type(self)):
+            limit = limit.nan_to_num(nan=math.inf, posinf=math.inf)
         return limit, torch.addcdiv(mean, mean, moments.weight, value=0.0), std  # 0 / 0 before the first
 
     @property
@@ -220,6 +222,8 @@ class MeanStdThreshold(ThresholdRule):
     def __init__(self, k: float = 6.0, warmup: int = 20, decay: float | None = 0.99) -> None:
         self.k = check_real("k", k, above=0.0)
         super().__init__(warmup=check_count("warmup", warmup, least=2), decay=decay)
+
+    _is_number = True  # after the warm-up; of subclasses nobody knows
 
     def __call__(self, mean: Tensor, std: Tensor, count: Tensor) -> Tensor:
         return torch.add(mean, std, alpha=self.k)
