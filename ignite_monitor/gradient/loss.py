@@ -44,9 +44,9 @@ class LossSignal:
 
     def __init__(
         self,
-        k: float = 3.5,
+        k: float = 4.0,
         warmup: int = 20,
-        decay: float = 0.99,
+        decay: float = 0.98,
         *,
         max_consecutive_spikes: int = 10,
         overflow_is_spike: bool = True,
