@@ -26,8 +26,8 @@ from torch.nn import functional as F
 from ignite_monitor import GradMonitor
 
 TRAININGS = (
-    Training("gpt_adamw", 16, 1, 4, "AdamW", 3e-3, 50, "cosine", {"weight_decay": 0.1}),
-    Training("gpt_sgd", 16, 1, 4, "SGD", 0.2, 50, "cosine", {"momentum": 0.9}),
+    Training("gpt_adamw", 32, 1, 6, "AdamW", 3e-3, 50, "cosine", {"weight_decay": 0.1}),
+    Training("gpt_sgd", 32, 1, 6, "SGD", 0.2, 50, "cosine", {"momentum": 0.9}),
     Training("cnn", 8, 2, 16, "AdamW", 2e-3, 0, "cosine"),
     Training("mlp", 64, 2, 16, "SGD", 0.1, 0, "cosine"),
 )
