@@ -40,7 +40,7 @@ bench: $(READY) ## run benchmarks/bench_*.py
 
 docs: $(VENV)/.docs ## build the documentation into build/docs, and run the recipes for loggers
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
-	$(BIN)/python -m sphinx -W -q -b doctest docs build/doctest
+	$(BIN)/python -m sphinx -W -q -b doctest -D nb_execution_mode=off docs build/doctest
 	$(BIN)/python -m pytest -q tests/test_docs.py -k loggers
 	@echo 'Open build/docs/index.html'
 
@@ -59,6 +59,9 @@ test-newest: ## run the tests with the newest of everything
 	$(PYTHON) -m venv $(VENV)-newest
 	$(VENV)-newest/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager --editable '.[test]'
 	$(VENV)-newest/bin/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(PYTEST_ARGS)
+
+gpu: $(READY) ## run the tests and benchmarks of a GPU, and print one table
+	$(BIN)/python -m tests.accelerator._report
 
 clean: ## remove the environment, caches and builds
 	rm -rf $(VENV) $(VENV)-oldest $(VENV)-newest $(VENV)-zoo .cache .hypothesis build dist *.egg-info

@@ -1,10 +1,11 @@
 """Make the pictures of the documentation: the demo's figure, its summary in a terminal, its charts in TensorBoard, and
 a figure for each monitor's page, of one real run.
 
-    python docs/pictures.py [--chromium PROGRAM] [--figures]
+    python docs/pictures.py [--chromium PROGRAM] [--only figures|pictures|notebooks]
 
-Needs ``pip install -e '.[cli,tensorboard,scaling]'`` and Chromium or Chrome, which it runs without a window.
-``--figures`` makes the pages' figures alone, without them. Nothing is fetched from elsewhere.
+Also runs the notebooks, so that whoever reads them in the repository sees what comes out. Needs
+``pip install -e '.[docs,tensorboard]'``, and for the pictures Chromium or Chrome, which it runs without a window.
+Nothing is fetched from elsewhere.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ from torch import nn
 
 from ignite_monitor import (
     ActivationHandler,
+    GradientNoiseScaleHandler,
     GradMonitor,
     HDF5Logger,
+    OptimizerStateHandler,
     RCCHandler,
     RobustThreshold,
     SpectralNormHandler,
@@ -52,6 +55,7 @@ FIGURES = {  # page -> which metrics
     "grad_monitor": "^grad/(norm|threshold|spike)$",
     "spike_monitor": "^loss/(value|threshold)$",
     "weight_update": "^monitor/(update_ratio_|grad_(median|p95|min|max))",
+    "optimizer_state": "^optimizer/(rms|momentum_cosine)_",
     "attention_entropy": "^attention_entropy/|^activation/[^/]+/max_abs$",
     "spectral_norm": "^spectral/(norm_max|norm_mean|topk)",
     "rcc": "^rcc/(weight_update|input_drift)/",
@@ -63,12 +67,15 @@ FIGURES = {  # page -> which metrics
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--chromium", default="chromium", help="the browser's program (default: chromium)")
-    parser.add_argument("--figures", action="store_true", help="the figures of the monitors' pages alone")
+    parser.add_argument("--only", choices=("figures", "pictures", "notebooks"), help="these alone")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        make_figures(Path(folder))
-        if not arguments.figures:
+        if arguments.only in (None, "figures"):
+            make_figures(Path(folder))
+        if arguments.only in (None, "pictures"):
             make_pictures(Path(folder), arguments.chromium)
+        if arguments.only in (None, "notebooks"):
+            make_notebooks(Path(folder))
 
 
 def make_pictures(directory, browser):
@@ -92,11 +99,46 @@ def make_figures(directory):
     for name, metrics in FIGURES.items():
         draw(picture(run, re.compile(metrics)), directory / f"{name}.png")
         keep(directory / f"{name}.png", f"figures/{name}.png")
+    noise = picture(tidy(read_hdf5(watch_noise(directory / "noise.h5"))), re.compile("^noise_scale/"))
+    draw(noise, directory / "noise_scale.png")
+    keep(directory / "noise_scale.png", "figures/noise_scale.png")
     torch.manual_seed(0)
     batch = torch.randn(64, 32), torch.randint(10, (64,))
     widths = [32, 64, 128, 256, 512]
     coordinate_check(make_scaled, lambda width: batch, widths, steps=3).plot(directory / "coordinates.png")
     keep(directory / "coordinates.png", "figures/coordinates.png")
+
+
+def make_notebooks(directory):
+    import nbclient
+    import nbformat
+
+    for path in sorted((HERE / "notebooks").glob("*.ipynb")):
+        notebook = nbformat.read(path, as_version=4)
+        nbclient.NotebookClient(notebook, resources={"metadata": {"path": directory}}, record_timing=False).execute()
+        notebook.metadata.pop("language_info")  # the version of Python would change with each run
+        nbformat.write(notebook, path)
+        print(f"{path.relative_to(HERE.parent)}: {path.stat().st_size:,} bytes")
+
+
+def watch_noise(file, iterations=400):
+    """The same training in four micro-batches, of which the noise scale needs at least two."""
+    torch.manual_seed(0)
+    model, batches = TinyGPT(), demo._batches(demo._text(), damaged=-1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+
+    def train_step(engine, batch):
+        optimizer.zero_grad()
+        for micro in zip(*(part.chunk(4) for part in batch), strict=True):
+            (demo._loss(model, micro) / 4).backward()
+        optimizer.step()
+
+    trainer = Engine(train_step)
+    monitor = GradientNoiseScaleHandler(model, optimizer, micro_batches=4)
+    with HDF5Logger(file) as logger, monitor.attach(trainer):
+        monitor.log_to(logger, trainer)
+        trainer.run(batches, max_epochs=1, epoch_length=iterations)
+    return file
 
 
 def make_scaled(width):
@@ -128,6 +170,7 @@ def train(file, iterations=500, damaged=333):
     ]
     now_and_then = [
         WeightUpdateHandler(model, optimizer),
+        OptimizerStateHandler(optimizer, model),
         ActivationHandler(model, activations={"max_abs": True}, include="blocks", attention=True),
         SpectralNormHandler(model, updates=True),
         RCCHandler(model),

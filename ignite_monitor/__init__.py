@@ -15,14 +15,19 @@ _MODULE_OF = {
     "OptimizerStateHandler": "optimizer_state.handler",
     "ParameterDiagnostics": "weight_update.handler",
     "RCCHandler": "rcc.handler",
+    "ReplicaCheckHandler": "replicas.handler",
     "RobustThreshold": "judging.robust",
+    "RollbackHandler": "rollback.handler",
     "SpectralNormHandler": "spectral.handler",
     "SpikeMonitor": "spike.handler",
+    "SpikeRecord": "spike_recorder.record",
+    "SpikeRecorder": "spike_recorder.handler",
     "StaticThreshold": "judging.thresholds",
     "StepStatsHandler": "step_stats.handler",
     "ThresholdRule": "judging.thresholds",
     "WeightUpdateHandler": "weight_update.handler",
     "attach_monitors": "attaching",
+    "load_spike": "spike_recorder.record",
     "read_hdf5": "hdf5.reader",
     "record": "activation.record",
     "tensorboard_layout": "tensorboard",
@@ -44,8 +49,13 @@ if TYPE_CHECKING:  # the same for those who read and do not run: a test compares
     from ignite_monitor.noise_scale.handler import GradientNoiseScaleHandler as GradientNoiseScaleHandler
     from ignite_monitor.optimizer_state.handler import OptimizerStateHandler as OptimizerStateHandler
     from ignite_monitor.rcc.handler import RCCHandler as RCCHandler
+    from ignite_monitor.replicas.handler import ReplicaCheckHandler as ReplicaCheckHandler
+    from ignite_monitor.rollback.handler import RollbackHandler as RollbackHandler
     from ignite_monitor.spectral.handler import SpectralNormHandler as SpectralNormHandler
     from ignite_monitor.spike.handler import SpikeMonitor as SpikeMonitor
+    from ignite_monitor.spike_recorder.handler import SpikeRecorder as SpikeRecorder
+    from ignite_monitor.spike_recorder.record import SpikeRecord as SpikeRecord
+    from ignite_monitor.spike_recorder.record import load_spike as load_spike
     from ignite_monitor.step_stats.handler import StepStatsHandler as StepStatsHandler
     from ignite_monitor.tensorboard import tensorboard_layout as tensorboard_layout
     from ignite_monitor.weight_update.handler import ParameterDiagnostics as ParameterDiagnostics

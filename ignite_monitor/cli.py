@@ -105,9 +105,10 @@ examples:
   ignite-monitor summary runs/demo/run.h5           what happened, in words
   ignite-monitor plot runs/demo/run.h5 -o run.png   and in a picture
   ignite-monitor compare first.h5 second.h5         two runs side by side
+  ignite-monitor spike spikes/                      what was in the batch when a spike came
   ignite-monitor coord-check model.py:f --widths 64,256   which layers depend on the width
 
-A run's file is written by HDF5Logger. ignite-monitor COMMAND --help says more.""",
+A run's file is written by HDF5Logger, a spike's by SpikeRecorder. ignite-monitor COMMAND --help says more.""",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {_version()}")
@@ -183,6 +184,21 @@ Where one run is longer, each metric is compared up to the last step that both h
     _run_argument(compare, "second", "B.h5")
     compare.add_argument("--all", action="store_true", help="every metric in the table")
     compare.add_argument("--json", action="store_true", help="for machines")
+
+    spike = _command(
+        commands,
+        "spike",
+        _spike,
+        "show what there was when spikes came, as SpikeRecorder keeps it",
+        """\
+examples:
+  ignite-monitor spike spikes/
+  ignite-monitor spike spikes/grad-00000340-rank0.spike.pt
+
+In Python, ignite_monitor.load_spike(FILE) has the batch and all else that it takes
+to make the step again.""",
+    )
+    spike.add_argument("path", metavar="DIR", help="a SpikeRecorder's directory, or a file in it")
 
     check = _command(
         commands,
@@ -282,6 +298,14 @@ def _compare(chosen: argparse.Namespace) -> None:
     from ignite_monitor.report.text import comparison_text, show
 
     return show(comparison_text(comparison, chosen.all))
+
+
+def _spike(chosen: argparse.Namespace) -> None:
+    with _one_line(chosen.path):
+        from ignite_monitor.spike_recorder.text import described
+
+        for line in described(Path(chosen.path)):
+            print(_printable(line))
 
 
 def _coord_check(chosen: argparse.Namespace) -> None:

@@ -164,6 +164,16 @@ STEP_STATS = Schema(
     "step",
     (
         Key("time_ms", "how long the train step took, without loading its data", unit="ms"),
+        Key("data_wait_ms", "how long the engine has waited for the batch", unit="ms", chart="waiting for data"),
+        Key("data_wait_share", "that over itself and ``time_ms``", when="where the latter is there"),
+        Key(
+            "data_wait_max_ms",
+            "the longest of all ranks",
+            unit="ms",
+            when="with ``slowest_rank=True``",
+            chart="waiting for data",
+        ),
+        Key("data_wait_rank", "the rank that has waited that long", when="with ``slowest_rank=True``"),
         Key("items_per_s", "items of the batch over that time, on this rank", unit="1/s"),
         Key(
             "mfu",
@@ -253,6 +263,29 @@ SPIKE = Schema(
     signs=frozenset({"value", "spike"}),
 )
 
+ROLLBACK = Schema(
+    "rollback",
+    "rollback",
+    (
+        Key("count", "how often the training has gone back so far", chart="going back"),
+        Key(
+            "iteration",
+            "the iteration after which the state was that is put back",
+            when="in iterations that go back or are undone",
+        ),
+        Key("undone_count", "iterations undone so far while it got well", chart="going back"),
+    ),
+    signs=frozenset({"count", "undone_count"}),
+)
+
+SPIKE_RECORD = Schema(
+    "spike_record",
+    "grad_record",
+    (Key("recorded_count", "files of spikes written so far"),),
+    signs=frozenset({"recorded_count"}),
+)
+
+
 _NOISE = "noise scale and its interval"
 
 NOISE_SCALE = Schema(
@@ -289,12 +322,24 @@ OPTIMIZER_STATE = Schema(
     ),
 )  # fmt: skip
 
+REPLICAS = Schema(
+    "replicas",
+    "replicas",
+    (
+        Key("agree", "1 if all ranks hold the same, else 0", chart="do the ranks agree"),
+        Key("differing_count", "how many tensors, and other things, are not the same on all ranks"),
+    ),
+)
+
 SCHEMAS = (
     GRADIENT,
     SPIKE,
+    SPIKE_RECORD,
+    ROLLBACK,
     NOISE_SCALE,
     WEIGHT_UPDATE,
     OPTIMIZER_STATE,
+    REPLICAS,
     RCC,
     ACTIVATION,
     SPECTRAL,

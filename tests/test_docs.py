@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import doctest
 import importlib.util
 import inspect
 import io
@@ -87,6 +88,14 @@ def test_snippets(source, needs, folder):
         assert line in printed
 
 
+def test_doctests(folder):
+    found = [each for text in PAGES.values() for each in re.findall(r"^```{doctest}\n(.*?)^```", text, re.S | re.M)]
+    assert found
+    for source in found:
+        test = doctest.DocTestParser().get_doctest(source, {}, "doctest", None, None)
+        assert doctest.DocTestRunner().run(test).failed == 0
+
+
 def docstrings():
     """Public name -> docstring, of classes, their methods, and functions."""
     for package in (ignite_monitor, scaling):
@@ -133,6 +142,15 @@ def test_links_lead_somewhere():
     """Those of the site are Sphinx's business; the README's are not."""
     for target in re.findall(r"\]\(([^)#\s]+)", PAGES["README.md"]):
         assert target.startswith("https://") or (ROOT / target).exists(), target
+
+
+def test_files_that_are_named_are_there():
+    named = {each for text in PAGES.values() for each in re.findall(r"`((?:[a-z_0-9]+/)+[\w.]*)`", text)}
+    places = (ROOT, ROOT / "ignite_monitor")
+    roots = {path.name for place in places for path in place.iterdir() if path.is_dir()}
+    files = {each for each in named if each.partition("/")[0] in roots and (each.endswith("/") or ".py" in each)}
+    assert files
+    assert [each for each in sorted(files) if not any((place / each).exists() for place in places)] == []
 
 
 def test_every_public_name_is_told_of():

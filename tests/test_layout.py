@@ -96,11 +96,12 @@ LAYERS = (
     {"monitor"},
     {"judging"},
     {"reference"},
+    {"nonfinite"},
     {
         *("gradient", "weight_update", "optimizer_state", "noise_scale"),
-        *("activation", "spectral", "step_stats", "rcc", "spike"),
+        *("activation", "spectral", "step_stats", "rcc", "spike", "replicas", "rollback"),
     },
-    {"scaling"},
+    {"scaling", "spike_recorder"},
 )
 ROOMS = {room: height for height, layer in enumerate(LAYERS) for room in layer}
 

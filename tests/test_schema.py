@@ -23,8 +23,11 @@ from ignite_monitor import (
     MeanStdThreshold,
     OptimizerStateHandler,
     RCCHandler,
+    ReplicaCheckHandler,
+    RollbackHandler,
     SpectralNormHandler,
     SpikeMonitor,
+    SpikeRecorder,
     StaticThreshold,
     StepStatsHandler,
     WeightUpdateHandler,
@@ -43,10 +46,13 @@ KINDS = [
     GradientNoiseScaleHandler,
     WeightUpdateHandler,
     OptimizerStateHandler,
+    ReplicaCheckHandler,
     RCCHandler,
     ActivationHandler,
     SpectralNormHandler,
     SpikeMonitor,
+    RollbackHandler,
+    SpikeRecorder,
     StepStatsHandler,
     AlignmentHandler,
     MaxPScheduler,
@@ -89,6 +95,7 @@ def make_all():
     everything = dict.fromkeys(
         ("activations", "parameters", "gradients", "activation_differences", "parameter_differences"), True
     )
+    never = SpikeMonitor(lambda engine: engine.state.iteration, threshold=StaticThreshold(10.0))
 
     def loss(engine):
         return math.inf if engine.state.iteration == 5 else 1.0
@@ -98,11 +105,13 @@ def make_all():
                     per_parameter=True),
         WeightUpdateHandler(model, optimizer, frozen_update_ratio_threshold=1.0, frozen_patience_steps=1),
         OptimizerStateHandler(optimizer, model),
+        ReplicaCheckHandler(model, optimizer),
         RCCHandler(model),
         ActivationHandler(model, **everything, attention=True, reference="init"),
         SpectralNormHandler(model, updates=True, per_parameter=True),
         StepStatsHandler(model, optimizer, peak_flops=1e12),
-        SpikeMonitor(lambda engine: engine.state.iteration, threshold=StaticThreshold(10.0)),
+        never,
+        SpikeRecorder(never, "spikes"),
         AlignmentHandler(model),
     ]  # fmt: skip
 
@@ -146,6 +155,9 @@ def published():
     run_in_parts()
     run(*make_all(), clip=0.01)
     model, optimizer, parametrization = make_parametrized()
+    rollback = RollbackHandler({"model": model, "optimizer": optimizer})
+    rollback.request("to see it")
+    run(model, optimizer, [rollback], clip=1.0)
     run(model, optimizer, [MaxPScheduler(parametrization, optimizer)], clip=1.0)
     return found
 
@@ -169,7 +181,8 @@ def test_everything_was_on(published):
             for key in kind.schema.keys
             if not any(matches(key.pattern, name.removeprefix(f"{prefix}/")) for name in names)
         ]
-        assert set(lacking) <= {"reserved_memory_mb"}, kind
+        # and what there is on several ranks.
+        assert set(lacking) <= {"reserved_memory_mb", "data_wait_max_ms", "data_wait_rank"}, kind
 
 
 def matches(pattern: str, name: str) -> bool:

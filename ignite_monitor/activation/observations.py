@@ -22,6 +22,9 @@ _BYTES = 2**24
 _STACK_BYTES = 2**22
 _ROWS = 32
 
+# Of tensors that are not copied, so many elements wait to be summed up together.
+_LOOSE = 2**22
+
 # How many units are kept apart, of names in another order each time, before they are merged.
 _UNITS = 2**20
 
@@ -62,6 +65,8 @@ class Observations:
         self._with_units = with_units
         # The memory is kept for the next tensors.
         self._stacks: dict[tuple[torch.Size, torch.dtype, torch.device], _Stack] = {}
+        self._loose: list[NamedValues] = []
+        self._loose_size = 0
         self.clear()
 
     def clear(self) -> None:
@@ -84,7 +89,9 @@ class Observations:
         return True
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Observe a tensor, which may be changed in place afterwards; nothing of one that has no statistics.
+        """Observe a tensor; nothing of one that has no statistics.
+
+        With units it may be changed in place afterwards, without them only after :meth:`flush`.
 
         Args:
             tensor: the tensor; where it is part of a graph, under ``no_grad``.
@@ -94,9 +101,18 @@ class Observations:
         size = tensor.numel()
         if size > _SMALL:
             self._sum_up([NamedValues([name], tensor.unsqueeze(0))])
-        elif size:
+        elif size and self._copied(tensor):
             self._make_room(tensor, 1)
             self.add_again(name, tensor)
+        elif size:
+            self._loose.append(NamedValues([name], tensor.detach().unsqueeze(0)))
+            self._loose_size += size
+            if self._loose_size > _LOOSE:
+                self.flush()
+
+    def _copied(self, tensor: Tensor) -> bool:
+        """Whether a tensor has to wait as a copy: an activation may change; elsewhere a copy makes sums quicker."""
+        return self._with_units or tensor.device.type == "cpu"
 
     def add_all(self, names: Sequence[str], tensors: Tensor) -> None:
         """Observe tensors of one shape, which may be changed in place afterwards.
@@ -135,7 +151,8 @@ class Observations:
         return NamedValues(list(names), sums), units
 
     def _take_all(self) -> list[NamedValues]:
-        return [stack.take() for stack in self._stacks.values() if stack.names]
+        loose, self._loose, self._loose_size = self._loose, [], 0
+        return loose + [stack.take() for stack in self._stacks.values() if stack.names]
 
     def _make_room(self, like: Tensor, rows: int) -> _Stack:
         """A stack with room for more tensors of a shape; what has to be taken out for it is summed up."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from ignite_monitor.model.devices import wide_dtype
+from ignite_monitor.model._torch import foreach_norm
+from ignite_monitor.model.devices import upload, wide_dtype
 
 STATISTICS = ("mean", "std", "l2_norm", "max_abs", "dead_fraction", "nonfinite_count")
 
@@ -64,21 +66,89 @@ def sum_up(stacks: Sequence[tuple[Tensor, int | None]]) -> tuple[Tensor, list[Te
         tensors, units), the largest absolute value of each unit, NaN where it has one.
     """
     tensors = [each if each.ndim > 1 else each.unsqueeze(-1) for each, _ in stacks]
+    if tensors[0].device.type != "cpu":
+        single = [each for each, (_, unit) in zip(tensors, stacks, strict=True) if unit is None]
+        largest = iter(_largest(single) if single else ())
+        units = [
+            next(largest) if unit is None else _units(each, unit)
+            for each, (_, unit) in zip(tensors, stacks, strict=True)
+        ]
+        return _sums_elsewhere(tensors), units
     sums = torch.cat([_sums(each) for each in tensors])
     elements, vectors, total, squares, norms, nonfinite = sums.unbind(1)
     of_mean = total * (total / elements)
     centred = squares - of_mean
     # The difference keeps the digits that float64 has more than the two share.
     kept = squares <= _SHARED * centred
-    rows = [len(each) for each in tensors]
-    if sums.device.type != "cpu":  # one would have to wait to know where there are others
-        again = torch.cat([_centred(*each) for each in zip(tensors, centred.split(rows), strict=True)])
-        centred = torch.where(kept, centred, again)
     sums = torch.stack([elements, vectors, total, centred, norms, nonfinite, of_mean], 1)
-    if sums.device.type == "cpu" and len(kept.logical_not().nonzero()):
+    if len(kept.logical_not().nonzero()):
+        rows = [len(each) for each in tensors]
         for each in zip(tensors, sums.split(rows), kept.split(rows), strict=True):
             _look_again(*each)
     return sums, [_units(each, unit) for each, (_, unit) in zip(tensors, stacks, strict=True)]
+
+
+def _sums_elsewhere(tensors: Sequence[Tensor]) -> Tensor:
+    """The sums that :func:`sum_up` gives, on an accelerator: in few operations, of which none waits."""
+    small = [each for each in tensors if each.numel() <= _LARGER_PIECE]
+    of_small = iter(_sums_together(small).split([len(each) for each in small]) if small else ())
+    parts = [next(of_small) if each.numel() <= _LARGER_PIECE else _sums_of_large(each) for each in tensors]
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def _sums_together(tensors: Sequence[Tensor]) -> Tensor:
+    """Those of small tensors, vector by vector, all with vectors of one length together."""
+    device, wide = tensors[0].device, wide_dtype(tensors[0].device)
+    alike: dict[tuple[int, torch.dtype], list[int]] = {}
+    for index, each in enumerate(tensors):
+        alike.setdefault((each.shape[-1], each.dtype), []).append(index)
+    matrices = [torch.cat([tensors[index].reshape(-1, length) for index in own]) for (length, _), own in alike.items()]
+    # For each tensor as it comes in these: how many elements, how many vectors, and where it is to be.
+    order = [index for own in alike.values() for index in own]
+    starts = [0, *itertools.accumulate(map(len, tensors))]
+    sizes, places = [], list[int]()
+    for index in order:
+        each = tensors[index][0]
+        sizes += [(each.numel(), each.numel() // each.shape[-1])] * len(tensors[index])
+        places += range(starts[index], starts[index + 1])
+    of_rows = torch.empty(len(places), 2, dtype=torch.int64, device="cpu")
+    of_rows[torch.tensor(places, device="cpu")] = torch.tensor(sizes, device="cpu")
+    ends = torch.tensor([size for _, size in sizes], device="cpu").cumsum(0)
+    at = torch.bucketize(torch.arange(int(ends[-1]), device=device), upload(ends, device), right=True)
+    if places != sorted(places):
+        at = upload(torch.tensor(places, device="cpu"), device)[at]
+    elements, vectors = upload(of_rows.to(wide).T.contiguous(), device).unbind()
+    parts = list(itertools.pairwise(itertools.accumulate(map(len, matrices), initial=0)))
+    by_vector = torch.empty(4, len(at), dtype=wide, device=device)
+    for each, (start, end) in zip(matrices, parts, strict=True):
+        torch.sum(each, 1, dtype=wide, out=by_vector[0, start:end])
+        torch.linalg.vector_norm(each, dim=1, dtype=wide, out=by_vector[1, start:end])
+        by_vector[2, start:end] = torch.count_nonzero(each - each, 1)  # which is NaN where it is not 0
+    sums = torch.zeros(3, len(places), dtype=wide, device=device).index_add_(1, at, by_vector[:3])
+    total, norms, nonfinite = sums.unbind()
+    mean = total / elements
+    means = mean[at].unsqueeze(1)
+    for each, (start, end) in zip(matrices, parts, strict=True):
+        torch.linalg.vector_norm(each - means[start:end], dim=1, out=by_vector[3, start:end])
+    centred = torch.zeros_like(total).index_add_(0, at, by_vector[3].square_())
+    return torch.stack([elements, vectors, total, centred, norms, nonfinite, total * mean], 1)
+
+
+def _sums_of_large(tensors: Tensor) -> Tensor:
+    """Those of tensors of which no copy is made."""
+    elements, vectors, total, squares, norms, nonfinite = _sums(tensors).unbind(1)
+    of_mean = total * (total / elements)
+    centred = squares - of_mean
+    again = _centred(tensors, centred)
+    centred = torch.where(squares <= _SHARED * centred, centred, again)
+    return torch.stack([elements, vectors, total, centred, norms, nonfinite, of_mean], 1)
+
+
+def _largest(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The largest absolute value of each, of tensors without units on an accelerator."""
+    rows = [row for each in tensors for row in each.unbind()]
+    largest = torch.stack(foreach_norm(rows, math.inf)).unsqueeze(1)
+    return list(largest.to(torch.promote_types(largest.dtype, torch.float32)).split([len(each) for each in tensors]))
 
 
 def _sums(tensors: Tensor) -> Tensor:
@@ -174,7 +244,8 @@ def statistics(sums: Tensor, largest: Tensor, dead: Tensor, units: Tensor) -> Te
     mean = total / elements
     # Within the parts and between them, which is exactly 0 where there is one.
     variance = (within + (of_means - total * mean)).clamp(min=0.0) / (elements - 1)
-    values = torch.stack([mean, variance.sqrt(), norms / vectors, largest.to(mean), dead.to(mean) / units], 1)
-    finite = (nonfinite == 0).unsqueeze(1) & values.isfinite()
-    counted = torch.where(elements > 0, nonfinite, math.nan)
-    return torch.cat([torch.where(finite, values, math.nan), counted.unsqueeze(1)], 1)
+    # Each becomes NaN or infinite by itself where an element is, but for the dead units: there their number is 0.
+    dead_fraction = dead / (units * (nonfinite == 0))
+    counted = nonfinite / (elements > 0)
+    values = [mean, variance.sqrt(), norms / vectors, largest, dead_fraction, counted]
+    return torch.stack(values, 1).nan_to_num_(math.nan, math.nan, math.nan)

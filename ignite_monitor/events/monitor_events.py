@@ -24,9 +24,10 @@ class MonitorEvents(EventEnum):
       backward, before ``backward()`` returns. Under ``checkpoint(use_reentrant=True)`` once more for every
       checkpointed segment, the last time with the whole gradient.
     - SPIKE_DETECTED : a value exceeded its threshold, a gradient norm for one. ``engine.state.spike`` tells of it while
-      the handlers run: monitor, name, value, threshold, culprits.
+      the handlers run: monitor, name, value, threshold, culprits, origin.
     - LEVEL_CHANGED : so many spikes came in a row that the threshold rule starts afresh from the last one, of which
       ``engine.state.spike`` tells; fired before the train step's end is. On an accelerator a listener waits for it.
+    - ROLLED_BACK : the training has gone back to an earlier state; before other handlers of ITERATION_COMPLETED run.
     - OPTIMIZER_STEP_STARTED : an optimizer that holds parameters of a monitored model is about to make its step; where
       the step is given a closure, when that has returned for the first time.
     - OPTIMIZER_STEP_COMPLETED : it has returned from it.
@@ -39,6 +40,8 @@ class MonitorEvents(EventEnum):
     """triggered when a value exceeds its threshold."""
     LEVEL_CHANGED = "level_changed"
     """triggered when a threshold rule starts afresh."""
+    ROLLED_BACK = "rolled_back"
+    """triggered when the training has gone back to an earlier state."""
     OPTIMIZER_STEP_STARTED = "optimizer_step_started"
     """triggered before an optimizer's step."""
     OPTIMIZER_STEP_COMPLETED = "optimizer_step_completed"
@@ -54,6 +57,24 @@ def register_events(engine: Engine) -> None:
         engine.register_events(*events, event_to_attr=dict.fromkeys(events, "iteration"))
 
 
+class Origin(NamedTuple):
+    """What has produced the first number that is not finite.
+
+    Attributes:
+        name: a module's name, ``_root_`` for the whole model; where ``kind`` is gradient, that of a parameter; else
+            empty.
+        kind: ``"forward"``: the module's inputs are finite, and its output is not. ``"backward"``: the gradient of its
+            output is finite, and what it makes of that is not. ``"input"``: what the model is called with is not
+            finite. ``"loss"``: the model is finite, and what is computed of its output is not. ``"gradient"``: no more
+            is known than the first parameter, in backward's order, whose gradient is not finite.
+        text: the same as a sentence.
+    """
+
+    name: str
+    kind: str
+    text: str
+
+
 class Spike(NamedTuple):
     """``engine.state.spike`` while handlers of SPIKE_DETECTED and LEVEL_CHANGED run.
 
@@ -63,6 +84,7 @@ class Spike(NamedTuple):
         value: the value.
         threshold: what it was compared with; inf where nothing is judged by size yet.
         culprits: parameter -> its share of the excess, where single tensors are judged too; else empty.
+        origin: where a value that is not finite comes from, as far as a ``GradMonitor`` has found it; else None.
     """
 
     monitor: Any
@@ -70,6 +92,7 @@ class Spike(NamedTuple):
     value: float
     threshold: float
     culprits: Mapping[str, float]
+    origin: Origin | None = None
 
 
 _ATTRIBUTE = "spike"

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ignite_monitor.events.hooks import Patch, is_nested, remove_all
 from ignite_monitor.events.ledger import GradientLedger, GradientsReady, OptimizerStep
-from ignite_monitor.events.monitor_events import MonitorEvents, register_events
+from ignite_monitor.events.monitor_events import MonitorEvents, Origin, register_events
 from ignite_monitor.model._torch import (
     EVENT_HANDLERS,
     HANDLE_EXCEPTION,
@@ -61,9 +61,11 @@ class EventSource:
         monitored: whether this iteration is monitored.
         running: whether its train step is going on. What happens in handlers, or on other engines, is not watched.
         stepping: while an optimizer makes its step, the optimizer.
+        origin: where what is not finite in this iteration comes from, if that has been found.
     """
 
     _ATTRIBUTE = "_ignite_monitor_events"  # of the engine, which owns its source
+    _train_steps = 0  # that are going on, on any engine
 
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)
@@ -78,7 +80,8 @@ class EventSource:
         self._monitoring: set[int] = set()  # ids of the monitors that look at this iteration
         self._tasks: dict[int, dict[int, set[int]]] = {}
         self.stepping: Optimizer | None = None
-        self._in_train_step = self._reported_outside = False
+        self.origin: Origin | None = None
+        self._reported_outside = False
 
     # Who takes part
 
@@ -164,6 +167,10 @@ class EventSource:
         handlers = getattr(engine, EVENT_HANDLERS, None)
         return handlers is None or any(map(handlers.get, events))
 
+    def is_awaited(self, event: MonitorEvents) -> bool:
+        """Whether anyone listens to an event, monitors included."""
+        return bool(self._listeners[event]) or self.has_handlers(event)
+
     @property
     def monitors(self) -> list[Any]:
         """The monitors attached to the engine."""
@@ -198,10 +205,9 @@ class EventSource:
                 for handler in looking
                 if id(handler.__self__.model) in about
             ]
-        looks = [change() for change in changes if change is not None]
-        for look in looks:
-            if look is not None:
-                look()
+        # What a change returns looks at what all of them have changed, and may change something in turn.
+        while changes:
+            changes = [change() for change in changes if change is not None]
         if event == MonitorEvents.TRAIN_STEP_COMPLETED:
             self.running = False
         if self.has_handlers(event):
@@ -254,7 +260,7 @@ class EventSource:
         self._monitoring.clear()
         for ledger in self._models.values():
             ledger.reduced = True
-        self.stepping = None
+        self.stepping = self.origin = None
         self.monitored = self.running = self._awaits_step = False
 
     def _install(self, engine: Engine) -> None:
@@ -285,11 +291,11 @@ class EventSource:
             with ExitStack() as around:
                 for context in owner._contexts():
                     around.enter_context(context)
-                owner._in_train_step = True
+                EventSource._train_steps += 1
                 try:
                     output = original(engine, batch)
                 finally:
-                    owner._in_train_step = False
+                    EventSource._train_steps -= 1
             if owner.running:
                 engine.state.output = output  # as Ignite is about to: it is known to who listens
                 owner.fire(MonitorEvents.TRAIN_STEP_COMPLETED)
@@ -392,7 +398,7 @@ class EventSource:
 
     def _report_outside(self, optimizer: Optimizer) -> None:
         engine = self._engine()
-        if self._in_train_step or self._reported_outside or engine is None:
+        if EventSource._train_steps or self._reported_outside or engine is None:
             return
         if any(model.shares(optimizer) for model in self._models.values()):
             self._reported_outside = True

@@ -42,6 +42,7 @@ from ignite_monitor.monitor.ranks import (
     reduction_of,
     world_size,
 )
+from ignite_monitor.nonfinite.origin import OriginSearch
 
 
 class GradMonitor(Monitor, schema=GRADIENT):
@@ -66,6 +67,14 @@ class GradMonitor(Monitor, schema=GRADIENT):
 
     A non-finite norm is a spike, unless a ``scaler`` looks after it: then it is an overflow, counted but not
     flagged, so that ``scaler.step()`` skips the step and ``scaler.update()`` lowers the scale.
+
+    Of the first non-finite gradient in a row the log says, in one line, what has produced it: the model is run once
+    more on the same inputs with the same random numbers, and the first module is named whose inputs are finite and
+    whose output is not; if forward is finite, the module whose backward makes the gradient non-finite, or the loss
+    (with a ``scaler`` this is an overflow, of which nothing is said). ``engine.state.spike.origin`` has it too. Nothing
+    of the training is changed by that, but for functions of your own that hooks call once more. It is looked for where
+    the verdict is known on the host: on the CPU, and on an accelerator where ``on_spike`` or a handler of
+    SPIKE_DETECTED waits for it.
 
     Args:
         model: the model, as the train step uses it (wrapped, where it is wrapped).
@@ -205,6 +214,7 @@ class GradMonitor(Monitor, schema=GRADIENT):
         self._is_spike: tuple[Verdict, bool] | None = None  # read on the host
         self._missing_reported = False
         self._unstepped = Unstepped(optimizer)
+        self._origins = OriginSearch(model)
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Statistics and counts: tensors, dicts of tensors and a number."""
@@ -225,6 +235,12 @@ class GradMonitor(Monitor, schema=GRADIENT):
         self._judge.load_state_dict(state_dict)
         self._reaction.counts = counts
         self._window.before = None
+
+    def counts(self) -> Tensor:
+        return self._judge.counts()
+
+    def start_afresh(self) -> None:
+        self._judge.start_afresh()
 
     # What it listens to
 
@@ -253,7 +269,7 @@ class GradMonitor(Monitor, schema=GRADIENT):
     def contexts(self) -> list[AbstractContextManager[Any]]:
         if not self._is_running or self._source is None:
             return []
-        contexts = self._reaction.contexts(self._source.step_completed)
+        contexts = [*self._reaction.contexts(self._source.step_completed), self._origins.calls]
         if self._losses is not None:
             contexts.append(self._losses.listening())
         # It may have looked already, in a backward under no_sync().
@@ -274,6 +290,7 @@ class GradMonitor(Monitor, schema=GRADIENT):
         self._window, self._look = GradientWindow(), None
 
     def release(self) -> None:
+        self._origins.calls.release()
         # What is accumulated in the gradients stays there.
         self._iteration = -1
         self._stepped, self._is_spike, self._shown = False, None, None
@@ -293,6 +310,7 @@ class GradMonitor(Monitor, schema=GRADIENT):
             with users_grad_mode():
                 self._losses.backward_ended(engine)
         verdict = self._verdict(backward.ledger, gradients, backward.scale(self.scaler))
+        self._look_for_origin(engine, verdict)
         announce = self._window.backward(verdict, backward.shared)
         self._show(engine, verdict)
         if announce:
@@ -494,6 +512,21 @@ class GradMonitor(Monitor, schema=GRADIENT):
         own = [verdict.outcome[0] > 0, *(other.spike.any() for other in verdict.others)]
         return self._tensors.culprits(verdict.others[-1], torch.stack(own).any())
 
+    def _look_for_origin(self, engine: Engine, verdict: Verdict) -> None:
+        if self._source is None:
+            return
+        nonfinite = as_published(verdict.nonfinite)
+        if self.on_spike is not None or self._source.is_awaited(MonitorEvents.SPIKE_DETECTED):
+            # Without a scaler one that is no spike is finite, and nobody has to wait once more.
+            nonfinite = (self.scaler is not None or self._is_known_spike(verdict)) and bool(verdict.nonfinite)
+        if not isinstance(nonfinite, bool):  # nobody waits for the device
+            self._origins.calls.backward_ended()
+            return
+        text = self._origins.look(not nonfinite, self.scaler is not None, world_size() == 1)
+        self._source.origin = self._origins.found or self._source.origin
+        if text is not None:
+            self.logger.warning("%s: iteration %d: %s", self.prefix, engine.state.iteration, text)
+
     def _is_known_spike(self, verdict: Verdict) -> bool:
         """Whether it is a spike, known on the host: the first call waits for the device."""
         if self._is_spike is None or self._is_spike[0] is not verdict:
@@ -503,7 +536,7 @@ class GradMonitor(Monitor, schema=GRADIENT):
     def _announce(self, engine: Engine, verdict: Verdict) -> None:
         if self._window.announced or self._source is None:
             return
-        listened = self._source.has_handlers(MonitorEvents.SPIKE_DETECTED)
+        listened = self._source.is_awaited(MonitorEvents.SPIKE_DETECTED)
         if (listened or self.on_spike is not None) and self._is_known_spike(verdict):
             self._window.announced = True
             with told(engine, self._spike(verdict)):
@@ -517,10 +550,10 @@ class GradMonitor(Monitor, schema=GRADIENT):
         if self.per_parameter:
             values = torch.cat((values, self._culprits(verdict)))
         value, threshold, *culprits = values.tolist()
-        return Spike(self, f"{self.prefix}/norm", value, threshold, self._tensors.named(culprits))
+        return Spike(self, f"{self.prefix}/norm", value, threshold, self._tensors.named(culprits), self._origins.found)
 
     def _report_restarts(self, engine: Engine, verdict: Verdict) -> None:
-        listened = self._source is not None and self._source.has_handlers(MonitorEvents.LEVEL_CHANGED)
+        listened = self._source is not None and self._source.is_awaited(MonitorEvents.LEVEL_CHANGED)
         if self._warn_of_restarts(wait=listened) and listened and self._source is not None:
             with told(engine, self._spike(verdict)):
                 self._source.fire(MonitorEvents.LEVEL_CHANGED)

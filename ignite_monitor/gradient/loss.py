@@ -87,6 +87,10 @@ class LossSignal:
         else:
             self.detector.go_back(earlier.detector, when)
 
+    def start_afresh(self) -> None:
+        """Forget the level; the counts go on."""
+        self.detector.start_afresh()
+
     def __copy__(self) -> LossSignal:
         twin = object.__new__(type(self))
         twin.detector = copy.copy(self.detector)

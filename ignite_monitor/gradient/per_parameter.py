@@ -136,6 +136,10 @@ class PerParameterJudge:
         else:
             self._detector.go_back(earlier._detector, when)
 
+    def start_afresh(self) -> None:
+        """Forget the level; the counts go on."""
+        self._detector.start_afresh()
+
     def __copy__(self) -> PerParameterJudge:
         twin = object.__new__(type(self))
         vars(twin).update(vars(self), _detector=copy.copy(self._detector))

@@ -19,8 +19,7 @@ from ignite.engine.events import RemovableEventHandle
 from ignite.handlers.base_logger import BaseLogger, BaseOptimizerParamsHandler, BaseOutputHandler
 
 from ignite_monitor.checks import check_count
-from ignite_monitor.hdf5.contents import check_regular
-from ignite_monitor.hdf5.layout import import_h5py, one_line
+from ignite_monitor.hdf5.layout import check_regular, import_h5py, one_line
 from ignite_monitor.hdf5.runs import Clock
 from ignite_monitor.hdf5.values import flatten
 from ignite_monitor.hdf5.writer import Writer
@@ -155,7 +154,7 @@ class HDF5Logger(BaseLogger):
         with self._one_thread:
             if names and self._writer is not None:
                 self._follow(engine)
-                self._writer.add(step, tag, names, numbers, self._clock.place(engine))
+                self._writer.add(step, tag, names, numbers, self._clock.position(engine))
                 if self._clock.is_time() or self._writer.is_full:
                     self.flush()
         self._tell_of_gap()
@@ -172,7 +171,7 @@ class HDF5Logger(BaseLogger):
 
         Args:
             about: what it is about.
-            message: the warning.
+            message: its words.
         """
         if about not in self._told:
             self._told.add(about)
@@ -195,11 +194,17 @@ class HDF5Logger(BaseLogger):
     def _follow(self, engine: Engine) -> None:
         if engine not in self._engines and self._writer is not None:
             self._engines.add(engine)
-            engine.add_event_handler(Events.STARTED, self._start)
+            for event, handler in self._handlers():
+                engine.add_event_handler(event, handler)
             # First of all, or an evaluation at the start of a training would not be known as one within it.
             put_first(engine, Events.STARTED)
-            engine.add_event_handler(Events.ITERATION_STARTED, self._start_iteration)
-            engine.add_event_handler(Events.COMPLETED, self._complete)
+
+    def _handlers(self) -> list[tuple[Events, Callable[[Engine], None]]]:
+        return [
+            (Events.STARTED, self._start),
+            (Events.ITERATION_STARTED, self._start_iteration),
+            (Events.COMPLETED, self._complete),
+        ]
 
     def _start(self, engine: Engine) -> None:
         self._follow_run(self._clock.start, engine)
@@ -222,13 +227,8 @@ class HDF5Logger(BaseLogger):
         self.flush()
 
     def _leave(self) -> None:
-        own: dict[Events, Callable[..., None]] = {
-            Events.STARTED: self._start,
-            Events.ITERATION_STARTED: self._start_iteration,
-            Events.COMPLETED: self._complete,
-        }
         for engine in self._engines:
-            for event, handler in own.items():
+            for event, handler in self._handlers():
                 if engine.has_event_handler(handler, event):
                     engine.remove_event_handler(handler, event)
         self._engines.clear()

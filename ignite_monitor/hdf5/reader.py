@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ignite_monitor.hdf5.contents import Contents, load
+from ignite_monitor.hdf5.layout import Contents, load
 from ignite_monitor.report.series import printable
 
 RETRIES = 50
 COMMON = 8
 
-Places = NDArray[np.int64]
+Indices = NDArray[np.int64]
 
 
 class Series(NamedTuple):
@@ -133,47 +133,39 @@ def _load(path: Path) -> Contents:
 
 def _recording(contents: Contents, pattern: re.Pattern[str]) -> Recording:
     rows = contents.rows[contents.rows["count"] > 0]
-    wanted = np.array([pattern.search(name) is not None for name in contents.names], bool)
+    wanted = [pattern.search(name) is not None for name in contents.names]
+    parts: dict[int, list[tuple[Indices, Indices]]] = {}
+    for number, of_rows, offsets in _occurrences(rows, contents.ids):
+        if wanted[number]:
+            parts.setdefault(number, []).append((of_rows, offsets))
     series: dict[str, Series] = {}
     times: dict[str, NDArray[np.datetime64]] = {}
-    for number, of_rows, places in _in_order(rows, contents.ids, wanted):
-        name = contents.names[number]
-        series[name] = Series(rows["step"][of_rows], contents.values[rows["values"][of_rows] + places])
+    for number in sorted(parts):
+        of_rows, offsets = (np.concatenate(part) for part in zip(*parts[number], strict=True))
+        in_time = np.argsort(of_rows, kind="stable")
+        of_rows, name = of_rows[in_time], contents.names[number]
+        series[name] = Series(rows["step"][of_rows], contents.values[rows["values"][of_rows] + offsets[in_time]])
         times[name] = rows["time"][of_rows].astype("datetime64[ms]")
     return Recording(series, times)
 
 
-def _in_order(
-    rows: NDArray[Any], ids: NDArray[np.int32], wanted: NDArray[np.bool_]
-) -> Iterator[tuple[int, Places, Places]]:
-    """For each wanted name its number, the rows that have it, and its place in each of them."""
-    parts: dict[int, list[tuple[Places, Places]]] = {}
-    for number, of_rows, places in _places(rows, ids):
-        if wanted[number]:
-            parts.setdefault(number, []).append((of_rows, places))
-    for number in sorted(parts):
-        of_rows, places = (np.concatenate(part) for part in zip(*parts[number], strict=True))
-        in_time = np.argsort(of_rows, kind="stable")
-        yield number, of_rows[in_time], places[in_time]
-
-
-def _places(rows: NDArray[Any], ids: NDArray[np.int32]) -> Iterator[tuple[int, Places, Places]]:
-    """(number of a name, the rows that have it, its place in each of them), several times for a name."""
+def _occurrences(rows: NDArray[Any], ids: NDArray[np.int32]) -> Iterator[tuple[int, Indices, Indices]]:
+    """(number of a name, the rows that have it, its offset in each of them), several times for a name."""
     if not len(rows):
         return
     lists, which, uses = np.unique(rows[["ids", "count"]], return_inverse=True, return_counts=True)
     by_list = np.split(np.argsort(which, kind="stable"), np.cumsum(uses)[:-1])
     for (start, count), of_rows in zip(lists.tolist(), by_list, strict=True):
         if len(of_rows) >= COMMON:
-            for place, number in enumerate(ids[start : start + count].tolist()):
-                yield number, of_rows, np.full(len(of_rows), place)
+            for offset, number in enumerate(ids[start : start + count].tolist()):
+                yield number, of_rows, np.full(len(of_rows), offset)
     # Where every row has names of its own, a look at each list would take longer than sorting all values by name.
     rare = np.flatnonzero(uses[which] < COMMON)
     if len(rare):
         counts = rows["count"][rare]
         of_values = np.repeat(rare, counts)
-        places = np.arange(len(of_values)) - np.repeat(np.cumsum(counts) - counts, counts)
-        numbers = ids[rows["ids"][of_values] + places]
+        offsets = np.arange(len(of_values)) - np.repeat(np.cumsum(counts) - counts, counts)
+        numbers = ids[rows["ids"][of_values] + offsets]
         order = np.argsort(numbers, kind="stable")
         for same in np.split(order, np.flatnonzero(np.diff(numbers[order])) + 1):
-            yield int(numbers[same[0]]), of_values[same], places[same]
+            yield int(numbers[same[0]]), of_values[same], offsets[same]

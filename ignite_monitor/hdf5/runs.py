@@ -19,7 +19,7 @@ SECONDS = 10.0
 REMEMBERED = 1024  # lists of names that have been compared
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """Where in which run a row is written: see :mod:`ignite_monitor.hdf5.layout`. The run began after ``start``."""
 
     run: int
@@ -32,10 +32,6 @@ class Clock:
     """Follows the engines that a logger is attached to.
 
     A run is that of the engine that started first; what other engines do while it is running belongs to it.
-
-    Args:
-        next_run: the number of the first run.
-        flush_every: how many iterations may pass before it is time to write.
     """
 
     def __init__(self, next_run: int, flush_every: int) -> None:
@@ -57,13 +53,13 @@ class Clock:
         if self._running_engine() is engine:
             self.is_running = False
 
-    def place(self, engine: Engine) -> Place:
+    def position(self, engine: Engine) -> Position:
         """Where a value that comes from an engine now belongs."""
         running = self._running_engine()
         if running is None or (running is not engine and not self.is_running):
             self._begin(engine, max(0, engine.state.iteration - 1))  # nobody saw it start
             self.is_running, running = True, engine
-        return Place(self._run, self._start, running.state.iteration, running is not engine)
+        return Position(self._run, self._start, running.state.iteration, running is not engine)
 
     def tick(self, engine: Engine) -> int | None:
         """An iteration of any of the engines starts; the iteration after which a run begins with it."""
@@ -107,9 +103,9 @@ class TakenBack(NamedTuple):
         if self.ids is None:
             return of_run & (rows["iteration"] > self.iteration)  # type: ignore[no-any-return]
         found = of_run & (rows["iteration"] == self.iteration) & (rows["step"] == self.step)
-        for place in np.flatnonzero(found):
-            first, count = rows["ids"][place], rows["count"][place]
-            found[place] = np.isin(ids[first : first + count], self.ids).all()
+        for index in np.flatnonzero(found):
+            first, count = rows["ids"][index], rows["count"][index]
+            found[index] = np.isin(ids[first : first + count], self.ids).all()
         return found  # type: ignore[no-any-return]
 
 
@@ -133,19 +129,11 @@ class Gap(NamedTuple):
 
 
 class EarlierRuns:
-    """The runs in a file that is continued.
-
-    Args:
-        rows: its rows.
-        first_own: the number of the first run that is the logger's own.
-
-    Attributes:
-        gap: what is in neither the earlier runs nor the one that continues them; None if nothing is known to be.
-    """
+    """The runs in a file that is continued."""
 
     def __init__(self, rows: NDArray[Any], ids: NDArray[np.int32], first_own: int) -> None:
-        self.gap: Gap | None = None
-        self._first_own = first_own
+        self.gap: Gap | None = None  # what is in neither these runs nor the one that continues them, if that is known
+        self._first_own = first_own  # the first run that is the logger's own
         self._runs = []
         self._compared: set[tuple[int, bool, int]] = set()
         self._continued: set[tuple[int, int]] = set()
@@ -159,38 +147,38 @@ class EarlierRuns:
             ends = int(members["step"].max()), int(iterations[0]), int(iterations[-1])
             self._runs.append(EarlierRun(run, bool(nested), used, *ends, distance))
 
-    def taken_back(self, place: Place, step: int, ids: NDArray[np.int32], list_number: int) -> list[TakenBack]:
+    def taken_back(self, position: Position, step: int, ids: NDArray[np.int32], list_number: int) -> list[TakenBack]:
         """What a new row takes the place of.
 
         Args:
             list_number: the same for every row with these names.
         """
-        key = place.run, place.nested, list_number
+        key = position.run, position.nested, list_number
         found = []
         if key not in self._compared:
             if len(self._compared) >= REMEMBERED:
                 self._compared.clear()
             self._compared.add(key)
-            found = [TakenBack(run, place.start) for run in self._newly_continued(place, step, ids)]
-        if place.iteration == place.start:
+            found = [TakenBack(run, position.start) for run in self._newly_continued(position, step, ids)]
+        if position.iteration == position.start:
             # Written between two iterations (at EPOCH_STARTED), and perhaps before the end of the earlier run too.
-            runs = [run for new, run in self._continued if new == place.run]
-            found += [TakenBack(run, place.start, step, ids) for run in runs]
+            runs = [run for new, run in self._continued if new == position.run]
+            found += [TakenBack(run, position.start, step, ids) for run in runs]
         return found
 
-    def _newly_continued(self, place: Place, step: int, ids: NDArray[np.int32]) -> list[int]:
-        alike = [each for each in self._runs if each.nested == place.nested and np.isin(ids, each.ids).any()]
-        if place.start > 0:
+    def _newly_continued(self, position: Position, step: int, ids: NDArray[np.int32]) -> list[int]:
+        alike = [each for each in self._runs if each.nested == position.nested and np.isin(ids, each.ids).any()]
+        if position.start > 0:
             alike = [each for each in alike if not self._is_over(each)]
         else:  # from the very beginning: again, or something else, whose steps go on?
             alike = [each for each in alike if each.run < self._first_own and each.last_step >= step]
-        runs = [each.run for each in alike if (place.run, each.run) not in self._continued]
-        self._continued |= {(place.run, run) for run in runs}
-        own = [each for each in self._runs if (place.run, each.run) in self._continued and not each.nested]
+        runs = [each.run for each in alike if (position.run, each.run) not in self._continued]
+        self._continued |= {(position.run, run) for run in runs}
+        own = [each for each in self._runs if (position.run, each.run) in self._continued and not each.nested]
         if own:
             last = max(own, key=lambda each: each.last_iteration)
-            is_gap = last.distance is not None and place.start - last.last_iteration >= last.distance
-            self.gap = Gap(last.last_iteration, place.start) if is_gap else None
+            is_gap = last.distance is not None and position.start - last.last_iteration >= last.distance
+            self.gap = Gap(last.last_iteration, position.start) if is_gap else None
         return runs
 
     def _is_over(self, run: EarlierRun) -> bool:

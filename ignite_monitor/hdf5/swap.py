@@ -30,20 +30,11 @@ except ModuleNotFoundError:  # Windows
     fcntl = None  # type: ignore[assignment, unused-ignore]
 
 Patch = list[tuple[str, int, NDArray[Any]]]
-"""What to put where: dataset, first place, elements. Applying it twice does no harm."""
+"""What to put where: dataset, first index, elements. Applying it twice does no harm."""
 
 
 class SwappedFile:
-    """The file, which nobody else writes until it is closed.
-
-    Args:
-        mode: ``"x"``, ``"w"`` or ``"a"``.
-
-    Raises:
-        FileExistsError: if it is there, in mode ``"x"``.
-        BlockingIOError: if another writer has it.
-        OSError: if it can't be written.
-    """
+    """The file, which nobody else writes until it is closed; BlockingIOError if another writer has it."""
 
     def __init__(self, path: Path, mode: str) -> None:
         self.path = path
@@ -118,13 +109,10 @@ class SwappedFile:
         shutil.copyfile(self.path, self._shadow)
 
     def _apply(self, patch: Patch, *, locking: bool) -> bool:
-        """Put a patch into the shadow; False if a reader has opened it just now.
+        """Put a patch into the shadow; False if a reader has opened it just now, which may be only with ``locking``.
 
         HDF5 does not survive a disk that is full: the process ends in a segmentation fault. So the room that it may
         need is taken before, where an error is an error.
-
-        Args:
-            locking: whether readers may have it open.
 
         Raises:
             OSError: if there is no room, or the shadow can't be opened although nobody else has it.
@@ -205,12 +193,6 @@ class Lock:
     """Holds a file beside the one to be written, until it is released or the process ends, however it ends.
 
     Where the file system has no locks, nobody is refused.
-
-    Args:
-        path: the file that only one may hold.
-
-    Raises:
-        BlockingIOError: if another does.
     """
 
     def __init__(self, path: Path) -> None:
@@ -245,7 +227,7 @@ def _lock(descriptor: int) -> None:
             pass
 
 
-def _let_go() -> None:
+def _close_in_child() -> None:
     """A forked process has the same open file, and would go on holding it when its parent has been killed."""
     for lock in _HELD:
         lock._file.close()
@@ -253,4 +235,4 @@ def _let_go() -> None:
 
 _HELD: weakref.WeakSet[Lock] = weakref.WeakSet()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_let_go)
+    os.register_at_fork(after_in_child=_close_in_child)

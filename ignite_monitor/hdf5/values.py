@@ -34,29 +34,29 @@ def flatten(named: Mapping[Any, Any], leave_out: Callable[[str, Any], None]) -> 
     left_out: list[int] = []
     numbers = np.zeros(len(leaves))
     tensors: dict[tuple[torch.device, torch.dtype, torch.layout], list[int]] = {}
-    for place, leaf in enumerate(leaves):
+    for index, leaf in enumerate(leaves):
         if type(leaf) is float:
-            numbers[place] = leaf
+            numbers[index] = leaf
         elif isinstance(leaf, Tensor):
             if leaf.ndim == 0:
-                tensors.setdefault((leaf.device, leaf.dtype, leaf.layout), []).append(place)
+                tensors.setdefault((leaf.device, leaf.dtype, leaf.layout), []).append(index)
             else:
-                left_out.append(place)
-        elif np.iscomplexobj(leaf) or not isinstance(leaf, (Number, np.bool_)) or not _put(numbers, place, leaf):
-            left_out.append(place)
+                left_out.append(index)
+        elif np.iscomplexobj(leaf) or not isinstance(leaf, (Number, np.bool_)) or not _put(numbers, index, leaf):
+            left_out.append(index)
     left_out += _bring_over(numbers, leaves, list(tensors.values()))
     if left_out:
-        for place in sorted(left_out):
-            leave_out(names[place], leaves[place])
+        for index in sorted(left_out):
+            leave_out(names[index], leaves[index])
         kept = sorted(set(range(len(names))).difference(left_out))
-        return tuple(names[place] for place in kept), numbers[kept]
+        return tuple(names[index] for index in kept), numbers[kept]
     return tuple(names), numbers
 
 
-def _put(numbers: Numbers, place: int, number: Any) -> bool:
+def _put(numbers: Numbers, index: int, number: Any) -> bool:
     """False if there is no such number in float64: integers and decimals can be too large for it."""
     try:
-        numbers[place] = value = float(number)
+        numbers[index] = value = float(number)
     except (ArithmeticError, TypeError, ValueError):
         return False
     return not math.isinf(value) or bool(value == number)
@@ -85,30 +85,30 @@ def _has_numbers(tensor: Tensor) -> bool:
 
 
 def _bring_over(numbers: Numbers, leaves: list[Any], groups: list[list[int]]) -> list[int]:
-    """Put the tensors' values into their places; a device's are joined in float64 and copied once.
+    """Put the tensors' values at their indices; a device's are joined in float64 and copied once.
 
     Args:
-        groups: the places of tensors of one device and dtype.
+        groups: the indices of tensors of one device and dtype.
 
     Returns:
-        The places of those that have no number.
+        The indices of those that have no number.
     """
     by_device: dict[torch.device, tuple[list[Tensor], list[int]]] = {}
     left_out: list[int] = []
     with torch.no_grad():
         while groups:
-            places = groups.pop()
-            joined = _joined([leaves[place] for place in places])
+            indices = groups.pop()
+            joined = _joined([leaves[index] for index in indices])
             if joined is not None:
-                parts, all_places = by_device.setdefault(joined.device, ([], []))
+                parts, all_indices = by_device.setdefault(joined.device, ([], []))
                 parts.append(joined)
-                all_places += places
-            elif len(places) > 1:
-                groups += [[place] for place in places]
+                all_indices += indices
+            elif len(indices) > 1:
+                groups += [[index] for index in indices]
             else:
-                left_out += places
-        for parts, all_places in by_device.values():
-            numbers[all_places] = torch.cat(parts).cpu().numpy()
+                left_out += indices
+        for parts, all_indices in by_device.values():
+            numbers[all_indices] = torch.cat(parts).cpu().numpy()
     return left_out
 
 

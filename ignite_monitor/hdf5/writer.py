@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ignite_monitor.hdf5.contents import load
-from ignite_monitor.hdf5.layout import EXACT, ROW, needs_float64, one_line
-from ignite_monitor.hdf5.runs import EarlierRuns, Gap, Place, TakenBack
+from ignite_monitor.hdf5.layout import EXACT, ROW, load, needs_float64, one_line
+from ignite_monitor.hdf5.runs import EarlierRuns, Gap, Position, TakenBack
 from ignite_monitor.hdf5.swap import Patch, SwappedFile
 from ignite_monitor.report.series import printable
 
@@ -40,7 +39,7 @@ class Row(NamedTuple):
     """What one write brings."""
 
     step: int
-    place: Place
+    position: Position
     time: int
     names: NameList
     values: NDArray[np.float64]
@@ -80,13 +79,7 @@ class Trouble:
 class Writer:
     """Writes rows to a file. Where that fails they wait, and it is tried again with the next ones.
 
-    Args:
-        mode: ``"x"``, ``"w"`` or ``"a"``.
-        logger: told when writing begins to fail, when it succeeds again, and what is lost.
-
-    Raises:
-        ValueError: if the file to be continued is damaged or not one of HDF5Logger's.
-        OSError: if it can't be written.
+    The logger is told when writing begins to fail, when it succeeds again, and what is lost.
     """
 
     def __init__(self, path: Path, mode: str, logger: logging.Logger) -> None:
@@ -130,32 +123,24 @@ class Writer:
         return self._waiting.bytes - self._waiting.tried >= WAITING_BYTES
 
     def add(
-        self, step: int, tag: str | None, names: tuple[str, ...], values: NDArray[np.float64], place: Place
+        self, step: int, tag: str | None, names: tuple[str, ...], values: NDArray[np.float64], position: Position
     ) -> None:
-        """Take a row, unless writing has failed for so long that memory is used up.
-
-        Args:
-            values: one for each name.
-        """
-        self._last = max(self._last, place.iteration)
+        """Take a row, unless writing has failed for so long that memory is used up."""
+        self._last = max(self._last, position.iteration)
         if self._trouble is not None and self._waiting.bytes >= KEPT_BYTES:
-            self._trouble.lose(len(values), place.iteration)
+            self._trouble.lose(len(values), position.iteration)
             return
         if self._goes_back:
             with self._watched():
-                self._compare_anew(place.run)
+                self._compare_anew(position.run)
         named = self._list_of(tag, names)
         if self._earlier is not None:
-            self._waiting.taken_back += self._earlier.taken_back(place, step, named.ids, named.first)
-        self._waiting.rows.append(Row(step, place, int(1000 * time.time()), named, values))
+            self._waiting.taken_back += self._earlier.taken_back(position, step, named.ids, named.first)
+        self._waiting.rows.append(Row(step, position, int(1000 * time.time()), named, values))
         self._waiting.bytes += ROW_BYTES + values.nbytes
 
     def begin(self, start: int) -> None:
-        """A run begins: where it goes back behind others of this writer, it is compared with them as with any.
-
-        Args:
-            start: the iteration that it begins after.
-        """
+        """A run begins after an iteration; one that goes back behind others of this writer is compared with them."""
         self._goes_back |= 0 < start < self._last
 
     def flush(self) -> None:
@@ -177,7 +162,7 @@ class Writer:
             self.flush()
             if self.is_own and self._trouble is not None:
                 for row in self._waiting.rows:
-                    self._trouble.lose(len(row.values), row.place.iteration)
+                    self._trouble.lose(len(row.values), row.position.iteration)
                 self._logger.warning("Writing to %s failed to the end: %s", printable(str(self.path)), self._trouble)
                 self._trouble = None
         finally:
@@ -218,9 +203,9 @@ class Writer:
         append("names", np.frombuffer(lines.encode("ascii"), np.uint8))
         append("ids", np.concatenate([np.empty(0, np.int32), *waiting.ids]))
         numbers = np.concatenate([row.values for row in waiting.rows])
-        places = np.flatnonzero(needs_float64(numbers))
-        exact = np.zeros(len(places), EXACT)
-        exact["place"], exact["value"] = waiting.sizes["values"] + places, numbers[places]
+        indices = np.flatnonzero(needs_float64(numbers))
+        exact = np.zeros(len(indices), EXACT)
+        exact["place"], exact["value"] = waiting.sizes["values"] + indices, numbers[indices]
         with np.errstate(over="ignore"):
             append("values", numbers.astype(np.float32))
         append("exact", exact)
@@ -231,9 +216,9 @@ class Writer:
         """The rows that wait, as they will stand in the file."""
         rows = np.zeros(len(self._waiting.rows), ROW)
         first = self._waiting.sizes["values"]
-        for number, (step, place, moment, names, values) in enumerate(self._waiting.rows):
+        for number, (step, position, moment, names, values) in enumerate(self._waiting.rows):
             rows[number] = (
-                step, place.iteration, moment, place.run, place.nested, names.first, first, len(values)
+                step, position.iteration, moment, position.run, position.nested, names.first, first, len(values)
             )  # fmt: skip
             first += len(values)
         return rows
@@ -254,8 +239,8 @@ class Writer:
         rows["count"][gone] = 0
         in_file = len(rows) - len(waiting)
         waiting[:] = rows[in_file:]
-        places = np.flatnonzero(gone[:in_file])
-        return [("rows", int(places[0]), rows[places[0] : places[-1] + 1])] if len(places) else []
+        indices = np.flatnonzero(gone[:in_file])
+        return [("rows", int(indices[0]), rows[indices[0] : indices[-1] + 1])] if len(indices) else []
 
     def _compare_anew(self, run: int) -> None:
         rows, ids = self._all_rows(self._table())

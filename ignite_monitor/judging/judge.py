@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ignite_monitor.checks import check_count
 from ignite_monitor.judging.spike_score import SpikeScore
@@ -25,6 +26,9 @@ class Signal(Protocol):
 
     def go_back(self, earlier: Any, when: Tensor | None = None) -> None:
         """Forget what has entered since a copy was made, where a 0-dim bool tensor is True; None is true."""
+
+    def start_afresh(self) -> None:
+        """Forget the level; counts go on."""
 
     def state_dict(self) -> dict[str, Any]:
         """Its state."""
@@ -104,6 +108,18 @@ class NormJudge:
         # On other devices than the CPU what may be taken back is not among the known ones.
         if when.device.type == "cpu" and may_be_true(when):
             self.known = before.known
+
+    def counts(self) -> Tensor:
+        """Spikes, norms that are not finite and fresh starts so far, side by side."""
+        counts = self.detector.counts
+        return counts + pad(move_like(self._alone, counts).view(1), (0, len(counts) - 1)) if self.signals else counts
+
+    def start_afresh(self) -> None:
+        """Forget the level; the counts go on."""
+        self.detector.start_afresh()
+        for signal in self.signals.values():
+            signal.start_afresh()
+        self.known = 0
 
     def has_restarted(self, wait: bool) -> bool:
         """Whether the rule has started afresh since this was last true, as far as is known by now, or with waiting."""

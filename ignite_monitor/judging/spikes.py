@@ -167,6 +167,11 @@ class SpikeDetector:
         """How often the level has changed."""
         return self._counts[2]
 
+    @property
+    def counts(self) -> Tensor:
+        """The three of them, side by side."""
+        return self._counts
+
     def judge(self, norm: Tensor) -> Verdict:
         """Compare a value with what earlier ones allow; changes nothing.
 
@@ -202,6 +207,11 @@ class SpikeDetector:
     def _outcome(self, kind: Tensor) -> Tensor:
         """A row for each field of :class:`Outcome`."""
         return torch.embedding(self._outcomes, torch.add(kind, self._state, alpha=len(Kind))).movedim(-1, 0)
+
+    def start_afresh(self) -> None:
+        """Forget the level; the counts go on."""
+        self.rule.forget()
+        self._state = torch.zeros_like(self._state)
 
     def go_back(self, earlier: SpikeDetector, when: Tensor) -> None:
         """Forget what has been observed since a copy was made.
@@ -246,7 +256,8 @@ class SpikeDetector:
         names = ["spike_count", "nonfinite_count", "consecutive", "restarts", "suspended"]
         if set(state_dict) != {*names, "rule"}:
             raise ValueError(f"Argument state_dict should hold {[*names, 'rule']}, but given {[*state_dict]}")
-        counts = {name: torch.as_tensor(state_dict[name], dtype=self._counts.dtype) for name in names}
+        like = self._counts
+        counts = {name: torch.as_tensor(state_dict[name], dtype=like.dtype, device=like.device) for name in names}
         wrong = [name for name, count in counts.items() if count.shape != self._state.shape]
         if wrong:
             raise ValueError(f"Argument state_dict should hold a number as {wrong[0]}, but given {counts[wrong[0]]}")

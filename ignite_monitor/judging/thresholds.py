@@ -137,6 +137,10 @@ class ThresholdRule:
         """
         self._set(torch.where(when, earlier._values.to(self._values), self._values))
 
+    def forget(self) -> None:
+        """Start afresh, as before the first norm."""
+        self._set(self._empty)
+
     def to(self, reference: Tensor) -> None:
         """Move the state to where a tensor is.
 

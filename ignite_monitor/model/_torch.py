@@ -264,7 +264,18 @@ _INSTANCE = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 batch_norm: Any = _or("torch.nn.modules.batchnorm._NormBase", (*_BATCH, *_INSTANCE))
 
 # The attributes that wrappers put a module under; no user calls a module so. By others names are those in the wrapper.
-WRAPPED = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+_COMPILED = "_orig_mod"
+WRAPPED = {_COMPILED, "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+
+
+def is_compilers_wrapper(module: nn.Module) -> bool:
+    """Whether a module is what ``torch.compile`` puts around another one, on which hooks are called."""
+    return _COMPILED in modules_in(module)
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Whether ``module.compile()`` has been called; without the name it has not."""
+    return getattr(module, "_compiled_call_impl", None) is not None
 
 
 def is_in_join(replica: nn.Module) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 from ignite.engine import Engine, Events, EventsList, State
 from ignite.engine.events import CallableEventWithFilter, RemovableEventHandle
 from ignite.handlers.base_logger import BaseLogger
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from ignite_monitor.checks import check_type
@@ -94,6 +94,13 @@ class Monitor(Publisher):
     def clear(self, engine: Engine) -> None:
         """Take this monitor's values out of the engine's state."""
         self.retract()
+
+    def counts(self) -> Tensor | None:
+        """Spikes, values that are not finite and fresh starts of its rule so far; None of who judges nothing."""
+        return None
+
+    def start_afresh(self) -> None:
+        """Forget the level that values are judged by; counts go on."""
 
     # What users call
 

@@ -115,6 +115,13 @@ def world_size() -> int:
     return 1 if idist.model_name() in ("serial", "native-dist") else idist.get_world_size()
 
 
+def own_rank() -> int:
+    """The number of this rank."""
+    if _has_group():
+        return dist.get_rank()
+    return 0 if idist.model_name() in ("serial", "native-dist") else idist.get_rank()
+
+
 def all_take_part(model: nn.Module) -> bool:
     """Whether every rank is known to be where this one is, so that they may communicate."""
     replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]

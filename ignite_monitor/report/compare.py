@@ -46,11 +46,7 @@ class Comparison:
 
 
 def compare(files: tuple[str, str], runs: tuple[Mapping[str, Series], Mapping[str, Series]]) -> Comparison:
-    """Two runs side by side, up to the last iteration that both have.
-
-    Args:
-        runs: name -> series, of each.
-    """
+    """Two runs side by side, up to the last iteration that both have."""
     first, second = runs
     told = (summarise(files[0], first), summarise(files[1], second))
     own = {name for run in runs for group in groups(run) if group.kind == "other" for name, _ in group.scalars.values()}

@@ -23,11 +23,7 @@ LARGER_IS_BETTER = re.compile(
 
 
 def direction(name: str) -> int:
-    """-1 if smaller values of a metric are better, 1 if larger are, 0 if its name does not tell.
-
-    Args:
-        name: its name, of which the last part counts.
-    """
+    """-1 if smaller values of a metric are better, 1 if larger are, 0 if the last part of its name does not tell."""
     last = name.rpartition("/")[2]
     return -1 if SMALLER_IS_BETTER.search(last) else 1 if LARGER_IS_BETTER.search(last) else 0
 

@@ -11,6 +11,7 @@ KINDS = {
     "nonfinite_metric": "Find what overflowed: the first module and the first gradient that are not finite tell where.",
     "nonfinite_gradients": "Lower the learning rate, or leave these steps out: GradMonitor(skip_step=True).",
     "no_step": "Give GradMonitor the optimizer whose step() the train step calls.",
+    "ranks_differ": "Go back to a checkpoint from before, and look at that rank's hardware and its random seeds.",
     "spikes": "Look at these batches, or leave the steps out: GradMonitor(skip_step=True).",
     "early_norms": "Warm the learning rate up, and look at these batches: no rule judges the first norms.",
     "loss_rose": "Lower the learning rate, and go back to a checkpoint from before.",
@@ -38,6 +39,7 @@ KINDS = {
     "batch_size": "",
     "untrained": "If that is not on purpose, set requires_grad and give them to the optimizer.",
     "frozen_for_a_while": "If that is not on purpose, see what the learning rate and the data were there.",
+    "data_wait": "Give the loader more workers, or let it prepare batches ahead (prefetch_factor, pin_memory).",
     "gap": "Nothing to do if the run was resumed there.",
     "input_drift": "Usual of norms; of other layers, raise the learning rate, or lower that of the layers before them.",
 }

@@ -84,6 +84,9 @@ STALE_RMS = 2.3
 STALE_SHARE = 0.05
 """In what share of the looks it has to be so, for more than chance: the first hundred steps of a run are such."""
 
+DATA_WAIT_SHARE = 0.3
+"""What share of the time waiting for data has to take for a word: an iteration could be 1.4 times as fast."""
+
 EPS_SHARE = 0.5
 """Of what share of a tensor's elements eps has to rule, for the step to be another one than Adam's."""
 

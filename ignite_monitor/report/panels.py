@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from ignite_monitor.report.families import PER_LAYER, Group, groups
+from ignite_monitor.report.families import KINDS, PER_LAYER, Group, groups
 from ignite_monitor.report.finding import Finding
 from ignite_monitor.report.series import Series, natural
 from ignite_monitor.report.summary import find, verdict
@@ -271,16 +271,13 @@ def _is_loss(word: str) -> bool:
 
 
 PANELS: dict[str, Callable[[Group], Iterator[Panel]]] = {
+    **dict.fromkeys(KINDS, _mixed),
     "grad": _grad,
-    "spike": _mixed,
     "weights": _weights,
     "optimizer": _optimizer,
     "rcc": _rcc,
     "attention_entropy": _entropy,
     **dict.fromkeys(PER_LAYER, _per_layer),
     "spectral": _spectral,
-    "step": _mixed,
-    "alignment": _mixed,
-    "maxp": _mixed,
     "other": _own,
 }

@@ -149,11 +149,7 @@ def listed(words: Iterable[str], at_most: int = 5) -> str:
 
 
 def iterations(steps: Iterable[int], at_most: int = 6) -> str:
-    """Steps in a sentence: ``iteration 7``, ``iterations 7, 20-25 and 90``.
-
-    Args:
-        steps: the steps, in ascending order.
-    """
+    """Ascending steps in a sentence: ``iteration 7``, ``iterations 7, 20-25 and 90``."""
     ranges: list[list[int]] = []
     for step in map(int, steps):
         if ranges and step == ranges[-1][1] + 1:

@@ -21,8 +21,7 @@ from ignite_monitor.report.layers import (
     weight_share,
 )
 from ignite_monitor.report.series import Series, Statistics, natural, number, plural, statistics
-from ignite_monitor.report.state import OPTIMIZER_RULES
-from ignite_monitor.report.weights import WEIGHT_RULES
+from ignite_monitor.report.weights import OPTIMIZER_RULES, REPLICA_RULES, STEP_RULES, WEIGHT_RULES
 
 VERSION = 1
 """Of the JSON: raised when a key changes its meaning or goes."""
@@ -35,6 +34,8 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "activation": ACTIVATION_RULES,
     "attention_entropy": ENTROPY_RULES,
     "optimizer": OPTIMIZER_RULES,
+    "replicas": REPLICA_RULES,
+    "step": STEP_RULES,
     "rcc": RCC_RULES,
     "spectral": SPECTRAL_RULES,
     "noise scale": NOISE_RULES,

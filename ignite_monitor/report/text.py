@@ -97,11 +97,7 @@ def comparison_text(comparison: Comparison, every: bool = False) -> list[Rendera
 
 
 def show(parts: Iterable[RenderableType], stream: TextIO | None = None) -> None:
-    """Print to a stream: in colour and in its width on a terminal, plain and as wide as need be elsewhere.
-
-    Args:
-        stream: where to; None for the standard output.
-    """
+    """Print to a stream or the standard output: on a terminal in colour and its width, else plain and wide."""
     stream = stream or sys.stdout
     target = io.StringIO()
     console = (

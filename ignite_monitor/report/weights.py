@@ -1,4 +1,4 @@
-"""What WeightUpdateHandler's series say: frozen parameters, vanishing gradients, unusual update ratios."""
+"""What is said of weights and optimizer state, of what ranks hold, and of their waiting for data."""
 
 from __future__ import annotations
 
@@ -226,11 +226,7 @@ def lost_updates(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
 
 
 def together(names: Mapping[str, int] | Iterable[str]) -> str:
-    """Names in a sentence, those of one block as one: ``blocks.3 (12 in it)``.
-
-    Args:
-        names: the names, or name -> how many parameters it stands for.
-    """
+    """Names (and how many parameters they stand for) in a sentence, a block as one: ``blocks.3 (12 in it)``."""
     counts = names if isinstance(names, Mapping) else dict.fromkeys(names, 1)
     blocks: dict[str, list[str]] = {}
     for name in counts:
@@ -242,4 +238,79 @@ def together(names: Mapping[str, int] | Iterable[str]) -> str:
     )
 
 
+def disagreement(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
+    """Ranks that no longer hold the same."""
+    series = group.get("agree")
+    if series is None or (series.finite.values == 1).all():
+        return
+    at, name, counts = series.where(series.values == 0), group.name("agree"), group.get("differing_count")
+    most = f", in up to {int(counts.finite.values.max())} tensors" if counts is not None else ""
+    yield Finding(
+        "ranks_differ",
+        "problem",
+        f"The ranks do not hold the same ({name}) in {iterations(at)}{most}; the log names them.",
+        (name,),
+        steps(at),
+        {"looks": len(at)},
+    )
+
+
+def waiting(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
+    """Train steps that wait for their data."""
+    series = group.get("data_wait_share")
+    if series is not None and persists(series.finite, limits.DATA_WAIT_SHARE):
+        share, name = float(np.median(last_quarter(series.finite).values)), group.name("data_wait_share")
+        yield Finding(
+            "data_wait",
+            "note",
+            f"Waiting for data takes {100 * share:.0f} % of the time of wait and train step ({name}).",
+            (name,),
+            values={"share": share},
+        )
+
+
 WEIGHT_RULES = (frozen, ratios, small_or_large_gradients, untrained, lost_updates)
+
+
+def stale(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
+    """Gradients that have become too large for the second moments that they are divided by."""
+    series = group.get("rms_p95")
+    if series is None or not len(series.finite.values):
+        return
+    name, finite = group.name("rms_p95"), series.finite
+    at = finite.where(finite.values > limits.STALE_RMS)
+    lasts = persists(finite, limits.STALE_RMS)
+    if not lasts and len(at) <= limits.STALE_SHARE * len(finite.steps):
+        return
+    names = group.items.get("topk_rms", {})
+    largest = sorted(names, key=lambda each: -float(np.nanmax(names[each][1].values)))[:3]
+    where = f"; largest in {listed(map(printable, largest))}" if largest else ""
+    yield Finding(
+        "stale_moments",
+        "warning" if lasts else "note",
+        f"Gradients {number(float(finite.values.max()), 3)} times as large as the root of their second moments expects "
+        f"({name}, usual is 1), in {iterations(at)}{where}.",
+        (name, *(names[each][0] for each in largest)),
+        steps(at),
+        {"largest": float(finite.values.max()), "count": len(at)},
+    )
+
+
+def eps_rules(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
+    """Steps that are not adapted to the gradient, since it is small beside eps."""
+    series = group.get("eps_share_median")
+    if series is not None and persists(series.finite, limits.EPS_SHARE):
+        share, name = last_quarter(series.finite).end(1.0), group.name("eps_share_median")
+        yield Finding(
+            "eps_rules",
+            "warning",
+            f"Of the median parameter's elements {100 * share:.0f} % have a second moment below eps, to the end "
+            f"({name}): their steps are smaller than the learning rate says.",
+            (name,),
+            values={"share": share},
+        )
+
+
+OPTIMIZER_RULES = (stale, eps_rules)
+REPLICA_RULES = (disagreement,)
+STEP_RULES = (waiting,)

@@ -44,13 +44,7 @@ def rms(values: Tensor) -> Tensor:
 
 
 def row_alignment(product: Product, fan_in: float, x: Tensor, weight: Tensor) -> Tensor:
-    """The alignment of an input and a weight, by row; NaN where the input, the weight or their product is 0.
-
-    Args:
-        product: of an input and a weight, linear in either: a matrix product or a convolution.
-        fan_in: n, how many products each output is the sum of, more than 1.
-        x: z, whose first dimension is that of the rows.
-    """
+    """The alignment of an input and a weight, by row; NaN where the input, the weight or their product is 0."""
     exponents = (rms(product(x, weight)).log() - (rms(x) * rms(weight[None])).log()) / math.log(fan_in)
     return torch.where(exponents.isfinite(), exponents, math.nan)
 
@@ -63,24 +57,15 @@ def alignment_sums(
     initial_weight: Tensor,
     weight_change: Tensor,
 ) -> Tensor:
-    r"""The sums of all three alignments over the rows of a batch in which they are defined, and the numbers of these.
+    """The sums of all three alignments over the rows of a batch in which they are defined, and the numbers of these.
 
     Args:
         product: of an input and a weight, linear in either: a matrix product or a convolution.
         fan_in: n, how many products each output is the sum of, more than 1.
-        initial_input: :math:`z_0`, whose first dimension is that of the rows.
-        input_change: :math:`\Delta z`, of the same shape.
-        initial_weight: :math:`W_0`.
-        weight_change: :math:`\Delta W`, of the same shape.
+        initial_input: its first dimension is that of the rows.
 
     Returns:
         A tensor of shape (2, 3): sums and counts, in the order of :data:`TERMS`.
-
-    Examples:
-        .. code-block:: python
-
-            sums, counts = alignment_sums(torch.nn.functional.linear, W.shape[1], z_0, z - z_0, W_0, W - W_0)
-            alpha, omega, u = sums / counts
     """
     both = torch.cat([initial_input, input_change])
     alpha, u = row_alignment(product, fan_in, both, weight_change).chunk(2)
@@ -89,14 +74,7 @@ def alignment_sums(
 
 
 def over_layers(alignments: Tensor) -> Tensor:
-    """Mean, smallest and largest alignment over the layers in which it is defined, NaN where there is none.
-
-    Args:
-        alignments: of shape (layers, terms), NaN where it is not defined.
-
-    Returns:
-        A tensor of shape (3, terms).
-    """
+    """Mean, smallest and largest over the layers of (layers, terms), in (3, terms); NaN where it is not defined."""
     unknown = alignments.isnan()
     smallest = alignments.masked_fill(unknown, math.inf).amin(0)
     largest = alignments.masked_fill(unknown, -math.inf).amax(0)
@@ -105,11 +83,7 @@ def over_layers(alignments: Tensor) -> Tensor:
 
 
 class AlignmentCalls(Comparison):
-    """Measures how the calls of a model's layers are aligned.
-
-    Args:
-        layers: the names of each layer's modules, by its own.
-    """
+    """Measures how the calls of a model's layers are aligned; ``layers`` has the names of each one's modules."""
 
     def __init__(self, reference: Reference, layers: Mapping[str, Sequence[str]], sample_size: int) -> None:
         self.layers = list(layers)

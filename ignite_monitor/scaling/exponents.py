@@ -56,18 +56,13 @@ Variable = tuple[str, str]
 
 
 class Term(NamedTuple):
-    """A sum of variables and a constant.
-
-    Attributes:
-        constant: the constant.
-        variables: the variables.
-    """
+    """A sum of variables and a constant."""
 
     constant: float
     variables: tuple[Variable, ...] = ()
 
     def plus(self, constant: float, *variables: Variable) -> Term:
-        """The term with more added to it."""
+        """With more added to it."""
         return Term(self.constant + constant, self.variables + variables)
 
 
@@ -76,11 +71,8 @@ def terms(graph: LayerGraph, alignment: Mapping[str, Alignment], optimizer_type:
 
     They stand in an order in which each can be evaluated: gammas backwards, then r forwards.
 
-    Args:
-        optimizer_type: "adam" or "sgd".
-
     Raises:
-        ValueError: with SGD, if a layer reaches no readout, or is fed by an embedding or a readout in between.
+        ValueError: with SGD, if a layer reaches no readout, or a layer takes outputs of a fixed size.
     """
     found: dict[Variable, list[Term]] = {}
     if optimizer_type == "sgd":
@@ -92,11 +84,7 @@ def terms(graph: LayerGraph, alignment: Mapping[str, Alignment], optimizer_type:
 
 
 def evaluate(minima: Mapping[Variable, list[Term]], c: Mapping[str, float]) -> dict[Variable, float]:
-    """The value of every r and gamma.
-
-    Args:
-        minima: what :func:`terms` returned.
-    """
+    """The value of every r and gamma."""
     values = {("c", name): value for name, value in c.items()}
     for variable, candidates in minima.items():
         values[variable] = min(

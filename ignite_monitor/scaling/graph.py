@@ -39,9 +39,6 @@ ALIGNMENTS = {"full": Alignment(1.0, 0.5, 1.0), "no": Alignment(0.5, 0.5, 0.5)}
 def as_alignment(name: str, value: object) -> Alignment:
     """An alignment, given by its name or as three numbers.
 
-    Args:
-        value: "full", "no", or (alpha, omega, u).
-
     Raises:
         TypeError: if it is neither a name nor three numbers.
         ValueError: if there is no alignment of that name, or a number is not finite.

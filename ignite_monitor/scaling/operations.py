@@ -88,6 +88,7 @@ class Operation(NamedTuple):
     """One call of an operation, and what a trace knows of it."""
 
     full: str  # its name, as torch has it
+    name: str  # without its overload, and without the underscore of one in place
     where: str  # with the module in which it runs
     args: Sequence[Any]
     kwargs: dict[str, Any]
@@ -96,12 +97,6 @@ class Operation(NamedTuple):
     labels: list[Label]  # of the given tensors
     growth: float = 0.0  # the logarithm of how much more the larger model multiplies by than the smaller one
     line: str | None = None  # of the model's code that does, "" where it multiplies by as much; None for no number
-
-    @property
-    def name(self) -> str:
-        """Its name without its overload, and without the underscore of one in place."""
-        name = self.full.partition(".")[0]
-        return name[:-1] if name.endswith("_") and not name.endswith("__") else name
 
     @property
     def junction(self) -> str | None:
@@ -124,6 +119,12 @@ class Operation(NamedTuple):
     def argument(self, index: int, name: str, default: Any = None) -> Any:
         """An argument, by its index or name."""
         return self.kwargs.get(name, self.args[index] if len(self.args) > index else default)
+
+
+def plain_name(name: str) -> str:
+    """An operation's name without its overload, and without the underscore of one in place."""
+    name = name.partition(".")[0]
+    return name[:-1] if name.endswith("_") and not name.endswith("__") else name
 
 
 class Fans(NamedTuple):

@@ -263,29 +263,30 @@ class Parametrization:
         base = from_every_rank(int(torch.randint(2**62, (), device="cpu")))[0]
         seeds: dict[int, int] = {}
         layers: dict[str, ParametrizedLayer] = {}
-        for name, layer in found.items():
+        for name, given in found.items():
             node = self.graph[name]
-            weights = {key: layer.module.get_parameter(key) for key in layer.weights}
+            weights = {key: given.module.get_parameter(key) for key in given.weights}
             for key, weight in weights.items():
                 seeds.setdefault(id(weight), (base ^ fnv1a_64(f"{name}.{key}")) >> 1)
             layers[name] = ParametrizedLayer(
                 name=name,
-                module=layer.module,
-                layer_type=layer.layer_type,
-                fan_in=layer.width,
+                module=given.module,
+                layer_type=given.layer_type,
+                fan_in=given.width,
                 a=node.a,
                 b=node.b,
                 c=self.solution.c.get(node.layer),
-                std=std_prefactor * layer.width**-node.b,
+                std=std_prefactor * given.width**-node.b,
                 seeds={
                     key: seeds[id(weight)] for key, weight in weights.items() if name not in zero and _is_drawn(weight)
                 },
-                weight_names=layer.weights,
-                bias_names=layer.biases,
-                is_module=layer.is_module,
+                weight_names=given.weights,
+                bias_names=given.biases,
+                is_module=given.is_module,
             )
-            shared = None if node.shares is None else layers[node.shares]
-            if shared is not None and (shared.std, shared.fan_in) != (layers[name].std, layers[name].fan_in):
+        for name, layer in layers.items():
+            shared = layers.get(self.graph[name].layer, layer)
+            if (shared.std, shared.fan_in) != (layer.std, layer.fan_in):
                 bare = next((each for each in (shared.name, name) if not found[each].multiplies), None)
                 advice = (
                     f". What {bare} gives can't be multiplied, as no module gives it: compute it in a module, as an "
@@ -293,7 +294,7 @@ class Parametrization:
                 )
                 raise ValueError(
                     f"Layers {shared.name} and {name} share their weights, so both should have the same width and b, "
-                    f"but they have {shared.fan_in} and {layers[name].fan_in}, and {shared.b:g} and {layers[name].b:g}"
+                    f"but they have {shared.fan_in} and {layer.fan_in}, and {shared.b:g} and {layer.b:g}"
                     + ("" if bare is None else advice)
                 )
         return layers

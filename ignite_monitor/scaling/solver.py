@@ -186,11 +186,9 @@ class _Program:
     def minimise(
         self, equal: Mapping[Variable, Term] | None = None, zero: Iterable[Variable] = (), several: bool = True
     ) -> dict[str, float]:
-        """The optimal c by layer.
+        """The optimal c by layer, where some variables are equal to one of their terms, or 0.
 
         Args:
-            equal: which of its terms a variable has to be equal to.
-            zero: variables that have to be 0.
             several: whether there may be several optima.
 
         Raises:

@@ -49,6 +49,7 @@ from ignite_monitor.scaling.operations import (
     Operation,
     fans,
     log_factor,
+    plain_name,
     summed_over,
 )
 
@@ -239,7 +240,9 @@ class Trace(Labels, TorchFunctionMode):
             label = (
                 CONSTANT
                 if name in LIKE
-                else self._label(Operation(name, self._where(name), args, kwargs, result, given, labels))
+                else self._label(
+                    Operation(name, plain_name(name), self._where(name), args, kwargs, result, given, labels)
+                )
             )
             for tensor in outputs:
                 if any(tensor is each for each in given):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -94,6 +95,12 @@ class SpikeMonitor(Monitor, schema=SPIKE):
         super().load_state_dict(state_dict)
         self._judge.load_state_dict(state_dict)
 
+    def counts(self) -> Tensor:
+        return self._judge.counts()
+
+    def start_afresh(self) -> None:
+        self._judge.start_afresh()
+
     def handlers(self) -> Handlers:
         return [(MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed)]
 
@@ -129,17 +136,18 @@ class SpikeMonitor(Monitor, schema=SPIKE):
     def _tell(self, engine: Engine, verdict: Verdict, number: Tensor) -> None:
         if self._source is None:
             return
-        if self._source.has_handlers(MonitorEvents.SPIKE_DETECTED) and bool(verdict.spike):
+        if self._source.is_awaited(MonitorEvents.SPIKE_DETECTED) and bool(verdict.spike):
             with told(engine, self._spike(verdict, number)):
                 self._source.fire(MonitorEvents.SPIKE_DETECTED)
-        listened = self._source.has_handlers(MonitorEvents.LEVEL_CHANGED)
+        listened = self._source.is_awaited(MonitorEvents.LEVEL_CHANGED)
         if self._warn_of_restarts(wait=listened) and listened:
             with told(engine, self._spike(verdict, number)):
                 self._source.fire(MonitorEvents.LEVEL_CHANGED)
 
     def _spike(self, verdict: Verdict, number: Tensor) -> Spike:
         value, threshold = torch.stack((number, verdict.threshold)).tolist()
-        return Spike(self, f"{self.prefix}/value", value, threshold, {})
+        origin = None if self._source is None or math.isfinite(value) else self._source.origin
+        return Spike(self, f"{self.prefix}/value", value, threshold, {}, origin)
 
     def _warn_of_restarts(self, wait: bool) -> bool:
         has_restarted = self._judge.has_restarted(wait)

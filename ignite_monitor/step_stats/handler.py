@@ -9,26 +9,27 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from ignite.engine import Engine
+from ignite.engine import Engine, Events, EventsList
+from ignite.engine.events import CallableEventWithFilter
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ignite_monitor.checks import check_real
+from ignite_monitor.checks import check_real, check_type
 from ignite_monitor.events.ledger import OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import STEP_STATS
 from ignite_monitor.model._torch import Gone, dispatch_mode, need
-from ignite_monitor.model.devices import device_of
+from ignite_monitor.model.devices import device_of, upload
 from ignite_monitor.model.eager import Eager
 from ignite_monitor.model.optimizers import check_optimizer, held_by
 from ignite_monitor.model.samples import is_measurable, reshard
 from ignite_monitor.model.sharding import check_whole
 from ignite_monitor.model.tensors import count_items
-from ignite_monitor.monitor.base import Handlers, Monitor
-from ignite_monitor.monitor.ranks import gradient_norm
+from ignite_monitor.monitor.base import Handlers, Monitor, MonitorHandle
+from ignite_monitor.monitor.ranks import all_take_part, gradient_norm, own_rank, sum_over_ranks, world_size
 from ignite_monitor.step_stats.flops import FlopCount
 from ignite_monitor.step_stats.flops import peak_flops as known_peak
-from ignite_monitor.step_stats.measures import StepClock, peak_memory, resident_memory
+from ignite_monitor.step_stats.measures import DataClock, StepClock, peak_memory, resident_memory
 
 
 class StepStatsHandler(Monitor, schema=STEP_STATS):
@@ -46,12 +47,17 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
     names it, and ``step/mfu`` is absent. The count stands for all later steps, so batches should be alike. The peak is
     that of dense matrix products in the dtype that most operations are made in.
 
+    **Data.** The wait is from Ignite's GET_BATCH_STARTED to GET_BATCH_COMPLETED, on the host's clock; its share is that
+    in wait and ``time_ms`` together. Where a device computes while the host waits, no time is lost in it.
+
     Args:
         model: the model, as the train step uses it (wrapped, where it is wrapped).
         optimizer: the optimizer whose learning rates to publish.
         items: from a batch, as the train step gets it, to how many items it holds, say tokens; None for the length of
             its first tensor.
         peak_flops: operations a second of the device at most; None to look it up by the device's name.
+        slowest_rank: whether to find out which rank has waited longest for its data, which takes a collective in each
+            monitored iteration, so that all ranks have to monitor the same ones.
         prefix: what the values' names start with.
 
     Attributes:
@@ -79,6 +85,7 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
         *,
         items: Callable[[Any], float | Tensor] | None = None,
         peak_flops: float | None = None,
+        slowest_rank: bool = False,
         prefix: str = "step",
     ) -> None:
         super().__init__(model, prefix)
@@ -88,8 +95,11 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
             raise TypeError(f"Argument items should be callable or None, but given {type(items)}")
         if peak_flops is not None:
             need("StepStatsHandler(peak_flops=...)", dispatch_mode)
+        check_type("slowest_rank", slowest_rank, bool, "bool")
         self.optimizer = optimizer
         self.items = items
+        self.slowest_rank = slowest_rank
+        self._data = DataClock()
         self.peak_flops = None if peak_flops is None else check_real("peak_flops", peak_flops, above=0, below=math.inf)
         self.flops: int | None = None
         self._dtype = ""  # that the operations were made in
@@ -119,6 +129,24 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
         if not (flops is None or isinstance(flops, int)) or not isinstance(dtype, str):
             raise TypeError(f"Argument state_dict should hold a count and a name of a dtype, but it holds {state_dict}")
         self.flops, self._dtype = flops, dtype
+
+    def attach(
+        self, engine: Engine, event: CallableEventWithFilter | EventsList = Events.ITERATION_STARTED
+    ) -> MonitorHandle:
+        handle = super().attach(engine, event)
+        for name, handler in self._data_handlers():
+            engine.add_event_handler(name, handler)
+        return handle
+
+    def detach(self) -> None:
+        if (engine := self._attached_to()) is not None:
+            for name, handler in self._data_handlers():
+                engine.remove_event_handler(handler, name)
+        super().detach()
+
+    def _data_handlers(self) -> list[tuple[Events, Callable[[], None]]]:
+        # A batch is there before it is known whether its iteration is monitored.
+        return [(Events.GET_BATCH_STARTED, self._data.start), (Events.GET_BATCH_COMPLETED, self._data.stop)]
 
     # What it listens to
 
@@ -180,7 +208,19 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
         values |= {name: value for name, value in self._memory().items() if value is not None}
         if self._device.type == "cpu":
             values |= self._times(self._items)
+        values |= self._data_wait()
         self.publish(**values)
+
+    def _data_wait(self) -> dict[str, float | Tensor]:
+        seconds = self._data.seconds
+        if seconds is None:
+            return {}
+        found: dict[str, float | Tensor] = {"data_wait_ms": 1e3 * seconds}
+        if self.slowest_rank and world_size() > 1 and all_take_part(self.model):
+            place = torch.tensor([float(rank == own_rank()) for rank in range(world_size())], device="cpu")
+            waits = sum_over_ranks(upload(1e3 * seconds * place, self._device))
+            found |= {"data_wait_max_ms": waits.max(), "data_wait_rank": waits.argmax()}
+        return found
 
     def _take_count(self, counts: Mapping[torch.dtype, int], compiled: Set[str]) -> None:
         if compiled:
@@ -200,6 +240,9 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
         if not seconds:
             return {}
         values = {"time_ms": 1e3 * seconds}
+        wait = self._data.seconds
+        if wait is not None:
+            values["data_wait_share"] = wait / (wait + seconds)
         if items is not None:
             values["items_per_s"] = items / seconds
         peak = self._peak()

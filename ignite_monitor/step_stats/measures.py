@@ -51,6 +51,27 @@ class StepClock:
             self._times.append(time.perf_counter())
 
 
+class DataClock:
+    """How long an engine has waited for its last batch: between two events, on the host's clock."""
+
+    def __init__(self) -> None:
+        self.seconds: float | None = None
+        self._since: float | None = None
+
+    def start(self) -> None:
+        """The engine asks for a batch; the loader may be started anew before there is one."""
+        self._since = self.now()
+
+    def stop(self) -> None:
+        """It has the batch."""
+        self.seconds, self._since = None if self._since is None else self.now() - self._since, None
+
+    @staticmethod
+    def now() -> float:
+        """The time in seconds, from any moment on."""
+        return time.perf_counter()
+
+
 def peak_memory() -> float | None:
     """The most memory that this process ever had resident, in MiB; None where the system does not say."""
     try:

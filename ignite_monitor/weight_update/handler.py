@@ -259,6 +259,7 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
         if self._frozen.changed(wait=True):
             self._warn()
         self._lost.warn(self.logger, self.prefix, wait=True)
+        self._lost.restart()
 
     def _on_gradients_ready(self, engine: Engine, backward: GradientsReady) -> None:
         if self._step is not None:
@@ -314,6 +315,7 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
 
     def _sample(self, engine: Engine) -> None:
         again = self._step is not None
+        self._lost.restart()
         self._step = SampledTrainStep(self.model, self.sample_size, self.optimizer)
         samples = self._step.samples
         self._frozen.rename(samples.names, like=torch.empty(0, dtype=samples.dtype, device=samples.device))

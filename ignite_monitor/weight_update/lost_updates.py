@@ -25,6 +25,10 @@ class LostUpdates:
         self._flag = DeferredFlag()
         self._is_told = False
 
+    def restart(self) -> None:
+        """The steps to come are others, of a model that may lie on another device."""
+        self._in_a_row = None
+
     def observe(self, fraction: Tensor) -> None:
         """A step has lost a fraction of its updates, a 0-dim tensor; NaN where it made none."""
         if self._is_told:

@@ -33,8 +33,9 @@ Rows = list[dict[str, float]]
 
 
 class Block(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, records: bool) -> None:
         super().__init__()
+        self.records = records
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
@@ -42,7 +43,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (each.unflatten(-1, (4, -1)).transpose(1, 2) for each in self.qkv(self.norm1(x)).chunk(3, -1))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        record("attended", y)
+        if self.records:
+            record("attended", y)
         x = x + self.out(y.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
@@ -50,10 +52,10 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """With six blocks it has 77 parameters."""
 
-    def __init__(self, blocks: int = 2, width: int = 16) -> None:
+    def __init__(self, blocks: int = 2, width: int = 16, records: bool = True) -> None:
         super().__init__()
         self.embedding = nn.Embedding(64, width)
-        self.blocks = nn.Sequential(*(Block(width) for _ in range(blocks)))
+        self.blocks = nn.Sequential(*(Block(width, records) for _ in range(blocks)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 64)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -95,7 +97,14 @@ MONITORS: dict[str, Make] = {
     "StepStatsHandler": lambda m, o, s: StepStatsHandler(m, o, items=lambda batch: batch[0].numel()),
     "SpikeMonitor": lambda m, o, s: SpikeMonitor(_loss, threshold=MeanStdThreshold(warmup=3)),
 }
-_OF_THE_MACHINE = ("time_ms", "items_per_s", "mfu", "memory_mb")  # which have no other numbers to agree with
+_OF_THE_MACHINE = (
+    "time_ms",
+    "items_per_s",
+    "data_wait_ms",
+    "data_wait_share",
+    "mfu",
+    "memory_mb",
+)  # which have no other numbers to agree with
 
 
 def batches(count: int, device: str, spikes: Iterable[int] = ()) -> list[tuple[Tensor, Tensor, float]]:
@@ -113,23 +122,39 @@ class Training:
 
     Args:
         kind: "plain", "accumulated" (two backwards to a step) or "scaled" (a GradScaler, with an overflow).
+        fused: whether the optimizer is, which skips steps on the device.
+        dtype: what autocast computes in; None without it.
+        clip: whether the train step clips gradients, to nothing.
     """
 
     def __init__(
-        self, device: Device, kind: str = "plain", fused: bool = False, model: nn.Module | None = None
+        self,
+        device: Device,
+        kind: str = "plain",
+        fused: bool = False,
+        model: nn.Module | None = None,
+        clip: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> None:
         torch.manual_seed(0)
         self.device = device
         self.model = (Transformer() if model is None else model).to(device.name)
-        self.optimizer: Optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9, fused=fused)
+        self.optimizer: Optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
+        if fused:  # of SGD the first step would have to be looked at
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, fused=True)
         self.scaler = torch.amp.GradScaler(device.name, init_scale=1024.0) if kind == "scaled" else None
         self.kind = kind
+        self.clip = clip
+        self.dtype = dtype
         self.trainer = Engine(self.train_step)
         self.rows: Rows = []
+        self.data: list[Any] = []
 
     def loss(self, batch: tuple[Tensor, Tensor, float]) -> Tensor:
         tokens, targets, factor = batch
-        return factor * F.cross_entropy(self.model(tokens).flatten(0, 1), targets.flatten())
+        with torch.autocast(self.device.name, self.dtype, enabled=self.dtype is not None):
+            logits = self.model(tokens)
+        return factor * F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
     def train_step(self, engine: Engine, batch: tuple[Tensor, Tensor, float]) -> Tensor:
         loss = self.loss(batch)
@@ -145,6 +170,8 @@ class Training:
                 self.scaler.update()
             return engine.state.loss
         loss.backward()
+        if self.clip:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1e9)
         if self.kind != "accumulated" or engine.state.iteration % 2 == 0:
             self.optimizer.step()
             self.optimizer.zero_grad()

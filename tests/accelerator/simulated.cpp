@@ -1,6 +1,7 @@
 // A device whose memory is the host's: every operation runs on the CPU, and what would wait for a device is told.
 // Without torch's headers for Python, which take most of a build; simulated.py calls it through ctypes.
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
@@ -14,11 +15,13 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
+#include <atomic>
 #include <string>
 
 using Told = void (*)(const char*);
 static Told told = nullptr;
 static thread_local int inside = 0;  // an operation of the device itself
+static std::atomic<long> launches{0};
 
 static void wait_for(const char* what) {
   if (told && !inside) told(what);
@@ -91,6 +94,7 @@ static at::Tensor empty_strided(c10::IntArrayRef sizes, c10::IntArrayRef strides
 static at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   if (!non_blocking && from.numel() && from.device() != to.device())
     wait_for(to.device().is_cpu() ? "download" : "upload");
+  if (!inside) ++launches;
   Inside mark;
   on_host(to).copy_(on_host(from));
   return to;
@@ -124,6 +128,7 @@ static void run(const c10::OperatorHandle& operation, torch::jit::Stack* stack) 
   const std::string& name = operation.schema().name();
   for (auto each : waiting)
     if (name == each) wait_for(each);
+  if (!inside) ++launches;
   Inside mark;
   at::native::cpu_fallback(operation, stack);
 }
@@ -141,8 +146,27 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("resize_", &at::native::resize_);
 }
 
+// Each of these is launched once, however many tensors there are; elsewhere torch takes them one by one.
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
+  for (auto name : {"_foreach_add.Scalar", "_foreach_add_.List", "_foreach_add_.Scalar", "_foreach_copy_",
+                    "_foreach_mul.ScalarList", "_foreach_mul_.Scalar", "_foreach_mul_.ScalarList",
+                    "_foreach_mul_.Tensor", "_foreach_norm.Scalar", "_foreach_sub.List", "_foreach_zero_"})
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&run>());
+}
+
 TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&run>());
+}
+
+// As on a GPU, a few operations of those that matter; all others take what they are given.
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, library) {
+  library.fallback(torch::CppFunction::makeFallthrough());
+}
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
+  KERNEL_PRIVATEUSEONE(linear, lower_precision_fp)
+  KERNEL_PRIVATEUSEONE(matmul, lower_precision_fp)
+  KERNEL_PRIVATEUSEONE(scaled_dot_product_attention, lower_precision_fp)
+  KERNEL_PRIVATEUSEONE(layer_norm, fp32)
 }
 
 static at::Tensor generator_state() { return hooks.getDefaultGenerator(0).get_state(); }
@@ -159,3 +183,4 @@ TORCH_LIBRARY(simulated, library) {
 
 extern "C" void start() { at::RegisterPrivateUse1HooksInterface(&hooks); }
 extern "C" void tell(Told function) { told = function; }
+extern "C" long launched() { return launches; }

@@ -91,6 +91,7 @@ def load() -> None:
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, _DeviceModule())
     torch.utils.generate_methods_for_privateuse1_backend()
+    _library.launched.restype = ctypes.c_long
     _library.start()
     _function = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(lambda kind: _tell(kind.decode()))
     _library.tell(_function)
@@ -136,8 +137,8 @@ def waits() -> Iterator[list[str]]:
 
 
 @contextlib.contextmanager
-def operations() -> Iterator[Counter[str]]:
-    """What is launched on the device meanwhile: name -> how often, without views; one of many tensors counts as one."""
+def operations(device: str = NAME) -> Iterator[Counter[str]]:
+    """What is launched on a device meanwhile: name -> how often, without views; one of many tensors counts as one."""
     counts: Counter[str] = Counter()
 
     class Count(TorchDispatchMode):
@@ -146,12 +147,17 @@ def operations() -> Iterator[Counter[str]]:
             name = function._schema.name.partition("::")[2]
             if name not in VIEWS:
                 leaves = torch.utils._pytree.tree_leaves((args, kwargs, result))
-                if any(isinstance(each, torch.Tensor) and each.device.type == NAME for each in leaves):
+                if any(isinstance(each, torch.Tensor) and each.device.type == device for each in leaves):
                     counts[name] += 1
             return result
 
     with Count():
         yield counts
+
+
+def launched() -> int:
+    """How many operations the device has run, those included that run where no dispatch mode sees them."""
+    return int(_library.launched())
 
 
 def _tell(kind: str) -> None:

@@ -14,11 +14,11 @@ pytestmark = pytest.mark.cuda
 KINDS = ("plain", "accumulated", "scaled")
 
 
-def assert_alike(ours, theirs, tolerance):
+def assert_alike(ours, theirs, tolerance, least=1e-6):
     assert [sorted(each) for each in ours] == [sorted(each) for each in theirs]
     for iteration, (row, other) in enumerate(zip(ours, theirs, strict=True), 1):
         for name, value in row.items():
-            assert value == pytest.approx(other[name], rel=tolerance, abs=1e-6, nan_ok=True), (iteration, name)
+            assert value == pytest.approx(other[name], rel=tolerance, abs=least, nan_ok=True), (iteration, name)
 
 
 def tolerance_of(name: str, device: Device) -> float:

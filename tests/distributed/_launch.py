@@ -77,7 +77,7 @@ def run_scenarios(
     folder, rank, names = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo",
+        os.environ.get("TEST_BACKEND", "gloo"),
         init_method=f"file://{folder / 'store'}",
         rank=rank,
         world_size=WORLD,

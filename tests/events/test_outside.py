@@ -68,3 +68,21 @@ def test_another_model_s_step_in_a_handler_is_none_of_theirs(caplog):
         optimizer.step()
 
     assert train(None, True, caplog, handler=step)[1] == []
+
+
+def test_a_training_in_a_handler_of_another_that_has_monitors_itself(caplog):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train_step(engine, batch):
+        optimizer.zero_grad()
+        model(batch[0]).square().mean().backward()
+        optimizer.step()
+
+    outer, inner = Engine(lambda engine, batch: None), Engine(train_step)
+    GradMonitor(model, optimizer, prefix="outer", flag="outer").attach(outer)
+    GradMonitor(model, optimizer).attach(inner)
+    outer.add_event_handler(Events.EPOCH_COMPLETED, lambda: inner.run(make_batches(2)))
+    with caplog.at_level(logging.WARNING):
+        outer.run([0])
+    assert not any(TEXT in each.getMessage() for each in caplog.records)

@@ -39,7 +39,7 @@ def test_a_spike_tells_of_itself_while_its_handlers_run(own):
         told.append(engine.state.spike)
 
     trainer.run(make_batches(6, spikes=[4]))
-    assert called == told == [(monitor, "grad/norm", pytest.approx(norms[3], rel=1e-5), 50.0, {})]
+    assert called == told == [(monitor, "grad/norm", pytest.approx(norms[3], rel=1e-5), 50.0, {}, None)]
     assert told[0].monitor is monitor
     assert (told[0].name, told[0].threshold, told[0].culprits) == ("grad/norm", 50.0, {})
     assert getattr(trainer.state, "spike", None) == ("mine" if own else None)

@@ -17,7 +17,14 @@ from tests.rcc._truth import truth_of_calls
 
 SKIPPED = "skipped_count"
 # Known to be right by tests of their own; here it is enough that they are there.
-OF_THE_MACHINE = {"step/time_ms", "step/items_per_s", "step/peak_memory_mb", "step/resident_memory_mb"}
+OF_THE_MACHINE = {
+    "step/data_wait_ms",
+    "step/data_wait_share",
+    "step/time_ms",
+    "step/items_per_s",
+    "step/peak_memory_mb",
+    "step/resident_memory_mb",
+}
 BOUNDS = {"spectral/error_max", "spectral/update_error_max", "spectral/iterations"}
 SPECTRAL = 2e-3  # what a norm may be off by, which its own error bound says too
 

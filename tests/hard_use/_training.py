@@ -138,6 +138,7 @@ MONITORS: dict[str, Callable[..., Any]] = {
 }
 # What clocks and operating systems say is not the same twice.
 UNSTEADY = {f"step/{name}" for name in ("time_ms", "items_per_s", "mfu", "peak_memory_mb", "resident_memory_mb")}
+UNSTEADY |= {"step/data_wait_ms", "step/data_wait_share"}
 
 
 def spread(name: str) -> int:

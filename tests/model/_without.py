@@ -76,6 +76,7 @@ def features():
             )
         ),
         "OptimizerStateHandler": on(lambda model, optimizer: im.OptimizerStateHandler(optimizer, model)),
+        "ReplicaCheckHandler": on(im.ReplicaCheckHandler),
         "RCCHandler": on(lambda model, _: im.RCCHandler(model)),
         "SpectralNormHandler": on(lambda model, _: im.SpectralNormHandler(model)),
         "StepStatsHandler": on(im.StepStatsHandler),
@@ -108,7 +109,7 @@ def train(attach):
             {
                 key: float(value)
                 for key, value in engine.state.metrics.items()
-                if not key.endswith(("_ms", "_mb", "_per_s", "/mfu"))
+                if not key.endswith(("_ms", "_mb", "_per_s", "_wait_share", "/mfu"))
             }
         ),
     )

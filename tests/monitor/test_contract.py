@@ -45,6 +45,8 @@ from ignite_monitor import (
     MonitorEvents,
     OptimizerStateHandler,
     RCCHandler,
+    ReplicaCheckHandler,
+    RollbackHandler,
     SpectralNormHandler,
     SpikeMonitor,
     StaticThreshold,
@@ -72,6 +74,7 @@ HANDLERS = {
     # Named values appear once others have been written, and are looked at in a test of their own.
     "WeightUpdateHandler": lambda model, optimizer: WeightUpdateHandler(model, optimizer, top_k=0),
     "OptimizerStateHandler": lambda model, optimizer: OptimizerStateHandler(optimizer, model, top_k=0),
+    "ReplicaCheckHandler": lambda model, optimizer: ReplicaCheckHandler(model, optimizer),
     "ActivationHandler": lambda model, optimizer: ActivationHandler(model, activations=True),
     "ActivationHandler, gradients": lambda model, optimizer: ActivationHandler(model, gradients=True),
     "WeightUpdateHandler, no optimizer": lambda model, optimizer: WeightUpdateHandler(model, sample_size=4, top_k=0),
@@ -84,12 +87,16 @@ HANDLERS = {
     "SpikeMonitor": lambda model, optimizer: SpikeMonitor(
         lambda engine: [*model.parameters()][-1].detach().norm(), threshold=MeanStdThreshold(warmup=3)
     ),
+    "RollbackHandler": lambda model, optimizer: RollbackHandler(
+        {"model": model, "optimizer": optimizer}, every=4, quiet=2
+    ),
     "StepStatsHandler": lambda model, optimizer: StepStatsHandler(model, optimizer, peak_flops=1e12),
 }
 # What these say is there without a backward as well.
-WITHOUT_BACKWARD = (SpectralNormHandler, SpikeMonitor, StepStatsHandler)
+WITHOUT_BACKWARD = (ReplicaCheckHandler, SpectralNormHandler, SpikeMonitor, StepStatsHandler, RollbackHandler)
 # What clocks and operating systems say is not the same twice.
 UNSTEADY = {f"step/{name}" for name in ("time_ms", "items_per_s", "mfu", "peak_memory_mb", "resident_memory_mb")}
+UNSTEADY |= {"step/data_wait_ms", "step/data_wait_share"}
 FILTERS = {
     "every": (lambda: Events.ITERATION_STARTED(every=3), [3, 6, 9, 12]),
     "once": (lambda: Events.ITERATION_STARTED(once=2), [2]),
@@ -799,7 +806,9 @@ def quiet_trainer():
 
 
 def skips(monitor):
-    return isinstance(monitor, GradMonitor) and monitor._reaction.kind == "skip"
+    return isinstance(monitor, RollbackHandler) or (
+        isinstance(monitor, GradMonitor) and monitor._reaction.kind == "skip"
+    )
 
 
 def test_nothing_is_read_on_the_host_without_loggers(factory, synchronisations, on_a_device):
@@ -824,6 +833,8 @@ def test_one_transfer_per_iteration_for_three_loggers_of_two_monitors(factory, s
     other_model, other_optimizer = make_model(3), None
     other = GradMonitor(other_model, other_optimizer, prefix="other", flag="other_spike")
     monitor = factory(model, optimizer)
+    if isinstance(monitor, RollbackHandler):
+        pytest.skip("decides on the host, and publishes numbers")
     looks = skips(monitor)
     step = trainer._process_function
 
@@ -845,7 +856,7 @@ def test_one_transfer_per_iteration_for_three_loggers_of_two_monitors(factory, s
     engine.add_event_handler(Events.ITERATION_COMPLETED, lambda _: reads.append(dict(synchronisations)))
     engine.run(make_batches(6))
     sizes = [len(named) for logger in loggers for _, named in logger.written]
-    assert min(sizes) > 2
+    assert min(sizes) > 1
     assert len(sizes) == 7 * 6
     for counts in reads:
         counts.pop("nonzero", None)
@@ -855,6 +866,8 @@ def test_one_transfer_per_iteration_for_three_loggers_of_two_monitors(factory, s
 
 def test_tensors_until_someone_asks_and_floats_from_then_on(setup, on_a_device):
     _, _, trainer, monitor = setup
+    if isinstance(monitor, RollbackHandler):
+        pytest.skip("decides on the host, and publishes numbers")
     monitor.attach(trainer)
     looked = []
 
@@ -951,7 +964,7 @@ def test_parameters_without_data_are_left_out(factory):
 
 
 def test_a_model_without_data_is_refused(factory):
-    if factory is HANDLERS["SpikeMonitor"]:
+    if factory in (HANDLERS["SpikeMonitor"], HANDLERS["RollbackHandler"]):
         pytest.skip("watches no model")
     model, optimizer, _ = make_trainer()
     with pytest.raises(ValueError, match="model"):

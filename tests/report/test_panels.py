@@ -8,6 +8,7 @@ import re
 import numpy as np
 import pytest
 
+from ignite_monitor.keys import SCHEMAS
 from ignite_monitor.report.panels import ONE_SCREEN, OWN_PANELS, picture
 from ignite_monitor.report.series import Series, decades, short, thinned, tidy
 from tests.report import _runs as runs
@@ -171,3 +172,11 @@ def test_a_selection_has_all_that_was_asked_for():
     shown = picture(tidy(long_run()), re.compile("metric_|count"))
     assert len(shown.panels) > 30
     assert (shown.findings, shown.left_out) == ((), 0)
+
+
+def test_every_monitor_has_panels():
+    """One that the figure knows nothing else of too."""
+    for schema in SCHEMAS:
+        steps, values = np.arange(1, 5), np.array([1.0, 2.0, 3.0, 2.0])
+        names = ["/".join(filter(None, [schema.prefix, re.sub(r"{\w+}", "0", key.pattern)])) for key in schema.keys]
+        assert picture({name: Series(steps, values) for name in names}, every=True).panels, schema.kind

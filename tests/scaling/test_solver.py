@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 from scipy import optimize
 
-from ignite_monitor.scaling import ALIGNMENTS, InfeasibleError, LayerGraph, Node, chain, solve
+from ignite_monitor.scaling import ALIGNMENTS, Alignment, InfeasibleError, LayerGraph, Node, chain, exponents, solve
 from tests.scaling._graphs import preset_chain, random_graph
 
 # (embedding, hidden, readout)
@@ -416,3 +416,17 @@ def test_without_scipy(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "scipy.optimize", None)
     with pytest.raises(ImportError, match=r"ignite-monitor\[scaling\]"):
         solve(preset_chain())
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_where_u_is_at_most_alpha_each_exponent_has_a_bound_of_its_own(seed):
+    """With less in one layer some change grows, however small the learning rates of all others: one optimum only."""
+    graph, alignment = random_graph(seed)
+    alignment = {name: Alignment(alpha, omega, min(u, alpha)) for name, (alpha, omega, u) in alignment.items()}
+    found = solve(graph, alignment)
+    minima = exponents.terms(graph, alignment, "adam")
+    for layer in found.c:
+        c = dict.fromkeys(found.c, math.inf) | {layer: found.c[layer]}
+        assert min(exponents.evaluate(minima, c)["r", node.name] for node in graph.nodes) > -1e-6
+        c[layer] -= 0.01
+        assert min(exponents.evaluate(minima, c)["r", node.name] for node in graph.nodes) < -0.009

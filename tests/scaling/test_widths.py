@@ -428,3 +428,34 @@ def test_scores_with_a_learned_bias(attention):
     found = parametrize(make, widths=(16, 32), sample_input=_models.TOKENS).layers
     kinds = {name.rpartition(".")[2]: each.layer_type for name, each in found.items()}
     assert kinds == {"embed_tokens": "embedding"} | dict.fromkeys(("q", "k", "v", "o", "wi", "wo"), "hidden")
+
+
+@pytest.mark.parametrize("head_first", [False, True])
+@pytest.mark.parametrize("factor", [False, True])
+def test_tied_weights_are_checked_in_whatever_order_they_are_made(head_first, factor):
+    """With a factor of the model's own that no module gives, both can't have the same standard deviation."""
+
+    class Tied(nn.Module):
+        def __init__(self, n):
+            super().__init__()
+            if head_first:
+                self.head = nn.Linear(n, 11, bias=False)
+            self.tokens = nn.Embedding(11, n)
+            if not head_first:
+                self.head = nn.Linear(n, 11, bias=False)
+            self.head.weight = self.tokens.weight
+
+        def forward(self, x):
+            x = self.tokens(x).tanh()
+            return torch.nn.functional.linear(x, self.head.weight).tanh() if factor else self.head(x)
+
+    def made():
+        return parametrize(Tied, (8, 32), sample_input=torch.tensor([[1, 2]]))
+
+    if factor:
+        with pytest.raises(ValueError, match="share their weights, so both should have the same width and b"):
+            made()
+    else:
+        parametrization = made()
+        assert len({layer.std for layer in parametrization.layers.values()}) == 1
+        assert sum(len(group["params"]) for group in parametrization.param_groups) == 1

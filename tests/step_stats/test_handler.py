@@ -491,3 +491,67 @@ def test_bad_arguments(arguments, error, words):
     arguments = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1)} | arguments
     with pytest.raises(error, match=words):
         StepStatsHandler(model, **arguments)
+
+
+def planted(waits, restarts=False, **arguments):
+    """A training on a clock that a loader alone moves on, by so many milliseconds before each batch."""
+    model = nn.Linear(5, 7)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = create_supervised_trainer(model, optimizer, F.mse_loss)
+    handler = StepStatsHandler(model, optimizer, **arguments)
+    time_now = [0.0]
+    handler._data.now = lambda: time_now[0]
+
+    class Loader:
+        def __iter__(self):
+            for wait in waits:
+                time_now[0] += wait / 1e3
+                yield torch.randn(4, 5), torch.randn(4, 7)
+
+    seen = []
+    handler.attach(trainer, Events.ITERATION_STARTED(every=2))
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda _: seen.append(dict(handler.metrics)))
+    trainer.run(Loader(), epoch_length=len(waits) * (2 if restarts else 1), max_epochs=1)
+    return trainer, handler, seen
+
+
+def test_a_planted_wait_for_data_is_what_is_published():
+    _, _, seen = planted([0, 50, 3, 7])
+    assert [each.get("step/data_wait_ms") for each in seen] == pytest.approx([None, 50.0, None, 7.0])
+    for each in seen[1::2]:
+        wait, taken = each["step/data_wait_ms"], each["step/time_ms"]
+        assert each["step/data_wait_share"] == pytest.approx(wait / (wait + taken))
+
+
+def test_starting_a_loader_anew_is_waiting_too():
+    _, _, seen = planted([5, 50], restarts=True)
+    assert [each.get("step/data_wait_ms") for each in seen] == pytest.approx([None, 50.0, None, 50.0])
+    _, _, seen = planted([50], restarts=True)
+    assert seen[1]["step/data_wait_ms"] == pytest.approx(50.0)
+
+
+def test_a_loader_that_sleeps_is_waited_for():
+    """By the real clock: at least so long, and no handler or train step is in it."""
+    model = nn.Linear(5, 7)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = create_supervised_trainer(model, optimizer, F.mse_loss)._process_function
+    trainer = Engine(lambda engine, batch: (time.sleep(0.2), step(engine, batch)))
+    handler = StepStatsHandler(model, optimizer)
+
+    def batches():
+        time.sleep(0.05)
+        yield from linear_batches(1)
+
+    handler.attach(trainer)
+    trainer.run(batches(), epoch_length=1, max_epochs=1)
+    assert handler.metrics["step/data_wait_ms"] >= 50
+    assert handler.metrics["step/data_wait_share"] < 1
+
+
+def test_detaching_takes_the_clock_of_the_data_along():
+    trainer, handler, _ = planted([1, 2])
+    handler.detach()
+    assert not trainer._event_handlers[Events.GET_BATCH_STARTED]
+    assert not trainer._event_handlers[Events.GET_BATCH_COMPLETED]
+    with pytest.raises(TypeError, match="slowest_rank"):
+        planted([1], slowest_rank=1)

@@ -29,9 +29,9 @@ with every monitor on one engine, and once more without. It asserts that
 - every number that is published is what float64 arithmetic says of recorded tensors: {numbers:,} of them here;
 - the entropy of each attention head is that of the probabilities of the model's eager implementation in float64.
 
-Clocks, memory and error bounds are left out. "absent" counts the layers' values of RCCHandler and AlignmentHandler that
-could be computed and were not published, of layers that a warning names. A model with attention and no heads in the
-table computes it by hand.
+Clocks, memory, error bounds and the statistics of what attention is computed from are left out. "absent" counts values
+of RCCHandler and AlignmentHandler that could be computed and were not published. A model with attention and no heads in
+the table computes it by hand.
 
 Train steps as others write them are checked likewise, with the norms and update ratios of each iteration: {steps}.
 

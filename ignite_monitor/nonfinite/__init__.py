@@ -1,0 +1,1 @@
+"""What the first number that is not finite has come from."""

@@ -1,0 +1,263 @@
+"""What is finite and what is not of the inputs, outputs and gradients of a model's modules, call by call."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ignite_monitor.model._torch import parameters_in, pytree
+from ignite_monitor.model.forward import ModuleHook, after_forward, before_forward
+from ignite_monitor.model.modes import aside, is_plain
+
+# What a tensor may hold: -inf; NaN or inf; what can't be looked at.
+_MINUS, _OTHER, _UNKNOWN = 1, 2, 4
+
+
+class Seen:
+    """What some tensors hold.
+
+    Attributes:
+        codes: of each floating-point tensor what it holds, on its device; on the host at last.
+        requires_grad: whether each requires gradients.
+        others: whether there were tensors of whole numbers too.
+    """
+
+    def __init__(self) -> None:
+        self.codes: list[Any] = []
+        self.requires_grad: list[bool] = []
+        self.others = False
+
+    def add(self, tensor: Tensor) -> None:
+        """Look at a tensor."""
+        if tensor.is_floating_point() or tensor.is_complex():
+            self.codes.append(_code_of(tensor))
+            self.requires_grad.append(tensor.requires_grad)
+        else:
+            self.others = True
+
+    def holds(self, unwanted: int, *, masks: bool = False) -> bool:
+        """Whether one of them holds what is unwanted.
+
+        Args:
+            masks: whether -inf is welcome in what requires no gradient.
+        """
+        pairs = zip(self.codes, self.requires_grad, strict=True)
+        return any(code & (unwanted & ~_MINUS if masks and not required else unwanted) for code, required in pairs)
+
+
+@dataclass(eq=False)
+class TracedCall:
+    """One call of a module.
+
+    Attributes:
+        name: the module's name.
+        module: the module.
+        parent: the call that it was made in.
+        inputs: what it was given.
+        outputs: what it returned.
+        given: the gradients that have come to its outputs.
+        passed: the gradients that it has passed on to its inputs, and to parameters that other modules have too.
+        shared: these parameters, with what they are kept in and their names there.
+    """
+
+    name: str
+    module: nn.Module
+    parent: TracedCall | None
+    inputs: Seen = field(default_factory=Seen)
+    outputs: Seen = field(default_factory=Seen)
+    given: Seen = field(default_factory=Seen)
+    passed: Seen = field(default_factory=Seen)
+    shared: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
+
+    def is_in(self, other: TracedCall) -> bool:
+        """Whether it was made in another one."""
+        return self.parent is not None and (self.parent is other or self.parent.is_in(other))
+
+    @property
+    def output_is_bad(self) -> bool:
+        """Whether there is in its outputs what is not finite, and no mask."""
+        return self.outputs.holds(_MINUS | _OTHER, masks=True)
+
+    @property
+    def begins_it(self) -> bool:
+        """Whether its outputs are not finite, and its inputs are."""
+        is_mask_alone = len(self.inputs.codes) == 1 and not self.inputs.others  # a mask is the mask of something
+        return self.output_is_bad and not self.inputs.holds(_MINUS | _OTHER | _UNKNOWN, masks=not is_mask_alone)
+
+    @property
+    def gets_bad_gradients(self) -> bool:
+        """Whether gradients come to its outputs that are not finite."""
+        return self.given.holds(_MINUS | _OTHER | _UNKNOWN)
+
+    @property
+    def passes_bad_gradients(self) -> bool:
+        """Whether it passes gradients on to its inputs that are not finite."""
+        return self.passed.holds(_MINUS | _OTHER)
+
+
+class Trace:
+    """Follows the calls of a model's modules, and their backward.
+
+    Args:
+        modules: name -> module.
+
+    Attributes:
+        calls: the calls, in the order in which they return.
+        outputs: what the outermost ones return, as far as it has gradients.
+        forward: whether calls are followed; those that activation checkpointing makes in backward are none.
+        shared: ids of the parameters that several modules have.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self._names = {id(module): name for name, module in modules.items()}
+        self._modules = list(modules.values())
+        self._open: list[TracedCall] = []
+        self.calls: list[TracedCall] = []
+        self.outputs: list[Tensor] = []
+        self.forward = True
+        owned = Counter(id(each) for module in self._modules for each in module.parameters(recurse=False))
+        self.shared = {each for each, owners in owned.items() if owners > 1}
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """What to run the model in."""
+        before = before_forward(self._modules, _Hook(self._enter), first=True)
+        try:
+            with before, after_forward(self._modules, _Hook(self._leave)):
+                yield
+        finally:
+            while self._open:
+                _give_back(self._open.pop())
+            self.forward = False
+
+    def to_host(self) -> None:
+        """Have what is known of the tensors on the host."""
+        seen = [each for call in self.calls for each in (call.inputs, call.outputs, call.given, call.passed)]
+        codes = iter(on_host([code for each in seen for code in each.codes]))
+        for each in seen:
+            each.codes = [next(codes) for _ in each.codes]
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = self._names.get(id(module))
+        if not self.forward or name is None:
+            return None
+        call = TracedCall(name, module, self._open[-1] if self._open else None)
+        self._open.append(call)
+        for tensor in _tensors_in((args, kwargs)):
+            call.inputs.add(tensor)
+        if self.shared:
+            registry: dict[str, Any] = parameters_in(module)
+            call.shared = [(registry, key, each) for key, each in registry.items() if id(each) in self.shared]
+            for _, key, each in call.shared:
+                registry[key] = _aliased(each, call.passed)
+        return _aliased((args, kwargs), call.passed)
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        if not self.forward or id(module) not in self._names:
+            return None
+        call = self._open.pop()
+        _give_back(call)
+        self.calls.append(call)
+        for tensor in _tensors_in(output):
+            call.outputs.add(tensor)
+        output = _aliased(output, call.given)
+        if call.parent is None:
+            self.outputs += [each for each in _tensors_in(output) if each.requires_grad]
+        return output
+
+
+def _give_back(call: TracedCall) -> None:
+    for registry, key, each in call.shared:
+        registry[key] = each
+
+
+class _Hook(ModuleHook):
+    def __init__(self, function: Any) -> None:
+        self._function = function
+
+    def __call__(self, *given: Any) -> Any:
+        return self._function(*given)
+
+
+def on_host(codes: list[Any]) -> list[int]:
+    """The numbers that 0-dim tensors hold, in one transfer for each device."""
+    found = list(codes)
+    places: dict[torch.device, list[int]] = {}
+    for place, code in enumerate(codes):
+        if isinstance(code, Tensor):
+            places.setdefault(code.device, []).append(place)
+    for each in places.values():
+        for place, number in zip(each, torch.stack([codes[place] for place in each]).tolist(), strict=True):
+            found[place] = number
+    return found
+
+
+def finite(tensor: Tensor) -> Any:
+    """0 where a tensor is finite, or can't be looked at; a 0-dim tensor."""
+    code = _code_of(tensor)
+    return 0 if code is _UNKNOWN else code
+
+
+def _code_of(tensor: Tensor) -> Any:
+    if not is_plain(tensor):
+        return _UNKNOWN
+    with aside():
+        values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        if not values.numel():
+            return 0
+        # NaN is both the smallest and the largest.
+        low, high = torch.aminmax(values.float() if values.element_size() == 1 else values)
+        return (low == -torch.inf) * _MINUS + ~(high < torch.inf) * _OTHER
+
+
+def _aliased(tree: Any, seen: Seen) -> Any:
+    """The same with another one in place of each tensor, and the gradients of these seen when they come.
+
+    A tensor's own gradient is that of all who use it. Hooks that users put on what a module is given or returns have
+    another tensor again, so that they change gradients on the module's side of what is seen.
+    """
+    aliases: dict[int, Tensor] = {}
+
+    def alias(tensor: Tensor) -> Tensor:
+        if not (tensor.requires_grad and is_plain(tensor)):
+            return tensor
+        if id(tensor) not in aliases:
+            seen_one: Tensor = _Alias.apply(tensor)  # type: ignore[no-untyped-call]
+            seen_one.register_hook(seen.add)
+            aliases[id(tensor)] = _Alias.apply(seen_one)  # type: ignore[no-untyped-call]
+        return aliases[id(tensor)]
+
+    return pytree.tree_map_only(Tensor, alias, tree)
+
+
+class _Alias(torch.autograd.Function):
+    """The same numbers in the same memory, and no view, of which there may be none where a module works in place."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def _tensors_in(value: Any, depth: int = 8) -> Iterator[Tensor]:
+    members: Iterable[Any] = ()
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list, set)):
+        members = value
+    elif isinstance(value, Mapping):
+        members = value.values()
+    elif dataclasses.is_dataclass(value) or (hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type))):
+        members = vars(value).values() if hasattr(value, "__dict__") else ()
+    for each in members if depth else ():
+        yield from _tensors_in(each, depth - 1)

@@ -1,0 +1,147 @@
+"""Snapshots of a training in memory that is allocated once: which are good, and which to go back to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ignite_monitor.rollback.copying import clone, refill
+
+
+class Snapshot:
+    """A state, and how well training went after it.
+
+    Attributes:
+        iteration: the state is that after this iteration.
+        state: nested copies.
+        quiet: for how many iterations nothing has been unhealthy since.
+        factor: what learning rates had been lowered to by then, of their schedule.
+        young: whether rules had not seen enough by then to judge anything.
+    """
+
+    def __init__(self, iteration: int, state: Any, factor: float, young: bool, quiet: int = 0) -> None:
+        self.young = young
+        self.iteration = iteration
+        self.state = state
+        self.factor = factor
+        self.quiet = quiet
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it, copied."""
+        return vars(self) | {"state": clone(self.state)}
+
+
+class Snapshots:
+    """Those that have proved good, oldest first, and those that have not yet.
+
+    Args:
+        keep: how many good ones are kept, and how many others at most.
+        quiet: after how many healthy iterations in a row one is good.
+        on_host: whether to keep them in the host's memory, pinned where a device copies from it.
+    """
+
+    def __init__(self, keep: int, quiet: int, on_host: bool) -> None:
+        self.keep = keep
+        self.quiet = quiet
+        self.on_host = on_host
+        self.good: list[Snapshot] = []
+        self.pending: list[Snapshot] = []
+        self._free: list[Any] = []  # states whose memory can be used again
+        self._went_to: Snapshot | None = None
+        self._proved_again = False
+
+    def __len__(self) -> int:
+        return len(self.good) + len(self.pending)
+
+    @property
+    def newest(self) -> Snapshot:
+        """The one taken last; there has to be one."""
+        return (self.pending or self.good)[-1]
+
+    def take(self, iteration: int, state: Any, factor: float) -> None:
+        """Copy a state."""
+        if len(self.pending) == self.keep:
+            self._free.append(self.pending.pop(0).state)
+        kept = self._free.pop() if self._free else None
+        self.pending.append(Snapshot(iteration, refill(kept, state, self._new), factor, young=not len(self)))
+
+    def update(self, snapshot: Snapshot, state: Mapping[str, Any]) -> None:
+        """Copy parts of a state into a snapshot anew."""
+        snapshot.state |= refill({key: snapshot.state[key] for key in state}, dict(state), self._new)
+
+    def note(self, healthy: bool) -> list[Snapshot]:
+        """An iteration has passed; the snapshots that have proved good by it."""
+        for each in [*self.pending, *self.good[-1:]]:
+            each.quiet = each.quiet + 1 if healthy else 0
+            self._proved_again |= each is self._went_to and each.quiet >= self.quiet
+        proved = [each for each in self.pending if each.quiet >= self.quiet]
+        if proved:
+            self.pending = [each for each in self.pending if each.quiet < self.quiet]
+            self.good += proved
+            self._free += [each.state for each in self.good[: -self.keep]]
+            self.good = self.good[-self.keep :]
+        return proved
+
+    @property
+    def current(self) -> Snapshot:
+        """The one that was chosen last."""
+        return self.good[-1] if self.good else self.pending[0]
+
+    def choose(self, anew: bool) -> Snapshot:
+        """What to go back to: the newest good one, and where none is good the oldest.
+
+        Args:
+            anew: whether this is another trouble. The snapshot that was gone back to at the last is not good any more
+                if it has not proved so again since, unless there is no other.
+        """
+        if anew and len(self.good) > 1 and self.good[-1] is self._went_to and not self._proved_again:
+            self._free.append(self.good.pop().state)
+        chosen = self._went_to = self.current
+        # What has been taken after it may be of the trouble.
+        self._free += [each.state for each in self.pending if each is not chosen]
+        self.pending = [each for each in self.pending if each is chosen]
+        chosen.quiet, self._proved_again = 0, False
+        return chosen
+
+    def start_from(self, snapshot: Snapshot, thresholds: Mapping[str, Any]) -> None:
+        """Forget all others; this one has to prove itself again, with other thresholds."""
+        self._free += [each.state for each in [*self.good, *self.pending] if each is not snapshot]
+        self.good, self.pending, self._went_to = [], [snapshot], None
+        snapshot.young, snapshot.quiet = True, 0
+        self.update(snapshot, thresholds)
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._free += [each.state for each in [*self.good, *self.pending]]
+        self.good, self.pending, self._went_to = [], [], None
+
+    def release(self) -> None:
+        """Let the memory go that is not in use."""
+        self._free.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What going back may need, copied: the newest good one, and those that are not yet good."""
+        good = [each.state_dict() for each in self.good[-1:]]
+        return {"good": good, "pending": [each.state_dict() for each in self.pending]}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from a saved state.
+
+        Args:
+            state_dict: what :meth:`state_dict` returned.
+        """
+        self.clear()
+        for name, snapshots in (("good", self.good), ("pending", self.pending)):
+            for saved in state_dict[name]:
+                kept = self._free.pop() if self._free else None
+                state = refill(kept, saved["state"], self._new)
+                snapshots.append(Snapshot(**{**saved, "state": state}))
+
+    def _new(self, tensor: Tensor) -> Tensor:
+        if not self.on_host or tensor.device.type == "cpu":
+            return torch.empty_like(tensor, requires_grad=False)
+        pinned = tensor.device.type == "cuda" and type(tensor) in (Tensor, torch.nn.Parameter)
+        return torch.empty_like(tensor, device="cpu", requires_grad=False, pin_memory=pinned)

@@ -1,0 +1,1 @@
+"""SpikeRecorder: what there was when a spike came, kept in files."""

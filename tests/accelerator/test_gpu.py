@@ -1,0 +1,139 @@
+"""What only a GPU has: CUDA graphs, several of them, its own optimizers. Of the rest the code runs here as well."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+
+import pytest
+import torch
+from ignite.engine import Engine, Events
+
+from ignite_monitor import GradMonitor, WeightUpdateHandler
+from tests.accelerator._device import Device
+from tests.accelerator._ranks_worker import COUNT, SCENARIOS, monitored
+from tests.accelerator._trainings import MONITORS, Training, Transformer, batches, without_machine
+from tests.accelerator.test_monitors import assert_alike
+from tests.accelerator.test_training import all_monitors
+from tests.distributed._launch import launched
+
+pytestmark = pytest.mark.cuda
+
+# What is known without seeing a step, a backward or a forward pass.
+OF_WEIGHTS = ("spectral/", "step/parameter_norm", "step/lr/")
+
+
+def replayed(training: Training, device: Device, batch):
+    """A train step as a CUDA graph; elsewhere one that is made on a copy, so that no hook is called either."""
+    if device.name != "cuda":
+        other = Training(device, model=copy.deepcopy(training.model))
+
+        def replay() -> None:
+            other.trainer.run([batch])
+            with torch.no_grad():
+                for parameter, new in zip(training.model.parameters(), other.model.parameters(), strict=True):
+                    parameter.copy_(new)
+
+        return replay
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            training.loss(batch).backward()
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        training.loss(batch).backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+    return graph.replay
+
+
+def test_of_a_step_that_is_replayed_only_the_weights_are_known(device, caplog):
+    """No hook runs in it: what would need one is absent, with a warning, and what is published is right."""
+    caplog.set_level(logging.WARNING)
+    training = Training(device)
+    (batch,) = batches(1, device.name)
+    replay = replayed(training, device, batch)
+    monitors = all_monitors(training)
+    trainer, rows = Engine(lambda engine, _: replay()), []
+    for monitor in monitors:
+        monitor.attach(trainer)
+    trainer.add_event_handler(
+        Events.ITERATION_COMPLETED,
+        lambda: rows.append({name: value for monitor in monitors for name, value in monitor.on_host().items()}),
+    )
+    trainer.run([0, 1, 2])
+    for row in without_machine(rows):
+        others = [name for name in row if not name.startswith(OF_WEIGHTS)]
+        counts = [name for name in others if name.endswith("count")]
+        assert all(row[name] == 0 for name in counts)
+        assert [name for name in others if name not in counts] == []
+    norm = max(float(torch.linalg.matrix_norm(each.detach().double().cpu(), 2)) for each in matrices(training))
+    assert rows[-1]["spectral/norm_max"] == pytest.approx(norm, rel=2e-3)
+    assert rows[0]["spectral/norm_max"] != rows[-1]["spectral/norm_max"]
+    assert any("none of 3 monitored iterations" in record.getMessage() for record in caplog.records)
+
+
+def matrices(training: Training) -> list[torch.Tensor]:
+    return [each for each in training.model.parameters() if each.ndim == 2]
+
+
+def test_a_graphed_forward(device):
+    """Gradients and steps are seen as ever, where forward and backward passes are graphs."""
+    rows = []
+    for graphed in (False, True):
+        torch.manual_seed(0)
+        model = Transformer(records=False).to(device.name)
+        training = Training(device, model=model)
+        data = batches(4, device.name)
+        monitors = [GradMonitor(model, training.optimizer), WeightUpdateHandler(model, training.optimizer)]
+        if graphed and device.name == "cuda":
+            training.model = torch.cuda.make_graphed_callables(model, (data[0][0],))
+        rows.append(training.run(monitors, data, quiet=False))
+    assert_alike(*rows, 1e-4)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
+def test_fused_optimizers_with_a_scaler(kind, device):
+    """The scale reaches the optimizer on the device: a spike and an overflow are left out there, and nobody waits."""
+    training = Training(device, "scaled")
+    training.optimizer = kind(training.model.parameters(), lr=0.01, fused=True)
+    training.trainer.run(batches(1, device.name))
+    monitors = [
+        GradMonitor(training.model, training.optimizer, scaler=training.scaler, skip_step=True),
+        MONITORS["WeightUpdateHandler"](training.model, training.optimizer, training.scaler),
+    ]
+    rows = training.run(monitors, batches(6, device.name))
+    assert rows[3]["grad/nonfinite_count"] == 1  # the overflow
+    assert "monitor/update_ratio_max" not in rows[3]
+    assert rows[4]["monitor/update_ratio_max"] > 0
+    assert "grad/threshold" not in rows[4]  # which has too few norms yet
+    assert all(bool(parameter.isfinite().all()) for parameter in training.model.parameters())
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param("nccl", marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two GPUs")),
+        pytest.param(
+            "gloo", marks=pytest.mark.skipif(os.environ.get("FULL_MATRIX", "0") == "0", reason="FULL_MATRIX is not set")
+        ),
+    ],
+)
+def test_two_ranks(backend, tmp_path, monkeypatch):
+    monkeypatch.setenv("TEST_BACKEND", backend)
+    results = launched("_ranks_worker", tmp_path / "ranks", SCENARIOS, package="tests.accelerator")
+    first, second = (each["published"] for each in results("ddp"))
+    assert [sorted(row) for row in first] == [sorted(row) for row in second]
+    device = Device("cuda" if backend == "nccl" else "cpu")
+    training = Training(device)
+    training.data = batches(COUNT, device.name)
+    whole = monitored(training)
+    for row, other, together in zip(first, second, whole, strict=True):
+        assert row == pytest.approx(other, rel=1e-5)
+        for name in ("grad/norm", "monitor/grad_max", "rcc/weight_update_max", "spectral/norm_max"):
+            assert row[name] == pytest.approx(together[name], rel=2e-3, abs=1e-6), name

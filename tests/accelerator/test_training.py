@@ -1,0 +1,213 @@
+"""What monitors do to a training on an accelerator: skip, clip, log, resume, and else nothing."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import logging
+from typing import Any
+
+import pytest
+import torch
+from ignite.engine import Engine, Events
+from ignite.handlers.base_logger import BaseLogger, BaseOutputHandler
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from ignite_monitor import (
+    ActivationHandler,
+    GradMonitor,
+    RCCHandler,
+    SpectralNormHandler,
+    StaticThreshold,
+    WeightUpdateHandler,
+)
+from tests._helpers import same
+from tests.accelerator._device import Device
+from tests.accelerator._trainings import MONITORS, Training, batches, without_machine
+from tests.accelerator.test_monitors import assert_alike
+
+pytestmark = pytest.mark.cuda
+
+SPIKE = 4  # 0-based
+
+
+def all_monitors(training: Training) -> list[Any]:
+    names = ("WeightUpdateHandler", "ActivationHandler", "RCCHandler", "SpectralNormHandler", "StepStatsHandler")
+    reacting = GradMonitor(training.model, training.optimizer, scaler=training.scaler)
+    return [reacting, *(MONITORS[name](training.model, training.optimizer, training.scaler) for name in names)]
+
+
+class Values(BaseLogger):
+    """Remembers what it is given, all of which is on the host."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+
+    def _create_output_handler(self, *args: Any, **kwargs: Any) -> Any:
+        return _Write(*args, **kwargs)
+
+    def _create_opt_params_handler(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+class _Write(BaseOutputHandler):
+    def __call__(self, engine: Engine, logger: Values, event_name: Any) -> None:
+        logger.rows.append(self._setup_output_metrics_state_attrs(engine, key_tuple=False))
+
+
+@pytest.mark.parametrize("kind", ["plain", "scaled"])
+def test_training_is_untouched(kind, device):
+    weights = []
+    for make in (lambda training: [], all_monitors):
+        training = Training(device, kind)
+        training.run(make(training), batches(3, device.name))
+        weights.append([training.model.state_dict(), training.optimizer.state_dict()])
+    ours, theirs = weights
+    assert all(torch.equal(value, theirs[0][name]) for name, value in ours[0].items())
+    for state, other in zip(ours[1]["state"].values(), theirs[1]["state"].values(), strict=True):
+        assert torch.equal(state["momentum_buffer"], other["momentum_buffer"])
+
+
+@pytest.mark.parametrize("kind", ["plain", "scaled"])
+def test_a_fused_optimizer_skips_on_the_device(kind, device):
+    training = Training(device, kind, fused=True)
+    data = batches(SPIKE + 3, device.name, [SPIKE])
+    monitor = GradMonitor(
+        training.model, training.optimizer, scaler=training.scaler, threshold=StaticThreshold(20.0), skip_step=True
+    )
+    weights = []
+    training.trainer.run(data[:1])  # the optimizer's first step makes its state, and is looked at on the host
+    training.trainer.add_event_handler(
+        Events.ITERATION_COMPLETED,
+        lambda: weights.append([parameter.detach().clone() for parameter in training.model.parameters()]),
+    )
+    rows = training.run([monitor], data)
+    assert rows[SPIKE]["grad/spike"] == 1.0
+    assert rows[-1]["grad/skipped_count"] == 1
+    moved = [not all(map(torch.equal, *pair)) for pair in itertools.pairwise(weights)]
+    overflow = [] if kind == "plain" else [2]  # the scaler's own, of the fourth iteration
+    assert [place for place, each in enumerate(moved) if not each] == [*overflow, SPIKE - 1]
+
+
+def test_other_optimizers_read_the_flag_once(device):
+    training = Training(device)
+    monitor = GradMonitor(training.model, training.optimizer, threshold=StaticThreshold(20.0), skip_step=True)
+    counts = []
+    monitor.attach(training.trainer)
+    for batch in batches(SPIKE + 2, device.name, [SPIKE]):
+        with device.counted_waits() as waits:
+            training.trainer.run([batch], max_epochs=training.trainer.state.epoch + 1)
+        counts.append(len(waits))
+    assert max(counts) <= 2  # and once more at the end of each run, whether the rule has started afresh
+    assert float(monitor.metrics["grad/skipped_count"]) == 1
+
+
+@pytest.mark.parametrize("loggers", [1, 3])
+def test_one_transfer_for_all_monitors_and_loggers(loggers, device, caplog):
+    """Of values that are logged in the middle of a run; at its end flags are looked at."""
+    caplog.set_level(logging.ERROR)
+    training = Training(device)
+    writers, counts = [Values() for _ in range(loggers)], []
+    monitors = all_monitors(training)
+    waiting = []
+
+    @training.trainer.on(Events.ITERATION_STARTED)
+    def start() -> None:
+        waiting.append(device.counted_waits())
+        counts.append(waiting[-1].__enter__())
+
+    for monitor in monitors:
+        monitor.attach(training.trainer)
+        for writer in writers:
+            monitor.log_to(writer, training.trainer)
+    training.trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: waiting.pop().__exit__(None, None, None))
+    training.trainer.run(batches(4, device.name), max_epochs=1)
+    assert [len(each) for each in counts] == [1] * 4, counts
+    for writer in writers:
+        assert all(isinstance(value, float) for row in writer.rows for value in row.values())
+        assert sum(map(len, writer.rows)) > 400
+
+
+def at(place: str, value: Any) -> Any:
+    """A copy whose tensors are there."""
+    return tree_map(lambda each: each.detach().clone().to(place) if isinstance(each, torch.Tensor) else each, value)
+
+
+@pytest.mark.parametrize("name", ["GradMonitor, RobustThreshold", "GradMonitor, loss", "WeightUpdateHandler"])
+def test_a_resumed_run_publishes_what_the_whole_one_does(name, device):
+    data = batches(7, device.name, [5])
+    whole = Training(device)
+    rows = whole.run([MONITORS[name](whole.model, whole.optimizer, None)], data)
+    first = Training(device)
+    monitor = MONITORS[name](first.model, first.optimizer, None)
+    first.run([monitor], data[:4])
+    file = io.BytesIO()
+    torch.save(at("cpu", [each.state_dict() for each in (first.model, first.optimizer, monitor)]), file)
+    for place in ("cpu", device.name):  # where the state is loaded to
+        file.seek(0)
+        second = Training(device)
+        resumed = MONITORS[name](second.model, second.optimizer, None)
+        for each, state in zip(
+            (second.model, second.optimizer, resumed),
+            at(place, torch.load(file, weights_only=True)),
+            strict=True,
+        ):
+            each.load_state_dict(state)
+        assert_alike(second.run([resumed], data[4:]), rows[4:], 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype, device):
+    rows = []
+    for each in (None, dtype):
+        training = Training(device, "scaled" if dtype == torch.float16 else "plain", dtype=each)
+        rows.append(without_machine(training.run(all_monitors(training), batches(4, device.name))))
+    for ours, theirs in zip(*rows, strict=True):
+        names = {name for name in (*ours, *theirs) if "topk" not in name}
+        assert all((name in ours) == (name in theirs) for name in names)
+        if "grad/norm" in ours:
+            assert ours["grad/norm"] == pytest.approx(theirs["grad/norm"], rel=0.05, nan_ok=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_of_low_precision(dtype, device):
+    """Where weights do not move, all differ by rounding alone."""
+    rows = []
+    for each in (Device("cpu"), device):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 4)).to(each.name, dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+        def step(engine: Engine, x: torch.Tensor, model=model) -> None:
+            model.zero_grad()
+            model(x).square().mean().backward()
+
+        monitors = [
+            ActivationHandler(model, activations=True, parameters=True, gradients=True),
+            SpectralNormHandler(model),
+            RCCHandler(model),
+            WeightUpdateHandler(model, optimizer, sample_size=None),
+        ]
+        trainer, found = Engine(step), []
+        for monitor in monitors:
+            monitor.attach(trainer)
+        trainer.add_event_handler(
+            Events.ITERATION_COMPLETED,
+            lambda engine, monitors=monitors, found=found: found.append(
+                {name: float(value) for monitor in monitors for name, value in monitor.on_host().items()}
+            ),
+        )
+        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1)).to(each.name, dtype)
+        trainer.run([x], max_epochs=2)
+        rows.append([{name: value for name, value in row.items() if "topk" not in name} for row in found])
+    assert_alike(rows[1], rows[0], 0.1, 1e-2)
+
+
+def test_another_stream(device):
+    rows = []
+    for around in (lambda: device.may_wait(), device.another_stream):
+        training = Training(device)
+        with around():
+            rows.append(without_machine(training.run(all_monitors(training), batches(4, device.name), quiet=False)))
+    assert same(*rows) or assert_alike(*rows, 1e-5) is None

@@ -1,0 +1,146 @@
+"""Small models of two kinds, and ways to plant what is not finite in one of their modules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.project = nn.Linear(width, width)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (
+            each.view(*x.shape[:2], self.heads, -1).transpose(1, 2) for each in self.qkv(x).chunk(3, dim=-1)
+        )
+        scores = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])
+        hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+        return self.drop(self.project((weights @ value).transpose(1, 2).reshape(x.shape)))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm_1, self.attention = nn.LayerNorm(width), Attention(width, heads)
+        self.norm_2 = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width), nn.Dropout(0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm_1(x))
+        return x + self.mlp(self.norm_2(x))
+
+
+class GPT(nn.Module):
+    def __init__(self, vocabulary: int = 11, width: int = 8, length: int = 6, tied: bool = False) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.drop = nn.Dropout(0.1)
+        self.blocks = nn.ModuleList(Block(width, 2) for _ in range(2))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.drop(self.tokens(ids) + self.positions(torch.arange(ids.shape[1])))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class Residual(nn.Module):
+    def __init__(self, inside: int, outside: int) -> None:
+        super().__init__()
+        self.conv_1, self.norm_1 = nn.Conv2d(inside, outside, 3, padding=1, bias=False), nn.BatchNorm2d(outside)
+        self.conv_2, self.norm_2 = nn.Conv2d(outside, outside, 3, padding=1, bias=False), nn.BatchNorm2d(outside)
+        self.shortcut = nn.Conv2d(inside, outside, 1) if inside != outside else nn.Identity()
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.relu(self.norm_1(self.conv_1(x)))
+        y = self.norm_2(self.conv_2(y))
+        y += self.shortcut(x)
+        return self.relu(y)
+
+
+class ResNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True))
+        self.stages = nn.Sequential(Residual(4, 4), Residual(4, 6))
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.drop = nn.Dropout(0.2)
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.drop(self.pool(self.stages(self.stem(x))).flatten(1)))
+
+
+def gpt_batches(count: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    ids = [torch.randint(11, (3, 7), generator=generator) for _ in range(count)]
+    return [(each[:, :-1], each[:, 1:]) for each in ids]
+
+
+def resnet_batches(count: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(4, 1, 6, 6, generator=generator), torch.randint(5, (4,), generator=generator))
+        for _ in range(count)
+    ]
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], list[tuple[Tensor, Tensor]]]]] = {
+    "gpt": (GPT, gpt_batches),
+    "resnet": (ResNet, resnet_batches),
+}
+
+
+def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    output = model(batch[0])
+    return F.cross_entropy(output.flatten(0, -2), batch[1].flatten())
+
+
+# Planting
+
+
+class _ZeroTimesInf(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 0 * math.inf
+
+
+def nan_in_output(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    mask = torch.zeros_like(output, dtype=torch.bool)
+    mask.view(-1)[-1] = True
+    return output.masked_fill(mask, math.nan)
+
+
+def sqrt_at_zero(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output + (output * 0).abs().sqrt()
+
+
+def zero_times_inf(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return _ZeroTimesInf.apply(output)
+
+
+def gradient_hook(module: nn.Module, args: Any, output: Tensor) -> None:
+    output.register_hook(lambda gradient: gradient * math.nan)
+
+
+IN_BACKWARD = {each.__name__: each for each in (sqrt_at_zero, zero_times_inf, gradient_hook)}

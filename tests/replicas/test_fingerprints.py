@@ -1,0 +1,63 @@
+"""The hash of tensors against Python's own integers, and what it must not miss."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ignite_monitor.replicas.fingerprints import fingerprint_of, fingerprints
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.complex64]
+
+
+def some(dtype, *shape):
+    values = torch.randn(*shape) * 100
+    return values > 0 if dtype == torch.bool else values.to(dtype)
+
+
+def by_hand(tensor):
+    size = 4 if tensor.dtype == torch.complex64 else tensor.itemsize
+    raw = bytes(tensor.contiguous().flatten().view(torch.uint8).tolist())
+    numbers = [int.from_bytes(raw[i : i + size], "little", signed=True) for i in range(0, len(raw), size)]
+    total = sum((number + 1) * (2 * i + 1) for i, number in enumerate(numbers)) % 2**64
+    return total - 2**64 if total >= 2**63 else total
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_it_is_the_sum_that_it_says(dtype):
+    torch.manual_seed(0)
+    tensors = [some(dtype, 7), some(dtype, 3, 5).mT, some(dtype, 0), some(dtype, 1).squeeze(), some(dtype, 70_001)]
+    assert fingerprints(tensors, CPU).tolist() == [by_hand(each) for each in tensors]
+
+
+def test_pieces_make_no_difference(monkeypatch):
+    from ignite_monitor.replicas import fingerprints as module
+
+    tensors = [torch.randn(1000), torch.randn(37, 3)]
+    whole = fingerprints(tensors, CPU)
+    monkeypatch.setattr(module, "_SMALL", 10)
+    monkeypatch.setattr(module, "_PIECE", 64)
+    assert torch.equal(fingerprints(tensors, CPU), whole)
+
+
+def test_every_single_bit_and_every_exchange_is_seen():
+    tensor = torch.randn(9)
+    before = int(fingerprints([tensor], CPU))
+    bits = tensor.view(torch.int32)
+    for place in range(9):
+        for bit in range(32):
+            mask = -(2**31) if bit == 31 else 2**bit
+            bits[place] ^= mask
+            assert int(fingerprints([tensor], CPU)) != before
+            bits[place] ^= mask
+        for other in range(place):
+            order = list(range(9))
+            order[place], order[other] = other, place
+            assert int(fingerprints([tensor[order]], CPU)) != before
+    assert int(fingerprints([tensor], CPU)) == before
+
+
+def test_no_tensors_and_plain_values():
+    assert fingerprints([], CPU).shape == (0,)
+    assert fingerprint_of((1, 0.5, "a")) == fingerprint_of((1, 0.5, "a")) != fingerprint_of((1, 0.25, "a"))

@@ -1,0 +1,169 @@
+"""Healthy trainings of seven kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from ignite.engine import Engine, Events
+from torch import Tensor, nn
+
+from ignite_monitor import GradMonitor, RollbackHandler
+from tests.rollback._faults import digits
+
+Parts = tuple[Callable[[Engine, Any], Any], dict[str, Any], list[GradMonitor]]
+
+
+class LSTM(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.LSTM(8, 24, batch_first=True), nn.Linear(24, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.inner(x.view(-1, 8, 8))[0][:, -1])
+
+
+class GPT(nn.Module):
+    """Predicts the next of the rows' brightest columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(17, 24), nn.Parameter(torch.randn(63, 24) * 0.02)
+        layer = nn.TransformerEncoderLayer(24, 2, 48, dropout=0.0, batch_first=True, norm_first=True)
+        self.blocks = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        self.head = nn.Linear(24, 17)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.full((x.shape[1],) * 2, float("-inf")).triu(1)
+        return self.head(self.blocks(self.tokens(x) + self.places, mask=mask))
+
+
+def _supervised(model: nn.Module, optimizer: Any, loss_of: Callable[[Any], Tensor], scheduler: Any = None) -> Parts:
+    def train_step(engine: Engine, batch: Any) -> float:
+        optimizer.zero_grad()
+        loss = loss_of(batch)
+        loss.backward()
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        return loss.item()
+
+    to_save = {"model": model, "optimizer": optimizer} | ({"scheduler": scheduler} if scheduler else {})
+    return train_step, to_save, [GradMonitor(model, optimizer)]
+
+
+def _classifier(model: nn.Module, optimizer: Any, scheduler: Any = None) -> Parts:
+    return _supervised(model, optimizer, lambda batch: F.cross_entropy(model(batch[0]), batch[1]), scheduler)
+
+
+def mlp(count: int) -> Parts:
+    model = nn.Sequential(nn.Linear(64, 48), nn.BatchNorm1d(48), nn.ReLU(), nn.Dropout(0.1), nn.Linear(48, 10))
+    return _classifier(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
+
+
+def cnn_one_cycle(count: int) -> Parts:
+    parts = [nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3)]
+    model = nn.Sequential(*parts, nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(128, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=5e-4)
+    return _classifier(model, optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.3, total_steps=count))
+
+
+def gpt_cosine(count: int) -> Parts:
+    model = GPT()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+    def loss_of(batch: Any) -> Tensor:
+        tokens = (batch[0] * 16).long()
+        return F.cross_entropy(model(tokens[:, :-1]).transpose(1, 2), tokens[:, 1:])
+
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, count)
+    return _supervised(model, optimizer, loss_of, scheduler)
+
+
+def autoencoder(count: int) -> Parts:
+    model = nn.Sequential(nn.Linear(64, 32), nn.GELU(), nn.Linear(32, 6), nn.GELU(), nn.Linear(6, 32), nn.GELU())
+    model.append(nn.Linear(32, 64))
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    return _supervised(model, optimizer, lambda batch: F.mse_loss(model(batch[0]), batch[0]))
+
+
+def lstm(count: int) -> Parts:
+    model = LSTM()
+    return _classifier(model, torch.optim.Adam(model.parameters(), lr=3e-3))
+
+
+def batches_of_two(count: int) -> Parts:
+    model = nn.Sequential(nn.Linear(64, 48), nn.BatchNorm1d(48), nn.ReLU(), nn.Linear(48, 10))
+    return _classifier(model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9))
+
+
+def gan(count: int) -> Parts:
+    generator = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 64), nn.Sigmoid())
+    critic = nn.Sequential(nn.Linear(64, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1))
+    optimizers = [torch.optim.Adam(model.parameters(), lr=1e-3, betas=(0.5, 0.99)) for model in (generator, critic)]
+
+    def train_step(engine: Engine, batch: Any) -> float:
+        fake = generator(torch.randn(len(batch[0]), 8))
+        optimizers[1].zero_grad()
+        loss = F.softplus(-critic(batch[0])).mean() + F.softplus(critic(fake.detach())).mean()
+        loss.backward()
+        optimizers[1].step()
+        optimizers[0].zero_grad()
+        own = F.softplus(-critic(fake)).mean()
+        own.backward()
+        optimizers[0].step()
+        return (loss + own).item()
+
+    monitors = [
+        GradMonitor(model, optimizer, prefix=f"{name}/grad", flag=f"{name}_spike")
+        for name, model, optimizer in zip(("generator", "critic"), (generator, critic), optimizers, strict=True)
+    ]
+    names = ("generator", "critic", "optimizer_g", "optimizer_c")
+    return train_step, dict(zip(names, (generator, critic, *optimizers), strict=True)), monitors
+
+
+KINDS = {each.__name__: each for each in (mlp, cnn_one_cycle, gpt_cosine, autoencoder, lstm, batches_of_two, gan)}
+
+
+def data(kind: str, seed: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    x, y, *_ = digits()
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        place = torch.randint(len(x), (2 if kind == "batches_of_two" else 32,), generator=generator)
+        yield x[place], y[place]
+
+
+def run(kind: str, seed: int, count: int, handler: bool = True) -> tuple[dict[str, Any], RollbackHandler | None]:
+    """A healthy training: what it ends with, and its handler."""
+    torch.manual_seed(seed)
+    train_step, to_save, monitors = KINDS[kind](count)
+    trainer = Engine(train_step)
+    for monitor in monitors:
+        monitor.attach(trainer)
+    rollback = RollbackHandler(to_save) if handler else None
+    if rollback is not None:
+        rollback.attach(trainer)
+    trainer.run(data(kind, seed, count), max_epochs=1, epoch_length=count)
+    state = {name: thing.state_dict() for name, thing in to_save.items()}
+    return state | {"random": torch.get_rng_state()}, rollback
+
+
+def rollbacks(kind: str, seed: int, count: int) -> list[int]:
+    """The iterations at which it went back, in a healthy training."""
+    seen: list[int] = []
+    torch.manual_seed(seed)
+    train_step, to_save, monitors = KINDS[kind](count)
+    trainer = Engine(train_step)
+    for monitor in monitors:
+        monitor.attach(trainer)
+    RollbackHandler(to_save).attach(trainer)
+
+    @trainer.on(Events.ITERATION_COMPLETED)
+    def note(engine: Engine) -> None:
+        if "rollback/iteration" in engine.state.metrics:
+            seen.append(engine.state.iteration)
+
+    trainer.run(data(kind, seed, count), max_epochs=1, epoch_length=count)
+    return seen

@@ -1,0 +1,129 @@
+"""A training whose loss stays where it is, so that a test says when there is trouble."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from ignite.engine import Engine, Events
+from torch import Tensor, nn
+
+from ignite_monitor import GradMonitor, RollbackHandler
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Net(nn.Module):
+    """With dropout, running statistics, and buffers: one that no state_dict holds, and one that is not finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 3))
+        self.register_buffer("steps", torch.zeros(()), persistent=False)
+        self.register_buffer("mask", torch.full((3, 3), -math.inf).triu(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.steps += 1
+        return self.layers(x)
+
+
+def make_batches(count: int, bad: Iterable[int] = (), factor: float = 300.0, seed: int = 1) -> list[Batch]:
+    """Noise; in the bad ones, counted from 1, the targets are so many times as large."""
+    generator = torch.Generator().manual_seed(seed)
+    made = [(torch.randn(16, 6, generator=generator), torch.randn(16, 3, generator=generator)) for _ in range(count)]
+    bad = set(bad)
+    return [(x, y * factor) if i in bad else (x, y) for i, (x, y) in enumerate(made, start=1)]
+
+
+class Training:
+    """A trainer, what it trains, and what there was before and after each iteration."""
+
+    def __init__(
+        self,
+        optimizer: Callable[[Any], Any] = lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9),
+        *,
+        scaler: bool = False,
+        accumulate: int = 1,
+        monitor: dict[str, Any] | None = None,
+        scheduler: Callable[[Any], Any] | None = None,
+        handler: bool = True,
+        names: Iterable[str] = ("model", "optimizer", "scaler", "ema", "scheduler"),
+        **kwargs: Any,
+    ) -> None:
+        self.model = Net()
+        self.ema = torch.optim.swa_utils.AveragedModel(
+            self.model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+        )
+        self.optimizer = optimizer(self.model.parameters())
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=7) if scaler else None
+        self.scheduler = scheduler(self.optimizer) if scheduler else None
+        self.before: dict[int, Any] = {}
+        self.rates: list[float] = []
+        self.metrics: dict[int, dict[str, float]] = {}
+        self.accumulate = accumulate
+        self.trainer = Engine(self.train_step)
+        self.trainer.add_event_handler(Events.ITERATION_STARTED, self._note_before)
+        self.things = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        self.monitor = None
+        if monitor is not None:
+            self.monitor = GradMonitor(self.model, self.optimizer, scaler=self.scaler, **monitor)
+            self.monitor.attach(self.trainer)
+        self.rollback = RollbackHandler(self.things, **kwargs)
+        if handler:
+            self.rollback.attach(self.trainer)
+        self.trainer.add_event_handler(Events.ITERATION_COMPLETED, self._note_after)
+
+    def train_step(self, engine: Engine, batch: Batch) -> float:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.scaler is not None):
+            loss = F.mse_loss(self.model(batch[0]).float(), batch[1])
+        steps = engine.state.iteration % self.accumulate == 0
+        if self.scaler is None:
+            loss.backward()
+            if steps:
+                self.optimizer.step()
+        else:
+            self.scaler.scale(loss).backward()
+            if steps:
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+        if steps:
+            self.optimizer.zero_grad()
+            if "ema" in self.things:
+                self.ema.update_parameters(self.model)
+            if self.scheduler is not None:
+                self.scheduler.step()
+        return loss.item()
+
+    def state(self) -> dict[str, Any]:
+        """All there is, copied, and buffers that no state_dict holds."""
+        state = {name: thing.state_dict() for name, thing in self.things.items() if name != "scheduler"}
+        return copy.deepcopy(state | {"steps": self.model.steps})
+
+    def _note_before(self, engine: Engine) -> None:
+        self.before[engine.state.iteration - 1] = self.state()
+
+    def _note_after(self, engine: Engine) -> None:
+        self.rates.append(float(self.optimizer.param_groups[0]["lr"]))
+        self.metrics[engine.state.iteration] = dict(engine.state.metrics)
+
+    def run(self, batches: Iterable[Batch], request: Iterable[int] = ()) -> None:
+        """Train; during the iterations named it is asked to go back."""
+        batches = list(batches)
+
+        def ask(engine: Engine) -> None:
+            if engine.state.iteration in request:
+                self.rollback.request("asked to")
+
+        with self.trainer.add_event_handler(Events.ITERATION_STARTED, ask):
+            self.trainer.run(batches, max_epochs=1)
+
+    def of(self, name: str) -> dict[int, float]:
+        """One of the handler's values, by iteration."""
+        key = f"rollback/{name}"
+        return {iteration: values[key] for iteration, values in self.metrics.items() if key in values}

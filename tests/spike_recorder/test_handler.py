@@ -1,0 +1,528 @@
+"""What there was when a spike came is kept, and the step can be made again from it."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+import gc
+import logging
+import math
+import os
+import random
+import resource
+import weakref
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from ignite.engine import Engine, Events
+from sklearn.datasets import load_digits
+from torch import nn
+
+import ignite_monitor
+from ignite_monitor import GradMonitor, MonitorEvents, SpikeMonitor, SpikeRecorder, StaticThreshold, load_spike, record
+from tests._helpers import same
+
+
+class Net(nn.Module):
+    """Draws from torch, Python and NumPy."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Linear(16, 3)
+
+    def forward(self, x):
+        x = F.dropout(self.norm(self.first(x)).relu(), 0.5, self.training)
+        return self.last(x * (1 + random.random()) + float(np.random.randn()))
+
+
+def batches(count, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        {
+            "x": torch.randn(6, 4, generator=generator),
+            "y": torch.randint(3, (6,), generator=generator),
+            "id": [f"{place}.{i}" for i in range(6)],
+        }
+        for place in range(count)
+    ]
+
+
+def losses_of(model, batch):
+    return F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+
+
+def train(directory, data, *, spikes=(3,), epochs=1, judged=None, trainer=None, **options):
+    """A run that has spikes in some iterations; weights before, and the loss of, each of them, and the recorder."""
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    before, losses = {}, {}
+
+    def step(engine, batch):
+        iteration = engine.state.iteration
+        before[iteration] = copy.deepcopy(model.state_dict())
+        optimizer.zero_grad()
+        each = losses_of(model, batch)
+        record("losses", each)
+        loss = each.mean() * (1e6 if iteration in spikes else 1)
+        loss.backward()
+        losses[iteration] = each.detach().clone()
+        if iteration not in spikes:
+            optimizer.step()
+        return loss.item()
+
+    engine = Engine(step)
+    monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(1e3))
+    monitor.attach(engine)
+    recorder = SpikeRecorder(monitor, directory, **options)
+    recorder.attach(engine)
+    if trainer is not None:
+        trainer(engine)
+    engine.run(data, max_epochs=epochs)
+    return before, losses, recorder
+
+
+def files(directory):
+    return sorted(os.listdir(directory))
+
+
+def test_the_step_made_again_has_the_same_loss_to_the_last_bit(tmp_path):
+    data = batches(7)
+    before, losses, _ = train(tmp_path, data, spikes=(3, 6), ids=lambda batch: batch["id"])
+    assert files(tmp_path) == ["grad-00000003-rank0.spike.pt", "grad-00000006-rank0.spike.pt"]
+    for iteration, name in zip((3, 6), files(tmp_path), strict=True):
+        spike = load_spike(tmp_path / name)
+        assert (spike.iteration, spike.epoch, spike.rank) == (iteration, 1, 0)
+        assert (spike.name, spike.threshold, spike.lr, spike.culprits, spike.origin) == (
+            ("grad/norm", 1e3, [0.05], {}, None)
+        )
+        assert spike.ids == data[iteration - 1]["id"]
+        assert same(spike.batch, data[iteration - 1])
+        assert same(spike.losses, losses[iteration])
+        model = Net()
+        model.load_state_dict(before[iteration])
+        random.random(), np.random.randn(3), torch.rand(5)
+        spike.restore_random_state()
+        again = losses_of(model, spike.batch)
+        assert torch.equal(again, losses[iteration])
+        (again.mean() * 1e6).backward()
+        norm = sum(float(each.grad.double().pow(2).sum()) for each in model.parameters()) ** 0.5
+        assert spike.norm == pytest.approx(norm, rel=1e-6)
+
+
+def test_random_numbers_drawn_in_the_train_step_are_drawn_again(tmp_path):
+    """Also where NumPy has one in store, which is no part of its generator's memory."""
+    drawn = {}
+
+    def step(engine, batch):
+        drawn[engine.state.iteration] = (random.random(), np.random.randn(), float(torch.rand(())), np.random.rand())
+        return 1.0
+
+    engine = Engine(step)
+    monitor = SpikeMonitor(lambda engine: engine.state.output, threshold=StaticThreshold(0.5))
+    SpikeRecorder(monitor, tmp_path, keep=40).attach(engine)
+    monitor.attach(engine)
+    engine.run(range(10))
+    for name in files(tmp_path):
+        spike = load_spike(tmp_path / name)
+        spike.restore_random_state()
+        assert (random.random(), np.random.randn(), float(torch.rand(())), np.random.rand()) == drawn[spike.iteration]
+        assert (spike.batch, spike.norm, spike.lr) == (spike.iteration - 1, 1.0, None)
+    assert len(files(tmp_path)) == 10
+
+
+def test_training_is_the_same_with_a_recorder(tmp_path):
+    outcomes = []
+    for spikes in ((2, 3, 4, 6), ()):
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+        def step(engine, batch, model=model, optimizer=optimizer):
+            optimizer.zero_grad()
+            losses = losses_of(model, batch)
+            record("losses", losses)
+            losses.mean().backward()
+            optimizer.step()
+
+        engine = Engine(step)
+        if spikes:
+            monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(1e-9))
+            monitor.attach(engine)
+            SpikeRecorder(monitor, tmp_path).attach(engine)
+        random.seed(0)
+        np.random.seed(0)
+        engine.run(batches(6))
+        outcomes.append((model.state_dict(), torch.get_rng_state(), random.getstate(), np.random.rand()))
+    assert same(*outcomes)
+
+
+def test_rows_with_wrong_labels_are_among_the_three_named(tmp_path):
+    """In a classifier that is good by now; three wrong rows of 64."""
+    digits = load_digits()
+    x, y = torch.tensor(digits.data / 16, dtype=torch.float32), torch.tensor(digits.target)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 10))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    planted = {}
+
+    def step(engine, rows):
+        iteration = engine.state.iteration
+        targets = y[rows].clone()
+        if iteration > 300 and iteration % 2:
+            wrong = planted[iteration] = torch.randperm(64)[:3]
+            targets[wrong] = (targets[wrong] + 1 + torch.randint(9, (3,))) % 10
+        optimizer.zero_grad()
+        losses = F.cross_entropy(model(x[rows]), targets, reduction="none")
+        record("losses", losses)
+        losses.mean().backward()
+        if iteration not in planted:
+            optimizer.step()
+        return float(iteration in planted)
+
+    engine = Engine(step)
+    monitor = SpikeMonitor(lambda engine: engine.state.output, threshold=StaticThreshold(0.5))
+    monitor.attach(engine)
+    SpikeRecorder(monitor, tmp_path, keep=200, ids=lambda rows: rows).attach(engine)
+    engine.run([torch.randint(len(x), (64,)) for _ in range(500)])
+    found = [load_spike(tmp_path / name) for name in files(tmp_path)]
+    assert len(found) == len(planted) == 100
+    named = [len(set(spike.rows) & set(planted[spike.iteration].tolist())) for spike in found]
+    assert sum(named) >= 95 * 3
+    assert same([len(spike.ids) for spike in found], [64] * 100)
+
+
+def test_what_is_not_finite_comes_first_and_several_losses_of_a_row_count_by_their_mean(tmp_path):
+    def step(engine, batch):
+        record("losses", torch.tensor([[1.0, 9.0], [2.0, 2.0]]))
+        record("losses", torch.tensor([[3.0, math.nan], [6.0, 6.0]], requires_grad=True))
+        record("losses", 5.0)
+        record("others", torch.ones(3))
+        return 1.0
+
+    engine = Engine(step)
+    monitor = SpikeMonitor(lambda engine: engine.state.output, threshold=StaticThreshold(0.5))
+    monitor.attach(engine)
+    SpikeRecorder(monitor, tmp_path, batch=False).attach(engine)
+    engine.run([torch.zeros(2)])
+    spike = load_spike(tmp_path / "spike-00000001-rank0.spike.pt")
+    assert spike.rows == [2, 3, 0]
+    assert (spike.losses.shape, spike.losses.requires_grad, spike.batch) == ((4, 2), False, None)
+
+
+# How many, and how large
+
+
+def test_the_oldest_go_and_files_of_others_stay(tmp_path):
+    others = ["grad-00000001-rank1.spike.pt", "loss-00000001-rank0.spike.pt", "grad-00000001-rank0.spike.pt.bak"]
+    for name in others:
+        (tmp_path / name).write_bytes(b"")
+    _, _, recorder = train(tmp_path, batches(20), spikes=range(2, 20, 2), keep=4)
+    own = [f"grad-{iteration:08d}-rank0.spike.pt" for iteration in (12, 14, 16, 18)]
+    assert files(tmp_path) == sorted([*others, *own])
+    assert recorder.count == 9
+    assert recorder.state_dict() == {"count": 9, "row": 1, "newest": 18}
+
+
+@pytest.mark.parametrize(("keep", "kept"), [(6, [2, 9, 10, 11]), (1, [9])])
+def test_a_row_of_spikes_fills_half_of_the_directory(tmp_path, keep, kept):
+    _, _, recorder = train(tmp_path, batches(20), spikes=(2, *range(9, 19)), keep=keep)
+    assert files(tmp_path) == [f"grad-{iteration:08d}-rank0.spike.pt" for iteration in kept]
+    assert recorder.metrics == {"grad_record/recorded_count": float(len(kept) + (keep == 1))}
+
+
+def test_a_resumed_run_goes_on(tmp_path):
+    _, _, recorder = train(tmp_path, batches(5), spikes=(3, 4, 5))
+    torch.save(recorder.state_dict(), tmp_path / "state")
+    other = SpikeRecorder(recorder.monitor, tmp_path)
+    other.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
+    assert other.state_dict() == recorder.state_dict() == {"count": 3, "row": 3, "newest": 5}
+
+
+@pytest.mark.parametrize("limit", [0, 3000])
+def test_a_full_disk_is_one_warning(tmp_path, limit, caplog):
+    """The system refuses to let a file grow; a record has more than 5,000 bytes of random state alone."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    free = []
+
+    def fill(engine):
+        engine.add_event_handler(
+            Events.ITERATION_STARTED(once=2), lambda _: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        )
+        engine.add_event_handler(
+            Events.ITERATION_STARTED(once=7), lambda _: resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        )
+        engine.add_event_handler(Events.ITERATION_COMPLETED(once=6), lambda _: free.extend(files(tmp_path)))
+
+    try:
+        with caplog.at_level(logging.WARNING, "ignite_monitor.spike_recorder"):
+            _, losses, recorder = train(tmp_path, batches(9), spikes=(3, 5, 8), trainer=fill)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert len(losses) == 9
+    assert [text for each in caplog.records if "can't be written" in (text := each.getMessage())] == caplog.messages
+    assert len(caplog.messages) == 1
+    assert free == []
+    assert files(tmp_path) == ["grad-00000008-rank0.spike.pt"]
+    assert recorder.count == 1
+
+
+def test_a_large_batch_is_left_out(tmp_path, caplog):
+    class Small(SpikeRecorder):
+        largest_batch = 100
+
+    def step(engine, batch):
+        return 1.0
+
+    engine = Engine(step)
+    monitor = SpikeMonitor(lambda engine: engine.state.output, threshold=StaticThreshold(0.5))
+    monitor.attach(engine)
+    Small(monitor, tmp_path).attach(engine)
+    with caplog.at_level(logging.WARNING):
+        engine.run([torch.zeros(25), torch.zeros(26), torch.zeros(1000)[:25], torch.zeros(27)])
+    found = [load_spike(tmp_path / name).batch for name in files(tmp_path)]
+    assert [each is None for each in found] == [False, True, False, True]
+    assert len(caplog.messages) == 1
+    assert os.path.getsize(tmp_path / files(tmp_path)[2]) < os.path.getsize(tmp_path / files(tmp_path)[0]) + 500
+
+
+# What a batch may be
+
+Pair = collections.namedtuple("Pair", ["x", "y"])
+
+
+@dataclasses.dataclass
+class Sample:
+    x: torch.Tensor
+    name: str
+
+
+def one_record(directory, batch, change=None, **options):
+    """What is kept of a batch that a train step was given, and may have changed."""
+
+    def step(engine, given):
+        if change is not None:
+            change(given)
+        return 1.0
+
+    engine = Engine(step)
+    monitor = SpikeMonitor(lambda engine: engine.state.output, threshold=StaticThreshold(0.5))
+    monitor.attach(engine)
+    SpikeRecorder(monitor, directory, **options).attach(engine)
+    engine.run([batch])
+    content = torch.load(directory / files(directory)[0], weights_only=True)
+    assert content["spike"]["iteration"] == 1
+    return load_spike(directory / files(directory)[0])
+
+
+X = torch.arange(6.0).view(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("batch", "kept"),
+    [
+        (X, X),
+        ((X, [X.int(), "a", 1, 2.5, None, True, b"c", 1j]), (X, [X.int(), "a", 1, 2.5, None, True, b"c", 1j])),
+        (collections.OrderedDict(a=X, b={1: (X,)}), {"a": X, "b": {1: (X,)}}),
+        (collections.UserDict(a=X), {"a": X}),
+        (Pair(X, 1), (X, 1)),
+        (Sample(X, "n"), {"x": X, "name": "n"}),
+        (np.float64(2.0), 2.0),
+        (X.to(torch.bfloat16), X.to(torch.bfloat16)),
+        (X.clone().requires_grad_() * 2, X * 2),
+    ],
+)
+def test_batches_of_all_kinds(tmp_path, batch, kept):
+    assert same(one_record(tmp_path, batch).batch, kept)
+
+
+def test_a_sparse_batch(tmp_path):
+    found = one_record(tmp_path, (X.to_sparse(), 1)).batch
+    assert found[1] == 1
+    assert same(found[0].to_dense(), X)
+
+
+def test_memory_formats_are_kept(tmp_path):
+    images = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    found = one_record(tmp_path, images).batch
+    assert found.is_contiguous(memory_format=torch.channels_last)
+    assert same(found, images)
+
+
+@pytest.mark.parametrize("batch", [(X, object()), np.zeros(3), {"x": X, "f": len}])
+def test_a_batch_that_cannot_be_saved_is_left_out(tmp_path, batch, caplog):
+    with caplog.at_level(logging.WARNING):
+        spike = one_record(tmp_path, batch)
+    assert spike.batch is None
+    assert len(caplog.messages) == 1
+    assert "not only tensors, numbers and texts" in caplog.messages[0]
+
+
+def test_what_the_train_step_puts_in_the_batchs_containers_is_not_what_it_was_given(tmp_path):
+    batch = {"x": X, "more": [X]}
+
+    def change(given):
+        given["x"] = given["x"] * 2
+        given["more"].append(1)
+
+    assert same(one_record(tmp_path, batch, change).batch, {"x": X, "more": [X]})
+
+
+def test_a_batch_that_is_changed_in_place_is_left_out(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        assert one_record(tmp_path, {"x": X.clone()}, lambda given: given["x"].mul_(2)).batch is None
+    assert "the train step changes it in place" in caplog.text
+
+
+@pytest.mark.parametrize("ids", [lambda batch: 1 / 0, lambda batch: object()])
+def test_ids_that_fail_are_left_out(tmp_path, ids, caplog):
+    with caplog.at_level(logging.WARNING):
+        spike = one_record(tmp_path, X, ids=ids)
+    assert spike.ids is None
+    assert same(spike.batch, X)
+    assert len(caplog.messages) == 1
+
+
+# Who and when
+
+
+def test_each_recorder_keeps_the_spikes_of_its_own_monitor(tmp_path):
+    def attach(engine):
+        monitor = SpikeMonitor(
+            lambda engine: float(engine.state.iteration == 4), threshold=StaticThreshold(0.5), prefix="a/b"
+        )
+        monitor.attach(engine)
+        SpikeRecorder(monitor, tmp_path).attach(engine)
+
+    train(tmp_path, batches(5), trainer=attach)
+    assert files(tmp_path) == ["a_b-00000004-rank0.spike.pt", "grad-00000003-rank0.spike.pt"]
+
+
+def test_where_a_value_comes_from_that_is_not_finite(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    model[1].register_forward_hook(lambda module, given, output: output + (output * 0).sqrt())
+
+    def step(engine, batch):
+        model.zero_grad()
+        loss = model(batch).square().mean()
+        loss.backward()
+        return loss.item()
+
+    engine = Engine(step)
+    monitor = GradMonitor(model)
+    monitor.attach(engine)
+    SpikeRecorder(monitor, tmp_path).attach(engine)
+    engine.run([X] * 3)
+    spike = load_spike(tmp_path / files(tmp_path)[0])
+    assert (spike.iteration, spike.origin["name"], spike.origin["kind"]) == (1, "1", "backward")
+    assert math.isnan(spike.norm)
+    assert same(spike.batch, X)
+
+
+def test_nothing_is_kept_after_an_iteration_nor_after_detaching(tmp_path):
+    seen, engine = [], Engine(lambda engine, batch: 1.0)
+    monitor = SpikeMonitor(lambda engine: engine.state.output, threshold=StaticThreshold(0.5))
+    monitor.attach(engine)
+    recorder = SpikeRecorder(monitor, tmp_path)
+    engine.add_event_handler(Events.ITERATION_STARTED, lambda engine: seen.append(weakref.ref(engine.state.batch)))
+    # Ignite forgets a batch before it asks for the next one.
+    engine.add_event_handler(Events.GET_BATCH_STARTED, lambda _: alive.append([each() is not None for each in seen]))
+    alive = []
+    gc.disable()
+    try:
+        recorder.attach(engine)
+        engine.run((X * i for i in range(3)), epoch_length=3)
+    finally:
+        gc.enable()
+    assert alive == [[], [False], [False] * 2]
+    recorder.detach()
+    monitor.detach()
+    assert not any(engine.has_event_handler(handler) for handler in (recorder._forget, recorder._start))
+    assert files(tmp_path) == ["spike-00000001-rank0.spike.pt", "spike-00000002-rank0.spike.pt", files(tmp_path)[-1]]
+
+
+def test_with_filters(tmp_path):
+    engine = Engine(lambda engine, batch: 1.0)
+    monitor = SpikeMonitor(lambda engine: engine.state.output, threshold=StaticThreshold(0.5))
+    monitor.attach(engine)
+    SpikeRecorder(monitor, tmp_path).attach(engine, Events.ITERATION_STARTED(every=3))
+    engine.run(range(7), max_epochs=1)
+    assert files(tmp_path) == [f"spike-{iteration:08d}-rank0.spike.pt" for iteration in (3, 6)]
+
+
+def test_epochs(tmp_path):
+    train(tmp_path, batches(3), spikes=(5,), epochs=2)
+    assert load_spike(tmp_path / files(tmp_path)[0]).epoch == 2
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "text"),
+    [
+        ((None, "x"), {}, TypeError, "Argument monitor"),
+        ((1, "x"), {}, TypeError, "Argument monitor"),
+        ((None, 3), {}, TypeError, "Argument directory"),
+        ((None, __file__), {}, ValueError, "Argument directory"),
+        ((None, "x"), {"keep": 0}, ValueError, "Argument keep"),
+        ((None, "x"), {"keep": 2.5}, TypeError, "Argument keep"),
+        ((None, "x"), {"ids": 1}, TypeError, "Argument ids"),
+        ((None, "x"), {"batch": 1}, TypeError, "Argument batch"),
+    ],
+)
+def test_bad_arguments(arguments, options, error, text):
+    monitor, directory = arguments
+    if text != "Argument monitor":
+        monitor = SpikeMonitor(lambda engine: 1.0)
+    with pytest.raises(error, match=text):
+        SpikeRecorder(monitor, directory, **options)
+
+
+@pytest.mark.parametrize("content", [b"", b"text", "other", "version", "lacking"])
+def test_what_is_no_record_is_refused(tmp_path, content):
+    path = tmp_path / "a.spike.pt"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        good = {"format": "ignite_monitor spike", "version": 1, "spike": {"iteration": 1}}
+        torch.save({"other": [1], "version": good | {"version": 9}, "lacking": good}[content], path)
+    with pytest.raises(ValueError, match=str(path)):
+        load_spike(path)
+
+
+def test_a_file_that_is_cut_is_refused(tmp_path):
+    one_record(tmp_path, X)
+    path = tmp_path / files(tmp_path)[0]
+    whole = path.read_bytes()
+    for end in range(0, len(whole), len(whole) // 23):
+        path.write_bytes(whole[:end])
+        with pytest.raises(ValueError, match=r"damaged|no record"):
+            load_spike(path)
+
+
+def test_what_would_run_code_is_refused(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return os.system, ("true",)
+
+    path = tmp_path / "a.spike.pt"
+    torch.save({"format": "ignite_monitor spike", "version": 1, "spike": Evil()}, path)
+    with pytest.raises(ValueError, match="no record"):
+        load_spike(path)
+
+
+def test_no_file_is_an_os_error(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        load_spike(tmp_path / "none")
+
+
+def test_names():
+    assert {"SpikeRecorder", "SpikeRecord", "load_spike"} <= set(ignite_monitor.__all__)
+    assert MonitorEvents.SPIKE_DETECTED
