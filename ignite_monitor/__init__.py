@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 # A name is imported when it is asked for: whoever reads a file needs neither torch nor Ignite.
 _MODULE_OF = {
     "ActivationHandler": "activation.handler",
+    "CurvatureHandler": "curvature.handler",
     "GradMonitor": "gradient.handler",
     "GradientNoiseScaleHandler": "noise_scale.handler",
     "HDF5Logger": "hdf5.logger",
@@ -38,6 +39,7 @@ if TYPE_CHECKING:  # the same for those who read and do not run: a test compares
     from ignite_monitor.activation.metric import Metric as Metric
     from ignite_monitor.activation.record import record as record
     from ignite_monitor.attaching import attach_monitors as attach_monitors
+    from ignite_monitor.curvature.handler import CurvatureHandler as CurvatureHandler
     from ignite_monitor.events.monitor_events import MonitorEvents as MonitorEvents
     from ignite_monitor.gradient.handler import GradMonitor as GradMonitor
     from ignite_monitor.hdf5.logger import HDF5Logger as HDF5Logger

@@ -22,11 +22,22 @@ from ignite_monitor.judging.thresholds import ThresholdRule
 from ignite_monitor.model.names import named_modules, tags
 from ignite_monitor.model.optimizers import check_optimizer
 from ignite_monitor.monitor.base import Monitor
+from ignite_monitor.optimizer_state.handler import OptimizerStateHandler
+from ignite_monitor.rcc.handler import RCCHandler
+from ignite_monitor.replicas.handler import ReplicaCheckHandler
+from ignite_monitor.spectral.handler import SpectralNormHandler
+from ignite_monitor.step_stats.handler import StepStatsHandler
 from ignite_monitor.weight_update.handler import WeightUpdateHandler
 
 # What is attached to an engine, by prefix: what is attached once more, as by a cell of a notebook that is run again, is
 # replaced.
 _ATTACHED: WeakKeyDictionary[Engine, dict[str, AttachedMonitors]] = WeakKeyDictionary()
+
+_MORE: dict[str, Callable[[nn.Module, Optimizer, str], Monitor]] = {
+    "replicas": lambda model, optimizer, prefix: ReplicaCheckHandler(model, optimizer, prefix=prefix),
+    "spectral": lambda model, optimizer, prefix: SpectralNormHandler(model, prefix=prefix),
+    "rcc": lambda model, optimizer, prefix: RCCHandler(model, prefix=prefix),
+}
 
 _FEW = 6
 """Up to how many members of a list of modules are all shown."""
@@ -65,6 +76,7 @@ def attach_monitors(
     scaler: GradScaler | None = None,
     loggers: BaseLogger | Iterable[BaseLogger] = (),
     every: int = 100,
+    also: Iterable[str] = (),
     threshold: ThresholdRule | Callable[[Tensor, Tensor, Tensor], Tensor | float] | None = None,
     reaction: str | None = None,
     skip_step: bool = False,
@@ -82,7 +94,13 @@ def attach_monitors(
     ``activation``  ``ActivationHandler(model)`` with the metrics      one in ``every``
                     std, max_abs, dead_fraction and nonfinite_count,
                     and attention
+    ``step``        ``StepStatsHandler(model, optimizer)``             one in ``every``
+    ``optimizer``   ``OptimizerStateHandler(optimizer, model)``,       one in ``every``
+                    where the optimizer has ``betas`` or momentum
     ==============  =================================================  ====================
+
+    With ``also`` costlier ones watch one iteration in ``every`` as well: ``"replicas"`` (``ReplicaCheckHandler``, on
+    several ranks), ``"spectral"`` (``SpectralNormHandler``), ``"rcc"`` (``RCCHandler``).
 
     Values are written to the loggers whenever they are measured, so the norm's come to the host in every iteration if
     there is a logger. An ``HDF5Logger`` keeps them all. Others get what one can look at: std and max_abs of the whole
@@ -103,6 +121,7 @@ def attach_monitors(
         scaler: the GradScaler of the train step.
         loggers: an Ignite logger or several, to write to.
         every: in which iterations the costlier ones watch, at least 1.
+        also: names of more monitors.
         threshold: the rule of ``GradMonitor``; None for its default.
         reaction: what ``GradMonitor`` does at a spike: None, ``"skip"`` or ``"clip"``.
         skip_step: True means ``reaction="skip"``.
@@ -136,6 +155,7 @@ def attach_monitors(
     loggers = list(loggers)
     for logger in loggers:
         check_type("loggers", logger, BaseLogger, "ignite.handlers.base_logger.BaseLogger or a list of such")
+    also = _checked(also)
     check_type("prefix", prefix, str, "str")
     if flag is None:
         flag = re.sub(r"\W", "_", f"{prefix}_unhealthy_spike") if prefix else "unhealthy_spike"
@@ -156,7 +176,11 @@ def attach_monitors(
         ),
         "update": WeightUpdateHandler(model, optimizer, scaler=scaler, prefix=f"{start}monitor"),
         "activation": ActivationHandler(model, activations=health, attention=True, prefix=prefix),
+        "step": StepStatsHandler(model, optimizer, prefix=f"{start}step"),
     }
+    if any("betas" in group or group.get("momentum") for group in optimizer.param_groups):
+        monitors["optimizer"] = OptimizerStateHandler(optimizer, model, prefix=f"{start}optimizer")
+    monitors |= {name: _MORE[name](model, optimizer, f"{start}{name}") for name in also}
     handle = AttachedMonitors(monitors)
     attached = _ATTACHED.setdefault(trainer, {})
     if prefix in attached:
@@ -173,6 +197,16 @@ def attach_monitors(
         handle.remove()
         raise
     return handle
+
+
+def _checked(also: Iterable[str]) -> list[str]:
+    names = list(also) if isinstance(also, Iterable) and not isinstance(also, str) else None
+    if names is None or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"Argument also should be a list of names, but given {also!r}")
+    unknown = [name for name in names if name not in _MORE]
+    if unknown:
+        raise ValueError(f"Argument also should hold names among {', '.join(_MORE)}, but given {unknown[0]!r}")
+    return names
 
 
 def _details(model: nn.Module, start: str) -> str:

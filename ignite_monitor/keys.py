@@ -24,6 +24,11 @@ GRADIENT = Schema(
             "share of what gradients are above their thresholds, at a spike, of the few tensors that hold most of it",
             when="with ``per_parameter=True``",
         ),
+        Key(
+            "scale",
+            "what the ``scaler`` has multiplied the loss with",
+            when="with ``scaler``",
+        ),
         Key("stepped", "1 if the optimizer made a step in this iteration, else 0"),
         Key("spike_count", "spikes so far", chart=_COUNTS),
         Key("spike_score", _SCORE, chart=_RECENT),
@@ -119,6 +124,8 @@ ACTIVATION = Schema(
         ),
         Key("attention_entropy/{module}/head_{i}", "how widely attention spreads", unit="nats",
             when=_GIVEN("attention"), chart="attention entropy per head"),
+        Key("attention_logit_max/{module}/head_{i}", "the largest score, of those that its softmax is taken of",
+            when=_GIVEN("attention"), chart="largest attention logit per head"),
         Key("gradient/{parameter}/{metric}", "of the gradient, unscaled and not yet clipped",
             when=_GIVEN("gradients")),
         Key("gradient_after_clip/{parameter}/{metric}", "of what the optimizer's step is made with, where it differs",
@@ -322,6 +329,22 @@ OPTIMIZER_STATE = Schema(
     ),
 )  # fmt: skip
 
+_CURVATURE = "curvature and what a step stands"
+_PRECONDITIONED = "with an optimizer like Adam"
+
+CURVATURE = Schema(
+    "curvature",
+    "curvature",
+    (
+        Key("along_gradient", "curvature of the loss along its gradient", chart=_CURVATURE),
+        Key("limit", "curvature above which steps grow: 2 / learning rate, with momentum more", chart=_CURVATURE),
+        Key("largest", "the largest eigenvalue of the Hessian; absent where its error exceeds 10 %", chart=_CURVATURE),
+        Key("largest_error", "how far from it, for its size, an eigenvalue is at most"),
+        Key("largest_preconditioned", "that of the preconditioned Hessian, which limit is about then",
+            when=_PRECONDITIONED, chart=_CURVATURE),
+        Key("largest_preconditioned_error", "its error", when=_PRECONDITIONED),
+    ),
+)  # fmt: skip
 REPLICAS = Schema(
     "replicas",
     "replicas",
@@ -344,6 +367,7 @@ SCHEMAS = (
     ACTIVATION,
     SPECTRAL,
     STEP_STATS,
+    CURVATURE,
     ALIGNMENT,
     MAXP,
 )

@@ -85,7 +85,12 @@ def test_loggers_get_what_one_can_look_at_and_files_all(tmp_path, count, shown):
         *(f"gpt/activation/{module}/{metric}" for module in outline for metric in ("std", "max_abs")),
         "gpt/activation/_root_/nonfinite_count",
         *(f"gpt/activation/blocks.{i}.mlp.1/dead_fraction" for i in shown),
-        *(f"gpt/attention_entropy/blocks.{i}/head_{head}" for i in shown for head in range(2)),
+        *(
+            f"gpt/attention_{kind}/blocks.{i}/head_{head}"
+            for kind in ("entropy", "logit_max")
+            for i in shown
+            for head in range(2)
+        ),
         *(f"gpt/activation/blocks.{i}.mlp/norm" for i in range(count)),
     }
     kept = set(read_hdf5(path))
@@ -274,3 +279,17 @@ def test_reaction_and_loss_are_handed_on():
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: seen.append(dict(engine.state.metrics)))
     trainer.run(make_batches(3))
     assert all({"grad/clipped_count", "grad/loss_spike"} <= values.keys() for values in seen)
+
+
+def test_what_is_cheap_is_there_and_the_rest_by_name():
+    model, optimizer, trainer = make_trainer()
+    handle = attach_monitors(trainer, model, optimizer, every=1)
+    assert set(handle.monitors) == {"grad", "update", "activation", "step", "optimizer"}
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert "optimizer" not in attach_monitors(trainer, model, plain).monitors  # which has no momentum
+    attach_monitors(trainer, model, optimizer, every=1, also=["replicas", "spectral", "rcc"])
+    trainer.run(make_batches(2))
+    assert {"step", "optimizer", "replicas", "spectral", "rcc"} <= families(trainer.state.metrics)
+    for wrong, error in (("replicas", TypeError), ([1], TypeError), (["all"], ValueError)):
+        with pytest.raises(error, match="also"):
+            attach_monitors(trainer, model, optimizer, also=wrong)

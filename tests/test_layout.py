@@ -98,7 +98,7 @@ LAYERS = (
     {"reference"},
     {"nonfinite"},
     {
-        *("gradient", "weight_update", "optimizer_state", "noise_scale"),
+        *("gradient", "weight_update", "optimizer_state", "noise_scale", "curvature"),
         *("activation", "spectral", "step_stats", "rcc", "spike", "replicas", "rollback"),
     },
     {"scaling", "spike_recorder"},

@@ -18,6 +18,7 @@ from torch import nn
 
 from ignite_monitor import (
     ActivationHandler,
+    CurvatureHandler,
     GradientNoiseScaleHandler,
     GradMonitor,
     MeanStdThreshold,
@@ -44,6 +45,7 @@ from tests._helpers import make_batches
 KINDS = [
     GradMonitor,
     GradientNoiseScaleHandler,
+    CurvatureHandler,
     WeightUpdateHandler,
     OptimizerStateHandler,
     ReplicaCheckHandler,
@@ -136,9 +138,10 @@ def published():
         trainer.run(make_batches(6))
 
     def run_in_parts():
+        nonlocal found
         torch.manual_seed(0)
         model = nn.Linear(6, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
 
         def train_step(engine, _):
             optimizer.zero_grad()
@@ -148,9 +151,11 @@ def published():
 
         trainer = Engine(train_step)
         noise = GradientNoiseScaleHandler(model, optimizer, micro_batches=2, items=lambda _: 32)
-        noise.attach(trainer)
+        curvature = CurvatureHandler(model, optimizer)
+        for monitor in (noise, curvature):
+            monitor.attach(trainer, Events.ITERATION_STARTED)
         trainer.run(range(40))
-        found[type(noise)] = noise.prefix, set(noise.on_host())
+        found |= {type(monitor): (monitor.prefix, set(monitor.on_host())) for monitor in (noise, curvature)}
 
     run_in_parts()
     run(*make_all(), clip=0.01)
@@ -182,7 +187,7 @@ def test_everything_was_on(published):
             if not any(matches(key.pattern, name.removeprefix(f"{prefix}/")) for name in names)
         ]
         # and what there is on several ranks.
-        assert set(lacking) <= {"reserved_memory_mb", "data_wait_max_ms", "data_wait_rank"}, kind
+        assert set(lacking) <= {"reserved_memory_mb", "data_wait_max_ms", "data_wait_rank", "scale"}, kind
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -277,6 +282,6 @@ def test_reports_ask_for_keys_that_there_are():
     known = {
         part for schema in SCHEMAS for key in schema.keys for part in (key.pattern, key.pattern.partition("/{")[0])
     }
-    known |= {"entropy", "nonfinite_count", "dead_fraction"}  # of what the user has named, or built-in
+    known |= {"entropy", "logit_max", "nonfinite_count", "dead_fraction"}  # of what the user has named, or built-in
     assert len(asked) > 10
     assert asked <= known

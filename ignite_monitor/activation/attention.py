@@ -1,4 +1,4 @@
-"""How widely attention spreads: the entropy of its rows, without the attention matrix."""
+"""How widely attention spreads, and from how large scores: by rows, without the attention matrix."""
 
 from __future__ import annotations
 
@@ -29,10 +29,13 @@ class HeadEntropy(NamedTuple):
     Attributes:
         total: the sum of the rows' entropies in nats, of shape (heads,).
         rows: how many rows that is, of shape (heads,) and the same dtype; 0 where a head had none.
+        largest: the largest score in these rows, what is added to products by a mask included; -inf where a head had
+            none.
     """
 
     total: Tensor
     rows: Tensor
+    largest: Tensor
 
 
 def attention_entropy(
@@ -44,7 +47,7 @@ def attention_entropy(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> HeadEntropy:
-    r"""The entropy of each query's attention, summed over queries and batch, per head.
+    r"""The entropy of each query's attention, summed over queries and batch, and the largest score, per head.
 
     With the scores :math:`s_j = c\, q \cdot k_j + m_j` of a query and :math:`p = \mathrm{softmax}(s)`:
 
@@ -68,7 +71,7 @@ def attention_entropy(
         enable_gqa: whether each head of ``key`` serves as many heads of ``query`` in a row as there are to one.
 
     Returns:
-        Sums and counts of rows in float64 (float32 on devices without it).
+        Sums and counts of rows, and scores, in float64 (float32 on devices without it).
     """
     with torch.no_grad():
         query, key, mask = _with_heads(query, key, mask, enable_gqa)
@@ -100,19 +103,23 @@ def _with_heads(
 
 
 def _sum_batches(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
-    """Sums and counts of rows, stacked, of shape (2, key heads, queries' heads to each)."""
+    """Sums and counts of rows and the largest score, stacked, of shape (3, key heads, queries' heads to each)."""
     *batch, key_heads, shared, _, _ = query.shape
-    sums = torch.zeros(2, key_heads, shared, dtype=wide_dtype(query.device), device=query.device)
+    sums = torch.zeros(3, key_heads, shared, dtype=wide_dtype(query.device), device=query.device)
+    sums[2] = -math.inf
     if len(batch) > 1:
         for index in range(batch[0]):
-            sums += _sum_batches(query[index], key[index], None if mask is None else mask[index], is_causal, scale)
+            more = _sum_batches(query[index], key[index], None if mask is None else mask[index], is_causal, scale)
+            sums = torch.stack([*(sums[:2] + more[:2]), torch.maximum(sums[2], more[2])])
         return sums
     if query.numel() == 0 or key.numel() == 0:
         return sums
     for part in _parts(batch[0], key_heads, shared, query.shape[-2] * key.shape[-2], query.device):
-        rows = _row_entropies(query[part], key[part], None if mask is None else mask[part], is_causal, scale)
+        rows, scores = _by_row(query[part], key[part], None if mask is None else mask[part], is_causal, scale)
         known = rows.isfinite()
         rows = torch.where(known, rows, 0.0)
+        largest = torch.where(known, scores, -math.inf).amax((0, -1)).to(sums.dtype)
+        sums[2][part[1:]] = torch.maximum(sums[2][part[1:]], largest)
         sums[0][part[1:]] += rows.sum((0, -1), dtype=sums.dtype)
         sums[1][part[1:]] += known.sum((0, -1), dtype=sums.dtype)
     return sums
@@ -137,14 +144,14 @@ def _block_size(scores: int, device: torch.device) -> int:
     return _BLOCK if device.type == "cpu" else min(max(scores // _PARTS, _BLOCK), _LARGEST_BLOCK)
 
 
-def _row_entropies(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
-    """The entropy of each row, not finite where it has none, of shape (batch, key heads, shared, L)."""
+def _by_row(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """The entropy of each row, not finite where it has none, and its largest score, of shape (batch, …, shared, L)."""
     *heads, L, E = query.shape
     S = key.shape[-2]
     dtype = torch.promote_types(torch.promote_types(query.dtype, key.dtype), torch.float32)
     query = query.to(dtype).reshape(-1, L, E)
     key = key.to(dtype).reshape(-1, S, E).mT
-    entropies = query.new_empty(len(query), L)
+    entropies, largest = query.new_empty(2, len(query), L)
     step = min(max(_block_size(len(query) * L * S, query.device) // (len(query) * S), 1), L)
     room = query.new_empty(2, len(query) * step * S)
     future = torch.ones(step, step, dtype=torch.bool, device=query.device).triu(1) if is_causal else None
@@ -158,8 +165,9 @@ def _row_entropies(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: b
             _apply_mask(scores.view(*heads, *shape[1:]), mask[..., start:stop, :seen])
         if future is not None and start < seen:
             scores[..., start:].masked_fill_(future[: stop - start, : seen - start], -math.inf)
-        entropies[:, start:stop] = _entropy(scores, powers)
-    return entropies.view(*heads, L)
+        largest[:, start:stop] = top = scores.amax(-1)
+        entropies[:, start:stop] = _entropy(scores, top, powers)
+    return entropies.view(*heads, L), largest.view(*heads, L)
 
 
 def _apply_mask(scores: Tensor, mask: Tensor) -> None:
@@ -169,13 +177,13 @@ def _apply_mask(scores: Tensor, mask: Tensor) -> None:
         scores += mask
 
 
-def _entropy(scores: Tensor, powers: Tensor) -> Tensor:
-    """The entropy of softmax(scores) over the last dimension; uses both tensors up.
+def _entropy(scores: Tensor, largest: Tensor, powers: Tensor) -> Tensor:
+    """The entropy of softmax(scores) over the last dimension; uses scores and powers up.
 
     Shifting the scores of a row changes neither p nor H. With the largest at 0 nothing overflows, and
     log-sum-exp and mean score are near enough to each other not to cancel.
     """
-    scores -= scores.amax(-1, keepdim=True)
+    scores -= largest.unsqueeze(-1)
     scores.clamp_(min=_LOWEST)
     torch.exp(scores, out=powers)
     total = powers.sum(-1)

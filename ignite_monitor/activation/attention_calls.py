@@ -14,6 +14,10 @@ from ignite_monitor.activation.attention_arguments import READERS, AttentionArgu
 from ignite_monitor.model._torch import device_mode, in_backward, modes_on, need, pop_mode, push_mode
 from ignite_monitor.model.modes import aside, is_plain
 
+_PRODUCTS = {torch.matmul, torch.bmm, torch.baddbmm, torch.einsum}
+_PRODUCTS |= {Tensor.matmul, Tensor.bmm, Tensor.baddbmm, Tensor.__matmul__}
+_SOFTMAXES = {torch.softmax, Tensor.softmax, torch.nn.functional.softmax}
+
 
 class AttentionCalls(TorchFunctionMode):
     """Hands every attention call of a forward, detached, to a function.
@@ -46,6 +50,7 @@ class AttentionCalls(TorchFunctionMode):
     Attributes:
         skipped: names of modules with calls on tensors that have no values of their own here: DTensors, nested tensors,
             tensors under ``vmap``.
+        by_hand: names of modules that seem to compute attention by themselves: a product, a softmax, a product.
 
     Examples:
         .. code-block:: python
@@ -74,6 +79,8 @@ class AttentionCalls(TorchFunctionMode):
         self._on_call = on_call
         self._thread = _Thread()
         self.skipped: set[str] = set()
+        self.by_hand: set[str] = set()
+        self._last: tuple[str | None, bool] = (None, False)  # the last product's module, and whether a softmax followed
 
     def enter(self, watched: bool = True) -> None:
         """EventSource from here on, until :meth:`leave`; in pairs, one in the other, each thread for itself.
@@ -114,7 +121,15 @@ class AttentionCalls(TorchFunctionMode):
         finally:
             self._thread.inside -= 1
         if func in READERS:
+            self._last = None, False
             self._report(READERS[func], args, kwargs)
+        elif func in _PRODUCTS:
+            name, followed = self._current(), self._last[1]
+            if followed and name is not None and name == self._last[0]:
+                self.by_hand.add(name)
+            self._last = name, False
+        elif func in _SOFTMAXES:
+            self._last = self._last[0], True
         return result
 
     def _switch(self) -> None:

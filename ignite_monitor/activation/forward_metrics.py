@@ -46,8 +46,10 @@ class ForwardMetrics:
         activation: of outputs and attention heads.
         recorded: what the model records; see :func:`named_apart`.
         entropy: of attention.
+        logits: the largest of attention's scores.
         skipped: tags of modules with tensors that can't be measured.
         complex: what was recorded as a complex number.
+        by_hand: tags of modules that compute attention by themselves, which is not seen.
         order: what outputs and heads are called, in the order in which the model computed them first.
     """
 
@@ -69,9 +71,11 @@ class ForwardMetrics:
         self._add_again = self.activation.add_again
         self.recorded = Measurement(_RECORDED, MetricSet("activations", {}, (), metrics.aggregate))
         self.entropy = Measurement("attention_entropy", MetricSet("attention", {}, (), "mean"))
+        self.logits = Measurement("attention_logit_max", MetricSet("attention", {}, (), "max"))
         self._pauses = pauses
         self.skipped: set[str] = set()
         self.complex: set[str] = set()
+        self.by_hand: set[str] = set()
         self.order: dict[str, None] = {}
 
     def start(self) -> None:
@@ -79,6 +83,7 @@ class ForwardMetrics:
         self.activation.clear()
         self.recorded.clear()
         self.entropy.clear()
+        self.logits.clear()
         self.skipped.clear()
         self.complex.clear()
 
@@ -138,6 +143,7 @@ class ForwardMetrics:
         finally:
             calls.close()
             self.skipped |= calls.skipped
+            self.by_hand |= calls.by_hand
 
     def _running(self) -> str | None:
         if not self._wanted():
@@ -157,7 +163,9 @@ class ForwardMetrics:
         enable_gqa: bool,
     ) -> None:
         entropy = attention_entropy(query, key, mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
-        self.entropy.add_ratios([f"{tag}/head_{i}" for i in range(len(entropy.total))], *entropy)
+        heads_of = [f"{tag}/head_{i}" for i in range(len(entropy.total))]
+        self.entropy.add_ratios(heads_of, entropy.total, entropy.rows)
+        self.logits.add_maxima(heads_of, entropy.largest)
         if self._metrics:
             for kind, tensor in (("query", query), ("key", key), ("value", value)):
                 heads = _by_head(tensor, enable_gqa)

@@ -54,6 +54,11 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
       none,
     - nonfinite_count: elements that are inf or NaN. Where there are any, the others are left out.
 
+    Beside these, of activations, gradients and parameters, with a dtype in place of True (which means float16):
+
+    - underflow_fraction: the part of the elements, other than 0, that becomes 0 in that dtype,
+    - overflow_fraction: the part that is finite, but rounds to more than the largest number of that dtype.
+
     **Aggregation.** All forward passes and micro-batches of an iteration make one number, as if they were one batch.
     Numbers of the user's own functions are averaged, weighted by the tensors' numbers of elements, or as ``aggregate``
     says; one that is not finite is left out. Not seen are passes in eval mode of the whole model, passes under
@@ -145,11 +150,19 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
         }
         wanted = [family for family, (_, each) in given.items() if each not in (None, False)]
         # What a model records of itself is there in any case.
-        families = dict.fromkeys(["activation", *wanted, *["attention_entropy"] * bool(attention)])
+        families = dict.fromkeys(
+            ["activation", *wanted, *["attention_entropy", "attention_logit_max"] * bool(attention)]
+        )
         super().__init__(model, prefix, list(families))
         aggregate = check_aggregate(aggregate)
         self._metrics = {
-            family: MetricSet(argument, each or {}, STATISTICS if family == "activation" else _WITHOUT_UNITS, aggregate)
+            family: MetricSet(
+                argument,
+                each or {},
+                STATISTICS if family == "activation" else _WITHOUT_UNITS,
+                aggregate,
+                of_dtypes=not family.endswith("_difference"),
+            )
             for family, (argument, each) in given.items()
         }
         check_type("attention", attention, bool, "bool")
@@ -257,6 +270,12 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
                 "nothing is measured of tensors that have no values of their own here (DTensors, nested or sparse "
                 f"tensors, tensors under vmap), in {', '.join(sorted(self._forward.skipped))}"
             )
+        if self._forward.by_hand:
+            self._warn(
+                f"attention that is written out as products and a softmax is not seen, in "
+                f"{', '.join(sorted(self._forward.by_hand))}: call torch.nn.functional.scaled_dot_product_attention "
+                '(in transformers attn_implementation="sdpa"), or record() what is of interest in its forward'
+            )
         if self._forward.complex:
             self._warn(f"complex numbers that are recorded are left out: {', '.join(sorted(self._forward.complex))}")
         if any(names for names, _ in found):
@@ -275,7 +294,8 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
     def _of_forward(self) -> list[NamedValues]:
         if self._forward is None:
             return []
-        measured = [self._forward.activation, self._forward.entropy, self._forward.recorded]
+        measured = [self._forward.activation, self._forward.entropy, self._forward.logits]
+        measured.append(self._forward.recorded)
         if self._differences is not None:
             measured.append(self._differences.measured)
         over_ranks = None

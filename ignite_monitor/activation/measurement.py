@@ -96,6 +96,11 @@ class Measurement:
         known = self._numbers.ratios.get(tuple(keys))
         self._numbers.ratios[tuple(keys)] = new if known is None else known + new
 
+    def add_maxima(self, keys: Sequence[str], values: Tensor) -> None:
+        """Take in numbers of which the largest counts; minus infinity where there is none."""
+        known = self._numbers.maxima.get(tuple(keys))
+        self._numbers.maxima[tuple(keys)] = values if known is None else torch.maximum(known, values)
+
     def pass_ended(self) -> None:
         """A forward pass has ended: the next one is likely to show the same tensors, in the same order."""
         self._observations.flush()
@@ -177,11 +182,13 @@ class _Numbers:
 
     Attributes:
         ratios: names -> for each a sum and what to divide it by, of shape (names, 2).
+        maxima: names -> for each the largest number, of shape (names,).
     """
 
     def __init__(self) -> None:
         self._numbers: dict[str, tuple[Aggregate, list[Tensor], list[float]]] = {}
         self.ratios: dict[tuple[str, ...], Tensor] = {}
+        self.maxima: dict[tuple[str, ...], Tensor] = {}
 
     def add(self, name: str, value: Tensor, weight: float, how: Aggregate) -> None:
         """Take in a number, 0-dim, of the widest dtype."""
@@ -213,6 +220,8 @@ class _Numbers:
             found.setdefault(kind, []).append((names, rows))
         for several, rows in self.ratios.items():
             found.setdefault("ratio", []).append((several, rows))
+        for several, largest in self.maxima.items():
+            found.setdefault("max", []).append((several, largest.unsqueeze(1)))
         return {
             kind: NamedValues(
                 [name for names, _ in parts for name in names],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any, cast
@@ -76,19 +78,45 @@ def check_aggregate(aggregate: Any) -> Aggregate:
     return checked
 
 
+def underflow_fraction(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Which part of the elements, other than 0, becomes 0 in a dtype."""
+    tensor, rounded = _computable(tensor), _computable(tensor.to(dtype))
+    return ((tensor != 0) & (rounded == 0)).to(wide_dtype(tensor.device)).mean()
+
+
+def overflow_fraction(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Which part of the elements is finite, but rounds to more than the largest number of a dtype."""
+    tensor, info = _computable(tensor), torch.finfo(dtype)
+    # Conversion to float8 saturates in some versions of torch, and in others does not.
+    step = info.eps * 2.0 ** math.floor(math.log2(info.max))
+    beyond = tensor.abs() >= info.max + step / 2
+    return (beyond & tensor.isfinite()).to(wide_dtype(tensor.device)).mean()
+
+
+def _computable(tensor: Tensor) -> Tensor:
+    """The same numbers in a dtype that is not for storing alone."""
+    return tensor.float() if tensor.itemsize == 1 else tensor
+
+
+_OF_DTYPES = {"underflow_fraction": underflow_fraction, "overflow_fraction": overflow_fraction}
+
+
 class MetricSet:
     """The metrics of one kind of tensor.
 
     Args:
         given: name -> function, :class:`Metric`, or True for the built-in one of that name; True for the built-in set.
         aggregate: how numbers are put together where a metric doesn't say.
+        of_dtypes: whether there are the built-in ones that a dtype may be given for.
 
     Raises:
         TypeError: if an argument is of another type.
-        ValueError: if a name can't be one.
+        ValueError: if a name can't be one, or a dtype is no floating-point one.
     """
 
-    def __init__(self, argument: str, given: Any, builtin: tuple[str, ...], aggregate: Aggregate) -> None:
+    def __init__(
+        self, argument: str, given: Any, builtin: tuple[str, ...], aggregate: Aggregate, of_dtypes: bool = False
+    ) -> None:
         if given is True:
             given = dict.fromkeys(builtin, True)
         if not isinstance(given, Mapping):
@@ -105,7 +133,16 @@ class MetricSet:
                     f"Argument {argument} should have names of letters, digits, '-', '_', '.' and '/', "
                     f"but given {name!r}"
                 )
-            if metric is True:
+            if name in _OF_DTYPES and (metric is True or isinstance(metric, torch.dtype)):
+                if not of_dtypes:
+                    raise ValueError(f"Argument {argument} has no built-in {name!r}, but {', '.join(builtin)}")
+                dtype = torch.float16 if metric is True else metric
+                if not dtype.is_floating_point:
+                    raise ValueError(
+                        f"Argument {argument} should have a floating-point dtype for {name!r}, but {dtype}"
+                    )
+                self.own[name] = Metric(functools.partial(_OF_DTYPES[name], dtype=dtype), aggregate="mean")
+            elif metric is True:
                 if name not in builtin:
                     raise ValueError(f"Argument {argument} has no built-in {name!r}, but {', '.join(builtin)}")
                 self.builtin[STATISTICS.index(name)] = True

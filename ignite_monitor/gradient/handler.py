@@ -182,6 +182,7 @@ class GradMonitor(Monitor, schema=GRADIENT):
 
         self.optimizer = optimizer
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._scale: Tensor | None = None  # of this iteration's last backward
         self.on_spike = on_spike
         self.norm_type = float(norm_type)
         self.reduction = reduction
@@ -265,6 +266,7 @@ class GradMonitor(Monitor, schema=GRADIENT):
             self._losses.forget()
         self._iteration = iteration
         self._seen = self._stepped = False
+        self._scale = None
 
     def contexts(self) -> list[AbstractContextManager[Any]]:
         if not self._is_running or self._source is None:
@@ -309,7 +311,8 @@ class GradMonitor(Monitor, schema=GRADIENT):
         if self._losses is not None:
             with users_grad_mode():
                 self._losses.backward_ended(engine)
-        verdict = self._verdict(backward.ledger, gradients, backward.scale(self.scaler))
+        self._scale = backward.scale(self.scaler)
+        verdict = self._verdict(backward.ledger, gradients, self._scale)
         self._look_for_origin(engine, verdict)
         announce = self._window.backward(verdict, backward.shared)
         self._show(engine, verdict)
@@ -464,6 +467,8 @@ class GradMonitor(Monitor, schema=GRADIENT):
             "stepped": float(stepped) if isinstance(stepped, bool) else stepped.to(verdict.norm.dtype),
             **self._reaction.counts,
         }
+        if self._scale is not None:
+            values["scale"] = self._scale.to(verdict.norm.dtype)
         if self._losses is not None:
             values["loss_spike"] = verdict.others[0].spike.to(verdict.norm.dtype)
         self.retract()

@@ -6,7 +6,7 @@ import copy
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -88,7 +88,7 @@ def _found(model: nn.Module, calls: ModelCalls, is_overflow: bool, alone: bool) 
     if any_sharded(root.parameters()) or flat_sharding(model) is not None:
         raise NotFoundError("the model is sharded, and each rank looks by itself")
     if not calls.calls:
-        raise NotFoundError("the model as a whole was not called, or where it can't be seen")
+        raise NotFoundError("the model was not called as a whole, or is compiled in place")
     if not calls.complete:
         raise NotFoundError("the model was called too often")
     if any(call.is_changed for call in calls.calls):
@@ -109,7 +109,9 @@ def _found(model: nn.Module, calls: ModelCalls, is_overflow: bool, alone: bool) 
             return None
         if trace.outputs:
             parameters = {name: each for name, each, _ in named_parameters(root) if each.requires_grad}
-            through = _backward(trace.outputs, parameters)
+            # Checkpoints of the reentrant kind know no gradients of some tensors alone.
+            with suppress(RuntimeError):
+                through = _backward(trace.outputs, parameters)
             trace.to_host()
     reached = {name for name, each in through.items() if each is not None}
     bad = _not_finite(through)

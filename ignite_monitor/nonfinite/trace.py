@@ -226,7 +226,7 @@ def _aliased(tree: Any, seen: Seen) -> Any:
     aliases: dict[int, Tensor] = {}
 
     def alias(tensor: Tensor) -> Tensor:
-        if not (tensor.requires_grad and is_plain(tensor)):
+        if not (tensor.requires_grad and torch.is_grad_enabled() and is_plain(tensor)):
             return tensor
         if id(tensor) not in aliases:
             seen_one: Tensor = _Alias.apply(tensor)  # type: ignore[no-untyped-call]

@@ -16,13 +16,14 @@ from ignite_monitor.keys import ACTIVATION, RCC, SCHEMAS
 from ignite_monitor.report.series import Series
 from ignite_monitor.schema import Schema
 
-PER_LAYER = tuple(family for family in ACTIVATION.families if family != "attention_entropy")
-ENTROPY = re.compile(r"(?:(?P<tag>.+?)/)?attention_entropy/(?P<item>.+/head_\d+)")
+PER_HEAD = {"attention_entropy": "entropy", "attention_logit_max": "logit_max"}
+PER_LAYER = tuple(family for family in ACTIVATION.families if family not in PER_HEAD)
+HEAD = re.compile(rf"(?:(?P<tag>.+?)/)?(?P<kind>{'|'.join(PER_HEAD)})/(?P<item>.+/head_\d+)")
 LAYER = re.compile(rf"(?:(?P<tag>.+?)/)?(?P<kind>{'|'.join(PER_LAYER)})/(?P<item>.+)/(?P<metric>[^/]+)")
 SIGNED = [schema for schema in SCHEMAS if schema.signs or schema is RCC]
 NAMED = {schema.prefix: schema for schema in SCHEMAS if schema.prefix and schema not in SIGNED}
 WORDS = re.compile(rf"(?:(?P<tag>.+?)/)?(?P<prefix>{'|'.join(NAMED)})/(?P<key>.+)")
-KINDS = [*(schema.kind for schema in SIGNED), "attention_entropy", *PER_LAYER]
+KINDS = [*(schema.kind for schema in SIGNED), *PER_HEAD, *PER_LAYER]
 KINDS += [*(schema.kind for schema in NAMED.values()), "other"]
 """All kinds of groups, in the order in which they are spoken of."""
 
@@ -91,8 +92,8 @@ def _parts(name: str, roots: list[tuple[Schema, str]]) -> tuple[str, str, str, s
         if key != name and schema.find(key):
             metric, _, item = key.partition("/")
             return schema.kind, root, metric, item
-    if match := ENTROPY.fullmatch(name):
-        return "attention_entropy", _under(match["tag"], "attention_entropy"), "entropy", match["item"]
+    if match := HEAD.fullmatch(name):
+        return match["kind"], _under(match["tag"], match["kind"]), PER_HEAD[match["kind"]], match["item"]
     if match := LAYER.fullmatch(name):
         return match["kind"], _under(match["tag"], match["kind"]), match["metric"], match["item"]
     if (match := WORDS.fullmatch(name)) and NAMED[match["prefix"]].find(match["key"]):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from ignite_monitor.report import limits
 from ignite_monitor.report.families import Group
 from ignite_monitor.report.finding import Finding
-from ignite_monitor.report.series import number
+from ignite_monitor.report.series import number, times
 
 
 def noise_scale(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
@@ -28,4 +28,25 @@ def noise_scale(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
     yield Finding(kind, "note", f"{said}, and a step uses {number(batch, 3)}: {what}", names, values=numbers)
 
 
+def curvature(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
+    """Whether the loss bends more sharply than the steps stand, at most looks lately."""
+    metric = "largest_preconditioned" if "largest_preconditioned" in group.scalars else "largest"
+    largest, limit = group.get(metric), group.get("limit")
+    if largest is None or limit is None:
+        return
+    shares = largest.finite.values / limit.at(largest.finite.steps)
+    lately = shares[-limits.CURVATURE_LOOKS :]
+    if len(lately) and (lately > limits.CURVATURE).all():
+        names = group.name(metric), group.name("limit")
+        yield Finding(
+            "large_curvature",
+            "warning",
+            f"The loss bends {times(float(lately[-1]))} as sharply as steps at this learning rate stand ({names[0]} "
+            f"{number(largest.last, 3)}, {names[1]} {number(limit.last, 3)}).",
+            names,
+            values={"largest": largest.last, "limit": limit.last},
+        )
+
+
 NOISE_RULES = (noise_scale,)
+CURVATURE_RULES = (curvature,)

@@ -144,6 +144,24 @@ def collapsed(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
     )
 
 
+def large_logits(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
+    """Attention scores so large that rounding, and one key, decide."""
+    heads = {head: each.finite for head, each in group.each("logit_max").items() if len(each.finite.values)}
+    largest = {head: float(series.values.max()) for head, series in heads.items()}
+    far = sorted((head for head in heads if largest[head] > limits.LARGE_LOGIT), key=lambda each: -largest[each])
+    if far:
+        first = {head: int(heads[head].where(heads[head].values > limits.LARGE_LOGIT)[0]) for head in far}
+        named = [f"{printable(each)} ({number(largest[each], 3)}, since iteration {first[each]})" for each in far]
+        yield Finding(
+            "large_logits",
+            "warning",
+            f"Attention scores above {number(limits.LARGE_LOGIT)} ({group.root}): {listed(named)}.",
+            tuple(group.items["logit_max"][head][0] for head in far),
+            tuple(sorted(set(first.values()))),
+            {"heads": len(far), "largest": largest[far[0]]},
+        )
+
+
 def _has_fallen(series: Series) -> bool:
     return float(series.values.max()) > limits.ENTROPY_FALL * limits.COLLAPSED_ENTROPY
 
@@ -239,5 +257,6 @@ def spectral(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
 
 ACTIVATION_RULES = (nonfinite, dead, outliers)
 ENTROPY_RULES = (collapsed,)
+LOGIT_RULES = (large_logits,)
 RCC_RULES = (drift, untrained, far_layers)
 SPECTRAL_RULES = (spectral,)

@@ -120,6 +120,9 @@ ENTROPY_FALL = 5.0
 """By what factor a head's entropy has to have fallen, if others of its module are not as sharp: some heads are sharp
 from the beginning of a fine-tuning on."""
 
+LARGE_LOGIT = 100.0
+"""From which score on attention is likely to diverge: QK-clip of arXiv:2507.20534 rescales queries and keys there."""
+
 DRIFT_FACTOR = 3.0
 """How much larger input drift has to be than weight update for a layer to be named. In a trained network both are of
 one order."""
@@ -140,3 +143,10 @@ SMALL_BATCH = LARGE_BATCH = 4.0
 """A batch is small if the noise scale's interval begins at so many batches, and large if it is so many times the
 interval's end: twice the batch then needs at least 40 % fewer steps, and half of it at most 20 % more, by equation 2.7
 of arXiv:1812.06162, which has steps grow as 1 + noise scale / batch."""
+
+CURVATURE = 1.5
+"""How many times what a step stands the curvature is at each of the last looks; full-batch gradient descent hovers
+within 5 % of it, and mini-batches stay below."""
+
+CURVATURE_LOOKS = 3
+"""How many looks these are."""

@@ -11,15 +11,17 @@ from ignite_monitor.report.curves import curves
 from ignite_monitor.report.families import Group, groups
 from ignite_monitor.report.finding import KINDS, SEVERITIES, Finding
 from ignite_monitor.report.gradients import gradient_findings, no_step, norms
-from ignite_monitor.report.landscape import NOISE_RULES
+from ignite_monitor.report.landscape import CURVATURE_RULES, NOISE_RULES
 from ignite_monitor.report.layers import (
     ACTIVATION_RULES,
     ENTROPY_RULES,
+    LOGIT_RULES,
     RCC_RULES,
     SPECTRAL_RULES,
     updates_and_drifts,
     weight_share,
 )
+from ignite_monitor.report.rollbacks import rollbacks
 from ignite_monitor.report.series import Series, Statistics, natural, number, plural, statistics
 from ignite_monitor.report.weights import OPTIMIZER_RULES, REPLICA_RULES, STEP_RULES, WEIGHT_RULES
 
@@ -30,15 +32,18 @@ Rule = Callable[[Group, Sequence[Group]], Iterator[Finding]]
 
 RULES: dict[str, tuple[Rule, ...]] = {
     "grad": (gradient_findings,),
+    "rollback": (rollbacks,),
     "weights": WEIGHT_RULES,
     "activation": ACTIVATION_RULES,
     "attention_entropy": ENTROPY_RULES,
+    "attention_logit_max": LOGIT_RULES,
     "optimizer": OPTIMIZER_RULES,
     "replicas": REPLICA_RULES,
     "step": STEP_RULES,
     "rcc": RCC_RULES,
     "spectral": SPECTRAL_RULES,
     "noise scale": NOISE_RULES,
+    "curvature": CURVATURE_RULES,
     "other": (curves,),
 }
 """What is asked of the metrics of each kind."""

@@ -100,10 +100,13 @@ def load_spike(path: str | os.PathLike[str]) -> SpikeRecord:
     Examples:
         .. code-block:: python
 
-            spike = load_spike("spikes/grad-00000340-rank0.spike.pt")
-            model.load_state_dict(weights_before_the_step)
-            spike.restore_random_state()
-            loss = criterion(model(spike.batch[0]), spike.batch[1])
+            from pathlib import Path
+
+            for path in sorted(Path("spikes").glob("*.spike.pt")):
+                spike = load_spike(path)
+                print(spike.iteration, spike.norm, spike.rows)
+                spike.restore_random_state()  # and with weights from before the step
+                loss = criterion(model(spike.batch[0]), spike.batch[1])
     """
     path = os.fspath(path)
     content = Path(path).read_bytes()

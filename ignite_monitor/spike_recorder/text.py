@@ -25,19 +25,21 @@ def described(path: Path) -> Iterator[str]:
     files = sorted(path.glob(f"*{ENDING}")) if path.is_dir() else [path]
     if not files:
         raise ValueError(f"{path} holds no records of spikes (*{ENDING})")
-    damaged, records = [], []
+    damaged: list[ValueError] = []
+    records: list[SpikeRecord] = []
     for file in files:
         try:
             records.append(load_spike(file))
         except ValueError as error:
-            damaged.append(str(error))
+            damaged.append(error)
     if not records:
-        raise ValueError(damaged[0])
+        raise damaged[0]
     for record in sorted(records, key=lambda each: (each.iteration, each.name, each.rank)):
         yield from _of_one(record)
         yield ""
-    yield f"{len(records)} record{'s' * (len(records) != 1)}" + (f", {len(damaged)} damaged" if damaged else "")
-    yield from damaged
+    yield f"{len(records)} record{'s' * (len(records) != 1)}"
+    for each in damaged:
+        yield from _wrapped("", str(each))
 
 
 def _of_one(record: SpikeRecord) -> Iterator[str]:

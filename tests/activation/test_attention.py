@@ -15,7 +15,7 @@ from ignite_monitor.activation.attention import attention_entropy
 
 
 def exact(query, key, mask=None, is_causal=False, scale=None, enable_gqa=False):
-    """Sums and counts per head, of the whole attention matrix: -sum p log p."""
+    """Sums and counts per head, of the whole attention matrix: -sum p log p; and the largest scores."""
     query, key = query.double(), key.double()
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
@@ -26,7 +26,8 @@ def exact(query, key, mask=None, is_causal=False, scale=None, enable_gqa=False):
         scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -math.inf)
     rows = torch.special.entr(scores.softmax(-1)).sum(-1)
     heads = rows.transpose(0, -2).reshape(rows.shape[-2], -1)
-    return torch.where(heads.isnan(), 0.0, heads).sum(1), (~heads.isnan()).sum(1).double()
+    largest = scores.amax(-1).transpose(0, -2).reshape(rows.shape[-2], -1).masked_fill(heads.isnan(), -math.inf)
+    return torch.where(heads.isnan(), 0.0, heads).sum(1), (~heads.isnan()).sum(1).double(), largest.amax(1)
 
 
 def draw(*shape, seed=0, dtype=torch.float32, spread=2.0):
@@ -35,8 +36,9 @@ def draw(*shape, seed=0, dtype=torch.float32, spread=2.0):
 
 def check(query, key, mask=None, rtol=1e-5, **kwargs):
     found = attention_entropy(query, key, mask, **kwargs)
-    total, rows = exact(query, key, mask, **kwargs)
-    assert found.total.dtype == found.rows.dtype == torch.float64
+    total, rows, largest = exact(query, key, mask, **kwargs)
+    assert found.total.dtype == found.rows.dtype == found.largest.dtype == torch.float64
+    torch.testing.assert_close(found.largest, largest, rtol=1e-6, atol=1e-5)
     assert torch.equal(found.rows, rows)
     torch.testing.assert_close(found.total, total, rtol=rtol, atol=1e-5)
     return found
@@ -138,8 +140,8 @@ def test_any_number_of_batch_dimensions():
             )
         ]
         found = attention_entropy(query, key, mask)
-        torch.testing.assert_close(found.total, sum(total for total, _ in rows), rtol=1e-5, atol=0.0)
-        assert torch.equal(found.rows, sum(count for _, count in rows))
+        torch.testing.assert_close(found.total, sum(total for total, *_ in rows), rtol=1e-5, atol=0.0)
+        assert torch.equal(found.rows, sum(count for _, count, _ in rows))
 
 
 def test_keys_and_heads_that_broadcast():
@@ -154,7 +156,9 @@ def test_without_a_head_dimension_there_is_one_head():
     query, key = draw(6, 5, 8), draw(6, 9, 8, seed=1)
     for mask in (None, draw(5, 9), draw(6, 5, 9) > 0):
         found = attention_entropy(query, key, mask)
-        total, rows = exact(query[:, None], key[:, None], mask[:, None] if mask is not None and mask.ndim > 2 else mask)
+        total, rows = exact(
+            query[:, None], key[:, None], mask[:, None] if mask is not None and mask.ndim > 2 else mask
+        )[:2]
         torch.testing.assert_close(found.total, total, rtol=1e-5, atol=0.0)
         assert torch.equal(found.rows, rows)
     single = attention_entropy(query[0], key[0], is_causal=True)
@@ -220,7 +224,7 @@ def test_rows_that_are_not_finite_are_left_out(bad):
     rest = torch.ones(2, 3, 6, 1, dtype=torch.bool)
     rest[0, 1, 4] = False
     found = attention_entropy(spoilt, key)
-    total, rows = exact(query, key, rest)
+    total, rows = exact(query, key, rest)[:2]
     assert torch.equal(found.rows, rows)
     torch.testing.assert_close(found.total, total, rtol=1e-5, atol=0.0)
     key[1, 0, 5] = math.nan

@@ -888,3 +888,75 @@ def test_a_run_after_one_that_could_not_be_compared_is_judged_by_itself(caplog):
     model.eval()
     engine.run([data()], max_epochs=2)
     assert caplog.text.count("none of 1 monitored iterations had a forward pass of the whole model") == 1
+
+
+@pytest.mark.parametrize("dtype", [True, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_what_would_be_lost_in_a_dtype(dtype):
+    """Against thresholds: half the smallest number, and the middle of the largest and what would be the next one."""
+    smallest, largest = {
+        torch.float16: (2.0**-24, 65520.0),
+        torch.bfloat16: (2.0**-133, (2 - 2.0**-8) * 2.0**127),
+        torch.float8_e4m3fn: (2.0**-9, 464.0),
+        torch.float8_e5m2: (2.0**-16, 61440.0),
+    }[torch.float16 if dtype is True else dtype]
+    torch.manual_seed(0)
+    spread = torch.randn(7, 50) * 10 ** torch.empty(7, 50).uniform_(-44, 38)
+    x = torch.cat([spread, torch.zeros(1, 50), torch.full((1, 50), 1.0)])
+    weight = nn.Parameter(x)
+    model = nn.ParameterDict({"w": weight})
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    given = {"underflow_fraction": dtype, "overflow_fraction": dtype}
+    handler = ActivationHandler(model, parameters=given)
+    trainer = Engine(lambda *_: optimizer.step())
+    handler.attach(trainer)
+    trainer.run([None])
+    exact = x.double().abs()
+    assert handler.metrics == pytest.approx({
+        "parameter/w/underflow_fraction": float(((exact > 0) & (exact <= smallest / 2)).double().mean()),
+        "parameter/w/overflow_fraction": float((exact >= largest).double().mean()),
+    })  # fmt: skip
+    assert handler.metrics["parameter/w/underflow_fraction"] > 0
+
+
+def test_lost_fractions_of_activations_and_what_is_refused():
+    model = nn.Linear(4, 4)
+    handler = ActivationHandler(model, activations={"overflow_fraction": torch.float16})
+    trainer = Engine(lambda _, batch: model(batch).sum().backward())
+    handler.attach(trainer)
+    trainer.run([torch.full((2, 4), 1e9)])
+    assert handler.metrics["activation/_root_/overflow_fraction"] == 1.0
+    for wrong in ({"overflow_fraction": torch.int8}, {"underflow": True}):
+        with pytest.raises(ValueError, match="activations"):
+            ActivationHandler(model, activations=wrong)
+    with pytest.raises(ValueError, match="parameter_differences"):
+        ActivationHandler(model, parameter_differences={"underflow_fraction": True}, reference="init")
+
+
+class ByHand(nn.Module):
+    """Attention as a softmax of a product, before which there may be what is none."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.router, self.soft = how, nn.Linear(8, 4), nn.Softmax(-1)
+
+    def forward(self, x):
+        weight = self.router(x).softmax(-1).mean()
+        if self.how == "matmul":
+            return weight * (F.dropout(torch.softmax(torch.matmul(x, x.mT), -1), 0.1) @ x)
+        if self.how == "module":
+            return weight * torch.bmm(self.soft(torch.bmm(x, x.mT)), x)
+        if self.how == "einsum":
+            return weight * torch.einsum("blm,bme->ble", torch.einsum("ble,bme->blm", x, x).softmax(-1), x)
+        return weight * F.scaled_dot_product_attention(x, x, x)
+
+
+@pytest.mark.parametrize("how", ["matmul", "module", "einsum", "sdpa"])
+def test_attention_that_is_written_out_is_said_once_with_the_remedy(how, caplog):
+    model = nn.Sequential(nn.Linear(8, 8), ByHand(how))
+    handler = ActivationHandler(model, attention=True)
+    trainer = Engine(lambda _, batch: model(batch).sum().backward())
+    handler.attach(trainer)
+    trainer.run([torch.randn(2, 5, 8)] * 3, max_epochs=2)
+    said = [each for each in caplog.messages if "written out" in each]
+    assert len(said) == (how != "sdpa")
+    assert all(" in 1:" in each and "scaled_dot_product_attention" in each for each in said)

@@ -244,16 +244,18 @@ class Truth:
 
     def _of_attention(self, name: str, calls: list[Call], weights: dict[str, Tensor]) -> Values:
         scale = wide(weights[f"{name}.scale"])
-        entropies, parts = [], {"query": [], "key": [], "value": []}
+        entropies, largest, parts = [], [], {"query": [], "key": [], "value": []}
         for call in calls:
             # In float32, in which the model multiplies.
             keys = call.x * weights[f"{name}.scale"]
             logits = wide(call.x) @ wide(keys).T / math.sqrt(scale.numel())
             entropies.append(torch.distributions.Categorical(logits=logits).entropy())
+            largest.append(logits.max())
             for kind, tensor in (("query", call.x), ("key", keys), ("value", call.x)):
                 parts[kind].append(tensor.unsqueeze(0))
         tag = self.tags[name]
         values = {f"attention_entropy/{tag}/head_0": float(torch.cat(entropies).mean())}
+        values[f"attention_logit_max/{tag}/head_0"] = float(torch.stack(largest).max())
         for kind, tensors in parts.items():
             found = statistics(tensors, True)
             values |= {f"activation/{tag}/head_0/{kind}/{metric}": value for metric, value in found.items()}

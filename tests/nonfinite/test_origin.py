@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import logging
 import math
+import os
 import random
 
 import numpy as np
@@ -12,8 +15,10 @@ import torch
 import torch.nn.functional as F
 from ignite.engine import Engine
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from ignite_monitor import GradMonitor, MonitorEvents, SpikeMonitor, StaticThreshold
+from ignite_monitor.monitor import publisher
 from tests._helpers import same
 from tests.nonfinite._models import GPT, IN_BACKWARD, MODELS, loss_of, nan_in_output
 
@@ -89,11 +94,12 @@ def test_nan_in_each_weight(kind):
     assert all(each.text.endswith(f"its parameter {name}") for each, name in zip(found, names, strict=True))
 
 
-@pytest.mark.parametrize("way", IN_BACKWARD)
+@pytest.mark.parametrize("first", range(3) if os.environ.get("FULL_MATRIX") == "1" else [0])
 @pytest.mark.parametrize("kind", MODELS)
-def test_nan_in_each_backward(kind, way):
-    names = called(kind)
-    found = planted(kind, [hook_on(name, IN_BACKWARD[way]) for name in names])
+def test_nan_in_each_backward(kind, first):
+    """One way after the other; in the whole matrix, each way in each module."""
+    names, ways = called(kind), list(IN_BACKWARD.values())
+    found = planted(kind, [hook_on(name, ways[(first + i) % 3]) for i, name in enumerate(names)])
     assert [(each.kind, each.name) for each in found] == [("backward", name or "_root_") for name in names]
 
 
@@ -385,3 +391,93 @@ def test_a_loss_that_is_judged_elsewhere_has_the_origin_too():
     engine.add_event_handler(MonitorEvents.SPIKE_DETECTED, lambda engine: found.append(engine.state.spike))
     engine.run(vectors(2))
     assert [(each.name, each.origin.name) for each in found] == [("grad/norm", "norm"), ("loss/value", "norm")]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("hook", [nan_in_output, IN_BACKWARD["sqrt_at_zero"]])
+def test_activation_checkpointing(hook, reentrant):
+    class Checkpointed(GPT):
+        def forward(self, ids):
+            x = self.drop(self.tokens(ids) + self.positions(torch.arange(ids.shape[1])))
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=reentrant)
+            return self.head(self.norm(x))
+
+    plant = hook_on("blocks.1.mlp.1", hook)
+    data = MODELS["gpt"][1](3)
+    (_, plain), (found, outcome) = [
+        trained(make(Checkpointed), data, plant=plant, monitored=monitored) for monitored in (False, True)
+    ]
+    assert same(outcome, plain)
+    if hook is nan_in_output:
+        assert [(each.kind, each.name) for each in found] == [("forward", "blocks.1.mlp.1")]
+    elif reentrant:  # no gradient can be computed without leaving it in the parameters
+        assert {(each.kind, each.name) for each in found} == {("gradient", "blocks.1.mlp.0.bias")}
+    else:
+        assert {(each.kind, each.name) for each in found} == {("backward", "blocks.1.mlp.1")}
+
+
+def test_compiled():
+    model = make(GPT)
+    used = torch.compile(model, backend="eager")
+    batches = MODELS["gpt"][1](3)
+    found, _ = trained(used, batches, plant=lambda _: fill("blocks.1.attention.qkv.weight")(model))
+    assert [(each.kind, each.name) for each in found] == [("forward", "blocks.1.attention.qkv")]
+
+
+def test_recurrent_layers():
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.head = nn.LSTM(4, 6, 2, batch_first=True, dropout=0.1), nn.Linear(6, 3)
+
+        def forward(self, x):
+            return self.head(self.layer(x.unsqueeze(1))[0].squeeze(1))
+
+    def hook(module, args, output):
+        return nan_in_output(module, args, output[0]), output[1]
+
+    found, _ = trained(make(Recurrent), vectors(3), plant=hook_on("layer", hook))
+    assert [(each.kind, each.name) for each in found] == [("forward", "layer")]
+
+
+def test_a_model_saved_and_copied_in_the_train_step_is_not_followed():
+    def loss(model, batch):
+        torch.save(model, io.BytesIO())
+        value = loss_of(model, batch)
+        loss_of(copy.deepcopy(model), batch).backward()
+        return value
+
+    found, _ = trained(make(nn.Linear, 4, 3), vectors(3), loss, plant=fill("bias"))
+    assert [(each.kind, each.name) for each in found] == [("forward", "_root_")]
+
+
+def test_a_model_of_which_parts_alone_are_called(caplog):
+    model = make(nn.Sequential, nn.Linear(4, 4), nn.Linear(4, 3))
+    with caplog.at_level(logging.WARNING):
+        found, _ = trained(
+            model,
+            vectors(3),
+            lambda model, batch: F.cross_entropy(model[1](model[0](batch[0])), batch[1]),
+            plant=fill("0.bias"),
+        )
+    assert found == [None]
+    assert "can't be told: the model was not called as a whole" in caplog.text
+
+
+def test_without_a_reader_an_accelerator_is_not_waited_for(monkeypatch, caplog):
+    """Where the verdict is on a device, only a listener has the model looked at."""
+    monkeypatch.setattr(publisher, "is_on_host", lambda values: False)
+    for listens in (False, True):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            options = {"on_spike": lambda engine, norm: None} if listens else {}
+            model = make(nn.Linear, 4, 3)
+            engine = Engine(lambda engine, batch, model=model: loss_of(model, batch).backward())
+            GradMonitor(model, **options).attach(engine)
+            data = vectors(2)
+            data[1][0].fill_(math.nan)
+            engine.run(data)
+        assert [("can't be told" in text, "not finite" in text) for text in caplog.messages] == [
+            (False, True)
+        ] * listens

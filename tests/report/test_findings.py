@@ -618,3 +618,39 @@ def test_steps_that_are_out_of_order_are_put_into_it():
     tidied = tidy({"a": (steps[::-1], values[::-1]), "empty": ([], [])})
     assert list(tidied) == ["a"]
     assert tidied["a"].values.tolist() == values.tolist()
+
+
+def test_scores_of_attention_that_are_too_large():
+    run = {"attention_logit_max/a/head_0": runs.series(np.linspace(5, 180, 36), 5)}
+    run["attention_logit_max/a/head_1"] = runs.series(np.full(36, 99.0), 5)
+    finding = only(run, "large_logits")
+    assert (finding.severity, finding.iterations) == ("warning", (105,))
+    assert "a/head_0 (180, since iteration 105)" in finding.text
+    assert found({"attention_logit_max/a/head_1": runs.series(np.full(36, 99.0), 5)}) == []
+
+
+def test_ranks_that_differ_and_steps_that_wait_for_data():
+    values = np.ones(20)
+    assert found({"replicas/agree": runs.series(values, 5)}) == []
+    values[7:] = 0
+    run = {"replicas/agree": runs.series(values, 5), "replicas/differing_count": runs.series(3 * (1 - values), 5)}
+    finding = only(run, "ranks_differ")
+    assert (finding.severity, finding.iterations[0]) == ("problem", 40)
+    assert "up to 3 tensors" in finding.text
+    assert found({"step/data_wait_share": runs.series(np.full(20, 0.2))}) == []
+    assert only({"step/data_wait_share": runs.series(np.full(20, 0.6))}, "data_wait").values == {"share": 0.6}
+
+
+def test_second_moments_that_are_stale_and_steps_where_eps_rules():
+    assert (
+        found(
+            {
+                "optimizer/rms_p95": runs.series(np.full(40, 1.1)),
+                "optimizer/eps_share_median": runs.series(np.zeros(40)),
+            }
+        )
+        == []
+    )
+    run = {"optimizer/rms_p95": runs.series(np.full(40, 4.0)), "optimizer/eps_share_median": runs.series(np.ones(40))}
+    assert only(run, "stale_moments").severity == "warning"
+    assert only(run, "eps_rules").values == {"share": 1.0}

@@ -23,7 +23,8 @@ COLUMNS = {
 ABOUT = """# Real models and train steps
 
 `make zoo` trains {models} models of torchvision, timm and transformers with tiny configurations for four iterations,
-with every monitor on one engine, and once more without. It asserts that
+with GradMonitor, WeightUpdateHandler, ActivationHandler, RCCHandler, SpectralNormHandler, StepStatsHandler and
+AlignmentHandler on one engine, and once more without. It asserts that
 
 - weights, buffers, gradients, optimizer state, losses and random state are the same to the last bit;
 - every number that is published is what float64 arithmetic says of recorded tensors: {numbers:,} of them here;
@@ -31,11 +32,13 @@ with every monitor on one engine, and once more without. It asserts that
 
 Clocks, memory, error bounds and the statistics of what attention is computed from are left out. "absent" counts values
 of RCCHandler and AlignmentHandler that could be computed and were not published. A model with attention and no heads in
-the table computes it by hand.
+the table computes it by hand, or in a way that can't be seen.
 
-Train steps as others write them are checked likewise, with the norms and update ratios of each iteration: {steps}.
+Train steps as others write them are checked likewise, with the norm and the largest update ratio of each iteration:
 
-With {versions}. The table is written by `make zoo`.
+{steps}
+
+With {versions}.
 
 """
 
@@ -61,6 +64,8 @@ def pytest_terminal_summary(terminalreporter, exitstatus) -> None:
         names = ("torch", "torchvision", "timm", "transformers", "monai", "accelerate", "pytorch-ignite")
         versions = ", ".join(f"{name} {importlib.metadata.version(name).partition('+')[0]}" for name in names)
         numbers = sum(total.values()) - total["absent"]
-        about = ABOUT.format(models=len(rows), numbers=numbers, steps=", ".join(sorted(steps)), versions=versions)
+        about = ABOUT.format(
+            models=len(rows), numbers=numbers, steps="\n".join(f"- {each}" for each in sorted(steps)), versions=versions
+        )
         PAGE.write_text(about + text + "\n", encoding="utf-8")
         terminalreporter.write_line(f"{PAGE.name} is written.")

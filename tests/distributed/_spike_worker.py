@@ -1,0 +1,119 @@
+"""One rank of test_spike_ranks."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from ignite.engine import Engine
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from ignite_monitor import GradMonitor, SpikeRecorder, StaticThreshold, load_spike, record
+from tests._helpers import same
+from tests.distributed._launch import run_scenarios
+
+
+class Net(nn.Module):
+    def __init__(self, sync: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 3)
+        self.norm: nn.Module = nn.LayerNorm(8)
+        self.sync = sync
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.first(x))
+        if self.sync:
+            mean = x.detach().mean()
+            torch.distributed.all_reduce(mean)
+            x = x + mean * 0
+        return self.last(F.dropout(x, 0.5, self.training))
+
+
+def nan_on(rank: int) -> Any:
+    def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+        return output * math.nan if torch.distributed.get_rank() == rank else None
+
+    return hook
+
+
+def train(used: nn.Module, rank: int, plant: Any = None, factor: float = 1.0) -> dict[str, Any]:
+    """Trouble in the third of five iterations, whose step is left out: what is said, and found in the files."""
+    model: Any = used.module if isinstance(used, DistributedDataParallel) else used
+    optimizer = torch.optim.SGD(used.parameters(), lr=0.05)
+    generator = torch.Generator().manual_seed(rank)
+    batches = [(torch.randn(6, 4, generator=generator), torch.arange(6) % 3) for _ in range(5)]
+    directory = Path(tempfile.mkdtemp(dir=sys.argv[1]))
+    before: dict[str, Tensor] = {}
+    losses: list[Tensor] = []
+    said: list[str] = []
+
+    def step(engine: Engine, batch: tuple[Tensor, Tensor]) -> None:
+        is_planted = engine.state.iteration == 3
+        handle = model.norm.register_forward_hook(plant) if is_planted and plant is not None else None
+        if is_planted and not isinstance(next(used.parameters()), torch.distributed.tensor.DTensor):
+            before.update(copy.deepcopy(model.state_dict()))
+        optimizer.zero_grad()
+        each = F.cross_entropy(used(batch[0]), batch[1], reduction="none")
+        record("losses", each)
+        losses.append(each.detach())
+        (each.mean() * (factor if is_planted else 1.0)).backward()
+        if handle is not None:
+            handle.remove()
+        if not is_planted:
+            optimizer.step()
+
+    torch.manual_seed(10 + rank)
+    engine = Engine(step)
+    monitor = GradMonitor(used, optimizer, threshold=StaticThreshold(1e3))
+    listener = logging.Handler()
+    listener.emit = lambda each: said.append(each.getMessage())  # type: ignore[method-assign]
+    monitor.logger.addHandler(listener)
+    monitor.attach(engine)
+    SpikeRecorder(monitor, directory).attach(engine)
+    engine.run(batches)
+    monitor.logger.removeHandler(listener)
+    torch.distributed.barrier()
+    spike = load_spike(directory / f"grad-00000003-rank{rank}.spike.pt")
+    result = {
+        "files": sorted(each.name for each in directory.iterdir()),
+        "origin": spike.origin,
+        "own": (spike.iteration, spike.rank) == (3, rank) and same(spike.batch, batches[2]),
+        "said": said,
+        "finite": bool(losses[-1].isfinite().all()),
+    }
+    if before and plant is None:
+        again = Net()
+        again.load_state_dict(before)
+        spike.restore_random_state()
+        result["same"] = same(F.cross_entropy(again(spike.batch[0]), spike.batch[1], reduction="none"), losses[2])
+        result["losses"] = same(spike.losses, losses[2])
+    return result
+
+
+def sharded() -> nn.Module:
+    model = Net()
+    fully_shard(model)
+    return model
+
+
+SCENARIOS = {
+    "spike": lambda rank: train(DistributedDataParallel(Net()), rank, factor=1e6),
+    "nan on both": lambda rank: train(DistributedDataParallel(Net()), rank, nan_on(rank)),
+    "nan on one": lambda rank: train(DistributedDataParallel(Net()), rank, nan_on(1)),
+    "communicating": lambda rank: train(DistributedDataParallel(Net(sync=True)), rank, nan_on(1)),
+    "fsdp": lambda rank: train(sharded(), rank, nan_on(1)),
+}
+
+
+if __name__ == "__main__":
+    run_scenarios(SCENARIOS)
