@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ignite_monitor import RCCHandler
-from ignite_monitor.reference.kept import KeptPass
+from ignite_monitor.reference.passes import KeptPass
 
 TIME_LIMIT, MEMORY_LIMIT, OFFLOADED_LIMIT = 2.0, 1.2, 0.5
 

@@ -127,7 +127,12 @@ def surroundings():
     return namespace
 
 
-@pytest.mark.parametrize("source", [pytest.param(source, id=name) for source, name in EXAMPLES.items()])
+ELSEWHERE = {"load_spike"}  # needs a run with a spike, which the page of SpikeRecorder has
+
+
+@pytest.mark.parametrize(
+    "source", [pytest.param(source, id=name) for source, name in EXAMPLES.items() if name not in ELSEWHERE]
+)
 def test_examples_of_docstrings(source, folder, capsys):
     namespace = surroundings()
     exec(compile(source, "example", "exec"), namespace)

@@ -125,7 +125,7 @@ def test_every_chart_finds_something_but_those_of_what_did_not_happen(server):
         for chart in category["chart"]
         if not ask(server, "custom_scalars/scalars", run="plain", tag=chart["multiline"]["tag"][0])["tag_to_events"]
     ]
-    assert empty == ["monitored steps without a move"]
+    assert set(empty) == {"monitored steps without a move", "updates lost to rounding"}
 
 
 def test_no_hyperparameters_are_written(server):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ignite_monitor.reference.functions import is_full
+from ignite_monitor.reference.copies import is_full
 
 _OF_MODULES = frozenset(vars(nn.Module()))  # what every module has
 _LEFT_OUT = (int, float, str, bytes, type(None), Tensor, nn.Module, ModuleType, type)

@@ -13,6 +13,7 @@ KINDS = {
     "no_step": "Give GradMonitor the optimizer whose step() the train step calls.",
     "ranks_differ": "Go back to a checkpoint from before, and look at that rank's hardware and its random seeds.",
     "spikes": "Look at these batches, or leave the steps out: GradMonitor(skip_step=True).",
+    "went_back": "Look at the batches that were left out, and at the learning rate there.",
     "early_norms": "Warm the learning rate up, and look at these batches: no rule judges the first norms.",
     "loss_rose": "Lower the learning rate, and go back to a checkpoint from before.",
     "loss_rose_again": "Go back to a checkpoint from before, with a lower learning rate.",

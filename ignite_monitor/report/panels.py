@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from ignite_monitor.report.families import KINDS, PER_LAYER, Group, groups
 from ignite_monitor.report.finding import Finding
+from ignite_monitor.report.rollbacks import rollback_steps
 from ignite_monitor.report.series import Series, natural
 from ignite_monitor.report.summary import find, verdict
 
@@ -64,6 +65,7 @@ class Picture:
 
     panels: list[Panel] = field(default_factory=list)
     spikes: tuple[int, ...] = ()  # the iterations that had a gradient spike
+    rollbacks: tuple[int, ...] = ()  # those after which training went back
     last: int = 0  # the run's last iteration
     verdict: str = ""  # the run in a few words, empty where metrics were selected
     findings: tuple[Finding, ...] = ()
@@ -85,11 +87,11 @@ def picture(run: Mapping[str, Series], selection: re.Pattern[str] | None = None,
     panels = [panel for group in all_groups for panel in PANELS[group.kind](_selected(group, selection)) if panel.lines]
     panels.sort(key=lambda panel: panel.kind != "other")
     if selection is not None:
-        return Picture(panels, spikes, last)
+        return Picture(panels, spikes, rollback_steps(run), last)
     findings = find(run)
     shown = panels if every else _that_matter(panels, findings)
     words = verdict(findings, bool(monitored))
-    return Picture(shown, spikes, last, words, tuple(findings), len(panels) - len(shown))
+    return Picture(shown, spikes, rollback_steps(run), last, words, tuple(findings), len(panels) - len(shown))
 
 
 def _that_matter(panels: list[Panel], findings: list[Finding]) -> list[Panel]:

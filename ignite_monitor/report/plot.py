@@ -19,6 +19,7 @@ SEVERITY = {"problem": "#d1242f", "warning": "#9a5b00", "note": "#4b5563"}
 GREY = "#c3c8cf"
 COLOURS = ("#0b5fa5", "#e07b00", "#2a8f4b", "#8b4fb3", "#8a5a44", "#c2468f")
 SPIKE = "#d1242f"
+ROLLBACK = "#1a7f37"
 FEW = len(COLOURS)
 MOST_LINES = 400
 MOST_FINDINGS = 8
@@ -214,6 +215,11 @@ def _spikes(axes: Axes, panel: Panel, picture: Picture, steps: Array) -> None:
         for spike in picture.spikes:
             if low <= spike <= high:
                 axes.axvline(spike, color=SPIKE, linewidth=0.8, alpha=0.25, zorder=0.5)
+    if same_clock:
+        low, high = axes.get_xlim()
+        for at in [each for each in picture.rollbacks if low <= each <= high]:
+            label = "_" if at > picture.rollbacks[0] else "went back"
+            axes.axvline(at, color=ROLLBACK, linewidth=1.0, linestyle="--", zorder=0.6, label=label)
 
 
 def _legend(axes: Axes, panel: Panel, lines: list[Line], handles: list[Any], colours: int) -> None:

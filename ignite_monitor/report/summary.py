@@ -21,6 +21,7 @@ from ignite_monitor.report.layers import (
     updates_and_drifts,
     weight_share,
 )
+from ignite_monitor.report.rollbacks import rollbacks
 from ignite_monitor.report.series import Series, Statistics, natural, number, plural, statistics
 from ignite_monitor.report.weights import OPTIMIZER_RULES, REPLICA_RULES, STEP_RULES, WEIGHT_RULES
 
@@ -31,6 +32,7 @@ Rule = Callable[[Group, Sequence[Group]], Iterator[Finding]]
 
 RULES: dict[str, tuple[Rule, ...]] = {
     "grad": (gradient_findings,),
+    "rollback": (rollbacks,),
     "weights": WEIGHT_RULES,
     "activation": ACTIVATION_RULES,
     "attention_entropy": ENTROPY_RULES,

@@ -1,0 +1,46 @@
+"""What RollbackHandler's series say: each time that the training went back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from ignite_monitor.report.families import Group, groups
+from ignite_monitor.report.finding import Finding
+from ignite_monitor.report.series import Series, plural
+
+
+def went_back(group: Group) -> list[tuple[int, int, int]]:
+    """Each time: the iteration, the one after which the state was, and how many were undone before the next time."""
+    count, back, undone = (group.get(name) for name in ("count", "iteration", "undone_count"))
+    if count is None or back is None or undone is None:
+        return []
+    rises = count.steps[np.diff(count.values, prepend=0.0) > 0]
+    at = np.intersect1d(rises, back.steps)
+    ends = [int(undone.values[undone.steps < step].max(initial=0.0)) for step in at[1:]]
+    ends += [int(undone.values.max(initial=0.0))] * bool(len(at))
+    before = [int(undone.values[undone.steps < step].max(initial=0.0)) for step in at]
+    targets = back.at(at).astype(int).tolist()
+    left = [end - start for end, start in zip(ends, before, strict=True)]
+    return list(zip(at.astype(int).tolist(), targets, left, strict=True))
+
+
+def rollbacks(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
+    """A finding for each time that the training went back."""
+    for at, target, undone in went_back(group):
+        more = f", and {plural(undone, 'iteration')} undone until it was well again" if undone else ""
+        yield Finding(
+            "went_back",
+            "warning",
+            f"In iteration {at} the training went back to the state after iteration {target} "
+            f"({group.name('count')}): {at - target} batches are left out{more}.",
+            (group.name("count"), group.name("iteration")),
+            (at,),
+            {"target": target, "undone": undone},
+        )
+
+
+def rollback_steps(run: Mapping[str, Series]) -> tuple[int, ...]:
+    """The iterations at which a run went back."""
+    return tuple(at for group in groups(run) if group.kind == "rollback" for at, *_ in went_back(group))

@@ -1,0 +1,61 @@
+"""A training that went back: a finding each time, and a mark in every panel."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ignite_monitor.report.panels import picture
+from ignite_monitor.report.plot import draw
+from ignite_monitor.report.series import tidy
+from ignite_monitor.report.summary import find
+from tests.report._runs import calm_norms, grad, series
+
+
+def make_run(root="rollback", went_back=((80, 50, 20), (150, 120, 0))):
+    counts, undone = np.zeros(200), np.zeros(200)
+    iterations = {}
+    for at, target, left in went_back:
+        counts[at - 1 :] += 1
+        undone[at : at + left] += np.arange(1, left + 1)
+        undone[at + left :] += left
+        iterations |= dict.fromkeys(range(at, at + left + 1), target)
+    values = np.array([*iterations.values()], dtype=np.float64)
+    own = {"count": series(counts), "undone_count": series(undone)}
+    if iterations:
+        own["iteration"] = (np.array([*iterations]), values)
+    return tidy(grad(calm_norms(200)) | {f"{root}/{name}": value for name, value in own.items()})
+
+
+@pytest.mark.parametrize("root", ["rollback", "train/rollback", "mine"])
+def test_a_finding_each_time(root):
+    run = make_run(root)
+    first, second = [each for each in find(run) if each.kind == "went_back"]
+    assert (first.iterations, second.iterations) == ((80,), (150,))
+    assert (first.severity, first.values) == ("warning", {"target": 50, "undone": 20})
+    assert "In iteration 80 the training went back to the state after iteration 50" in first.what
+    assert "30 batches are left out, and 20 iterations undone" in first.what
+    assert second.what.endswith("30 batches are left out.")
+
+
+def test_without_there_is_none():
+    run = make_run(went_back=())
+    assert [each for each in find(run) if each.kind == "went_back"] == []
+    assert picture(run).rollbacks == ()
+
+
+def test_a_mark_in_every_panel(monkeypatch, tmp_path):
+    from matplotlib.axes import Axes
+
+    marks, axvline = {}, Axes.axvline
+
+    def note(axes, x, **kwargs):
+        marks.setdefault(axes, []).append(x)
+        return axvline(axes, x, **kwargs)
+
+    monkeypatch.setattr(Axes, "axvline", note)
+    shown = picture(make_run())
+    assert shown.rollbacks == (80, 150)
+    draw(shown, tmp_path / "run.png")
+    assert len(marks) == len(shown.panels)
+    assert all({80, 150} <= set(each) for each in marks.values())

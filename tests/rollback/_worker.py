@@ -1,0 +1,106 @@
+"""What two ranks do: trainings on the digits with a fault, and going back where one rank alone has a reason to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from ignite.engine import Engine, Events
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ignite_monitor import MonitorEvents, RollbackHandler
+from tests.distributed._launch import run_scenarios
+from tests.rollback import _faults
+
+
+def ddp(model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(model)
+
+
+def fsdp(model: nn.Module) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2,))
+    fully_shard(model[0], mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+WRAPS = {"ddp": ddp, "fsdp": fsdp}
+
+
+def plain(state: Any) -> Any:
+    """This rank's parts, copied."""
+    if isinstance(state, torch.Tensor):
+        return getattr(state, "_local_tensor", state).detach().clone()
+    if isinstance(state, dict):
+        return {key: plain(value) for key, value in state.items()}
+    return [plain(each) for each in state] if isinstance(state, (list, tuple)) else state
+
+
+def one_rank_asks(kind: str, how: str) -> Any:
+    """Rank 1 alone has trouble; both go back to the same state, each to its own part of it."""
+
+    def scenario(rank: int) -> dict[str, Any]:
+        torch.manual_seed(0)
+        model = WRAPS[kind](_faults.make_model(0))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        rollback = RollbackHandler({"model": model, "optimizer": optimizer}, every=10, quiet=5)
+        before: dict[int, Any] = {}
+        after: dict[str, Any] = {}
+
+        def train_step(engine: Engine, batch: Any) -> float:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(batch[0][rank::2]), batch[1][rank::2])
+            loss.backward()
+            optimizer.step()
+            if how == "loss" and rank == 1 and engine.state.iteration >= 25:
+                return float("nan")
+            return loss.item()
+
+        def state() -> Any:
+            return plain({"model": model.state_dict(), "optimizer": optimizer.state_dict()["state"]})
+
+        trainer = Engine(train_step)
+        rollback.attach(trainer)
+        trainer.add_event_handler(Events.ITERATION_STARTED, lambda e: before.update({e.state.iteration - 1: state()}))
+        trainer.add_event_handler(
+            MonitorEvents.ROLLED_BACK, lambda e: after.update(at=e.state.iteration, state=state())
+        )
+
+        @trainer.on(Events.ITERATION_STARTED(once=25))
+        def trouble(_: Engine) -> None:
+            if rank == 1 and how == "request":
+                rollback.request("only here")
+            if rank == 1 and how == "nan":
+                weight = next(model.parameters())
+                getattr(weight, "_local_tensor", weight).data.view(-1)[0] = float("nan")
+
+        trainer.run(_faults.batches(0, 36, 16), max_epochs=1)
+        return {"at": after["at"], "state": after["state"], "expected": before[10], "count": rollback._count}
+
+    return scenario
+
+
+def fault(kind: str, name: str, skip_step: bool, seed: int) -> Any:
+    def scenario(rank: int) -> dict[str, Any]:
+        clean = _faults.train(
+            kind, seed, length=_faults.FAULTS[name], handler=False, monitor=False, wrap=WRAPS[kind], rank=rank
+        )
+        result = _faults.train(kind, seed, name, skip_step=skip_step, wrap=WRAPS[kind], rank=rank)
+        return result | {"clean": clean["accuracy"]}
+
+    return scenario
+
+
+SCENARIOS = {
+    f"{kind} {how}": one_rank_asks(kind, how) for kind in WRAPS for how in ("request", "nan", "loss")
+} | {
+    f"{kind} {name} {skip} {seed}": fault(kind, name, skip, seed)
+    for kind in WRAPS for name in _faults.FAULTS for skip in (False, True) for seed in range(3)
+}  # fmt: skip
+
+if __name__ == "__main__":
+    run_scenarios(SCENARIOS, timeout=60.0)

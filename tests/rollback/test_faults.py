@@ -1,0 +1,82 @@
+"""What goes wrong for longer than a batch, and how well the training ends: thirty iterations later as if undisturbed.
+
+By default every fault and every way of training is met once. With ``FULL_MATRIX=1`` in the environment each fault meets
+each way, with ``skip_step`` and without, from three seeds; healthy trainings are longer and many then.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import pytest
+
+from tests.distributed._launch import launched
+from tests.rollback import _healthy
+from tests.rollback._faults import FAULTS, MODES, RANKS, train
+
+FULL = bool(int(os.environ.get("FULL_MATRIX", "0")))
+CASES = (
+    [(fault, mode, skip, seed) for mode in MODES for fault in FAULTS for skip in (False, True) for seed in range(3)]
+    if FULL
+    else [
+        ("labels", "sgd", False, 0),
+        ("inputs", "amp", False, 0),
+        ("lr x100", "adamw", True, 1),
+        ("lr grows", "accumulation", True, 0),
+        ("nan", "amp", True, 1),
+        ("statistics", "adamw", False, 0),
+    ]
+)
+TOGETHER = (
+    [(fault, mode, skip, seed) for mode in RANKS for fault in FAULTS for skip in (False, True) for seed in range(3)]
+    if FULL
+    else [("lr x100", "ddp", True, 0), ("nan", "fsdp", False, 0)]
+)
+
+
+@functools.cache
+def undisturbed(mode, seed, fault):
+    return train(mode, seed, length=FAULTS[fault], handler=False, monitor=False)["accuracy"]
+
+
+@pytest.mark.parametrize(("fault", "mode", "skip_step", "seed"), CASES)
+def test_training_comes_back(fault, mode, skip_step, seed):
+    result = train(mode, seed, fault, skip_step=skip_step)
+    assert result["rollbacks"] == 1
+    assert result["accuracy"] >= undisturbed(mode, seed, fault) - 0.02
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    names = [f"{kind} {how}" for kind in RANKS for how in ("request", "nan", "loss")]
+    names += [f"{mode} {fault} {skip} {seed}" for fault, mode, skip, seed in TOGETHER]
+    return launched("_worker", tmp_path_factory.mktemp("ranks"), names, package="tests.rollback", timeout=290.0)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("fault", "mode", "skip_step", "seed"), TOGETHER)
+def test_ranks_come_back(fault, mode, skip_step, seed, ranks):
+    results = ranks(f"{mode} {fault} {skip_step} {seed}")
+    for result in results:
+        assert result["rollbacks"] == 1
+        assert result["accuracy"] >= result["clean"] - 0.02
+    assert results[0]["undone"] == results[1]["undone"]
+
+
+@pytest.mark.parametrize("how", ["request", "nan", "loss"])
+@pytest.mark.parametrize("kind", RANKS)
+def test_all_ranks_go_back_where_one_has_trouble(kind, how, ranks):
+    from tests._trainers import assert_same
+
+    results = ranks(f"{kind} {how}")
+    assert [result["at"] for result in results] == [34 if how == "loss" else 25] * 2
+    assert [result["count"] for result in results] == [1, 1]
+    for result in results:
+        assert_same(result["state"], result["expected"])
+
+
+@pytest.mark.parametrize("kind", _healthy.KINDS if FULL else ["batches_of_two", "cnn_one_cycle"])
+def test_healthy_trainings_never_go_back(kind):
+    for seed in range(10 if FULL else 1):
+        assert _healthy.rollbacks(kind, seed, 1500 if FULL else 300) == []
