@@ -109,6 +109,10 @@ class SampledStep:
         ]
         sums = []
         for group in samples.groups:
+            if group.now.is_complex():  # of which nothing is said
+                nothing = torch.full((6, len(group.places)), math.nan, device=group.now.device)
+                sums.append(nothing.to(samples.dtype))
+                continue
             square, momentum = group.room("square"), group.room("momentum")
             for sources, rows in ((weights, group.now), (moments.square, square), (moments.momentum, momentum)):
                 group.copy(sources, rows)

@@ -161,7 +161,7 @@ def _check_feasible(graph: LayerGraph, minima: Mapping[Variable, list[Term]]) ->
         )
 
 
-_Row = tuple[list[tuple[Variable, float]], float]  # variables with their coefficients, and the most they may come to
+_Row = tuple[tuple[Variable, ...], tuple[float, ...], float]  # variables, coefficients, and the most they come to
 
 
 class _Program:
@@ -177,7 +177,7 @@ class _Program:
             fixed.get(variable, (0.0 if variable[0] == "r" else -math.inf, math.inf)) for variable in variables
         ]
         self._rows: list[_Row] = [
-            ([(variable, 1.0), *((each, -1.0) for each in term.variables)], term.constant)
+            ((variable, *term.variables), (1.0, *[-1.0] * len(term.variables)), term.constant)
             for variable, candidates in self._minima.items()
             for term in candidates
             if all(each in self._columns for each in term.variables)
@@ -196,12 +196,12 @@ class _Program:
         """
         rows = self._rows + _at_most_zero(zero)
         for variable, term in (equal or {}).items():
-            rows.append(([*((each, 1.0) for each in term.variables), (variable, -1.0)], -term.constant))
+            rows.append(((*term.variables, variable), (*[1.0] * len(term.variables), -1.0), -term.constant))
         total = dict.fromkeys(self._layers, 1.0)
         best = self._solve(rows, total)
         count = len(self._layers)
         if several and count > 1:
-            rows.append(([*total.items()], sum(best[:count])))
+            rows.append((tuple(total), (1.0,) * count, sum(best[:count])))
             best = self._solve(rows, {layer: math.exp(-index / count) for index, layer in enumerate(total)})
         return {name: value for (_, name), value in zip(self._layers, best, strict=False)}
 
@@ -217,10 +217,10 @@ class _Program:
         choices: dict[Variable, tuple[Variable, Term]] = {}
         for variable, candidates in self._minima.items():
             chosen = {("chosen", f"{len(choices) + index}"): (variable, term) for index, term in enumerate(candidates)}
-            rows += [([(each, sign) for each in chosen], sign) for sign in (1.0, -1.0)]
+            rows += [(tuple(chosen), (sign,) * len(chosen), sign) for sign in (1.0, -1.0)]
             for each, (_, term) in chosen.items():
-                entries = [*((other, 1.0) for other in term.variables), (variable, -1.0), (each, large)]
-                rows.append((entries, large - term.constant))
+                coefficients = (*[1.0] * len(term.variables), -1.0, large)
+                rows.append(((*term.variables, variable, each), coefficients, large - term.constant))
             choices |= chosen
         values = self._solve(rows, dict.fromkeys(self._layers, 1.0), choices)
         return dict(
@@ -234,21 +234,23 @@ class _Program:
             optimize: Any = importlib.import_module("scipy.optimize")
         except ImportError as error:
             raise ImportError("Width scaling needs SciPy: pip install 'ignite-monitor[scaling]'") from error
+        np: Any = importlib.import_module("numpy")
         sparse: Any = importlib.import_module("scipy.sparse")
         columns = self._columns | {each: len(self._columns) + index for index, each in enumerate(binaries)}
         count, binary = len(columns), len(columns) - len(self._columns)
-        entries = [(index, columns[each], value) for index, (row, _) in enumerate(rows) for each, value in row]
-        index, column, value = zip(*entries, strict=True)
-        lower, upper = zip(*self._bounds, *[(0.0, 1.0)] * binary, strict=True)
+        index = np.repeat(np.arange(len(rows)), [len(variables) for variables, _, _ in rows])
+        column = np.array([columns[each] for variables, _, _ in rows for each in variables])
+        value = np.array([each for _, coefficients, _ in rows for each in coefficients])
+        lower, upper = np.array([*self._bounds, *[(0.0, 1.0)] * binary]).T
         result = optimize.milp(
-            [objective.get(variable, 0.0) for variable in columns],
+            np.array([objective.get(variable, 0.0) for variable in columns]),
             integrality=[0] * (count - binary) + [1] * binary if binary else None,
             bounds=optimize.Bounds(lower, upper),
             # What is at one place of the matrix twice is added up.
             constraints=optimize.LinearConstraint(
                 sparse.csr_array((value, (index, column)), shape=(len(rows), count)),
-                -math.inf,
-                [most for _, most in rows],
+                -np.inf,
+                np.array([most for _, _, most in rows]),
             ),
         )
         if result.x is None:
@@ -259,4 +261,4 @@ class _Program:
 
 
 def _at_most_zero(variables: Iterable[Variable]) -> list[_Row]:
-    return [([(variable, 1.0)], 0.0) for variable in variables]
+    return [((variable,), (1.0,), 0.0) for variable in variables]

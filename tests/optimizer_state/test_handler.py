@@ -429,3 +429,22 @@ def test_it_reads_no_more_than_weight_update_handler():
     model = nn.Linear(512, 512)
     ours, theirs = OptimizerStateHandler(torch.optim.Adam(model.parameters()), model), WeightUpdateHandler(model)
     assert ours.sample_size * 5 <= theirs.sample_size * 3
+
+
+def test_complex_parameters_are_left_out():
+    model = nn.ParameterDict(
+        {"z": nn.Parameter(torch.ones(3, dtype=torch.complex64)), "w": nn.Parameter(torch.ones(3))}
+    )
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+
+    def train_step(*_):
+        optimizer.zero_grad()
+        (model["z"].abs().sum() + model["w"].square().sum()).backward()
+        optimizer.step()
+
+    trainer = Engine(train_step)
+    handler = OptimizerStateHandler(optimizer, model)
+    handler.attach(trainer)
+    trainer.run([None])
+    assert handler.metrics["optimizer/update_norm"] == pytest.approx(0.1 * math.sqrt(3), rel=1e-4)
+    assert handler.metrics["optimizer/rms_max"] == pytest.approx(1.0, rel=1e-4)
