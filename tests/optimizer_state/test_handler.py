@@ -448,3 +448,21 @@ def test_complex_parameters_are_left_out():
     trainer.run([None])
     assert handler.metrics["optimizer/update_norm"] == pytest.approx(0.1 * math.sqrt(3), rel=1e-4)
     assert handler.metrics["optimizer/rms_max"] == pytest.approx(1.0, rel=1e-4)
+
+
+def test_momentum_of_sparse_gradients_is_left_out():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(11, 8, sparse=True), nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step(engine, batch):
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+
+    trainer = Engine(step)
+    OptimizerStateHandler(optimizer, model, sample_size=None).attach(trainer)
+    trainer.run(torch.randint(11, (4, 5)))
+    moments = [(optimizer.state[each]["momentum_buffer"], each.grad) for each in model[1].parameters()]
+    cosines = [F.cosine_similarity(a.flatten(), b.flatten(), 0).item() for a, b in moments]
+    assert trainer.state.metrics["optimizer/momentum_cosine_min"] == pytest.approx(min(cosines), rel=1e-5)
