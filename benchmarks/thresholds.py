@@ -17,7 +17,6 @@ import argparse
 import functools
 import json
 import math
-import random
 import tempfile
 from collections import deque
 from collections.abc import Callable
@@ -256,19 +255,19 @@ def row(name: str, scores: list[Score]) -> str:
 
 
 def planted(recording: Recording, times: float = 10.0, every: int = 11) -> tuple[list[bool], list[bool]]:
-    """One tensor's gradient multiplied in healthy iterations: whether it is found, and then whether named first."""
+    """Each tensor's gradient multiplied in healthy iterations: whether it is found, and then whether named first."""
     found: list[bool] = []
     first: list[bool] = []
     if recording.tensors is None:
         return found, first
-    judge, choice = PerParameterJudge(), random.Random(0)
+    judge = PerParameterJudge()
     names = tuple(str(i) for i in range(recording.tensors.shape[1]))
     for i, norms in enumerate(torch.tensor(recording.tensors).unbind()):
         if i >= 100 and i % every == 0 and i not in recording.events:
-            spoilt, tensor = norms.clone(), choice.randrange(len(names))
-            spoilt[tensor] *= times
-            verdict = judge.judge(names, spoilt)
-            if norms[tensor] > 0:
+            for tensor in norms.nonzero().flatten().tolist():
+                spoilt = norms.clone()
+                spoilt[tensor] *= times
+                verdict = judge.judge(names, spoilt)
                 found.append(bool(verdict.spike[tensor]))
                 culprits = judge.named(judge.culprits(verdict).tolist())
                 first += [next(iter(culprits), "") == names[tensor]] * found[-1]

@@ -99,6 +99,8 @@ class GradientLedger:
         self._registries: list[dict[str, Any]] = []
         self._members: list[Any] = []
         self._replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+        # Optimizer -> the lists that it holds, looked at in this train step.
+        self._looked_at: weakref.WeakKeyDictionary[Optimizer, list[tuple[int, int]]] = weakref.WeakKeyDictionary()
         # Optimizer -> what it holds, and what of that is the model's.
         self._own: weakref.WeakKeyDictionary[Optimizer, tuple[list[nn.Parameter], list[nn.Parameter]]] = (
             weakref.WeakKeyDictionary()
@@ -106,6 +108,7 @@ class GradientLedger:
 
     def refresh(self) -> bool:
         """Look at the model's parameters anew: whether there are others than at the last time."""
+        self._looked_at.clear()
         members = list(chain.from_iterable(map(dict.values, self._registries)))
         if members and _are_same(members, self._members):
             return False
@@ -121,13 +124,19 @@ class GradientLedger:
     def run_ended(self) -> None:
         """Forget what optimizers hold."""
         self._own.clear()
+        self._looked_at.clear()
 
     def own(self, optimizer: Optimizer | None) -> list[nn.Parameter]:
         """The model's parameters that an optimizer holds; for None all of them."""
         if optimizer is None:
             return self.parameters
-        held = parameters_of(optimizer)
         known = self._own.get(optimizer)
+        # Looked at one by one once per train step, which takes a while for many.
+        lists = [(id(group["params"]), len(group["params"])) for group in optimizer.param_groups]
+        if known is not None and self._looked_at.get(optimizer) == lists:
+            return known[1]
+        self._looked_at[optimizer] = lists
+        held = parameters_of(optimizer)
         if known is None or not _are_same(known[0], held):
             ids = set(map(id, held))
             own = [each for each in self.parameters if id(each) in ids]

@@ -84,8 +84,8 @@ class GradMonitor(Monitor, schema=GRADIENT):
             By default ``MeanStdThreshold()``.
         loss: a second sign of a spike, which finds harm that the norm does not show: a criterion module whose output is
             the loss, or a function of the engine that returns it when a backward has ended. A step is then a spike as
-            well where the logarithm of its loss is more than 3.5 standard deviations above the mean of those before it,
-            exponentially weighted with 0.99. What counts is the mean over the micro-batches of a step, and over ranks:
+            well where the logarithm of its loss is more than 4 standard deviations above the mean of those before it,
+            exponentially weighted with 0.98. What counts is the mean over the micro-batches of a step, and over ranks:
             one small collective per backward, without which the ranks would not agree; none under ``join()``, where
             losses are not judged.
         per_parameter: whether to judge every parameter's gradient too, by its own earlier norms
@@ -210,7 +210,8 @@ class GradMonitor(Monitor, schema=GRADIENT):
         self._where: Tensor | None = None  # whether what is published is there, where only the device knows
         self._iteration = -1  # the last one that was monitored
         self._seen = False  # whether there was a gradient in it
-        self._stepped: Tensor | None = None  # and a step
+        self._stepped: bool | Tensor = False  # and a step
+        self._shown: Verdict | None = None  # in the engine's state
         self._is_spike: tuple[Verdict, bool] | None = None  # read on the host
         self._missing_reported = False
         self._unstepped = Unstepped(optimizer)
@@ -264,7 +265,7 @@ class GradMonitor(Monitor, schema=GRADIENT):
         if unseen and self._losses is not None:
             self._losses.forget()
         self._iteration = iteration
-        self._seen, self._stepped = False, None
+        self._seen = self._stepped = False
         self._scale = None
 
     def contexts(self) -> list[AbstractContextManager[Any]]:
@@ -283,6 +284,7 @@ class GradMonitor(Monitor, schema=GRADIENT):
         super().clear(engine)
         setattr(engine.state, self.flag, False)
         setattr(engine.state, self._norm_attribute, None)
+        self._shown = None
 
     def detach(self) -> None:
         """Undo ``attach`` and ``log_to``; statistics and counts stay."""
@@ -293,7 +295,7 @@ class GradMonitor(Monitor, schema=GRADIENT):
         self._origins.calls.release()
         # What is accumulated in the gradients stays there.
         self._iteration = -1
-        self._stepped = self._is_spike = None
+        self._stepped, self._is_spike, self._shown = False, None, None
         self._window.close()
         self._reaction.restore()
         self._tensors.forget()
@@ -355,7 +357,7 @@ class GradMonitor(Monitor, schema=GRADIENT):
             self._losses.forget()
         if taken is not None:
             made = self._reaction.made(step.optimizer, taken.verdict)
-            self._stepped = made if self._stepped is None else self._stepped | made
+            self._stepped = made if self._stepped is False else self._stepped | made
             if self.optimizer is not None and taken.enters:
                 self._judge.observe(taken.verdict)
         return self._reaction.restore
@@ -446,8 +448,10 @@ class GradMonitor(Monitor, schema=GRADIENT):
             self._judge.go_back(before, grows)
 
     def _show(self, engine: Engine, verdict: Verdict) -> None:
-        setattr(engine.state, self.flag, as_published(verdict.spike))
-        setattr(engine.state, self._norm_attribute, as_published(verdict.norm))
+        if verdict is not self._shown:
+            setattr(engine.state, self.flag, as_published(verdict.spike))
+            setattr(engine.state, self._norm_attribute, as_published(verdict.norm))
+            self._shown = verdict
         if self._source is not None and self._source.has_handlers(*MonitorEvents):  # which may write values
             self._publish_verdict(verdict, None)
 
@@ -458,9 +462,9 @@ class GradMonitor(Monitor, schema=GRADIENT):
             self._show(engine, self._window.last.verdict)
 
     def _publish_verdict(self, verdict: Verdict, where: Tensor | None) -> None:
-        stepped = torch.zeros_like(verdict.spike) if self._stepped is None else self._stepped
+        stepped = self._stepped
         values = self._judge.statistics(verdict) | {
-            "stepped": stepped.to(verdict.norm.dtype),
+            "stepped": float(stepped) if isinstance(stepped, bool) else stepped.to(verdict.norm.dtype),
             **self._reaction.counts,
         }
         if self._scale is not None:
@@ -482,7 +486,7 @@ class GradMonitor(Monitor, schema=GRADIENT):
     def _publish_unstepped(self) -> None:
         """There is nothing to tell of this iteration's gradient but that no step was made with it."""
         self.retract()
-        if self._stepped is None:
+        if self._stepped is False:
             self.publish(stepped=0.0)
 
     def extra_transfer(self) -> list[Tensor]:

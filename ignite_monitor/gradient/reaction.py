@@ -103,12 +103,12 @@ class Reaction:
         self._skipped = self._skipper.skip(optimizer, flag, read)
         self.counts["skipped_count"] = self.counts["skipped_count"] + self._skipped
 
-    def made(self, optimizer: Optimizer, verdict: Verdict) -> Tensor:
-        """Whether the step that is completed has been made, a 0-dim bool tensor."""
+    def made(self, optimizer: Optimizer, verdict: Verdict) -> bool | Tensor:
+        """Whether the step that is completed has been made, a 0-dim bool tensor where only the device may know."""
         skipped, self._skipped = self._skipped, None
-        made = torch.ones_like(verdict.spike) if skipped is None else ~skipped
+        made = True if skipped is None else ~skipped
         found_inf = getattr(optimizer, "found_inf", None)  # which tells fused optimizers to make none
-        return made if found_inf is None else made & (found_inf == 0).to(made.device)
+        return made if found_inf is None else (found_inf == 0).to(verdict.spike.device) & made
 
     def restore(self) -> None:
         """Put back what leaving out a step has changed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -124,23 +125,38 @@ class NormJudge:
         """Whether the rule has started afresh since this was last true, as far as is known by now, or with waiting."""
         return self._restarts.take(wait)
 
-    def statistics(self, verdict: Verdict) -> dict[str, Tensor]:
-        """What is published of a verdict, name -> 0-dim tensor; what there is not yet is left out."""
-        values = {"norm": verdict.norm, "spike": verdict.spike.to(verdict.norm.dtype)}
-        for name, value, least in (
-            ("threshold", verdict.threshold, self.detector.rule.warmup),
-            ("mean", verdict.mean, 1),
-            ("std", verdict.std, 2),
-        ):
-            # What lies on the CPU can be looked at without waiting for anything.
-            if may_be_true(torch.isfinite(value)) if value.device.type == "cpu" else self.known >= least:
-                values[name] = value
+    def statistics(self, verdict: Verdict) -> dict[str, Any]:
+        """What is published of a verdict, name -> number or 0-dim tensor; what there is not yet is left out."""
+        if verdict.norm.is_cpu:
+            return self._numbers(verdict)
+        # What is 1 or 0 in the outcome is the spike, unless something else may make one.
+        spike = verdict.spike.to(verdict.norm.dtype) if verdict.others else verdict.outcome[0]
+        least = {"threshold": self.detector.rule.warmup, "mean": 1, "std": 2}
+        there = {name: getattr(verdict, name) for name, count in least.items() if self.known >= count}
         spikes = self.detector.spike_count
-        return values | {
-            "spike_count": spikes + move_like(self._alone, spikes) if self.signals else spikes,
-            "spike_score": self.score.value(),
-            "nonfinite_count": self.detector.nonfinite_count,
-        }
+        return (
+            {"norm": verdict.norm, "spike": spike}
+            | there
+            | {
+                "spike_count": spikes + move_like(self._alone, spikes) if self.signals else spikes,
+                "spike_score": self.score.value(),
+                "nonfinite_count": self.detector.nonfinite_count,
+            }
+        )
+
+    def _numbers(self, verdict: Verdict) -> dict[str, float]:
+        numbers = torch.stack((verdict.threshold, verdict.mean, verdict.std)).tolist()
+        there = zip(("threshold", "mean", "std"), numbers, strict=True)
+        spikes, nonfinite = self.detector.spike_count.item(), self.detector.nonfinite_count.item()
+        return (
+            {"norm": verdict.norm.item(), "spike": float(verdict.spike.item())}
+            | {name: number for name, number in there if math.isfinite(number)}
+            | {
+                "spike_count": spikes + self._alone.item() if self.signals else spikes,
+                "spike_score": self.score.value().item(),
+                "nonfinite_count": nonfinite,
+            }
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Statistics and counts: tensors, dicts of tensors and a number."""

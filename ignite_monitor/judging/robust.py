@@ -42,6 +42,7 @@ class RobustThreshold(ThresholdRule):
     """
 
     _ORDER = 3
+    _is_number = True
 
     def __init__(self, k: float = 5.25, warmup: int = 20, decay: float | None = 0.99, least: float = 2.0) -> None:
         self.k = check_real("k", k, above=0.0)
@@ -57,7 +58,7 @@ class RobustThreshold(ThresholdRule):
         return super().empty() | {"upper": torch.zeros((), dtype=torch.float64, device="cpu")}
 
     def entry(self, limit: Tensor) -> Tensor:
-        return (self.state["mean"] + limit) / 2
+        return torch.lerp(limit, self.state["mean"], 0.5)  # inf stays inf, which the other way round is NaN
 
     def include(self, state: State, norm: Tensor) -> State:
         at_most = state["count"] * torch.finfo(norm.dtype).max  # 0 for the first norm

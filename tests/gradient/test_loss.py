@@ -50,8 +50,8 @@ class Training:
 
 
 def expected(losses):
-    """Whether each is a spike: z of its logarithm above 3.5, mean and deviation weighted with 0.99."""
-    judge = Judge(k=3.5, warmup=20, decay=0.99)
+    """Whether each is a spike: z of its logarithm above 4, mean and deviation weighted with 0.98."""
+    judge = Judge(k=4.0, warmup=20, decay=0.98)
     return [judge.expect(math.log(loss))["spike"] for loss in losses]
 
 

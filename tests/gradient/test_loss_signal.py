@@ -26,7 +26,7 @@ def judge_all(signal, losses, dtype=torch.float64):
     return spikes
 
 
-def expected(losses, k=3.5, decay=0.99, warmup=20):
+def expected(losses, k=4.0, decay=0.98, warmup=20):
     logs, spikes, row = [], [], 0
     for loss in losses:
         if not math.isfinite(loss) or loss <= 0:
