@@ -76,8 +76,9 @@ def _first(state: Mapping[Any, Any], names: Sequence[str], parameter: Any) -> Te
     """The first of an optimizer's tensors that is of the shape of a parameter, with one number per element."""
     for name in names:
         value: Any = state.get(name)
-        is_alike = isinstance(value, Tensor) and value.shape == parameter.shape and value.layout == torch.strided
-        if is_alike and value.dtype in _REAL:
+        if not isinstance(value, Tensor) or value.layout != torch.strided:
+            continue
+        if value.shape == parameter.shape and value.dtype in _REAL:
             # Both may be DTensors; what has no elements of its own, as packed ones, is left out.
             own = (value, parameter) if type(value) is Tensor else (_local(value), _local(parameter))
             if own[0].device == own[1].device and (type(value) is Tensor or is_plain(own[0])):
