@@ -15,6 +15,7 @@ from ignite_monitor.checks import check_count
 from ignite_monitor.judging.spike_score import SpikeScore
 from ignite_monitor.judging.spikes import SpikeDetector, Verdict, may_be_true
 from ignite_monitor.model.devices import move_like
+from ignite_monitor.monitor import publisher
 from ignite_monitor.monitor.deferred_flag import DeferredFlag
 
 
@@ -127,7 +128,7 @@ class NormJudge:
 
     def statistics(self, verdict: Verdict) -> dict[str, Any]:
         """What is published of a verdict, name -> number or 0-dim tensor; what there is not yet is left out."""
-        if verdict.norm.is_cpu:
+        if publisher.is_on_host(verdict.norm):
             return self._numbers(verdict)
         # What is 1 or 0 in the outcome is the spike, unless something else may make one.
         spike = verdict.spike.to(verdict.norm.dtype) if verdict.others else verdict.outcome[0]
