@@ -130,7 +130,7 @@ MONITORS: dict[str, Callable[..., Any]] = {
         reference="init",
         attention=True,
     ),
-    "optimizer": lambda model, optimizer: OptimizerStateHandler(optimizer, model),
+    "moments": lambda model, optimizer: OptimizerStateHandler(optimizer, model),
     "rcc": lambda model, optimizer: RCCHandler(model),
     "spectral": lambda model, optimizer: SpectralNormHandler(model, updates=True, per_parameter=True),
     "stats": lambda model, optimizer: StepStatsHandler(model, optimizer, peak_flops=1e12),
@@ -146,7 +146,7 @@ def spread(name: str) -> int:
     return {
         "grad": 1,
         "update": 2,
-        "optimizer": 2,
+        "moments": 2,
         "activation": 5,
         "rcc": 2,
         "spectral": 5,

@@ -23,7 +23,7 @@ from tests._helpers import footprint, hooks_only, same, scalars
 from tests.hard_use._training import EPOCHS, LENGTH, MONITORS, PROBLEMS, SPIKE, UNSTEADY, Training
 
 # What each one watches, where it is not every iteration; the damaged batch is in one that all of them do.
-SPREAD = {"update": 2, "optimizer": 2, "activation": 5, "rcc": 2, "spectral": 5, "alignment": 2}
+SPREAD = {"update": 2, "moments": 2, "activation": 5, "rcc": 2, "spectral": 5, "alignment": 2}
 ALL = tuple(MONITORS)
 
 

@@ -107,6 +107,7 @@ class Observed:
         self.model = Weights(run.dtype)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
         self.scaler = GradScaler("cpu", init_scale=1.0) if run.scaled else None
+        self.scales: list[float] = []
         self.truth: list[float] = []
         self.said: list[dict[str, float]] = []
         self.flags: list[bool] = []
@@ -143,6 +144,7 @@ class Observed:
             self.model.weight.fill_(0.0)
         loss = self.model(batch.to(self.run.dtype))
         scale = 1.0 if self.scaler is None else self.scaler.get_scale()
+        self.scales.append(scale)
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
         self.truth.append(math.hypot(*(each / scale for each in self.model.weight.grad.tolist())))
         if any(map(math.isnan, self.model.weight.grad.tolist())):
@@ -195,7 +197,7 @@ def test_what_is_said_of_any_sequence_of_norms(run):
             "skipped_count": skipped,
             "nonfinite_count": judge.nonfinite_count,
             "stepped": float(stepped and not (verdict.spike and run.reaction == "skip_step")),
-        }
+        } | ({"scale": observed.scales[place]} if run.scaled else {})
         expected = {f"grad/{name}": value for name, value in (verdict.statistics() | counts).items()}
         # Of equal norms the mean is rounded, and the deviation from it is of that size.
         rounding = 1e-9 * max((each for each in observed.truth[:place] if each <= LARGEST), default=0.0)
