@@ -12,6 +12,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+LONG = pytest.mark.skipif(os.environ.get("FULL_MATRIX", "0") == "0", reason="FULL_MATRIX is not set")
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -54,7 +55,9 @@ def test_custom_step_example(tmp_path, arguments, harmless):
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch without Muon")
-@pytest.mark.parametrize(("arguments", "norm", "update"), [((), 3.1, 0.024), (("--muon-lr", "0.2"), 27, 0.24)])
+@pytest.mark.parametrize(
+    ("arguments", "norm", "update"), [((), 3.1, 0.024), pytest.param(("--muon-lr", "0.2"), 27, 0.24, marks=LONG)]
+)
 def test_muon_example(tmp_path, arguments, norm, update):
     output = run_example("spectral_muon.py", tmp_path, *arguments).stdout
     norms, updates = zip(*re.findall(r"muon +largest norm +([\d.]+), of an update ([\d.]+)", output), strict=True)
@@ -63,7 +66,7 @@ def test_muon_example(tmp_path, arguments, norm, update):
     assert (accuracies(output)[-1] > 0.93) is (not arguments)
 
 
-@pytest.mark.parametrize(("arguments", "skipped"), [((), 6), (("--no-skip",), 0)])
+@pytest.mark.parametrize(("arguments", "skipped"), [((), 6), pytest.param(("--no-skip",), 0, marks=LONG)])
 def test_skipped_example(tmp_path, arguments, skipped):
     output = run_example("spikes_skipped.py", tmp_path, *arguments).stdout
     assert f"Steps skipped: {skipped} of 220" in output
@@ -79,6 +82,7 @@ def test_activations_example(tmp_path):
     assert dead[1] > max(dead[0], dead[2])
 
 
+@LONG
 def test_learning_rate_example(tmp_path):
     """Shorter than it is meant to be: the narrow model's best rate is too large for the wide one, but under muP."""
     output = run_example("learning_rate_transfer.py", tmp_path, "--steps", "30", "--seeds", "1").stdout
@@ -90,6 +94,7 @@ def test_learning_rate_example(tmp_path):
     assert (tmp_path / "learning_rate_transfer.png").read_bytes().startswith(b"\x89PNG")
 
 
+@LONG
 def test_width_sweep_example(tmp_path):
     arguments = ("--widths", "64", "128", "256", "512", "--steps", "6", "--output", "sweep.png")
     output = run_example("rcc_width_sweep.py", tmp_path, *arguments).stdout

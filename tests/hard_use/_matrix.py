@@ -255,7 +255,7 @@ class Run:
                         loss = F.mse_loss(self.model(x), y) / (len(parts) * case.iterations_per_step)
                     (loss if scaler is None else scaler.scale(loss)).backward()
         reduced = synchronised or case.world == "alone"
-        scale = 1.0 if scaler is None else scaler.get_scale()
+        scale = fact["scale"] = 1.0 if scaler is None else scaler.get_scale()
         gradients = {name: each.grad for name, each in self.parameters.items()} if reduced else {}
         fact["gradients"] = {name: each.double() / scale for name, each in self._whole(gradients).items()}
         fact["flags"] = {prefix: bool(getattr(engine.state, f"{prefix}_spike", False)) for prefix in self.optimizers}

@@ -138,6 +138,8 @@ class Truth:
         values["stepped"] = float(fact["steps"] and not skipped and not (overflow and self.case.precision == "scaler"))
         values |= {"norm": norm} | {f"{name}_count": float(counts[name]) for name in ("spike", "nonfinite", "skipped")}
         values["spike_score"] = counts["spike"] / counts["judged"]
+        if self.case.precision == "scaler":
+            values["scale"] = fact["scale"]
         return {f"{prefix}/{name}": value for name, value in values.items()}
 
     def _updates(self, fact: dict[str, Any], made: set[str]) -> dict[str, float]:

@@ -95,7 +95,7 @@ HANDLERS = {
     "SpikeMonitor": lambda model, optimizer: SpikeMonitor(
         lambda engine: [*model.parameters()][-1].detach().norm(), threshold=MeanStdThreshold(warmup=3)
     ),
-    "CurvatureHandler": lambda model, optimizer: EveryCurvature(model, optimizer, lanczos_steps=16),
+    "CurvatureHandler": lambda model, optimizer: EveryCurvature(model, optimizer, lanczos_steps=3),
     "RollbackHandler": lambda model, optimizer: RollbackHandler(
         {"model": model, "optimizer": optimizer}, every=4, quiet=2
     ),
@@ -884,7 +884,7 @@ def test_one_transfer_per_iteration_for_three_loggers_of_two_monitors(factory, s
         counts.pop("nonzero", None)
         assert counts.pop("tolist") == 1
         if isinstance(monitor, CurvatureHandler):
-            counts.pop("__float__")  # of tensors that it has made on the host
+            counts.pop("__float__", None)  # of tensors that it has made on the host
         assert sum(counts.values()) <= looks
 
 

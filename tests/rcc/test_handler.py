@@ -286,7 +286,8 @@ def test_the_parts_add_up_in_random_networks(data):
     shape = data.draw(st.lists(st.integers(1, 4), min_size=2, max_size=2))
     batches = [torch.randn(*shape, width) for _ in range(data.draw(st.integers(1, 3)))]
     update = data.draw(st.sampled_from([0.0, 1e-3, 1.0]))
-    check(model, batches, update, rel=1e-3, floor=1e-3)
+    # Weights around 1 that move by 1e-4 keep their move to 6e-4 in float32.
+    check(model, batches, update, rel=5e-3, floor=1e-3)
 
 
 # Nothing has changed yet

@@ -86,7 +86,8 @@ def test_damaged_files_are_said_to_be_so(tmp_path, capsys):
     put(tmp_path)
     (tmp_path / "b.spike.pt").write_bytes(b"nothing")
     assert main(["spike", str(tmp_path)]) == 0
-    assert re.search(r"\n1 record\n\S+b.spike.pt\s+is\s+no\s+record", capsys.readouterr().out)
+    text = "".join(capsys.readouterr().out.split())  # a long path may be broken anywhere
+    assert re.search(r"1record\S+b\.spike\.ptisnorecord", text)
 
 
 @pytest.mark.parametrize("path", ["none", "empty", "other"])
