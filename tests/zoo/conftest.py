@@ -30,9 +30,10 @@ AlignmentHandler on one engine, and once more without. It asserts that
 - every number that is published is what float64 arithmetic says of recorded tensors: {numbers:,} of them here;
 - the entropy of each attention head is that of the probabilities of the model's eager implementation in float64.
 
-Clocks, memory, error bounds and the statistics of what attention is computed from are left out. "absent" counts values
-of RCCHandler and AlignmentHandler that could be computed and were not published. A model with attention and no heads in
-the table computes it by hand, or in a way that can't be seen.
+Left out are clocks, memory, error bounds, the largest logits of attention, the statistics of what it is computed from,
+and the monitors that are not named above. "absent" counts values of RCCHandler and AlignmentHandler that could be
+computed and were not published. A model with attention and no heads in the table computes it by hand, or in a way that
+can't be seen.
 
 Train steps as others write them are checked likewise, with the norm and the largest update ratio of each iteration:
 
