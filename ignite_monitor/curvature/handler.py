@@ -27,7 +27,7 @@ from ignite_monitor.model._torch import buffers_of_each
 from ignite_monitor.model.eager import Eager
 from ignite_monitor.model.names import unwrapped
 from ignite_monitor.model.norms import any_sharded
-from ignite_monitor.model.optimizers import held_by, parameters_of
+from ignite_monitor.model.optimizers import check_holds, check_optimizer, parameters_of
 from ignite_monitor.model.sharding import check_whole
 from ignite_monitor.monitor import publisher
 from ignite_monitor.monitor.base import Handlers, Monitor, MonitorHandle
@@ -104,9 +104,8 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
     ) -> None:
         super().__init__(model, prefix)
         check_whole(model)
-        check_type("optimizer", optimizer, Optimizer, "torch.optim.Optimizer")
-        if held_by(optimizer).isdisjoint(map(id, model.parameters())):
-            raise ValueError("Argument optimizer should hold parameters of model, but it holds none of them")
+        check_optimizer(optimizer)
+        check_holds(optimizer, model)
         if any_sharded(model.parameters()):
             raise ValueError("Argument model should not be sharded: give a model whose ranks hold whole parameters")
         if loss is not None and not callable(loss):
@@ -128,15 +127,6 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
         return OrderedDict(looks=self._looks)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a saved state.
-
-        Args:
-            state_dict: what :meth:`state_dict` returned.
-
-        Raises:
-            TypeError: if it is no mapping, or holds something else.
-            ValueError: if it was saved by a monitor of another kind.
-        """
         super().load_state_dict(state_dict)
         self._looks = check_count("looks", state_dict["looks"])
 

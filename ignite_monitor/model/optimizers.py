@@ -35,3 +35,13 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
 def held_by(optimizer: Optimizer) -> set[int]:
     """The ids of an optimizer's parameters."""
     return set(map(id, parameters_of(optimizer)))
+
+
+def check_holds(optimizer: Optimizer, model: nn.Module) -> None:
+    """Refuse an optimizer of other parameters than a model's.
+
+    Raises:
+        ValueError: if it holds none of them.
+    """
+    if held_by(optimizer).isdisjoint(map(id, model.parameters())):
+        raise ValueError("Argument optimizer should hold parameters of model, but it holds none of them")

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ignite_monitor.checks import check_count, check_real, check_type
-from ignite_monitor.events.ledger import GradientLedger, GradientsReady, OptimizerStep
+from ignite_monitor.checks import check_count, check_real
+from ignite_monitor.events.ledger import GradientsReady, OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import NOISE_SCALE
 from ignite_monitor.model._torch import current_backward, foreach_norm
@@ -23,7 +23,7 @@ from ignite_monitor.model.devices import wide_dtype
 from ignite_monitor.model.eager import untraced
 from ignite_monitor.model.modes import aside
 from ignite_monitor.model.norms import any_sharded, summed_values
-from ignite_monitor.model.optimizers import held_by
+from ignite_monitor.model.optimizers import check_holds, check_optimizer
 from ignite_monitor.model.sharding import check_whole
 from ignite_monitor.model.tensors import count_items
 from ignite_monitor.monitor.base import Handlers, Monitor
@@ -92,9 +92,8 @@ class GradientNoiseScaleHandler(Monitor, schema=NOISE_SCALE):
     ) -> None:
         super().__init__(model, prefix)
         check_whole(model)
-        check_type("optimizer", optimizer, Optimizer, "torch.optim.Optimizer")
-        if held_by(optimizer).isdisjoint(map(id, model.parameters())):
-            raise ValueError("Argument optimizer should hold parameters of model, but it holds none of them")
+        check_optimizer(optimizer)
+        check_holds(optimizer, model)
         if any_sharded(model.parameters()):
             raise ValueError("Argument model should not be sharded: no rank has a gradient of its own part of a batch")
         self._over_ranks = any(isinstance(each, DistributedDataParallel) for each in model.modules())
@@ -120,15 +119,6 @@ class GradientNoiseScaleHandler(Monitor, schema=NOISE_SCALE):
         return OrderedDict(moments=self._ratio.moments.cpu())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a saved state.
-
-        Args:
-            state_dict: what :meth:`state_dict` returned.
-
-        Raises:
-            TypeError: if it is no mapping, or holds something else.
-            ValueError: if it was saved by a monitor of another kind.
-        """
         super().load_state_dict(state_dict)
         moments = state_dict["moments"]
         if not isinstance(moments, Tensor) or moments.shape != (7,):
@@ -167,7 +157,7 @@ class GradientNoiseScaleHandler(Monitor, schema=NOISE_SCALE):
             return
         ledger = self._source.ledger(self.model)
         parameters = [each for each in ledger.own(self.optimizer) if each.requires_grad and not each.is_inference()]
-        increments = _Increments(lambda: self._window, ledger, parameters)
+        increments = _Increments(lambda: self._window, parameters)
         hook = untraced(increments.add)
         handles = [each.register_hook(hook) for each in parameters]
         ledger.looks.append(increments)
@@ -201,7 +191,7 @@ class GradientNoiseScaleHandler(Monitor, schema=NOISE_SCALE):
 
     def _observe(self, window: _Window) -> None:
         fits = len(window.parts) == self.micro_batches and (not self._over_ranks or all_take_part(self.model))
-        if not fits or window.total is None or window.before is None:
+        if not fits or window.total is None:
             self._warn_without(
                 "the last was made from %d backward passes in monitored iterations, and micro_batches is %d",
                 len(window.parts),
@@ -218,8 +208,11 @@ class GradientNoiseScaleHandler(Monitor, schema=NOISE_SCALE):
         ranks = 1
         if self._over_ranks:
             sums, ranks = sum_over_ranks(sums), world_size()
-        # DistributedDataParallel leaves the ranks' mean; what was there before belongs to no part.
-        total = torch.where(window.before == 0, window.total * ranks**2, math.nan)
+        # The first part starts from zero, and nothing is zeroed between it and the last.
+        before = torch.stack([part.before for part in window.parts])
+        adds = (before[0] == 0) & (before[1:] > 0).all()
+        # DistributedDataParallel leaves the ranks' mean.
+        total = torch.where(adds, window.total * ranks**2, math.nan)
         square_sum, weighted_sum, all_items, count = sums.unbind()
         self._ratio.observe(noise_and_signal(square_sum, weighted_sum, all_items, total, count))
         value, low, high = self._ratio.interval().unbind()
@@ -239,11 +232,13 @@ class _Increment:
 
     Attributes:
         square: the squared norm.
+        before: the squared norm of what it was added to.
         items: of how many items it is the gradient; None as long as that is not known.
     """
 
-    def __init__(self, square: Tensor) -> None:
+    def __init__(self, square: Tensor, before: Tensor) -> None:
         self.square = square
+        self.before = before
         self.items: float | None = None
 
 
@@ -252,40 +247,42 @@ class _Window:
 
     Attributes:
         parts: what each backward has added.
-        before: the squared norm of what was there before the first; None before it.
         total: the squared norm of the gradients that the last has left.
     """
 
     def __init__(self) -> None:
         self.parts: list[_Increment] = []
-        self.before: Tensor | None = None
         self.total: Tensor | None = None
 
 
 class _Increments:
     """Collects the norms of what each backward adds; those that turn out to be ``autograd.grad`` are dropped."""
 
-    def __init__(self, window: Callable[[], _Window], ledger: GradientLedger, parameters: list[nn.Parameter]) -> None:
+    def __init__(self, window: Callable[[], _Window], parameters: list[nn.Parameter]) -> None:
         self._window = window
-        self._ledger = ledger
         self._parameters = parameters
+        self._before: dict[int, Tensor] = {}  # by number of the backward
         self._norms: dict[int, list[Tensor]] = {}
 
     def add(self, gradient: Tensor) -> None:
         """A backward is about to add to a gradient."""
+        task = current_backward()
         with aside():
-            window = self._window()
-            if window.before is None and not self._norms:
+            if task not in self._norms:
                 present = [each.grad for each in self._parameters if each.grad is not None]
-                window.before = _square(present) if present else torch.zeros((), device=gradient.device)
-            self._norms.setdefault(current_backward(), []).append(_norms([gradient.detach()])[0])
+                zero = torch.zeros((), dtype=wide_dtype(gradient.device), device=gradient.device)
+                self._before[task] = _square(present) if present else zero
+                self._norms[task] = []
+            self._norms[task] += _norms([gradient.detach()])
 
     def backward_ended(self, task: int, reached: Set[int], running: Set[int]) -> None:
         """A backward that has reached parameters of the model has ended; the others have left nothing."""
         norms = self._norms.pop(task, None)
-        self._norms.clear()
         if norms:
-            self._window().parts.append(_Increment(torch.stack(norms).square().sum()))
+            square = torch.stack(norms).square().sum()
+            self._window().parts.append(_Increment(square, self._before[task]))
+        self._norms.clear()
+        self._before.clear()
 
 
 def _norms(tensors: list[Tensor]) -> list[Tensor]:

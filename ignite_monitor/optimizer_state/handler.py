@@ -13,12 +13,12 @@ from ignite.engine import Engine
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ignite_monitor.checks import check_count, check_type
+from ignite_monitor.checks import check_count
 from ignite_monitor.events.ledger import OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import OPTIMIZER_STATE
 from ignite_monitor.model.names import tags
-from ignite_monitor.model.optimizers import held_by
+from ignite_monitor.model.optimizers import check_holds, check_optimizer
 from ignite_monitor.model.sharding import check_whole
 from ignite_monitor.model.updates import order_statistics
 from ignite_monitor.monitor.base import Handlers, Monitor
@@ -86,15 +86,14 @@ class OptimizerStateHandler(Monitor, schema=OPTIMIZER_STATE):
         top_k: int = 5,
         prefix: str = "optimizer",
     ) -> None:
-        check_type("optimizer", optimizer, Optimizer, "torch.optim.Optimizer")
+        check_optimizer(optimizer)
         if model is None:
             model = _Held(optimizer)
             if all(parameter.is_meta for parameter in model.parameters()):
                 raise ValueError("Argument optimizer holds no parameters with data")
         super().__init__(model, prefix)
         check_whole(model)
-        if held_by(optimizer).isdisjoint(id(parameter) for parameter in model.parameters()):
-            raise ValueError("Argument optimizer should hold parameters of model, but it holds none of them")
+        check_holds(optimizer, model)
         self.optimizer = optimizer
         self.sample_size = None if sample_size is None else check_count("sample_size", sample_size, least=1)
         self.top_k = check_count("top_k", top_k)

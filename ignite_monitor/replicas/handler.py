@@ -15,6 +15,7 @@ from ignite_monitor.checks import check_type
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import REPLICAS
 from ignite_monitor.model.devices import device_of, upload
+from ignite_monitor.model.optimizers import check_optimizer
 from ignite_monitor.model.samples import reshard
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.deferred_flag import DeferredFlag
@@ -74,7 +75,7 @@ class ReplicaCheckHandler(Monitor, schema=REPLICAS):
     ) -> None:
         super().__init__(model, prefix)
         if optimizer is not None:
-            check_type("optimizer", optimizer, Optimizer, "torch.optim.Optimizer or None")
+            check_optimizer(optimizer, optional=True)
         check_type("random_state", random_state, bool, "bool")
         self.optimizer = optimizer
         self.random_state = random_state

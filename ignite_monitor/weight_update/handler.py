@@ -19,7 +19,7 @@ from ignite_monitor.events.ledger import GradientsReady, OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import WEIGHT_UPDATE
 from ignite_monitor.model.names import named_parameters, tags
-from ignite_monitor.model.optimizers import check_optimizer, held_by
+from ignite_monitor.model.optimizers import check_holds, check_optimizer, held_by
 from ignite_monitor.model.sharding import check_whole
 from ignite_monitor.model.updates import order_statistics, update_ratios
 from ignite_monitor.monitor.base import Handlers, Monitor
@@ -144,8 +144,7 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
         check_whole(model)
         if optimizer is not None:
             check_optimizer(optimizer, optional=True)
-            if held_by(optimizer).isdisjoint(id(parameter) for parameter in model.parameters()):
-                raise ValueError("Argument optimizer should hold parameters of model, but it holds none of them")
+            check_holds(optimizer, model)
         if scaler is not None:
             check_type("scaler", scaler, GradScaler, "torch.amp.GradScaler or None")
         self.optimizer = optimizer

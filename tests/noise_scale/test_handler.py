@@ -265,3 +265,29 @@ def test_resumed_it_goes_on_as_if_it_had_not_been_interrupted():
         found.append(measured(monitor))
     assert found[0] == pytest.approx(found[1], rel=1e-12)
     assert found[0]
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_part_that_is_thrown_away_leaves_its_step_out(set_to_none):
+    """Two parts went into the window, and only the second into the step."""
+    model, x, y = problem()
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+
+    def step(engine, batch):
+        optimizer.zero_grad()
+        for index, (part_x, part_y) in enumerate(zip(*(part.chunk(2) for part in batch), strict=True)):
+            (model(part_x) - part_y).square().mean().backward()
+            if index == 0 and engine.state.iteration % 2:
+                optimizer.zero_grad(set_to_none=set_to_none)
+        optimizer.step()
+
+    trainer = Engine(step)
+    monitor = GradientNoiseScaleHandler(model, optimizer, micro_batches=2)
+    monitor.attach(trainer)
+    counts = []
+    trainer.add_event_handler(
+        Events.ITERATION_COMPLETED, lambda engine: counts.append(float(monitor.state_dict()["moments"][-1]))
+    )
+    trainer.run(list(batches(x, y, 64, 6)), max_epochs=1)
+    entered = [later != earlier for earlier, later in zip([0.0, *counts], counts, strict=False)]
+    assert entered == [False, True] * 3
