@@ -64,7 +64,7 @@ def run(*arguments, directory=None, **options):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
         **options,
     )
 
@@ -119,7 +119,7 @@ def test_a_terminal_has_colours_and_whole_numbers(files):
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
     )
     assert done.returncode == 0
     assert "\x1b[" in done.stdout

@@ -31,7 +31,7 @@ def run_example(name, directory, *arguments):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
         check=True,
     )
 
