@@ -73,8 +73,8 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
         scaler: the GradScaler of the train step.
         micro_batches: how many backward passes an optimizer step is made from, where the loss of each is divided by
             that; the curvature is that of the first one's batch.
-        lanczos_steps: how many products to look for the largest eigenvalue with; if they are few, the second largest may
-            be taken for it, which the error does not show.
+        lanczos_steps: how many products to look for the largest eigenvalue with; of a few the second largest may be
+            taken for it, which the error does not show.
         prefix: what the values' names start with.
 
     Raises:
