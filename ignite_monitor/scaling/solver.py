@@ -14,9 +14,9 @@ that the earlier layers get the larger learning rates then, and no feature learn
 is :math:`\sum_l (1 + \epsilon\, e^{-l/L}) c_l`, l the layer's index of L in the graph, :math:`\epsilon` = 0.001. Along
 an edge of the polyhedron on which :math:`\sum_l c_l` falls by s this can't rise, unless the layers' c move by more than
 1000 s in all: so it is the smallest of the optima. It is the only one: two would be joined by a face in which some
-direction :math:`d \ne 0` is rational, as the coefficients are whole numbers, and :math:`\sum_l (1 + \epsilon\, e^{-l/L})
-d_l = 0` contradicts the theorem of Lindemann and Weierstrass. As the only solution of a program in whose right-hand side
-alone the alignment stands, c is a Lipschitz continuous function of the alignment.
+direction :math:`d \ne 0` is rational, as the coefficients are whole numbers, and :math:`\sum_l (1 + \epsilon\,
+e^{-l/L}) d_l = 0` contradicts the theorem of Lindemann and Weierstrass. As the only solution of a program in whose
+right-hand side alone the alignment stands, c is a Lipschitz continuous function of the alignment.
 
 **Feature learning** asks for r = 0 at the inputs of the readouts, for r as the smallest of its terms and not merely at
 most that. This is a union of polyhedra. If the linear program's optimum has r = 0 there, it is the optimum of the
