@@ -6,6 +6,9 @@ import importlib.metadata
 from collections import Counter
 from pathlib import Path
 
+import pytest
+import torch
+
 from tests.zoo._cases import CASES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "zoo.md"
@@ -53,6 +56,23 @@ Train steps as others write them are checked likewise, with the norm and the lar
 With {versions}.
 
 """
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _importable():
+    """torchvision, without its operators where it is built for another torch (timm, transformers need it to import)."""
+    try:
+        importlib.import_module("torchvision")
+    except ModuleNotFoundError:
+        pass
+    except RuntimeError as error:
+        if "operator torchvision::nms does not exist" not in str(error):
+            raise
+        operators = torch.library.Library("torchvision", "DEF")
+        for name in ("nms", "qnms"):
+            operators.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        importlib.import_module("torchvision")
+    yield  # until when the operators are kept
 
 
 def pytest_terminal_summary(terminalreporter, exitstatus) -> None:
