@@ -585,7 +585,8 @@ class GradMonitor(Monitor, schema=GRADIENT):
         self.logger.warning(
             "%s: no gradient of the model was seen in iteration %d, so nothing is published. Either no backward() "
             "reached the parameters that are watched, and model or optimizer is not the one that the train step "
-            "uses; or the model is not trained in every iteration: then attach with a filter.",
+            "uses; or backward() is made in a handler of an event, which is not seen; or the model is not trained in "
+            "every iteration: then attach with a filter.",
             self.prefix,
             engine.state.iteration,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Set
@@ -20,7 +21,7 @@ from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import NOISE_SCALE
 from ignite_monitor.model._torch import current_backward, foreach_norm
 from ignite_monitor.model.devices import wide_dtype
-from ignite_monitor.model.eager import untraced
+from ignite_monitor.model.eager import out_of_compiler
 from ignite_monitor.model.modes import aside
 from ignite_monitor.model.norms import any_sharded, summed_values
 from ignite_monitor.model.optimizers import check_holds, check_optimizer
@@ -158,7 +159,7 @@ class GradientNoiseScaleHandler(Monitor, schema=NOISE_SCALE):
         ledger = self._source.ledger(self.model)
         parameters = [each for each in ledger.own(self.optimizer) if each.requires_grad and not each.is_inference()]
         increments = _Increments(lambda: self._window, parameters)
-        hook = untraced(increments.add)
+        hook = functools.partial(out_of_compiler(_Increments.add), increments)
         handles = [each.register_hook(hook) for each in parameters]
         ledger.looks.append(increments)
         try:

@@ -291,3 +291,33 @@ def test_a_part_that_is_thrown_away_leaves_its_step_out(set_to_none):
     trainer.run(list(batches(x, y, 64, 6)), max_epochs=1)
     entered = [later != earlier for earlier, later in zip([0.0, *counts], counts, strict=False)]
     assert entered == [False, True] * 3
+
+
+@pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor:UserWarning")
+def test_backward_in_a_compiled_function():
+    found = []
+    for compiled in (True, False):
+        torch._dynamo.reset()
+        model, x, y = problem()
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+        def part(x, y, model=model):
+            (model(x) - y).square().mean().backward()
+
+        made = torch.compile(part, backend="eager") if compiled else part
+
+        def step(engine, batch, made=made, optimizer=optimizer):
+            optimizer.zero_grad()
+            for pieces in zip(*(each.chunk(2) for each in batch), strict=True):
+                made(*pieces)
+            optimizer.step()
+
+        trainer = Engine(step)
+        monitor = GradientNoiseScaleHandler(model, optimizer, micro_batches=2)
+        monitor.attach(trainer)
+        trainer.run(list(batches(x, y, 64, 30)))
+        found.append((dict(monitor.metrics), monitor.state_dict()["moments"], *model.state_dict().values()))
+    assert "noise_scale/value" in found[0][0]
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    torch._dynamo.reset()

@@ -58,6 +58,9 @@ With {versions}.
 """
 
 
+LIBRARIES: list[torch.library.Library] = []  # whose operators are there as long as they are
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _importable():
     """torchvision, without its operators where it is built for another torch (timm, transformers need it to import)."""
@@ -68,11 +71,10 @@ def _importable():
     except RuntimeError as error:
         if "operator torchvision::nms does not exist" not in str(error):
             raise
-        operators = torch.library.Library("torchvision", "DEF")
+        LIBRARIES.append(torch.library.Library("torchvision", "DEF"))
         for name in ("nms", "qnms"):
-            operators.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            LIBRARIES[0].define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         importlib.import_module("torchvision")
-    yield  # until when the operators are kept
 
 
 def pytest_terminal_summary(terminalreporter, exitstatus) -> None:
