@@ -514,7 +514,7 @@ class GradMonitor(Monitor, schema=GRADIENT):
 
     def _culprits(self, verdict: Verdict) -> Tensor:
         """What holds most of the excess; nothing where only what another rank holds is above its threshold."""
-        own = [verdict.outcome[0] > 0, *(other.spike.any() for other in verdict.others)]
+        own = [verdict.counted[0] > 0, *(other.spike.any() for other in verdict.others)]
         return self._tensors.culprits(verdict.others[-1], torch.stack(own).any())
 
     def _look_for_origin(self, engine: Engine, verdict: Verdict) -> None:

@@ -76,7 +76,7 @@ class NormJudge:
         self.detector.observe(verdict, when)
         self.score.observe(verdict.spike, when)
         if self.signals:
-            alone = verdict.spike & (verdict.outcome[0] == 0)
+            alone = verdict.spike & (verdict.counted[0] == 0)
             self._alone = move_like(self._alone, verdict.norm) + (alone if when is None else alone & when)
             for signal, other in zip(self.signals.values(), verdict.others, strict=True):
                 signal.observe(other, when)
@@ -130,8 +130,8 @@ class NormJudge:
         """What is published of a verdict, name -> number or 0-dim tensor; what there is not yet is left out."""
         if publisher.is_on_host(verdict.norm):
             return self._numbers(verdict)
-        # What is 1 or 0 in the outcome is the spike, unless something else may make one.
-        spike = verdict.spike.to(verdict.norm.dtype) if verdict.others else verdict.outcome[0]
+        # What is counted is the spike, unless something else may make one.
+        spike = verdict.spike.to(verdict.norm.dtype) if verdict.others else verdict.counted[0]
         least = {"threshold": self.detector.rule.warmup, "mean": 1, "std": 2}
         there = {name: getattr(verdict, name) for name, count in least.items() if self.known >= count}
         spikes = self.detector.spike_count
