@@ -448,6 +448,12 @@ pytree = _find("torch.utils._pytree")
 
 # Compiled functions
 
+
+def frame_skipper() -> Callable[[Any], Any] | None:
+    """What has the compiler pass over the code of a function; it comes with the compiler, which takes seconds."""
+    return _or("torch._dynamo.decorators.skip", None)  # type: ignore[no-any-return]
+
+
 # What is to run eagerly, innermost last, and what the user's own stance is.
 _eager: list[Callable[[Any, tuple[Any, ...], dict[str, Any]], bool]] = []
 
