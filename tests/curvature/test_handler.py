@@ -47,7 +47,7 @@ def exact(model, batch):
         return F.mse_loss(functional_call(model, named | {n: b.clone() for n, b in buffers.items()}, (x,)), y)
 
     # torch.func.hessian goes forward over reverse, which is not symmetric with BatchNorm
-    return grad(loss)(flat), jacrev(grad(loss))(flat)
+    return grad(loss)(flat).detach(), jacrev(grad(loss))(flat).detach()
 
 
 def run(model, optimizer, batches, make=None, *, micro=1, scaler=None, event=None, seen=None):
