@@ -163,6 +163,7 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
 
     def start_iteration(self, engine: Engine) -> None:
         self.release()
+        self._looks += 1
 
     def contexts(self) -> list[AbstractContextManager[Any]]:
         engine = self._attached_to()
@@ -247,7 +248,6 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
 
     def _look_at(self, hessian: Hessian) -> None:
         gradient = hessian.gradient()
-        self._looks += 1
         scales = {"": torch.ones_like(gradient)}
         preconditioner = adam_preconditioner(self.optimizer, hessian.parameters, gradient)
         if preconditioner is not None:
