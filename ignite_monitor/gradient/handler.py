@@ -84,8 +84,8 @@ class GradMonitor(Monitor, schema=GRADIENT):
             By default ``MeanStdThreshold()``.
         loss: a second sign of a spike, which finds harm that the norm does not show: a criterion module whose output is
             the loss, or a function of the engine that returns it when a backward has ended. A step is then a spike as
-            well where the logarithm of its loss is more than 4 standard deviations above the mean of those before it,
-            exponentially weighted with 0.98. What counts is the mean over the micro-batches of a step, and over ranks:
+            well where the logarithm of its loss is more than 4.5 standard deviations above what those before it lead to
+            expect, their trend included, exponentially weighted with 0.99. What counts is the mean over the micro-batches of a step, and over ranks:
             one small collective per backward, without which the ranks would not agree; none under ``join()``, where
             losses are not judged.
         per_parameter: whether to judge every parameter's gradient too, by its own earlier norms
