@@ -369,7 +369,7 @@ class GradMonitor(Monitor, schema=GRADIENT):
             if self._source.ledger(self.model).reduced:
                 self._report_missing(engine)
             return
-        self._report_unstepped()
+        self._report_unstepped(engine)
         newest, last = self._window.returned(), self._window.last
         verdict = newest if last is None else last.verdict
         where: Tensor | None = None  # whether there is anything to publish
@@ -567,14 +567,14 @@ class GradMonitor(Monitor, schema=GRADIENT):
         has_restarted = self._judge.has_restarted(wait)
         if has_restarted:
             self.logger.warning(
-                "%s: %d spikes in a row mean that the gradient norm has a new level: the rule starts afresh from it",
+                "%s: %d spikes in a row mean a new level: the rule starts afresh from it",
                 self.prefix,
                 self._judge.detector.max_consecutive_spikes,
             )
         return has_restarted
 
-    def _report_unstepped(self) -> None:
-        text = self._unstepped.gradient()
+    def _report_unstepped(self, engine: Engine) -> None:
+        text = self._unstepped.gradient(engine.state.iteration, self.scaler is not None)
         if text is not None:
             self.logger.warning("%s: %s", self.prefix, text)
 
