@@ -44,6 +44,9 @@ class Monitor(Publisher):
             or ``prefix`` holds what a tag can't.
     """
 
+    # Keys of its state that stay as they are where the training goes back: a reference does not change.
+    goes_on: tuple[str, ...] = ("reference",)
+
     def __init_subclass__(cls, schema: Schema | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if schema is not None:

@@ -84,6 +84,7 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
     """
 
     _state_dict_all_req_keys = ("count", "row", "newest")
+    goes_on = _state_dict_all_req_keys
 
     largest_batch: int = 2**28
 
