@@ -84,7 +84,6 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
     """
 
     _state_dict_all_req_keys = ("count", "row", "newest")
-    goes_on = _state_dict_all_req_keys
 
     largest_batch: int = 2**28
 
@@ -107,6 +106,7 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
         if ids is not None and not callable(ids):
             raise TypeError(f"Argument ids should be callable or None, but given {type(ids)}")
         check_type("batch", batch, bool, "bool")
+        self.goes_on = self._state_dict_all_req_keys
         self.monitor = monitor
         self.directory = Path(directory)
         self.keep = check_count("keep", keep, least=1)
