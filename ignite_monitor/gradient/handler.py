@@ -73,11 +73,11 @@ class GradMonitor(GradientTelling, schema=GRADIENT):
         threshold: a threshold rule, of which a copy is taken, or a function ``(mean, std, count) -> threshold``.
             By default ``MeanStdThreshold()``.
         loss: a second sign of a spike, which finds harm that the norm does not show: a criterion module whose output is
-            the loss, or a function of the engine that returns it when a backward has ended. A step is then a spike as
-            well where the logarithm of its loss is more than 4 standard deviations above the mean of those before it,
-            exponentially weighted with 0.98. What counts is the mean over the micro-batches of a step, and over ranks:
-            one small collective per backward, without which the ranks would not agree; none under ``join()``, where
-            losses are not judged.
+            the loss, or a function of the engine that returns it when a backward has ended (``engine.state.output`` is
+            still that of the iteration before). A step is then a spike as well where the logarithm of its loss is more
+            than 4.5 standard deviations above where the trend of those before leads, exponentially weighted with 0.99.
+            What counts is the mean over the micro-batches of a step, and over ranks: one small collective per backward,
+            without which the ranks would not agree; none under ``join()``, where losses are not judged.
         per_parameter: whether to judge every parameter's gradient too, by its own earlier norms
             (:class:`RobustThreshold` with k = 8). A step is then a spike as well where one of them is above its own
             threshold, which the norm of all often does not show. At a spike the few tensors are named that hold most
@@ -316,7 +316,7 @@ class GradMonitor(GradientTelling, schema=GRADIENT):
             if self._source.ledger(self.model).reduced:
                 self._report_missing(engine)
             return
-        text = self._unstepped.gradient()
+        text = self._unstepped.gradient(engine.state.iteration, self.scaler is not None)
         if text is not None:
             self.logger.warning("%s: %s", self.prefix, text)
         newest, last = self._window.returned(), self._window.last

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +26,6 @@ from ignite_monitor.nonfinite.origin import OriginSearch
 
 class GradientTelling(JudgingMonitor[GradientJudge]):
     """Tells of verdicts on the gradient; which one that is, a subclass decides."""
-
-    _what: ClassVar[str] = "the gradient norm"
 
     scaler: GradScaler | None
     on_spike: Callable[[Any, float | Tensor], Any] | None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
@@ -25,7 +25,6 @@ class JudgingMonitor(Monitor, Generic[J]):
 
     flag: str
     _judge: J
-    _what: ClassVar[str]  # is judged, in the log's words
     _known_spike: tuple[Verdict, bool] | None = None  # read on the host
 
     def _spike(self, verdict: Verdict) -> Spike:
@@ -95,9 +94,8 @@ class JudgingMonitor(Monitor, Generic[J]):
         has_restarted = self._judge.has_restarted(wait)
         if has_restarted:
             self.logger.warning(
-                "%s: %d spikes in a row mean that %s has a new level: the rule starts afresh from it",
+                "%s: %d spikes in a row mean a new level: the rule starts afresh from it",
                 self.prefix,
                 self._judge.detector.max_consecutive_spikes,
-                self._what,
             )
         return has_restarted

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from ignite.engine import Engine
@@ -68,7 +68,7 @@ class SpikeMonitor(JudgingMonitor[NormJudge], schema=SPIKE):
     """
 
     _state_dict_all_req_keys = ("detector", "known", "score")
-    _what: ClassVar[str] = "the value"
+    _PATIENCE = 50
 
     def __init__(
         self,
@@ -87,6 +87,7 @@ class SpikeMonitor(JudgingMonitor[NormJudge], schema=SPIKE):
         self.flag = flag
         patience = check_count("max_consecutive_spikes", max_consecutive_spikes, least=1)
         self._judge = NormJudge(SpikeDetector(as_rule(threshold), max_consecutive_spikes=patience))
+        self._missing = 0  # iterations without a value, as long as there was none
 
     def handlers(self) -> Handlers:
         return [(MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed)]
@@ -98,7 +99,9 @@ class SpikeMonitor(JudgingMonitor[NormJudge], schema=SPIKE):
     def _judge_value(self, engine: Engine) -> None:
         value = self.value(engine)
         if value is None:
+            self._report_missing()
             return
+        self._missing = self._PATIENCE
         number = _as_number(value)
         # A detector knows no number below all others.
         verdict = self._judge.detector.judge(number.masked_fill(number.isneginf(), torch.inf))._replace(given=number)
@@ -110,6 +113,16 @@ class SpikeMonitor(JudgingMonitor[NormJudge], schema=SPIKE):
         if self._is_awaited(MonitorEvents.SPIKE_DETECTED) and self._is_known_spike(verdict):
             self._tell(engine, MonitorEvents.SPIKE_DETECTED, verdict)
         self._tell_of_new_level(engine, verdict)
+
+    def _report_missing(self) -> None:
+        self._missing += 1
+        if self._missing == self._PATIENCE:
+            self.logger.warning(
+                "%s: %d iterations had no value, so nothing is judged. The likely cause: the function given as value "
+                "asks for a name that nobody publishes in these iterations, or the train step returns nothing.",
+                self.prefix,
+                self._PATIENCE,
+            )
 
     def _spike(self, verdict: Verdict) -> Spike:
         value, threshold = torch.stack((verdict.given, verdict.threshold)).tolist()
