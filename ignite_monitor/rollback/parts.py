@@ -8,7 +8,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from ignite_monitor.model._torch import local_part
 from ignite_monitor.model.norms import total_norm
@@ -43,11 +42,10 @@ def part_of(thing: Any) -> Part:
 
 
 def is_scheduler(thing: Any) -> bool:
-    """Whether something only sets what an optimizer steps with."""
-    if isinstance(thing, LRScheduler):
-        return True
-    kinds = (nn.Module, Optimizer)
-    return not isinstance(thing, kinds) and not hasattr(thing, "param_groups") and hasattr(thing, "optimizer")
+    """Whether something only sets what an optimizer steps with, or what Ignite keeps in an engine's state."""
+    if isinstance(thing, (nn.Module, Optimizer)) or hasattr(thing, "param_groups"):
+        return False
+    return any(hasattr(thing, name) for name in ("optimizer", "get_last_lr", "simulate_values"))
 
 
 class ModulePart(Part):

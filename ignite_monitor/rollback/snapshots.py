@@ -38,15 +38,21 @@ class Snapshots:
     """Those that have proved good, oldest first, and those that have not yet.
 
     Args:
+        every: in which distance they are taken, in iterations.
         keep: how many good ones are kept, and how many others at most.
         quiet: after how many healthy iterations in a row one is good.
         on_host: whether to keep them in the host's memory, pinned where a device copies from it.
+
+    Attributes:
+        taken: the iteration after which the last one was taken.
     """
 
-    def __init__(self, keep: int, quiet: int, on_host: bool) -> None:
+    def __init__(self, every: int, keep: int, quiet: int, on_host: bool) -> None:
+        self.every = every
         self.keep = keep
         self.quiet = quiet
         self.on_host = on_host
+        self.taken = 0
         self.good: list[Snapshot] = []
         self.pending: list[Snapshot] = []
         self._free: list[Any] = []  # states whose memory can be used again
@@ -56,13 +62,18 @@ class Snapshots:
     def __len__(self) -> int:
         return len(self.good) + len(self.pending)
 
+    def overdue(self, iteration: int) -> int:
+        """For how many iterations one should have been there, after this one; less than 0 as long as none is due."""
+        return iteration - self.taken - self.every if len(self) else 0
+
     @property
     def newest(self) -> Snapshot:
         """The one taken last; there has to be one."""
         return (self.pending or self.good)[-1]
 
     def take(self, iteration: int, state: Any, factor: float) -> None:
-        """Copy a state."""
+        """Copy the state after an iteration."""
+        self.taken = iteration
         if len(self.pending) == self.keep:
             self._free.append(self.pending.pop(0).state)
         kept = self._free.pop() if self._free else None
@@ -125,7 +136,7 @@ class Snapshots:
     def state_dict(self) -> dict[str, Any]:
         """What going back may need, copied: the newest good one, and those that are not yet good."""
         good = [each.state_dict() for each in self.good[-1:]]
-        return {"good": good, "pending": [each.state_dict() for each in self.pending]}
+        return {"taken": self.taken, "good": good, "pending": [each.state_dict() for each in self.pending]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a saved state.
@@ -134,6 +145,7 @@ class Snapshots:
             state_dict: what :meth:`state_dict` returned.
         """
         self.clear()
+        self.taken = int(state_dict["taken"])
         for name, snapshots in (("good", self.good), ("pending", self.pending)):
             for saved in state_dict[name]:
                 kept = self._free.pop() if self._free else None
