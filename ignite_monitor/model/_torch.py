@@ -422,6 +422,12 @@ def local_part(tensor: Tensor) -> Tensor | None:
     return getattr(tensor, "_local_tensor", None)
 
 
+def part_of_rank(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor; any other tensor as it is."""
+    part: Tensor | None = getattr(tensor, "_local_tensor", None)
+    return tensor if part is None else part
+
+
 def storage_of(tensor: Tensor) -> int:
     """What all views of a strided tensor have in common; without the name the address of their memory."""
     storage = tensor.untyped_storage()

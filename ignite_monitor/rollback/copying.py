@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ignite_monitor.model._torch import foreach_copy, local_part
+from ignite_monitor.model._torch import foreach_copy, local_part, part_of_rank
 
 
 def refill(kept: Any, given: Any, new: Callable[[Tensor], Tensor]) -> Any:
@@ -61,7 +61,7 @@ def _fits(kept: Tensor, given: Tensor) -> bool:
 def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
     groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in pairs:
-        target, source = (part if (part := local_part(each)) is not None else each for each in (target, source))
+        target, source = part_of_rank(target), part_of_rank(source)
         targets, sources = groups.setdefault((target.device, source.device), ([], []))
         targets.append(target)
         sources.append(source.detach())

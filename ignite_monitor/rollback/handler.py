@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ignite_monitor.checks import check_count, check_real, check_type
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import ROLLBACK
+from ignite_monitor.model.devices import device_of
 from ignite_monitor.monitor.base import Handlers, Monitor, NoModel
 from ignite_monitor.monitor.ranks import all_take_part, sum_over_ranks, world_size
 from ignite_monitor.rollback.course import Action, Course, Event
@@ -159,8 +160,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
             on_host=where == "host",
         )
         self._training = Training(self.to_save, rewind=schedule == "rewind")
-        self._watch = Watch(self._course.patience)
-        self._watch.statistics.look_for(self._training.modules)
+        self._watch = Watch(self._course.patience, self._training.modules)
         self._count = self._undone = 0
         self._factor = 1.0
         self._iteration = 0  # the last one
@@ -238,7 +238,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         self._stepped = not self._training.optimizers
 
     def _take(self, iteration: int) -> None:
-        self._watch.statistics.look_for(self._training.modules)
+        self._watch.look_for_statistics()
         if not self._any_rank(bool(self._new_nonfinite())):
             self._snapshots.take(iteration, {"parts": self._training.state(), **self._thresholds()}, self._factor)
 
@@ -270,11 +270,12 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         return (lambda: lambda: functools.partial(self._decide, engine)) if self._is_running else None
 
     def _decide(self, engine: Engine) -> None:
-        if not all(map(all_take_part, self._training.modules)):
+        ranks = world_size()
+        if ranks > 1 and not all(map(all_take_part, self._training.modules)):
             self._warn_once("under join(), where not all ranks take part, nothing is judged")
             return
         iteration, was_healing = engine.state.iteration, self._course.healing
-        event, reason = self._judge(engine)
+        event, reason = self._judge(engine, ranks)
         action = self._course.next(event, iteration)
         self._iteration, self._healthy = iteration, event == Event.HEALTHY
         for proved in self._snapshots.note(self._healthy):
@@ -298,9 +299,9 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         if action == Action.GO_BACK and self._source is not None:
             self._source.fire(MonitorEvents.ROLLED_BACK)
 
-    def _judge(self, engine: Engine) -> tuple[Event, str]:
+    def _judge(self, engine: Engine, ranks: int) -> tuple[Event, str]:
         """What the iteration was, and why; the same on every rank, but for the words."""
-        signs = self._watch.signs(self._loss_of(engine), self._others(), self._training.device)
+        signs = self._watch.signs(self._loss_of(engine), self._others(), ranks)
         if not self._watch.has_signs and engine.state.iteration >= _UNSEEN:
             self._warn_once(
                 "nothing tells of trouble but request(): the train step returns no loss, there is no GradMonitor "
@@ -364,7 +365,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
     def _any_rank(self, flag: bool) -> bool:
         if world_size() == 1:
             return flag
-        return bool(sum_over_ranks(torch.tensor([float(flag)], device=self._training.device)))
+        return bool(sum_over_ranks(torch.tensor([float(flag)], device=device_of(self._training.modules[0]))))
 
     def _warn_once(self, text: str, *values: Any) -> None:
         if not self._reported:

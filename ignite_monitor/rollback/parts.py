@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ignite_monitor.model._torch import local_part
+from ignite_monitor.model._torch import part_of_rank
 from ignite_monitor.model.norms import total_norm
 from ignite_monitor.rollback.copying import clone, refill
 
@@ -184,8 +184,7 @@ def nonfinite_in(state: Any, exempt: Container[str] = ()) -> set[str]:
         exempt: paths that are not looked at.
     """
     found = ((path, tensor.detach()) for path, tensor in tensors_in(state) if path not in exempt)
-    local = ((path, tensor if (part := local_part(tensor)) is None else part) for path, tensor in found)
-    named = {path: tensor for path, tensor in local if not tensor.is_meta}
+    named = {path: part_of_rank(tensor) for path, tensor in found if not tensor.is_meta}
     # Elementwise it costs more than the copy.
     if bool(torch.isfinite(total_norm(named.values()))):
         return set()

@@ -11,11 +11,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from ignite_monitor.model._torch import foreach_norm, local_part
-from ignite_monitor.model.devices import wide_dtype
+from ignite_monitor.model._torch import buffers_of_each, foreach_norm, part_of_rank
+from ignite_monitor.model.devices import device_of, wide_dtype
+from ignite_monitor.model.norms import any_sharded
 from ignite_monitor.monitor.base import Monitor
 from ignite_monitor.monitor.publisher import transfer
-from ignite_monitor.monitor.ranks import sum_over_ranks, world_size
+from ignite_monitor.monitor.ranks import sum_over_ranks
 from ignite_monitor.rollback.levels import loss_levels, statistics_levels
 
 
@@ -26,22 +27,26 @@ class RunningStatistics:
     not large where it is small against the deviation.
     """
 
+    _NAMES = ("running_mean", "running_var")
+
     def __init__(self) -> None:
-        self._modules: list[Any] = []
+        self._buffers: list[dict[str, Any]] = []
 
     def look_for(self, modules: Iterable[nn.Module]) -> None:
         """Find the modules that keep running statistics."""
         inner = {id(inner): inner for module in modules for inner in module.modules()}
-        self._modules = [each for each in inner.values() if _statistics_of(each)]
+        self._buffers = [each for each in buffers_of_each(inner.values()) if each.keys() >= set(self._NAMES)]
 
     def norms(self) -> list[Tensor]:
         """The norms of all means, and then of all variances: on each device a vector."""
-        by_device: dict[torch.device, list[tuple[Tensor, ...]]] = {}
-        for mean, variance in filter(None, map(_statistics_of, self._modules)):
-            by_device.setdefault(mean.device, []).append((mean, variance))
+        mean, variance = self._NAMES
+        kept = [each for each in self._buffers if each[mean] is not None and each[variance] is not None]
         found = []
-        for pairs in by_device.values():
-            means, variances = map(list, zip(*pairs, strict=True))
+        for device in {each[mean].device: None for each in kept}:
+            here = [each for each in kept if each[mean].device == device]
+            means, variances = ([each[name] for each in here] for name in self._NAMES)
+            if any_sharded(means):
+                means, variances = ([part_of_rank(each) for each in tensors] for tensors in (means, variances))
             dtype = max(torch.float32, *(each.dtype for each in means), key=lambda dtype: dtype.itemsize)
             norms = [*foreach_norm(means, 2.0, dtype=dtype), *foreach_norm(variances, 1.0, dtype=dtype)]
             found.append(torch.stack(norms))
@@ -52,13 +57,6 @@ class RunningStatistics:
         """The second moment of each module, from the vectors that :meth:`norms` gave."""
         halves = [(each[: len(each) // 2], each[len(each) // 2 :]) for each in norms]
         return [mean * mean + variance for pair in halves for mean, variance in zip(*pair, strict=True)]
-
-
-def _statistics_of(module: Any) -> tuple[Tensor, ...]:
-    """A module's own mean and variance, this rank's part of them; of others nothing."""
-    found = [getattr(module, name, None) for name in ("running_mean", "running_var")]
-    tensors = [each for each in found if isinstance(each, Tensor)]
-    return tuple(each if (part := local_part(each)) is None else part for each in tensors) if len(tensors) == 2 else ()
 
 
 @dataclass
@@ -98,13 +96,18 @@ class Signs:
 class Watch:
     """Collects the signs of every iteration, in one transfer from each device.
 
+    Args:
+        patience: how many losses in a row above their level mean trouble.
+        modules: whose running statistics are looked at, the first of which lies where ranks communicate.
+
     Attributes:
-        statistics: the running statistics that it watches.
         has_signs: whether there has ever been anything to judge by.
     """
 
-    def __init__(self, patience: int) -> None:
-        self.statistics = RunningStatistics()
+    def __init__(self, patience: int, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+        self._statistics = RunningStatistics()
+        self.look_for_statistics()
         self._levels = {"loss": loss_levels(patience), "statistics": statistics_levels()}
         self._counts: WeakKeyDictionary[Monitor, list[float]] = WeakKeyDictionary()
         self._request: str | None = None
@@ -120,26 +123,30 @@ class Watch:
             if monitor not in self._counts and (counts := monitor.counts()) is not None:
                 self._counts[monitor] = counts.tolist()
 
-    def signs(self, loss: float | Tensor | None, monitors: Iterable[Monitor], device: torch.device) -> Signs:
+    def look_for_statistics(self) -> None:
+        """Modules may have come, or gone."""
+        self._statistics.look_for(self._modules)
+
+    def signs(self, loss: float | Tensor | None, monitors: Iterable[Monitor], ranks: int = 1) -> Signs:
         """Of the iteration that ends, the same on every rank but for the reasons.
 
         Args:
             loss: a number or a tensor with one element; None where there is none.
-            device: where ranks communicate.
+            ranks: how many there are.
         """
         counts = {each: counts for each in monitors if (counts := each.counts()) is not None}
-        asked = [[loss] if isinstance(loss, Tensor) else [], [*counts.values()], self.statistics.norms()]
+        asked = [[loss] if isinstance(loss, Tensor) else [], [*counts.values()], self._statistics.norms()]
         losses, numbers, norms = transfer(asked) if any(asked) else [[], [], []]
         number = losses[0][0] if isinstance(loss, Tensor) else loss
         self.has_signs = self.has_signs or number is not None or any(asked)
         signs = Signs(0.0 if number is None else number, number is not None)
         self._look_at_counts(signs, dict(zip(counts, numbers, strict=True)))
-        self._look_at_statistics(signs, self.statistics.moments(norms))
+        self._look_at_statistics(signs, self._statistics.moments(norms))
         if self._request is not None:
             signs.is_trouble(self._request)
             self._request = None
-        if world_size() > 1:
-            signs = signs.summed(device)
+        if ranks > 1:
+            signs = signs.summed(device_of(self._modules[0]))
         if signs.losses:
             self._look_at_loss(signs, signs.loss / signs.losses)
         return signs

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ignite_monitor.monitor.base import Monitor
@@ -70,11 +69,6 @@ class Training:
             known = {path for path, _ in tensors_in(before)}
             self.exempt |= {path for path in nonfinite - known if ".buffers." in path or not known}
         return sorted(nonfinite - self.exempt)
-
-    @property
-    def device(self) -> torch.device:
-        """Where its parameters are."""
-        return next((each.device for each in self._parameters()), torch.device("cpu"))
 
     def _parameters(self) -> Iterable[Tensor]:
         for module in self.modules:

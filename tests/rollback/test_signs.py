@@ -76,11 +76,10 @@ class NoMonitors:
     """A watch of the loss, and of modules' running statistics."""
 
     def __init__(self, *modules, patience=10):
-        self.watch = Watch(patience)
-        self.watch.statistics.look_for(modules)
+        self.watch = Watch(patience, modules)
 
     def __call__(self, loss=None):
-        return self.watch.signs(loss, [], torch.device("cpu"))
+        return self.watch.signs(loss, [])
 
     def told(self, loss=None):
         signs = self(loss)
