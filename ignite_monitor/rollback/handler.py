@@ -11,14 +11,16 @@ from numbers import Real
 from typing import Any
 
 import torch
-from ignite.engine import Engine
+from ignite.engine import Engine, Events, EventsList
+from ignite.engine.events import CallableEventWithFilter
 from torch import Tensor, nn
 
 from ignite_monitor.checks import check_count, check_real, check_type
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import ROLLBACK
+from ignite_monitor.model._torch import put_first
 from ignite_monitor.model.devices import device_of
-from ignite_monitor.monitor.base import Handlers, Monitor, NoModel
+from ignite_monitor.monitor.base import Handlers, Monitor, MonitorHandle, NoModel
 from ignite_monitor.monitor.ranks import all_take_part, sum_over_ranks, world_size
 from ignite_monitor.rollback.course import Action, Course, Event
 from ignite_monitor.rollback.rates import lower
@@ -171,7 +173,10 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
 
     def detach(self) -> None:
         """Undo ``attach`` and ``log_to``, and let the snapshots go."""
+        engine = self._attached_to()
         super().detach()
+        if engine is not None:
+            engine.remove_event_handler(self._before_others, Events.ITERATION_STARTED)
         self._snapshots.clear()
         self._snapshots.release()
 
@@ -218,13 +223,21 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
 
     # Before the train step
 
-    def start_iteration(self, engine: Engine) -> None:
+    def attach(
+        self, engine: Engine, event: CallableEventWithFilter | EventsList = Events.ITERATION_STARTED
+    ) -> MonitorHandle:
+        handle = super().attach(engine, event)
+        engine.add_event_handler(Events.ITERATION_STARTED, self._before_others)
+        put_first(engine, Events.ITERATION_STARTED)
+        return handle
+
+    def _before_others(self, engine: Engine) -> None:
+        """Take a snapshot, of the state in which no handler has changed anything since the last iteration."""
         before = engine.state.iteration - 1
         if before < self._iteration:  # another run: its states are not those of this one
             self._snapshots.clear()
             self._course.forget()
             self._healthy = self._stepped = True
-        self._watch.meet(self._others())
         overdue = self._snapshots.overdue(before)
         if overdue >= 0 and self._healthy and not self._course.healing:
             if self._stepped or not self._snapshots:
@@ -236,6 +249,9 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
                     before - self._snapshots.taken,
                 )
         self._stepped = not self._training.optimizers
+
+    def start_iteration(self, engine: Engine) -> None:
+        self._watch.meet(self._others())
 
     def _take(self, iteration: int) -> None:
         self._watch.look_for_statistics()
