@@ -93,14 +93,14 @@ def not_of_ignite(kind):
 
 def test_what_ignite_sets_in_the_engines_state_goes_on_too():
     training = Training(handler=False)
-    schedule = StepStateScheduler(initial_value=1.0, gamma=0.5, step_size=4, param_name="share")
+    schedule = StepStateScheduler(initial_value=1.0, gamma=0.5, step_size=4, param_name="share", create_new=True)
     schedule.attach(training.trainer, Events.ITERATION_COMPLETED)
     rollback = RollbackHandler(training.things | {"share": schedule}, every=10, quiet=5)
     rollback.attach(training.trainer)
     training.trainer.add_event_handler(Events.ITERATION_STARTED(once=34), lambda _: rollback.request("to see"))
     training.run(make_batches(40))
     assert rollback.metrics["rollback/count"] == 1.0
-    assert training.trainer.state.share == 0.5 ** (39 // 4)
+    assert training.trainer.state.share == 0.5 ** (40 // 4)
 
 
 def test_averages_of_ignite():
