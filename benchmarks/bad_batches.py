@@ -34,6 +34,7 @@ TRAININGS = (
 RATES = (0.0, 0.01, 0.05)
 BAD = ("random_labels", "constant_input", "loss_x10")
 FIRST = 50
+HELD_OUT = 100
 
 # What happens to the gradient of one iteration: given model, norm and whether the batch is bad; whether to make
 # the step.
@@ -100,8 +101,8 @@ def loss_of(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
 def final_loss(training: Training, seed: int, iterations: int, rate: float, name: str) -> float:
     """The held-out loss at the end of one training."""
     torch.manual_seed(seed)
-    draw = batches(training, torch.Generator().manual_seed(seed))
-    held_out = [draw() for _ in range(30)]
+    draw = batches(training, torch.Generator().manual_seed(seed), end=0.8)
+    draw_held_out = batches(training, torch.Generator().manual_seed(0), start=0.8)
     model, noise = make_model(training), torch.Generator().manual_seed(seed)
     optimizer, react = make_optimizer(training, model), REACTIONS[name]()
     chance, classes = random.Random(seed), VOCABULARY if training.is_gpt else 10
@@ -127,7 +128,7 @@ def final_loss(training: Training, seed: int, iterations: int, rate: float, name
     trainer.run(range(iterations), max_epochs=1)
     model.eval()
     with torch.no_grad():
-        return fmean(loss_of(model, *batch).item() for batch in held_out)
+        return fmean(loss_of(model, *draw_held_out()).item() for _ in range(HELD_OUT))
 
 
 def main() -> None:

@@ -73,7 +73,8 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
         scaler: the GradScaler of the train step.
         micro_batches: how many backward passes an optimizer step is made from, where the loss of each is divided by
             that; the curvature is that of the first one's batch.
-        lanczos_steps: how many products to look for the largest eigenvalue with.
+        lanczos_steps: how many products to look for the largest eigenvalue with; of a few the second largest may be
+            taken for it, which the error does not show.
         prefix: what the values' names start with.
 
     Raises:
@@ -99,7 +100,7 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
         loss: Callable[[nn.Module, Any], Tensor] | None = None,
         scaler: GradScaler | None = None,
         micro_batches: int = 1,
-        lanczos_steps: int = 10,
+        lanczos_steps: int = 20,
         prefix: str = "curvature",
     ) -> None:
         super().__init__(model, prefix)

@@ -83,11 +83,11 @@ class GradMonitor(Monitor, schema=GRADIENT):
         threshold: a threshold rule, of which a copy is taken, or a function ``(mean, std, count) -> threshold``.
             By default ``MeanStdThreshold()``.
         loss: a second sign of a spike, which finds harm that the norm does not show: a criterion module whose output is
-            the loss, or a function of the engine that returns it when a backward has ended. A step is then a spike as
-            well where the logarithm of its loss is more than 4 standard deviations above the mean of those before it,
-            exponentially weighted with 0.98. What counts is the mean over the micro-batches of a step, and over ranks:
-            one small collective per backward, without which the ranks would not agree; none under ``join()``, where
-            losses are not judged.
+            the loss, or a function of the engine that returns it when a backward has ended (``engine.state.output`` is
+            still that of the iteration before). A step is then a spike as well where the logarithm of its loss is more
+            than 4.5 standard deviations above where the trend of those before leads, exponentially weighted with 0.99.
+            What counts is the mean over the micro-batches of a step, and over ranks: one small collective per backward,
+            without which the ranks would not agree; none under ``join()``, where losses are not judged.
         per_parameter: whether to judge every parameter's gradient too, by its own earlier norms
             (:class:`RobustThreshold` with k = 8). A step is then a spike as well where one of them is above its own
             threshold, which the norm of all often does not show. At a spike the few tensors are named that hold most
@@ -369,7 +369,7 @@ class GradMonitor(Monitor, schema=GRADIENT):
             if self._source.ledger(self.model).reduced:
                 self._report_missing(engine)
             return
-        self._report_unstepped()
+        self._report_unstepped(engine)
         newest, last = self._window.returned(), self._window.last
         verdict = newest if last is None else last.verdict
         where: Tensor | None = None  # whether there is anything to publish
@@ -567,14 +567,14 @@ class GradMonitor(Monitor, schema=GRADIENT):
         has_restarted = self._judge.has_restarted(wait)
         if has_restarted:
             self.logger.warning(
-                "%s: %d spikes in a row mean that the gradient norm has a new level: the rule starts afresh from it",
+                "%s: %d spikes in a row mean a new level: the rule starts afresh from it",
                 self.prefix,
                 self._judge.detector.max_consecutive_spikes,
             )
         return has_restarted
 
-    def _report_unstepped(self) -> None:
-        text = self._unstepped.gradient()
+    def _report_unstepped(self, engine: Engine) -> None:
+        text = self._unstepped.gradient(engine.state.iteration, self.scaler is not None)
         if text is not None:
             self.logger.warning("%s: %s", self.prefix, text)
 

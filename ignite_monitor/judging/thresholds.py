@@ -207,11 +207,7 @@ class MeanStdThreshold(ThresholdRule):
     :math:`\mu` and :math:`\sigma` are the mean and the sample standard deviation of the norms so far (Welford), with
     ``decay`` exponentially weighted; see :class:`~ignite_monitor.judging.moments.Moments`.
 
-    With its defaults it raised 0.42 false alarms per 1,000 iterations of 26 recorded trainings on which nothing was
-    tuned (GPTs, CNNs, perceptrons, both sides of a GAN, trainings that begin with a steep fall; 4.4 in the worst), and
-    what it found was 0.95 of the harm that faults did there. ``MeanStdThreshold(k=3.0, decay=None)`` raised 5.7 (46
-    in the worst) and found 0.96; :class:`~ignite_monitor.judging.robust.RobustThreshold` 0.57 and 0.965.
-    (``benchmarks/record_harm.py`` with seeds 33 and 34, then ``benchmarks/thresholds.py``.)
+    (``docs/judging.md`` has how often that is wrong, and how much of the harm of faults it finds.)
 
     Args:
         k: how many standard deviations above the mean.

@@ -137,13 +137,13 @@ class OtherPart(Part):
 
 
 class MonitorPart(Part):
-    """A monitor's thresholds; its counts go on, and references, which do not change, are left as they are."""
+    """A monitor's thresholds; its counts go on, and what it says that goes on."""
 
     def __init__(self, monitor: Any) -> None:
         self.monitor = monitor
 
     def state(self) -> dict[str, Any]:
-        return {key: value for key, value in self.monitor.state_dict().items() if key != "reference"}
+        return {key: value for key, value in self.monitor.state_dict().items() if key not in self.monitor.goes_on}
 
     def put_back(self, state: Any, scheduled: bool) -> None:
         if state:

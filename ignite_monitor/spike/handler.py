@@ -68,6 +68,7 @@ class SpikeMonitor(Monitor, schema=SPIKE):
     """
 
     _state_dict_all_req_keys = ("detector", "known", "score")
+    _PATIENCE = 50
 
     def __init__(
         self,
@@ -86,6 +87,7 @@ class SpikeMonitor(Monitor, schema=SPIKE):
         self.flag = flag
         patience = check_count("max_consecutive_spikes", max_consecutive_spikes, least=1)
         self._judge = NormJudge(SpikeDetector(as_rule(threshold), max_consecutive_spikes=patience))
+        self._missing = 0  # iterations without a value, as long as there was none
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Statistics and counts: tensors, dicts of tensors and a number."""
@@ -122,7 +124,9 @@ class SpikeMonitor(Monitor, schema=SPIKE):
     def _judge_value(self, engine: Engine) -> None:
         value = self.value(engine)
         if value is None:
+            self._report_missing()
             return
+        self._missing = self._PATIENCE
         number = _as_number(value)
         # A detector knows no number below all others.
         verdict = self._judge.detector.judge(number.masked_fill(number.isneginf(), torch.inf))
@@ -132,6 +136,16 @@ class SpikeMonitor(Monitor, schema=SPIKE):
         names = ("threshold", "spike", "spike_count", "spike_score")
         self.publish(value=number, **{name: values[name] for name in names if name in values})
         self._tell(engine, verdict, number)
+
+    def _report_missing(self) -> None:
+        self._missing += 1
+        if self._missing == self._PATIENCE:
+            self.logger.warning(
+                "%s: %d iterations had no value, so nothing is judged. The likely cause: the function given as value "
+                "asks for a name that nobody publishes in these iterations, or the train step returns nothing.",
+                self.prefix,
+                self._PATIENCE,
+            )
 
     def _tell(self, engine: Engine, verdict: Verdict, number: Tensor) -> None:
         if self._source is None:
@@ -153,7 +167,7 @@ class SpikeMonitor(Monitor, schema=SPIKE):
         has_restarted = self._judge.has_restarted(wait)
         if has_restarted:
             self.logger.warning(
-                "%s: %d spikes in a row mean that the value has a new level: the rule starts afresh from it",
+                "%s: %d spikes in a row mean a new level: the rule starts afresh from it",
                 self.prefix,
                 self._judge.detector.max_consecutive_spikes,
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 
 import pytest
@@ -13,6 +14,8 @@ from torch.func import functional_call, grad, jacrev
 from torch.nn import functional as F
 
 from ignite_monitor import CurvatureHandler
+from ignite_monitor.curvature.handler import _start_of
+from ignite_monitor.curvature.hessian import lanczos, largest_eigenvalue
 
 
 class Net(nn.Module):
@@ -47,7 +50,7 @@ def exact(model, batch):
         return F.mse_loss(functional_call(model, named | {n: b.clone() for n, b in buffers.items()}, (x,)), y)
 
     # torch.func.hessian goes forward over reverse, which is not symmetric with BatchNorm
-    return grad(loss)(flat), jacrev(grad(loss))(flat)
+    return grad(loss)(flat).detach(), jacrev(grad(loss))(flat).detach()
 
 
 def run(model, optimizer, batches, make=None, *, micro=1, scaler=None, event=None, seen=None):
@@ -113,6 +116,21 @@ def test_of_adam_the_preconditioned_one_counts():
         expected = torch.linalg.eigvalsh(matrix / root / root[:, None])[-1]
         assert found["curvature/largest_preconditioned"] == pytest.approx(float(expected), rel=1e-4)
         assert found["curvature/limit"] == pytest.approx(2 * 1.8 / 0.2 / 0.01)
+
+
+@pytest.mark.parametrize("along_second", [1, 30, 3000])
+def test_the_second_eigenvalue_is_not_taken_for_the_largest(along_second):
+    """With the default number of products, where the gradient has nothing of the first eigenvector."""
+    steps = inspect.signature(CurvatureHandler).parameters["lanczos_steps"].default
+    others = torch.linspace(-1, 1, 4000, dtype=torch.float64)
+    eigenvalues = torch.cat([torch.tensor([10.0, 8.5], dtype=torch.float64), 7.2 * others * others.abs()])
+    for seed in range(10):
+        direction = torch.randn(len(eigenvalues), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        direction[:2] = torch.tensor([0.0, along_second])
+        found = lanczos(lambda vector: eigenvalues * vector, _start_of(direction, seed), steps)
+        value, error = largest_eigenvalue(*(each.tolist() for each in found))
+        assert error < 0.1 * value
+        assert value == pytest.approx(10, rel=0.01)
 
 
 def test_dropout_has_the_same_masks():

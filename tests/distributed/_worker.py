@@ -492,4 +492,4 @@ SCENARIOS: dict[str, Any] = {
 if __name__ == "__main__":
     torch.use_deterministic_algorithms(True)
     idist.get_world_size()  # asked before there is a group, as loggers do
-    run_scenarios(SCENARIOS, timeout=20.0, left_standing=["dropped"])
+    run_scenarios(SCENARIOS, left_standing=["dropped"])

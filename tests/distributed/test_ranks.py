@@ -261,16 +261,16 @@ def test_dropped_run_frees_its_reducer_by_reference_counting(results):
 @pytest.mark.parametrize("name", ["dropped", "detached"])
 def test_processes_end_cleanly(tmp_path, name):
     """A reducer that outlives its process group aborts the process at its exit, one time in four."""
-    ends = launch("_worker", tmp_path, [name], timeout=60.0)
+    ends = launch("_worker", tmp_path, [name])
     if any(code == -signal.SIGABRT for code, _ in ends):  # without monitors too, one time in a hundred
-        ends = launch("_worker", tmp_path / "again", [name], timeout=60.0)
+        ends = launch("_worker", tmp_path / "again", [name])
     assert [code for code, _ in ends] == [0, 0], ends
     assert not any("Traceback" in error for _, error in ends), ends
 
 
 @pytest.mark.parametrize("name", ["uneven inputs", "after the process group"])
 def test_process_group_that_does_not_wait_for_a_monitor(tmp_path, name):
-    ends = launch("_worker", tmp_path, [name], timeout=60.0)
+    ends = launch("_worker", tmp_path, [name])
     assert [code for code, _ in ends] == [0, 0], ends
     for rank in range(WORLD):
         result = torch.load(tmp_path / f"{name}.{rank}.pt", weights_only=True)

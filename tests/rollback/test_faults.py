@@ -51,10 +51,9 @@ def test_training_comes_back(fault, mode, skip_step, seed):
 def ranks(tmp_path_factory):
     names = [f"{kind} {how}" for kind in RANKS for how in ("request", "nan", "loss")]
     names += [f"{mode} {fault} {skip} {seed}" for fault, mode, skip, seed in TOGETHER]
-    return launched("_worker", tmp_path_factory.mktemp("ranks"), names, package="tests.rollback", timeout=290.0)
+    return launched("_worker", tmp_path_factory.mktemp("ranks"), names, package="tests.rollback")
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("fault", "mode", "skip_step", "seed"), TOGETHER)
 def test_ranks_come_back(fault, mode, skip_step, seed, ranks):
     results = ranks(f"{mode} {fault} {skip_step} {seed}")
