@@ -371,12 +371,13 @@ _norms: Any = _or(
 )
 
 
-def _copy_one_by_one(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
+def copy_one_by_one(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
+    """Of other tensors, on any devices."""
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source)
 
 
-foreach_copy: Callable[[list[Tensor], list[Tensor]], Any] = _or("torch._foreach_copy_", _copy_one_by_one)
+foreach_copy: Callable[[list[Tensor], list[Tensor]], Any] = _or("torch._foreach_copy_", copy_one_by_one)
 foreach_mul: Callable[[Sequence[Tensor], Sequence[float]], Sequence[Tensor]] = _or(
     "torch._foreach_mul", lambda tensors, factors: [a * b for a, b in zip(tensors, factors, strict=True)]
 )

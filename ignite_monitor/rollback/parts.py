@@ -66,7 +66,7 @@ class ModulePart(Part):
     def put_back(self, state: Any, scheduled: bool) -> None:
         now = self.state()
         for kind in ("parameters", "buffers"):
-            back = refill(now[kind], state[kind], torch.empty_like)
+            back = refill(now[kind], state[kind])
             for name, tensor in back.items():
                 if tensor is not now[kind].get(name):  # it has another shape by now, or is gone
                     self._replace(name, tensor)
@@ -107,7 +107,7 @@ class OptimizerPart(Part):
         own: dict[Any, Any] = self.optimizer.state
         for key, parameter in self._parameters().items():
             if key in state["state"]:
-                own[parameter] = refill(own.get(parameter), state["state"][key], torch.empty_like)
+                own[parameter] = refill(own.get(parameter), state["state"][key])
             else:
                 own.pop(parameter, None)
         for other in [other for other in own if not isinstance(other, Tensor)]:
@@ -115,7 +115,7 @@ class OptimizerPart(Part):
         own.update(clone(state["other"]))
         for group, before in zip(self.optimizer.param_groups, state["groups"], strict=False):
             kept = () if scheduled else SCHEDULED
-            group.update((k, refill(group.get(k), v, torch.empty_like)) for k, v in before.items() if k not in kept)
+            group.update((k, refill(group.get(k), v)) for k, v in before.items() if k not in kept)
 
 
 class OtherPart(Part):

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from ignite_monitor.rollback.copying import clone, refill
 
 
@@ -77,11 +74,11 @@ class Snapshots:
         if len(self.pending) == self.keep:
             self._free.append(self.pending.pop(0).state)
         kept = self._free.pop() if self._free else None
-        self.pending.append(Snapshot(iteration, refill(kept, state, self._new), factor, young=not len(self)))
+        self.pending.append(Snapshot(iteration, refill(kept, state, self.on_host), factor, young=not len(self)))
 
     def update(self, snapshot: Snapshot, state: Mapping[str, Any]) -> None:
         """Copy parts of a state into a snapshot anew."""
-        snapshot.state |= refill({key: snapshot.state[key] for key in state}, dict(state), self._new)
+        snapshot.state |= refill({key: snapshot.state[key] for key in state}, dict(state), self.on_host)
 
     def note(self, healthy: bool) -> list[Snapshot]:
         """An iteration has passed; the snapshots that have proved good by it."""
@@ -149,11 +146,5 @@ class Snapshots:
         for name, snapshots in (("good", self.good), ("pending", self.pending)):
             for saved in state_dict[name]:
                 kept = self._free.pop() if self._free else None
-                state = refill(kept, saved["state"], self._new)
+                state = refill(kept, saved["state"], self.on_host)
                 snapshots.append(Snapshot(**{**saved, "state": state}))
-
-    def _new(self, tensor: Tensor) -> Tensor:
-        if not self.on_host or tensor.device.type == "cpu":
-            return torch.empty_like(tensor, requires_grad=False)
-        pinned = tensor.device.type == "cuda" and type(tensor) in (Tensor, torch.nn.Parameter)
-        return torch.empty_like(tensor, device="cpu", requires_grad=False, pin_memory=pinned)
