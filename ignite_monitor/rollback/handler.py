@@ -46,7 +46,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
     around the spike.) Every ``every`` iterations, between optimizer steps, the state of ``to_save`` and of the monitors
     on the engine is copied in memory. Where there is trouble it is put back, and the engine goes on with its iterator.
 
-    A snapshot is taken when an iteration starts, not after an unhealthy one, nor of a state that is not finite; it
+    A snapshot is taken when an iteration starts, before any other handler, not after an unhealthy one, nor of a state that is not finite; it
     is *good* after ``quiet`` iterations without a spike. Trouble goes back to the newest good one, and where none is
     good to the oldest. If it comes again before that one has proved good once more, it is so no longer. Trouble is
 
@@ -76,7 +76,8 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
     there are ``keep`` good ones, and one that is not good yet, seldom more (``keep`` at most). ``Checkpoint`` with the
     handler in it saves those that going back may need, usually two. Every rank keeps its own parts, and all decide the
     same, by a sum of a few numbers over the ranks in every iteration. To decide, an iteration's signs are read on the
-    host: on an accelerator that waits for the end of the train step.
+    host: on an accelerator that waits once for the end of the train step. So does a snapshot, of which is known then
+    whether it is finite, and with ``where="host"`` its copies do.
 
     Args:
         to_save: name -> what makes up the training: models, optimizers, schedulers, GradScaler, EMA; anything with a
