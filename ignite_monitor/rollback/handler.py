@@ -46,9 +46,10 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
     around the spike.) Every ``every`` iterations, between optimizer steps, the state of ``to_save`` and of the monitors
     on the engine is copied in memory. Where there is trouble it is put back, and the engine goes on with its iterator.
 
-    A snapshot is taken when an iteration starts, before any other handler, not after an unhealthy one, nor of a state that is not finite; it
-    is *good* after ``quiet`` iterations without a spike. Trouble goes back to the newest good one, and where none is
-    good to the oldest. If it comes again before that one has proved good once more, it is so no longer. Trouble is
+    A snapshot is taken when an iteration starts, before any other handler, not after an unhealthy one, nor of a state
+    that is not finite; it is *good* after ``quiet`` iterations without a spike. Trouble goes back to the newest good
+    one, and where none is good to the oldest. If it comes again before that one has proved good once more, it is so no
+    longer. Trouble is
 
     - LEVEL_CHANGED of any monitor on the engine: of a ``GradMonitor``, ten spikes in a row;
     - a loss more than two deviations and a factor of 1.5 above its level (of its logarithm, exponentially weighted with
