@@ -371,12 +371,13 @@ _norms: Any = _or(
 )
 
 
-def _copy_one_by_one(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
+def copy_one_by_one(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
+    """Of other tensors, on any devices."""
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source)
 
 
-foreach_copy: Callable[[list[Tensor], list[Tensor]], Any] = _or("torch._foreach_copy_", _copy_one_by_one)
+foreach_copy: Callable[[list[Tensor], list[Tensor]], Any] = _or("torch._foreach_copy_", copy_one_by_one)
 foreach_mul: Callable[[Sequence[Tensor], Sequence[float]], Sequence[Tensor]] = _or(
     "torch._foreach_mul", lambda tensors, factors: [a * b for a, b in zip(tensors, factors, strict=True)]
 )
@@ -426,6 +427,12 @@ counts_changes = _find("torch.Tensor._version")
 def local_part(tensor: Tensor) -> Tensor | None:
     """This rank's part of a DTensor; None of other tensors."""
     return getattr(tensor, "_local_tensor", None)
+
+
+def part_of_rank(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor; any other tensor as it is."""
+    part: Tensor | None = getattr(tensor, "_local_tensor", None)
+    return tensor if part is None else part
 
 
 def storage_of(tensor: Tensor) -> int:
