@@ -371,6 +371,12 @@ _norms: Any = _or(
 )
 
 
+# All elements of dense tensors of one dtype, one after the other: a third of the time that this takes in Python.
+flattened: Callable[[Sequence[Tensor]], Tensor] = _or(
+    "torch._C._nn.flatten_dense_tensors", lambda tensors: torch.cat([each.reshape(-1) for each in tensors])
+)
+
+
 def copy_one_by_one(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
     """Of other tensors, on any devices."""
     for target, source in zip(targets, sources, strict=True):
