@@ -119,7 +119,7 @@ def run_demo(directory: Path, iterations: int) -> None:
     text = _text()
     model = TinyGPT()
     size = sum(parameter.numel() for parameter in model.parameters())
-    damaged = Damaged(iterations // 2, range(2 * iterations // 3, 2 * iterations // 3 + ROW))
+    damaged = Damaged(iterations // 2 + 1, range(2 * iterations // 3, 2 * iterations // 3 + ROW))
     _say(
         f"A GPT of {BLOCKS} blocks and {size:,} parameters learns {len(text) / 1e6:.1f} MB of Python's own\n"
         f"sources, for {iterations} iterations. Batch {damaged.zeros} is nothing but zeros, and in the batches\n"

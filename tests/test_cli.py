@@ -369,7 +369,7 @@ def test_demo(tmp_path):
     done = run("demo", "-o", tmp_path, "--iterations", 100)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run.h5").read_text() == "somebody's own"
-    assert "iteration   50: SPIKE" in done.stdout
+    assert "iteration   51: SPIKE" in done.stdout
     assert "iteration   75: STILL A SPIKE: back to the state after iteration 25" in done.stdout
     assert "In iteration 75 the training went back to the state after iteration" in done.stdout
     said, commands = done.stdout.split("Everything is in")
