@@ -161,11 +161,14 @@ def curvature(recorded: Recorded, iteration: Iteration, moments: Moments) -> Val
             raise
         return {}  # with an operation that can't be differentiated twice
     g = found.gradient
+    scales = moments.preconditioner(iteration.weights, g)
+    step = g / scales
     return {
         "curvature/along_gradient": float(g @ found.along(g) / (g @ g)),
+        "curvature/along_gradient_preconditioned": float(step @ found.along(step) / (g @ step)),
         "curvature/limit": (2 + 2 * BETAS[0]) / ((1 - BETAS[0]) * RATE),
         "curvature/largest": found.largest(),
-        "curvature/largest_preconditioned": found.largest(moments.preconditioner(iteration.weights, g)),
+        "curvature/largest_preconditioned": found.largest(scales),
     }
 
 
