@@ -56,7 +56,7 @@ HERE = Path(__file__).resolve().parent
 MOST_BYTES = 150_000
 FIGURES = {  # page -> which metrics
     "grad_monitor": "^grad/(norm|threshold|spike)$",
-    "spike_monitor": "^loss/(value|threshold)$",
+    "spike_monitor": "^loss/(value|threshold|spike)$",
     "weight_update": "^monitor/(update_ratio_|grad_(median|p95|min|max))",
     "optimizer_state": "^optimizer/(rms|momentum_cosine)_",
     "attention_entropy": "^attention_entropy/|^activation/[^/]+/max_abs$",
