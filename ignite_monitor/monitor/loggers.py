@@ -151,6 +151,5 @@ class Values:
         monitor = self._monitor()
         host = {} if monitor is None else monitor.on_host()
         start, selection = self._start, self._selection
-        return {
-            name[len(start) :]: value for name, value in host.items() if name.startswith(start) and name in selection
-        }
+        named = {name[len(start) :]: value for name, value in host.items() if name.startswith(start)}
+        return named if selection.is_all else {name: named[name] for name in named if start + name in selection}
