@@ -282,5 +282,5 @@ def test_bad_input():
 def test_nothing_of_the_model_is_kept_after_a_run():
     training = Training()
     train(training.step, make_batches(3), training.monitor)
-    assert training.monitor._tensors._named == ((), ())
-    assert RobustThreshold(k=8.0).k == training.monitor._tensors._k
+    assert training.monitor._judge.tensors._named == ((), ())
+    assert RobustThreshold(k=8.0).k == training.monitor._judge.tensors._k
