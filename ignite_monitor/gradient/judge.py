@@ -111,15 +111,28 @@ class GradientJudge(NormJudge):
         self.losses.decided(grows)
         return grows
 
-    def culprits(self, verdict: Verdict) -> Tensor:
-        """What holds most of the excess, as ``tensors`` names it; nothing where only another rank holds it."""
-        if self.tensors is None:
-            return verdict.norm.new_empty(0)
-        own = [verdict.counted[0] > 0, *(other.spike.any() for other in verdict.others)]
-        return self.tensors.culprits(verdict.others[-1], torch.stack(own).any())
+    def of_spike(self, verdict: Verdict) -> Tensor:
+        """What there is to tell of a spike, in a vector that :meth:`told` takes, without waiting."""
+        others = list(verdict.others)
+        loss = None if self._loss_signal is None else others.pop(0)
+        seen = torch.stack([verdict.counted[0] > 0, *(other.spike.any() for other in others)]).any()
+        numbers, by_loss = torch.stack((verdict.norm, verdict.threshold)), torch.zeros_like(seen)
+        if loss is not None:
+            by_loss, seen = loss.spike & ~seen, loss.spike | seen
+            numbers = torch.where(by_loss, torch.stack((loss.norm, loss.threshold)).exp(), numbers)
+        parts = [by_loss.view(1).to(numbers.dtype), numbers]
+        if self.tensors is not None:
+            # Nothing where only what another rank holds is above its threshold.
+            parts.append(self.tensors.culprits(others[-1], seen))
+        return torch.cat(parts)
+
+    def told(self, numbers: Sequence[float]) -> tuple[str, float, float, list[float]]:
+        """What is a spike, "norm", or "loss" where nothing else is one; its value and threshold; the culprits."""
+        by_loss, value, threshold, *culprits = numbers
+        return "loss" if by_loss else "norm", value, threshold, culprits
 
     def named(self, culprits: Sequence[float]) -> dict[str, float]:
-        """Parameter -> share, of what :meth:`culprits` gave."""
+        """Parameter -> share of the excess, of what :meth:`told` gave."""
         return {} if self.tensors is None else self.tensors.named(culprits)
 
     def forget(self) -> None:

@@ -40,8 +40,9 @@ class TrendThreshold(MeanStdThreshold):
 
     def include(self, state: State, norm: Tensor) -> State:
         level = torch.where(state["count"] > 0, state["level"], norm)
-        steps = super().include(state, norm - level)
-        return steps | {"level": torch.addcdiv(level, norm - level, steps["weight"])}
+        step = norm - level
+        steps = super().include(state, step)
+        return steps | {"level": torch.addcdiv(level, step, steps["weight"])}
 
 
 class LossSignal:

@@ -90,10 +90,10 @@ class GradientTelling(JudgingMonitor[GradientJudge]):
         if not verdict.spike.is_cpu:
             self._suspect = verdict
             return
-        culprits = self._judge.culprits(verdict).tolist()
-        self.publish(**self._keys(culprits))
+        numbers = self._judge.of_spike(verdict).tolist()
+        self.publish(**self._keys(numbers))
         if log:
-            self._log_spike(verdict.norm.item(), verdict.threshold.item(), culprits)
+            self._log_spike(numbers)
 
     def _publish_unstepped(self) -> None:
         """There is nothing to tell of this iteration's gradient but that no step was made with it."""
@@ -108,7 +108,7 @@ class GradientTelling(JudgingMonitor[GradientJudge]):
     def extra_transfer(self) -> list[Tensor]:
         extra = [] if self._where is None else [self._where]
         if self._suspect is not None:
-            extra += [self._suspect.spike, self._judge.culprits(self._suspect)]
+            extra += [self._suspect.spike, self._judge.of_spike(self._suspect)]
         return extra
 
     def on_transfer(self, extra: list[list[float]]) -> dict[str, float]:
@@ -116,19 +116,20 @@ class GradientTelling(JudgingMonitor[GradientJudge]):
         if self._where is not None and not next(numbers)[0]:
             self._publish_unstepped()
         elif self._suspect is not None and next(numbers)[0]:
-            [culprits] = numbers
-            norm, threshold = (self.metrics.get(self._named(name), math.inf) for name in ("norm", "threshold"))
-            self._log_spike(float(norm), float(threshold), culprits)
-            return self._keys(culprits)
+            [of_spike] = numbers
+            self._log_spike(of_spike)
+            return self._keys(of_spike)
         return {}
 
-    def _keys(self, culprits: list[float]) -> dict[str, float]:
+    def _keys(self, numbers: list[float]) -> dict[str, float]:
+        *_, culprits = self._judge.told(numbers)
         return {} if self._judge.tensors is None else self._judge.tensors.keys(culprits)
 
     # What is said
 
-    def _log_spike(self, norm: float, threshold: float, culprits: list[float]) -> None:
-        text = described(norm, threshold, self._judge.named(culprits))
+    def _log_spike(self, numbers: list[float]) -> None:
+        name, value, threshold, culprits = self._judge.told(numbers)
+        text = described({"norm": "gradient norm"}.get(name, name), value, threshold, self._judge.named(culprits))
         self.logger.warning("%s: iteration %d: %s", self.prefix, self._iteration, text)
 
     def _announce(self, engine: Any, verdict: Verdict) -> None:
@@ -143,9 +144,8 @@ class GradientTelling(JudgingMonitor[GradientJudge]):
             self._tell(engine, MonitorEvents.SPIKE_DETECTED, verdict, first)
 
     def _spike(self, verdict: Verdict) -> Spike:
-        values = torch.cat((torch.stack((verdict.norm, verdict.threshold)), self._judge.culprits(verdict)))
-        value, threshold, *culprits = values.tolist()
-        return Spike(self, f"{self.prefix}/norm", value, threshold, self._judge.named(culprits), self._origins.found)
+        name, value, threshold, culprits = self._judge.told(self._judge.of_spike(verdict).tolist())
+        return Spike(self, f"{self.prefix}/{name}", value, threshold, self._judge.named(culprits), self._origins.found)
 
     def _look_for_origin(self, engine: Any, verdict: Verdict) -> None:
         if self._source is None:
