@@ -207,13 +207,11 @@ class Trace(Labels, TorchFunctionMode):
         if unknown is not None and self._with_weights and self._small is None:
             return Label(lost=unknown)  # a second trace will say it
         if unknown is not None:
-            advice = (
-                "Put what it takes its input from into a ParametrizedModule"
-                if self._with_weights
-                else "Make what stands between it and the layers before it a layer, in a ParametrizedModule, or leave "
-                "sample_input out for a chain of layers"
+            chain = "" if self._with_weights else ", or leave sample_input out for a chain of layers"
+            raise TracingError(
+                f"The graph can't be traced: {name} takes its input from {unknown}. Put the module that gives it, "
+                f"with a layer in it, into a ParametrizedModule{chain}"
             )
-            raise TracingError(f"The graph can't be traced: {name} takes its input from {unknown}. {advice}")
         unique, times = self._unique(name)
         given = () if label.node is None else (label.node,)
         self.nodes.append(layer._replace(name=unique, inputs=given, shares=name if times else None))
@@ -231,7 +229,10 @@ class Trace(Labels, TorchFunctionMode):
         if self._inputs:  # inside a layer
             return result
         if name in {"tolist", "numpy", "__array__"} and self._get(args[0]).node is not None:
-            raise TracingError(f"The graph can't be traced: {self._where(name)} takes activations out of torch")
+            raise TracingError(
+                f"The graph can't be traced: {self._where(name)} takes activations out of torch. Put the module that "
+                "does so, with a layer in it, into a ParametrizedModule"
+            )
         if name in NUMBERS and self._get(args[0]).node is not None:
             self._taken_out = self._sum(self._where(name), [self._taken_out, self._get(args[0])])
         outputs = args[:1] if name == "__setitem__" else tensors_in(result)

@@ -20,6 +20,7 @@ from tests.distributed._worker import (
     OneTensor,
     accumulating,
     batches,
+    curvature,
     leaving_out,
     net,
     noise_scale,
@@ -222,6 +223,31 @@ def test_noise_scale_of_ranks_is_that_of_micro_batches(results, name, micro):
         # Parts of two ranks have the scale of their own loss, those of one process half of it.
         factor = torch.tensor([1, 4, 4, 16, 16, 16, 1])
         assert result["moments"].tolist() == approx((expected["moments"] * factor).tolist())
+
+
+@pytest.mark.parametrize("name", ["curvature", "curvature, unused parameters"])
+def test_curvature_is_that_of_the_ranks_batches_together(results, name):
+    alone = curvature(net(unused="unused" in name), None)["seen"]
+    assert [len(seen) for seen in alone] == [0, 7] * 3
+    for result in results(name):
+        for seen, expected in zip(result["seen"], alone, strict=True):
+            errors = {key for key in expected if key.endswith("_error")}
+            assert seen.keys() == expected.keys()
+            assert [seen[key] for key in seen.keys() - errors] == approx([expected[k] for k in seen.keys() - errors])
+
+
+def test_a_rank_whose_curvature_fails_stops_nobody(results):
+    alone = curvature(net(), None)
+    for result in results("curvature where a rank fails"):
+        assert set().union(*result["seen"]) <= {"curvature/limit"}  # which is right all the same
+        for ours, theirs in zip(result["weights"], alone["weights"], strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+def test_noise_scale_and_curvature_refuse_sharded_parameters(results):
+    for result in results("sharded landscape"):
+        assert len(result["told"]) == 2
+        assert all(text.startswith("Argument model should not be sharded") for text in result["told"])
 
 
 @pytest.mark.parametrize("name", ["sum", "sum inf", "mean"])

@@ -395,7 +395,7 @@ def test_feature_learning_that_can_not_be():
 @pytest.mark.parametrize(
     ("nodes", "match"),
     [
-        ([source(), hidden("h", "in")], "h reaches no readout"),
+        ([source(), hidden("h", "in")], "h reaches no trained readout, .*: train with Adam"),
         (
             [source(), readout("out", "in"), source("again")._replace(inputs=("out",)), readout("end", "again")],
             "hands back",
