@@ -25,7 +25,7 @@ from ignite_monitor.model.devices import wide_dtype
 QUANTITIES = ("weight_update", "input_drift", "input", "input_change", "output_change")
 
 Norms = dict[int, Tensor]
-"""Vectors of norms by place: that of :data:`QUANTITIES`, or as many more for the same without the bias."""
+"""Vectors of norms by column: that of :data:`QUANTITIES`, or as many more for the same without the bias."""
 
 
 class Change(NamedTuple):
