@@ -3,7 +3,7 @@
 Small trainings in which no, 1 % or 5 % of the batches are bad (random labels, a constant input, or the loss times 10),
 each with six reactions, on the same batches from the same start: what is in the table is how far the held-out loss at
 the end lies above that of the same training without bad batches and without any reaction, in nats, as mean and
-standard error over the seeds.
+standard error over the seeds. A training whose loss is no number at the end is lost, and counted apart.
 
     python benchmarks/bad_batches.py [--seeds 3] [--iterations 300] [--only cnn mlp ...]
 """
@@ -34,6 +34,7 @@ TRAININGS = (
 RATES = (0.0, 0.01, 0.05)
 BAD = ("random_labels", "constant_input", "loss_x10")
 FIRST = 50
+HELD_OUT = 100
 
 # What happens to the gradient of one iteration: given model, norm and whether the batch is bad; whether to make
 # the step.
@@ -100,8 +101,8 @@ def loss_of(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
 def final_loss(training: Training, seed: int, iterations: int, rate: float, name: str) -> float:
     """The held-out loss at the end of one training."""
     torch.manual_seed(seed)
-    draw = batches(training, torch.Generator().manual_seed(seed))
-    held_out = [draw() for _ in range(30)]
+    draw = batches(training, torch.Generator().manual_seed(seed), end=0.8)
+    draw_held_out = batches(training, torch.Generator().manual_seed(0), start=0.8)
     model, noise = make_model(training), torch.Generator().manual_seed(seed)
     optimizer, react = make_optimizer(training, model), REACTIONS[name]()
     chance, classes = random.Random(seed), VOCABULARY if training.is_gpt else 10
@@ -127,7 +128,17 @@ def final_loss(training: Training, seed: int, iterations: int, rate: float, name
     trainer.run(range(iterations), max_epochs=1)
     model.eval()
     with torch.no_grad():
-        return fmean(loss_of(model, *batch).item() for batch in held_out)
+        return fmean(loss_of(model, *draw_held_out()).item() for _ in range(HELD_OUT))
+
+
+def cell(rises: list[float]) -> str:
+    """Mean and standard error of those that are numbers, and how many are none."""
+    ended = [rise for rise in rises if math.isfinite(rise)]
+    lost = f", {len(rises) - len(ended)} of {len(rises)} lost" if len(ended) < len(rises) else ""
+    if not ended:
+        return lost[2:]
+    error = stdev(ended) / math.sqrt(len(ended)) if len(ended) > 1 else math.nan
+    return f"{fmean(ended):+.3f} ± {error:.3f}{lost}"
 
 
 def main() -> None:
@@ -151,8 +162,7 @@ def main() -> None:
                     else final_loss(training, seed, args.iterations, rate, name) - clean[seed]
                     for seed in range(args.seeds)
                 ]
-                error = stdev(rises) / math.sqrt(len(rises)) if len(rises) > 1 else math.nan
-                cells.append(f"{fmean(rises):+.3f} ± {error:.3f}")
+                cells.append(cell(rises))
             print(f"| {training.name} ({fmean(clean):.3f}) | {100 * rate:g} % | {' | '.join(cells)} |", flush=True)
 
 

@@ -150,20 +150,13 @@ def bert() -> Case:
     )
 
 
-def vit_transformers() -> Case:
+def vit_transformers(**more: Any) -> Case:
     from transformers import ViTConfig, ViTForImageClassification
 
+    options = {"num_hidden_layers": 2, "image_size": 16, "patch_size": 4, "num_labels": CLASSES} | more
     return Case(
         lambda n: ViTForImageClassification(
-            ViTConfig(
-                hidden_size=n,
-                num_hidden_layers=2,
-                num_attention_heads=n // HEAD,
-                intermediate_size=2 * n,
-                image_size=16,
-                patch_size=4,
-                num_labels=CLASSES,
-            )
+            ViTConfig(hidden_size=n, num_attention_heads=n // HEAD, intermediate_size=2 * n, **options)
         ),
         pictures(16, "pixel_values"),
         cross_entropy,

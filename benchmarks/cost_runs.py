@@ -20,7 +20,10 @@ from ignite_monitor import (
     OptimizerStateHandler,
     RCCHandler,
     ReplicaCheckHandler,
+    RollbackHandler,
     SpectralNormHandler,
+    SpikeMonitor,
+    SpikeRecorder,
     StepStatsHandler,
     WeightUpdateHandler,
 )
@@ -64,6 +67,15 @@ def all_of_them(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]
     return [monitor for name in MONITORS if name not in (PLAIN, ALL) for monitor in MONITORS[name](model, optimizer)]
 
 
+def recorded(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    monitor = SpikeMonitor(lambda engine: 1.0, prefix="value", flag="value_is_spike")
+    return [monitor, SpikeRecorder(monitor, "never")]  # made with the first spike, which does not come
+
+
+def rollback(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [RollbackHandler({"model": model, "optimizer": optimizer}, loss=lambda engine: 1.0)]
+
+
 PLAIN, ALL = "`ActivationHandler`", "all of these"
 COMPARISONS = {"`clip_grad_norm_`": clip, "two forward passes": two_passes, "a clone of the weights": clone}
 MONITORS: dict[str, Callable[..., list[Any]]] = {
@@ -77,6 +89,8 @@ MONITORS: dict[str, Callable[..., list[Any]]] = {
     "`HistogramHandler`": lambda model, _: [HistogramHandler(model)],
     "`ReplicaCheckHandler`": replica_check,
     "`StepStatsHandler`": lambda model, optimizer: [StepStatsHandler(model, optimizer)],
+    "`SpikeMonitor` and `SpikeRecorder`": recorded,
+    "`RollbackHandler` between snapshots": rollback,
     ALL: all_of_them,
 }
 

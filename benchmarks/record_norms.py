@@ -137,12 +137,13 @@ def build(training: Training) -> nn.Module:
     return nn.Sequential(*hidden, nn.Linear(sizes[-1], 10))
 
 
-def batches(training: Training, generator: torch.Generator) -> Batches:
-    """A function that draws one batch: inputs, labels."""
+def batches(training: Training, generator: torch.Generator, start: float = 0.0, end: float = 1.0) -> Batches:
+    """A function that draws one batch, inputs and labels, from the data between two shares of all."""
     if training.is_gpt:
         files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:60]
         text = b"".join(file.read_bytes() for file in files)
         tokens = torch.tensor([byte for byte in text if byte < VOCABULARY])
+        tokens = tokens[int(start * len(tokens)) : int(end * len(tokens))]
 
         def draw() -> tuple[Tensor, Tensor]:
             starts = torch.randint(len(tokens) - CONTEXT, (training.batch_size, 1), generator=generator)
@@ -153,6 +154,8 @@ def batches(training: Training, generator: torch.Generator) -> Batches:
         digits = load_digits()
         images = torch.tensor(digits.data / 16.0, dtype=torch.float32)
         labels = torch.tensor(digits.target)
+        part = slice(int(start * len(images)), int(end * len(images)))
+        images, labels = images[part], labels[part]
 
         def draw() -> tuple[Tensor, Tensor]:
             rows = torch.randint(len(images), (training.batch_size,), generator=generator)

@@ -1,5 +1,5 @@
-"""Make the pictures of the documentation: the demo's figure, its summary in a terminal, its charts in TensorBoard, and
-a figure for each monitor's page, of one real run.
+"""Make the pictures of the documentation: a training that comes back, the demo's figure, its summary in a terminal, its
+charts in TensorBoard, and a figure for each monitor's page, of one real run.
 
     python docs/pictures.py [--chromium PROGRAM] [--only figures|pictures|notebooks]
 
@@ -79,6 +79,9 @@ def main():
 
 
 def make_pictures(directory, browser):
+    example = [sys.executable, HERE.parent / "examples" / "comes_back.py", "--plot", directory / "comes_back.png"]
+    subprocess.run(example, check=True, cwd=directory)
+    keep(directory / "comes_back.png", "comes_back.png")
     subprocess.run([sys.executable, "-m", "ignite_monitor", "demo", "-o", directory / "runs" / "demo"], check=True)
     run = tidy(read_hdf5(directory / "runs" / "demo" / "run.h5"))
     draw(picture(run), directory / "plot.png", "run.h5")
@@ -124,7 +127,7 @@ def make_notebooks(directory):
 def watch_noise(file, iterations=400):
     """The same training in four micro-batches, of which the noise scale needs at least two."""
     torch.manual_seed(0)
-    model, batches = TinyGPT(), demo._batches(demo._text(), damaged=-1)
+    model, batches = TinyGPT(), demo._batches(demo._text(), demo.Damaged())
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 
     def train_step(engine, batch):
@@ -153,7 +156,7 @@ def train(file, iterations=500, damaged=333):
     """The demo's training, watched by every monitor that has a page."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    model, batches = TinyGPT(), demo._batches(demo._text(), damaged)
+    model, batches = TinyGPT(), demo._batches(demo._text(), demo.Damaged(damaged))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 
     def train_step(engine, batch):

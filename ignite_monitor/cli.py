@@ -119,7 +119,7 @@ A run's file is written by HDF5Logger, a spike's by SpikeRecorder. ignite-monito
         commands,
         "demo",
         _demo,
-        "train a small model on real data with a damaged batch in it, watched by every handler",
+        "train a small model on real data, some batches of which are damaged, with handlers that watch and go back",
         """\
 examples:
   ignite-monitor demo
@@ -128,7 +128,7 @@ examples:
 Needs no network, and takes less than half a minute.""",
     )
     demo.add_argument("-o", "--output", default="runs/demo", metavar="DIR", help="where to write (default: runs/demo)")
-    demo.add_argument("--iterations", type=int, default=500, metavar="N", help="for how long to train (default: 500)")
+    demo.add_argument("--iterations", type=int, default=400, metavar="N", help="for how long to train (default: 400)")
 
     summary = _command(
         commands,

@@ -1,8 +1,9 @@
-"""A small training to look at: a GPT learns Python, one batch is damaged, and every handler watches."""
+"""A small training to look at: a GPT learns Python, some batches are damaged, and every handler watches."""
 
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import shlex
 import shutil
@@ -10,7 +11,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from ignite.engine import Engine, Events
@@ -25,17 +26,28 @@ from ignite_monitor.judging.robust import RobustThreshold
 from ignite_monitor.monitor.base import Monitor
 from ignite_monitor.rcc.handler import RCCHandler
 from ignite_monitor.report.series import number
+from ignite_monitor.rollback.handler import RollbackHandler
 from ignite_monitor.spectral.handler import SpectralNormHandler
 from ignite_monitor.step_stats.handler import StepStatsHandler
 from ignite_monitor.tensorboard import tensorboard_layout
 from ignite_monitor.weight_update.handler import WeightUpdateHandler
 
-LEAST = 60
-"""With fewer iterations the damaged batch would come in the threshold's warm-up."""
+LEAST = 100
+"""With fewer iterations the damaged batches would come in the threshold's warm-up."""
 CHARACTERS, CONTEXT, BATCH, WIDTH, HEADS, BLOCKS = 128, 64, 16, 64, 4, 2
 MOST_BYTES = 2**20
 
+ROW = 30
+"""How many batches in a row are damaged: more than leaving them out survives."""
+
 Batch = tuple[Tensor, Tensor]
+
+
+class Damaged(NamedTuple):
+    """Which batches are damaged, and how."""
+
+    zeros: int = -1
+    permuted: range = range(0)
 
 
 class Block(nn.Module):
@@ -107,16 +119,17 @@ def run_demo(directory: Path, iterations: int) -> None:
     text = _text()
     model = TinyGPT()
     size = sum(parameter.numel() for parameter in model.parameters())
-    damaged = max(LEAST - 10, 2 * iterations // 3)
+    damaged = Damaged(iterations // 2 + 1, range(2 * iterations // 3, 2 * iterations // 3 + ROW))
     _say(
-        f"A GPT of {BLOCKS} blocks and {size:,} parameters learns {len(text) / 1e6:.1f} MB of Python's own sources, "
-        f"for {iterations} iterations.\nThe batch of iteration {damaged} is damaged: nothing but zeros.\n"
+        f"A GPT of {BLOCKS} blocks and {size:,} parameters learns {len(text) / 1e6:.1f} MB of Python's own\n"
+        f"sources, for {iterations} iterations. Batch {damaged.zeros} is nothing but zeros, and in the batches\n"
+        f"{damaged.permuted.start} to {damaged.permuted[-1]} every letter stands for another one.\n"
     )
     with HDF5Logger(file, "x") as logger:
         _train(model, text, iterations, damaged, [logger, *_tensorboard(directory / "tensorboard" / file.stem)])
     summary = summarise(str(file), tidy(read_hdf5(file)))
     _say("\nWhat the file says of the run:")
-    show(findings_text(summary))
+    show(findings_text(summary), width=80)
     picture = file.with_suffix(".png")
     _say(f"\nEverything is in {directory}. Look at it:")
     _say(f"    {_program()} summary {shlex.quote(str(file))}")
@@ -128,7 +141,7 @@ def run_demo(directory: Path, iterations: int) -> None:
 
 
 def _monitors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[Monitor, Any]]:
-    """Every handler, and in which iterations it watches."""
+    """The handlers, and in which iterations each watches."""
     now_and_then: list[Monitor] = [
         WeightUpdateHandler(model, optimizer),
         ActivationHandler(model, activations=True, attention=True),
@@ -136,14 +149,18 @@ def _monitors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[
         SpectralNormHandler(model, updates=True),
         StepStatsHandler(model, optimizer),
     ]
-    always = GradMonitor(model, optimizer, threshold=RobustThreshold(), skip_step=True)
-    return [(always, Events.ITERATION_STARTED)] + [(each, Events.ITERATION_STARTED(every=5)) for each in now_and_then]
+    always: list[Monitor] = [
+        GradMonitor(model, optimizer, threshold=RobustThreshold(), skip_step=True),
+        RollbackHandler({"model": model, "optimizer": optimizer}, every=25),
+    ]
+    seldom = Events.ITERATION_STARTED(every=10)
+    return [(each, Events.ITERATION_STARTED) for each in always] + [(each, seldom) for each in now_and_then]
 
 
-def _train(model: nn.Module, text: Tensor, iterations: int, damaged: int, loggers: list[BaseLogger]) -> None:
+def _train(model: nn.Module, text: Tensor, iterations: int, damaged: Damaged, loggers: list[BaseLogger]) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     train_text, test_text = text[: -len(text) // 10], text[-len(text) // 10 :]
-    test_batch = next(_batches(test_text, damaged=-1, seed=1))
+    test_batch = next(_batches(test_text, Damaged(), seed=1))
 
     def train_step(engine: Engine, batch: Batch) -> None:
         optimizer.zero_grad()
@@ -176,12 +193,24 @@ def _train(model: nn.Module, text: Tensor, iterations: int, damaged: int, logger
         if hasattr(logger, "add_custom_scalars"):
             logger.add_custom_scalars(tensorboard_layout(*(monitor for monitor, _ in monitors)))
 
+    spikes: list[int] = []
+
     @trainer.on(MonitorEvents.SPIKE_DETECTED)
     def report_spike(engine: Engine) -> None:
+        spikes.append(engine.state.iteration)
+        if spikes[-1] - 1 in spikes:
+            return  # the first of a row is enough
         norm, threshold = (float(engine.state.metrics[f"grad/{name}"]) for name in ("norm", "threshold"))
         _say(
-            f"iteration {engine.state.iteration:4d}: SPIKE, gradient norm {number(norm, 3)} exceeds "
+            f"iteration {spikes[-1]:4d}: SPIKE, gradient norm {number(norm, 3)} exceeds "
             f"{number(threshold, 3)}: the step is skipped"
+        )
+
+    @trainer.on(MonitorEvents.ROLLED_BACK)
+    def report_rollback(engine: Engine) -> None:
+        _say(
+            f"iteration {engine.state.iteration:4d}: STILL A SPIKE: back to the state after iteration "
+            f"{int(engine.state.metrics['rollback/iteration'])}"
         )
 
     @trainer.on(Events.ITERATION_COMPLETED(every=max(1, iterations // 5)))
@@ -190,7 +219,13 @@ def _train(model: nn.Module, text: Tensor, iterations: int, damaged: int, logger
         losses = [each.state.metrics["loss"] for each in (engine, evaluator)]
         _say(f"iteration {engine.state.iteration:4d}: loss {losses[0]:.3f}, on unseen code {losses[1]:.3f}")
 
-    trainer.run(_batches(train_text, damaged), max_epochs=1, epoch_length=iterations)
+    warnings_too = logging.getLogger("ignite_monitor")
+    level = warnings_too.level
+    warnings_too.setLevel(logging.ERROR)  # the lines above say it
+    try:
+        trainer.run(_batches(train_text, damaged), max_epochs=1, epoch_length=iterations)
+    finally:
+        warnings_too.setLevel(level)
     for monitor, _ in monitors:
         monitor.detach()
     for logger in loggers:
@@ -220,15 +255,18 @@ def _text() -> Tensor:
     return torch.frombuffer(bytearray(b"".join(found)), dtype=torch.uint8).long().clamp(max=CHARACTERS - 1)
 
 
-def _batches(text: Tensor, damaged: int, seed: int = 0) -> Iterator[Batch]:
+def _batches(text: Tensor, damaged: Damaged, seed: int = 0) -> Iterator[Batch]:
     generator = torch.Generator().manual_seed(seed)
+    others = torch.randperm(CHARACTERS, generator=torch.Generator().manual_seed(seed))
     iteration = 0
     while True:
         iteration += 1
         starts = torch.randint(len(text) - CONTEXT - 1, (BATCH, 1), generator=generator)
         piece = text[starts + torch.arange(CONTEXT + 1)]
-        if iteration == damaged:
+        if iteration == damaged.zeros:
             piece = torch.zeros_like(piece)
+        if iteration in damaged.permuted:
+            piece = others[piece]
         yield piece[:, :-1], piece[:, 1:]
 
 

@@ -330,14 +330,17 @@ OPTIMIZER_STATE = Schema(
 )  # fmt: skip
 
 _CURVATURE = "curvature and what a step stands"
-_PRECONDITIONED = "with an optimizer like Adam"
+_PRECONDITIONED = "with Adam or AdamW"
 
 CURVATURE = Schema(
     "curvature",
     "curvature",
     (
         Key("along_gradient", "curvature of the loss along its gradient", chart=_CURVATURE),
-        Key("limit", "curvature above which steps grow: 2 / learning rate, with momentum more", chart=_CURVATURE),
+        Key("along_gradient_preconditioned", "that of the preconditioned Hessian along its own", when=_PRECONDITIONED,
+            chart=_CURVATURE),
+        Key("limit", "curvature above which steps of SGD or Adam grow: 2 / learning rate, with momentum more",
+            chart=_CURVATURE),
         Key("largest", "the largest eigenvalue of the Hessian; absent where its error exceeds 10 %", chart=_CURVATURE),
         Key("largest_error", "how far from it, for its size, an eigenvalue is at most"),
         Key("largest_preconditioned", "that of the preconditioned Hessian, which limit is about then",

@@ -36,21 +36,27 @@ def make_batches(
     return batches
 
 
-def make_step(model: nn.Module, optimizer: Optimizer) -> Callable[[Engine, Batch], Tensor]:
+def split(batch: Batch, parts: int) -> Iterable[Batch]:
+    """A batch in micro-batches."""
+    return zip(*(each.chunk(parts) for each in batch), strict=True)
+
+
+def make_step(model: nn.Module, optimizer: Optimizer, parts: int = 1) -> Callable[[Engine, Batch], Tensor]:
     def train_step(engine: Engine, batch: Batch) -> Tensor:
         optimizer.zero_grad()
-        loss = F.mse_loss(model(batch[0]), batch[1])
-        loss.backward()
+        for x, y in split(batch, parts):
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
         optimizer.step()
         return loss.detach()
 
     return train_step
 
 
-def make_trainer(lr: float = 0.05) -> tuple[nn.Module, Optimizer, Engine]:
+def make_trainer(lr: float = 0.05, parts: int = 1) -> tuple[nn.Module, Optimizer, Engine]:
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
-    return model, optimizer, Engine(make_step(model, optimizer))
+    return model, optimizer, Engine(make_step(model, optimizer, parts))
 
 
 def grad_norm(parameters: Iterable[Tensor]) -> float:

@@ -64,7 +64,7 @@ def run(*arguments, directory=None, **options):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
         **options,
     )
 
@@ -119,7 +119,7 @@ def test_a_terminal_has_colours_and_whole_numbers(files):
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
     )
     assert done.returncode == 0
     assert "\x1b[" in done.stdout
@@ -366,16 +366,21 @@ def test_version(capsys):
 
 def test_demo(tmp_path):
     (tmp_path / "run.h5").write_text("somebody's own")
-    done = run("demo", "-o", tmp_path, "--iterations", 60)
+    done = run("demo", "-o", tmp_path, "--iterations", 100)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run.h5").read_text() == "somebody's own"
-    assert "iteration   50: SPIKE" in done.stdout
-    assert "1 gradient spike (grad/norm): iteration 50." in done.stdout
+    assert "iteration   51: SPIKE" in done.stdout
+    assert "iteration   75: STILL A SPIKE: back to the state after iteration 25" in done.stdout
+    assert "In iteration 75 the training went back to the state after iteration" in done.stdout
+    said, commands = done.stdout.split("Everything is in")
+    assert all(len(line) <= 80 for line in said.splitlines())
+    assert done.stderr == ""
     recording = read_hdf5(tmp_path / "run_2.h5")
-    assert recording["grad/skipped_count"].values[-1] == 1
-    assert len(recording["train/loss"].steps) == 60
+    assert recording["grad/skipped_count"].values[-1] == 31
+    assert recording["rollback/count"].values[-1] == 1
+    assert len(recording["train/loss"].steps) == 100
     assert list((tmp_path / "tensorboard" / "run_2").iterdir())
-    commands = re.findall(r"^    (?:python -m ignite_monitor) (.*)$", done.stdout, flags=re.MULTILINE)
+    commands = re.findall(r"^    (?:python -m ignite_monitor) (.*)$", commands, flags=re.MULTILINE)
     assert [command.split()[0] for command in commands] == ["summary", "plot"]
     for command in commands:
         assert main(command.split()) == 0

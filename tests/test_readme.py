@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -30,7 +31,7 @@ def run_example(name, directory, *arguments):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
         check=True,
     )
 
@@ -80,6 +81,40 @@ def test_activations_example(tmp_path):
     assert {f"attention_entropy/blocks.2.attention/head_{i}" for i in range(4)} <= set(written)
     dead = [written[f"activation/blocks.{i}.mlp.1/dead_fraction"][50] for i in range(3)]
     assert dead[1] > max(dead[0], dead[2])
+
+
+def told_by_comes_back(output):
+    """Of each training: the loss before the trouble, the worst and the last one, spikes and rollbacks."""
+    found = re.findall(
+        r"^(undisturbed|with(?:out)? handlers) +([\d.]+) +([\d.]+) +([\d.]+) +(\d+) +(\d+)$", output, re.M
+    )
+    return {name: tuple(map(float, numbers)) for name, *numbers in found}
+
+
+def test_comes_back_example_in_small(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    example = runpy.run_path(str(ROOT / "examples" / "comes_back.py"))
+    train, row, plot = (example[name] for name in ("train", "row", "plot"))
+    train.__globals__.update(LENGTH=16, WIDTH=32)
+    run = train(500, seed=0)
+    assert [at for at, _ in run.rollbacks] == [159, 310]
+    before, worst, last, spikes, rollbacks = told_by_comes_back(row(500, "with handlers", run))["with handlers"]
+    assert last < before < worst
+    assert (spikes, rollbacks) == (len(run.spikes), 2)
+    assert len(list((tmp_path / "runs" / "comes_back" / "spikes").iterdir())) == 20
+    plot(500, dict.fromkeys(("undisturbed", "without handlers", "with handlers"), run), tmp_path / "small.png")
+    assert (tmp_path / "small.png").read_bytes().startswith(b"\x89PNG")
+
+
+@LONG
+@pytest.mark.parametrize("seed", range(3))
+def test_comes_back_example(tmp_path, seed):
+    told = told_by_comes_back(run_example("comes_back.py", tmp_path, "--seed", str(seed)).stdout)
+    before, _, undisturbed, _, _ = told["undisturbed"]
+    assert told["without handlers"][2] > before
+    assert told["with handlers"][2] < before - 0.5 * (before - undisturbed)
+    assert told["with handlers"][4] == 2
+    assert told["without handlers"][3:] == told["undisturbed"][3:] == (0, 0)
 
 
 @LONG

@@ -20,7 +20,7 @@ from ignite.handlers.tensorboard_logger import TensorboardLogger
 from ignite_monitor import GradMonitor, StaticThreshold, WeightUpdateHandler
 from ignite_monitor.tensorboard import tensorboard_layout
 
-PATIENCE = 100
+PATIENCE = 600
 
 
 def train(directory, tag):

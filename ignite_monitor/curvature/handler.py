@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,13 +22,14 @@ from torch.overrides import TorchFunctionMode
 
 from ignite_monitor.checks import check_count, check_type
 from ignite_monitor.curvature.hessian import Hessian, Tridiagonal, lanczos, largest_eigenvalue
-from ignite_monitor.curvature.preconditioner import adam_preconditioner, stability_limit
+from ignite_monitor.curvature.preconditioner import adam_preconditioner, is_kind, stability_limit
+from ignite_monitor.events.ledger import GradientsReady, OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import CURVATURE
 from ignite_monitor.model._torch import buffers_of_each
 from ignite_monitor.model.eager import Eager
 from ignite_monitor.model.names import unwrapped
-from ignite_monitor.model.norms import any_sharded
+from ignite_monitor.model.norms import any_sharded, total_norm
 from ignite_monitor.model.optimizers import check_holds, check_optimizer, parameters_of
 from ignite_monitor.model.sharding import check_whole
 from ignite_monitor.monitor import publisher
@@ -35,6 +38,7 @@ from ignite_monitor.monitor.ranks import all_take_part, sum_over_ranks, world_si
 from ignite_monitor.reference.rng import drawn_again
 from ignite_monitor.reference.unnoticed import marked, put_back
 
+_REMEDY = "; attention can under torch.nn.attention.sdpa_kernel(SDPBackend.MATH), which the argument loss is run under"
 _WORST = 0.1  # how far from an eigenvalue, for its size, what is published may be
 
 
@@ -51,14 +55,15 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
     :math:`2 / \eta` for the learning rate :math:`\eta`. The largest eigenvalue tends to rise to this limit and to stay
     there (arXiv:2103.00065). For Adam the preconditioned Hessian :math:`P^{-1/2} H P^{-1/2}` counts, :math:`P =
     \sqrt{\hat v} + \epsilon` (arXiv:2207.14484); losses spike where it exceeds the limit for long (arXiv:2506.04805).
-    ``limit`` is that of the optimizer's kind, with its momentum, and of the largest learning rate.
+    ``limit`` is that of SGD, Adam or AdamW, with momentum, at the largest learning rate; of other optimizers none is
+    known. It is exact where a batch holds all items; with small batches, momentum and Adam the loss rises before.
 
     The Hessian is only multiplied by vectors, through the graph of the loss on which the train step calls
     ``backward()``: the same batch, the same dropout masks, and no further forward pass. A product costs about two
-    backward passes, and there are ``1 + lanczos_steps`` of them, with Adam another ``lanczos_steps``; with the defaults
-    one iteration in a thousand is looked at. Gradients, buffers, random numbers and the optimizer are not touched;
-    hooks of yours on tensors and modules run in these products too. Of DistributedDataParallel the mean over the ranks'
-    batches counts.
+    backward passes, and there are ``1 + lanczos_steps`` of them, with Adam as many again; with the defaults one
+    iteration in a thousand is looked at. Gradients, buffers, random numbers and the optimizer are not touched; hooks of
+    yours on tensors and modules run in these products too. Of DistributedDataParallel the mean over the ranks' batches
+    counts.
 
     Where an operation has no second derivative nothing is published, and a warning names it. The quick kernels of
     ``scaled_dot_product_attention`` are such: run the train step under ``sdpa_kernel(SDPBackend.MATH)``, or give
@@ -73,7 +78,8 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
         scaler: the GradScaler of the train step.
         micro_batches: how many backward passes an optimizer step is made from, where the loss of each is divided by
             that; the curvature is that of the first one's batch.
-        lanczos_steps: how many products to look for the largest eigenvalue with.
+        lanczos_steps: how many products to look for the largest eigenvalue with; of a few the second largest may be
+            taken for it, which the error does not show.
         prefix: what the values' names start with.
 
     Raises:
@@ -99,7 +105,7 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
         loss: Callable[[nn.Module, Any], Tensor] | None = None,
         scaler: GradScaler | None = None,
         micro_batches: int = 1,
-        lanczos_steps: int = 10,
+        lanczos_steps: int = 20,
         prefix: str = "curvature",
     ) -> None:
         super().__init__(model, prefix)
@@ -119,8 +125,10 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
         self.lanczos_steps = check_count("lanczos_steps", lanczos_steps, least=1)
         self._over_ranks = any(isinstance(each, DistributedDataParallel) for each in model.modules())
         self._found: dict[str, Tridiagonal] = {}
-        self._measured = self._warned = False
+        self._values: dict[str, Tensor] = {}
+        self._warned = False
         self._looks = 0
+        self.release()
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """How many looks there have been: each starts in a direction of its own."""
@@ -148,11 +156,15 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
         return super().attach(engine, Events.ITERATION_STARTED(every=1000) if event is None else event)
 
     def handlers(self) -> Handlers:
-        return [(MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed)]
+        return [
+            (MonitorEvents.GRADIENTS_READY, self._on_gradients_ready),
+            (MonitorEvents.OPTIMIZER_STEP_STARTED, self._on_step_started),
+            (MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed),
+        ]
 
     def start_iteration(self, engine: Engine) -> None:
-        self._found = {}
-        self._measured = False
+        self.release()
+        self._looks += 1
 
     def contexts(self) -> list[AbstractContextManager[Any]]:
         engine = self._attached_to()
@@ -164,76 +176,91 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
         return [Eager(self.model), _BackwardCalls(weakref.WeakMethod(self._measure_call))]
 
     def release(self) -> None:
-        self._found = {}
+        self._found, self._values = {}, {}
+        self._kept: Tensor | None = None
+        self._is_done = False
+
+    def _on_gradients_ready(self, engine: Engine, ready: GradientsReady) -> None:
+        if self.loss is None and not (self._is_done or self._values) and ready.reaches(self.optimizer):
+            self._say_nothing("no backward() of a tensor with one element was seen: give the argument loss")
+
+    def _on_step_started(self, engine: Engine, step: OptimizerStep) -> None:
+        self._is_done = self._is_done or step.is_of(self.optimizer)
 
     def _on_train_step_completed(self, engine: Engine) -> None:
-        if self._is_running and self._found and publisher.is_on_host(next(iter(self._found.values())).diagonal):
-            tables = [each.tolist() for found in self._found.values() for each in found]
-            self.publish(**self.on_transfer(tables))
+        if not self._is_running or not self._values:
+            return
+        if self._kept is not None:
+            self._values = {name: torch.where(self._kept, each, math.nan) for name, each in self._values.items()}
+            self._found = {
+                name: found._replace(diagonal=torch.where(self._kept, found.diagonal, math.nan))
+                for name, found in self._found.items()
+            }
+        self.publish(**self._values)
+        if publisher.is_on_host(self._found["largest"].diagonal):
+            self.publish(**self.on_transfer([each.tolist() for found in self._found.values() for each in found]))
 
     # The loss
 
     def _measure_apart(self, engine: Engine, loss: Callable[[nn.Module, Any], Tensor]) -> None:
         model = unwrapped(self.model)
-        modules = list(model.modules())
-        devices = {each.device for each in model.parameters()}
-        with drawn_again(devices), put_back(modules, buffers_of_each(modules)), marked():  # noqa: SIM117
-            with Eager(model), sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
-                self._attempt(lambda: self._measure(loss(model, engine.state.batch).reshape(()), 1.0))
+        with marked(), Eager(model), sdpa_kernel(SDPBackend.MATH):
+            self._measure(lambda: loss(model, engine.state.batch), 1.0)
 
-    def _measure_call(self, loss: Tensor) -> None:
-        if self._measured:
+    def _measure_call(self, loss: Tensor, gradient: Tensor | None) -> None:
+        present = [each.grad for each in parameters_of(self.optimizer) if each.grad is not None]
+        if self._is_done or (self._values and present):
+            if not self._is_done:  # what was measured may have been zeroed in place
+                kept = total_norm((each.detach() for each in present), 2.0) != 0
+                self._kept = kept if self._kept is None else self._kept & kept
             return
         factor: float | Tensor = float(self.micro_batches)
         if self.scaler is not None:
             factor = factor / self.scaler.scale(torch.ones((), device=loss.device))
-        modules = list(self.model.modules())
-        # Checkpointed parts run once more.
-        with drawn_again({loss.device}), put_back(modules, buffers_of_each(modules)), torch.enable_grad():
-            self._attempt(lambda: self._measure(loss.reshape(()), factor))
+        self._measure(lambda: loss, factor if gradient is None else factor * gradient.detach().reshape(()))
 
-    def _attempt(self, measure: Callable[[], None]) -> None:
-        try:
-            measure()
-        except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
-            self._found = {}
-            self._measured = True
-            self.retract()
-            if not self._warned:
-                self._warned = True
-                self.logger.warning(
-                    "%s: nothing is published, since the loss can't be differentiated twice: %s; attention can under "
-                    "torch.nn.attention.sdpa_kernel(SDPBackend.MATH), which the argument loss is run under",
-                    self.prefix,
-                    str(error).partition("\n")[0],
-                )
+    def _say_nothing(self, reason: str) -> None:
+        self._is_done = True
+        if not self._warned:
+            self._warned = True
+            self.logger.warning("%s: nothing is published: %s", self.prefix, reason)
 
     # The curvature
 
-    def _measure(self, loss: Tensor, factor: float | Tensor) -> None:
+    def _measure(self, loss: Callable[[], Tensor], factor: float | Tensor) -> None:
         if self._over_ranks and not all_take_part(self.model):
+            self._is_done = True
             return
-        parameters = [each for each in parameters_of(self.optimizer) if each.requires_grad]
-        hessian = Hessian(loss, parameters, factor, self._mean_over_ranks)
-        gradient = hessian.gradient
-        if not len(gradient):
-            return  # the loss is another model's
-        self._measured = True
-        square = torch.dot(gradient, gradient)
-        self.publish(along_gradient=torch.dot(gradient, hessian.times(gradient)) / square)
-        limit = stability_limit(self.optimizer, hessian.parameters)
+        modules = list(self.model.modules())
+        devices = {each.device for each in self.model.parameters()}
+        # Checkpointed parts run once more.
+        with drawn_again(devices), put_back(modules, buffers_of_each(modules)), torch.enable_grad():
+            parameters = [each for each in parameters_of(self.optimizer) if each.requires_grad]
+            hessian = Hessian(loss, parameters, factor, self._mean_over_ranks)
+            if hessian.reached or hessian.error:  # else the loss is another model's
+                try:
+                    self._look_at(hessian)
+                except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
+                    hessian.error = f"{type(error).__name__}: {error}".partition("\n")[0]
+        if hessian.error:
+            self._values = {}
+            attention = "scaled_dot_product" in hessian.error
+            self._say_nothing(f"the loss can't be differentiated twice: {hessian.error}{_REMEDY * attention}")
+
+    def _look_at(self, hessian: Hessian) -> None:
+        gradient = hessian.gradient()
+        scales = {"": torch.ones_like(gradient)}
+        preconditioner = adam_preconditioner(self.optimizer, hessian.parameters, gradient)
+        if preconditioner is not None:
+            scales["_preconditioned"] = preconditioner.sqrt()
+        for kind, scale in scales.items():
+            direction, product = gradient / scale, partial(_product, hessian, scale)
+            self._values[f"along_gradient{kind}"] = direction @ product(direction) / (direction @ direction)
+            self._found[f"largest{kind}"] = lanczos(product, _start_of(direction, self._looks), self.lanczos_steps)
+        knows = preconditioner is not None or is_kind(self.optimizer, "SGD")
+        limit = stability_limit(self.optimizer, hessian.parameters) if knows else None
         if limit is not None:
-            self.publish(limit=limit)
-        self._looks += 1
-        start = _start_of(gradient, self._looks)
-        self._found = {"largest": lanczos(hessian.times, start, self.lanczos_steps)}
-        scales = adam_preconditioner(self.optimizer, hessian.parameters, gradient)
-        if scales is not None:
-            roots = scales.sqrt()
-            start = _start_of(gradient / roots, self._looks)
-            self._found["largest_preconditioned"] = lanczos(
-                lambda vector: hessian.times(vector / roots) / roots, start, self.lanczos_steps
-            )
+            self._values["limit"] = torch.as_tensor(limit).to(gradient)
 
     def _mean_over_ranks(self, vector: Tensor) -> Tensor:
         return sum_over_ranks(vector) / world_size() if self._over_ranks else vector
@@ -241,16 +268,20 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
     # Values on the host
 
     def extra_transfer(self) -> list[Tensor]:
-        return [each for found in self._found.values() for each in found]
+        return [each for found in self._found.values() for each in found] if self._values else []
 
     def on_transfer(self, extra: list[list[float]]) -> dict[str, float]:
         values: dict[str, float] = {}
-        for name, diagonal, beside in zip(self._found, extra[::2], extra[1::2], strict=True):
-            if all(map(_is_finite, (*diagonal, *beside))):
+        for name, diagonal, beside in zip(self._found, extra[::2], extra[1::2], strict=False):
+            if all(map(math.isfinite, (*diagonal, *beside))):
                 value, error = largest_eigenvalue(diagonal, beside)
                 if error <= _WORST * abs(value):
                     values |= {name: value, f"{name}_error": error / abs(value) if value else 0.0}
         return values
+
+
+def _product(hessian: Hessian, scale: Tensor, vector: Tensor) -> Tensor:
+    return hessian.times(vector / scale) / scale
 
 
 def _start_of(direction: Tensor, seed: int) -> Tensor:
@@ -261,20 +292,23 @@ def _start_of(direction: Tensor, seed: int) -> Tensor:
     return torch.add(direction / direction.norm().clamp(min=tiny), other / other.norm())
 
 
-def _is_finite(number: float) -> bool:
-    return number - number == 0
-
-
 class _BackwardCalls(TorchFunctionMode):
-    """Tells of tensors that ``backward()`` is called on, before it runs."""
+    """Tells of tensors that ``backward()`` is called on, and what they are multiplied by, before it runs."""
 
-    def __init__(self, tell: weakref.WeakMethod[Callable[[Tensor], None]]) -> None:
+    def __init__(self, tell: weakref.WeakMethod[Callable[[Tensor, Tensor | None], None]]) -> None:
         super().__init__()
         self._tell = tell
+        self._retaining: list[Tensor] = []
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
         if func is Tensor.backward and args[0].numel() == 1 and (tell := self._tell()) is not None:
-            tell(args[0])
-        return func(*args, **(kwargs or {}))
+            before = [(each, each.grad) for each in self._retaining]
+            tell(args[0], kwargs.get("gradient", args[1] if len(args) > 1 else None))
+            for each, gradient in before:
+                each.grad = gradient
+        elif func is Tensor.retain_grad:
+            self._retaining.append(args[0])
+        return func(*args, **kwargs)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,55 +13,96 @@ from torch import Tensor
 class Hessian:
     """The Hessian of a loss at the weights that it was computed with, of which products are taken through its graph.
 
-    Nothing is added to gradients, and the graph stays for a backward pass.
+    Nothing is added to gradients, and the graph stays for a backward pass. After an error all numbers are NaN: ranks
+    that wait for each other take the same products, whatever has happened on one of them.
 
     Args:
-        loss: 0-dim, with its graph.
-        parameters: what to differentiate by; those that the loss does not depend on are left out.
+        loss: gives the loss, with one element, and its graph.
+        parameters: what to differentiate by.
         factor: what the loss is multiplied by.
         over_ranks: gives the mean of a vector over ranks.
 
     Attributes:
-        parameters: those that the loss depends on.
-        gradient: of the loss, flat; empty where it depends on none.
+        parameters: these.
+        reached: whether the loss depends on any of them.
+        error: the first, in a line; None as long as there was none.
     """
 
     def __init__(
         self,
-        loss: Tensor,
+        loss: Callable[[], Tensor],
         parameters: Sequence[Tensor],
         factor: float | Tensor = 1.0,
         over_ranks: Callable[[Tensor], Tensor] = lambda vector: vector,
     ) -> None:
-        found = torch.autograd.grad(loss, list(parameters), create_graph=True, allow_unused=True)
-        pairs = [(each, grad) for each, grad in zip(parameters, found, strict=True) if grad is not None]
-        self.parameters = [parameter for parameter, _ in pairs]
-        self._gradients = [gradient for _, gradient in pairs]
+        self.parameters = list(parameters)
+        self.error: str | None = None
         self._factor = factor
         self._over_ranks = over_ranks
-        self.gradient = self._flat(self._gradients) if pairs else loss.new_zeros(0)
+        self._gradients: Sequence[Tensor | None] = []
+        try:
+            value = loss().reshape(())
+            _check_graph(value)
+            self._gradients = torch.autograd.grad(value, self.parameters, create_graph=True, allow_unused=True)
+        except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
+            self.error = _line(error)
+        self.reached = any(each is not None for each in self._gradients)
+
+    def gradient(self) -> Tensor:
+        """The gradient of the loss, flat."""
+        return self._flat(lambda: self._gradients)
 
     def times(self, vector: Tensor) -> Tensor:
         """The product with a flat vector."""
-        parts = vector.split([each.numel() for each in self.parameters])
-        shaped = [part.view_as(each) for part, each in zip(parts, self.parameters, strict=True)]
-        curved = [i for i, each in enumerate(self._gradients) if each.requires_grad]
-        if not curved:
-            return torch.zeros_like(self.gradient)
-        products = torch.autograd.grad(
-            [self._gradients[i] for i in curved],
-            self.parameters,
-            [shaped[i].to(self._gradients[i].dtype) for i in curved],
-            retain_graph=True,
-            allow_unused=True,
-        )
-        return self._flat(
-            torch.zeros_like(parameter) if product is None else product
-            for parameter, product in zip(self.parameters, products, strict=True)
-        )
+        return self._flat(lambda: self._products(vector))
 
-    def _flat(self, tensors: Iterable[Tensor]) -> Tensor:
-        return self._over_ranks(torch.cat([each.detach().flatten() for each in tensors]) * self._factor)
+    def _products(self, vector: Tensor) -> Sequence[Tensor | None]:
+        parts = vector.split([each.numel() for each in self.parameters])
+        curved = [
+            (gradient, part.view_as(gradient).to(gradient.dtype))
+            for gradient, part in zip(self._gradients, parts, strict=True)
+            if gradient is not None and gradient.requires_grad
+        ]
+        if not curved:
+            return [None] * len(parts)
+        gradients, shaped = zip(*curved, strict=True)
+        return torch.autograd.grad(gradients, self.parameters, shaped, retain_graph=True, allow_unused=True)
+
+    def _flat(self, make: Callable[[], Sequence[Tensor | None]]) -> Tensor:
+        flat = _joined(self.parameters, [None] * len(self.parameters))
+        try:
+            if self.error is None:
+                flat = _joined(self.parameters, make())
+        except Exception as error:  # noqa: BLE001
+            self.error = _line(error)
+        return self._over_ranks(flat * (self._factor if self.error is None else math.nan))
+
+
+def _joined(parameters: Sequence[Tensor], parts: Sequence[Tensor | None]) -> Tensor:
+    full = [torch.zeros_like(each) if part is None else part for each, part in zip(parameters, parts, strict=True)]
+    return torch.cat([each.detach().flatten().to(torch.promote_types(each.dtype, torch.float32)) for each in full])
+
+
+def _check_graph(value: Tensor) -> None:
+    """Refuse a graph that hides parameters, whose gradients would be taken for zero.
+
+    Raises:
+        RuntimeError: if there is a reentrant checkpoint in it.
+    """
+    nodes = {value.grad_fn}
+    waiting = [*nodes]
+    while waiting:
+        node = waiting.pop()
+        if node is not None:
+            if node.name().startswith("CheckpointFunction"):
+                raise RuntimeError("torch.utils.checkpoint has to be given use_reentrant=False")
+            new = {each for each, _ in node.next_functions} - nodes
+            nodes |= new
+            waiting += new
+
+
+def _line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 class Tridiagonal(NamedTuple):

@@ -9,30 +9,37 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 
+def is_kind(optimizer: Optimizer, *names: str) -> bool:
+    """Whether an optimizer's class, or one that it is made from, has one of these names, in whatever library."""
+    return any(kind.__name__ in names for kind in type(optimizer).__mro__)
+
+
 def adam_preconditioner(optimizer: Optimizer, parameters: Sequence[Tensor], gradient: Tensor) -> Tensor | None:
-    r"""What Adam and its kin divide momentum by in their next step, :math:`\sqrt{\hat v} + \epsilon`, flat.
+    r"""What Adam and AdamW divide momentum by in their next step, :math:`\sqrt{\hat v} + \epsilon`, flat.
 
     Args:
         parameters: the parameters, in the order of the gradient's parts.
         gradient: the gradient of the next step, flat.
 
     Returns:
-        None for an optimizer without betas, or whose second moments are not of the parameters' shapes.
+        None for another optimizer, or one whose second moments are not of the parameters' shapes.
     """
+    if not is_kind(optimizer, "Adam", "AdamW"):
+        return None
     groups = {id(each): group for group in optimizer.param_groups for each in group["params"]}
     parts = []
     for parameter, part in zip(parameters, gradient.split([each.numel() for each in parameters]), strict=True):
         group = groups[id(parameter)]
         state = optimizer.state.get(parameter, {})
         known = state.get("exp_avg_sq", None if state else torch.zeros_like(parameter))
-        betas = group.get("betas")
-        if betas is None or "eps" not in group or not isinstance(known, Tensor) or known.shape != parameter.shape:
+        if not isinstance(known, Tensor) or known.shape != parameter.shape:
             return None
+        beta = group["betas"][1]
         step = torch.as_tensor(state.get("step", 0)).to(part.device, part.dtype, non_blocking=True) + 1
-        second = betas[1] * known.detach().flatten() + (1 - betas[1]) * part**2
+        second = beta * known.detach().flatten() + (1 - beta) * part**2
         most = state.get("max_exp_avg_sq")
         second = second if most is None else torch.maximum(second, most.detach().flatten())
-        parts.append((second / (1 - betas[1] ** step)).sqrt() + group["eps"])
+        parts.append((second / (1 - beta**step)).sqrt() + group["eps"])
     return torch.cat(parts)
 
 
@@ -49,22 +56,17 @@ def stability_limit(optimizer: Optimizer, parameters: Sequence[Tensor]) -> float
     ids = set(map(id, parameters))
     limits: list[float | Tensor] = []
     for group in optimizer.param_groups:
-        rate = group.get("lr")
-        if not ids.intersection(map(id, group["params"])) or rate is None:
+        rate = group["lr"]
+        if not ids.intersection(map(id, group["params"])) or not (isinstance(rate, Tensor) or rate > 0):
             continue
-        if not isinstance(rate, Tensor) and not rate > 0:
-            continue
-        betas = group.get("betas")
-        momentum = group.get("momentum", 0.0)
-        if betas is not None:
-            factor = (2 + 2 * betas[0]) / (1 - betas[0])
-        elif group.get("nesterov"):
-            factor = (2 + 2 * momentum) / (1 + 2 * momentum)
+        if "betas" in group:
+            momentum = group["betas"][0]
+            factor = (2 + 2 * momentum) / (1 - momentum)
         else:
-            factor = (2 + 2 * momentum) / (1 - group.get("dampening", 0.0))
+            momentum = group.get("momentum", 0.0)
+            damped = 1 + 2 * momentum if group.get("nesterov") else 1 - group.get("dampening", 0.0)
+            factor = (2 + 2 * momentum) / damped
         limits.append(factor / (rate.detach() if isinstance(rate, Tensor) else rate))
-    if not limits:
-        return None
     if any(isinstance(each, Tensor) for each in limits):
         return torch.stack([torch.as_tensor(each) for each in limits]).min()
-    return min(limits)
+    return min(limits, default=None)

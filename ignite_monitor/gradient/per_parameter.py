@@ -204,18 +204,19 @@ def excess_shares(verdict: Verdict) -> Tensor:
     return excess / excess.sum()
 
 
-def described(norm: float, threshold: float, culprits: Mapping[str, float]) -> str:
+def described(what: str, value: float, threshold: float, culprits: Mapping[str, float]) -> str:
     """A spike in words.
 
     Args:
-        norm: the norm of the whole gradient.
+        what: what has been judged.
+        value: its value, the norm of the whole gradient for one.
         threshold: its threshold.
         culprits: name of a parameter -> its share of the excess.
     """
-    text = f"gradient norm {norm:.3g}"
-    if norm <= threshold < math.inf:
+    text = f"{what} {value:.3g}"
+    if value <= threshold < math.inf:
         text += f", within its threshold {threshold:.3g}"
-    elif 0 < threshold < math.inf > norm:
-        text += f", {norm / threshold:.3g} x its threshold"
+    elif 0 < threshold < math.inf > value:
+        text += f", {value / threshold:.3g} x its threshold"
     shares = ", ".join(f"{100 * share:.0f} % of the excess in {name}" for name, share in culprits.items())
     return f"{text}; {shares}" if shares else text

@@ -18,7 +18,7 @@ class Unstepped:
     def __init__(self, optimizer: Optimizer | None) -> None:
         self._over = optimizer is None  # of None every optimizer that shares parameters is the own one
         self._own = type(optimizer).__name__
-        self._gradients = 0
+        self._gradients = self._first = 0
         self._others: dict[str, None] = {}
 
     def step(self, optimizer: Optimizer, is_own: bool, shares: Callable[[Optimizer], bool]) -> None:
@@ -30,20 +30,32 @@ class Unstepped:
         elif shares(optimizer):
             self._others[type(optimizer).__name__] = None
 
-    def gradient(self) -> str | None:
-        """An iteration had a gradient; what to say of it, once."""
+    def gradient(self, iteration: int, has_scaler: bool) -> str | None:
+        """An iteration had a gradient; what to say of it, once.
+
+        Args:
+            iteration: its number.
+            has_scaler: whether a GradScaler leaves out the steps of gradients that are not finite.
+        """
         if self._over:
             return None
+        self._first = self._first or iteration
         self._gradients += 1
         if self._gradients < self.PATIENCE:
             return None
         self._over = True
+        causes = ["nothing calls its step()"]
+        if iteration - self._first >= self.PATIENCE:
+            causes.append("its steps are made in iterations that the filter given to attach() leaves out")
+        if has_scaler:
+            causes.append("every gradient overflows, so that the GradScaler makes no step")
+        causes.append("another optimizer of other parameters makes the steps")
+        causes.append(f"gradients are accumulated over more than {self.PATIENCE} iterations")
         cause = (
             f"{', '.join(self._others)}, which holds parameters of the model too, makes steps: give that one as "
             "the argument optimizer"
             if self._others
-            else "either nothing calls its step(), or another optimizer of other parameters makes the steps, or "
-            f"gradients are accumulated over more than {self.PATIENCE} iterations"
+            else f"either {', or '.join(causes)}"
         )
         return (
             f"{self.PATIENCE} iterations had a gradient, but {self._own}, the optimizer that the monitor was given, "

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ignite_monitor.checks import check_count
 from ignite_monitor.judging.spike_score import SpikeScore
@@ -69,18 +68,21 @@ class NormJudge:
         self.known = 0
         self.score = SpikeScore()
         self._restarts = DeferredFlag()
-        self._alone = torch.zeros((), dtype=torch.float64, device="cpu")  # spikes by the signals alone
+        self._alone = torch.zeros(3, dtype=torch.float64, device="cpu")  # what the signals alone add to the counts
 
     def observe(self, verdict: Verdict, when: Tensor | None = None) -> None:
         """Let a judged norm enter, where a 0-dim bool tensor is True; None is true."""
         self.detector.observe(verdict, when)
         self.score.observe(verdict.spike, when)
+        level_changed = verdict.level_changed
         if self.signals:
-            alone = verdict.spike & (verdict.outcome[0] == 0)
-            self._alone = move_like(self._alone, verdict.norm) + (alone if when is None else alone & when)
             for signal, other in zip(self.signals.values(), verdict.others, strict=True):
                 signal.observe(other, when)
-        self._restarts.set(verdict.level_changed if when is None else verdict.level_changed & when)
+                level_changed = level_changed | other.level_changed.any()
+            of_all = torch.stack((verdict.spike, verdict.nonfinite, level_changed)).to(verdict.counted.dtype)
+            alone = of_all - verdict.counted
+            self._alone = move_like(self._alone, verdict.norm) + (alone if when is None else alone * when)
+        self._restarts.set(level_changed if when is None else level_changed & when)
         if verdict.norm.device.type == "cpu":
             self.known += may_be_true(~verdict.nonfinite if when is None else when & ~verdict.nonfinite)
         elif when is None:
@@ -111,9 +113,9 @@ class NormJudge:
             self.known = before.known
 
     def counts(self) -> Tensor:
-        """Spikes, norms that are not finite and fresh starts so far, side by side."""
+        """Spikes, norms that are not finite and iterations with a fresh start so far, side by side."""
         counts = self.detector.counts
-        return counts + pad(move_like(self._alone, counts).view(1), (0, len(counts) - 1)) if self.signals else counts
+        return counts + move_like(self._alone, counts) if self.signals else counts
 
     def start_afresh(self) -> None:
         """Forget the level; the counts go on."""
@@ -130,16 +132,15 @@ class NormJudge:
         """What is published of a verdict, name -> number or 0-dim tensor; what there is not yet is left out."""
         if publisher.is_on_host(verdict.norm):
             return self._numbers(verdict)
-        # What is 1 or 0 in the outcome is the spike, unless something else may make one.
-        spike = verdict.spike.to(verdict.norm.dtype) if verdict.others else verdict.outcome[0]
+        # What is counted is the spike, unless something else may make one.
+        spike = verdict.spike.to(verdict.norm.dtype) if verdict.others else verdict.counted[0]
         least = {"threshold": self.detector.rule.warmup, "mean": 1, "std": 2}
         there = {name: getattr(verdict, name) for name, count in least.items() if self.known >= count}
-        spikes = self.detector.spike_count
         return (
             {"norm": verdict.norm, "spike": spike}
             | there
             | {
-                "spike_count": spikes + move_like(self._alone, spikes) if self.signals else spikes,
+                "spike_count": self.counts()[0],
                 "spike_score": self.score.value(),
                 "nonfinite_count": self.detector.nonfinite_count,
             }
@@ -148,12 +149,12 @@ class NormJudge:
     def _numbers(self, verdict: Verdict) -> dict[str, float]:
         numbers = torch.stack((verdict.threshold, verdict.mean, verdict.std)).tolist()
         there = zip(("threshold", "mean", "std"), numbers, strict=True)
-        spikes, nonfinite = self.detector.spike_count.item(), self.detector.nonfinite_count.item()
+        spikes, nonfinite, _ = self.counts().tolist()
         return (
             {"norm": verdict.norm.item(), "spike": float(verdict.spike.item())}
             | {name: number for name, number in there if math.isfinite(number)}
             | {
-                "spike_count": spikes + self._alone.item() if self.signals else spikes,
+                "spike_count": spikes,
                 "spike_score": self.score.value().item(),
                 "nonfinite_count": nonfinite,
             }
@@ -184,5 +185,5 @@ class NormJudge:
         for name, signal in self.signals.items():
             if name in state_dict:
                 signal.load_state_dict(state_dict[name])
-        self._alone = torch.as_tensor(state_dict.get("alone", 0.0), dtype=torch.float64, device="cpu")
+        self._alone = torch.as_tensor(state_dict.get("alone", [0.0] * 3), dtype=torch.float64, device="cpu")
         self.known, self.score = known, score

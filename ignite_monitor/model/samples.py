@@ -385,6 +385,8 @@ class Group:
         """
         targets = self._targets[id(rows)]
         found: list[Any] = [sources[place] for place in self.places]
+        if all(source is None for source in found):
+            return
         if self._is_sharded:
             found = [_local(source) for source in found]
         if self._copies:
@@ -410,7 +412,7 @@ class Group:
             targets, found = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
         if self._are_alike and len(found) == len(rows):  # a third of the time that single copies take there
             torch.cat(found, out=rows.view(-1, *found[0].shape[1:]))
-        elif found:
+        else:
             foreach_copy(targets, found)
 
 

@@ -62,6 +62,8 @@ class Monitor(Publisher):
         # What its names start with, so that none is another monitor's, and loggers have a tag for each.
         self.families = [self._named(family) for family in families] or [prefix]
         self.logger = logging.getLogger(f"{type(self).__module__}.{type(self).__name__}")
+        # Keys of its state that stay as they are where the training goes back: a reference does not change.
+        self.goes_on: tuple[str, ...] = ("reference",)
         self._source: EventSource | None = None
         self._filters: list[Callable[[Engine, int], bool] | None] = []
         self._log_handlers: list[AddedHandlers] = []

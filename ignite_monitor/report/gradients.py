@@ -10,6 +10,7 @@ import numpy as np
 from ignite_monitor.report import limits
 from ignite_monitor.report.families import Group
 from ignite_monitor.report.finding import KINDS, Finding, steps
+from ignite_monitor.report.rollbacks import went_back
 from ignite_monitor.report.series import Array, Series, iterations, listed, number, plural, times
 
 
@@ -84,8 +85,9 @@ def gradient_findings(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
     """Findings about gradient norms."""
     known = norms(group, run)
     if known is not None:
-        for rule in (_judged, _nonfinite, _overflows, _spikes, _early, _new_levels, _gaps):
+        for rule in (_judged, _nonfinite, _overflows, _spikes, _early, _gaps):
             yield from rule(group, known)
+        yield from _new_levels(group, known, {at for each in run for at, *_ in went_back(each)})
 
 
 def _judged(group: Group, known: Norms) -> Iterator[Finding]:
@@ -241,12 +243,12 @@ def _handled(group: Group, known: Norms, at: Array, missing: int = 0) -> str:
     return " ".join(said)
 
 
-def _new_levels(group: Group, known: Norms) -> Iterator[Finding]:
-    """Spikes in a row, at which a rule starts afresh."""
+def _new_levels(group: Group, known: Norms, rollbacks: set[int]) -> Iterator[Finding]:
+    """Spikes in a row, at which a rule starts afresh, unless the training went back there."""
     begins, length = [], 0
     for step, norm in zip(*known.each, strict=True):
         length = length + 1 if np.isin(step, known.spikes) and np.isfinite(norm) else 0
-        if length == limits.SPIKES_IN_A_ROW:
+        if length == limits.SPIKES_IN_A_ROW and step not in rollbacks:
             begins.append(step)
     if begins:
         yield Finding(

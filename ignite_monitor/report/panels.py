@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from ignite_monitor.keys import SCHEMAS
 from ignite_monitor.report.families import KINDS, PER_LAYER, Group, groups
 from ignite_monitor.report.finding import Finding
 from ignite_monitor.report.rollbacks import rollback_steps
@@ -29,6 +30,8 @@ ONE_SCREEN = 9
 
 LATER = 99
 """The rank of a panel that is shown only if there is room."""
+
+_SCHEMAS = {schema.kind: schema for schema in SCHEMAS}
 
 RANKS = {"std": 5, "dead_fraction": 6}
 
@@ -141,19 +144,21 @@ def _scalars(group: Group, *metrics: str) -> list[Line]:
     ]
 
 
-def _grad(group: Group) -> Iterator[Panel]:
-    norm, threshold, flags = group.get("norm"), group.get("threshold"), group.get("spike")
-    lines = _scalars(group, "norm")
+def _judged(group: Group) -> Iterator[Panel]:
+    """A number with its threshold: the gradient's norm, or what a SpikeMonitor looks at."""
+    name, title, rank = ("norm", "gradient norm", 1) if group.kind == "grad" else ("value", "value", 2)
+    value, threshold, flags = group.get(name), group.get("threshold"), group.get("spike")
+    lines = _scalars(group, name)
     lines += [Line("threshold", threshold, group.name("threshold"), "dashed", 1)] if threshold is not None else []
     lines = lines or _scalars(group, "mean", "std")
     marked = None
-    if norm is not None and flags is not None:
+    if value is not None and flags is not None:
         at = flags.where(flags.values > 0)
-        marked = Series(at, norm.at(at))
-    yield Panel(f"{group.root}: gradient norm", lines, "grad", marked=marked, rank=1)
+        marked = Series(at, value.at(at))
+    yield Panel(f"{group.root}: {title}", lines, group.kind, marked=marked, rank=rank)
     counts = _scalars(group, "spike_count", "skipped_count", "nonfinite_count")
     if any((line.series.values > 0).any() for line in counts):
-        yield Panel(f"{group.root}: counts so far", counts, "grad")
+        yield Panel(f"{group.root}: counts so far", counts, group.kind)
 
 
 def _weights(group: Group) -> Iterator[Panel]:
@@ -234,9 +239,14 @@ def _rcc(group: Group) -> Iterator[Panel]:
 
 
 def _mixed(group: Group) -> Iterator[Panel]:
-    """Every metric has a unit of its own."""
+    """What shares a chart of TensorBoard's shares a panel; each other metric has a unit of its own."""
+    together: dict[str, list[str]] = {}
     for metric in sorted(group.scalars, key=natural):
-        yield Panel(group.name(metric), _scalars(group, metric), group.kind)
+        key = _SCHEMAS[group.kind].find(metric)
+        together.setdefault(key.chart if key and key.chart else metric, []).append(metric)
+    for chart, metrics in together.items():
+        title = group.name(metrics[0]) if len(metrics) == 1 else f"{group.root}: {chart}"
+        yield Panel(title, _scalars(group, *metrics), group.kind)
     for metric in sorted(group.items, key=natural):
         yield Panel(f"{group.root}/{metric}", _lines(group, metric), group.kind)
 
@@ -278,7 +288,8 @@ def _is_loss(word: str) -> bool:
 
 PANELS: dict[str, Callable[[Group], Iterator[Panel]]] = {
     **dict.fromkeys(KINDS, _mixed),
-    "grad": _grad,
+    "grad": _judged,
+    "spike": _judged,
     "weights": _weights,
     "optimizer": _optimizer,
     "rcc": _rcc,

@@ -14,7 +14,7 @@ from ignite_monitor.report.series import Series, plural
 def went_back(group: Group) -> list[tuple[int, int, int]]:
     """Each time: the iteration, the one after which the state was, and how many were undone before the next time."""
     count, back, undone = (group.get(name) for name in ("count", "iteration", "undone_count"))
-    if count is None or back is None or undone is None:
+    if group.kind != "rollback" or count is None or back is None or undone is None:
         return []
     rises = count.steps[np.diff(count.values, prepend=0.0) > 0]
     at = np.intersect1d(rises, back.steps)
@@ -35,7 +35,7 @@ def rollbacks(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
             "warning",
             f"In iteration {at} the training went back to the state after iteration {target} "
             f"({group.name('count')}): {at - target} batches are left out{more}.",
-            (group.name("count"), group.name("iteration")),
+            (group.name("count"),),
             (at,),
             {"target": target, "undone": undone},
         )
@@ -43,4 +43,4 @@ def rollbacks(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
 
 def rollback_steps(run: Mapping[str, Series]) -> tuple[int, ...]:
     """The iterations at which a run went back."""
-    return tuple(at for group in groups(run) if group.kind == "rollback" for at, *_ in went_back(group))
+    return tuple(at for group in groups(run) for at, *_ in went_back(group))

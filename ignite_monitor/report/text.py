@@ -96,14 +96,18 @@ def comparison_text(comparison: Comparison, every: bool = False) -> list[Rendera
     return parts
 
 
-def show(parts: Iterable[RenderableType], stream: TextIO | None = None) -> None:
-    """Print to a stream or the standard output: on a terminal in colour and its width, else plain and wide."""
+def show(parts: Iterable[RenderableType], stream: TextIO | None = None, width: int = 100_000) -> None:
+    """Print to a stream or the standard output: on a terminal in colour and its width, else plain and wide.
+
+    Args:
+        width: of what is no terminal, in columns.
+    """
     stream = stream or sys.stdout
     target = io.StringIO()
     console = (
         Console(file=target, force_terminal=True)
         if stream.isatty()
-        else Console(file=target, width=100_000, color_system=None, force_terminal=False, legacy_windows=False)
+        else Console(file=target, width=width, color_system=None, force_terminal=False, legacy_windows=False)
     )
     for part in parts:
         console.print(part)

@@ -51,6 +51,8 @@ from typing import NamedTuple
 
 from ignite_monitor.scaling.graph import Alignment, LayerGraph, Node
 
+ADAM = "train with Adam, AdamW or another optimizer whose updates do not depend on the gradient's size"
+
 Variable = tuple[str, str]
 """("c", layer), ("r", node) or ("g", node), the last for gamma."""
 
@@ -121,7 +123,9 @@ def _gradients(graph: LayerGraph, alignment: Mapping[str, Alignment]) -> dict[Va
             gradient = [Term(node.a + node.b), Term(2 * node.a, (("c", node.layer),))]
         elif node.name not in reaching:
             if node.has_weights:
-                raise ValueError(f"Layer {node.name} reaches no readout, so its gradient with SGD is not known")
+                raise ValueError(
+                    f"Layer {node.name} reaches no trained readout, so its gradient with SGD is not known: {ADAM}"
+                )
             continue
         elif node.kind == "attention":
             gradient = [Term(node.a - alignment[node.name].alpha, (("g", node.name),))]
@@ -131,8 +135,7 @@ def _gradients(graph: LayerGraph, alignment: Mapping[str, Alignment]) -> dict[Va
             if node.kind == "embedding" or graph[name].kind == "readout" or graph[name].few:
                 raise ValueError(
                     f"The gradient that {node.name} hands back to {name} with SGD follows no power of the width, since "
-                    f"{name} gives as many numbers at any width: train with Adam, AdamW or another optimizer whose "
-                    "updates do not depend on the gradient's size"
+                    f"{name} gives as many numbers at any width: {ADAM}"
                 )
             reaching.add(name)
             found["g", name] += gradient

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections import Counter
 from pathlib import Path
@@ -59,6 +60,8 @@ class MadeTensors(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if getattr(func, "is_view", False):  # of a buffer, say
+            return result
         for tensor in tensors_in(result):
             self._tensors.setdefault(storage_of(tensor), tensor)
         return result
@@ -128,7 +131,8 @@ class Labels:
             lines = " and ".join(dict.fromkeys(line or "without a factor" for line in growths.values()))
             raise TracingError(
                 f"{layer} is used in several ways, with factors that depend on the width in different ways ({lines}), "
-                "so they are none of its own: multiply inside of the module, or after a layer of its own"
+                "so they are none of its own: multiply inside of the module, after a layer of its own, or by what does "
+                "not depend on the width"
             )
         return next(iter(growths))
 
@@ -255,7 +259,7 @@ class Labels:
 def line_of_code() -> str | None:
     """The line of the model's code that is running."""
     frame: Any = sys._getframe(1)
-    inside = str(Path(torch.__file__).parent), str(Path(__file__).parent)
+    inside = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, __file__))
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith(inside):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import _WeightNorm
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from ignite_monitor.checks import check_count, check_real
 from ignite_monitor.model._torch import buffers_in, known_forward_hooks, need, parameters_in, pytree
@@ -144,14 +145,25 @@ def draw_weights(weight: Tensor, std: float, seed: int, padding_idx: int | None 
     return drawn.to(device=weight.device, dtype=weight.dtype)
 
 
-def computes_weights(module: nn.Module) -> bool:
-    """Whether a module's weight is computed from other parameters, but by weight norm."""
+def check_weights(name: str, module: nn.Module) -> None:
+    """Refuse a module whose trained weight is computed from other parameters, but by weight norm.
+
+    Raises:
+        ValueError: if it is one.
+    """
     computed = getattr(module, "parametrizations", None)
     if isinstance(computed, nn.ModuleDict):
-        return any(type(each) is not _WeightNorm for listed in computed.values() for each in listed.children())
-    weight = vars(module).get("weight")  # where the older norms, which are hooks, leave it
-    is_computed = isinstance(weight, Tensor) and not isinstance(weight, nn.Parameter)
-    return is_computed and "weight_g" not in parameters_in(module)
+        known = all(type(each) is _WeightNorm for listed in computed.values() for each in listed.children())
+    else:
+        weight = vars(module).get("weight")  # where the older norms, which are hooks, leave it
+        is_computed = isinstance(weight, Tensor) and not isinstance(weight, nn.Parameter)
+        known = not is_computed or "weight_g" in parameters_in(module)
+    if not known and any(each.requires_grad for each in module.parameters()):
+        raise ValueError(
+            f"{name or 'The model'} ({type_before_parametrizations(module).__name__}) computes its weight from other "
+            "parameters, and it is not known how these should start: of all that do so only weight_norm can be "
+            "parametrized. Make it without, or freeze it"
+        )
 
 
 _NORMS = {"weight_v": "weight_g", "original1": "original0"}

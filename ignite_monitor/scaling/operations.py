@@ -16,14 +16,16 @@ def _names(*texts: str) -> frozenset[str]:
 
 
 _SHAPES = """
-    T mT H mH data real alias as_strided broadcast_tensors broadcast_to chunk clone contiguous cpu cuda detach diagonal
-    double dsplit expand expand_as flatten flip float half bfloat16 hsplit masked_select movedim moveaxis narrow permute
+    T mT H mH data real imag conj view_as_real view_as_complex alias as_strided broadcast_tensors broadcast_to chunk
+    clone contiguous cpu cuda detach diagonal double dsplit expand expand_as flatten flip float half bfloat16 bool byte
+    char int long short hsplit masked_select movedim moveaxis narrow permute grid_sample
     pin_memory pixel_shuffle pixel_unshuffle ravel repeat repeat_interleave requires_grad_ reshape reshape_as roll
     rot90 select slice split split_with_sizes squeeze swapaxes swapdims t tensor_split tile to to_dense transpose tril
     triu type type_as unbind unflatten unfold unsqueeze view view_as vsplit __getitem__ __iter__ __deepcopy__
     gather index_select take take_along_dim embedding_renorm pad interpolate upsample scatter index_copy index_put
     masked_scatter masked_fill index_fill copy __setitem__ positive resolve_conj resolve_neg lift_fresh
-    topk sort argsort argmax argmin nonzero one_hot histc bincount searchsorted unique
+    topk sort argsort argmax argmin nonzero one_hot histc bincount bucketize multinomial searchsorted unique
+    unique_consecutive
     _weight_norm bitwise_or bitwise_and bitwise_not remainder floor floor_divide __floordiv__ ceil round
 """
 _PLUS = "add __add__ __radd__ __iadd__ sub subtract __sub__ __isub__"
@@ -41,14 +43,14 @@ _ELEMENTWISE = """
 """
 _POOLS = """
     adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d
-    adaptive_max_pool3d amax amin avg_pool1d avg_pool2d avg_pool3d cumsum max max_pool1d max_pool2d max_pool3d mean
-    median min nansum norm std sum vector_norm
+    adaptive_max_pool3d amax amin avg_pool1d avg_pool2d avg_pool3d cummax cummin cumsum linalg_norm linalg_vector_norm
+    max max_pool1d max_pool2d max_pool3d mean median min nansum norm std sum
 """
 _NORMS = "batch_norm group_norm instance_norm layer_norm native_layer_norm normalize rms_norm"
 _STATISTICS = "aminmax fold local_response_norm lp_pool1d lp_pool2d nanmean std_mean var var_mean"
 _TESTS = """
     all any eq ge greater greater_equal gt isfinite isinf isnan le less less_equal logical_and logical_not logical_or
-    lt ne not_equal __and__ __eq__ __ge__ __gt__ __invert__ __le__ __lt__ __ne__ __or__ isclose allclose equal
+    lt ne not_equal __and__ __eq__ __ge__ __gt__ __invert__ __le__ __lt__ __ne__ __or__ isclose allclose equal isin
 """
 _MATRICES = """
     matmul mm bmm mv dot __matmul__ __rmatmul__ addmm addmv addbmm baddbmm grouped_mm _grouped_mm grouped_mm_fallback
@@ -208,7 +210,7 @@ def log_factor(op: Operation, is_constant: Callable[[Tensor], bool]) -> tuple[fl
     if op.name == "__rtruediv__":
         value = _number(op.argument(1, "other"), is_constant)
         return None if value is None else (math.log(value), True)
-    if op.name in {"sum", "nansum", "norm", "vector_norm"} and isinstance(op.result, Tensor):
+    if op.name in {"sum", "nansum", "norm", "linalg_norm", "linalg_vector_norm"} and isinstance(op.result, Tensor):
         count = op.argument(0, "input").numel() / max(op.result.numel(), 1)
         return (math.log(count) * (1.0 if "sum" in op.name else 0.5), False) if count > 0 else None
     return None

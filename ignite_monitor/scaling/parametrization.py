@@ -14,7 +14,7 @@ from ignite_monitor.model.names import named_modules
 from ignite_monitor.model.sampling import fnv1a_64
 from ignite_monitor.monitor.ranks import from_every_rank
 from ignite_monitor.scaling.graph import LAYER_TYPES, PRESETS, Alignment, LayerGraph, Node, as_alignment, chain, tied
-from ignite_monitor.scaling.module import Multiplier, computes_weights, draw_weights, multiplier_of, norm_of, set_norm
+from ignite_monitor.scaling.module import Multiplier, check_weights, draw_weights, multiplier_of, norm_of, set_norm
 from ignite_monitor.scaling.solver import Solution, check_optimizer_type, solve
 from ignite_monitor.scaling.tracing import trace_graph
 
@@ -344,11 +344,8 @@ def layers_by_hand(model: nn.Module, frozen: bool = True) -> dict[str, FoundLaye
             continue
         if id(module) in inside:
             raise ValueError(f"Layer {name} is a part of layer {inside[id(module)]}: no layer may hold another")
-        if any(map(computes_weights, module.modules())):
-            raise ValueError(
-                f"Layer {name} computes its weight from other parameters, and it is not known how these should start: "
-                "of all that do so only weight_norm can be parametrized"
-            )
+        for inner in module.modules():
+            check_weights(f"Layer {name}", inner)
         inside |= dict.fromkeys(map(id, module.modules()), name)
         a, b = PRESETS["mup"][hook.layer_type]
         a, b = (a if hook.a is None else hook.a, b if hook.b is None else hook.b)

@@ -9,15 +9,14 @@ grows with r and c. So if (c, r) is feasible, then r can be raised, from the inp
 and everything stays feasible; c, and with it the objective, is as before. For the same reason there is a solution
 exactly if r is nowhere negative with every c that is not fixed at infinity.
 
-**Which of several optima.** With Adam and u <= alpha in every layer there is one only: the terms with u never bind, as
-:math:`r_\text{in} \ge 0`, so each r and each c has a lower bound that does not depend on any other c, and together
-these bounds are feasible. Where u > alpha, or with SGD, a larger c in one layer may save just as much in another. Of
-all optima the one with the smallest :math:`\sum_l e^{-l/L} c_l` is taken, l the layer's index of L in the graph: the
-earlier layers get the larger learning rates, so that no feature learns slowly without need. It is the only one: two
-optima would be joined by a face of the polyhedron in which some direction :math:`d \ne 0` is rational, as the
-coefficients are whole numbers, and :math:`\sum_l e^{-l/L} d_l = 0` contradicts the theorem of Lindemann and
-Weierstrass. As the only solution of a program in whose right-hand side alone the alignment stands, c is a Lipschitz
-continuous function of the alignment.
+**Which of several optima.** Where u > alpha, or with SGD, a larger c in one layer may save just as much in another. So
+that the earlier layers get the larger learning rates then, and no feature learns slowly without need, what is minimised
+is :math:`\sum_l (1 + \epsilon\, e^{-l/L}) c_l`, l the layer's index of L in the graph, :math:`\epsilon` = 0.001. Along
+an edge of the polyhedron on which :math:`\sum_l c_l` falls by s this can't rise, unless the layers' c move by more than
+1000 s in all: so it is the smallest of the optima. It is the only one: two would be joined by a face in which some
+direction :math:`d \ne 0` is rational, as the coefficients are whole numbers, and :math:`\sum_l (1 + \epsilon\,
+e^{-l/L}) d_l = 0` contradicts the theorem of Lindemann and Weierstrass. As the only solution of a program in whose
+right-hand side alone the alignment stands, c is a Lipschitz continuous function of the alignment.
 
 **Feature learning** asks for r = 0 at the inputs of the readouts, for r as the smallest of its terms and not merely at
 most that. This is a union of polyhedra. If the linear program's optimum has r = 0 there, it is the optimum of the
@@ -39,6 +38,7 @@ from ignite_monitor.scaling.graph import Alignment, LayerGraph, as_alignment
 
 OPTIMIZER_TYPES = ("adam", "sgd")
 TOLERANCE = 1e-6
+EARLIER = 1e-3  # the weight of earlier layers where the sum is the same
 
 
 class InfeasibleError(ValueError):
@@ -96,7 +96,7 @@ def solve(
     if feature_learning:
         _check_features(graph, alignments)
     program = _Program(graph, minima)
-    c = program.minimise(several=sgd or any(each.u > each.alpha for each in alignments.values()))
+    c = program.minimise()
     values = evaluate(minima, c)
     if feature_learning:
         features = sorted({("r", name) for node in graph.nodes if node.kind == "readout" for name in node.inputs})
@@ -183,13 +183,8 @@ class _Program:
             if all(each in self._columns for each in term.variables)
         ]
 
-    def minimise(
-        self, equal: Mapping[Variable, Term] | None = None, zero: Iterable[Variable] = (), several: bool = True
-    ) -> dict[str, float]:
+    def minimise(self, equal: Mapping[Variable, Term] | None = None, zero: Iterable[Variable] = ()) -> dict[str, float]:
         """The optimal c by layer, where some variables are equal to one of their terms, or 0.
-
-        Args:
-            several: whether there may be several optima.
 
         Raises:
             InfeasibleError: if there is none.
@@ -197,13 +192,9 @@ class _Program:
         rows = self._rows + _at_most_zero(zero)
         for variable, term in (equal or {}).items():
             rows.append(((*term.variables, variable), (*[1.0] * len(term.variables), -1.0), -term.constant))
-        total = dict.fromkeys(self._layers, 1.0)
-        best = self._solve(rows, total)
         count = len(self._layers)
-        if several and count > 1:
-            rows.append((tuple(total), (1.0,) * count, sum(best[:count])))
-            best = self._solve(rows, {layer: math.exp(-index / count) for index, layer in enumerate(total)})
-        return {name: value for (_, name), value in zip(self._layers, best, strict=False)}
+        weights = {layer: 1 + EARLIER * math.exp(-index / count) for index, layer in enumerate(self._layers)}
+        return {name: value for (_, name), value in zip(self._layers, self._solve(rows, weights), strict=False)}
 
     def choose(self, zero: Iterable[Variable]) -> dict[Variable, Term]:
         """Which term each variable is equal to in an optimum in which some are 0.

@@ -55,6 +55,7 @@ from ignite_monitor.scaling.operations import (
 
 # Nearly no matter what small number is added, or what it is limited to, a factor stays one.
 _KEEP = LINEAR | {"clamp", "clamp_min", "clamp_max", "maximum"}
+_ADDING = {"addmm", "addmv", "addbmm", "baddbmm"}
 _RECURRENT = re.compile(r"(?:lstm|gru|rnn_tanh|rnn_relu)(?:_cell)?$")
 
 
@@ -206,13 +207,11 @@ class Trace(Labels, TorchFunctionMode):
         if unknown is not None and self._with_weights and self._small is None:
             return Label(lost=unknown)  # a second trace will say it
         if unknown is not None:
-            advice = (
-                "Put what it takes its input from into a ParametrizedModule"
-                if self._with_weights
-                else "Make what stands between it and the layers before it a layer, in a ParametrizedModule, or leave "
-                "sample_input out for a chain of layers"
+            chain = "" if self._with_weights else ", or leave sample_input out for a chain of layers"
+            raise TracingError(
+                f"The graph can't be traced: {name} takes its input from {unknown}. Put the module that gives it, "
+                f"with a layer in it, into a ParametrizedModule{chain}"
             )
-            raise TracingError(f"The graph can't be traced: {name} takes its input from {unknown}. {advice}")
         unique, times = self._unique(name)
         given = () if label.node is None else (label.node,)
         self.nodes.append(layer._replace(name=unique, inputs=given, shares=name if times else None))
@@ -230,7 +229,10 @@ class Trace(Labels, TorchFunctionMode):
         if self._inputs:  # inside a layer
             return result
         if name in {"tolist", "numpy", "__array__"} and self._get(args[0]).node is not None:
-            raise TracingError(f"The graph can't be traced: {self._where(name)} takes activations out of torch")
+            raise TracingError(
+                f"The graph can't be traced: {self._where(name)} takes activations out of torch. Put the module that "
+                "does so, with a layer in it, into a ParametrizedModule"
+            )
         if name in NUMBERS and self._get(args[0]).node is not None:
             self._taken_out = self._sum(self._where(name), [self._taken_out, self._get(args[0])])
         outputs = args[:1] if name == "__setitem__" else tensors_in(result)
@@ -247,7 +249,8 @@ class Trace(Labels, TorchFunctionMode):
             for tensor in outputs:
                 if any(tensor is each for each in given):
                     self._write(tensor, label)
-                self._put(tensor, label)
+                # An index says which is larger, and has no factor.
+                self._put(tensor, label if tensor.is_floating_point() or label.weight else label.settled())
         return result
 
     def _label(self, op: Operation) -> Label:
@@ -280,6 +283,8 @@ class Trace(Labels, TorchFunctionMode):
             return label if label.weight is None or op.line is None else label.times(op.growth, op.line)
         if len(moving) == 1:
             return self._follow(op, moving[0])
+        if op.name in INDEXING and op.labels[0] is moving[0]:  # whatever says which
+            return self._follow(op, moving[0])._replace(node=self._join("sum", op.where, moving).node)
         if op.name in INVARIANT:
             return self._join("sum", op.where, [self._resolved(label, "norm") for label in moving])
         if op.junction != "product" or op.name == "glu":
@@ -314,9 +319,12 @@ class Trace(Labels, TorchFunctionMode):
         return label if abs(label.growth) < FLAT or is_product or keeps else self._unattributed(label)
 
     def _contraction(self, op: Operation) -> Label:
-        weights = [
-            (tensor, label) for tensor, label in zip(op.given, op.labels, strict=True) if label.weight or label.outside
-        ]
+        pairs = list(zip(op.given, op.labels, strict=True))
+        if op.name in _ADDING:  # what is added is no factor
+            added = op.argument(0, "input")
+            pairs = [(each, label._replace(weight=None) if each is added else label) for each, label in pairs]
+            op = op._replace(labels=[label for _, label in pairs])
+        weights = [(tensor, label) for tensor, label in pairs if label.weight or label.outside]
         if not weights:
             if self._with_weights and sum(label.node is not None for label in op.labels) == 2:
                 return self._scores(op)

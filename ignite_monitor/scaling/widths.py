@@ -48,7 +48,7 @@ from ignite_monitor.checks import check_count, check_type
 from ignite_monitor.model.names import named_modules, named_parameters
 from ignite_monitor.scaling.graph import PRESETS, Node
 from ignite_monitor.scaling.labels import FLAT, TracingError
-from ignite_monitor.scaling.module import Multiplier, computes_weights, norm_of
+from ignite_monitor.scaling.module import Multiplier, check_weights, norm_of
 from ignite_monitor.scaling.parametrization import FoundLayer, FoundLayers, Parametrization, layers_by_hand
 from ignite_monitor.scaling.tracing import Trace
 
@@ -181,7 +181,7 @@ def _found_layers(model: nn.Module, trace: Trace, by_hand: dict[str, FoundLayer]
             raise TracingError(
                 f"The output of {name}, a ParametrizedModule, is multiplied by a factor that depends on the width "
                 f"(times {math.exp(growth):.3g} from the smaller model to the larger), which its exponents do not "
-                "count: leave it to a, or put it into the module"
+                "count: leave it out there, and let the ParametrizedModule multiply, with a and b"
             )
     everything = [*modules.values(), *(parameter for parameter, _ in parameters.values())]
     order = {id(each): index for index, each in enumerate(everything)}
@@ -264,17 +264,13 @@ def _check_made(model: nn.Module) -> None:
         if lazy or isinstance(module, torch.jit.ScriptModule):
             raise ValueError(
                 f"Argument make_model should make a model without {'lazy' if lazy else 'scripted'} modules, but "
-                f"{name or 'all of it'} is one"
+                f"{name or 'all of it'} is one: {'run it once there' if lazy else 'leave torch.jit.script out'}"
             )
-        if computes_weights(module) and any(each.requires_grad for each in module.parameters()):
-            raise ValueError(
-                f"{name or 'The model'} ({type_before_parametrizations(module).__name__}) computes its weight from "
-                "other parameters, and it is not known how these should start: of all that do so only weight_norm can "
-                "be parametrized"
-            )
+        check_weights(name, module)
 
 
 def _check_known(model: nn.Module, trace: Trace, growing: set[str]) -> None:
+    unused = []
     for name, parameter, module in named_parameters(model):
         if name not in growing or not parameter.requires_grad:
             continue
@@ -286,10 +282,12 @@ def _check_known(model: nn.Module, trace: Trace, growing: set[str]) -> None:
                 "make_model, with which it is taken as one layer, whatever it does"
             )
         if name not in trace.touched:
-            raise TracingError(
-                f"With sample_input the model does not run {of}, whose {name.rpartition('.')[2]} grows with width: "
-                "give a sample_input with which it does, or freeze what is not trained"
-            )
+            unused.append(f"{of}, whose {name.rpartition('.')[2]} grows with width")
+    if unused:
+        raise TracingError(
+            f"With sample_input the model does not run {'; '.join(unused)}: give a sample_input with which it does, or "
+            "freeze what is not trained"
+        )
 
 
 def _say_what_is_kept(parametrization: Parametrization, growing: dict[str, nn.Parameter], found: FoundLayers) -> None:

@@ -106,6 +106,7 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
         if ids is not None and not callable(ids):
             raise TypeError(f"Argument ids should be callable or None, but given {type(ids)}")
         check_type("batch", batch, bool, "bool")
+        self.goes_on = self._state_dict_all_req_keys
         self.monitor = monitor
         self.directory = Path(directory)
         self.keep = check_count("keep", keep, least=1)

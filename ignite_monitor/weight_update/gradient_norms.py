@@ -31,7 +31,7 @@ class GradientNorms:
         self._indices = indices
         self._norms: list[Tensor] = []
         self._length = 0
-        # Place -> where in all of these its norm is: of the latest gradient that a backward has left, of the one that
+        # Index -> where in all of these its norm is: of the latest gradient that a backward has left, of the one that
         # the step that is going on has been started with, and of the one that a step was made with.
         self._latest: dict[int, int] = {}
         self._taken: dict[int, int] = {}

@@ -145,7 +145,7 @@ class SampledTrainStep:
         return Measured(norms, with_gradient, weights, changes, moved, lost)
 
     def _losing(self) -> list[int]:
-        """The places of parameters that lose what rounding takes of an update."""
+        """The indices of parameters that lose what rounding takes of an update."""
         return [
             index
             for index in self._narrow

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from ignite.engine import Engine, Events
 from torch import nn
 from torch.func import functional_call, grad, jacrev
 from torch.nn import functional as F
 
-from ignite_monitor import CurvatureHandler
+from ignite_monitor import ActivationHandler, CurvatureHandler, GradMonitor
+from ignite_monitor.curvature.handler import _start_of
+from ignite_monitor.curvature.hessian import lanczos, largest_eigenvalue
 
 
 class Net(nn.Module):
@@ -47,7 +51,7 @@ def exact(model, batch):
         return F.mse_loss(functional_call(model, named | {n: b.clone() for n, b in buffers.items()}, (x,)), y)
 
     # torch.func.hessian goes forward over reverse, which is not symmetric with BatchNorm
-    return grad(loss)(flat), jacrev(grad(loss))(flat)
+    return grad(loss)(flat).detach(), jacrev(grad(loss))(flat).detach()
 
 
 def run(model, optimizer, batches, make=None, *, micro=1, scaler=None, event=None, seen=None):
@@ -113,6 +117,21 @@ def test_of_adam_the_preconditioned_one_counts():
         expected = torch.linalg.eigvalsh(matrix / root / root[:, None])[-1]
         assert found["curvature/largest_preconditioned"] == pytest.approx(float(expected), rel=1e-4)
         assert found["curvature/limit"] == pytest.approx(2 * 1.8 / 0.2 / 0.01)
+
+
+@pytest.mark.parametrize("along_second", [1, 30, 3000])
+def test_the_second_eigenvalue_is_not_taken_for_the_largest(along_second):
+    """With the default number of products, where the gradient has nothing of the first eigenvector."""
+    steps = inspect.signature(CurvatureHandler).parameters["lanczos_steps"].default
+    others = torch.linspace(-1, 1, 4000, dtype=torch.float64)
+    eigenvalues = torch.cat([torch.tensor([10.0, 8.5], dtype=torch.float64), 7.2 * others * others.abs()])
+    for seed in range(10):
+        direction = torch.randn(len(eigenvalues), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        direction[:2] = torch.tensor([0.0, along_second])
+        found = lanczos(lambda vector: eigenvalues * vector, _start_of(direction, seed), steps)
+        value, error = largest_eigenvalue(*(each.tolist() for each in found))
+        assert error < 0.1 * value
+        assert value == pytest.approx(10, rel=0.01)
 
 
 def test_dropout_has_the_same_masks():
@@ -249,3 +268,166 @@ def test_bad_input(kwargs, error):
     model = nn.Linear(4, 1)
     with pytest.raises(error, match=next(iter(kwargs))):
         CurvatureHandler(model, torch.optim.SGD(model.parameters(), 0.1), **kwargs)
+
+
+def step_of(model, optimizer, loss_of=F.mse_loss):
+    def step(engine, batch):
+        optimizer.zero_grad()
+        loss_of(model(batch[0]), batch[1]).backward()
+        optimizer.step()
+
+    return step
+
+
+def watch(step, model, optimizer, **kwargs):
+    """What is published in each of three iterations, and the weights."""
+    trainer = Engine(step)
+    monitor = CurvatureHandler(model, optimizer, **kwargs)
+    monitor.attach(trainer, Events.ITERATION_STARTED)
+    seen = []
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda _: seen.append(dict(monitor.metrics)))
+    trainer.run([data(seed) for seed in range(3)])
+    return seen, [each.detach() for each in model.parameters()]
+
+
+@pytest.mark.parametrize("first", ["generator", "discriminator"])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_of_a_gan_the_loss_that_is_stepped_on_counts(first, set_to_none):
+    """The generator's backward reaches the discriminator too."""
+
+    def train(with_generator):
+        torch.manual_seed(0)
+        model, generator = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)), nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def own(batch):
+            optimizer.zero_grad(set_to_none)
+            F.mse_loss(model(batch[0]), batch[1]).backward()
+            optimizer.step()
+
+        def other(batch):
+            if with_generator:
+                model(generator(batch[0])).square().mean().backward()
+
+        steps = (own, other) if first == "discriminator" else (other, own)
+        return watch(lambda engine, batch: [each(batch) for each in steps], model, optimizer)
+
+    found, expected = train(True)[0], train(False)[0]
+    if first == "generator" and not set_to_none:
+        assert found == [{}] * 3  # that it was zeroed is known too late to look anew
+    else:
+        assert found == expected
+        assert all(found)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.net, self.reentrant = Net(dropout=0.3), reentrant
+
+    def forward(self, x):
+        if self.reentrant is None:
+            return self.net(x)
+        return torch.utils.checkpoint.checkpoint(self.net, x.clone().requires_grad_(), use_reentrant=self.reentrant)
+
+
+def test_checkpoints_are_looked_through_or_refused(caplog):
+    found = {}
+    for reentrant in (None, False, True):
+        torch.manual_seed(0)
+        model = Checkpointed(reentrant)
+        step = step_of(model, optimizer := torch.optim.SGD(model.parameters(), 0.1))
+        with caplog.at_level(logging.WARNING):
+            found[reentrant] = watch(step, model, optimizer)
+    for ours, theirs in zip(found[False][0], found[None][0], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+    assert all(map(torch.equal, found[False][1], found[None][1]))
+    assert found[True][0] == [{}] * 3
+    assert caplog.text.count("use_reentrant=False") == 1
+
+
+def test_compiled_models_and_a_factor_of_backward():
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
+    found = []
+    for how in ("plain", "compiled", "factor"):
+        model = copy.deepcopy(plain)
+        model = torch.compile(model, backend="aot_eager") if how == "compiled" else model
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        step = step_of(model, optimizer)
+        if how == "factor":
+
+            def step(engine, batch, model=model, optimizer=optimizer):
+                optimizer.zero_grad()
+                F.mse_loss(model(batch[0]), batch[1], reduction="sum").backward(torch.tensor(1 / 32))
+                optimizer.step()
+
+        found.append(watch(step, model, optimizer)[0])
+    for other in found[1:]:
+        assert [pytest.approx(each, rel=1e-3) for each in found[0]] == other
+
+
+@pytest.mark.parametrize("what", ["autograd.backward", "sparse"])
+def test_where_nothing_can_be_known_it_is_said_once(what, caplog):
+    model = nn.Sequential(nn.Embedding(10, 4, sparse=what == "sparse"), nn.Flatten(), nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step(engine, batch):
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(batch[0].abs().long()), batch[1])
+        torch.autograd.backward(loss) if what == "autograd.backward" else loss.backward()
+        optimizer.step()
+
+    with caplog.at_level(logging.WARNING):
+        assert watch(step, model, optimizer)[0] == [{}] * 3
+    assert caplog.text.count("nothing is published") == 1
+
+
+def test_a_limit_only_of_optimizers_that_have_one():
+    for kind in (torch.optim.RMSprop, torch.optim.NAdam, torch.optim.Adagrad, torch.optim.SGD, torch.optim.Adam):
+        model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
+        optimizer = kind(model.parameters(), 0.01)
+        seen, _ = watch(step_of(model, optimizer), model, optimizer)
+        assert [("curvature/limit" in each) for each in seen] == [kind.__name__ in ("SGD", "Adam")] * 3
+        assert [("curvature/largest_preconditioned" in each) for each in seen] == [kind.__name__ == "Adam"] * 3
+
+
+def test_gradients_that_are_retained_and_other_monitors_do_not_see_it():
+    found = []
+    for watched in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        seen = []
+
+        def step(engine, batch, model=model, optimizer=optimizer, seen=seen):
+            optimizer.zero_grad()
+            hidden = model[0](batch[0])
+            hidden.retain_grad()
+            F.mse_loss(model[2](model[1](hidden)), batch[1]).backward()
+            optimizer.step()
+            seen.append(hidden.grad.tolist())
+
+        trainer = Engine(step)
+        others = [ActivationHandler(model, activations=True, gradients=True), GradMonitor(model, optimizer)]
+        for monitor in [*others, CurvatureHandler(model, optimizer)][: 2 + watched]:
+            monitor.attach(trainer, Events.ITERATION_STARTED)
+        trainer.add_event_handler(
+            Events.ITERATION_COMPLETED, lambda _, o=others, s=seen: s.extend(dict(each.metrics) for each in o)
+        )
+        trainer.run([data(seed) for seed in range(3)])
+        found.append(seen)
+    assert found[0] == found[1]
+
+
+def test_along_the_step_of_adam():
+    """The curvature of the preconditioned Hessian along the preconditioned gradient, in float64."""
+    torch.manual_seed(0)
+    model = Net().double()
+    optimizer = torch.optim.Adam(model.parameters(), 0.01, eps=1e-3)
+    batch = tuple(each.double() for each in data())
+    gradient, matrix = exact(model, batch)
+    scale = gradient.abs() + 1e-3
+    expected = (gradient / scale) @ matrix @ (gradient / scale) / (gradient @ (gradient / scale))
+    found = run(model, optimizer, [batch], make()).metrics["curvature/along_gradient_preconditioned"]
+    assert found == pytest.approx(float(expected), rel=1e-4)

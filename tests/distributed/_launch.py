@@ -18,10 +18,12 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[2]
 WORLD = 2
+PATIENCE = 600.0
+"""How many seconds anything may take: what never ends is to fail, and not what a busy machine delays."""
 
 
 def launch(
-    worker: str, folder: Path, names: Iterable[str], timeout: float = 150.0, package: str = "tests.distributed"
+    worker: str, folder: Path, names: Iterable[str], timeout: float = PATIENCE, package: str = "tests.distributed"
 ) -> list[tuple[int, str]]:
     """Run a worker's scenarios on both ranks; their exit codes and what they wrote to stderr."""
     folder.mkdir(exist_ok=True)
@@ -67,9 +69,7 @@ def launched(worker: str, folder: Path, names: Collection[str], **kwargs: Any) -
     return load
 
 
-def run_scenarios(
-    scenarios: dict[str, Callable[[int], dict[str, Any]]], timeout: float = 60.0, left_standing: Iterable[str] = ()
-) -> None:
+def run_scenarios(scenarios: dict[str, Callable[[int], dict[str, Any]]], left_standing: Iterable[str] = ()) -> None:
     """What a worker does as ``python -m tests.distributed.WORKER FOLDER RANK NAME …``.
 
     After a scenario that is left standing the process group is not torn down.
@@ -81,7 +81,7 @@ def run_scenarios(
         init_method=f"file://{folder / 'store'}",
         rank=rank,
         world_size=WORLD,
-        timeout=datetime.timedelta(seconds=timeout),
+        timeout=datetime.timedelta(seconds=PATIENCE / 2),
     )
     for name in names:
         try:

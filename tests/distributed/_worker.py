@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ignite_monitor import (
     ActivationHandler,
+    CurvatureHandler,
     GradientNoiseScaleHandler,
     GradMonitor,
     MeanStdThreshold,
@@ -430,6 +431,40 @@ def noise_scale(model: nn.Module, rank: int | None, micro: int) -> dict[str, Any
     return {"moments": monitor.state_dict()["moments"], "weights": [each.detach() for each in model.parameters()]}
 
 
+def curvature(model: nn.Module, rank: int | None, failing: int | None = None) -> dict[str, Any]:
+    """One of the ranks may fail in its part."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
+
+    def train_step(engine, batch):
+        optimizer.zero_grad()
+        x, y = local(batch, rank)
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+    def loss(model, batch):
+        x, y = local(batch, rank)
+        return F.mse_loss(model(x), y) if rank != failing else model(None)
+
+    trainer = Engine(train_step)
+    monitor = CurvatureHandler(model, optimizer, loss=None if failing is None else loss)
+    monitor.attach(trainer, Events.ITERATION_STARTED(every=2))
+    seen: list[dict[str, Any]] = []
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda _: seen.append(dict(monitor.metrics)))
+    trainer.run(batches()[:6])
+    return {"seen": seen, "weights": [each.detach() for each in model.parameters()]}
+
+
+def sharded_landscape(rank: int) -> dict[str, Any]:
+    told = []
+    for kind, kwargs in ((CurvatureHandler, {}), (GradientNoiseScaleHandler, {"micro_batches": 2})):
+        model = fsdp()
+        try:
+            kind(model, torch.optim.SGD(model.parameters(), 0.1), **kwargs)
+        except ValueError as error:
+            told.append(str(error))
+    return {"told": told}
+
+
 def fused(parameters):
     return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
 
@@ -480,6 +515,10 @@ SCENARIOS: dict[str, Any] = {
     "flat parts": flat_parts,
     "noise scale of two": lambda rank: noise_scale(ddp(), rank, 1),
     "noise scale of four": lambda rank: noise_scale(ddp(), rank, 2),
+    "curvature": lambda rank: curvature(ddp(), rank),
+    "curvature, unused parameters": lambda rank: curvature(ddp(unused=True, find_unused_parameters=True), rank),
+    "curvature where a rank fails": lambda rank: curvature(ddp(), rank, failing=1),
+    "sharded landscape": sharded_landscape,
     "refused": refused,
     "freed": freed,
     "uneven inputs": uneven_inputs,
@@ -492,4 +531,4 @@ SCENARIOS: dict[str, Any] = {
 if __name__ == "__main__":
     torch.use_deterministic_algorithms(True)
     idist.get_world_size()  # asked before there is a group, as loggers do
-    run_scenarios(SCENARIOS, timeout=20.0, left_standing=["dropped"])
+    run_scenarios(SCENARIOS, left_standing=["dropped"])

@@ -20,6 +20,7 @@ from tests.distributed._worker import (
     OneTensor,
     accumulating,
     batches,
+    curvature,
     leaving_out,
     net,
     noise_scale,
@@ -224,6 +225,31 @@ def test_noise_scale_of_ranks_is_that_of_micro_batches(results, name, micro):
         assert result["moments"].tolist() == approx((expected["moments"] * factor).tolist())
 
 
+@pytest.mark.parametrize("name", ["curvature", "curvature, unused parameters"])
+def test_curvature_is_that_of_the_ranks_batches_together(results, name):
+    alone = curvature(net(unused="unused" in name), None)["seen"]
+    assert [len(seen) for seen in alone] == [0, 7] * 3
+    for result in results(name):
+        for seen, expected in zip(result["seen"], alone, strict=True):
+            errors = {key for key in expected if key.endswith("_error")}
+            assert seen.keys() == expected.keys()
+            assert [seen[key] for key in seen.keys() - errors] == approx([expected[k] for k in seen.keys() - errors])
+
+
+def test_a_rank_whose_curvature_fails_stops_nobody(results):
+    alone = curvature(net(), None)
+    for result in results("curvature where a rank fails"):
+        assert set().union(*result["seen"]) <= {"curvature/limit"}  # which is right all the same
+        for ours, theirs in zip(result["weights"], alone["weights"], strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+def test_noise_scale_and_curvature_refuse_sharded_parameters(results):
+    for result in results("sharded landscape"):
+        assert len(result["told"]) == 2
+        assert all(text.startswith("Argument model should not be sharded") for text in result["told"])
+
+
 @pytest.mark.parametrize("name", ["sum", "sum inf", "mean"])
 def test_ranks_with_gradients_of_their_own(results, name):
     both = results(name)
@@ -261,16 +287,16 @@ def test_dropped_run_frees_its_reducer_by_reference_counting(results):
 @pytest.mark.parametrize("name", ["dropped", "detached"])
 def test_processes_end_cleanly(tmp_path, name):
     """A reducer that outlives its process group aborts the process at its exit, one time in four."""
-    ends = launch("_worker", tmp_path, [name], timeout=60.0)
+    ends = launch("_worker", tmp_path, [name])
     if any(code == -signal.SIGABRT for code, _ in ends):  # without monitors too, one time in a hundred
-        ends = launch("_worker", tmp_path / "again", [name], timeout=60.0)
+        ends = launch("_worker", tmp_path / "again", [name])
     assert [code for code, _ in ends] == [0, 0], ends
     assert not any("Traceback" in error for _, error in ends), ends
 
 
 @pytest.mark.parametrize("name", ["uneven inputs", "after the process group"])
 def test_process_group_that_does_not_wait_for_a_monitor(tmp_path, name):
-    ends = launch("_worker", tmp_path, [name], timeout=60.0)
+    ends = launch("_worker", tmp_path, [name])
     assert [code for code, _ in ends] == [0, 0], ends
     for rank in range(WORLD):
         result = torch.load(tmp_path / f"{name}.{rank}.pt", weights_only=True)

@@ -13,8 +13,7 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="to
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    timeout = 150.0 if LOOKS < 1000 else 900.0
-    return launched("_replicas_worker", tmp_path_factory.mktemp("replicas"), SCENARIOS, timeout=timeout)
+    return launched("_replicas_worker", tmp_path_factory.mktemp("replicas"), SCENARIOS)
 
 
 CHANGED = [name for name in SCENARIOS if name.split()[-1] in CHANGES]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 
 import pytest
 import torch
-from ignite.engine import Engine
+from ignite.engine import Engine, Events
 
 from ignite_monitor import GradMonitor, MeanStdThreshold, MonitorEvents, StaticThreshold
 from tests._trainers import grad_norm, loss_of, make_batches, make_model
@@ -83,6 +84,45 @@ def test_a_new_level_is_told_of_once_where_the_rule_starts_afresh(caplog):
     assert len(caplog.records) == 1
 
 
+@pytest.mark.parametrize("how", ["loss", "tensor"])
+def test_a_new_level_of_the_loss_or_of_one_tensor_is_told_of_too(how, caplog):
+    model, now, levels = make_model(), [0], []
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    if how == "tensor":
+        model[0].bias.register_hook(lambda gradient: gradient * (100 if now[0] > 40 else 1))
+
+    def step(engine, batch):
+        now[0] = engine.state.iteration
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+
+    trainer = Engine(step)
+    loss = {"loss": lambda engine: 2.0 + 0.01 * (now[0] % 3) + 10 * (now[0] > 40)}
+    signal = loss if how == "loss" else {"per_parameter": True}
+    monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(1e9), max_consecutive_spikes=4, **signal)
+    monitor.attach(trainer)
+    trainer.add_event_handler(
+        MonitorEvents.LEVEL_CHANGED, lambda engine: levels.append((engine.state.iteration, engine.state.spike))
+    )
+    with caplog.at_level(logging.WARNING):
+        trainer.run(make_batches(60))
+    assert [iteration for iteration, _ in levels] == [44]
+    [(_, spike)] = levels
+    assert spike.name == ("grad/loss" if how == "loss" else "grad/norm")
+    if how == "loss":
+        assert spike.value == pytest.approx(12.0 + 0.01 * (44 % 3))
+        assert 2.0 < spike.threshold < 3.0
+    else:
+        assert [*spike.culprits] == ["0.bias"]
+    assert len([record for record in caplog.records if "a new level" in record.getMessage()]) == 1
+    # Spikes, norms that are not finite, fresh starts: what a RollbackHandler goes by.
+    assert monitor.counts().tolist() == [4.0, 0.0, 1.0]
+    again = GradMonitor(model, optimizer, threshold=StaticThreshold(1e9), max_consecutive_spikes=4, **signal)
+    again.load_state_dict(monitor.state_dict())
+    assert again.counts().tolist() == [4.0, 0.0, 1.0]
+
+
 # No step
 
 
@@ -137,6 +177,44 @@ def test_another_optimizer_that_makes_the_steps_is_named_once_after_50_gradients
 )
 def test_who_is_warned_of_steps_that_are_not_made(which, every, with_optimizer, count, caplog):
     assert len(run_with(steps_of(which, every), 120, caplog, with_optimizer)[0]) == count
+
+
+def test_a_filter_and_overflows_are_named_as_causes(caplog):
+    def run(make_step, event=Events.ITERATION_STARTED, scaler=None):
+        caplog.clear()
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+        trainer = Engine(make_step(model, optimizer))
+        GradMonitor(model, optimizer, scaler=scaler).attach(trainer, event)
+        with caplog.at_level(logging.WARNING):
+            trainer.run(make_batches(110))
+        [text] = hint(caplog)
+        return text
+
+    def shifted(model, optimizer):
+        def step(engine, batch):
+            loss_of(model, batch).backward()
+            if engine.state.iteration % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+
+        return step
+
+    assert "filter" in run(shifted, Events.ITERATION_STARTED(every=2))
+    scaler = torch.amp.GradScaler("cpu")
+
+    def overflowing(model, optimizer):
+        def step(engine, batch):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, batch) * math.inf).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+        return step
+
+    text = run(overflowing, scaler=scaler)
+    assert "overflow" in text
+    assert "filter" not in text
 
 
 def test_an_iteration_that_only_accumulates_says_that_no_step_was_made(caplog):

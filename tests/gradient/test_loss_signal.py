@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from ignite_monitor.gradient.loss import LossSignal
+from ignite_monitor.judging.spikes import SpikeDetector
+from ignite_monitor.judging.thresholds import MeanStdThreshold
 
 
 def losses_of(n, seed=0):
@@ -17,43 +19,62 @@ def losses_of(n, seed=0):
     return np.geomspace(4.0, 0.5, n) * random.lognormal(sigma=0.1, size=n)
 
 
-def judge_all(signal, losses, dtype=torch.float64):
+def judge_all(signal, losses, dtype=torch.float64, limits=None):
     spikes = []
     for loss in losses:
         verdict = signal.judge(torch.tensor(loss, dtype=dtype))
         signal.observe(verdict)
         spikes.append(bool(verdict.spike))
+        if limits is not None:
+            limits.append(float(verdict.limit))
     return spikes
 
 
-def expected(losses, k=4.0, decay=0.98, warmup=20):
+def expected(losses, k=4.5, decay=0.99, warmup=20):
+    """Whether each is a spike, and the limit for the logarithm of the next one after all."""
     logs, spikes, row = [], [], 0
-    for loss in losses:
+    for loss in [*losses, math.e]:
         if not math.isfinite(loss) or loss <= 0:
             spikes.append(not math.isfinite(loss))
             continue
         limit = math.inf
         if len(logs) >= warmup:
             weights = decay ** np.arange(len(logs) - 1, -1, -1.0)
-            mean = np.average(logs, weights=weights)
+            # weights[-n:] are those of the first n when they were all
+            levels = [np.average(logs[:n], weights=weights[-n:]) for n in range(1, len(logs) + 1)]
+            steps = np.array([0.0, *(np.array(logs[1:]) - levels[:-1])])
+            drift = np.average(steps, weights=weights)
             unbiased = weights.sum() - (weights**2).sum() / weights.sum()
-            limit = mean + k * math.sqrt((weights * (np.array(logs) - mean) ** 2).sum() / unbiased)
+            limit = levels[-1] + drift + k * math.sqrt((weights * (steps - drift) ** 2).sum() / unbiased)
         spikes.append(math.log(loss) > limit)
         row = row + 1 if spikes[-1] else 0
         if row < 2:
             logs.append(min(math.log(loss), limit))
-    return spikes
+    return spikes[:-1], limit
 
 
 def test_equals_the_formula():
     losses = losses_of(300)
     losses[[60, 61, 62, 150]] *= 12
     losses[[30, 90, 200, 210, 220]] = [0.0, -1.0, math.nan, math.inf, -math.inf]
-    found = judge_all(LossSignal(), losses)
+    limits = []
+    found = judge_all(LossSignal(), [*losses, 1.0], limits=limits)[:-1]
     # -inf is as non-finite as inf, but it is no large loss: it has no logarithm, like every number below zero.
-    reference = expected(np.where(losses == -math.inf, 0.0, losses))
+    reference, limit = expected(np.where(losses == -math.inf, 0.0, losses))
     assert found == reference
+    assert limits[-1] == pytest.approx(limit, rel=1e-12)
     assert [i for i, spike in enumerate(found) if spike] == [60, 61, 62, 150, 200, 210]
+
+
+def test_a_steep_fall_hides_no_leap():
+    """By the deviation around the mean, which a fall widens, none of these is a spike."""
+    random = np.random.default_rng(0)
+    falling = np.geomspace(5.0, 0.5, 800) * random.lognormal(sigma=0.02, size=800)
+    leaps = list(range(500, 800, 50))
+    falling[leaps] *= 1.3
+    assert [i for i, spike in enumerate(judge_all(LossSignal(), falling)) if spike] == leaps
+    detector = SpikeDetector(MeanStdThreshold(k=4.0, decay=0.98))
+    assert not any(judge_all(detector, np.log(falling)))
 
 
 def test_losses_that_are_not_judged_leave_no_trace():

@@ -267,9 +267,23 @@ def test_resumed_it_goes_on_as_if_it_had_not_been_interrupted():
     assert found[0]
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_a_part_that_is_thrown_away_leaves_its_step_out(set_to_none):
-    """Two parts went into the window, and only the second into the step."""
+def watched(step, model, optimizer, batches, **kwargs):
+    """What is published in each iteration, and how many steps have entered."""
+    trainer = Engine(step)
+    monitor = GradientNoiseScaleHandler(model, optimizer, **({"micro_batches": 2} | kwargs))
+    monitor.attach(trainer)
+    seen = []
+    trainer.add_event_handler(
+        Events.ITERATION_COMPLETED,
+        lambda engine: seen.append((measured(monitor), float(monitor.state_dict()["moments"][-1]))),
+    )
+    trainer.run(batches, max_epochs=1)
+    found, counts = zip(*seen, strict=True)
+    return found, [later != earlier for earlier, later in zip([0.0, *counts], counts, strict=False)]
+
+
+@pytest.mark.parametrize("what", ["zeroed", "zeroed in place", "clipped"])
+def test_a_step_whose_parts_were_changed_on_the_way_is_left_out(what):
     model, x, y = problem()
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
 
@@ -277,17 +291,61 @@ def test_a_part_that_is_thrown_away_leaves_its_step_out(set_to_none):
         optimizer.zero_grad()
         for index, (part_x, part_y) in enumerate(zip(*(part.chunk(2) for part in batch), strict=True)):
             (model(part_x) - part_y).square().mean().backward()
-            if index == 0 and engine.state.iteration % 2:
-                optimizer.zero_grad(set_to_none=set_to_none)
+            if index == 0 and engine.state.iteration % 2 == 0:
+                if what == "clipped":
+                    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+                else:
+                    optimizer.zero_grad(set_to_none=what == "zeroed")
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)  # which comes after
         optimizer.step()
 
-    trainer = Engine(step)
-    monitor = GradientNoiseScaleHandler(model, optimizer, micro_batches=2)
-    monitor.attach(trainer)
-    counts = []
-    trainer.add_event_handler(
-        Events.ITERATION_COMPLETED, lambda engine: counts.append(float(monitor.state_dict()["moments"][-1]))
-    )
-    trainer.run(list(batches(x, y, 64, 6)), max_epochs=1)
-    entered = [later != earlier for earlier, later in zip([0.0, *counts], counts, strict=False)]
-    assert entered == [False, True] * 3
+    found, entered = watched(step, model, optimizer, list(batches(x, y, 64, 12)))
+    assert entered == [True, False] * 6
+    assert found[-2]
+    assert not any(found[1::2])
+
+
+def test_parts_of_unequal_sizes_are_counted_or_left_out(caplog):
+    """The exact value is that of the parts of equal size: 62 items make parts of 16, 16, 16 and 14."""
+    model, x, y = problem()
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    trainer = trainer_of(model, optimizer)
+    found = {}
+    for name, items in (("unknown", None), ("known", lambda batch: [len(part) for part in batch[0].chunk(4)])):
+        with caplog.at_level(logging.WARNING):
+            found[name], _ = watched(
+                trainer._process_function, model, optimizer, list(batches(x, y, 50, 200)), micro_batches=4, items=items
+            )
+    assert not any(found["unknown"])
+    assert "give the argument items" in caplog.text
+    assert found["known"][-1]["low"] < exact(model, x, y) < found["known"][-1]["high"]
+    assert found["known"][-1]["batch"] == 50
+
+
+@pytest.mark.parametrize("first", ["generator", "discriminator"])
+def test_of_a_gan_only_its_own_backward_passes_count(first):
+    """Those of the generator reach the discriminator too, whose gradients are then thrown away."""
+
+    def train(with_generator):
+        model, x, y = problem()
+        optimizer = torch.optim.SGD(model.parameters(), 0.0)
+        generator = nn.Linear(6, 6)
+
+        def own(batch):
+            optimizer.zero_grad()
+            for part_x, part_y in zip(*(part.chunk(2) for part in batch), strict=True):
+                (model(part_x) - part_y).square().mean().backward()
+            optimizer.step()
+
+        def other(batch):
+            if with_generator:
+                model(generator(batch[0])).mean().backward()
+
+        steps = (own, other) if first == "discriminator" else (other, own)
+        count = 3 if with_generator and first == "discriminator" else 2
+        items = lambda batch: [32, 32, 64][:count]  # noqa: E731
+        step = lambda engine, batch: [each(batch) for each in steps]  # noqa: E731
+        return watched(step, model, optimizer, list(batches(x, y, 64, 60)), items=items if count == 3 else None)
+
+    assert train(True) == train(False)
+    assert train(True)[0][-1]

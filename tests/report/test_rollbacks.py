@@ -44,6 +44,13 @@ def test_without_there_is_none():
     assert picture(run).rollbacks == ()
 
 
+def test_a_new_level_that_was_gone_back_from_is_told_once():
+    norms = calm_norms(200)
+    norms[70:90] = norms[100:110] = 60
+    run = make_run() | tidy(grad(norms, [*range(71, 91), *range(101, 111)]))
+    assert [each.iterations for each in find(run) if each.kind == "level_change"] == [(110,)]
+
+
 def test_a_mark_in_every_panel(monkeypatch, tmp_path):
     from matplotlib.axes import Axes
 

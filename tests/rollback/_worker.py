@@ -103,4 +103,4 @@ SCENARIOS = {
 }  # fmt: skip
 
 if __name__ == "__main__":
-    run_scenarios(SCENARIOS, timeout=60.0)
+    run_scenarios(SCENARIOS)

@@ -47,14 +47,24 @@ def test_training_comes_back(fault, mode, skip_step, seed):
     assert result["accuracy"] >= undisturbed(mode, seed, fault) - 0.02
 
 
+@pytest.mark.parametrize("mode", ["sgd", "adamw"] if FULL else ["sgd"])
+@pytest.mark.parametrize("seed", range(3) if FULL else [0])
+def test_a_new_level_for_good_ends_as_well_as_without(mode, seed):
+    """Other labels from one iteration on: accepted once, sixty iterations later, and learnt as well by the end."""
+    without = train(mode, seed, "labels", length=200, after=0, handler=False)
+    result = train(mode, seed, "labels", length=200, after=0)
+    assert (result["rollbacks"], result["undone"]) == (1, 51)
+    assert without["accuracy"] > 0.9
+    assert result["accuracy"] >= without["accuracy"] - 0.02
+
+
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     names = [f"{kind} {how}" for kind in RANKS for how in ("request", "nan", "loss")]
     names += [f"{mode} {fault} {skip} {seed}" for fault, mode, skip, seed in TOGETHER]
-    return launched("_worker", tmp_path_factory.mktemp("ranks"), names, package="tests.rollback", timeout=290.0)
+    return launched("_worker", tmp_path_factory.mktemp("ranks"), names, package="tests.rollback")
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("fault", "mode", "skip_step", "seed"), TOGETHER)
 def test_ranks_come_back(fault, mode, skip_step, seed, ranks):
     results = ranks(f"{mode} {fault} {skip_step} {seed}")

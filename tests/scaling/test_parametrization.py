@@ -333,9 +333,12 @@ def test_weights_that_are_computed_are_refused(norm):
     model = _models.mlp(8, _models.wrapped)
     norm(model[3].module)
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    with pytest.raises(ValueError, match=r"Layer 3 computes its weight from other parameters"):
+    with pytest.raises(ValueError, match=r"Layer 3 \(Linear\) computes its weight from .* freeze it"):
         Parametrization(model)
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+    model[3].requires_grad_(False)
+    assert not Parametrization(model).layers["3"].seeds
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model[3].named_parameters("3"))
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")

@@ -12,13 +12,14 @@ import pytest
 import torch
 from torch import nn
 
-from ignite_monitor.scaling import parametrize
+from ignite_monitor.scaling import TracingError, parametrize
 from ignite_monitor.scaling.module import multiplier_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import coordinate_checks
 
 SMALL, LARGE = 16, 32
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of one of these packages about another
 
 
 def made(name):
@@ -230,3 +231,73 @@ def test_mamba():
         "out_proj": "hidden",
         "lm_head": "readout",
     }
+
+
+LANGUAGE = {
+    "vocab_size": 13, "num_hidden_layers": 2, "num_experts_per_tok": 2, "n_routed_experts": 4, "num_local_experts": 4,
+    "pad_token_id": None, "bos_token_id": None, "eos_token_id": None, "n_shared_experts": 1,
+}  # fmt: skip
+LATENT = {
+    "kv_lora_rank": 8, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "head_dim": 4,
+    "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "topk_method": "greedy",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "counts"),
+    [
+        ("DeepseekV2", LATENT, (5, 14, 2)),  # complex rotations; what a fixed rank gives is embedded
+        ("DeepseekV3", LATENT, (5, 14, 2)),
+        ("GptOss", {"head_dim": 8}, (1, 12, 3)),  # the softmax of the largest logits alone
+        ("RecurrentGemma", {"block_types": ("recurrent", "attention")}, (2, 13, 1)),  # blocks with biases of their own
+    ],
+)
+def test_other_language_models_of_transformers(kind, options, counts, caplog):
+    transformers = pytest.importorskip("transformers")
+
+    def make(n):
+        sizes = {"hidden_size": n, "intermediate_size": 2 * n, "moe_intermediate_size": n, "lru_width": n}
+        heads = {"num_attention_heads": n // 8, "num_key_value_heads": n // 8}
+        config = getattr(transformers, f"{kind}Config")(**LANGUAGE, **options, **sizes, **heads)
+        return getattr(transformers, f"{kind}ForCausalLM")(config)
+
+    layers = parametrize(make, (SMALL, LARGE), sample_input={"input_ids": torch.tensor([[1, 2, 3]])}).layers
+    assert tuple(sum(each.layer_type == kind for each in layers.values()) for kind in EXPONENTS) == counts
+    assert "not drawn anew" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "counts"),
+    [
+        ("Swinv2", {"depths": [1, 1], "window_size": 4, "patch_size": 2}, (3, 13, 1)),  # positions through an MLP
+        ("ConvNextV2", {"depths": [1, 1, 1, 1]}, (5, 11, 1)),  # a norm over positions
+    ],
+)
+def test_other_image_models_of_transformers(kind, options, counts):
+    transformers = pytest.importorskip("transformers")
+
+    def make(n):
+        sizes = {"embed_dim": n, "num_heads": [n // 8, n // 4], "hidden_sizes": [n, n, 2 * n, 2 * n]}
+        config = getattr(transformers, f"{kind}Config")(image_size=32, num_labels=5, **options, **sizes)
+        return getattr(transformers, f"{kind}ForImageClassification")(config)
+
+    layers = parametrize(make, (SMALL, LARGE), sample_input=torch.randn(1, 3, 32, 32)).layers
+    assert tuple(sum(each.layer_type == kind for each in layers.values()) for kind in EXPONENTS) == counts
+
+
+def test_a_factor_of_torchvisions_own_names_its_line():
+    """Keys, one part of what a layer gives, are divided by the root of the width; another scale is the way out."""
+    models = pytest.importorskip("torchvision.models")
+
+    def make(n, scale=None):
+        model = models.MaxVit((32, 32), n, 4, [n, n], [1, 1], 8, 0.0, num_classes=5)
+        for module in model.modules():
+            if scale and hasattr(module, "scale_factor"):
+                module.scale_factor = scale
+        return model
+
+    x = torch.randn(1, 3, 32, 32)
+    with pytest.raises(TracingError, match=r"to_qkv is used .* and maxvit\.py:\d+\).* or by what does not depend"):
+        parametrize(make, (SMALL, LARGE), sample_input=x)
+    found = parametrize(lambda n: make(n, 8**-0.5), (SMALL, LARGE), sample_input=x)
+    assert sum(name.endswith("to_qkv") for name in found.layers) == 4

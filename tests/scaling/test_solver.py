@@ -198,6 +198,23 @@ def test_perturbed_solutions_are_worse(seed):
 # Which of several optima
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_the_sum_comes_first_in_a_deep_model(seed):
+    """With 100 layers, a larger c of which may save as much in others, the sum is still the smallest there is."""
+    graph, count = preset_chain(hidden=98), 100
+    alignment = np.random.default_rng(seed).uniform((0.5, 0.5, 0.5), (1.0, 0.7, 1.0), (count, 3))
+    names = [node.name for node in graph.nodes]
+    found = solve(graph, dict(zip(names, map(tuple, alignment.tolist()), strict=True)))
+    c, r = np.eye(2 * count)[:count], np.eye(2 * count)[count:]
+    rows, most = [r[0] - c[0]], [-0.5]
+    for node, (alpha, omega, u), index in zip(graph.nodes[1:], alignment[1:], range(1, count), strict=True):
+        rows += [r[index] - c[index], r[index] - c[index] - r[index - 1], r[index] - r[index - 1]]
+        most += [node.a - alpha, node.a - u, node.a + node.b - omega]
+    bounds = [(None, None)] * count + [(0, None)] * count
+    result = optimize.linprog(c.sum(0), np.array(rows), most, bounds=bounds)
+    assert sum(found.c.values()) == pytest.approx(result.fun, abs=1e-6)
+
+
 def test_tie_goes_to_the_earlier_layer():
     """With u > alpha a larger c of the embedding saves as much in the readout; the embedding keeps the smallest."""
     graph = chain([Node("in", "embedding", (), -0.5, 0.5), Node("out", "readout", (), 0.5, 0.5)])
@@ -378,7 +395,7 @@ def test_feature_learning_that_can_not_be():
 @pytest.mark.parametrize(
     ("nodes", "match"),
     [
-        ([source(), hidden("h", "in")], "h reaches no readout"),
+        ([source(), hidden("h", "in")], "h reaches no trained readout, .*: train with Adam"),
         (
             [source(), readout("out", "in"), source("again")._replace(inputs=("out",)), readout("end", "again")],
             "hands back",

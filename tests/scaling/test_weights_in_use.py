@@ -149,6 +149,11 @@ FUNCTIONAL = {
     "experts": (lambda n: Weight(4, n, n), lambda m, x: F.linear(x, m.weight[0]) + F.linear(x, m.weight[3]), 1),
     "batched experts": (lambda n: Weight(2, n, n), lambda m, x: torch.bmm(x, m.weight), 1),
     "addmm": (lambda n: Weight(n, n), lambda m, x: torch.addmm(torch.zeros(x.shape[-1]), x[0], m.weight), 1),
+    "added": (
+        lambda n: nn.ParameterDict({"weight": torch.randn(2, n, n), "bias": torch.randn(2, n)}),
+        lambda m, x: torch.baddbmm(m.bias[:, None], x, m.weight),
+        1,
+    ),
     "conv": (lambda n: Weight(n, n, 1), lambda m, x: F.conv1d(x.mT, m.weight).mT, 1),
 }
 
@@ -225,6 +230,21 @@ def test_a_weight_of_the_model_itself(name):
     first, last = layers["" if name == "weight" else name], layers["last"]
     assert (first.a, first.b, first.c, first.is_module) == (0, 0, 0, False)
     assert (last.a, last.b, last.c, last.is_module) == (0.5, 0.5, 0.5, True)
+
+
+def test_a_buffer_of_many_dimensions_is_an_input():
+    """A product looks at it as a matrix, which torch does not show."""
+
+    class Positions(nn.Module):
+        def __init__(self, n):
+            super().__init__()
+            self.register_buffer("table", torch.ones(1, 5, 2))
+            self.bias, self.mix = nn.Linear(2, n), nn.Linear(n, n)
+
+        def forward(self, x):
+            return self.mix(x + self.bias(self.table)) + self.bias(self.table)
+
+    assert kinds(found(Positions))["between.bias"] == ("embedding", 32)
 
 
 def test_weights_that_do_not_grow_are_no_layers():
@@ -532,14 +552,21 @@ def test_two_that_are_multiplied_do_not_both_start_at_zero(fused):
     assert not any(torch.equal(*each) for each in weights)
 
 
-def test_a_router_is_drawn_as_a_readout():
+@pytest.mark.parametrize("way", ["all", "largest after softmax", "softmax of the largest"])
+def test_a_router_is_drawn_as_a_readout(way):
     class Experts(nn.Module):
         def __init__(self, n):
             super().__init__()
             self.gate, self.experts = nn.Linear(n, 3, bias=False), nn.Parameter(torch.randn(3, n, n))
 
         def forward(self, x):
-            share = self.gate(x).softmax(-1)
+            logits = self.gate(x)
+            share = logits.softmax(-1)
+            chosen = share.topk(2).indices if "after" in way else logits.topk(2).indices
+            if way == "softmax of the largest":
+                share = torch.zeros_like(logits).scatter(-1, chosen, logits.gather(-1, chosen).softmax(-1))
+            elif way != "all":
+                share = share * F.one_hot(chosen, 3).sum(-2)
             return torch.stack([F.linear(x, each) for each in self.experts], -2).mul(share[..., None]).sum(-2)
 
     gate = found(Experts).layers["between.gate"]

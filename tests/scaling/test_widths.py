@@ -345,6 +345,66 @@ def test_the_way_out_that_errors_name():
     assert list(parametrize(Tied, widths=(8, 16), sample_input=_models.TOKENS).layers) == ["tokens", "hidden", "head"]
 
 
+class Awkward(nn.Module):
+    """A layer with something behind it, or a parameter beside it, that can't be followed."""
+
+    def __init__(self, n, way):
+        super().__init__()
+        self.n, self.way, self.mix = n, way, nn.LazyLinear(n) if way == "lazy" else nn.Linear(n, n)
+        if way == "factor":
+            self.mix = ParametrizedModule(self.mix, width_dim=n, layer_type="hidden", a=0.0, b=0.5)
+        self.mask, self.segments = nn.Parameter(torch.ones(2, n)), nn.Parameter(torch.ones(2, n))
+
+    def forward(self, x):
+        y = self.mix(x)
+        if self.way == "numpy":
+            y = torch.from_numpy(y.detach().numpy())
+        elif self.way == "fft":
+            y = torch.fft.fft(y).real
+        elif self.way == "factor":
+            y = y * self.n**-0.5
+        return y if self.way == "unused" else y + (self.mask + self.segments).sum(0)
+
+
+def freeze(model, n):
+    model.mask.requires_grad, model.segments.requires_grad = False, False
+    return model
+
+
+def run_once(model, n):
+    model(torch.zeros(1, n))
+    return model
+
+
+def wrap(model, n):
+    return ParametrizedModule(model, width_dim=n, layer_type="hidden")
+
+
+def multiply(model, n):
+    model.mix, model.n = ParametrizedModule(model.mix.module, width_dim=n, layer_type="hidden", a=0.5, b=0.0), 1
+    return model
+
+
+@pytest.mark.parametrize(
+    ("way", "match", "out"),
+    [
+        ("numpy", r"1\.numpy takes activations out .* Put the module that does so, with a layer in it, into", wrap),
+        ("fft", r"2 takes its input from 1\.fft_fft, .* Put the module that gives it, with a layer in it, into", wrap),
+        ("factor", r"1\.mix, a ParametrizedModule, .* let the ParametrizedModule multiply, with a and b", multiply),
+        ("lazy", r"1\.mix is one: run it once there", run_once),
+        ("unused", r"1 \(Awkward\), whose mask grows .*; 1 \(Awkward\), whose segments .* or freeze", freeze),
+    ],
+)
+def test_ways_out(way, match, out):
+    def make(n, out=lambda model, n: model):
+        return nn.Sequential(nn.Linear(6, n), out(Awkward(n, way), n), nn.Linear(n, 3))
+
+    with pytest.raises((TracingError, ValueError), match=match):
+        parametrize(make, widths=(8, 16), sample_input=X)
+    found = parametrize(lambda n: make(n, out), widths=(8, 16), sample_input=X)
+    assert [each.layer_type for each in found.layers.values()] == ["embedding", "hidden", "readout"]
+
+
 def test_wrapped_by_hand_is_the_same_as_found():
     by_hand = parametrize(lambda n: _models.mlp(n, _models.wrapped), (8, 16), sample_input=X)
     found = parametrize(_models.mlp, (8, 16), sample_input=X)
@@ -357,7 +417,7 @@ def test_wrapped_by_hand_is_the_same_as_found():
 @pytest.mark.parametrize(
     ("make", "what"),
     [
-        (lambda n: nn.Sequential(nn.LazyLinear(n)), "lazy modules, but 0 is one"),
+        (lambda n: nn.Sequential(nn.LazyLinear(n)), "lazy modules, but 0 is one: run it once"),
         (lambda n: nn.Sequential(nn.Linear(6, n), torch.jit.script(nn.Linear(n, 3))), "scripted modules, but 1 is one"),
     ],
 )

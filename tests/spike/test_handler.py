@@ -79,6 +79,16 @@ def test_none_is_no_value():
     assert [bool(metrics) for metrics, _ in run(range(4), monitor)] == [False, True, False, True]
 
 
+def test_a_value_that_never_comes_is_said_once(caplog):
+    with caplog.at_level(logging.WARNING):
+        run(range(120), SpikeMonitor(lambda engine: engine.state.metrics.get("monitor/misspelt")))
+        [record] = caplog.records
+        assert "50 iterations" in record.getMessage()
+        caplog.clear()
+        run(range(120), SpikeMonitor(lambda engine: 1.0 if engine.state.iteration % 40 == 0 else None))
+        assert not caplog.records
+
+
 @pytest.mark.parametrize("value", ["text", torch.zeros(2), torch.zeros((), dtype=torch.complex64), [1.0, 2.0]])
 def test_what_is_no_number_is_refused(value):
     with pytest.raises(TypeError, match="one number or None"):

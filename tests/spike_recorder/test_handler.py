@@ -17,12 +17,21 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from ignite.engine import Engine, Events
+from ignite.engine import Engine, Events, create_supervised_trainer
 from sklearn.datasets import load_digits
 from torch import nn
 
 import ignite_monitor
-from ignite_monitor import GradMonitor, MonitorEvents, SpikeMonitor, SpikeRecorder, StaticThreshold, load_spike, record
+from ignite_monitor import (
+    GradMonitor,
+    MonitorEvents,
+    RollbackHandler,
+    SpikeMonitor,
+    SpikeRecorder,
+    StaticThreshold,
+    load_spike,
+    record,
+)
 from tests._helpers import same
 
 
@@ -227,6 +236,24 @@ def test_the_oldest_go_and_files_of_others_stay(tmp_path):
     assert files(tmp_path) == sorted([*others, *own])
     assert recorder.count == 9
     assert recorder.state_dict() == {"count": 9, "row": 1, "newest": 18}
+
+
+def test_a_row_of_spikes_stays_one_where_the_training_goes_back(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    trainer = create_supervised_trainer(model, optimizer, F.mse_loss)
+    monitor = GradMonitor(model, optimizer, skip_step=True)
+    recorder = SpikeRecorder(monitor, tmp_path, keep=6)
+    rollback = RollbackHandler({"model": model, "optimizer": optimizer})
+    for each in (monitor, recorder, rollback):
+        each.attach(trainer)
+    data = [(torch.randn(16, 3), torch.randn(16, 1)) for _ in range(150)]
+    data[110:140] = [(x, y + 50) for x, y in data[110:140]]
+    trainer.run(data)
+    assert trainer.state.metrics["rollback/count"] == 1
+    assert [load_spike(path).iteration for path in sorted(tmp_path.iterdir())] == [111, 112, 113]
+    assert recorder.metrics["grad_record/recorded_count"] == recorder.count == 3
 
 
 @pytest.mark.parametrize(("keep", "kept"), [(6, [2, 9, 10, 11]), (1, [9])])

@@ -234,4 +234,5 @@ hugging("Bart", "ForConditionalGeneration", {"vocab_size": VOCABULARY, "d_model"
 for kind in ("ViT", "Dinov2"):
     hugging(kind, "ForImageClassification", _IMAGE | _STILL, pictures(16, "pixel_values"))
 hugging("Swin", "ForImageClassification", {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [2, 2],
-        "num_heads": [2, 4], "window_size": 4, "num_labels": CLASSES}, pictures(16, "pixel_values"))  # fmt: skip
+        "num_heads": [2, 4], "window_size": 4, "num_labels": CLASSES, "drop_path_rate": 0.0},
+        pictures(16, "pixel_values"))  # fmt: skip

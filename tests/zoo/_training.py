@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,9 +11,17 @@ from ignite.engine import Engine, Events
 
 from ignite_monitor import (
     ActivationHandler,
+    CurvatureHandler,
+    GradientNoiseScaleHandler,
     GradMonitor,
+    MeanStdThreshold,
+    OptimizerStateHandler,
     RCCHandler,
+    ReplicaCheckHandler,
+    RollbackHandler,
     SpectralNormHandler,
+    SpikeMonitor,
+    SpikeRecorder,
     StepStatsHandler,
     WeightUpdateHandler,
 )
@@ -22,11 +31,14 @@ from tests.zoo._cases import Case
 from tests.zoo._truth import Calls, Iteration, call
 
 ITERATIONS = 4
+CURVED = 3
+"""In which iteration the curvature is looked at: Adam knows second moments then."""
 RATE = 3e-3
+MICRO_BATCHES = 2
 
 
 class Training:
-    """Four iterations of a model."""
+    """Four iterations of a model, each step of two micro-batches."""
 
     def __init__(self, case: Case) -> None:
         torch.manual_seed(0)
@@ -35,15 +47,18 @@ class Training:
         self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=RATE)
         self.engine = Engine(self._step)
         torch.manual_seed(1)
-        self.batches = [case.batch() for _ in range(ITERATIONS)]
+        self.batches = [[case.batch() for _ in range(MICRO_BATCHES)] for _ in range(ITERATIONS)]
 
-    def _step(self, engine: Engine, batch: dict[str, Any]) -> float:
+    def _step(self, engine: Engine, batch: list[dict[str, Any]]) -> float:
         self.optimizer.zero_grad()
-        loss = self.case.loss(call(self.model, batch))
-        loss.backward()
-        self.after_backward()
+        total = 0.0
+        for part in batch:
+            loss = self.case.loss(call(self.model, part)) / len(batch)
+            loss.backward()
+            self.after_backward()
+            total += loss.item()
         self.optimizer.step()
-        return loss.item()
+        return total
 
     def after_backward(self) -> None: ...
 
@@ -71,31 +86,48 @@ class Recorded(Training):
         self.held = {name for name, each in self.model.named_parameters() if each.requires_grad}
         self.iterations: list[Iteration] = []
 
-    def _step(self, engine: Engine, batch: dict[str, Any]) -> float:
-        self.iterations.append(Iteration(torch.get_rng_state(), batch, copies(self.model)))
+    def _step(self, engine: Engine, batch: list[dict[str, Any]]) -> float:
+        iteration = Iteration(torch.get_rng_state(), batch, copies(self.model))
+        self.iterations.append(iteration)
         calls = Calls(self.model)
-        loss = super()._step(engine, batch)
-        self.iterations[-1].calls = calls.close()
-        self.iterations[-1].after = copies(self.model)
-        return loss
+        try:
+            iteration.loss = super()._step(engine, batch)
+        finally:
+            iteration.calls, iteration.attention = calls.close(), calls.attention
+        iteration.after = copies(self.model)
+        return iteration.loss
 
     def after_backward(self) -> None:
+        iteration = self.iterations[-1]
         named = self.model.named_parameters()
-        self.iterations[-1].gradients = {name: each.grad.clone() for name, each in named if each.grad is not None}
+        iteration.gradients = {name: each.grad.clone() for name, each in named if each.grad is not None}
+        iteration.accumulated.append(iteration.gradients)
 
 
 class Monitored(Training):
     """With all monitors; what they publish in each iteration."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, directory: Path) -> None:
         super().__init__(case)
         of, optimizer = self.model, self.optimizer
         everything = dict.fromkeys(
             ("activations", "parameters", "gradients", "activation_differences", "parameter_differences"), True
         )
+        losses = SpikeMonitor(
+            lambda engine: engine.state.output, threshold=MeanStdThreshold(k=3.0, warmup=2), prefix="loss"
+        )
+        curvature = CurvatureHandler(
+            of, optimizer, micro_batches=MICRO_BATCHES, loss=lambda model, batch: case.loss(call(model, batch[0]))
+        )
         for monitor in (
             GradMonitor(of, optimizer),
+            losses,
+            SpikeRecorder(losses, directory),
+            RollbackHandler({"model": of, "optimizer": optimizer}, every=1),
+            GradientNoiseScaleHandler(of, optimizer, micro_batches=MICRO_BATCHES, items=count_items),
             WeightUpdateHandler(of, optimizer, sample_size=None),
+            OptimizerStateHandler(optimizer, of, sample_size=None),
+            ReplicaCheckHandler(of, optimizer),
             ActivationHandler(of, **everything, reference="init", attention=True),
             RCCHandler(of),
             SpectralNormHandler(of, updates=True, per_parameter=True, method="svd"),
@@ -103,8 +135,13 @@ class Monitored(Training):
             AlignmentHandler(of, sample_size=10**6),
         ):
             monitor.attach(self.engine)
+        curvature.attach(self.engine, Events.ITERATION_STARTED(once=CURVED))
         self.published: list[dict[str, float]] = []
         self.engine.add_event_handler(
             Events.ITERATION_COMPLETED,
             lambda engine: self.published.append({name: float(each) for name, each in engine.state.metrics.items()}),
         )
+
+
+def count_items(batch: list[dict[str, Any]]) -> int:
+    return sum(len(next(iter(part.values()))) for part in batch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from ignite_monitor.model.names import tags
 from tests.hard_use import _truth
 from tests.hard_use._steps import order_statistics
-from tests.hard_use._truth import Values, floating, wide
+from tests.hard_use._truth import Values, floating, statistics, wide
 
 LINEAR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -59,11 +60,19 @@ class Call:
 
 
 class Calls:
-    """Records the calls of a model's modules: name -> its calls."""
+    """Records the calls of a model's modules, and what they compute attention from.
+
+    Attributes:
+        calls: name of a module -> its calls.
+        attention: name of a module -> the queries, keys and values of each call of attention that it makes.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.calls: dict[str, list[Call]] = {}
-        self._open: list[Call] = []
+        self.attention: dict[str, list[tuple[Tensor, ...]]] = {}
+        self._open: list[tuple[str, Call]] = []
+        self._function = F.scaled_dot_product_attention
+        F.scaled_dot_product_attention = self._attend
         self._handles = [
             handle
             for name, module in model.named_modules()
@@ -71,22 +80,38 @@ class Calls:
                 module.register_forward_pre_hook(
                     lambda _, args, kwargs, name=name: self._enter(name, args, kwargs), with_kwargs=True
                 ),
-                module.register_forward_hook(lambda _, args, output: self._open.pop().leave(output)),
+                module.register_forward_hook(lambda _, args, output: self._open.pop()[1].leave(output)),
             )
         ]
 
     def _enter(self, name: str, args: Any, kwargs: Any) -> None:
-        self._open.append(Call(args, kwargs))
-        self.calls.setdefault(name, []).append(self._open[-1])
+        self._open.append((name, Call(args, kwargs)))
+        self.calls.setdefault(name, []).append(self._open[-1][1])
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self.attention.setdefault(self._open[-1][0], []).append(copied((query, key, value)))
+        return self._function(query, key, value, *args, **kwargs)
 
     def close(self) -> dict[str, list[Call]]:
+        F.scaled_dot_product_attention = self._function
         for handle in self._handles:
             handle.remove()
         return self.calls
 
 
+@dataclasses.dataclass
 class Iteration(_truth.Iteration):
-    """One iteration; ``x`` is what the model is called with."""
+    """One iteration; ``x`` is what the model is called with, a batch for each backward.
+
+    Attributes:
+        accumulated: the gradients after each backward.
+        attention: as in :class:`Calls`.
+        loss: what the train step returns.
+    """
+
+    accumulated: list[dict[str, Tensor]] = dataclasses.field(default_factory=list)
+    attention: dict[str, list[tuple[Tensor, ...]]] = dataclasses.field(default_factory=dict)
+    loss: float = math.nan
 
 
 class Truth(_truth.Truth):
@@ -98,7 +123,8 @@ class Truth(_truth.Truth):
         model = copy.deepcopy(self.initial)
         calls, before = Calls(model), torch.get_rng_state()
         torch.set_rng_state(self.iteration.rng)
-        call(model, self.iteration.x)  # with gradients, since some kernels round otherwise without
+        for batch in self.iteration.x:
+            call(model, batch)  # with gradients, since some kernels round otherwise without
         torch.set_rng_state(before)
         self.theirs = calls.close()
 
@@ -106,6 +132,19 @@ class Truth(_truth.Truth):
         """Of the modules that are called as often in the reference, and are given as much."""
         pairs = super()._paired()
         return {name: each for name, each in pairs.items() if all(_alike(*pair) for pair in each)}
+
+    # ActivationHandler
+
+    def attention_inputs(self) -> Values:
+        """Statistics of what attention is computed from, by head."""
+        found: Values = {}
+        for name, calls in self.iteration.attention.items():
+            for kind, tensors in zip(("query", "key", "value"), zip(*calls, strict=True), strict=True):
+                for head in range(tensors[0].shape[-3]):
+                    start = f"activation/{self.tags[name]}/head_{head}/{kind}"
+                    values = statistics([each[..., head, :, :] for each in tensors], True)
+                    found |= {f"{start}/{metric}": value for metric, value in values.items()}
+        return found
 
     # RCCHandler
 
@@ -254,6 +293,14 @@ def call(model: nn.Module, batch: dict[str, Any]) -> Any:
         *(value for key, value in batch.items() if key.isdigit()),
         **{key: value for key, value in batch.items() if not key.isdigit()},
     )
+
+
+def doubled(batch: Any) -> Any:
+    if isinstance(batch, Tensor):
+        return batch.double() if batch.is_floating_point() else batch
+    if isinstance(batch, dict):
+        return {key: doubled(each) for key, each in batch.items()}
+    return [doubled(each) for each in batch] if isinstance(batch, list) else batch
 
 
 def _alike(now: Call, then: Call) -> bool:

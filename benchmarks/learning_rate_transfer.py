@@ -1,0 +1,271 @@
+"""The best learning rate of a small Llama and of a ViT at three widths: in the standard parametrization, under muP, and
+under muP with the alignment that MaxPScheduler measures.
+
+The Llama (two layers, 32 bytes of context) learns the docstrings of Python's standard library, the ViT (two layers, 17
+positions) scikit-learn's handwritten digits. All learn with Adam, whose learning rate rises over 10 steps and falls to
+0. What counts is the loss at the end: of text that the Llama has not seen, and of the first 256 digits. Weights of all
+three start alike, but the readout's; the standard parametrization has one learning rate for all of them.
+
+Every training is one line of a file, so that a run may be stopped and goes on where it was.
+
+    PYTHONPATH=. python benchmarks/learning_rate_transfer.py RUNS.jsonl [--minutes 60]   train what is missing
+    PYTHONPATH=. python benchmarks/learning_rate_transfer.py RUNS.jsonl --draw FILE.png   figure and tables
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import functools
+import json
+import logging
+import math
+import statistics
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from ignite.engine import Engine, Events
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from benchmarks.coordinate_checks import Case, probe, transformer, vit_transformers
+from ignite_monitor.scaling import PRESETS, MaxPScheduler, parametrize
+
+KINDS = {"standard": "standard", "mup": "muP", "maxp": "muP, measured alignment"}
+TASKS = {"llama": "Llama", "vit": "ViT"}
+SHOWN = {"llama": ((2.5, 2.75, 3, 3.5), (2.45, 3.6)), "vit": ((0.1, 0.2, 0.5, 1, 2), (0.07, 2.5))}  # losses
+WIDTHS = (64, 256, 512)
+STEPS, BATCH, LENGTH, HELD_OUT = 120, 8, 32, 64
+# log2 of the learning rate that the search starts at; under muP that of a layer of width 1.
+STARTS = {
+    ("llama", "standard"): -7,
+    ("llama", "mup"): -2,
+    ("llama", "maxp"): -2,
+    ("vit", "standard"): -9,
+    ("vit", "mup"): -3,
+    ("vit", "maxp"): -3,
+}
+
+
+class Run(NamedTuple):
+    """One training, but for its result."""
+
+    task: str
+    kind: str
+    width: int
+    rate: int
+    seed: int
+
+
+@functools.cache
+def text() -> Tensor:
+    """Docstrings of the standard library, as bytes."""
+    found = []
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        tree = ast.parse(path.read_bytes())
+        kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
+        found += [ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, kinds)]
+    return torch.tensor(list("\n".join(filter(None, found)).encode("ascii", "ignore")))
+
+
+@functools.cache
+def digits() -> tuple[Tensor, Tensor]:
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    return torch.tensor(data.images / 8 - 1, dtype=torch.float32)[:, None], torch.tensor(data.target)
+
+
+def passages(starts: Tensor) -> dict[str, Tensor]:
+    ids = torch.stack([text()[start : start + LENGTH] for start in starts])
+    return {"input_ids": ids, "labels": ids}
+
+
+def images(index: Tensor) -> dict[str, Tensor]:
+    pixels, target = digits()
+    return {"pixel_values": pixels[index], "target": target[index]}
+
+
+def case(task: str) -> tuple[Case, Any, Any]:
+    """The model, a function that draws a batch, and the batch that is measured."""
+    if task == "llama":
+        made = transformer("llama", vocab_size=128)
+        train = len(text()) * 9 // 10
+        held_out = torch.linspace(train, len(text()) - LENGTH, HELD_OUT).long()
+        return made, lambda: passages(torch.randint(train - LENGTH, (BATCH,))), passages(held_out)
+    made = vit_transformers(image_size=8, patch_size=2, num_channels=1)
+    return made, lambda: images(torch.randint(len(digits()[0]), (2 * BATCH,))), images(torch.arange(256))
+
+
+def loss_of(made: Case, model: torch.nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    output = model(**{key: value for key, value in batch.items() if key != "target"})
+    return output.loss if made.loss is None else made.loss(output, batch)
+
+
+def train(run: Run, steps: int = STEPS) -> float:
+    """The loss at the end."""
+    torch.manual_seed(run.seed)
+    made, draw, measured = case(run.task)
+    made = Case(made.make, draw, made.loss)
+    options: dict[str, Any] = {"ab_overrides": PRESETS["standard"]} if run.kind == "standard" else {}
+    scaled = parametrize(made.make, (32, run.width), sample_input=probe(made), lr_prefactor=2.0**run.rate, **options)
+    groups = scaled.model.parameters() if run.kind == "standard" else scaled.param_groups
+    optimizer = torch.optim.Adam(groups, lr=2.0**run.rate, fused=True)
+    torch.manual_seed(run.seed)  # the same batches for all
+
+    trainer = Engine(lambda _, batch: made.step(scaled.model, optimizer, batch))
+    scheduled = optimizer
+    if run.kind == "maxp":
+        scheduler = MaxPScheduler(scaled, optimizer, solve_interval=5, warmup_steps=5, alignment_ema=0.5)
+        scheduler.attach(trainer)
+        scheduled = scheduler.as_optimizer()
+    schedule = LambdaLR(scheduled, lambda step: min(1.0, (step + 1) / 10) * (1 - step / steps))
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: schedule.step())
+    trainer.run([draw() for _ in range(steps)], max_epochs=1)
+    with torch.no_grad():
+        loss = float(loss_of(made, scaled.model.eval(), measured))
+    return loss if math.isfinite(loss) else 100.0
+
+
+def wanted(results: dict[Run, float], seeds: int) -> Iterator[Run]:
+    """Trainings, until the best learning rate of each seed has neighbours: within four times, at the last width two."""
+    for seed in range(seeds):
+        for width in WIDTHS:
+            for (task, kind), start in STARTS.items():
+                reach = 1 if width == WIDTHS[-1] else 2
+                missing = [start]
+                while missing:
+                    known = of(results, task, kind, width, seed)
+                    best = min(known, key=known.__getitem__, default=start)
+                    missing = [rate for rate in range(best - reach, best + reach + 1) if rate not in known]
+                    yield from (Run(task, kind, width, rate, seed) for rate in missing[:1])
+
+
+def of(results: dict[Run, float], *cell: Any) -> dict[int, float]:
+    """The losses of a task, a kind, a width and a seed by learning rate."""
+    task, kind, width, seed = cell
+    return {run.rate: loss for run, loss in results.items() if (*run[:3], run.seed) == (task, kind, width, seed)}
+
+
+def read(path: Path) -> dict[Run, float]:
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {Run(*line[:-1]): line[-1] for line in map(json.loads, lines)}
+
+
+def work(path: Path, seeds: int, minutes: float) -> None:
+    """Train what is missing, and append a line for each."""
+    end = time.monotonic() + 60 * minutes
+    results = read(path)
+    for run in wanted(results, seeds):
+        if time.monotonic() > end:
+            return
+        started = time.process_time()
+        results[run] = round(train(run), 5)
+        with path.open("a") as file:
+            file.write(json.dumps([*run, results[run]]) + "\n")
+        print(*run, results[run], f"{time.process_time() - started:.1f} s", flush=True)
+
+
+class Best(NamedTuple):
+    """The best learning rate of one seed, and the loss there: the vertex of a parabola through three trainings."""
+
+    rate: float  # log2
+    loss: float
+
+
+def best(losses: dict[int, float]) -> Best | None:
+    """Of log loss over log2 of the rate; None if the best one has no neighbours."""
+    rate = min(losses, key=losses.__getitem__)
+    if not {rate - 1, rate + 1} <= losses.keys():
+        return None
+    left, middle, right = (math.log(losses[each]) for each in (rate - 1, rate, rate + 1))
+    slope, curvature = (right - left) / 2, right - 2 * middle + left
+    return Best(rate - slope / curvature, math.exp(middle - slope**2 / (2 * curvature)))
+
+
+def bests(results: dict[Run, float], *cell: Any) -> list[Best]:
+    """One for each seed of a task, a kind and a width."""
+    seeds = sorted({run.seed for run in results if run[:3] == cell})
+    return [found for seed in seeds if (losses := of(results, *cell, seed)) and (found := best(losses)) is not None]
+
+
+def table(results: dict[Run, float]) -> str:
+    """Best learning rates and losses, means and standard errors over seeds; and how far the best ones have moved."""
+    lines = ["| model | parametrization | width | seeds | log2 of the best learning rate | moved by | loss there |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    for task, kind in STARTS:
+        first: list[Best] = []
+        for width in WIDTHS:
+            found = bests(results, task, kind, width)
+            first = first or found
+            moved = [other.rate - one.rate for one, other in zip(first, found, strict=False)]
+            cells = [TASKS[task], KINDS[kind], str(width), str(len(found)), over([each.rate for each in found])]
+            cells += ["" if width == WIDTHS[0] else over(moved, "+"), over([each.loss for each in found], digits=3)]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def over(values: list[float], sign: str = "", digits: int = 1) -> str:
+    """The mean and its standard error, which two or more values have."""
+    if not values:
+        return "-"
+    error = f" ± {statistics.stdev(values) / len(values) ** 0.5:.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):{sign}.{digits}f}{error}"
+
+
+def draw(results: dict[Run, float], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.6, 5.6), dpi=110, layout="constrained", facecolor="white")
+    grid = figure.subplots(len(TASKS), len(KINDS), sharey="row")
+    colours = dict(zip(WIDTHS, ("#e07b00", "#0b7a75", "#3a3f9e"), strict=True))
+    for (task, kind), axes in zip(STARTS, grid.flat, strict=True):
+        for width, colour in colours.items():
+            seeds = sorted({run.seed for run in results if run[:3] == (task, kind, width)})
+            for seed in seeds:
+                losses = dict(sorted(of(results, task, kind, width, seed).items()))
+                label = f"width {width}" if seed == seeds[0] else None
+                axes.plot(losses.keys(), losses.values(), ".-", color=colour, linewidth=0.9, markersize=4, label=label)
+            for each in bests(results, task, kind, width):
+                axes.plot(*each, "*", color=colour, markersize=11, markeredgecolor="white", markeredgewidth=0.6)
+        axes.set_title(f"{TASKS[task]}: {KINDS[kind]}", loc="left", fontsize=10)
+        ticks, limits = SHOWN[task]
+        axes.set_yscale("log")
+        axes.set_yticks(ticks, [f"{each:g}" for each in ticks])
+        axes.set_yticks([], minor=True)
+        axes.set_ylim(limits)
+        axes.tick_params(labelsize=8)
+        axes.grid(visible=True, color="#e6e8eb", linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_xlabel("log2 of the learning rate" + ("" if kind == "standard" else " at width 1"), fontsize=8.5)
+    for axes in grid[:, 0]:
+        axes.set_ylabel("loss at the end", fontsize=8.5)
+    grid[0, 0].legend(frameon=False, fontsize=8)
+    figure.savefig(path)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="The best learning rate at three widths.")
+    parser.add_argument("runs", type=Path, help="the file of trainings")
+    parser.add_argument("--draw", type=Path, help="draw what there is, and print a table, instead of training")
+    parser.add_argument("--minutes", type=float, default=60.0, help="when to stop (default: 60)")
+    parser.add_argument("--seeds", type=int, default=3)
+    args = parser.parse_args()
+    if args.draw:
+        results = read(args.runs)
+        draw(results, args.draw)
+        print(table(results))
+        return 0
+    torch.set_num_threads(1)
+    logging.getLogger("ignite_monitor").setLevel(logging.ERROR)
+    work(args.runs, args.seeds, args.minutes)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

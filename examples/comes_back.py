@@ -1,0 +1,210 @@
+"""A training that comes back, beside the same training without help.
+
+A small GPT learns English from Python's own reference, the text behind ``help("for")``, which comes with every Python.
+Forty batches in a row are from a shard with another vocabulary; later the learning rate is a hundred times too large
+for three steps. The training runs three times on the same batches: with handlers, without, and undisturbed.
+
+    python examples/comes_back.py                          about a minute, and a table
+    python examples/comes_back.py --plot comes_back.png    and a picture (needs matplotlib)
+"""
+
+import argparse
+import math
+import pydoc_data.topics
+from dataclasses import dataclass, field
+
+import torch
+from ignite.engine import Engine, Events
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from ignite_monitor import GradMonitor, MonitorEvents, RollbackHandler, SpikeRecorder
+
+CHARACTERS, LENGTH, WIDTH, BATCH = 128, 64, 64, 16
+SPIKES = "runs/comes_back/spikes"
+
+
+class GPT(nn.Module):
+    """Predicts the next character."""
+
+    def __init__(self):
+        super().__init__()
+        self.characters, self.positions = nn.Embedding(CHARACTERS, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        block = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
+        self.blocks = nn.TransformerEncoder(block, 2, norm=nn.LayerNorm(WIDTH), enable_nested_tensor=False)
+        self.head = nn.Linear(WIDTH, CHARACTERS)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(LENGTH))
+
+    def forward(self, text):
+        return self.head(self.blocks(self.characters(text) + self.positions.weight, self.mask, is_causal=True))
+
+
+def loss_of(model, batch):
+    return cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+
+def read_text():
+    """Numbers of characters, those of the last tenth apart."""
+    text = "".join(text for _, text in sorted(pydoc_data.topics.topics.items()))
+    numbers = torch.tensor(list(text.encode("ascii", "replace")))
+    return numbers[: -len(numbers) // 10], numbers[-len(numbers) // 10 :]
+
+
+def make_batches(text, count, seed, from_elsewhere=()):
+    generator = torch.Generator().manual_seed(seed)
+    other_vocabulary = torch.randperm(CHARACTERS, generator=generator)
+    for iteration in range(1, count + 1):
+        starts = torch.randint(len(text) - LENGTH - 1, (BATCH, 1), generator=generator)
+        batch = text[starts + torch.arange(LENGTH + 1)]
+        yield other_vocabulary[batch] if iteration in from_elsewhere else batch
+
+
+def trouble(iterations):
+    """In which iterations the data are from elsewhere, and in which the learning rate is too large."""
+    data, rate = 3 * iterations // 10, 6 * iterations // 10
+    return range(data, data + 40), range(rate, rate + 3)
+
+
+@dataclass
+class Run:
+    """What a training leaves to look at.
+
+    Attributes:
+        losses: iteration -> loss on unseen text.
+        spikes: iterations.
+        rollbacks: from which iteration back to which.
+    """
+
+    losses: dict = field(default_factory=dict)
+    spikes: list = field(default_factory=list)
+    rollbacks: list = field(default_factory=list)
+
+
+def train(iterations, seed, disturbed=True, helped=True):
+    torch.manual_seed(seed)
+    text, unseen = read_text()
+    exam = torch.cat(list(make_batches(unseen, 4, seed)))
+    bad_data, bad_rate = trouble(iterations) if disturbed else ((), ())
+    model = GPT()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+
+    def factor(step):
+        warm_up_and_cosine = min(1.0, (step + 1) / 50) * (0.55 + 0.45 * math.cos(math.pi * step / iterations))
+        return 100 * warm_up_and_cosine if step + 1 in bad_rate else warm_up_and_cosine
+
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+    def train_step(engine, batch):
+        optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        return loss.item()
+
+    trainer, run = Engine(train_step), Run()
+    if helped:
+        monitor = GradMonitor(model, optimizer, reaction="skip")
+        monitor.attach(trainer)
+        RollbackHandler({"model": model, "optimizer": optimizer, "scheduler": scheduler}).attach(trainer)
+        SpikeRecorder(monitor, SPIKES).attach(trainer)
+
+        @trainer.on(MonitorEvents.SPIKE_DETECTED)
+        def note_spike(engine):
+            run.spikes.append(engine.state.iteration)
+
+        @trainer.on(MonitorEvents.ROLLED_BACK)
+        def note_rollback(engine):
+            run.rollbacks.append((engine.state.iteration, int(engine.state.metrics["rollback/iteration"])))
+
+    @trainer.on(Events.ITERATION_COMPLETED(every=10))
+    def examine(engine):
+        with torch.no_grad():
+            run.losses[engine.state.iteration] = loss_of(model, exam).item()
+
+    trainer.run(make_batches(text, iterations, seed, bad_data), epoch_length=iterations)
+    return run
+
+
+HEAD = f"{'loss on unseen text':20}{'before':>8}{'worst':>8}{'at the end':>12}{'spikes':>8}{'rollbacks':>11}"
+
+
+def row(iterations, name, run):
+    start = trouble(iterations)[0].start
+    before = run.losses[max(each for each in run.losses if each < start)]
+    worst = max(loss for iteration, loss in run.losses.items() if iteration >= start)
+    losses = f"{before:8.2f}{worst:8.2f}{run.losses[max(run.losses)]:12.2f}"
+    return f"{name:20}{losses}{len(run.spikes):8}{len(run.rollbacks):11}"
+
+
+def plot(iterations, runs, path):
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    ink, grey = "#24292f", "#6e7781"
+    colours = {"undisturbed": grey, "without handlers": "#c0362c", "with handlers": "#0b5fa5"}
+    curves = {name: {at: loss for at, loss in run.losses.items() if at >= 50} for name, run in runs.items()}
+    low, high = (end(end(each.values()) for each in curves.values()) for end in (min, max))
+    height = high - low
+    with rc_context({"font.size": 11, "text.color": ink, "axes.edgecolor": "#afb8c1"}):
+        figure = Figure(figsize=(10, 4.9), dpi=140, layout="constrained", facecolor="white")
+        figure.get_layout_engine().set(w_pad=0.2, h_pad=0.15)
+        axes = figure.add_subplot()
+        axes.set_title("One training on the same batches, with and without handlers", loc="left", pad=28, weight="bold")
+        axes.text(0, 1.03, "loss of a small GPT on unseen text, over iterations", transform=axes.transAxes, color=grey)
+        axes.set(xlim=(50, iterations), ylim=(low - 0.18 * height, high + 0.16 * height))
+        words = "40 batches with\nanother vocabulary", "learning rate × 100\nfor 3 steps"
+        for where, text in zip(trouble(iterations), words, strict=True):
+            axes.axvspan(where.start, where.stop, color="#f5b82e", alpha=0.28, linewidth=0)
+            axes.text(where.stop + 8, high + 0.12 * height, text, va="top", fontsize=10)
+
+        lowest = low - 0.08 * height
+        for name, curve in curves.items():
+            style = {"linestyle": (0, (1, 1.2)), "linewidth": 1.6} if name == "undisturbed" else {"linewidth": 2.2}
+            axes.plot(curve.keys(), curve.values(), color=colours[name], **style)
+        for name, curve in sorted(curves.items(), key=lambda item: item[1][max(item[1])]):
+            loss = curve[max(curve)]
+            lowest = max(loss, lowest + 0.06 * height)  # no label on another
+            text = axes.annotate(
+                f"{name} {loss:.2f}", (iterations, lowest), (8, 0), textcoords="offset points", va="center"
+            )
+            text.set(color=colours[name], weight="normal" if name == "undisturbed" else "bold")
+
+        run, y = runs["with handlers"], low - 0.11 * height
+        axes.plot(run.spikes, [y] * len(run.spikes), "|", color="#c0362c", markersize=9, markeredgewidth=1)
+        if run.spikes:
+            axes.text(run.spikes[-1] + 8, y, "spikes: steps left out", va="center", fontsize=9, color="#c0362c")
+        for at, back_to in run.rollbacks:
+            arrow = {"arrowstyle": "-|>", "color": colours["with handlers"], "connectionstyle": "arc3,rad=0.35"}
+            text = axes.annotate(f"back to {back_to} ", (at, y), (back_to, y), ha="right", va="center", fontsize=9)
+            text.set_color(colours["with handlers"])
+            axes.annotate("", (back_to, y), (at, y), arrowprops=arrow)
+        axes.tick_params(length=0, labelcolor=grey)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="#eaeef2")
+        axes.set_axisbelow(True)
+        figure.savefig(path)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--iterations", type=int, default=1000, help="of each training (default: 1000, at least 500)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--plot", metavar="FILE", help="draw the losses")
+    arguments = parser.parse_args()
+    if arguments.iterations < 500:
+        parser.error("--iterations should be at least 500")
+    torch.set_num_threads(1)  # threads that wait for each other cost such a small model more than they add
+    kinds = {"undisturbed": (False, False), "without handlers": (True, False), "with handlers": (True, True)}
+    runs = {}
+    print(HEAD)
+    for name, (disturbed, helped) in kinds.items():
+        runs[name] = train(arguments.iterations, arguments.seed, disturbed, helped)
+        print(row(arguments.iterations, name, runs[name]), flush=True)
+    print(f"\nWhat was in the bad batches:\n    ignite-monitor spike {SPIKES}")
+    if arguments.plot:
+        plot(arguments.iterations, runs, arguments.plot)
+
+
+if __name__ == "__main__":
+    main()
