@@ -95,15 +95,15 @@ def sharded_norm(tensors: Iterable[DTensor], norm_type: float = 2.0) -> Tensor:
 def _by_mesh(
     tensors: Iterable[Any], norm_type: float
 ) -> Iterator[tuple[Callable[[Tensor], Tensor], list[tuple[int, Tensor]]]]:
-    """DTensors that lie alike: what makes norms of this rank's parts those of the whole; (place, this rank's part)."""
+    """DTensors that lie alike: what makes norms of this rank's parts those of the whole; (index, this rank's part)."""
     from torch.distributed.tensor import Replicate
 
     groups: dict[tuple[Any, tuple[int, ...]], list[tuple[int, Tensor]]] = {}
-    for place, tensor in enumerate(tensors):
+    for index, tensor in enumerate(tensors):
         if any(placement.is_partial() for placement in tensor.placements):
             tensor = tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
         dims = tuple(i for i, placement in enumerate(tensor.placements) if not placement.is_replicate())
-        groups.setdefault((tensor.device_mesh, dims), []).append((place, tensor.to_local()))
+        groups.setdefault((tensor.device_mesh, dims), []).append((index, tensor.to_local()))
 
     def over_mesh(norms: Tensor, mesh: Any, dims: tuple[int, ...]) -> Tensor:
         for dim in dims:
@@ -129,12 +129,12 @@ def norm_of_each(tensors: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     with torch.no_grad():
         if not any_sharded(tensors):
             return _each_plain(tensors, norm_type)
-        places = [i for i, each in enumerate(tensors) if not is_sharded(each)]
-        found = dict(zip(places, _each_plain([tensors[i] for i in places], norm_type).unbind(), strict=True))
+        indices = [i for i, each in enumerate(tensors) if not is_sharded(each)]
+        found = dict(zip(indices, _each_plain([tensors[i] for i in indices], norm_type).unbind(), strict=True))
         sharded = [i for i in range(len(tensors)) if i not in found]
         for over_mesh, local in _by_mesh((tensors[i] for i in sharded), norm_type):
             norms = over_mesh(_each_plain([each for _, each in local], norm_type)).unbind()
-            found |= zip([sharded[place] for place, _ in local], norms, strict=True)
+            found |= zip([sharded[index] for index, _ in local], norms, strict=True)
         return torch.stack([found[i].to(found[0].device) for i in range(len(tensors))])
 
 
@@ -160,11 +160,11 @@ def _each_plain(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
     ]
     found: dict[int, Tensor] = {}
     for dtype in {part.dtype for part in parts}:
-        places = [i for i, part in enumerate(parts) if part.dtype == dtype]
-        group = foreach_norm([parts[i] for i in places], norm_type, dtype=_sum_dtype(dtype))
+        indices = [i for i, part in enumerate(parts) if part.dtype == dtype]
+        group = foreach_norm([parts[i] for i in indices], norm_type, dtype=_sum_dtype(dtype))
         norms = torch.stack(group).double()
-        if len(places) < len(parts):
-            found |= zip(places, norms.unbind(), strict=True)
+        if len(indices) < len(parts):
+            found |= zip(indices, norms.unbind(), strict=True)
     if found:
         norms = torch.stack([found[i] for i in range(len(parts))])
     outside = (~((norms > _SAFE[0]) & (norms < _SAFE[1]))).nonzero().flatten().tolist()

@@ -135,7 +135,7 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 
 
 def max_over_ranks(values: Tensor) -> Tensor:
-    """The largest of the ranks' numbers, place by place, in one collective."""
+    """The largest of the ranks' numbers, element by element, in one collective."""
     return values if world_size() == 1 else _all_reduce(values, largest=True)
 
 
