@@ -21,13 +21,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from ignite.engine import Engine, Events
+from ignite.engine import Engine, Events, create_supervised_trainer
 from PIL import Image, ImageChops
 from rich.console import Console
 from torch import nn
+from torch.nn.functional import mse_loss
 
 from ignite_monitor import (
     ActivationHandler,
+    CurvatureHandler,
     GradientNoiseScaleHandler,
     GradMonitor,
     HDF5Logger,
@@ -102,9 +104,12 @@ def make_figures(directory):
     for name, metrics in FIGURES.items():
         draw(picture(run, re.compile(metrics)), directory / f"{name}.png")
         keep(directory / f"{name}.png", f"figures/{name}.png")
-    noise = picture(tidy(read_hdf5(watch_noise(directory / "noise.h5"))), re.compile("^noise_scale/"))
-    draw(noise, directory / "noise_scale.png")
-    keep(directory / "noise_scale.png", "figures/noise_scale.png")
+    for name, watch, metrics in (
+        ("noise_scale", watch_noise, "^noise_scale/"),
+        ("curvature", watch_curvature, "^curvature/(largest|limit|along_gradient)$"),
+    ):
+        draw(picture(tidy(read_hdf5(watch(directory / f"{name}.h5"))), re.compile(metrics)), directory / f"{name}.png")
+        keep(directory / f"{name}.png", f"figures/{name}.png")
     torch.manual_seed(0)
     batch = torch.randn(64, 32), torch.randint(10, (64,))
     widths = [32, 64, 128, 256, 512]
@@ -141,6 +146,19 @@ def watch_noise(file, iterations=400):
     with HDF5Logger(file) as logger, monitor.attach(trainer):
         monitor.log_to(logger, trainer)
         trainer.run(batches, max_epochs=1, epoch_length=iterations)
+    return file
+
+
+def watch_curvature(file, iterations=1000):
+    """Gradient descent with the same items in every step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 1))
+    x = torch.randn(64, 4)
+    trainer = create_supervised_trainer(model, optimizer := torch.optim.SGD(model.parameters(), 0.05), mse_loss)
+    monitor = CurvatureHandler(model, optimizer)
+    with HDF5Logger(file) as logger, monitor.attach(trainer, Events.ITERATION_STARTED(every=10)):
+        monitor.log_to(logger, trainer)
+        trainer.run([(x, x[:, :1] * x[:, 1:2])], max_epochs=iterations)
     return file
 
 

@@ -143,7 +143,7 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
 
         Args:
             engine: the engine that trains the model.
-            event: ``Events.ITERATION_STARTED``, with any filter; None for one iteration in a thousand.
+            event: ``Events.ITERATION_STARTED``, with any filter; None for one iteration in two thousand.
 
         Returns:
             A handle whose ``remove()`` detaches again; a ``with`` block does it at its end.
@@ -153,7 +153,7 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
             ValueError: if ``event`` is another event, the monitor is attached already, or the names that it needs in
                 the engine's state are taken.
         """
-        return super().attach(engine, Events.ITERATION_STARTED(every=1000) if event is None else event)
+        return super().attach(engine, Events.ITERATION_STARTED(every=2000) if event is None else event)
 
     def handlers(self) -> Handlers:
         return [
