@@ -15,6 +15,7 @@ from torch import nn
 
 from ignite_monitor import (
     ActivationHandler,
+    GradientNoiseScaleHandler,
     GradMonitor,
     OptimizerStateHandler,
     RCCHandler,
@@ -51,10 +52,12 @@ def clone(model: nn.Module, tokens: torch.Tensor) -> None:
 
 
 def all_of_them(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
-    return [monitor for name in MONITORS if name not in (PLAIN, ALL) for monitor in MONITORS[name](model, optimizer)]
+    return [
+        monitor for name in MONITORS if name not in (PLAIN, ALL, NOISE) for monitor in MONITORS[name](model, optimizer)
+    ]
 
 
-PLAIN, ALL = "`ActivationHandler`", "all of these"
+PLAIN, NOISE, ALL = "`ActivationHandler`", "`GradientNoiseScaleHandler`, two micro-batches", "all but this one"
 COMPARISONS = {"`clip_grad_norm_`": clip, "two forward passes": two_passes, "a clone of the weights": clone}
 MONITORS: dict[str, Callable[..., list[Any]]] = {
     "`GradMonitor`": lambda model, optimizer: [GradMonitor(model, optimizer)],
@@ -65,6 +68,7 @@ MONITORS: dict[str, Callable[..., list[Any]]] = {
     "`SpectralNormHandler`": lambda model, _: [SpectralNormHandler(model)],
     "`RCCHandler`": lambda model, _: [RCCHandler(model)],
     "`StepStatsHandler`": lambda model, optimizer: [StepStatsHandler(model, optimizer)],
+    NOISE: lambda model, optimizer: [GradientNoiseScaleHandler(model, optimizer, micro_batches=2)],
     ALL: all_of_them,
 }
 
@@ -87,8 +91,8 @@ class Runner:
 
         def train_step(engine: Engine, tokens: torch.Tensor) -> None:
             optimizer.zero_grad()
-            if not idle:
-                nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten() % 10).backward()
+            for part in () if idle else tokens.chunk(2 if variant == NOISE else 1):
+                nn.functional.cross_entropy(model(part).flatten(0, 1), part.flatten() % 10).backward()
             if extra is not None and self.watches(engine, engine.state.iteration):
                 extra(model, tokens)
             optimizer.step()

@@ -61,9 +61,9 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
     The Hessian is only multiplied by vectors, through the graph of the loss on which the train step calls
     ``backward()``: the same batch, the same dropout masks, and no further forward pass. A product costs about two
     backward passes, and there are ``1 + lanczos_steps`` of them, with Adam as many again; with the defaults one
-    iteration in a thousand is looked at. Gradients, buffers, random numbers and the optimizer are not touched; hooks of
-    yours on tensors and modules run in these products too. Of DistributedDataParallel the mean over the ranks' batches
-    counts.
+    iteration in two thousand is looked at. Gradients, buffers, random numbers and the optimizer are not touched; hooks
+    of yours on tensors and modules run in these products too. Of DistributedDataParallel the mean over the ranks'
+    batches counts.
 
     Where an operation has no second derivative nothing is published, and a warning names it. The quick kernels of
     ``scaled_dot_product_attention`` are such: run the train step under ``sdpa_kernel(SDPBackend.MATH)``, or give
