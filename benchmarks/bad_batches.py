@@ -3,7 +3,7 @@
 Small trainings in which no, 1 % or 5 % of the batches are bad (random labels, a constant input, or the loss times 10),
 each with six reactions, on the same batches from the same start: what is in the table is how far the held-out loss at
 the end lies above that of the same training without bad batches and without any reaction, in nats, as mean and
-standard error over the seeds.
+standard error over the seeds. A training whose loss is no number at the end is lost, and counted apart.
 
     python benchmarks/bad_batches.py [--seeds 3] [--iterations 300] [--only cnn mlp ...]
 """
@@ -131,6 +131,16 @@ def final_loss(training: Training, seed: int, iterations: int, rate: float, name
         return fmean(loss_of(model, *draw_held_out()).item() for _ in range(HELD_OUT))
 
 
+def cell(rises: list[float]) -> str:
+    """Mean and standard error of those that are numbers, and how many are none."""
+    ended = [rise for rise in rises if math.isfinite(rise)]
+    lost = f", {len(rises) - len(ended)} of {len(rises)} lost" if len(ended) < len(rises) else ""
+    if not ended:
+        return lost[2:]
+    error = stdev(ended) / math.sqrt(len(ended)) if len(ended) > 1 else math.nan
+    return f"{fmean(ended):+.3f} ± {error:.3f}{lost}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="What reacting to bad batches is worth.")
     parser.add_argument("--seeds", type=int, default=3)
@@ -152,8 +162,7 @@ def main() -> None:
                     else final_loss(training, seed, args.iterations, rate, name) - clean[seed]
                     for seed in range(args.seeds)
                 ]
-                error = stdev(rises) / math.sqrt(len(rises)) if len(rises) > 1 else math.nan
-                cells.append(f"{fmean(rises):+.3f} ± {error:.3f}")
+                cells.append(cell(rises))
             print(f"| {training.name} ({fmean(clean):.3f}) | {100 * rate:g} % | {' | '.join(cells)} |", flush=True)
 
 

@@ -19,7 +19,10 @@ from ignite_monitor import (
     GradMonitor,
     OptimizerStateHandler,
     RCCHandler,
+    RollbackHandler,
     SpectralNormHandler,
+    SpikeMonitor,
+    SpikeRecorder,
     StepStatsHandler,
     WeightUpdateHandler,
 )
@@ -57,7 +60,17 @@ def all_of_them(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]
     ]
 
 
-PLAIN, NOISE, ALL = "`ActivationHandler`", "`GradientNoiseScaleHandler`, two micro-batches", "all but this one"
+def recorded(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    monitor = SpikeMonitor(lambda engine: 1.0, prefix="value", flag="value_is_spike")
+    return [monitor, SpikeRecorder(monitor, "never")]  # made with the first spike, which does not come
+
+
+def rollback(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [RollbackHandler({"model": model, "optimizer": optimizer}, loss=lambda engine: 1.0)]
+
+
+PLAIN, ALL = "`ActivationHandler`", "all of these"
+NOISE = "`GradientNoiseScaleHandler`, two micro-batches"
 COMPARISONS = {"`clip_grad_norm_`": clip, "two forward passes": two_passes, "a clone of the weights": clone}
 MONITORS: dict[str, Callable[..., list[Any]]] = {
     "`GradMonitor`": lambda model, optimizer: [GradMonitor(model, optimizer)],
@@ -68,8 +81,10 @@ MONITORS: dict[str, Callable[..., list[Any]]] = {
     "`SpectralNormHandler`": lambda model, _: [SpectralNormHandler(model)],
     "`RCCHandler`": lambda model, _: [RCCHandler(model)],
     "`StepStatsHandler`": lambda model, optimizer: [StepStatsHandler(model, optimizer)],
-    NOISE: lambda model, optimizer: [GradientNoiseScaleHandler(model, optimizer, micro_batches=2)],
+    "`SpikeMonitor` and `SpikeRecorder`": recorded,
+    "`RollbackHandler` between snapshots": rollback,
     ALL: all_of_them,
+    NOISE: lambda model, optimizer: [GradientNoiseScaleHandler(model, optimizer, micro_batches=2)],
 }
 
 

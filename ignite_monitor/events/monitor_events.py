@@ -80,7 +80,7 @@ class Spike(NamedTuple):
 
     Attributes:
         monitor: the monitor that has found it.
-        name: what it publishes the value as, ``grad/norm`` for one.
+        name: what has been judged: ``grad/norm`` for one, ``grad/loss`` where the loss alone makes the step a spike.
         value: the value.
         threshold: what it was compared with; inf where nothing is judged by size yet.
         culprits: parameter -> its share of the excess, where single tensors are judged too; else empty.

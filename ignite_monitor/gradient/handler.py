@@ -19,33 +19,23 @@ from torch.optim import Optimizer
 from ignite_monitor.checks import check_count, check_real, check_type
 from ignite_monitor.events.ledger import GradientLedger, GradientsReady, OptimizerStep
 from ignite_monitor.events.look import Look
-from ignite_monitor.events.monitor_events import MonitorEvents, Spike, told
-from ignite_monitor.gradient.loss import Losses, LossSignal, LossSource
-from ignite_monitor.gradient.per_parameter import PerParameterJudge, described
+from ignite_monitor.events.monitor_events import MonitorEvents
+from ignite_monitor.gradient.judge import GradientJudge
+from ignite_monitor.gradient.loss import LossSource
 from ignite_monitor.gradient.reaction import Reaction
+from ignite_monitor.gradient.telling import GradientTelling
 from ignite_monitor.gradient.unstepped import Unstepped
 from ignite_monitor.gradient.window import GradientWindow
-from ignite_monitor.judging.judge import Known, NormJudge, Signal
 from ignite_monitor.judging.spikes import SpikeDetector, Verdict, may_be_true
 from ignite_monitor.judging.thresholds import ThresholdRule, as_rule
 from ignite_monitor.keys import GRADIENT
-from ignite_monitor.model.modes import in_backward, users_grad_mode
-from ignite_monitor.model.norms import norm_of_each
+from ignite_monitor.model.modes import in_backward
 from ignite_monitor.model.optimizers import check_optimizer, held_by
-from ignite_monitor.monitor.base import Handlers, Monitor, check_flag
-from ignite_monitor.monitor.publisher import as_published
-from ignite_monitor.monitor.ranks import (
-    all_take_part,
-    gradient_norm,
-    max_over_ranks,
-    norm_of_parts,
-    reduction_of,
-    world_size,
-)
+from ignite_monitor.monitor.base import Handlers, check_flag
 from ignite_monitor.nonfinite.origin import OriginSearch
 
 
-class GradMonitor(Monitor, schema=GRADIENT):
+class GradMonitor(GradientTelling, schema=GRADIENT):
     r"""Watches the norm of the gradient, and says before the optimizer's step whether it is a spike.
 
     The norm is :math:`\lVert g \rVert_p` over all gradients that the coming step would use, reduced over ranks,
@@ -182,11 +172,10 @@ class GradMonitor(Monitor, schema=GRADIENT):
 
         self.optimizer = optimizer
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self._scale: Tensor | None = None  # of this iteration's last backward
+        self._scale = None
         self.on_spike = on_spike
         self.norm_type = float(norm_type)
         self.reduction = reduction
-        self._reduction = reduction_of(model, reduction)
         self.flag = flag
         self._norm_attribute = re.sub(r"\W", "_", prefix) + "_norm"
         if flag == self._norm_attribute:
@@ -196,52 +185,25 @@ class GradMonitor(Monitor, schema=GRADIENT):
             max_consecutive_spikes=check_count("max_consecutive_spikes", max_consecutive_spikes, least=1),
             overflow_is_spike=self.scaler is None,
         )
-        check_type("per_parameter", per_parameter, bool, "bool")
-        patience, overflow_is_spike = detector.max_consecutive_spikes, detector.overflow_is_spike
-        self._losses = None if loss is None else Losses(loss, model)
-        self._loss_signal = LossSignal(max_consecutive_spikes=patience, overflow_is_spike=overflow_is_spike)
         self.per_parameter = per_parameter
-        self._tensors = PerParameterJudge(max_consecutive_spikes=patience, overflow_is_spike=overflow_is_spike)
-        signals: dict[str, Signal] = {} if loss is None else {"loss": self._loss_signal}
-        self._judge = NormJudge(detector, signals | ({"per_parameter": self._tensors} if per_parameter else {}))
-        self._suspect: Verdict | None = None  # what is published and lies on a device, to name culprits in
-        self._window: GradientWindow[Verdict, Known] = GradientWindow()
-        self._look: Look | None = None  # what decides on that entry
-        self._where: Tensor | None = None  # whether what is published is there, where only the device knows
-        self._iteration = -1  # the last one that was monitored
-        self._seen = False  # whether there was a gradient in it
-        self._stepped: bool | Tensor = False  # and a step
-        self._shown: Verdict | None = None  # in the engine's state
-        self._is_spike: tuple[Verdict, bool] | None = None  # read on the host
-        self._missing_reported = False
+        self._judge = GradientJudge(
+            model, detector, loss=loss, per_parameter=per_parameter, norm_type=self.norm_type, reduction=reduction
+        )
+        self._window = GradientWindow()
+        self._look: Look | None = None  # what decides on its tentative entry
+        self._seen = False  # whether there was a gradient in this iteration
         self._unstepped = Unstepped(optimizer)
         self._origins = OriginSearch(model)
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Statistics and counts: tensors, dicts of tensors and a number."""
-        return OrderedDict(**self._judge.state_dict(), **self._reaction.counts)
+        return OrderedDict(**super().state_dict(), **self._reaction.counts)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a saved state.
-
-        Args:
-            state_dict: what :meth:`state_dict` returned.
-
-        Raises:
-            TypeError: if it is no mapping.
-            ValueError: if it was saved by another monitor, or by one with another kind of threshold rule.
-        """
+        counts = self._reaction.counts_of(state_dict) if isinstance(state_dict, Mapping) else {}
         super().load_state_dict(state_dict)
-        counts = self._reaction.counts_of(state_dict)
-        self._judge.load_state_dict(state_dict)
         self._reaction.counts = counts
         self._window.before = None
-
-    def counts(self) -> Tensor:
-        return self._judge.counts()
-
-    def start_afresh(self) -> None:
-        self._judge.start_afresh()
 
     # What it listens to
 
@@ -253,17 +215,13 @@ class GradMonitor(Monitor, schema=GRADIENT):
             (MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed),
         ]
 
-    @property
-    def attributes(self) -> list[str]:
-        return [self.flag, self._norm_attribute]
-
     def start_iteration(self, engine: Engine) -> None:
         iteration = engine.state.iteration
         # Steps go unseen in iterations that are not monitored.
         unseen = iteration != self._iteration + 1
         self._window.iteration_started(unseen)
-        if unseen and self._losses is not None:
-            self._losses.forget()
+        if unseen:
+            self._judge.losses.forget()
         self._iteration = iteration
         self._seen = self._stepped = False
         self._scale = None
@@ -272,19 +230,13 @@ class GradMonitor(Monitor, schema=GRADIENT):
         if not self._is_running or self._source is None:
             return []
         contexts = [*self._reaction.contexts(self._source.step_completed), self._origins.calls]
-        if self._losses is not None:
-            contexts.append(self._losses.listening())
+        if "loss" in self._judge.signals:
+            contexts.append(self._judge.losses.listening())
         # It may have looked already, in a backward under no_sync().
         if self._window.before is not None and (self._look is None or self._look.grows is None):
             self._look = self._source.ledger(self.model).look(self.optimizer)
             contexts.append(self._look)
         return contexts
-
-    def clear(self, engine: Engine) -> None:
-        super().clear(engine)
-        setattr(engine.state, self.flag, False)
-        setattr(engine.state, self._norm_attribute, None)
-        self._shown = None
 
     def detach(self) -> None:
         """Undo ``attach`` and ``log_to``; statistics and counts stay."""
@@ -295,22 +247,18 @@ class GradMonitor(Monitor, schema=GRADIENT):
         self._origins.calls.release()
         # What is accumulated in the gradients stays there.
         self._iteration = -1
-        self._stepped, self._is_spike, self._shown = False, None, None
+        self._stepped, self._shown = False, None
         self._window.close()
         self._reaction.restore()
-        self._tensors.forget()
-        if self._losses is not None:
-            self._losses.forget()
-        self._warn_of_restarts(wait=True)
+        self._judge.forget()
+        super().release()
 
     def _on_gradients_ready(self, engine: Engine, backward: GradientsReady) -> None:
         gradients = backward.ledger.gradients(self.optimizer)
         if not gradients or not backward.reaches(self.optimizer):  # it reached other parameters of the model
             return
         self._decide_tentative(gradients[0].device)
-        if self._losses is not None:
-            with users_grad_mode():
-                self._losses.backward_ended(engine)
+        self._judge.losses.backward_ended(engine)
         self._scale = backward.scale(self.scaler)
         verdict = self._verdict(backward.ledger, gradients, self._scale)
         self._look_for_origin(engine, verdict)
@@ -353,8 +301,7 @@ class GradMonitor(Monitor, schema=GRADIENT):
         if not step.is_of(self.optimizer):
             return None
         taken = self._window.step_completed()
-        if self._losses is not None:
-            self._losses.forget()
+        self._judge.losses.forget()
         if taken is not None:
             made = self._reaction.made(step.optimizer, taken.verdict)
             self._stepped = made if self._stepped is False else self._stepped | made
@@ -369,7 +316,9 @@ class GradMonitor(Monitor, schema=GRADIENT):
             if self._source.ledger(self.model).reduced:
                 self._report_missing(engine)
             return
-        self._report_unstepped(engine)
+        text = self._unstepped.gradient(engine.state.iteration, self.scaler is not None)
+        if text is not None:
+            self.logger.warning("%s: %s", self.prefix, text)
         newest, last = self._window.returned(), self._window.last
         verdict = newest if last is None else last.verdict
         where: Tensor | None = None  # whether there is anything to publish
@@ -381,8 +330,7 @@ class GradMonitor(Monitor, schema=GRADIENT):
                 where = flagged
             if self.optimizer is not None and may_be_true(flagged):
                 self._window.before = self._judge.known_now()
-                if self._losses is not None:
-                    self._losses.set_aside()
+                self._judge.losses.set_aside()
                 self._judge.observe(newest, flagged)
             self._announce(engine, newest)
         if verdict is None:
@@ -391,39 +339,19 @@ class GradMonitor(Monitor, schema=GRADIENT):
         if self.optimizer is None:
             self._judge.observe(verdict)
             self._window.close()
-            if self._losses is not None:
-                self._losses.forget()
+            self._judge.losses.forget()
         self._show(engine, verdict)
         if where is None or may_be_true(where):
-            self._publish_verdict(verdict, where)
-            if self.per_parameter and verdict.spike.is_cpu and may_be_true(verdict.spike):
-                self._log_spike(verdict.norm.item(), verdict.threshold.item(), self._culprits(verdict).tolist())
+            self._publish_verdict(verdict, where, log=True)
         else:
             self._publish_unstepped()
-        self._report_restarts(engine, verdict)
-
-    # Its parts
+        self._tell_of_new_level(engine, verdict)
 
     def _verdict(self, ledger: GradientLedger, gradients: list[Tensor], scale: Tensor | None) -> Verdict:
         self._seen = True
-        others: list[Verdict] = []
-        spikes: list[Tensor] = []
-        if not self.per_parameter:
-            norm = _divided(gradient_norm(gradients, self.norm_type, self._reduction), scale)
-        else:
-            norms = _divided(norm_of_each(gradients, self.norm_type), scale)
-            others = [self._tensors.judge_gradients(self.model, ledger.own(self.optimizer), norms)]
-            spike = others[0].spike.any()
-            norm, spike = norm_of_parts(gradients, norms, self.norm_type, self._reduction, spike)
-            spikes = [spike]
-        self._reaction.to(norm)
-        if self._losses is not None:
-            of_loss = self._loss_signal.judge(self._losses.mean(norm.device))
-            others, spikes = [of_loss, *others], [of_loss.spike, *spikes]
-        verdict = self._judge.detector.judge(norm)
-        for spike in spikes:
-            verdict = verdict._replace(spike=verdict.spike | spike)
-        return verdict._replace(others=tuple(others)) if others else verdict
+        verdict = self._judge.judge(ledger.own(self.optimizer), gradients, scale)
+        self._reaction.to(verdict.norm)
+        return verdict
 
     def _judge_by_hand(self, ledger: GradientLedger, scale: Tensor | None) -> Verdict:
         if self._window.before is not None:  # the norm enters in place of the tentative entry
@@ -435,161 +363,9 @@ class GradMonitor(Monitor, schema=GRADIENT):
         if self._window.before is None:
             return
         look, self._look = self._look, None
-        found = None if look is None else look.grows
-        grows = torch.zeros((), dtype=torch.bool, device=device) if found is None else found
-        if world_size() > 1 and all_take_part(self.model):
-            grows = max_over_ranks(grows.to(torch.float32)) > 0
-        if self._losses is not None:
-            self._losses.decided(grows)
+        grows = self._judge.has_grown(None if look is None else look.grows, device)
         # Only who has been told of a spike, and has thus waited for it, waits here.
         known = grows.device.type == "cpu" or self._window.announced
         before = self._window.decided(is_new=known and not bool(grows))
         if before is not None:
             self._judge.go_back(before, grows)
-
-    def _show(self, engine: Engine, verdict: Verdict) -> None:
-        if verdict is not self._shown:
-            setattr(engine.state, self.flag, as_published(verdict.spike))
-            setattr(engine.state, self._norm_attribute, as_published(verdict.norm))
-            self._shown = verdict
-        if self._source is not None and self._source.has_handlers(*MonitorEvents):  # which may write values
-            self._publish_verdict(verdict, None)
-
-    def _show_last(self, engine: Engine) -> None:
-        """Speak of the last step of this iteration; of none if there was none."""
-        self.clear(engine)
-        if self._window.last is not None:
-            self._show(engine, self._window.last.verdict)
-
-    def _publish_verdict(self, verdict: Verdict, where: Tensor | None) -> None:
-        stepped = self._stepped
-        values = self._judge.statistics(verdict) | {
-            "stepped": float(stepped) if isinstance(stepped, bool) else stepped.to(verdict.norm.dtype),
-            **self._reaction.counts,
-        }
-        if self._scale is not None:
-            values["scale"] = self._scale.to(verdict.norm.dtype)
-        if self._losses is not None:
-            values["loss_spike"] = verdict.others[0].spike.to(verdict.norm.dtype)
-        self.retract()
-        if where is not None and where.device.type != "cpu":
-            # That no step was made is known.
-            values = {n: v if n == "stepped" else torch.where(where, v, math.nan) for n, v in values.items()}
-            self._where = where
-        self.publish(**values)
-        if self.per_parameter and may_be_true(verdict.spike):
-            if verdict.spike.is_cpu:
-                self.publish(**self._tensors.keys(self._culprits(verdict).tolist()))
-            else:
-                self._suspect = verdict
-
-    def _publish_unstepped(self) -> None:
-        """There is nothing to tell of this iteration's gradient but that no step was made with it."""
-        self.retract()
-        if self._stepped is False:
-            self.publish(stepped=0.0)
-
-    def extra_transfer(self) -> list[Tensor]:
-        extra = [] if self._where is None else [self._where]
-        return extra if self._suspect is None else [*extra, self._suspect.spike, self._culprits(self._suspect)]
-
-    def on_transfer(self, extra: list[list[float]]) -> dict[str, float]:
-        numbers = iter(extra)
-        if self._where is not None and not next(numbers)[0]:
-            self._publish_unstepped()
-        elif self._suspect is not None and next(numbers)[0]:
-            [culprits] = numbers
-            norm, threshold = (self.metrics.get(self._named(name), math.inf) for name in ("norm", "threshold"))
-            self._log_spike(float(norm), float(threshold), culprits)
-            return self._tensors.keys(culprits)
-        return {}
-
-    def _log_spike(self, norm: float, threshold: float, culprits: list[float]) -> None:
-        text = described(norm, threshold, self._tensors.named(culprits))
-        self.logger.warning("%s: iteration %d: %s", self.prefix, self._iteration, text)
-
-    def retract(self) -> None:
-        super().retract()
-        self._where = self._suspect = None
-
-    def _culprits(self, verdict: Verdict) -> Tensor:
-        """What holds most of the excess; nothing where only what another rank holds is above its threshold."""
-        own = [verdict.outcome[0] > 0, *(other.spike.any() for other in verdict.others)]
-        return self._tensors.culprits(verdict.others[-1], torch.stack(own).any())
-
-    def _look_for_origin(self, engine: Engine, verdict: Verdict) -> None:
-        if self._source is None:
-            return
-        nonfinite = as_published(verdict.nonfinite)
-        if self.on_spike is not None or self._source.is_awaited(MonitorEvents.SPIKE_DETECTED):
-            # Without a scaler one that is no spike is finite, and nobody has to wait once more.
-            nonfinite = (self.scaler is not None or self._is_known_spike(verdict)) and bool(verdict.nonfinite)
-        if not isinstance(nonfinite, bool):  # nobody waits for the device
-            self._origins.calls.backward_ended()
-            return
-        text = self._origins.look(not nonfinite, self.scaler is not None, world_size() == 1)
-        self._source.origin = self._origins.found or self._source.origin
-        if text is not None:
-            self.logger.warning("%s: iteration %d: %s", self.prefix, engine.state.iteration, text)
-
-    def _is_known_spike(self, verdict: Verdict) -> bool:
-        """Whether it is a spike, known on the host: the first call waits for the device."""
-        if self._is_spike is None or self._is_spike[0] is not verdict:
-            self._is_spike = verdict, bool(verdict.spike)
-        return self._is_spike[1]
-
-    def _announce(self, engine: Engine, verdict: Verdict) -> None:
-        if self._window.announced or self._source is None:
-            return
-        listened = self._source.is_awaited(MonitorEvents.SPIKE_DETECTED)
-        if (listened or self.on_spike is not None) and self._is_known_spike(verdict):
-            self._window.announced = True
-            with told(engine, self._spike(verdict)):
-                if self.on_spike is not None:
-                    with users_grad_mode():
-                        self.on_spike(engine, as_published(verdict.norm))
-                self._source.fire(MonitorEvents.SPIKE_DETECTED)
-
-    def _spike(self, verdict: Verdict) -> Spike:
-        values = torch.stack((verdict.norm, verdict.threshold))
-        if self.per_parameter:
-            values = torch.cat((values, self._culprits(verdict)))
-        value, threshold, *culprits = values.tolist()
-        return Spike(self, f"{self.prefix}/norm", value, threshold, self._tensors.named(culprits), self._origins.found)
-
-    def _report_restarts(self, engine: Engine, verdict: Verdict) -> None:
-        listened = self._source is not None and self._source.is_awaited(MonitorEvents.LEVEL_CHANGED)
-        if self._warn_of_restarts(wait=listened) and listened and self._source is not None:
-            with told(engine, self._spike(verdict)):
-                self._source.fire(MonitorEvents.LEVEL_CHANGED)
-
-    def _warn_of_restarts(self, wait: bool) -> bool:
-        has_restarted = self._judge.has_restarted(wait)
-        if has_restarted:
-            self.logger.warning(
-                "%s: %d spikes in a row mean a new level: the rule starts afresh from it",
-                self.prefix,
-                self._judge.detector.max_consecutive_spikes,
-            )
-        return has_restarted
-
-    def _report_unstepped(self, engine: Engine) -> None:
-        text = self._unstepped.gradient(engine.state.iteration, self.scaler is not None)
-        if text is not None:
-            self.logger.warning("%s: %s", self.prefix, text)
-
-    def _report_missing(self, engine: Engine) -> None:
-        if self._missing_reported:
-            return
-        self._missing_reported = True
-        self.logger.warning(
-            "%s: no gradient of the model was seen in iteration %d, so nothing is published. Either no backward() "
-            "reached the parameters that are watched, and model or optimizer is not the one that the train step "
-            "uses; or the model is not trained in every iteration: then attach with a filter.",
-            self.prefix,
-            engine.state.iteration,
-        )
-
-
-def _divided(values: Tensor, scale: Tensor | None) -> Tensor:
-    return values if scale is None else values / scale.to(values.device)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ignite_monitor.judging.spikes import SpikeDetector, Verdict
 from ignite_monitor.judging.thresholds import MeanStdThreshold, State
 from ignite_monitor.model.devices import move, wide_dtype
+from ignite_monitor.model.modes import users_grad_mode
 from ignite_monitor.monitor.ranks import all_take_part, sum_over_ranks, world_size
 
 LossSource = nn.Module | Callable[[Any], Any]
@@ -39,8 +40,9 @@ class TrendThreshold(MeanStdThreshold):
 
     def include(self, state: State, norm: Tensor) -> State:
         level = torch.where(state["count"] > 0, state["level"], norm)
-        steps = super().include(state, norm - level)
-        return steps | {"level": torch.addcdiv(level, norm - level, steps["weight"])}
+        step = norm - level
+        steps = super().include(state, step)
+        return steps | {"level": torch.addcdiv(level, step, steps["weight"])}
 
 
 class LossSignal:
@@ -139,15 +141,16 @@ class Losses:
     """Collects losses from one step of the optimizer to the next.
 
     Args:
-        source: a module whose output is the loss, or a function of the engine that is asked when a backward has ended.
+        source: a module whose output is the loss, or a function of the engine that is asked when a backward has ended;
+            None where none are collected.
         model: the model, whose wrapper says whether every rank takes part.
 
     Raises:
         TypeError: if the source is neither.
     """
 
-    def __init__(self, source: LossSource, model: nn.Module) -> None:
-        if not callable(source):
+    def __init__(self, source: LossSource | None, model: nn.Module) -> None:
+        if source is not None and not callable(source):
             raise TypeError(f"Argument loss should be a module or a function of the engine, but given {type(source)}")
         self._source, self._model = source, model
         self._sum_and_count: Tensor | None = None
@@ -167,8 +170,9 @@ class Losses:
 
     def backward_ended(self, engine: Any) -> None:
         """A backward has ended: ask the function, if it is one."""
-        if not isinstance(self._source, nn.Module):
-            self._add(self._source(engine))
+        if self._source is not None and not isinstance(self._source, nn.Module):
+            with users_grad_mode():
+                self._add(self._source(engine))
 
     def mean(self, device: torch.device) -> Tensor:
         """The mean of what there is, over ranks too, in one collective if there are several; 0 if there is nothing.

@@ -110,16 +110,16 @@ class PerParameterJudge:
             told: 0-dim bool: whether to tell of any.
 
         Returns:
-            A vector: the largest shares of the excess, then the tensors' places, what :meth:`named` takes.
+            A vector: the largest shares of the excess, then the tensors' indices, what :meth:`named` takes.
         """
-        shares, places = excess_shares(verdict).topk(min(self._MOST, len(verdict.norm)))
-        return torch.cat((shares * told, places))
+        shares, indices = excess_shares(verdict).topk(min(self._MOST, len(verdict.norm)))
+        return torch.cat((shares * told, indices))
 
     def named(self, culprits: Sequence[float]) -> dict[str, float]:
         """Of what :meth:`culprits` gave, name -> share, of those that hold a share worth telling."""
         half = len(culprits) // 2
         shares = zip(culprits[half:], culprits[:half], strict=True)
-        return {self.names[int(place)]: share for place, share in shares if share >= self._LEAST}
+        return {self.names[int(index)]: share for index, share in shares if share >= self._LEAST}
 
     def keys(self, culprits: Sequence[float]) -> dict[str, float]:
         """As :meth:`named`, by the keys that are published."""
@@ -176,8 +176,10 @@ class PerParameterJudge:
 
     def _arrange(self, names: tuple[str, ...], reference: Tensor) -> None:
         """Have the state of tensors of these names, in which nothing is known of those that are new."""
-        place = {name: i for i, name in enumerate(self.names)}
-        index = upload(torch.tensor([place.get(name, len(place)) for name in names], device="cpu"), reference.device)
+        index_of = {name: i for i, name in enumerate(self.names)}
+        index = upload(
+            torch.tensor([index_of.get(name, len(index_of)) for name in names], device="cpu"), reference.device
+        )
 
         def arranged(values: Tensor) -> Tensor:
             return pad(move_like(values, reference), (0, 1))[index]
@@ -204,18 +206,19 @@ def excess_shares(verdict: Verdict) -> Tensor:
     return excess / excess.sum()
 
 
-def described(norm: float, threshold: float, culprits: Mapping[str, float]) -> str:
+def described(what: str, value: float, threshold: float, culprits: Mapping[str, float]) -> str:
     """A spike in words.
 
     Args:
-        norm: the norm of the whole gradient.
+        what: what has been judged.
+        value: its value, the norm of the whole gradient for one.
         threshold: its threshold.
         culprits: name of a parameter -> its share of the excess.
     """
-    text = f"gradient norm {norm:.3g}"
-    if norm <= threshold < math.inf:
+    text = f"{what} {value:.3g}"
+    if value <= threshold < math.inf:
         text += f", within its threshold {threshold:.3g}"
-    elif 0 < threshold < math.inf > norm:
-        text += f", {norm / threshold:.3g} x its threshold"
+    elif 0 < threshold < math.inf > value:
+        text += f", {value / threshold:.3g} x its threshold"
     shares = ", ".join(f"{100 * share:.0f} % of the excess in {name}" for name, share in culprits.items())
     return f"{text}; {shares}" if shares else text

@@ -79,8 +79,8 @@ class NormJudge:
             for signal, other in zip(self.signals.values(), verdict.others, strict=True):
                 signal.observe(other, when)
                 level_changed = level_changed | other.level_changed.any()
-            of_all = torch.stack((verdict.spike, verdict.nonfinite, level_changed)).to(verdict.outcome.dtype)
-            alone = of_all - verdict.outcome[:3]
+            of_all = torch.stack((verdict.spike, verdict.nonfinite, level_changed)).to(verdict.counted.dtype)
+            alone = of_all - verdict.counted
             self._alone = move_like(self._alone, verdict.norm) + (alone if when is None else alone * when)
         self._restarts.set(level_changed if when is None else level_changed & when)
         if verdict.norm.device.type == "cpu":
@@ -132,8 +132,8 @@ class NormJudge:
         """What is published of a verdict, name -> number or 0-dim tensor; what there is not yet is left out."""
         if publisher.is_on_host(verdict.norm):
             return self._numbers(verdict)
-        # What is 1 or 0 in the outcome is the spike, unless something else may make one.
-        spike = verdict.spike.to(verdict.norm.dtype) if verdict.others else verdict.outcome[0]
+        # What is counted is the spike, unless something else may make one.
+        spike = verdict.spike.to(verdict.norm.dtype) if verdict.others else verdict.counted[0]
         least = {"threshold": self.detector.rule.warmup, "mean": 1, "std": 2}
         there = {name: getattr(verdict, name) for name, count in least.items() if self.known >= count}
         return (

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ignite_monitor.checks import check_count, check_real
+from ignite_monitor.judging.moments import Moments
 from ignite_monitor.judging.thresholds import State, ThresholdRule
 
 
@@ -62,6 +63,7 @@ class RobustThreshold(ThresholdRule):
 
     def include(self, state: State, norm: Tensor) -> State:
         at_most = state["count"] * torch.finfo(norm.dtype).max  # 0 for the first norm
-        excess = torch.minimum((norm - state["mean"]).clamp(min=0.0), at_most)
+        delta = norm - state["mean"]
+        excess = delta.clamp(self._empty[0], at_most)
         upper = torch.add(excess**self._ORDER, state["upper"], alpha=self.decay)
-        return super().include(state, norm) | {"upper": upper}
+        return Moments.of(state).include(norm, self.decay, delta)._asdict() | {"upper": upper}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -30,10 +30,12 @@ class Verdict(NamedTuple):
         level_changed: whether the rule starts afresh from it.
         kind: where it lies, see :class:`Kind`.
         state: the detector's state that it was judged in.
-        outcome: what follows from it, a row for each field of :class:`Outcome`.
+        counted: what is added to the detector's counts for it: 1 or 0 for a spike, in its first row.
+        clip: the most that enters the statistics, see :class:`Outcome`.
+        after: the detector's state after it.
         given: the value as it came, where it is not judged as it is.
         others: verdicts on other values of the same step, which make it a spike too; of the norm alone speaks
-            :attr:`outcome`.
+            :attr:`counted`.
     """
 
     norm: Tensor
@@ -46,7 +48,9 @@ class Verdict(NamedTuple):
     level_changed: Tensor
     kind: Tensor
     state: Tensor
-    outcome: Tensor
+    counted: Tensor
+    clip: Tensor
+    after: Tensor
     given: Tensor
     others: tuple[Verdict, ...] = ()
 
@@ -143,11 +147,7 @@ class SpikeDetector:
         self.rule = rule
         self.max_consecutive_spikes = check_count("max_consecutive_spikes", max_consecutive_spikes, least=1)
         self.overflow_is_spike = overflow_is_spike
-        states = range(self.max_consecutive_spikes + 1)
-        table = [
-            outcome(state, kind, self.max_consecutive_spikes, overflow_is_spike) for state in states for kind in Kind
-        ]
-        self._outcomes = torch.tensor(table, dtype=torch.float64, device="cpu")  # a row for each state and kind
+        self._outcomes = self._table(torch.float64)
         self._kinds = torch.tensor(_KINDS, dtype=torch.float64, device="cpu")
         self._state = torch.zeros((), dtype=torch.int64, device="cpu")
         self._counts = torch.zeros(len(self._COUNTS), dtype=torch.float64, device="cpu")
@@ -182,11 +182,10 @@ class SpikeDetector:
             self.to(norm)
         limit, mean, std = self.rule.statistics()
         kind = torch.bucketize(norm - limit, self._kinds)
-        found = self._outcome(kind)
-        spike, nonfinite, level_changed, *_ = found.bool().unbind()
-        return Verdict(
-            norm, limit + found[3], limit, mean, std, spike, nonfinite, level_changed, kind, self._state, found, norm
-        )
+        after, counted, raised, (spike, nonfinite, level_changed) = self._outcome(kind)
+        threshold, clip = (limit + raised).unbind()
+        flags = (spike, nonfinite, level_changed)
+        return Verdict(norm, threshold, limit, mean, std, *flags, kind, self._state, counted, clip, after, norm)
 
     def observe(self, verdict: Verdict, when: Tensor | None = None) -> None:
         """Let a judged value enter the counts and the statistics.
@@ -195,18 +194,42 @@ class SpikeDetector:
             verdict: what :meth:`judge` said of it.
             when: bool tensor: whether to; None is true.
         """
-        found = verdict.outcome if verdict.state is self._state else self._outcome(verdict.kind)
-        entry = torch.minimum(verdict.norm, self.rule.entry(verdict.limit) + found[4])
-        level_changed, counts, state = verdict.level_changed, self._counts + found[:3], found[5].long()
+        state, counted, clip, level_changed = verdict.after, verdict.counted, verdict.clip, verdict.level_changed
+        if verdict.state is not self._state:
+            state, counted, raised, (*_, level_changed) = self._outcome(verdict.kind)
+            clip = verdict.limit + raised[1]
+        entry = torch.minimum(verdict.norm, self.rule.entry(clip))
+        counts = self._counts + counted
         if when is not None:
             entry, level_changed = torch.where(when, entry, math.nan), level_changed & when
             counts, state = torch.where(when, counts, self._counts), torch.where(when, state, self._state)
         self._counts, self._state = counts, state
         self.rule.observe(entry, restart=level_changed)
 
-    def _outcome(self, kind: Tensor) -> Tensor:
-        """A row for each field of :class:`Outcome`."""
-        return torch.embedding(self._outcomes, torch.add(kind, self._state, alpha=len(Kind))).movedim(-1, 0)
+    def _table(self, dtype: torch.dtype) -> Tensor:
+        """A row for each state and kind: the bytes of the outcome's state, numbers, and counts as bools."""
+        patience = self.max_consecutive_spikes
+        rows = [
+            outcome(state, kind, patience, self.overflow_is_spike) for state in range(patience + 1) for kind in Kind
+        ]
+        states = torch.tensor([[row.state] for row in rows], dtype=torch.int64, device="cpu")
+        numbers = torch.tensor([row[:-1] for row in rows], dtype=dtype, device="cpu")
+        flags = numbers[:, : len(self._COUNTS)].bool()
+        padding = flags.new_zeros(len(rows), dtype.itemsize - len(self._COUNTS))
+        return torch.cat([part.view(torch.uint8) for part in (states, numbers, flags, padding)], 1)
+
+    def _outcome(self, kind: Tensor) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]:
+        """The state after it, what is added to the counts and to the limit, and the counts as bools; in one look-up."""
+        rows = torch.embedding(self._outcomes, torch.add(kind, self._state, alpha=len(Kind)))
+        dtype = self._counts.dtype
+        size, counts = dtype.itemsize, len(self._COUNTS)
+        state, counted, raised, flags, _ = rows.split_with_sizes(
+            (8, counts * size, 2 * size, counts, size - counts), -1
+        )
+        counted, raised = counted.view(dtype), raised.view(dtype)
+        if kind.ndim:
+            counted, raised = counted.movedim(-1, 0), raised.movedim(-1, 0)
+        return state.view(torch.int64).squeeze(-1), counted, raised, flags.view(torch.bool).unbind(-1)
 
     def start_afresh(self) -> None:
         """Forget the level; the counts go on."""
@@ -276,7 +299,9 @@ class SpikeDetector:
         self.rule.to(reference)
         numbers = torch.finfo(reference.dtype)
         self._kinds = move_like(self._kinds.clamp(numbers.min, numbers.max), reference)
-        self._outcomes, counts = move_like(self._outcomes, reference), move_like(self._counts, reference)
+        if reference.dtype != self._counts.dtype:
+            self._outcomes = self._table(reference.dtype)
+        self._outcomes, counts = move(self._outcomes, reference.device), move_like(self._counts, reference)
         state = move(self._state, reference.device)
         if reference.shape != state.shape:
             counts = counts.view(-1, *(1,) * reference.ndim).expand(-1, *reference.shape)

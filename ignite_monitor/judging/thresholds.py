@@ -79,13 +79,14 @@ class ThresholdRule:
             state: the state before it.
             norm: the norm, 0-dim.
         """
-        return Moments(*(state[name] for name in Moments._fields)).include(norm, self.decay)._asdict()
+        return Moments.of(state).include(norm, self.decay)._asdict()
 
     def entry(self, limit: Tensor) -> Tensor:
-        """What enters the statistics in place of a norm above the limit: the limit.
+        """The most that enters the statistics of a norm above the limit: the limit.
 
         Args:
-            limit: the largest norm that is no spike, 0-dim.
+            limit: the largest norm that is no spike, 0-dim; inf, of which inf is to become, where a norm enters whole;
+                NaN, of which NaN is to become, where it does not enter.
         """
         return limit
 
@@ -96,18 +97,18 @@ class ThresholdRule:
         before the first; their sample standard deviation, NaN before the second.
         """
         moments = self.moments
-        mean, std = moments.mean, moments.std
-        limit = self(mean, std, moments.count)
+        mean, std = moments.mean_and_std()
+        limit = self(moments.mean, std, moments.count)
         limit = limit.to(mean) if isinstance(limit, Tensor) else torch.full_like(mean, float(limit))
         limit = limit.masked_fill(moments.count < self.warmup, math.inf)
         if "_is_number" not in vars(type(self)):
             limit = limit.nan_to_num(nan=math.inf, posinf=math.inf)
-        return limit, torch.addcdiv(mean, mean, moments.weight, value=0.0), std  # 0 / 0 before the first
+        return limit, mean, std
 
     @property
     def moments(self) -> Moments:
         """Running mean and spread of the norms that went in."""
-        return Moments(*(self.state[name] for name in Moments._fields))
+        return Moments.of(self.state)
 
     def threshold(self) -> Tensor:
         """The largest norm that is no spike, 0-dim; inf as long as nothing is judged."""

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ignite_monitor.model._torch import eager_where
+from ignite_monitor.model._torch import eager_where, frame_skipper
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
@@ -21,9 +21,14 @@ Function = TypeVar("Function", bound=Callable[..., object])
 def untraced(function: Function) -> Function:
     """The same function, which the compiler does not look into where compiled code calls it, but maybe what it calls.
 
-    In a compiled function that makes a backward pass hooks are such code. It costs nothing at each call.
+    In a compiled function that makes a backward pass hooks are such code. Without a private name each call takes twice
+    as long.
     """
-    return torch.compiler.disable(function, recursive=False)  # type: ignore[no-any-return]
+    pass_over = frame_skipper()
+    if pass_over is None:
+        return torch.compiler.disable(function, recursive=False)  # type: ignore[no-any-return]
+    pass_over(getattr(function, "__func__", function))
+    return function
 
 
 @functools.cache

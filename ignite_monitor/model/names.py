@@ -85,6 +85,10 @@ class Selection:
         """Whether it picks every name."""
         return self._include is None and self._exclude is None
 
+    def of(self, names: Iterable[str]) -> Iterable[str]:
+        """The names that it picks, in their order."""
+        return names if self.is_all else [name for name in names if name in self]
+
     def __contains__(self, name: str) -> bool:
         included = self._include is None or self._include.search(name) is not None
         return included and (self._exclude is None or self._exclude.search(name) is None)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ignite_monitor.model._torch import foreach_norm, sparse_parts
+from ignite_monitor.model._torch import flattened, foreach_norm, sparse_parts
 from ignite_monitor.model.devices import wide_dtype
 from ignite_monitor.model.sharding import all_reduce
 
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 # of 3e7 normal ones by 1.7e-3. Longer tensors are summed in rows, which keeps it at 5e-7, and is faster for long ones.
 _ROW = 1024
 _LONGEST_SUM = 16 * _ROW
+# To copy short tensors into one, at most so many elements, takes less time than the norm of each of them.
+_SHORT = 4 * _ROW
+_ROOM = 1 << 24
 
 # Float32 squares are exact enough where the norm lies between these; outside of them they under- or overflow.
 _SAFE = (1e-9, 1e18)
@@ -92,15 +95,15 @@ def sharded_norm(tensors: Iterable[DTensor], norm_type: float = 2.0) -> Tensor:
 def _by_mesh(
     tensors: Iterable[Any], norm_type: float
 ) -> Iterator[tuple[Callable[[Tensor], Tensor], list[tuple[int, Tensor]]]]:
-    """DTensors that lie alike: what makes norms of this rank's parts those of the whole; (place, this rank's part)."""
+    """DTensors that lie alike: what makes norms of this rank's parts those of the whole; (index, this rank's part)."""
     from torch.distributed.tensor import Replicate
 
     groups: dict[tuple[Any, tuple[int, ...]], list[tuple[int, Tensor]]] = {}
-    for place, tensor in enumerate(tensors):
+    for index, tensor in enumerate(tensors):
         if any(placement.is_partial() for placement in tensor.placements):
             tensor = tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
         dims = tuple(i for i, placement in enumerate(tensor.placements) if not placement.is_replicate())
-        groups.setdefault((tensor.device_mesh, dims), []).append((place, tensor.to_local()))
+        groups.setdefault((tensor.device_mesh, dims), []).append((index, tensor.to_local()))
 
     def over_mesh(norms: Tensor, mesh: Any, dims: tuple[int, ...]) -> Tensor:
         for dim in dims:
@@ -126,12 +129,12 @@ def norm_of_each(tensors: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     with torch.no_grad():
         if not any_sharded(tensors):
             return _each_plain(tensors, norm_type)
-        places = [i for i, each in enumerate(tensors) if not is_sharded(each)]
-        found = dict(zip(places, _each_plain([tensors[i] for i in places], norm_type).unbind(), strict=True))
+        indices = [i for i, each in enumerate(tensors) if not is_sharded(each)]
+        found = dict(zip(indices, _each_plain([tensors[i] for i in indices], norm_type).unbind(), strict=True))
         sharded = [i for i in range(len(tensors)) if i not in found]
         for over_mesh, local in _by_mesh((tensors[i] for i in sharded), norm_type):
             norms = over_mesh(_each_plain([each for _, each in local], norm_type)).unbind()
-            found |= zip([sharded[place] for place, _ in local], norms, strict=True)
+            found |= zip([sharded[index] for index, _ in local], norms, strict=True)
         return torch.stack([found[i].to(found[0].device) for i in range(len(tensors))])
 
 
@@ -157,11 +160,11 @@ def _each_plain(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
     ]
     found: dict[int, Tensor] = {}
     for dtype in {part.dtype for part in parts}:
-        places = [i for i, part in enumerate(parts) if part.dtype == dtype]
-        group = foreach_norm([parts[i] for i in places], norm_type, dtype=_sum_dtype(dtype))
+        indices = [i for i, part in enumerate(parts) if part.dtype == dtype]
+        group = foreach_norm([parts[i] for i in indices], norm_type, dtype=_sum_dtype(dtype))
         norms = torch.stack(group).double()
-        if len(places) < len(parts):
-            found |= zip(places, norms.unbind(), strict=True)
+        if len(indices) < len(parts):
+            found |= zip(indices, norms.unbind(), strict=True)
     if found:
         norms = torch.stack([found[i] for i in range(len(parts))])
     outside = (~((norms > _SAFE[0]) & (norms < _SAFE[1]))).nonzero().flatten().tolist()
@@ -259,19 +262,27 @@ def _unit(largest: Tensor) -> Tensor:
 
 
 def _float32_norm(tensors: list[Tensor], sizes: list[int], norm_type: float) -> Tensor:
-    norms: list[Tensor] = []
-    if not all(map(Tensor.is_contiguous, tensors)):  # sums take another way, with fewer digits
-        tensors = [tensor if tensor.is_contiguous() else _flat(tensor) for tensor in tensors]
-    if max(sizes) > _LONGEST_SUM:
-        long = [tensor.view(-1) for tensor, size in zip(tensors, sizes, strict=True) if size > _LONGEST_SUM]
-        tensors = [tensor for tensor, size in zip(tensors, sizes, strict=True) if size <= _LONGEST_SUM]
-        norms += [_row_norms(tensor, norm_type) for tensor in long]
-    dtypes = {tensor.dtype for tensor in tensors}
-    for dtype in dtypes:
-        group = tensors if len(dtypes) == 1 else [tensor for tensor in tensors if tensor.dtype == dtype]
-        norms.append(torch.stack(foreach_norm(group, norm_type, dtype=_sum_dtype(dtype))))
+    short, others = tensors, list[Tensor]()
+    if max(sizes) > _SHORT:
+        short = [tensor for tensor, size in zip(tensors, sizes, strict=True) if size <= _SHORT]
+        others = [tensor for tensor, size in zip(tensors, sizes, strict=True) if size > _SHORT]
+    if sum(sizes) > _ROOM and sum(map(Tensor.numel, short)) > _ROOM:
+        short, others = [], tensors
+    norms = [_row_norms(flattened(group), norm_type) for group in _by_dtype(short)]
+    if not all(map(Tensor.is_contiguous, others)):  # sums take another way, with fewer digits
+        others = [tensor if tensor.is_contiguous() else _flat(tensor) for tensor in others]
+    norms += [_row_norms(tensor.view(-1), norm_type) for tensor in others if tensor.numel() > _LONGEST_SUM]
+    for group in _by_dtype([tensor for tensor in others if tensor.numel() <= _LONGEST_SUM]):
+        norms.append(torch.stack(foreach_norm(group, norm_type, dtype=_sum_dtype(group[0].dtype))))
     norm: Tensor = torch.linalg.vector_norm(torch.cat([each.double() for each in norms]), norm_type)
     return norm
+
+
+def _by_dtype(tensors: list[Tensor]) -> list[list[Tensor]]:
+    dtypes = {tensor.dtype for tensor in tensors}
+    if len(dtypes) == 1:
+        return [tensors]
+    return [[tensor for tensor in tensors if tensor.dtype == dtype] for dtype in dtypes]
 
 
 def _row_norms(values: Tensor, norm_type: float) -> Tensor:

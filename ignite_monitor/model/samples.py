@@ -377,6 +377,8 @@ class Group:
         """
         targets = self._targets[id(rows)]
         found: list[Any] = [sources[place] for place in self.places]
+        if all(source is None for source in found):
+            return
         if self._is_sharded:
             found = [_local(source) for source in found]
         if self._copies:
@@ -400,8 +402,7 @@ class Group:
         if any(source is None for source in found):
             pairs = [pair for pair in zip(targets, found, strict=True) if pair[1] is not None]
             targets, found = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-        if found:
-            foreach_copy(targets, found)
+        foreach_copy(targets, found)
 
 
 def is_measurable(parameter: Tensor) -> bool:

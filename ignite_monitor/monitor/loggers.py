@@ -150,7 +150,6 @@ class Values:
     def __call__(self, _: Any) -> dict[str, Any]:
         monitor = self._monitor()
         host = {} if monitor is None else monitor.on_host()
-        start, selection = self._start, self._selection
-        return {
-            name[len(start) :]: value for name, value in host.items() if name.startswith(start) and name in selection
-        }
+        start = self._start
+        names = self._selection.of(name for name in host if name.startswith(start))
+        return {name[len(start) :]: host[name] for name in names}

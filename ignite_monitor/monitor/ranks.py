@@ -124,8 +124,9 @@ def own_rank() -> int:
 
 def all_take_part(model: nn.Module) -> bool:
     """Whether every rank is known to be where this one is, so that they may communicate."""
-    replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
-    return world_size() == 1 or not any(map(is_in_join, replicas))
+    if world_size() == 1:
+        return True
+    return not any(isinstance(each, DistributedDataParallel) and is_in_join(each) for each in model.modules())
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
@@ -134,7 +135,7 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 
 
 def max_over_ranks(values: Tensor) -> Tensor:
-    """The largest of the ranks' numbers, place by place, in one collective."""
+    """The largest of the ranks' numbers, element by element, in one collective."""
     return values if world_size() == 1 else _all_reduce(values, largest=True)
 
 

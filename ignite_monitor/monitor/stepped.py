@@ -22,15 +22,15 @@ class SteppedParameters:
     closure runs in between.
 
     Args:
-        places: id of a parameter -> its place; parameters that are not in it do not count.
+        indices: id of a parameter -> its index; parameters that are not in it do not count.
 
     Attributes:
         any: whether a step was made for any parameter, if only with a learning rate of 0.
     """
 
-    def __init__(self, places: Mapping[int, int]) -> None:
+    def __init__(self, indices: Mapping[int, int]) -> None:
         self.any = False
-        self._places = places
+        self._indices = indices
         self._certain: set[int] = set()
         self._depending: list[tuple[list[int], Tensor]] = []
         self._groups: list[tuple[list[tuple[int, Tensor, int]], Tensor | bool]] = []
@@ -41,30 +41,30 @@ class SteppedParameters:
         return bool(self._certain or self._depending)
 
     def started(self, optimizer: Optimizer) -> list[int]:
-        """An optimizer is about to make its step; the places of its parameters."""
+        """An optimizer is about to make its step; the indices of its parameters."""
         self._found_inf = []
         self._groups = []
         for group in optimizer.param_groups:
             rate = group.get("lr")
             moves: Tensor | bool = rate != 0
             members = [
-                (self._places[id(parameter)], parameter, version_of(parameter))
+                (self._indices[id(parameter)], parameter, version_of(parameter))
                 for parameter in group["params"]
-                if id(parameter) in self._places and parameter.requires_grad
+                if id(parameter) in self._indices and parameter.requires_grad
             ]
             self._groups.append((members, moves))
         self.met_gradients(optimizer)
-        return [place for members, _ in self._groups for place, _, _ in members]
+        return [index for members, _ in self._groups for index, _, _ in members]
 
     def met_gradients(self, optimizer: Optimizer) -> None:
         """The optimizer is about to use the gradients that are there now."""
         self._with_gradient = {
-            place for members, _ in self._groups for place, parameter, _ in members if parameter.grad is not None
+            index for members, _ in self._groups for index, parameter, _ in members if parameter.grad is not None
         }
         self._look_for_inf(optimizer)
 
     def completed(self, optimizer: Optimizer) -> list[int]:
-        """The optimizer's step has returned; the places for which it was made, if only with a learning rate of 0."""
+        """The optimizer's step has returned; the indices for which it was made, if only with a learning rate of 0."""
         self._look_for_inf(optimizer)
         made = ~torch.stack([found != 0 for found in self._found_inf]).any() if self._found_inf else None
         stepped: list[int] = []
@@ -72,14 +72,14 @@ class SteppedParameters:
             # A hook of the user's may have zeroed the gradients; only then the version, which fused steps do not
             # raise, has to tell.
             moved = [
-                place
-                for place, parameter, version in members
-                if place in self._with_gradient and (parameter.grad is not None or version_of(parameter) != version)
+                index
+                for index, parameter, version in members
+                if index in self._with_gradient and (parameter.grad is not None or version_of(parameter) != version)
             ]
             stepped += moved
         if stepped:
             for members, moves in self._groups:
-                self._count([place for place, _, _ in members], moves, made)
+                self._count([index for index, _, _ in members], moves, made)
         self._groups = []
         self.any = self.any or bool(stepped)
         return stepped
@@ -87,19 +87,19 @@ class SteppedParameters:
     def mask(self, masks: HostMasks) -> Tensor:
         """For each parameter, whether it had a step: a bool tensor."""
         mask = masks.of(self._certain)
-        for places, moves in self._depending:
-            mask = mask | (masks.of(places) & moves.reshape(()).to(mask.device, non_blocking=True))
+        for indices, moves in self._depending:
+            mask = mask | (masks.of(indices) & moves.reshape(()).to(mask.device, non_blocking=True))
         return mask
 
-    def _count(self, places: list[int], moves: Tensor | bool, made: Tensor | None) -> None:
-        if not places or moves is False:
+    def _count(self, indices: list[int], moves: Tensor | bool, made: Tensor | None) -> None:
+        if not indices or moves is False:
             return
         if made is not None:
             moves = made if moves is True else moves.to(made.device, non_blocking=True) & made
         if moves is True:
-            self._certain.update(places)
+            self._certain.update(indices)
         else:
-            self._depending.append((places, moves))
+            self._depending.append((indices, moves))
 
     def _look_for_inf(self, optimizer: Optimizer) -> None:
         found = getattr(optimizer, "found_inf", None)
@@ -109,7 +109,7 @@ class SteppedParameters:
 
 
 class HostMasks:
-    """Sets of places, known on the host, as bool tensors on the device.
+    """Sets of indices, known on the host, as bool tensors on the device.
 
     Iterations tend to ask for the same sets, which are kept; a copy to a device may otherwise have to wait for it.
     """
@@ -121,12 +121,12 @@ class HostMasks:
         self._device = device
         self._masks: dict[frozenset[int], Tensor] = {}
 
-    def of(self, places: Iterable[int]) -> Tensor:
-        """True at the places; not to be changed."""
-        key = frozenset(places)
+    def of(self, indices: Iterable[int]) -> Tensor:
+        """True at the indices; not to be changed."""
+        key = frozenset(indices)
         if key not in self._masks:
             if len(self._masks) >= self._KEPT:
                 self._masks.clear()
-            mask = torch.tensor([place in key for place in range(self._size)], dtype=torch.bool, device="cpu")
+            mask = torch.tensor([index in key for index in range(self._size)], dtype=torch.bool, device="cpu")
             self._masks[key] = upload(mask, self._device)
         return self._masks[key]

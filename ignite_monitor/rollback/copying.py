@@ -4,52 +4,60 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ignite_monitor.model._torch import foreach_copy, local_part
+from ignite_monitor.model._torch import copy_one_by_one, foreach_copy, local_part, part_of_rank
 
 
-def refill(kept: Any, given: Any, new: Callable[[Tensor], Tensor]) -> Any:
+def refill(kept: Any, given: Any, on_host: bool | None = None) -> Any:
     """The same as ``given``, with memory of its own: that of tensors in ``kept`` wherever they fit.
 
     Args:
         kept: what may be written over, nested like ``given`` as far as it goes; None for nothing.
         given: dicts, lists and tuples of tensors and of anything else, which is copied deeply.
-        new: an empty tensor for one that nothing fits.
+        on_host: whether the copies are to lie in the host's memory, pinned where CUDA copies to it, or where the given
+            tensors are. None for wherever those in ``kept`` are.
     """
     pairs: list[tuple[Tensor, Tensor]] = []
-    refilled = _refill(kept, given, new, pairs)
+    refilled = _refill(kept, given, on_host, pairs)
     _copy(pairs)
     return refilled
 
 
 def clone(given: Any) -> Any:
     """A deep copy, every tensor where it is."""
-    return refill(None, given, torch.empty_like)
+    return refill(None, given)
 
 
-def _refill(kept: Any, given: Any, new: Callable[[Tensor], Tensor], pairs: list[tuple[Tensor, Tensor]]) -> Any:
+def _refill(kept: Any, given: Any, on_host: bool | None, pairs: list[tuple[Tensor, Tensor]]) -> Any:
     if isinstance(given, Tensor):
-        target = kept if isinstance(kept, Tensor) and _fits(kept, given) else new(given)
+        target = kept if isinstance(kept, Tensor) and _fits(kept, given, on_host) else _new(given, on_host)
         pairs.append((target, given))
         return target
     if type(given) in (dict, OrderedDict):
         known = kept if isinstance(kept, dict) else {}
-        return type(given)((key, _refill(known.get(key), value, new, pairs)) for key, value in given.items())
+        return type(given)((key, _refill(known.get(key), value, on_host, pairs)) for key, value in given.items())
     if type(given) in (list, tuple):
         before = kept if isinstance(kept, (list, tuple)) else ()
         places = [*before, *[None] * (len(given) - len(before))]
-        return type(given)(_refill(old, value, new, pairs) for old, value in zip(places, given, strict=False))
+        return type(given)(_refill(old, value, on_host, pairs) for old, value in zip(places, given, strict=False))
     return copy.deepcopy(given)
 
 
-def _fits(kept: Tensor, given: Tensor) -> bool:
+def _new(tensor: Tensor, on_host: bool | None) -> Tensor:
+    if not on_host or tensor.is_cpu:
+        return torch.empty_like(tensor, requires_grad=False)
+    pinned = tensor.device.type == "cuda" and type(tensor) in (Tensor, torch.nn.Parameter)
+    return torch.empty_like(tensor, device="cpu", requires_grad=False, pin_memory=pinned)
+
+
+def _fits(kept: Tensor, given: Tensor, on_host: bool | None) -> bool:
     return (
-        kept.shape == given.shape
+        (on_host is None or kept.is_cpu == (on_host or given.is_cpu))
+        and kept.shape == given.shape
         and kept.dtype == given.dtype
         and kept.layout == given.layout == torch.strided
         and (local_part(kept) is None) == (local_part(given) is None)
@@ -61,9 +69,10 @@ def _fits(kept: Tensor, given: Tensor) -> bool:
 def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
     groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in pairs:
-        target, source = (part if (part := local_part(each)) is not None else each for each in (target, source))
+        target, source = part_of_rank(target), part_of_rank(source)
         targets, sources = groups.setdefault((target.device, source.device), ([], []))
         targets.append(target)
         sources.append(source.detach())
-    for targets, sources in groups.values():
-        foreach_copy([each.detach() for each in targets], sources)
+    for (target_device, source_device), (targets, sources) in groups.items():
+        copy_all = foreach_copy if target_device == source_device else copy_one_by_one
+        copy_all([each.detach() for each in targets], sources)

@@ -34,28 +34,29 @@ class Action(Enum):
     """Put it back, and end the run."""
 
 
+WATCHING, HEALING = False, True
+
+# What to do; and what instead, once that has been done for too long. What is not finite is never accepted.
+_ACTIONS: dict[tuple[bool, Event], tuple[Action, Action]] = {
+    (WATCHING, Event.HEALTHY): (Action.NONE, Action.NONE),
+    (WATCHING, Event.UNHEALTHY): (Action.NONE, Action.NONE),
+    (WATCHING, Event.NONFINITE): (Action.NONE, Action.NONE),  # so many in a row are RUINED
+    (WATCHING, Event.TROUBLE): (Action.GO_BACK, Action.ACCEPT),
+    (WATCHING, Event.RUINED): (Action.GO_BACK, Action.END),
+    (HEALING, Event.HEALTHY): (Action.NONE, Action.NONE),
+    (HEALING, Event.UNHEALTHY): (Action.UNDO, Action.ACCEPT),
+    (HEALING, Event.TROUBLE): (Action.UNDO, Action.ACCEPT),
+    (HEALING, Event.NONFINITE): (Action.UNDO, Action.END),
+    (HEALING, Event.RUINED): (Action.UNDO, Action.END),
+}
+
+
 class Course:
-    r"""Decides after every iteration.
+    """Decides after every iteration, by a table of state and event.
 
-    ========  =================  ========================================================  ========
-    state     event              action                                                    state
-    ========  =================  ========================================================  ========
-    watching  healthy            none                                                      watching
-    watching  unhealthy          none                                                      watching
-    watching  nonfinite          none; the ``patience``-th in a row like *ruined*
-    watching  trouble            go back                                                   healing
-    \                            accept after ``max_rollbacks`` in ``window`` iterations   watching
-    watching  ruined             go back                                                   healing
-    \                            end after ``max_rollbacks`` in ``window`` iterations      watching
-    healing   healthy            none; after ``probation`` in a row                        watching
-    healing   unhealthy,         undo                                                      healing
-              trouble            accept after ``hold`` iterations of healing               watching
-    healing   nonfinite,         undo                                                      healing
-              ruined             end after ``hold`` iterations, the last ``patience``      watching
-                                 of them not finite
-    ========  =================  ========================================================  ========
-
-    What is not finite is never accepted.
+    While it watches, too long means ``max_rollbacks`` in ``window`` iterations. While it heals, it means ``hold``
+    iterations, and to end the run that the last ``patience`` were not finite. Going back begins the healing, and
+    ``probation`` healthy iterations in a row end it. What was too long ends it too, and what was counted is forgotten.
 
     Attributes:
         healing: whether it has gone back and is not yet well.
@@ -72,7 +73,7 @@ class Course:
 
     def forget(self) -> None:
         """Start as at the beginning."""
-        self.healing = False
+        self.healing = WATCHING
         self.undone = 0
         self._age = 0  # iterations of healing
         self._healthy = 0  # in a row
@@ -87,37 +88,28 @@ class Course:
             iteration: its number.
         """
         self._nonfinite = self._nonfinite + 1 if event in (Event.NONFINITE, Event.RUINED) else 0
-        return self._heal(event) if self.healing else self._watch(event, iteration)
-
-    def _watch(self, event: Event, iteration: int) -> Action:
+        self._healthy = self._healthy + 1 if event == Event.HEALTHY else 0
+        self._age += 1
         if event == Event.NONFINITE and self._nonfinite >= self.patience:
             event = Event.RUINED
-        if event not in (Event.TROUBLE, Event.RUINED):
-            return Action.NONE
-        self._went_back = [each for each in self._went_back if 0 <= iteration - each < self.window]
-        if len(self._went_back) >= self.max_rollbacks:
+        action, instead = _ACTIONS[self.healing, event]
+        if action != instead and self._is_too_long(instead, iteration):
             self.forget()
-            return Action.END if event == Event.RUINED else Action.ACCEPT
-        self._went_back.append(iteration)
-        self.healing, self.undone, self._age, self._healthy = True, 0, 0, 0
-        return Action.GO_BACK
+            return instead
+        if action == Action.GO_BACK:
+            self._went_back.append(iteration)
+            self.healing, self.undone, self._age = HEALING, 0, 0
+        elif action == Action.UNDO:
+            self.undone += 1
+        elif self._healthy >= self.probation:
+            self.healing = WATCHING
+        return action
 
-    def _heal(self, event: Event) -> Action:
-        self._age += 1
-        if event == Event.HEALTHY:
-            self._healthy += 1
-            self.healing = self._healthy < self.probation
-            return Action.NONE
-        self._healthy = 0
-        self.undone += 1
-        if self._age > self.hold:
-            if not self._nonfinite:
-                self.forget()
-                return Action.ACCEPT
-            if self._nonfinite >= self.patience:
-                self.forget()
-                return Action.END
-        return Action.UNDO
+    def _is_too_long(self, instead: Action, iteration: int) -> bool:
+        if self.healing == HEALING:
+            return self._age > self.hold and (instead == Action.ACCEPT or self._nonfinite >= self.patience)
+        self._went_back = [each for each in self._went_back if 0 <= iteration - each < self.window]
+        return len(self._went_back) >= self.max_rollbacks
 
     def state_dict(self) -> dict[str, Any]:
         """Where it is: numbers and a list of numbers."""

@@ -8,9 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
-from ignite_monitor.model._torch import local_part
+from ignite_monitor.model._torch import part_of_rank
 from ignite_monitor.model.norms import total_norm
 from ignite_monitor.rollback.copying import clone, refill
 
@@ -43,11 +42,10 @@ def part_of(thing: Any) -> Part:
 
 
 def is_scheduler(thing: Any) -> bool:
-    """Whether something only sets what an optimizer steps with."""
-    if isinstance(thing, LRScheduler):
-        return True
-    kinds = (nn.Module, Optimizer)
-    return not isinstance(thing, kinds) and not hasattr(thing, "param_groups") and hasattr(thing, "optimizer")
+    """Whether something only sets what an optimizer steps with, or what Ignite keeps in an engine's state."""
+    if isinstance(thing, (nn.Module, Optimizer)) or hasattr(thing, "param_groups"):
+        return False
+    return any(hasattr(thing, name) for name in ("optimizer", "get_last_lr", "simulate_values"))
 
 
 class ModulePart(Part):
@@ -68,7 +66,7 @@ class ModulePart(Part):
     def put_back(self, state: Any, scheduled: bool) -> None:
         now = self.state()
         for kind in ("parameters", "buffers"):
-            back = refill(now[kind], state[kind], torch.empty_like)
+            back = refill(now[kind], state[kind])
             for name, tensor in back.items():
                 if tensor is not now[kind].get(name):  # it has another shape by now, or is gone
                     self._replace(name, tensor)
@@ -109,7 +107,7 @@ class OptimizerPart(Part):
         own: dict[Any, Any] = self.optimizer.state
         for key, parameter in self._parameters().items():
             if key in state["state"]:
-                own[parameter] = refill(own.get(parameter), state["state"][key], torch.empty_like)
+                own[parameter] = refill(own.get(parameter), state["state"][key])
             else:
                 own.pop(parameter, None)
         for other in [other for other in own if not isinstance(other, Tensor)]:
@@ -117,7 +115,7 @@ class OptimizerPart(Part):
         own.update(clone(state["other"]))
         for group, before in zip(self.optimizer.param_groups, state["groups"], strict=False):
             kept = () if scheduled else SCHEDULED
-            group.update((k, refill(group.get(k), v, torch.empty_like)) for k, v in before.items() if k not in kept)
+            group.update((k, refill(group.get(k), v)) for k, v in before.items() if k not in kept)
 
 
 class OtherPart(Part):
@@ -186,8 +184,7 @@ def nonfinite_in(state: Any, exempt: Container[str] = ()) -> set[str]:
         exempt: paths that are not looked at.
     """
     found = ((path, tensor.detach()) for path, tensor in tensors_in(state) if path not in exempt)
-    local = ((path, tensor if (part := local_part(tensor)) is None else part) for path, tensor in found)
-    named = {path: tensor for path, tensor in local if not tensor.is_meta}
+    named = {path: part_of_rank(tensor) for path, tensor in found if not tensor.is_meta}
     # Elementwise it costs more than the copy.
     if bool(torch.isfinite(total_norm(named.values()))):
         return set()

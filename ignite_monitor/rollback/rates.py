@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ignite_monitor.rollback.parts import is_scheduler
+
 # What schedules keep learning rates in: torch's in parameter groups and in lists, Ignite's in numbers and lists.
 _IN_GROUPS = ("lr", "initial_lr", "max_lr", "min_lr")
 _IN_SCHEDULES = ("base_lrs", "max_lrs", "eta_min", "start_value", "end_value", "values")
@@ -35,14 +37,13 @@ def _lower(thing: Any, factor: float, seen: set[int]) -> None:
             for name in _IN_GROUPS:
                 if name in group:
                     group[name] = _times(group[name], factor)
-    elif hasattr(thing, "optimizer") and getattr(thing, "param_name", "lr") == "lr":
-        for name in _IN_SCHEDULES:
-            if name in vars(thing):
-                setattr(thing, name, _times(vars(thing)[name], factor))
+    elif is_scheduler(thing):
+        own = vars(thing) if getattr(thing, "param_name", "lr") == "lr" else {}
+        for name in [name for name in _IN_SCHEDULES if name in own]:
+            setattr(thing, name, _times(own[name], factor))
         for inner in (vars(thing).get(name) for name in _INNER):
             for each in inner if isinstance(inner, (list, tuple)) else [inner]:
-                if each is not None:
-                    _lower(each, factor, seen)
+                _lower(each, factor, seen)
 
 
 def _times(value: Any, factor: float) -> Any:

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from ignite_monitor.rollback.copying import clone, refill
 
 
@@ -38,15 +35,21 @@ class Snapshots:
     """Those that have proved good, oldest first, and those that have not yet.
 
     Args:
+        every: in which distance they are taken, in iterations.
         keep: how many good ones are kept, and how many others at most.
         quiet: after how many healthy iterations in a row one is good.
         on_host: whether to keep them in the host's memory, pinned where a device copies from it.
+
+    Attributes:
+        taken: the iteration after which the last one was taken.
     """
 
-    def __init__(self, keep: int, quiet: int, on_host: bool) -> None:
+    def __init__(self, every: int, keep: int, quiet: int, on_host: bool) -> None:
+        self.every = every
         self.keep = keep
         self.quiet = quiet
         self.on_host = on_host
+        self.taken = 0
         self.good: list[Snapshot] = []
         self.pending: list[Snapshot] = []
         self._free: list[Any] = []  # states whose memory can be used again
@@ -56,21 +59,26 @@ class Snapshots:
     def __len__(self) -> int:
         return len(self.good) + len(self.pending)
 
+    def overdue(self, iteration: int) -> int:
+        """For how many iterations one should have been there, after this one; less than 0 as long as none is due."""
+        return iteration - self.taken - self.every if len(self) else 0
+
     @property
     def newest(self) -> Snapshot:
         """The one taken last; there has to be one."""
         return (self.pending or self.good)[-1]
 
     def take(self, iteration: int, state: Any, factor: float) -> None:
-        """Copy a state."""
+        """Copy the state after an iteration."""
+        self.taken = iteration
         if len(self.pending) == self.keep:
             self._free.append(self.pending.pop(0).state)
         kept = self._free.pop() if self._free else None
-        self.pending.append(Snapshot(iteration, refill(kept, state, self._new), factor, young=not len(self)))
+        self.pending.append(Snapshot(iteration, refill(kept, state, self.on_host), factor, young=not len(self)))
 
     def update(self, snapshot: Snapshot, state: Mapping[str, Any]) -> None:
         """Copy parts of a state into a snapshot anew."""
-        snapshot.state |= refill({key: snapshot.state[key] for key in state}, dict(state), self._new)
+        snapshot.state |= refill({key: snapshot.state[key] for key in state}, dict(state), self.on_host)
 
     def note(self, healthy: bool) -> list[Snapshot]:
         """An iteration has passed; the snapshots that have proved good by it."""
@@ -125,7 +133,7 @@ class Snapshots:
     def state_dict(self) -> dict[str, Any]:
         """What going back may need, copied: the newest good one, and those that are not yet good."""
         good = [each.state_dict() for each in self.good[-1:]]
-        return {"good": good, "pending": [each.state_dict() for each in self.pending]}
+        return {"taken": self.taken, "good": good, "pending": [each.state_dict() for each in self.pending]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a saved state.
@@ -134,14 +142,9 @@ class Snapshots:
             state_dict: what :meth:`state_dict` returned.
         """
         self.clear()
+        self.taken = int(state_dict["taken"])
         for name, snapshots in (("good", self.good), ("pending", self.pending)):
             for saved in state_dict[name]:
                 kept = self._free.pop() if self._free else None
-                state = refill(kept, saved["state"], self._new)
+                state = refill(kept, saved["state"], self.on_host)
                 snapshots.append(Snapshot(**{**saved, "state": state}))
-
-    def _new(self, tensor: Tensor) -> Tensor:
-        if not self.on_host or tensor.device.type == "cpu":
-            return torch.empty_like(tensor, requires_grad=False)
-        pinned = tensor.device.type == "cuda" and type(tensor) in (Tensor, torch.nn.Parameter)
-        return torch.empty_like(tensor, device="cpu", requires_grad=False, pin_memory=pinned)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,17 +12,18 @@ from ignite.engine import Engine
 from torch import Tensor
 
 from ignite_monitor.checks import check_count
-from ignite_monitor.events.monitor_events import MonitorEvents, Spike, told
+from ignite_monitor.events.monitor_events import MonitorEvents, Spike
 from ignite_monitor.judging.judge import NormJudge
+from ignite_monitor.judging.monitor import JudgingMonitor
 from ignite_monitor.judging.spikes import SpikeDetector, Verdict
 from ignite_monitor.judging.thresholds import ThresholdRule, as_rule
 from ignite_monitor.keys import SPIKE
 from ignite_monitor.model.devices import wide_dtype
-from ignite_monitor.monitor.base import Handlers, Monitor, NoModel, check_flag
+from ignite_monitor.monitor.base import Handlers, NoModel, check_flag
 from ignite_monitor.monitor.publisher import as_published
 
 
-class SpikeMonitor(Monitor, schema=SPIKE):
+class SpikeMonitor(JudgingMonitor[NormJudge], schema=SPIKE):
     """Judges any scalar of the iteration as ``GradMonitor`` judges the gradient's norm: by its own earlier values.
 
     The value is asked for when the train step has returned and the other monitors have published, before
@@ -89,33 +89,8 @@ class SpikeMonitor(Monitor, schema=SPIKE):
         self._judge = NormJudge(SpikeDetector(as_rule(threshold), max_consecutive_spikes=patience))
         self._missing = 0  # iterations without a value, as long as there was none
 
-    def state_dict(self) -> OrderedDict[str, Any]:
-        """Statistics and counts: tensors, dicts of tensors and a number."""
-        return OrderedDict(self._judge.state_dict())
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._judge.load_state_dict(state_dict)
-
-    def counts(self) -> Tensor:
-        return self._judge.counts()
-
-    def start_afresh(self) -> None:
-        self._judge.start_afresh()
-
     def handlers(self) -> Handlers:
         return [(MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed)]
-
-    @property
-    def attributes(self) -> list[str]:
-        return [self.flag]
-
-    def clear(self, engine: Engine) -> None:
-        super().clear(engine)
-        setattr(engine.state, self.flag, False)
-
-    def release(self) -> None:
-        self._warn_of_restarts(wait=True)
 
     def _on_train_step_completed(self, engine: Engine) -> Callable[[], None] | None:
         # Once all monitors have published: the value may be one of theirs.
@@ -129,13 +104,15 @@ class SpikeMonitor(Monitor, schema=SPIKE):
         self._missing = self._PATIENCE
         number = _as_number(value)
         # A detector knows no number below all others.
-        verdict = self._judge.detector.judge(number.masked_fill(number.isneginf(), torch.inf))
+        verdict = self._judge.detector.judge(number.masked_fill(number.isneginf(), torch.inf))._replace(given=number)
         self._judge.observe(verdict)
         setattr(engine.state, self.flag, as_published(verdict.spike))
         values = self._judge.statistics(verdict)
         names = ("threshold", "spike", "spike_count", "spike_score")
         self.publish(value=number, **{name: values[name] for name in names if name in values})
-        self._tell(engine, verdict, number)
+        if self._is_awaited(MonitorEvents.SPIKE_DETECTED) and self._is_known_spike(verdict):
+            self._tell(engine, MonitorEvents.SPIKE_DETECTED, verdict)
+        self._tell_of_new_level(engine, verdict)
 
     def _report_missing(self) -> None:
         self._missing += 1
@@ -147,31 +124,10 @@ class SpikeMonitor(Monitor, schema=SPIKE):
                 self._PATIENCE,
             )
 
-    def _tell(self, engine: Engine, verdict: Verdict, number: Tensor) -> None:
-        if self._source is None:
-            return
-        if self._source.is_awaited(MonitorEvents.SPIKE_DETECTED) and bool(verdict.spike):
-            with told(engine, self._spike(verdict, number)):
-                self._source.fire(MonitorEvents.SPIKE_DETECTED)
-        listened = self._source.is_awaited(MonitorEvents.LEVEL_CHANGED)
-        if self._warn_of_restarts(wait=listened) and listened:
-            with told(engine, self._spike(verdict, number)):
-                self._source.fire(MonitorEvents.LEVEL_CHANGED)
-
-    def _spike(self, verdict: Verdict, number: Tensor) -> Spike:
-        value, threshold = torch.stack((number, verdict.threshold)).tolist()
+    def _spike(self, verdict: Verdict) -> Spike:
+        value, threshold = torch.stack((verdict.given, verdict.threshold)).tolist()
         origin = None if self._source is None or math.isfinite(value) else self._source.origin
         return Spike(self, f"{self.prefix}/value", value, threshold, {}, origin)
-
-    def _warn_of_restarts(self, wait: bool) -> bool:
-        has_restarted = self._judge.has_restarted(wait)
-        if has_restarted:
-            self.logger.warning(
-                "%s: %d spikes in a row mean a new level: the rule starts afresh from it",
-                self.prefix,
-                self._judge.detector.max_consecutive_spikes,
-            )
-        return has_restarted
 
 
 def _as_number(value: Any) -> Tensor:

@@ -28,8 +28,8 @@ Make = Callable[..., Any]
 CLIP = "clip_grad_norm_"
 # How many there may be with a model of six blocks, which has 77 parameters; and the monitor, given model and optimizer.
 MONITORS: dict[str, tuple[int, Make]] = {
-    "GradMonitor": (34, GradMonitor),
-    "GradMonitor, RobustThreshold": (46, lambda m, o: GradMonitor(m, o, threshold=RobustThreshold())),
+    "GradMonitor": (30, GradMonitor),
+    "GradMonitor, RobustThreshold": (40, lambda m, o: GradMonitor(m, o, threshold=RobustThreshold())),
     "WeightUpdateHandler": (90, WeightUpdateHandler),
     "ActivationHandler": (50, lambda m, o: ActivationHandler(m, activations=True)),
     "ActivationHandler, attention": (60, lambda m, o: ActivationHandler(m, activations=True, attention=True)),

@@ -17,7 +17,9 @@ from ignite_monitor import (
     GradMonitor,
     MeanStdThreshold,
     Metric,
+    OptimizerStateHandler,
     RCCHandler,
+    ReplicaCheckHandler,
     RobustThreshold,
     SpectralNormHandler,
     SpikeMonitor,
@@ -96,6 +98,11 @@ MONITORS: dict[str, Make] = {
     "SpectralNormHandler, ns5": lambda m, o, s: SpectralNormHandler(m, method="ns5-fast", top_k=0),
     "StepStatsHandler": lambda m, o, s: StepStatsHandler(m, o, items=lambda batch: batch[0].numel()),
     "SpikeMonitor": lambda m, o, s: SpikeMonitor(_loss, threshold=MeanStdThreshold(warmup=3)),
+    "GradMonitor, tensors": lambda m, o, s: GradMonitor(
+        m, o, scaler=s, threshold=StaticThreshold(1.5), per_parameter=True
+    ),
+    "OptimizerStateHandler": lambda m, o, s: OptimizerStateHandler(o, m),
+    "ReplicaCheckHandler": lambda m, o, s: ReplicaCheckHandler(m, o),
 }
 _OF_THE_MACHINE = (
     "time_ms",

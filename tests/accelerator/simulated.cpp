@@ -148,8 +148,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
 
 // Each of these is launched once, however many tensors there are; elsewhere torch takes them one by one.
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
-  for (auto name : {"_foreach_add.Scalar", "_foreach_add_.List", "_foreach_add_.Scalar", "_foreach_copy_",
-                    "_foreach_mul.ScalarList", "_foreach_mul_.Scalar", "_foreach_mul_.ScalarList",
+  for (auto name : {"_foreach_add.Scalar", "_foreach_add_.List", "_foreach_add_.Scalar", "_foreach_addcdiv.ScalarList",
+                    "_foreach_copy_", "_foreach_mul.ScalarList", "_foreach_mul_.Scalar", "_foreach_mul_.ScalarList",
                     "_foreach_mul_.Tensor", "_foreach_norm.Scalar", "_foreach_sub.List", "_foreach_zero_"})
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&run>());
 }

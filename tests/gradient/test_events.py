@@ -102,10 +102,19 @@ def test_a_new_level_of_the_loss_or_of_one_tensor_is_told_of_too(how, caplog):
     signal = loss if how == "loss" else {"per_parameter": True}
     monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(1e9), max_consecutive_spikes=4, **signal)
     monitor.attach(trainer)
-    trainer.add_event_handler(MonitorEvents.LEVEL_CHANGED, lambda engine: levels.append(engine.state.iteration))
+    trainer.add_event_handler(
+        MonitorEvents.LEVEL_CHANGED, lambda engine: levels.append((engine.state.iteration, engine.state.spike))
+    )
     with caplog.at_level(logging.WARNING):
         trainer.run(make_batches(60))
-    assert levels == [44]
+    assert [iteration for iteration, _ in levels] == [44]
+    [(_, spike)] = levels
+    assert spike.name == ("grad/loss" if how == "loss" else "grad/norm")
+    if how == "loss":
+        assert spike.value == pytest.approx(12.0 + 0.01 * (44 % 3))
+        assert 2.0 < spike.threshold < 3.0
+    else:
+        assert [*spike.culprits] == ["0.bias"]
     assert len([record for record in caplog.records if "a new level" in record.getMessage()]) == 1
     # Spikes, norms that are not finite, fresh starts: what a RollbackHandler goes by.
     assert monitor.counts().tolist() == [4.0, 0.0, 1.0]

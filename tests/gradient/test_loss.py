@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import logging
 
 import pytest
 import torch
+from ignite.engine import Engine
 from torch import nn
 
-from ignite_monitor import GradMonitor, StaticThreshold
+from ignite_monitor import GradMonitor, MonitorEvents, StaticThreshold
 from tests._trainers import assert_same, make_model, train, training_state
 from tests.gradient.test_loss_signal import expected as expected_of_signal
 
@@ -65,6 +67,27 @@ def test_a_loss_that_is_a_spike_makes_the_step_one(how):
     assert recorder.of("grad/spike_count") == [sum(truth[: i + 1]) for i in range(50)]
     assert recorder.of("grad/spike_score")[-1] == pytest.approx(3 / 50)
     assert float(training.monitor.state_dict()["detector"]["rule"]["count"]) == 50  # the norms were within their limit
+
+
+def test_a_spike_of_the_loss_alone_tells_of_the_loss(caplog):
+    told = []
+    for threshold in (StaticThreshold(1e9), StaticThreshold(5.0)):
+        training = Training("module", per_parameter=True, threshold=threshold)
+        trainer = Engine(training.step)
+        training.monitor.attach(trainer)
+        trainer.add_event_handler(MonitorEvents.SPIKE_DETECTED, lambda engine: told.append(engine.state.spike))
+        with caplog.at_level(logging.WARNING):
+            trainer.run(batches_of(30, spikes=(30,)))
+        of_loss = torch.tensor(training.losses[29]).item()
+        if threshold.value > 5:
+            [spike] = told
+            assert (spike.name, spike.value) == ("grad/loss", pytest.approx(of_loss, rel=1e-6))
+            assert max(training.losses[:29]) < spike.threshold < of_loss
+            [record] = caplog.records
+            factor = f"{of_loss / spike.threshold:.3g}"
+            assert record.getMessage().startswith(f"grad: iteration 30: loss {of_loss:.3g}, {factor} x its threshold")
+        else:
+            assert told[-1].name == "grad/norm"
 
 
 @pytest.mark.parametrize("how", ["module", "function"])

@@ -139,14 +139,14 @@ def test_the_event_and_the_log_tell_of_it(caplog):
 
 
 def test_how_a_spike_is_described():
-    assert described(15.1, 1.08, {"a.weight": 0.96}) == (
+    assert described("gradient norm", 15.1, 1.08, {"a.weight": 0.96}) == (
         "gradient norm 15.1, 14 x its threshold; 96 % of the excess in a.weight"
     )
-    assert described(2.0, 4.0, {"a": 0.6, "b": 0.4}) == (
+    assert described("gradient norm", 2.0, 4.0, {"a": 0.6, "b": 0.4}) == (
         "gradient norm 2, within its threshold 4; 60 % of the excess in a, 40 % of the excess in b"
     )
-    assert described(2.0, math.inf, {}) == "gradient norm 2"
-    assert described(math.nan, 4.0, {"a": 1.0}) == "gradient norm nan; 100 % of the excess in a"
+    assert described("gradient norm", 2.0, math.inf, {}) == "gradient norm 2"
+    assert described("gradient norm", math.nan, 4.0, {"a": 1.0}) == "gradient norm nan; 100 % of the excess in a"
 
 
 @pytest.mark.parametrize("how", ["skip", "clip"])
@@ -282,5 +282,5 @@ def test_bad_input():
 def test_nothing_of_the_model_is_kept_after_a_run():
     training = Training()
     train(training.step, make_batches(3), training.monitor)
-    assert training.monitor._tensors._named == ((), ())
-    assert RobustThreshold(k=8.0).k == training.monitor._tensors._k
+    assert training.monitor._judge.tensors._named == ((), ())
+    assert RobustThreshold(k=8.0).k == training.monitor._judge.tensors._k

@@ -1,4 +1,4 @@
-"""skip_step with optimizers that torch does not have: exact, or refused with the remedy.
+"""Reactions with optimizers that torch does not have: exact, or refused with the remedy.
 
 Patterns of step() that hidden gradients do not stop, and the optimizers of packages where these are installed.
 """
@@ -17,7 +17,7 @@ from torch.amp import GradScaler
 from torch.optim.lr_scheduler import StepLR
 
 from ignite_monitor import GradMonitor, StaticThreshold, WeightUpdateHandler
-from tests._trainers import assert_same, loss_of, make_batches, make_model, train, training_state
+from tests._trainers import assert_same, grad_norm, loss_of, make_batches, make_model, train, training_state
 
 LIMIT = 60.0
 
@@ -137,7 +137,7 @@ def attributes(optimizer):
     }
 
 
-def run(name, batches, scaler=None, monitor=True):
+def run(name, batches, scaler=None, reaction="skip", before_step=lambda model: None):
     model, optimizer = build(name)
     scaler = None if scaler is None else scaler()
     scheduler = StepLR(optimizer, 3)
@@ -146,6 +146,7 @@ def run(name, batches, scaler=None, monitor=True):
         optimizer.zero_grad()
         loss = loss_of(model, batch)
         (loss if scaler is None else scaler.scale(loss)).backward()
+        before_step(model)
         if scaler is None:
             optimizer.step()
         else:
@@ -154,8 +155,8 @@ def run(name, batches, scaler=None, monitor=True):
         assert all(parameter.grad is not None for parameter in model.parameters())
 
     monitors = []
-    if monitor:
-        monitors = [GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), skip_step=True, scaler=scaler)]
+    if reaction is not None:
+        monitors = [GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), reaction=reaction, scaler=scaler)]
     torch.manual_seed(1)
     recorder = train(step, batches, *monitors)
     return model, optimizer, scheduler, recorder
@@ -171,9 +172,25 @@ def test_a_skipped_step_was_not_made(name, spikes, amp):
     model, optimizer, _, recorder = run(name, batches, scaler)
     assert recorder.of("grad/skipped_count")[-1] == len(spikes)
     kept = [batch for i, batch in enumerate(batches, 1) if i not in spikes]
-    other, other_optimizer, _, _ = run(name, kept, scaler, monitor=False)
+    other, other_optimizer, _, _ = run(name, kept, scaler, reaction=None)
     assert_same(training_state(model, optimizer), training_state(other, other_optimizer))
     assert_same(attributes(optimizer), attributes(other_optimizer))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_clipped_step_is_that_of_the_scaled_gradient(name):
+    def scale(model):
+        norm = grad_norm(model)
+        if norm > LIMIT:
+            for parameter in model.parameters():
+                parameter.grad.copy_(parameter.grad.double() * (LIMIT / norm))
+
+    batches = make_batches(10, (2, 7), 1e3)
+    model, _, _, recorder = run(name, batches, reaction="clip")
+    other, *_ = run(name, batches, reaction=None, before_step=scale)
+    assert recorder.of("grad/clipped_count")[-1] == 2
+    for own, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(own, theirs, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["MuonLike", "NeedsAll"])
@@ -324,7 +341,7 @@ def test_optimizers_that_pass_steps_on():
     recorder = train(step, make_batches(6, (3,)), monitor)
     assert recorder.of("grad/skipped_count")[-1] == 1
     kept = [batch for i, batch in enumerate(make_batches(6, (3,)), 1) if i != 3]
-    other = run("MuonLike", kept, monitor=False)[0]
+    other = run("MuonLike", kept, reaction=None)[0]
     assert_same([*model.parameters()], [*other.parameters()])
 
 

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from ignite_monitor.model import norms
 from ignite_monitor.model.norms import combine, norm_of_each, total_norm
 
 
@@ -138,3 +139,16 @@ def test_the_norm_of_each_of_mixed_ones():
     expected = [math.sqrt(3), math.sqrt(16 + 36 + 25 + 36), 0.0, math.sqrt(20_001), math.sqrt(2)]
     torch.testing.assert_close(norm_of_each(tensors), torch.tensor(expected).double(), rtol=1e-6, atol=0.0)
     assert norm_of_each([torch.tensor([1.0, math.nan]), torch.tensor([math.inf])]).tolist()[1] == math.inf
+
+
+@pytest.mark.parametrize("room", [norms._ROOM, 0])
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+def test_short_and_long_tensors_of_several_dtypes(norm_type, room, monkeypatch):
+    monkeypatch.setattr(norms, "_ROOM", room)
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1,), (), (1023,), (1025,), (64, 64), (4097,), (17, 3), (130, 127), (40, 500)]
+    dtypes = (torch.float32, torch.bfloat16, torch.float64)
+    tensors = [torch.randn(shape, generator=generator).to(dtype) for dtype in dtypes for shape in shapes]
+    tensors += [torch.randn(60, 30, generator=generator).t(), torch.randn(300, 40, generator=generator).t()[:, ::3]]
+    expected = torch.linalg.vector_norm(torch.cat([each.double().reshape(-1) for each in tensors]), norm_type)
+    torch.testing.assert_close(total_norm(tensors, norm_type), expected, rtol=1e-6, atol=0.0)

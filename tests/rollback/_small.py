@@ -82,6 +82,7 @@ class Training:
     def train_step(self, engine: Engine, batch: Batch) -> float:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.scaler is not None):
             loss = F.mse_loss(self.model(batch[0]).float(), batch[1])
+        engine.state.loss = loss.detach()
         steps = engine.state.iteration % self.accumulate == 0
         if self.scaler is None:
             loss.backward()

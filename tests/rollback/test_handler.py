@@ -15,7 +15,15 @@ from ignite.handlers.param_scheduler import CosineAnnealingScheduler
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 
-from ignite_monitor import GradMonitor, MonitorEvents, RollbackHandler, SpikeMonitor, StaticThreshold
+from ignite_monitor import (
+    GradMonitor,
+    MeanStdThreshold,
+    MonitorEvents,
+    RobustThreshold,
+    RollbackHandler,
+    SpikeMonitor,
+    StaticThreshold,
+)
 from tests._trainers import assert_same
 from tests.rollback import _healthy
 from tests.rollback._small import Net, Training, make_batches
@@ -372,6 +380,40 @@ def test_a_new_level_is_accepted_once_after_hold_and_patience(how, caplog):
     assert training.of("count")[180] == 1
     assert training.of("undone_count")[180] == 51
     assert max(training.of("iteration")) == 101
+
+
+RULES = {
+    "default": {},
+    "all alike": {"threshold": MeanStdThreshold(3.0, decay=None)},
+    "robust": {"threshold": RobustThreshold()},
+    "function": {"threshold": lambda mean, std, count: mean + 4 * std},
+    "loss": {"loss": lambda engine: engine.state.loss},
+}
+
+
+@pytest.mark.parametrize("handler", [False, True])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_row_of_spikes_does_not_widen_its_own_threshold(rule, handler):
+    """Of nine in a row the first is taken in, and no rule learns from the others."""
+    training = Training(monitor=RULES[rule] | {"skip_step": True}, handler=handler)
+    value = SpikeMonitor(lambda engine: engine.state.output, threshold=RULES[rule].get("threshold"))
+    value.attach(training.trainer)
+    known = {}
+
+    def rules_in(state):
+        found = [state["rule"]] if "rule" in state else []
+        return found + [each for part in state.values() if isinstance(part, dict) for each in rules_in(part)]
+
+    def note(engine):
+        states = [rules_in(monitor.state_dict()) for monitor in (training.monitor, value)]
+        known[engine.state.iteration] = copy.deepcopy(states)
+
+    training.trainer.add_event_handler(Events.ITERATION_COMPLETED, note)
+    training.run(make_batches(49, bad=range(41, 50)))
+    assert training.metrics[49]["grad/spike_count"] == 9
+    assert [len(each) for each in known[41]] == [2 if rule == "loss" else 1, 1]
+    for iteration in range(42, 50):
+        assert_same(known[iteration], known[41])
 
 
 # What goes on

@@ -1,0 +1,175 @@
+"""What GradMonitor shows, publishes and says of a verdict."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+
+from ignite_monitor.events.monitor_events import MonitorEvents, Spike
+from ignite_monitor.gradient.judge import GradientJudge
+from ignite_monitor.gradient.per_parameter import described
+from ignite_monitor.gradient.reaction import Reaction
+from ignite_monitor.gradient.window import GradientWindow
+from ignite_monitor.judging.judge import Known
+from ignite_monitor.judging.monitor import JudgingMonitor
+from ignite_monitor.judging.spikes import Verdict, may_be_true
+from ignite_monitor.model.modes import users_grad_mode
+from ignite_monitor.monitor.publisher import as_published
+from ignite_monitor.monitor.ranks import world_size
+from ignite_monitor.nonfinite.origin import OriginSearch
+
+
+class GradientTelling(JudgingMonitor[GradientJudge]):
+    """Tells of verdicts on the gradient; which one that is, a subclass decides."""
+
+    scaler: GradScaler | None
+    on_spike: Callable[[Any, float | Tensor], Any] | None
+    _norm_attribute: str
+    _window: GradientWindow[Verdict, Known]
+    _reaction: Reaction
+    _origins: OriginSearch
+    _iteration = -1  # the last one that was monitored
+    _scale: Tensor | None = None  # of this iteration's last backward
+    _stepped: bool | Tensor = False  # whether a step was made
+    _shown: Verdict | None = None  # in the engine's state
+    _suspect: Verdict | None = None  # what is published and lies on a device, to name culprits in
+    _where: Tensor | None = None  # whether what is published is there, where only the device knows
+    _missing_reported = False
+
+    @property
+    def attributes(self) -> list[str]:
+        return [self.flag, self._norm_attribute]
+
+    def clear(self, engine: Any) -> None:
+        super().clear(engine)
+        setattr(engine.state, self._norm_attribute, None)
+        self._shown = None
+
+    def _show(self, engine: Any, verdict: Verdict) -> None:
+        if verdict is not self._shown:
+            setattr(engine.state, self.flag, as_published(verdict.spike))
+            setattr(engine.state, self._norm_attribute, as_published(verdict.norm))
+            self._shown = verdict
+        if self._source is not None and self._source.has_handlers(*MonitorEvents):  # which may write values
+            self._publish_verdict(verdict, None)
+
+    def _show_last(self, engine: Any) -> None:
+        """Speak of the last step of this iteration; of none if there was none."""
+        self.clear(engine)
+        if self._window.last is not None:
+            self._show(engine, self._window.last.verdict)
+
+    # What is published
+
+    def _publish_verdict(self, verdict: Verdict, where: Tensor | None, log: bool = False) -> None:
+        """Publish what there is to say of a verdict, and log what it is a spike of if that is asked for.
+
+        Args:
+            where: 0-dim bool: whether there is anything to say; None is true.
+        """
+        stepped = self._stepped
+        values = self._judge.statistics(verdict) | {
+            "stepped": float(stepped) if isinstance(stepped, bool) else stepped.to(verdict.norm.dtype),
+            **self._reaction.counts,
+        }
+        if self._scale is not None:
+            values["scale"] = self._scale.to(verdict.norm.dtype)
+        self.retract()
+        if where is not None and where.device.type != "cpu":
+            # That no step was made is known.
+            values = {n: v if n == "stepped" else torch.where(where, v, math.nan) for n, v in values.items()}
+            self._where = where
+        self.publish(**values)
+        if self._judge.tensors is None or not may_be_true(verdict.spike):
+            return
+        if not verdict.spike.is_cpu:
+            self._suspect = verdict
+            return
+        numbers = self._judge.of_spike(verdict).tolist()
+        self.publish(**self._keys(numbers))
+        if log:
+            self._log_spike(numbers)
+
+    def _publish_unstepped(self) -> None:
+        """There is nothing to tell of this iteration's gradient but that no step was made with it."""
+        self.retract()
+        if self._stepped is False:
+            self.publish(stepped=0.0)
+
+    def retract(self) -> None:
+        super().retract()
+        self._where = self._suspect = None
+
+    def extra_transfer(self) -> list[Tensor]:
+        extra = [] if self._where is None else [self._where]
+        if self._suspect is not None:
+            extra += [self._suspect.spike, self._judge.of_spike(self._suspect)]
+        return extra
+
+    def on_transfer(self, extra: list[list[float]]) -> dict[str, float]:
+        numbers = iter(extra)
+        if self._where is not None and not next(numbers)[0]:
+            self._publish_unstepped()
+        elif self._suspect is not None and next(numbers)[0]:
+            [of_spike] = numbers
+            self._log_spike(of_spike)
+            return self._keys(of_spike)
+        return {}
+
+    def _keys(self, numbers: list[float]) -> dict[str, float]:
+        *_, culprits = self._judge.told(numbers)
+        return {} if self._judge.tensors is None else self._judge.tensors.keys(culprits)
+
+    # What is said
+
+    def _log_spike(self, numbers: list[float]) -> None:
+        name, value, threshold, culprits = self._judge.told(numbers)
+        text = described({"norm": "gradient norm"}.get(name, name), value, threshold, self._judge.named(culprits))
+        self.logger.warning("%s: iteration %d: %s", self.prefix, self._iteration, text)
+
+    def _announce(self, engine: Any, verdict: Verdict) -> None:
+        def first() -> None:
+            self._window.announced = True
+            if self.on_spike is not None:
+                with users_grad_mode():
+                    self.on_spike(engine, as_published(verdict.norm))
+
+        awaited = self.on_spike is not None or self._is_awaited(MonitorEvents.SPIKE_DETECTED)
+        if awaited and not self._window.announced and self._is_known_spike(verdict):
+            self._tell(engine, MonitorEvents.SPIKE_DETECTED, verdict, first)
+
+    def _spike(self, verdict: Verdict) -> Spike:
+        name, value, threshold, culprits = self._judge.told(self._judge.of_spike(verdict).tolist())
+        return Spike(self, f"{self.prefix}/{name}", value, threshold, self._judge.named(culprits), self._origins.found)
+
+    def _look_for_origin(self, engine: Any, verdict: Verdict) -> None:
+        if self._source is None:
+            return
+        nonfinite = as_published(verdict.nonfinite)
+        if self.on_spike is not None or self._is_awaited(MonitorEvents.SPIKE_DETECTED):
+            # Without a scaler one that is no spike is finite, and nobody has to wait once more.
+            nonfinite = (self.scaler is not None or self._is_known_spike(verdict)) and bool(verdict.nonfinite)
+        if not isinstance(nonfinite, bool):  # nobody waits for the device
+            self._origins.calls.backward_ended()
+            return
+        text = self._origins.look(not nonfinite, self.scaler is not None, world_size() == 1)
+        self._source.origin = self._origins.found or self._source.origin
+        if text is not None:
+            self.logger.warning("%s: iteration %d: %s", self.prefix, engine.state.iteration, text)
+
+    def _report_missing(self, engine: Any) -> None:
+        if self._missing_reported:
+            return
+        self._missing_reported = True
+        self.logger.warning(
+            "%s: no gradient of the model was seen in iteration %d, so nothing is published. Either no backward() "
+            "reached the parameters that are watched, and model or optimizer is not the one that the train step "
+            "uses; or the model is not trained in every iteration: then attach with a filter.",
+            self.prefix,
+            engine.state.iteration,
+        )

@@ -1,0 +1,101 @@
+"""The base of monitors that judge a value by its own earlier ones, and tell of spikes."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor
+
+from ignite_monitor.events.monitor_events import MonitorEvents, Spike, told
+from ignite_monitor.judging.judge import NormJudge
+from ignite_monitor.judging.spikes import Verdict
+from ignite_monitor.monitor.base import Monitor
+
+J = TypeVar("J", bound=NormJudge)
+
+
+class JudgingMonitor(Monitor, Generic[J]):
+    """Has a judge, which a subclass makes, and a flag in the engine's state.
+
+    Attributes:
+        flag: the attribute of ``engine.state`` that says whether the value is a spike.
+    """
+
+    flag: str
+    _judge: J
+    _known_spike: tuple[Verdict, bool] | None = None  # read on the host
+
+    def _spike(self, verdict: Verdict) -> Spike:
+        """What there is to tell of a spike, waiting for it."""
+        raise NotImplementedError
+
+    @property
+    def attributes(self) -> list[str]:
+        return [self.flag]
+
+    def state_dict(self) -> OrderedDict[str, Any]:
+        """Statistics and counts: tensors, dicts of tensors and a number."""
+        return OrderedDict(self._judge.state_dict())
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from a saved state.
+
+        Args:
+            state_dict: what :meth:`state_dict` returned.
+
+        Raises:
+            TypeError: if it is no mapping.
+            ValueError: if it was saved by another monitor, or by one with another kind of threshold rule.
+        """
+        super().load_state_dict(state_dict)
+        self._judge.load_state_dict(state_dict)
+
+    def counts(self) -> Tensor:
+        return self._judge.counts()
+
+    def start_afresh(self) -> None:
+        self._judge.start_afresh()
+
+    def clear(self, engine: Any) -> None:
+        super().clear(engine)
+        setattr(engine.state, self.flag, False)
+
+    def release(self) -> None:
+        self._known_spike = None
+        self._warn_of_new_level(wait=True)
+
+    def _is_known_spike(self, verdict: Verdict) -> bool:
+        """Whether it is a spike, known on the host: the first call waits for the device."""
+        if self._known_spike is None or self._known_spike[0] is not verdict:
+            self._known_spike = verdict, bool(verdict.spike)
+        return self._known_spike[1]
+
+    def _is_awaited(self, event: MonitorEvents) -> bool:
+        return self._source is not None and self._source.is_awaited(event)
+
+    def _tell(
+        self, engine: Any, event: MonitorEvents, verdict: Verdict, first: Callable[[], Any] | None = None
+    ) -> None:
+        """Fire an event of a verdict, and call a function before."""
+        if self._source is not None:
+            with told(engine, self._spike(verdict)):
+                if first is not None:
+                    first()
+                self._source.fire(event)
+
+    def _tell_of_new_level(self, engine: Any, verdict: Verdict) -> None:
+        listened = self._is_awaited(MonitorEvents.LEVEL_CHANGED)
+        if self._warn_of_new_level(wait=listened) and listened:
+            self._tell(engine, MonitorEvents.LEVEL_CHANGED, verdict)
+
+    def _warn_of_new_level(self, wait: bool) -> bool:
+        has_restarted = self._judge.has_restarted(wait)
+        if has_restarted:
+            self.logger.warning(
+                "%s: %d spikes in a row mean a new level: the rule starts afresh from it",
+                self.prefix,
+                self._judge.detector.max_consecutive_spikes,
+            )
+        return has_restarted

@@ -1,0 +1,84 @@
+"""Going back on an accelerator, and records of spikes: who waits for it, and when."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ignite.engine import Events
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ignite_monitor import GradMonitor, MonitorEvents, RollbackHandler, SpikeRecorder, StaticThreshold, load_spike
+from tests._helpers import same
+from tests.accelerator._trainings import Training, batches
+
+pytestmark = pytest.mark.cuda
+
+COUNT = 12
+
+
+def waits_of(training, data, device):
+    """In the whole run, what comes before and after its iterations included."""
+    with device.counted_waits() as waits:
+        training.trainer.run(data, max_epochs=1)
+    return waits
+
+
+def state_of(training):
+    return on_host([dict(training.model.state_dict()), training.optimizer.state_dict()])
+
+
+def on_host(value):
+    """A copy."""
+    return tree_map(lambda each: each.detach().cpu().clone() if isinstance(each, torch.Tensor) else each, value)
+
+
+@pytest.mark.parametrize("monitored", [False, True])
+def test_one_wait_per_iteration_and_one_per_snapshot(monitored, device):
+    training = Training(device)
+    if monitored:
+        GradMonitor(training.model, training.optimizer).attach(training.trainer)
+    rollback = RollbackHandler({"model": training.model, "optimizer": training.optimizer}, every=5, quiet=2)
+    rollback.attach(training.trainer)
+    waits = waits_of(training, batches(COUNT, device.name), device)
+    snapshots = 3  # before the iterations 1, 6 and 11
+    assert len(waits) <= COUNT + snapshots + monitored, waits  # the monitor looks at its flag when the run ends
+    assert len(rollback._snapshots) == snapshots
+    alone = Training(device)
+    alone.trainer.run(batches(COUNT, device.name), max_epochs=1)
+    assert same(state_of(training), state_of(alone))
+
+
+@pytest.mark.parametrize("where", ["device", "host"])
+@pytest.mark.parametrize("kind", ["plain", "accumulated"])
+def test_it_goes_back_to_the_last_bit(kind, where, device):
+    training = Training(device, kind)
+    rollback = RollbackHandler(
+        {"model": training.model, "optimizer": training.optimizer}, every=4, quiet=2, where=where
+    )
+    rollback.attach(training.trainer)
+    before, after = {}, []
+    training.trainer.add_event_handler(
+        Events.ITERATION_STARTED, lambda e: before.update({e.state.iteration - 1: state_of(training)})
+    )
+    training.trainer.add_event_handler(Events.ITERATION_STARTED(once=7), lambda _: rollback.request("to see"))
+    training.trainer.add_event_handler(MonitorEvents.ROLLED_BACK, lambda _: after.append(state_of(training)))
+    training.trainer.run(batches(9, device.name), max_epochs=1)
+    assert same(after, [before[4]])
+    leaves = tree_leaves(rollback._snapshots.current.state["parts"]["model"])
+    kept = {each.device.type for each in leaves if isinstance(each, torch.Tensor)}
+    assert kept == {"cpu" if where == "host" else torch.device(device.name).type}
+
+
+def test_a_recorder_waits_for_the_verdict_alone(device, tmp_path):
+    training = Training(device)
+    monitor = GradMonitor(training.model, training.optimizer, threshold=StaticThreshold(20.0))
+    monitor.attach(training.trainer)
+    recorder = SpikeRecorder(monitor, tmp_path)
+    recorder.attach(training.trainer)
+    assert len(waits_of(training, batches(COUNT, device.name), device)) <= COUNT + 1
+    data = batches(4, device.name, [2])
+    training.trainer.state.max_epochs = None
+    training.trainer.run(data, max_epochs=1)
+    [path] = tmp_path.iterdir()
+    spike = load_spike(path)
+    assert same(spike.batch, on_host(data[2]))

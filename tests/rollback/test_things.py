@@ -1,0 +1,230 @@
+"""What may be in ``to_save`` besides a model and a plain optimizer, each with its own way to keep state."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+from ignite.engine import Engine, Events
+from ignite.handlers import EMAHandler
+from ignite.handlers.param_scheduler import (
+    ConcatScheduler,
+    CosineAnnealingScheduler,
+    LinearCyclicalScheduler,
+    LRScheduler,
+    ParamGroupScheduler,
+    PiecewiseLinear,
+    create_lr_scheduler_with_warmup,
+)
+from ignite.handlers.state_param_scheduler import StepStateScheduler
+from torch.optim import lr_scheduler as of_torch
+
+from ignite_monitor import MonitorEvents, RollbackHandler
+from tests._trainers import assert_same
+from tests.rollback._small import Net, Training, make_batches
+
+SCHEDULES = {
+    "one cycle": lambda o: of_torch.OneCycleLR(o, 0.01, total_steps=70),
+    "cyclic": lambda o: of_torch.CyclicLR(o, 1e-4, 1e-2, step_size_up=7),
+    "function": lambda o: of_torch.LambdaLR(o, lambda i: 0.95**i),
+    "sequential": lambda o: of_torch.SequentialLR(
+        o, [of_torch.LinearLR(o, 0.1, total_iters=10), of_torch.CosineAnnealingLR(o, 60)], [10]
+    ),
+    "chained": lambda o: of_torch.ChainedScheduler([of_torch.LinearLR(o, 0.1), of_torch.ExponentialLR(o, 0.97)]),
+    "restarts": lambda o: of_torch.CosineAnnealingWarmRestarts(o, 13),
+    "pieces": lambda o: PiecewiseLinear(o, "lr", [(0, 0.1), (20, 0.5), (40, 0.0)]),
+    "concatenated": lambda o: ConcatScheduler(
+        [LinearCyclicalScheduler(o, "lr", 0.1, 0.5, 20), CosineAnnealingScheduler(o, "lr", 0.5, 0.01, 30)], [10]
+    ),
+    "warmed up": lambda o: create_lr_scheduler_with_warmup(of_torch.StepLR(o, 7, 0.5), 0.0, 8),
+    "wrapped": lambda o: LRScheduler(of_torch.StepLR(o, 7, 0.5)),
+    "groups": lambda o: ParamGroupScheduler([LinearCyclicalScheduler(o, "lr", 0.1, 0.5, 20)], names=["all"]),
+}
+BACK, ASKED = 10, 14  # it goes back to the state after one iteration when another is completed
+
+
+def of_schedule(make, **kwargs):
+    """What a schedule sets in each iteration; with arguments, of a training that goes back."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    schedule = make(optimizer)
+    trainer, seen = Engine(lambda *_: optimizer.step()), []
+    of_ignite = not isinstance(schedule, of_torch.LRScheduler)
+    trainer.add_event_handler(
+        Events.ITERATION_STARTED if of_ignite else Events.ITERATION_COMPLETED,
+        schedule if of_ignite else lambda _: schedule.step(),
+    )
+
+    @trainer.on(Events.ITERATION_STARTED)
+    def note(_):
+        group = optimizer.param_groups[0]
+        seen.append((group["lr"], group["momentum"]))
+
+    if kwargs:
+        to_save = {"model": model, "optimizer": optimizer, "schedule": schedule}
+        rollback = RollbackHandler(to_save, every=5, quiet=2, **kwargs)
+        rollback.attach(trainer)
+        trainer.add_event_handler(Events.ITERATION_STARTED(once=ASKED), lambda _: rollback.request("to see"))
+    trainer.run(range(40), max_epochs=1)
+    return torch.tensor(seen, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_schedules_go_on_or_back_and_are_lowered(kind, caplog):
+    caplog.set_level(logging.ERROR)
+    bare = of_schedule(SCHEDULES[kind])
+    for rewind in (False, True):
+        start = BACK if rewind else ASKED
+        for factor in (1.0, 0.5):
+            got = of_schedule(SCHEDULES[kind], schedule="rewind" if rewind else "keep", lr_factor=factor)
+            assert torch.equal(got[:ASKED], bare[:ASKED])
+            assert len(set(bare[:, 0].tolist())) > 3
+            if rewind and not_of_ignite(kind):
+                start = BACK + 1  # a step of the schedule is made when an iteration is completed, after going back
+            expected = bare[start : start + len(got) - ASKED] * torch.tensor([factor, 1.0])
+            torch.testing.assert_close(got[ASKED : ASKED + len(expected)], expected, rtol=1e-9, atol=1e-12)
+
+
+def not_of_ignite(kind):
+    return list(SCHEDULES).index(kind) < list(SCHEDULES).index("pieces")
+
+
+def test_what_ignite_sets_in_the_engines_state_goes_on_too():
+    training = Training(handler=False)
+    schedule = StepStateScheduler(initial_value=1.0, gamma=0.5, step_size=4, param_name="share", create_new=True)
+    schedule.attach(training.trainer, Events.ITERATION_COMPLETED)
+    rollback = RollbackHandler(training.things | {"share": schedule}, every=10, quiet=5)
+    rollback.attach(training.trainer)
+    training.trainer.add_event_handler(Events.ITERATION_STARTED(once=34), lambda _: rollback.request("to see"))
+    training.run(make_batches(40))
+    assert rollback.metrics["rollback/count"] == 1.0
+    assert training.trainer.state.share == 0.5 ** (40 // 4)
+
+
+def test_averages_of_ignite():
+    training = Training(names=["model", "optimizer"], handler=False)
+    ema = EMAHandler(training.model, momentum=0.1)
+    ema.attach(training.trainer, name="ema_momentum", event=Events.ITERATION_COMPLETED)
+    rollback = RollbackHandler(training.things | {"ema": ema.ema_model}, every=10, quiet=5)
+    rollback.attach(training.trainer)
+    before, after = {}, []
+
+    def state():
+        return copy.deepcopy(ema.ema_model.state_dict())
+
+    training.trainer.add_event_handler(
+        Events.ITERATION_STARTED, lambda e: before.update({e.state.iteration - 1: state()})
+    )
+    training.trainer.add_event_handler(MonitorEvents.ROLLED_BACK, lambda _: after.append(state()))
+    training.trainer.add_event_handler(Events.ITERATION_STARTED(once=34), lambda _: rollback.request("to see"))
+    training.run(make_batches(40))
+    assert_same(after, [before[20]])
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Wraps an optimizer, has its groups, and keeps slow weights in a state_dict of its own kind."""
+
+    def __init__(self, optimizer, every=3, alpha=0.5):
+        self.optimizer, self.every, self.alpha = optimizer, every, alpha
+        super().__init__(optimizer.param_groups, {})
+        self.param_groups = optimizer.param_groups
+        self.slow = [p.detach().clone() for group in self.param_groups for p in group["params"]]
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.optimizer.step()
+        self.steps += 1
+        if self.steps % self.every == 0:
+            fast = [p for group in self.param_groups for p in group["params"]]
+            for slow, p in zip(self.slow, fast, strict=True):
+                p.copy_(slow.lerp_(p, self.alpha))
+
+    def state_dict(self):
+        return {"fast": self.optimizer.state_dict(), "slow": self.slow, "steps": self.steps}
+
+    def load_state_dict(self, state):
+        self.optimizer.load_state_dict(state["fast"])
+        self.param_groups = self.optimizer.param_groups
+        self.slow, self.steps = [each.clone() for each in state["slow"]], state["steps"]
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """SGD by the recurrence of A. Defazio et al., arXiv:2405.15682: weights are y in training, x in evaluation."""
+
+    def __init__(self, params, lr, beta=0.9):
+        super().__init__(params, {"lr": lr, "beta": beta, "k": 0, "train_mode": False})
+
+    def _to(self, train):
+        for group in self.param_groups:
+            if group["train_mode"] != train:
+                weight = 1 - group["beta"] if train else 1 - 1 / group["beta"]
+                for p in group["params"]:
+                    if "z" in self.state[p]:
+                        p.data.lerp_(self.state[p]["z"], weight)
+                group["train_mode"] = train
+
+    def train(self):
+        self._to(True)
+
+    def eval(self):
+        self._to(False)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            assert group["train_mode"]
+            group["k"] += 1
+            for p in group["params"]:
+                z = self.state[p].setdefault("z", p.clone())
+                p.lerp_(z, 1 / group["k"]).sub_(p.grad, alpha=group["lr"] * (group["beta"] * (1 - 1 / group["k"])))
+                z.sub_(p.grad, alpha=group["lr"])
+
+
+def wrapped_optimizers():
+    yield "lookahead", lambda p: Lookahead(torch.optim.SGD(p, lr=1e-3, momentum=0.9))
+    yield "schedule-free", lambda p: ScheduleFree(p, lr=1e-3)
+    try:
+        import schedulefree
+    except ImportError:
+        return
+    yield "AdamWScheduleFree", lambda p: schedulefree.AdamWScheduleFree(p, lr=1e-3, warmup_steps=25)
+    yield "SGDScheduleFree", lambda p: schedulefree.SGDScheduleFree(p, lr=1e-3)
+    yield "RAdamScheduleFree", lambda p: schedulefree.RAdamScheduleFree(p, lr=1e-3)
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize(("kind", "make"), list(wrapped_optimizers()))
+def test_optimizers_with_a_state_of_their_own(kind, make, evaluates):
+    """The state after going back is that of the snapshot; in evaluation after it the weights are those of then."""
+    training = Training(make, every=10, quiet=5)
+    optimizer = training.optimizer
+    has_modes = hasattr(optimizer, "eval")
+    back, evaluated, modes = [], {}, set()
+
+    def evaluate(engine):
+        """As an evaluator does every epoch."""
+        if has_modes:
+            optimizer.eval()
+        evaluated[engine.state.iteration] = copy.deepcopy(training.model.state_dict())
+        if has_modes:
+            optimizer.train()
+
+    if has_modes:
+        optimizer.train()
+    training.trainer.add_event_handler(MonitorEvents.ROLLED_BACK, lambda _: back.append(training.state()))
+    training.trainer.add_event_handler(
+        Events.ITERATION_STARTED, lambda _: modes.add(optimizer.param_groups[0].get("train_mode", True))
+    )
+    if evaluates:
+        training.trainer.add_event_handler(Events.ITERATION_COMPLETED(every=5), evaluate)
+        training.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=34), evaluate)
+    training.run(make_batches(40), request=[34])
+    assert training.of("iteration") == {34: 20}
+    assert_same(back, [training.before[20]])
+    assert modes == {True}
+    if evaluates:
+        # To rounding: between the modes weights are computed from each other.
+        torch.testing.assert_close(evaluated[34], evaluated[20], rtol=1e-4, atol=1e-6)
