@@ -20,6 +20,7 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
+import ignite.distributed as idist
 import torch
 from ignite.engine import Engine, Events, create_supervised_trainer
 from PIL import Image, ImageChops
@@ -35,6 +36,7 @@ from ignite_monitor import (
     HDF5Logger,
     OptimizerStateHandler,
     RCCHandler,
+    ReplicaCheckHandler,
     RobustThreshold,
     SpectralNormHandler,
     SpikeMonitor,
@@ -50,12 +52,13 @@ from ignite_monitor.report.series import tidy
 from ignite_monitor.report.summary import summarise
 from ignite_monitor.report.text import findings_text
 from ignite_monitor.scaling import AlignmentHandler, coordinate_check, parametrize
+from ignite_monitor.spike_recorder.text import described
 
 HERE = Path(__file__).resolve().parent
 MOST_BYTES = 150_000
 FIGURES = {  # page -> which metrics
     "grad_monitor": "^grad/(norm|threshold|spike)$",
-    "spike_monitor": "^loss/(value|threshold)$",
+    "spike_monitor": "^loss/(value|threshold|spike)$",
     "weight_update": "^monitor/(update_ratio_|grad_(median|p95|min|max))",
     "optimizer_state": "^optimizer/(rms|momentum_cosine)_",
     "attention_entropy": "^attention_entropy/|^activation/[^/]+/max_abs$",
@@ -88,15 +91,26 @@ def make_pictures(directory, browser):
     run = tidy(read_hdf5(directory / "runs" / "demo" / "run.h5"))
     draw(picture(run), directory / "plot.png", "run.h5")
     keep(directory / "plot.png", "plot.png")
-    terminal = Console(record=True, width=80, file=io.StringIO())
-    for part in findings_text(summarise("runs/demo/run.h5", run)):
-        terminal.print(part)
-    terminal.save_svg(str(directory / "summary.svg"), title="ignite-monitor summary runs/demo/run.h5")
-    shoot(browser, f"file://{directory}/summary.svg", directory / "summary.png", "1020,900", 2000)
-    keep(directory / "summary.png", "summary.png", crop=True)
+    draw(picture(run, re.compile("^(grad/(norm|threshold|spike)|train/loss)$")), directory / "rollback.png")
+    keep(directory / "rollback.png", "figures/rollback.png")
+    findings = findings_text(summarise("runs/demo/run.h5", run))
+    shoot_terminal(browser, directory, "ignite-monitor summary runs/demo/run.h5", findings, "summary.png")
+    (snippet,) = re.findall("^```python\n(.*?)^```", (HERE / "monitors/spike_recorder.md").read_text(), re.S | re.M)
+    subprocess.run([sys.executable, "-c", snippet], check=True, cwd=directory)
+    lines = described(directory / "spikes")
+    shoot_terminal(browser, directory, "ignite-monitor spike spikes", lines, "figures/spike_recorder.png")
     with tensorboard(directory, "runs/demo/tensorboard") as address:
         shoot(browser, f"{address}/#custom_scalars", directory / "charts.png", "1400,760", 25_000)
     keep(directory / "charts.png", "tensorboard.png")
+
+
+def shoot_terminal(browser, directory, command, parts, name):
+    terminal = Console(record=True, width=80, file=io.StringIO(), highlight=False)
+    for part in parts:
+        terminal.print(part)
+    terminal.save_svg(str(directory / "terminal.svg"), title=command)
+    shoot(browser, f"file://{directory}/terminal.svg", directory / "terminal.png", "1020,900", 2000)
+    keep(directory / "terminal.png", name, crop=True)
 
 
 def make_figures(directory):
@@ -104,11 +118,14 @@ def make_figures(directory):
     for name, metrics in FIGURES.items():
         draw(picture(run, re.compile(metrics)), directory / f"{name}.png")
         keep(directory / f"{name}.png", f"figures/{name}.png")
-    for name, watch, metrics in (
-        ("noise_scale", watch_noise, "^noise_scale/"),
-        ("curvature", watch_curvature, "^curvature/(largest|limit|along_gradient)$"),
+    with idist.Parallel(backend="gloo", nproc_per_node=2) as parallel:
+        parallel.run(watch_replicas, directory / "replicas.h5")
+    for name, file, metrics in (
+        ("noise_scale", watch_noise(directory / "noise.h5"), "^noise_scale/"),
+        ("curvature", watch_curvature(directory / "curvature.h5"), "^curvature/(largest|limit|along_gradient)$"),
+        ("replicas", directory / "replicas.h5", "^replicas/"),
     ):
-        draw(picture(tidy(read_hdf5(watch(directory / f"{name}.h5"))), re.compile(metrics)), directory / f"{name}.png")
+        draw(picture(tidy(read_hdf5(file)), re.compile(metrics)), directory / f"{name}.png")
         keep(directory / f"{name}.png", f"figures/{name}.png")
     torch.manual_seed(0)
     batch = torch.randn(64, 32), torch.randint(10, (64,))
@@ -160,6 +177,28 @@ def watch_curvature(file, iterations=1000):
         monitor.log_to(logger, trainer)
         trainer.run([(x, x[:, :1] * x[:, 1:2])], max_epochs=iterations)
     return file
+
+
+def watch_replicas(rank, file, iterations=200, flipped=120):
+    """The same training on two ranks, on one of which a bit flips."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    model = nn.parallel.DistributedDataParallel(TinyGPT())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+
+    def train_step(engine, batch):
+        optimizer.zero_grad()
+        demo._loss(model, batch).backward()
+        optimizer.step()
+        if rank and engine.state.iteration == flipped:
+            next(model.parameters()).data.view(torch.int32)[3, 5] ^= 1
+
+    trainer = Engine(train_step)
+    monitor = ReplicaCheckHandler(model, optimizer)
+    monitor.attach(trainer, Events.ITERATION_STARTED(every=10))
+    with HDF5Logger(file) as logger:
+        monitor.log_to(logger, trainer)
+        trainer.run(demo._batches(demo._text(), demo.Damaged(), seed=rank), max_epochs=1, epoch_length=iterations)
 
 
 def make_scaled(width):

@@ -106,7 +106,7 @@ def attach_monitors(
     there is a logger. An ``HDF5Logger`` keeps them all. Others get what one can look at: std and max_abs of the whole
     model, its children and its blocks, dead units and attention in these blocks, and what the model records. Blocks are
     the members of lists of modules, of more than six the first, the middle and the last one. Of a GPT with 6 blocks of
-    4 heads that is about 80 tags of 600.
+    4 heads that is about 80 tags of 600. Of RCCHandler they get what is of all layers, and each layer's share.
 
     ``engine.state.unhealthy_spike`` says when a step should be left out; with a ``reaction`` the monitor does
     something about it.
@@ -182,6 +182,8 @@ def attach_monitors(
         monitors["optimizer"] = OptimizerStateHandler(optimizer, model, prefix=f"{start}optimizer")
     monitors |= {name: _MORE[name](model, optimizer, f"{start}{name}") for name in also}
     handle = AttachedMonitors(monitors)
+    shares = rf"^{re.escape(start)}rcc/(?:(?!weight_share/)\w+/.+|.+\.weight)$"
+    details = {"activation": _details(model, start), "rcc": shares}
     attached = _ATTACHED.setdefault(trainer, {})
     if prefix in attached:
         attached[prefix].remove()
@@ -191,8 +193,8 @@ def attach_monitors(
             seldom = name != "grad" and every > 1
             monitor.attach(trainer, Events.ITERATION_STARTED(every=every) if seldom else Events.ITERATION_STARTED)
             for logger in loggers:
-                exclude = None if isinstance(logger, HDF5Logger) or name != "activation" else _details(model, start)
-                monitor.log_to(logger, trainer, exclude=exclude)
+                exclude = {} if isinstance(logger, HDF5Logger) else details
+                monitor.log_to(logger, trainer, exclude=exclude.get(name))
     except Exception:
         handle.remove()
         raise

@@ -6,7 +6,9 @@ import math
 from numbers import Integral, Real
 
 
-def check_real(name: str, value: object, *, above: float = -math.inf, below: float = math.inf) -> float:
+def check_real(
+    name: str, value: object, *, above: float = -math.inf, below: float = math.inf, least: float = -math.inf
+) -> float:
     """The argument as a float.
 
     Raises:
@@ -16,8 +18,9 @@ def check_real(name: str, value: object, *, above: float = -math.inf, below: flo
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"Argument {name} should be a number, but given {type(value)}")
     number = float(value)
-    if not above < number < below:
-        bounds = [f"greater than {above:g}"] * (above > -math.inf) + [f"less than {below:g}"] * (below < math.inf)
+    if not above < number < below or number < least:
+        words = (("greater than", above), ("at least", least), ("less than", below))
+        bounds = [f"{word} {bound:g}" for word, bound in words if math.isfinite(bound)]
         raise ValueError(f"Argument {name} should be {' and '.join(bounds) or 'finite'}, but given {value}")
     return number
 

@@ -1,4 +1,4 @@
-"""A small training to look at: a GPT learns Python, some batches are damaged, and every handler watches."""
+"""A small training to look at: a GPT learns Python, some batches are damaged, and handlers watch."""
 
 from __future__ import annotations
 
@@ -11,28 +11,21 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from ignite.engine import Engine, Events
 from ignite.handlers.base_logger import BaseLogger
 from torch import Tensor, nn
 
-from ignite_monitor.activation.handler import ActivationHandler
+from ignite_monitor.attaching import attach_monitors
 from ignite_monitor.events.monitor_events import MonitorEvents
-from ignite_monitor.gradient.handler import GradMonitor
 from ignite_monitor.hdf5.logger import HDF5Logger
-from ignite_monitor.judging.robust import RobustThreshold
-from ignite_monitor.monitor.base import Monitor
-from ignite_monitor.rcc.handler import RCCHandler
 from ignite_monitor.report.series import number
 from ignite_monitor.rollback.handler import RollbackHandler
-from ignite_monitor.spectral.handler import SpectralNormHandler
-from ignite_monitor.step_stats.handler import StepStatsHandler
 from ignite_monitor.tensorboard import tensorboard_layout
-from ignite_monitor.weight_update.handler import WeightUpdateHandler
 
-LEAST = 100
+LEAST = 200
 """With fewer iterations the damaged batches would come in the threshold's warm-up."""
 CHARACTERS, CONTEXT, BATCH, WIDTH, HEADS, BLOCKS = 128, 64, 16, 64, 4, 2
 MOST_BYTES = 2**20
@@ -140,23 +133,6 @@ def run_demo(directory: Path, iterations: int) -> None:
         _say("    (with TensorBoard too: pip install 'ignite-monitor[tensorboard]', and run the demo again)")
 
 
-def _monitors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[Monitor, Any]]:
-    """The handlers, and in which iterations each watches."""
-    now_and_then: list[Monitor] = [
-        WeightUpdateHandler(model, optimizer),
-        ActivationHandler(model, activations=True, attention=True),
-        RCCHandler(model),
-        SpectralNormHandler(model, updates=True),
-        StepStatsHandler(model, optimizer),
-    ]
-    always: list[Monitor] = [
-        GradMonitor(model, optimizer, threshold=RobustThreshold(), skip_step=True),
-        RollbackHandler({"model": model, "optimizer": optimizer}, every=25),
-    ]
-    seldom = Events.ITERATION_STARTED(every=10)
-    return [(each, Events.ITERATION_STARTED) for each in always] + [(each, seldom) for each in now_and_then]
-
-
 def _train(model: nn.Module, text: Tensor, iterations: int, damaged: Damaged, loggers: list[BaseLogger]) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     train_text, test_text = text[: -len(text) // 10], text[-len(text) // 10 :]
@@ -176,12 +152,12 @@ def _train(model: nn.Module, text: Tensor, iterations: int, damaged: Damaged, lo
         model.train()
 
     trainer, evaluator = Engine(train_step), Engine(evaluate)
-    monitors = _monitors(model, optimizer)
-    for monitor, event in monitors:
-        monitor.attach(trainer, event)
+    more = ("rcc", "spectral")
+    attached = attach_monitors(trainer, model, optimizer, loggers=loggers, every=10, also=more, reaction="skip")
+    rollback = RollbackHandler({"model": model, "optimizer": optimizer}, every=25)
+    rollback.attach(trainer)
     for logger in loggers:
-        for monitor, _ in monitors:
-            monitor.log_to(logger, trainer)
+        rollback.log_to(logger, trainer)
         logger.attach_output_handler(trainer, Events.ITERATION_COMPLETED, tag="train", metric_names=["loss"])
         logger.attach_output_handler(
             evaluator,
@@ -191,7 +167,7 @@ def _train(model: nn.Module, text: Tensor, iterations: int, damaged: Damaged, lo
             global_step_transform=lambda *_: trainer.state.iteration,
         )
         if hasattr(logger, "add_custom_scalars"):
-            logger.add_custom_scalars(tensorboard_layout(*(monitor for monitor, _ in monitors)))
+            logger.add_custom_scalars(tensorboard_layout(*attached.monitors.values(), rollback))
 
     spikes: list[int] = []
 
@@ -226,8 +202,8 @@ def _train(model: nn.Module, text: Tensor, iterations: int, damaged: Damaged, lo
         trainer.run(_batches(train_text, damaged), max_epochs=1, epoch_length=iterations)
     finally:
         warnings_too.setLevel(level)
-    for monitor, _ in monitors:
-        monitor.detach()
+    attached.remove()
+    rollback.detach()
     for logger in loggers:
         logger.close()
 

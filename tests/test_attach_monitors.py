@@ -98,6 +98,19 @@ def test_loggers_get_what_one_can_look_at_and_files_all(tmp_path, count, shown):
     assert f"gpt/activation/blocks.{count - 2}.mlp.0/std" in kept
 
 
+def test_loggers_get_the_share_of_each_layer_of_a_coordinate_check_and_files_all(tmp_path):
+    model, optimizer, trainer = make_trainer()
+    logger = ListLogger()
+    with HDF5Logger(tmp_path / "run.h5") as file:
+        attach_monitors(trainer, model, optimizer, loggers=[logger, file], every=1, also=["rcc"])
+        trainer.run(make_batches(2))
+    written = {name for _, named in logger.written for name in named if name.startswith("rcc/")}
+    kept = {name for name in read_hdf5(tmp_path / "run.h5") if name.startswith("rcc/")}
+    whole = {f"rcc/{term}_{which}" for term in ("weight_update", "input_drift") for which in ("max", "median")}
+    assert written == whole | {name for name in kept if "weight_share/" in name and not name.endswith(".weight")}
+    assert any(name.endswith(".weight") for name in kept)
+
+
 def test_flag_is_there_and_nothing_is_skipped():
     torch.manual_seed(0)
     model = nn.Linear(4, 2)

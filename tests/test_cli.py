@@ -366,19 +366,21 @@ def test_version(capsys):
 
 def test_demo(tmp_path):
     (tmp_path / "run.h5").write_text("somebody's own")
-    done = run("demo", "-o", tmp_path, "--iterations", 100)
+    done = run("demo", "-o", tmp_path, "--iterations", 200)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run.h5").read_text() == "somebody's own"
-    assert "iteration   51: SPIKE" in done.stdout
-    assert "iteration   75: STILL A SPIKE: back to the state after iteration 25" in done.stdout
-    assert "In iteration 75 the training went back to the state after iteration" in done.stdout
+    assert "iteration  101: SPIKE" in done.stdout
+    assert re.search(
+        r"^iteration  14\d: STILL A SPIKE: back to the state after iteration \d+$", done.stdout, re.MULTILINE
+    )
+    assert re.search(r"In iteration 14\d the training went back to the state after iteration", done.stdout)
     said, commands = done.stdout.split("Everything is in")
     assert all(len(line) <= 80 for line in said.splitlines())
     assert done.stderr == ""
     recording = read_hdf5(tmp_path / "run_2.h5")
-    assert recording["grad/skipped_count"].values[-1] == 31
+    assert recording["grad/skipped_count"].values[-1] >= 20
     assert recording["rollback/count"].values[-1] == 1
-    assert len(recording["train/loss"].steps) == 100
+    assert len(recording["train/loss"].steps) == 200
     assert list((tmp_path / "tensorboard" / "run_2").iterdir())
     commands = re.findall(r"^    (?:python -m ignite_monitor) (.*)$", commands, flags=re.MULTILINE)
     assert [command.split()[0] for command in commands] == ["summary", "plot"]

@@ -97,7 +97,9 @@ def test_comes_back_example_in_small(tmp_path, monkeypatch):
     train, row, plot = (example[name] for name in ("train", "row", "plot"))
     train.__globals__.update(LENGTH=16, WIDTH=32)
     run = train(500, seed=0)
-    assert [at for at, _ in run.rollbacks] == [159, 310]
+    (first, _), (second, _) = run.rollbacks
+    assert 150 < first < 190
+    assert 300 < second < 330
     before, worst, last, spikes, rollbacks = told_by_comes_back(row(500, "with handlers", run))["with handlers"]
     assert last < before < worst
     assert (spikes, rollbacks) == (len(run.spikes), 2)

@@ -32,7 +32,8 @@ def is_plain(module: nn.Module, *kinds: type[nn.Module]) -> bool:
         return False
     kind = type(module)
     return any(
-        isinstance(module, each) and kind.forward is each.forward and conv_forward(kind) is conv_forward(each)
+        kind is each
+        or (isinstance(module, each) and kind.forward is each.forward and conv_forward(kind) is conv_forward(each))
         for each in kinds
     )
 

@@ -26,9 +26,9 @@ from ignite_monitor.rcc.terms import (
     change_norms,
     feature_norms,
     input_norms,
-    linear_change,
     normalized_change,
     output_change,
+    product_norms,
     weight_share,
 )
 from ignite_monitor.reference.call import Call, Comparison, NotComparableError
@@ -36,7 +36,7 @@ from ignite_monitor.reference.reference import Reference
 
 Weights = dict[str, Tensor]
 
-_PLACES = 2 * len(QUANTITIES)  # with the bias, and without it
+_COUNT = 2 * len(QUANTITIES)  # with the bias, and without it
 _KINDS = (*QUANTITIES, *QUANTITIES, "weight_share", "weight_share")
 
 
@@ -47,7 +47,7 @@ class LayerChanges(Comparison):
         self._layers = {name: _layer_of(name, reference) for name in tags}
         self._rows = {name: row for row, name in enumerate(tags)}
         self._tags = list(tags.values())
-        # Layers and places, the sum of norms for each, and how many norms that is of.
+        # Layers and offsets, the sum of norms for each, and how many norms that is of.
         self._sums: list[tuple[list[tuple[str, int]], Tensor, int]] = []
 
     def keep(self, call: Call) -> list[Tensor | None]:
@@ -66,8 +66,8 @@ class LayerChanges(Comparison):
         vectors: dict[tuple[str, int], list[Tensor]] = {}
         for name, calls in results.items():
             for norms in calls:
-                for place, each in norms.items():
-                    vectors.setdefault((name, place), []).append(each)
+                for offset, each in norms.items():
+                    vectors.setdefault((name, offset), []).append(each)
         # What has as many norms is summed at once.
         alike: dict[Any, list[tuple[str, int]]] = {}
         for where, found in vectors.items():
@@ -89,34 +89,34 @@ class LayerChanges(Comparison):
         shares = [weight_share(each[:, :1], each[:, 1:2]) for each in (with_bias, without)]
         # Of what is measured on no rank, or isn't finite.
         table = torch.cat([means, *shares], 1).nan_to_num_(math.nan, math.nan, math.nan)
-        cells = sorted([*measured, *((row, _PLACES + place // 5) for row, place in measured if place in (1, 6))])
-        index = [row * len(_KINDS) + place for row, place in cells]
+        cells = sorted([*measured, *((row, _COUNT + offset // 5) for row, offset in measured if offset in (1, 6))])
+        index = [row * len(_KINDS) + offset for row, offset in cells]
         values = table.flatten()[upload(torch.tensor(index, dtype=torch.long, device="cpu"), table.device)]
         over_layers: dict[str, Tensor] = {}
         of_layers = order_statistics(table[:, :2].T)
-        for place, kind in enumerate(QUANTITIES[:2]):
-            if any(cell[1] == place for cell in cells):
-                over_layers |= {f"{kind}_max": of_layers[place, 3], f"{kind}_median": of_layers[place, 0]}
+        for offset, kind in enumerate(QUANTITIES[:2]):
+            if any(cell[1] == offset for cell in cells):
+                over_layers |= {f"{kind}_max": of_layers[offset, 3], f"{kind}_median": of_layers[offset, 0]}
         return [self._name_of(*cell) for cell in cells], values, over_layers
 
-    def _name_of(self, row: int, place: int) -> str:
-        without = len(QUANTITIES) <= place < _PLACES or place > _PLACES
-        return f"{_KINDS[place]}/{self._tags[row]}{'.weight' if without else ''}"
+    def _name_of(self, row: int, offset: int) -> str:
+        without = len(QUANTITIES) <= offset < _COUNT or offset > _COUNT
+        return f"{_KINDS[offset]}/{self._tags[row]}{'.weight' if without else ''}"
 
     def _mean_over_ranks(
         self, incomplete: Collection[str], device: torch.device
     ) -> tuple[Tensor, set[tuple[int, int]]]:
-        """Means by layer and place, not finite where there is none; and which of them some rank may have measured.
+        """Means by layer and offset, not finite where there is none; and which of them some rank may have measured.
 
         The size is the same on every rank, whatever that has reached, and so is the number of collectives.
         """
         device = self._sums[0][1].device if self._sums else device
-        size, dtype = len(self._rows) * _PLACES, wide_dtype(device)
+        size, dtype = len(self._rows) * _COUNT, wide_dtype(device)
         cells: list[int] = []
         counts = [0] * (size + 1)  # the last is of what is left out
         for each, _, count in self._sums:
-            for name, place in each:
-                cells.append(size if name in incomplete else self._rows[name] * _PLACES + place)
+            for name, offset in each:
+                cells.append(size if name in incomplete else self._rows[name] * _COUNT + offset)
                 counts[cells[-1]] += count
         both = torch.zeros(2, size + 1, dtype=dtype, device=device)
         both[1] = upload(torch.tensor(counts, dtype=dtype, device="cpu"), device)
@@ -128,16 +128,16 @@ class LayerChanges(Comparison):
         else:
             both = sum_over_ranks(both)
             layers = enumerate(self._layers.values())
-            measured = {row * _PLACES + place for row, layer in layers for place in range(layer.places)}
-        means = (both[0] / both[1])[:-1].view(-1, _PLACES)
-        return means, {divmod(cell, _PLACES) for cell in measured}
+            measured = {row * _COUNT + offset for row, layer in layers for offset in range(layer.count)}
+        means = (both[0] / both[1])[:-1].view(-1, _COUNT)
+        return means, {divmod(cell, _COUNT) for cell in measured}
 
 
 class _Layer:
     """A layer whose change is known before it runs, and of which only the input is kept.
 
     Attributes:
-        places: of how many of :data:`Norms` there can be any.
+        count: of how many of :data:`Norms` there can be any.
     """
 
     def __init__(self, name: str, reference: Reference) -> None:
@@ -145,7 +145,7 @@ class _Layer:
         self._reference = reference.modules[name]
         self._run = reference.run
         self._dim = feature_dim(self._reference)
-        self.places = len(QUANTITIES)
+        self.count = len(QUANTITIES)
 
     def keep(self, call: Call) -> list[Tensor | None]:
         return [_first(call.args, call.kwargs)]
@@ -153,20 +153,20 @@ class _Layer:
     @torch.no_grad()
     def enter(self, call: Call) -> Norms:
         # First of all, since ranks may communicate here and must not part before.
-        weights, theirs = self._weights(call)
+        weights, initial = self._weights(call)
         x, reference_x = _first(call.args, call.kwargs), call.kept.pop()
         if x is None or reference_x is None:
             raise NotComparableError("no floating-point tensor is among its inputs")
         _check(x, reference_x)
         with _without_autocast(x):
             dtype = _wide_dtype(x.dtype, weights["weight"].dtype)
-            return self._norms(call, x.to(dtype), reference_x.to(dtype), _to(dtype, weights), _to(dtype, theirs))
+            return self._norms(call, x.to(dtype), reference_x.to(dtype), _to(dtype, weights), _to(dtype, initial))
 
     def leave(self, call: Call) -> Norms:
         norms: Norms = call.entered
         return norms
 
-    def _norms(self, call: Call, x: Tensor, reference_x: Tensor, weights: Weights, theirs: Weights) -> Norms:
+    def _norms(self, call: Call, x: Tensor, reference_x: Tensor, weights: Weights, initial: Weights) -> Norms:
         raise NotImplementedError
 
     def _weights(self, call: Call) -> tuple[Weights, Weights]:
@@ -176,64 +176,60 @@ class _Layer:
             NotComparableError: if one of them can't be had whole.
         """
         module: Any = call.module
-        ours = {name: getattr(module, name) for name, each in parameters_in(module).items() if each is not None}
-        theirs = {name: getattr(self._reference, name) for name in ours}
-        if any(map(_dispatches, (*ours.values(), *theirs.values()))):
+        weights = {name: getattr(module, name) for name, each in parameters_in(module).items() if each is not None}
+        initial = {name: getattr(self._reference, name) for name in weights}
+        if any(map(_dispatches, (*weights.values(), *initial.values()))):
             # A layer that fully_shard has been given is whole while it runs, and not a moment longer.
             def look(*_: Any) -> None:
-                theirs.update((name, getattr(self._reference, name).clone()) for name in ours)
+                initial.update((name, getattr(self._reference, name).clone()) for name in weights)
 
-            if any_sharded(theirs.values()):
+            if any_sharded(initial.values()):
                 with before_forward([self._reference], look):
                     self._run(self._name, call.args, call.kwargs)
-            if any_sharded([*ours.values(), *theirs.values()]):
+            if any_sharded([*weights.values(), *initial.values()]):
                 raise NotComparableError("its weights are sharded, here or in the reference; one that is not would do")
         # Mixed precision of fully_shard rounds weights; the reference's are rounded alike.
-        return ours, {name: theirs[name].to(each.dtype) for name, each in ours.items()}
+        return weights, {name: initial[name].to(each.dtype) for name, each in weights.items()}
 
 
 class _Linear(_Layer):
     def __init__(self, name: str, reference: Reference) -> None:
         super().__init__(name, reference)
-        self.places *= 1 if parameters_in(self._reference).get("bias") is None else 2
+        self.count *= 1 if parameters_in(self._reference).get("bias") is None else 2
 
-    def _norms(self, call: Call, x: Tensor, reference_x: Tensor, weights: Weights, theirs: Weights) -> Norms:
+    def _norms(self, call: Call, x: Tensor, reference_x: Tensor, weights: Weights, initial: Weights) -> Norms:
         bound = linear_map(call.module)
         if bound is None:
             raise NotComparableError("its forward has been replaced since the handler was made")
-        function, input_change = bound(call.args, call.kwargs), x - reference_x
-        norms = input_norms(x, input_change, self._dim)
-        moved = _differences(weights, theirs)
-        change = linear_change(function, moved["weight"], theirs["weight"], input_change, x)
-        if "bias" not in moved:
-            return norms | change_norms(change, self._dim)
-        return norms | change_norms(change, self._dim, norms, moved["bias"].reshape(-1, *[1] * (-self._dim - 1)))
+        function, moved = bound(call.args, call.kwargs), _differences(weights, initial)
+        bias = moved["bias"].reshape(-1, *[1] * (-self._dim - 1)) if "bias" in moved else None
+        values = moved["weight"], initial["weight"], x - reference_x, x
+        return product_norms(function, *values, dim=self._dim, bias_change=bias, twice=bias is not None)
 
 
 class _Normalization(_Layer):
     def __init__(self, name: str, reference: Reference) -> None:
         super().__init__(name, reference)
-        self.places *= 2
+        self.count *= 2
 
-    def _norms(self, call: Call, x: Tensor, reference_x: Tensor, weights: Weights, theirs: Weights) -> Norms:
+    def _norms(self, call: Call, x: Tensor, reference_x: Tensor, weights: Weights, initial: Weights) -> Norms:
         settings: Any = call.module
-        norms = input_norms(x, x - reference_x, self._dim)
-        normalized = normalized_change(
+        now, change = normalized_change(
             x, reference_x, settings.normalized_shape, settings.eps, centred=isinstance(settings, nn.LayerNorm)
         )
-        moved = _differences(weights, theirs)
-        change = linear_change(torch.mul, moved["weight"], theirs["weight"], normalized[1], normalized[0])
-        product = input_norms(*normalized, self._dim)
-        return norms | change_norms(change, self._dim, product, moved.get("bias"))
+        moved = _differences(weights, initial)
+        values = moved["weight"], initial["weight"], change, now
+        norms = product_norms(torch.mul, *values, dim=self._dim, bias_change=moved.get("bias"), twice=True)
+        return norms | input_norms(x, x - reference_x, self._dim)
 
 
 class _LowPrecision(_Layer):
     """A small layer whose rounded outputs would differ by their rounding: it is evaluated in float32."""
 
-    def _norms(self, call: Call, x: Tensor, reference_x: Tensor, weights: Weights, theirs: Weights) -> Norms:
+    def _norms(self, call: Call, x: Tensor, reference_x: Tensor, weights: Weights, initial: Weights) -> Norms:
         if len(call.args) + len(call.kwargs) > 1:
             raise NotComparableError("it should have one floating-point tensor as its input")
-        runs = ((x, weights), (x, theirs), (reference_x, theirs))
+        runs = ((x, weights), (x, initial), (reference_x, initial))
         change = output_change(*(self._run(self._name, (at,), {}, each) for at, each in runs))
         return input_norms(x, x - reference_x, self._dim) | change_norms(change, self._dim)
 
@@ -241,7 +237,7 @@ class _LowPrecision(_Layer):
 class _Embedding(_Layer):
     def __init__(self, name: str, reference: Reference) -> None:
         super().__init__(name, reference)
-        self.places = 1
+        self.count = 1
 
     def keep(self, call: Call) -> list[Tensor | None]:
         return []
@@ -249,9 +245,9 @@ class _Embedding(_Layer):
     @torch.no_grad()
     def enter(self, call: Call) -> Norms:
         rows = call.args[0] if call.args else call.kwargs["input"]
-        ours, theirs = (F.embedding(rows, each["weight"]) for each in self._weights(call))
-        dtype = _wide_dtype(ours.dtype)
-        return {0: feature_norms(ours.to(dtype) - theirs.to(dtype))}
+        output, crossed = (F.embedding(rows, each["weight"]) for each in self._weights(call))
+        dtype = _wide_dtype(output.dtype)
+        return {0: feature_norms(output.to(dtype) - crossed.to(dtype))}
 
 
 class _Evaluated(_Layer):

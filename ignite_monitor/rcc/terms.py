@@ -25,7 +25,7 @@ from ignite_monitor.model.devices import wide_dtype
 QUANTITIES = ("weight_update", "input_drift", "input", "input_change", "output_change")
 
 Norms = dict[int, Tensor]
-"""Vectors of norms by place: that of :data:`QUANTITIES`, or as many more for the same without the bias."""
+"""Vectors of norms by offset: that in :data:`QUANTITIES`, or as many more for the same without the bias."""
 
 
 class Change(NamedTuple):
@@ -148,7 +148,7 @@ def normalized_change(
 
 
 def feature_norms(values: Tensor, dim: int = -1) -> Tensor:
-    """The l2 norms over one dimension, as a vector with one for each place along the others.
+    """The l2 norms over one dimension, as a vector with one for each index along the others.
 
     Args:
         values: a tensor in float32 or float64, of any shape; a number is a vector of one.
@@ -187,12 +187,35 @@ def change_norms(change: Change, dim: int, product: Norms | None = None, bias_ch
         torch.add(update, drift, out=stacked[2])
         norms = dict(zip((0, 1, 4), torch.linalg.vector_norm(stacked, dim=-1).flatten(1), strict=True))
     if product is not None:
-        norms |= {5 + place: each for place, each in (norms | product).items()}
+        norms |= {5 + offset: each for offset, each in (norms | product).items()}
     if bias_change is not None and stacked is None:
         norms[0], norms[4] = (feature_norms(each.add_(bias_change), dim) for each in (update, output))
     elif bias_change is not None and stacked is not None:
         norms[0], norms[4] = torch.linalg.vector_norm(stacked[::2].add_(bias_change), dim=-1).flatten(1)
     return norms
+
+
+def product_norms(
+    function: Callable[[Tensor, Tensor], Tensor],
+    weight_change: Tensor,
+    reference_weight: Tensor,
+    input_change: Tensor,
+    x: Tensor,
+    *,
+    dim: int,
+    bias_change: Tensor | None,
+    twice: bool,
+) -> Norms:
+    """The norms of what is multiplied with a weight, as for :func:`linear_change`, and of the change of the output.
+
+    Args:
+        dim: the dimension of the features; the last where there are fewer.
+        bias_change: that of the bias, of a shape that fits the output; None if there is none.
+        twice: whether all are wanted without the bias too.
+    """
+    norms = input_norms(x, input_change, dim)
+    change = linear_change(function, weight_change, reference_weight, input_change, x)
+    return norms | change_norms(change, dim, norms if twice else None, bias_change)
 
 
 def mean_norm(values: Tensor, dim: int = -1) -> Tensor:

@@ -134,7 +134,7 @@ class Summary:
     last: int
     findings: list[Finding]  # most important first
     looked_at: list[str]  # what the file lets one judge
-    metrics: dict[str, Statistics]  # the user's own first
+    metrics: dict[str, Statistics]  # the user's own first, those of single layers last
 
     @property
     def healthy(self) -> bool | None:
@@ -146,9 +146,13 @@ def summarise(file: str, run: Mapping[str, Series]) -> Summary:
     """What happened in a run, which has one series at least."""
     own: list[str] = []  # they may count epochs
     monitored: list[str] = []
+    parts: list[str] = []  # of layers, parameters, heads
     for group in groups(run):
-        entries = [*group.scalars.values(), *(entry for items in group.items.values() for entry in items.values())]
-        (own if group.kind == "other" else monitored).extend(sorted((name for name, _ in entries), key=natural))
+        (own if group.kind == "other" else monitored).extend(
+            sorted((n for n, _ in group.scalars.values()), key=natural)
+        )
+        parts += sorted((n for items in group.items.values() for n, _ in items.values()), key=natural)
+    monitored += parts
     counting = [run[name].steps for name in monitored or own]
     return Summary(
         file,

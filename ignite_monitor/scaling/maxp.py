@@ -106,8 +106,8 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
         self._warmup_steps = check_count("warmup_steps", warmup_steps)
         self._solve_interval = check_count("solve_interval", solve_interval, least=1)
         sample_size = check_count("sample_size", sample_size, least=1)
-        self._c_ema = _check_share("c_ema", c_ema)
-        self._alignment_ema = _check_share("alignment_ema", alignment_ema)
+        self._c_ema = check_real("c_ema", c_ema, least=0.0, below=1.0)
+        self._alignment_ema = check_real("alignment_ema", alignment_ema, least=0.0, below=1.0)
         self._rates = LayerRates(parametrization, optimizer)
         self.alignment = dict(parametrization.alignment)
         self.solution = parametrization.solution
@@ -131,10 +131,7 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
 
     @lr_prefactor.setter
     def lr_prefactor(self, value: float) -> None:
-        number = check_real("lr_prefactor", value)
-        if number < 0:
-            raise ValueError(f"Argument lr_prefactor should be at least 0, but given {value}")
-        self._lr_prefactor = number
+        self._lr_prefactor = check_real("lr_prefactor", value, least=0.0)
         self._set_learning_rates()
 
     @property
@@ -244,13 +241,6 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
 
     def _set_learning_rates(self) -> None:
         self._rates.set(self.solution, self._lr_prefactor)
-
-
-def _check_share(name: str, value: object) -> float:
-    number = check_real(name, value, below=1.0)
-    if number < 0:
-        raise ValueError(f"Argument {name} should be at least 0, but given {value}")
-    return number
 
 
 class LayerRates:
