@@ -16,8 +16,10 @@ from torch import nn
 from ignite_monitor import (
     ActivationHandler,
     GradMonitor,
+    HistogramHandler,
     OptimizerStateHandler,
     RCCHandler,
+    ReplicaCheckHandler,
     RollbackHandler,
     SpectralNormHandler,
     SpikeMonitor,
@@ -25,6 +27,7 @@ from ignite_monitor import (
     StepStatsHandler,
     WeightUpdateHandler,
 )
+from ignite_monitor.replicas import handler as replicas
 
 NEVER = 10**9
 
@@ -53,6 +56,13 @@ def clone(model: nn.Module, tokens: torch.Tensor) -> None:
     [parameter.detach().clone() for parameter in model.parameters()]
 
 
+def replica_check(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    """As on the first of two ranks, the second of which holds the same, without the time that the collective takes."""
+    replicas.world_size = lambda: 2
+    replicas.sum_over_ranks = lambda table: table[:1].expand_as(table)
+    return [ReplicaCheckHandler(model, optimizer)]
+
+
 def all_of_them(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
     return [monitor for name in MONITORS if name not in (PLAIN, ALL) for monitor in MONITORS[name](model, optimizer)]
 
@@ -76,6 +86,8 @@ MONITORS: dict[str, Callable[..., list[Any]]] = {
     "the same with attention": lambda model, _: [ActivationHandler(model, activations=True, attention=True)],
     "`SpectralNormHandler`": lambda model, _: [SpectralNormHandler(model)],
     "`RCCHandler`": lambda model, _: [RCCHandler(model)],
+    "`HistogramHandler`": lambda model, _: [HistogramHandler(model)],
+    "`ReplicaCheckHandler`": replica_check,
     "`StepStatsHandler`": lambda model, optimizer: [StepStatsHandler(model, optimizer)],
     "`SpikeMonitor` and `SpikeRecorder`": recorded,
     "`RollbackHandler` between snapshots": rollback,

@@ -233,7 +233,7 @@ def over(values: list[float], sign: str = "", digits: int = 1) -> str:
 def draw(results: dict[Run, float], path: Path) -> None:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9.6, 5.6), dpi=110, layout="constrained", facecolor="white")
+    figure = Figure(figsize=(9.6, 5.6), dpi=100, layout="constrained", facecolor="white")
     grid = figure.subplots(len(TASKS), len(KINDS), sharey="row")
     colours = dict(zip(WIDTHS, ("#e07b00", "#0b7a75", "#3a3f9e"), strict=True))
     for (task, kind), axes in zip(STARTS, grid.flat, strict=True):

@@ -10,6 +10,7 @@ _MODULE_OF = {
     "GradMonitor": "gradient.handler",
     "GradientNoiseScaleHandler": "noise_scale.handler",
     "HDF5Logger": "hdf5.logger",
+    "HistogramHandler": "histograms.handler",
     "MeanStdThreshold": "judging.thresholds",
     "Metric": "activation.metric",
     "MonitorEvents": "events.monitor_events",
@@ -44,6 +45,7 @@ if TYPE_CHECKING:  # the same for those who read and do not run: a test compares
     from ignite_monitor.gradient.handler import GradMonitor as GradMonitor
     from ignite_monitor.hdf5.logger import HDF5Logger as HDF5Logger
     from ignite_monitor.hdf5.reader import read_hdf5 as read_hdf5
+    from ignite_monitor.histograms.handler import HistogramHandler as HistogramHandler
     from ignite_monitor.judging.robust import RobustThreshold as RobustThreshold
     from ignite_monitor.judging.thresholds import MeanStdThreshold as MeanStdThreshold
     from ignite_monitor.judging.thresholds import StaticThreshold as StaticThreshold

@@ -18,6 +18,7 @@ from ignite_monitor.checks import check_count, check_type
 from ignite_monitor.gradient.handler import GradMonitor
 from ignite_monitor.gradient.loss import LossSource
 from ignite_monitor.hdf5.logger import HDF5Logger
+from ignite_monitor.histograms.handler import HistogramHandler
 from ignite_monitor.judging.thresholds import ThresholdRule
 from ignite_monitor.model.names import named_modules, tags
 from ignite_monitor.model.optimizers import check_optimizer
@@ -33,10 +34,11 @@ from ignite_monitor.weight_update.handler import WeightUpdateHandler
 # replaced.
 _ATTACHED: WeakKeyDictionary[Engine, dict[str, AttachedMonitors]] = WeakKeyDictionary()
 
-_MORE: dict[str, Callable[[nn.Module, Optimizer, str], Monitor]] = {
-    "replicas": lambda model, optimizer, prefix: ReplicaCheckHandler(model, optimizer, prefix=prefix),
-    "spectral": lambda model, optimizer, prefix: SpectralNormHandler(model, prefix=prefix),
-    "rcc": lambda model, optimizer, prefix: RCCHandler(model, prefix=prefix),
+_MORE: dict[str, Callable[[nn.Module, Optimizer, GradScaler | None, str], Monitor]] = {
+    "histograms": lambda model, _, scaler, prefix: HistogramHandler(model, scaler=scaler, prefix=prefix),
+    "replicas": lambda model, optimizer, _, prefix: ReplicaCheckHandler(model, optimizer, prefix=prefix),
+    "spectral": lambda model, _, __, prefix: SpectralNormHandler(model, prefix=prefix),
+    "rcc": lambda model, _, __, prefix: RCCHandler(model, prefix=prefix),
 }
 
 _FEW = 6
@@ -99,8 +101,9 @@ def attach_monitors(
                     where the optimizer has ``betas`` or momentum
     ==============  =================================================  ====================
 
-    With ``also`` costlier ones watch one iteration in ``every`` as well: ``"replicas"`` (``ReplicaCheckHandler``, on
-    several ranks), ``"spectral"`` (``SpectralNormHandler``), ``"rcc"`` (``RCCHandler``).
+    With ``also`` costlier ones watch one iteration in ``every`` as well: ``"histograms"`` (``HistogramHandler``, for
+    TensorBoard), ``"replicas"`` (``ReplicaCheckHandler``, on several ranks), ``"spectral"`` (``SpectralNormHandler``),
+    ``"rcc"`` (``RCCHandler``).
 
     Values are written to the loggers whenever they are measured, so the norm's come to the host in every iteration if
     there is a logger. An ``HDF5Logger`` keeps them all. Others get what one can look at: std and max_abs of the whole
@@ -180,7 +183,7 @@ def attach_monitors(
     }
     if any("betas" in group or group.get("momentum") for group in optimizer.param_groups):
         monitors["optimizer"] = OptimizerStateHandler(optimizer, model, prefix=f"{start}optimizer")
-    monitors |= {name: _MORE[name](model, optimizer, f"{start}{name}") for name in also}
+    monitors |= {name: _MORE[name](model, optimizer, scaler, f"{start}{name}") for name in also}
     handle = AttachedMonitors(monitors)
     shares = rf"^{re.escape(start)}rcc/(?:(?!weight_share/)\w+/.+|.+\.weight)$"
     details = {"activation": _details(model, start), "rcc": shares}

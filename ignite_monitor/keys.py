@@ -348,12 +348,23 @@ CURVATURE = Schema(
         Key("largest_preconditioned_error", "its error", when=_PRECONDITIONED),
     ),
 )  # fmt: skip
+
 REPLICAS = Schema(
     "replicas",
     "replicas",
     (
         Key("agree", "1 if all ranks hold the same, else 0", chart="do the ranks agree"),
         Key("differing_count", "how many tensors, and other things, are not the same on all ranks"),
+    ),
+)
+
+HISTOGRAMS = Schema(
+    "histograms",
+    "histograms",
+    (
+        Key("weights_count", "how many histograms of weights this iteration has"),
+        Key("gradients_count", "of gradients"),
+        Key("activations_count", "of activations"),
     ),
 )
 
@@ -366,6 +377,7 @@ SCHEMAS = (
     WEIGHT_UPDATE,
     OPTIMIZER_STATE,
     REPLICAS,
+    HISTOGRAMS,
     RCC,
     ACTIVATION,
     SPECTRAL,

@@ -300,9 +300,9 @@ def test_what_is_cheap_is_there_and_the_rest_by_name():
     assert set(handle.monitors) == {"grad", "update", "activation", "step", "optimizer"}
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
     assert "optimizer" not in attach_monitors(trainer, model, plain).monitors  # which has no momentum
-    attach_monitors(trainer, model, optimizer, every=1, also=["replicas", "spectral", "rcc"])
+    attach_monitors(trainer, model, optimizer, every=1, also=["histograms", "replicas", "spectral", "rcc"])
     trainer.run(make_batches(2))
-    assert {"step", "optimizer", "replicas", "spectral", "rcc"} <= families(trainer.state.metrics)
+    assert {"step", "optimizer", "histograms", "replicas", "spectral", "rcc"} <= families(trainer.state.metrics)
     for wrong, error in (("replicas", TypeError), ([1], TypeError), (["all"], ValueError)):
         with pytest.raises(error, match="also"):
             attach_monitors(trainer, model, optimizer, also=wrong)

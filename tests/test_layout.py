@@ -99,7 +99,7 @@ LAYERS = (
     {"nonfinite"},
     {
         *("gradient", "weight_update", "optimizer_state", "noise_scale", "curvature"),
-        *("activation", "spectral", "step_stats", "rcc", "spike", "replicas", "rollback"),
+        *("activation", "spectral", "step_stats", "rcc", "spike", "replicas", "rollback", "histograms"),
     },
     {"scaling", "spike_recorder"},
 )

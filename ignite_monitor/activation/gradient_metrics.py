@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Set
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from ignite_monitor.activation.measurement import Measurement
 from ignite_monitor.activation.metric import MetricSet
 from ignite_monitor.model.devices import upload
-from ignite_monitor.model.norms import any_sharded, is_sharded
+from ignite_monitor.model.norms import any_sharded, is_sharded, whole_tensor
 from ignite_monitor.monitor.publisher import NamedValues, joined
 
 
@@ -111,19 +110,6 @@ class GradientMetrics:
         if scale is not None:
             whole = whole.to(torch.promote_types(whole.dtype, torch.float32)) / scale.to(whole.device)
         measured.add(tag, name, whole)
-
-
-def whole_tensor(tensor: Tensor) -> Tensor:
-    """A tensor as it is, detached: of one that is sharded all parts, of a sparse one a dense one.
-
-    Args:
-        tensor: the tensor. Where it is sharded, all ranks have to ask for it.
-    """
-    tensor = tensor.detach()
-    if is_sharded(tensor):
-        sharded: Any = tensor
-        tensor = sharded.full_tensor()
-    return tensor if tensor.layout == torch.strided else tensor.to_dense()
 
 
 def _gradients(parameters: Iterable[nn.Parameter]) -> Iterable[tuple[nn.Parameter, Tensor]]:

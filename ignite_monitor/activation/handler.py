@@ -15,7 +15,7 @@ from torch.amp import GradScaler
 from ignite_monitor.activation.attention_calls import check_attention
 from ignite_monitor.activation.differences import OutputComparison, without
 from ignite_monitor.activation.forward_metrics import ForwardMetrics, in_order, named_apart
-from ignite_monitor.activation.gradient_metrics import GradientMetrics, whole_tensor
+from ignite_monitor.activation.gradient_metrics import GradientMetrics
 from ignite_monitor.activation.measurement import Measurement
 from ignite_monitor.activation.metric import Aggregate, MetricSet, check_aggregate
 from ignite_monitor.activation.statistics import STATISTICS, has_statistics
@@ -25,6 +25,7 @@ from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import ACTIVATION
 from ignite_monitor.model.devices import device_of, move_like
 from ignite_monitor.model.names import Pattern, Selection, named_parameters, tags
+from ignite_monitor.model.norms import whole_tensor
 from ignite_monitor.model.optimizers import parameters_of
 from ignite_monitor.model.sharding import check_whole
 from ignite_monitor.model.structure import modules_by_name

@@ -200,6 +200,19 @@ def is_sharded(tensor: Tensor) -> bool:
     return any_sharded((tensor,))
 
 
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """A tensor as it is, detached: of one that is sharded all parts, of a sparse one a dense one.
+
+    Args:
+        tensor: the tensor. Where it is sharded, all ranks have to ask for it.
+    """
+    tensor = tensor.detach()
+    if is_sharded(tensor):
+        sharded: Any = tensor
+        tensor = sharded.full_tensor()
+    return tensor if tensor.layout == torch.strided else tensor.to_dense()
+
+
 def _as_dense_real(tensor: Tensor, norm_type: float) -> Tensor:
     if tensor.layout == torch.sparse_coo:
         tensor = tensor.coalesce()

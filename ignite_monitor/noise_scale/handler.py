@@ -20,7 +20,7 @@ from ignite_monitor.events.ledger import GradientsReady, OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import NOISE_SCALE
 from ignite_monitor.model._torch import current_backward, foreach_norm
-from ignite_monitor.model.devices import wide_dtype
+from ignite_monitor.model.devices import upload, wide_dtype
 from ignite_monitor.model.eager import untraced
 from ignite_monitor.model.modes import aside
 from ignite_monitor.model.norms import any_sharded, summed_values
@@ -210,9 +210,10 @@ class GradientNoiseScaleHandler(Monitor, schema=NOISE_SCALE):
         else:
             self._warn_without(reason)
         if self._over_ranks:  # where one lacks something the others know by its NaN
-            # DistributedDataParallel has left the ranks' mean on each.
-            sums = sum_over_ranks(sums) * sums.new_tensor([1, 1, 1, 1, world_size()])
+            sums = sum_over_ranks(sums)
         square_sum, weighted_sum, items, count, total = sums.unbind()
+        if self._over_ranks:  # DistributedDataParallel has left the ranks' mean on each
+            total = total * world_size()
         new = noise_and_signal(square_sum, weighted_sum, items, total, count)
         self._ratio.observe(new)
         interval = self._ratio.interval()
@@ -261,7 +262,8 @@ class _Part:
 def _sums(window: list[_Part]) -> Tensor:
     """What :func:`noise_and_signal` needs of a window, the squared norm last: NaN where it was changed on the way."""
     squares = torch.stack([part.square for part in window])
-    items = squares.new_tensor([part.items for part in window])
+    counts = torch.tensor([part.items for part in window], dtype=squares.dtype, device="cpu")
+    items = upload(counts, squares.device)
     nothing = squares.new_zeros(())
     befores = torch.stack([nothing if part.before is None else part.before for part in window])
     afters = torch.stack([nothing, *(part.after for part in window)])

@@ -179,9 +179,11 @@ class OptimizerStateHandler(Monitor, schema=OPTIMIZER_STATE):
         return [] if self._measured is None or not self.metrics else [self._measured.rms]
 
     def on_transfer(self, extra: list[list[float]]) -> dict[str, float]:
-        known = [(rms, place) for place, rms in enumerate(extra[0])] if extra else []
-        largest = heapq.nlargest(self.top_k, ((rms, -place) for rms, place in known if rms >= 0))
-        return {f"topk_rms/{self._tags[-place]}": rms for rms, place in largest}
+        rms = extra[0] if extra else []
+        largest = heapq.nlargest(
+            self.top_k, [index for index, each in enumerate(rms) if each >= 0], key=rms.__getitem__
+        )
+        return {f"topk_rms/{self._tags[index]}": rms[index] for index in largest}
 
 
 class _Held(nn.Module):

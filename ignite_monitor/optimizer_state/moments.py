@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -29,59 +30,75 @@ class Moments:
 
     Args:
         samples: the parameters.
-        places: those that are looked at, by id.
+        indices: those that are looked at, by id.
+        kinds: what :func:`kind_of` says of all parameters.
 
     Attributes:
         momentum: for each parameter the mean of its gradients, or its momentum; None where there is none.
         square: for each parameter the mean of its gradient's squares, not corrected for its start; None where there is
             none.
-        with_momentum: the places of those that have the first.
-        with_square: the places of those that have the second.
+        with_momentum: the indices of those that have the first.
+        with_square: the indices of those that have the second.
         correction: what the root of that mean is to be multiplied by, for its start: of shape (parameters,).
         eps: what is added to the root, NaN where the parameter's group does not say; of the same shape.
     """
 
-    def __init__(self, optimizer: Optimizer, samples: ParameterSamples, places: Mapping[int, int]) -> None:
-        count = len(samples.parameters)
+    def __init__(
+        self, optimizer: Optimizer, samples: ParameterSamples, indices: Mapping[int, int], kinds: Sequence[Any]
+    ) -> None:
+        count = len(kinds)
         self.momentum: list[Tensor | None] = [None] * count
         self.square: list[Tensor | None] = [None] * count
+        self.with_momentum: set[int] = set()
+        self.with_square: set[int] = set()
         steps, decays, eps = ([math.nan] * count for _ in range(3))
+        state_of = optimizer.state.get
         for group in optimizer.param_groups:
             betas, own_eps = group.get("betas"), _as_number(group.get("eps"))
             decay = _as_number(betas[1]) if isinstance(betas, (tuple, list)) and len(betas) == 2 else math.nan
+            steps_of_group = group.get("step", group.get("k"))
             for parameter in group["params"]:
-                place = places.get(id(parameter))
-                state = optimizer.state.get(parameter)
-                if place is None or not state:
+                index = indices.get(id(parameter))
+                state = state_of(parameter)
+                if index is None or not state:
                     continue
-                self.momentum[place] = _first(state, MOMENTUM, parameter)
-                if _OTHER_BASIS.isdisjoint(state):
-                    self.square[place] = _first(state, SQUARE, parameter)
-                if self.square[place] is not None:
-                    steps[place] = _as_number(state.get("step", group.get("step", group.get("k"))))
-                    decays[place], eps[place] = decay, own_eps
+                kind = kinds[index]
+                momentum = _first(state, MOMENTUM, parameter, kind)
+                if momentum is not None:
+                    self.momentum[index] = momentum
+                    self.with_momentum.add(index)
+                square = _first(state, SQUARE, parameter, kind)
+                if square is not None and _OTHER_BASIS.isdisjoint(state):
+                    self.square[index] = square
+                    self.with_square.add(index)
+                    steps[index] = _as_number(state.get("step", steps_of_group))
+                    decays[index], eps[index] = decay, own_eps
         self.eps = _vector(eps, samples)
         # Where nobody knows the number of steps, or how they are weighted, the mean is taken as it is.
         self.correction = (1 - _vector(decays, samples) ** _vector(steps, samples)).rsqrt().nan_to_num(1.0, 1.0)
-
-        self.with_momentum, self.with_square = (
-            {place for place, each in enumerate(own) if each is not None} for own in (self.momentum, self.square)
-        )
 
     def __bool__(self) -> bool:
         return bool(self.with_momentum or self.with_square)
 
 
-def _first(state: Mapping[Any, Any], names: Sequence[str], parameter: Any) -> Tensor | None:
-    """The first of an optimizer's tensors that is of the shape of a parameter, with one number per element."""
+kind_of = attrgetter("shape", "device", "layout")
+
+
+def _first(state: Mapping[Any, Any], names: Sequence[str], parameter: Any, kind: Any) -> Tensor | None:
+    """The first of an optimizer's tensors that is of the shape of a parameter, with one number per element.
+
+    Args:
+        kind: what :func:`kind_of` says of the parameter.
+    """
     for name in names:
         value: Any = state.get(name)
-        if not isinstance(value, Tensor) or value.layout != torch.strided:
-            continue
-        if value.shape == parameter.shape and value.dtype in _REAL:
+        if type(value) is Tensor:
+            if kind_of(value) == kind and value.dtype in _REAL:
+                return value
+        elif isinstance(value, Tensor) and value.shape == parameter.shape and value.dtype in _REAL:
             # Both may be DTensors; what has no elements of its own, as packed ones, is left out.
-            own = (value, parameter) if type(value) is Tensor else (_local(value), _local(parameter))
-            if own[0].device == own[1].device and (type(value) is Tensor or is_plain(own[0])):
+            own = _local(value)
+            if is_plain(own) and own.device == _local(parameter).device:
                 return value
     return None
 
@@ -97,25 +114,24 @@ def is_real(tensor: Tensor) -> bool:
 
 
 def _as_number(value: Any) -> Any:
-    """A number, or a tensor with one element; NaN for anything else."""
+    """A float, or a tensor with one element; NaN for anything else."""
     if isinstance(value, Tensor):
         return value if value.numel() == 1 else math.nan
-    return value if isinstance(value, (int, float)) else math.nan
+    return float(value) if isinstance(value, (int, float)) else math.nan
 
 
 def _vector(values: Sequence[Any], samples: ParameterSamples) -> Tensor:
-    """Numbers and tensors with one element, one for each parameter, as one tensor, without waiting for a device."""
-    numbers = tuple(math.nan if isinstance(each, Tensor) else each for each in values)
+    """Floats and tensors with one element, one for each parameter, as one tensor, without waiting for a device."""
+    tensors = {index: each for index, each in enumerate(values) if type(each) is not float}
+    numbers = tuple(each if type(each) is float else math.nan for each in values) if tensors else tuple(values)
     vector = _uploaded(numbers, samples.dtype, samples.device)
-    by_device: dict[torch.device, list[int]] = {}
-    for place, each in enumerate(values):
-        if isinstance(each, Tensor):
-            by_device.setdefault(each.device, []).append(place)
-    for own in by_device.values():
-        stacked = torch.stack([each if (each := values[place]).ndim == 0 else each.reshape(()) for place in own])
-        stacked = move_like(stacked, vector)
-        index = _uploaded(tuple(own), torch.int64, samples.device)
-        vector = stacked if len(own) == len(vector) else vector.index_copy(0, index, stacked)
+    for device in {each.device for each in tensors.values()}:
+        own = {
+            index: each.reshape(()) if each.ndim else each for index, each in tensors.items() if each.device == device
+        }
+        stacked = move_like(torch.stack([*own.values()]), vector)
+        at = _uploaded(tuple(own), torch.int64, samples.device)
+        vector = stacked if len(own) == len(vector) else vector.index_copy(0, at, stacked)
     return vector
 
 

@@ -27,46 +27,37 @@ class StateStatistics(NamedTuple):
     change: Tensor
 
 
-def row_sums(
-    gradient: Tensor,
-    square: Tensor,
-    momentum: Tensor,
-    change: Tensor,
-    weights: Tensor | None,
-    elements: Tensor | None,
-    correction: Tensor,
-    eps: Tensor,
-) -> Tensor:
+def row_sums(rows: Tensor, weights: Tensor | None, elements: Tensor | None, correction: Tensor, eps: Tensor) -> Tensor:
     r"""Sums over the elements of each row, for :func:`statistics_of` to make statistics of; uses up what it is given.
 
     Args:
-        gradient: of shape (rows, columns), as all up to ``change``.
-        square: the mean of the gradient's squares.
-        momentum: the mean of the gradients.
-        change: what the step has changed.
+        rows: of the gradient, its mean, what the step has changed, and the mean of the gradient's squares: of shape
+            (4, rows, columns).
         weights: the square root of how often each element counts, of shape (rows or 1, columns); None for once.
         elements: where rows hold elements and not zeros that are none, bool; None for everywhere.
-        correction: what the root of ``square`` is multiplied by, of shape (rows,).
+        correction: what the root of the mean of squares is multiplied by, of shape (rows,).
         eps: what the root is compared with, of the same shape; NaN for nothing.
 
     Returns:
         Of shape (6, rows), in float64 where the device has it.
     """
-    root = square.sqrt_().mul_(correction.to(square.dtype).unsqueeze(1))
-    least = eps.to(square.dtype).unsqueeze(1)
-    below = (root < least if elements is None else (root < least) & elements).to(square.dtype)
-    if weights is not None:
-        for each in (gradient, momentum, change, below):
-            each.mul_(weights)
+    gradient, momentum, _, root = rows.unbind()
+    root.sqrt_().mul_(correction.to(root.dtype).unsqueeze(1))
+    least = eps.to(root.dtype).unsqueeze(1)
+    below = (root < least if elements is None else (root < least) & elements).to(root.dtype)
     # Where nothing is to be divided by anything the ratio is 0.
     torch.maximum(root, least.nan_to_num(0.0).clamp_(min=torch.finfo(root.dtype).tiny), out=root)
-    count = below.square_().sum(1, dtype=wide_dtype(below.device))
-    norms = [row_norms(each) for each in (torch.div(gradient, root, out=root), gradient, momentum, change)]
-    length = norms[1]
+    torch.div(gradient, root, out=root)
+    if weights is not None:
+        rows.mul_(weights)
+        below.mul_(weights).mul_(weights)
+    count = below.sum(1, dtype=wide_dtype(below.device))
+    norms = row_norms(rows.flatten(0, 1)).view(4, -1)
+    length = norms[0]
     # The product of two small numbers may be none; that of one with a number of a unit vector is.
     gradient.mul_(torch.where(length > 0, 1 / length, 0.0).to(gradient.dtype).unsqueeze(1))
     product = length * gradient.mul_(momentum).sum(1).to(length.dtype)
-    return torch.stack([count, *(each**2 for each in norms), product])
+    return torch.cat([norms.square_(), torch.stack([count, product])])
 
 
 def statistics_of(means: Tensor) -> StateStatistics:
@@ -75,6 +66,6 @@ def statistics_of(means: Tensor) -> StateStatistics:
     Args:
         means: what :func:`row_sums` gives, over the number of elements.
     """
-    below, rms, gradient, momentum, change, product = means.unbind()
+    gradient, momentum, change, rms, below, product = means.unbind()
     cosine = product / (gradient.sqrt() * momentum.sqrt())
     return StateStatistics(rms.sqrt(), below, cosine.clamp(-1, 1), change)

@@ -13,8 +13,10 @@ from ignite_monitor.model.devices import upload
 from ignite_monitor.model.optimizers import held_by
 from ignite_monitor.model.samples import ParameterSamples, reshard
 from ignite_monitor.monitor.stepped import HostMasks, SteppedParameters
-from ignite_monitor.optimizer_state.moments import Moments, is_real
+from ignite_monitor.optimizer_state.moments import Moments, is_real, kind_of
 from ignite_monitor.optimizer_state.rows import row_sums, statistics_of
+
+_strided = torch.strided
 
 
 class Measured(NamedTuple):
@@ -48,12 +50,18 @@ class SampledStep:
         reshard(model)
         self._model = model
         self.samples = ParameterSamples(model, sample_size, rows=0.5)
+        self._rows = [group.rooms("gradient", "momentum", "change", "square") for group in self.samples.groups]
         self._held = held_by(optimizer)
-        self._places = {
-            id(parameter): place
-            for place, parameter in enumerate(self.samples.parameters)
+        self._indices = {
+            id(parameter): index
+            for index, parameter in enumerate(self.samples.parameters)
             if id(parameter) in self._held and is_real(parameter)
         }
+        # No plain tensor is of the kind of a sharded one.
+        self._kinds = [
+            None if index in self.samples.sharded else kind_of(parameter)
+            for index, parameter in enumerate(self.samples.parameters)
+        ]
         numels = torch.tensor(
             [each.numel() for each in self.samples.parameters], dtype=self.samples.dtype, device="cpu"
         )
@@ -79,15 +87,18 @@ class SampledStep:
             scale: what those are scaled by, 0-dim; None for 1.
         """
         samples = self.samples
-        self._stepped = SteppedParameters(self._places)
+        self._stepped = SteppedParameters(self._indices)
         self._stepped.started(optimizer)
         gradients: list[Tensor | None] = [None] * len(samples.parameters)
         weights: list[Tensor | None] = list(gradients)
-        for place in self._places.values():
-            parameter = samples.parameters[place]
-            if parameter.grad is not None and parameter.grad.layout == torch.strided:
-                gradients[place], weights[place] = samples.placed(place, parameter.grad), parameter
-        self._with_gradient = {place for place, each in enumerate(gradients) if each is not None}
+        self._with_gradient = set()
+        for index in self._indices.values():
+            parameter = samples.parameters[index]
+            gradient = parameter.grad
+            if gradient is not None and gradient.layout is _strided:
+                gradients[index] = samples.placed(index, gradient) if index in samples.sharded else gradient
+                weights[index] = parameter
+                self._with_gradient.add(index)
         samples.keep_weights(weights)
         for group in samples.groups:
             rows = group.room("gradient")
@@ -101,31 +112,28 @@ class SampledStep:
         self._stepped.completed(optimizer)
         if not self._stepped:
             return self._stepped.any, None
-        samples, moments = self.samples, Moments(optimizer, self.samples, self._places)
+        samples, moments = self.samples, Moments(optimizer, self.samples, self._indices, self._kinds)
         if not moments:
             return True, None
         weights: list[Tensor | None] = [
-            each if place in self._with_gradient else None for place, each in enumerate(samples.parameters)
+            each if index in self._with_gradient else None for index, each in enumerate(samples.parameters)
         ]
         sums = []
-        for group in samples.groups:
-            if group.now.is_complex():  # of which nothing is said
-                nothing = torch.full((6, len(group.places)), math.nan, device=group.now.device)
+        for group, rows in zip(samples.groups, self._rows, strict=True):
+            if rows.is_complex():  # of which nothing is said
+                nothing = torch.full((6, len(group.places)), math.nan, device=rows.device)
                 sums.append(nothing.to(samples.dtype))
                 continue
-            square, momentum = group.room("square"), group.room("momentum")
-            for sources, rows in ((weights, group.now), (moments.square, square), (moments.momentum, momentum)):
-                group.copy(sources, rows)
-            change = group.now.sub_(group.before)
-            factors = (each[group.index] for each in (moments.correction, moments.eps))
-            sums.append(
-                row_sums(group.room("gradient"), square, momentum, change, group.weights, group.elements, *factors)
-            )
+            for name, sources in (("change", weights), ("square", moments.square), ("momentum", moments.momentum)):
+                group.copy(sources, group.room(name))
+            group.room("change").sub_(group.before)
+            factors = moments.correction[group.index], moments.eps[group.index]
+            sums.append(row_sums(rows, group.weights, group.elements, *factors))
         found = statistics_of(samples.means(sums))
         stepped = self._stepped.mask(self._masks)
         made, adapted, moving = (
-            stepped & self._masks.of(self._with_gradient & places)
-            for places in (self._with_gradient, moments.with_square, moments.with_momentum)
+            stepped & self._masks.of(self._with_gradient & indices)
+            for indices in (self._with_gradient, moments.with_square, moments.with_momentum)
         )
         total = torch.where(made, found.change * self._numels, 0.0).sum().sqrt()
         return True, Measured(

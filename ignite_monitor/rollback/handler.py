@@ -75,7 +75,8 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
 
     A snapshot takes the memory of what it copies, two (SGD with momentum) to three (Adam) times that of the weights;
     there are ``keep`` good ones, and one that is not good yet, seldom more (``keep`` at most). ``Checkpoint`` with the
-    handler in it saves those that going back may need, usually two. Every rank keeps its own parts, and all decide the
+    handler in it saves the newest good one and those that are not good yet, usually two; all of them as long as it has
+    gone back to one that has not proved good again. Every rank keeps its own parts, and all decide the
     same, by a sum of a few numbers over the ranks in every iteration. To decide, an iteration's signs are read on the
     host: on an accelerator that waits once for the end of the train step. So does a snapshot, of which is known then
     whether it is finite, and with ``where="host"`` its copies do.

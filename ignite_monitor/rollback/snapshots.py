@@ -53,8 +53,7 @@ class Snapshots:
         self.good: list[Snapshot] = []
         self.pending: list[Snapshot] = []
         self._free: list[Any] = []  # states whose memory can be used again
-        self._went_to: Snapshot | None = None
-        self._proved_again = False
+        self._in_doubt: Snapshot | None = None  # gone back to, and not proved good again since
 
     def __len__(self) -> int:
         return len(self.good) + len(self.pending)
@@ -84,7 +83,8 @@ class Snapshots:
         """An iteration has passed; the snapshots that have proved good by it."""
         for each in [*self.pending, *self.good[-1:]]:
             each.quiet = each.quiet + 1 if healthy else 0
-            self._proved_again |= each is self._went_to and each.quiet >= self.quiet
+            if each is self._in_doubt and each.quiet >= self.quiet:
+                self._in_doubt = None
         proved = [each for each in self.pending if each.quiet >= self.quiet]
         if proved:
             self.pending = [each for each in self.pending if each.quiet < self.quiet]
@@ -105,35 +105,37 @@ class Snapshots:
             anew: whether this is another trouble. The snapshot that was gone back to at the last is not good any more
                 if it has not proved so again since, unless there is no other.
         """
-        if anew and len(self.good) > 1 and self.good[-1] is self._went_to and not self._proved_again:
+        if anew and len(self.good) > 1 and self.good[-1] is self._in_doubt:
             self._free.append(self.good.pop().state)
-        chosen = self._went_to = self.current
+        chosen = self._in_doubt = self.current
         # What has been taken after it may be of the trouble.
         self._free += [each.state for each in self.pending if each is not chosen]
         self.pending = [each for each in self.pending if each is chosen]
-        chosen.quiet, self._proved_again = 0, False
+        chosen.quiet = 0
         return chosen
 
     def start_from(self, snapshot: Snapshot, thresholds: Mapping[str, Any]) -> None:
         """Forget all others; this one has to prove itself again, with other thresholds."""
         self._free += [each.state for each in [*self.good, *self.pending] if each is not snapshot]
-        self.good, self.pending, self._went_to = [], [snapshot], None
+        self.good, self.pending, self._in_doubt = [], [snapshot], None
         snapshot.young, snapshot.quiet = True, 0
         self.update(snapshot, thresholds)
 
     def clear(self) -> None:
         """Forget all of them."""
         self._free += [each.state for each in [*self.good, *self.pending]]
-        self.good, self.pending, self._went_to = [], [], None
+        self.good, self.pending, self._in_doubt = [], [], None
 
     def release(self) -> None:
         """Let the memory go that is not in use."""
         self._free.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """What going back may need, copied: the newest good one, and those that are not yet good."""
-        good = [each.state_dict() for each in self.good[-1:]]
-        return {"taken": self.taken, "good": good, "pending": [each.state_dict() for each in self.pending]}
+        """What going back may need, copied: the newest good one, all if it is in doubt, and those not yet good."""
+        in_doubt = len(self) > 0 and self._in_doubt is self.current
+        good = [each.state_dict() for each in (self.good if in_doubt else self.good[-1:])]
+        pending = [each.state_dict() for each in self.pending]
+        return {"taken": self.taken, "in_doubt": in_doubt, "good": good, "pending": pending}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a saved state.
@@ -148,3 +150,4 @@ class Snapshots:
                 kept = self._free.pop() if self._free else None
                 state = refill(kept, saved["state"], self.on_host)
                 snapshots.append(Snapshot(**{**saved, "state": state}))
+        self._in_doubt = self.current if state_dict["in_doubt"] else None

@@ -23,15 +23,15 @@ class GradientNorms:
     Which norm is whose is known on the host, so that nothing has to be looked at on the device.
 
     Args:
-        places: id of a parameter -> its place; parameters that are not in it do not count.
+        indices: id of a parameter -> its index; parameters that are not in it do not count.
     """
 
-    def __init__(self, samples: ParameterSamples, places: Mapping[int, int]) -> None:
+    def __init__(self, samples: ParameterSamples, indices: Mapping[int, int]) -> None:
         self._samples = samples
-        self._places = places
+        self._indices = indices
         self._norms: list[Tensor] = []
         self._length = 0
-        # Place -> where in all of these its norm is: of the latest gradient that a backward has left, of the one that
+        # Index -> where in all of these its norm is: of the latest gradient that a backward has left, of the one that
         # the step that is going on has been started with, and of the one that a step was made with.
         self._latest: dict[int, int] = {}
         self._taken: dict[int, int] = {}
@@ -45,25 +45,25 @@ class GradientNorms:
             scale: what the gradients are scaled by; None for 1.
             reached: ids of the parameters whose gradients it may have changed.
         """
-        self._latest |= self._measure((place for key, place in self._places.items() if key in reached), scale)
+        self._latest |= self._measure((index for key, index in self._indices.items() if key in reached), scale)
 
     @torch.no_grad()
-    def step_started(self, places: Iterable[int], scale: Tensor | None, reduced: bool) -> None:
+    def step_started(self, indices: Iterable[int], scale: Tensor | None, reduced: bool) -> None:
         """An optimizer is about to make its step.
 
         Args:
-            places: of its parameters.
+            indices: of its parameters.
             scale: what their gradients are scaled by, where no backward has made them; None for 1.
             reduced: whether they are the same on every rank.
         """
-        places = list(places)
-        self._taken = {place: self._latest[place] for place in places if place in self._latest}
+        indices = list(indices)
+        self._taken = {index: self._latest[index] for index in indices if index in self._latest}
         if reduced:
-            self._taken |= self._measure((place for place in places if place not in self._latest), scale)
+            self._taken |= self._measure((index for index in indices if index not in self._latest), scale)
 
-    def step_completed(self, places: Iterable[int]) -> None:
+    def step_completed(self, indices: Iterable[int]) -> None:
         """An optimizer has made its step."""
-        used = {place: self._taken[place] for place in places if place in self._taken}
+        used = {index: self._taken[index] for index in indices if index in self._taken}
         self._used |= used
         self._samples.gradients_used(used)
 
@@ -72,19 +72,19 @@ class GradientNorms:
         positions = self._latest | self._used
         return (self._samples.ordered(self._norms, positions), masks.of(positions)) if positions else None
 
-    def _measure(self, places: Iterable[int], scale: Tensor | None) -> dict[int, int]:
-        """Where the norms of the gradients are that there are now: place -> position."""
+    def _measure(self, indices: Iterable[int], scale: Tensor | None) -> dict[int, int]:
+        """Where the norms of the gradients are that there are now: index -> position."""
         parameters = self._samples.parameters
         gradients = {
-            place: gradient
-            for place in places
-            if (gradient := parameters[place].grad) is not None and parameters[place].requires_grad
+            index: gradient
+            for index in indices
+            if (gradient := parameters[index].grad) is not None and parameters[index].requires_grad
         }
         positions: dict[int, int] = {}
-        for places_of, norms in self._samples.gradient_norms(gradients) if gradients else ():
+        for indices_of, norms in self._samples.gradient_norms(gradients) if gradients else ():
             self._norms.append(norms if scale is None else norms / scale.to(norms))
-            positions.update((place, self._length + at) for place, at in places_of.items())
+            positions.update((index, self._length + at) for index, at in indices_of.items())
             self._length += len(norms)
         # Of those whose elements are all on other ranks.
-        positions.update((place, -1) for place in self._samples.without_elements(gradients))
+        positions.update((index, -1) for index in self._samples.without_elements(gradients))
         return positions

@@ -58,11 +58,11 @@ class SampledTrainStep:
         self.rounded: set[str] = set()
         self._optimizer = optimizer
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet([] if optimizer is None else [optimizer])
-        self._measurable = {id(self.samples.parameters[place]): place for place in self.samples.measurable}
+        self._measurable = {id(self.samples.parameters[index]): index for index in self.samples.measurable}
         self.trainable = {
-            self.samples.names[place]: self.samples.parameters[place] for place in self.samples.measurable
+            self.samples.names[index]: self.samples.parameters[index] for index in self.samples.measurable
         }
-        self._narrow = [place for place, each in enumerate(self.samples.parameters) if each.dtype in NARROW]
+        self._narrow = [index for index, each in enumerate(self.samples.parameters) if each.dtype in NARROW]
         self._masks = HostMasks(len(self.samples.names), self.samples.device)
         self._stepped = SteppedParameters({})
         self._gradients = GradientNorms(self.samples, {})
@@ -82,12 +82,12 @@ class SampledTrainStep:
     @torch.no_grad()
     def start(self) -> None:
         """A train step is about to start: keep the weights' samples."""
-        places = self._measurable
+        indices = self._measurable
         if self._optimizer is not None:
             held = held_by(self._optimizer)
-            places = {key: place for key, place in places.items() if key in held}
-        self._stepped = SteppedParameters(places)
-        self._gradients = GradientNorms(self.samples, places)
+            indices = {key: index for key, index in indices.items() if key in held}
+        self._stepped = SteppedParameters(indices)
+        self._gradients = GradientNorms(self.samples, indices)
         self.samples.keep_weights(self._weights())
         self.samples.forget_gradients()
 
@@ -112,8 +112,8 @@ class SampledTrainStep:
         if optimizer not in self._optimizers:
             self._optimizers.add(optimizer)
             self._keep_copies(optimizer)
-        places = self._stepped.started(optimizer)
-        self._gradients.step_started(places, scale, reduced)
+        indices = self._stepped.started(optimizer)
+        self._gradients.step_started(indices, scale, reduced)
 
     def step_completed(self, optimizer: Optimizer) -> None:
         """The optimizer has returned from its step."""
@@ -145,26 +145,26 @@ class SampledTrainStep:
         return Measured(norms, with_gradient, weights, changes, moved, lost)
 
     def _losing(self) -> list[int]:
-        """The places of parameters that lose what rounding takes of an update."""
+        """The indices of parameters that lose what rounding takes of an update."""
         return [
-            place
-            for place in self._narrow
-            if self.samples.names[place] in self.rounded
-            and not any(_is_compensated(each, self.samples.parameters[place]) for each in self._optimizers)
+            index
+            for index in self._narrow
+            if self.samples.names[index] in self.rounded
+            and not any(_is_compensated(each, self.samples.parameters[index]) for each in self._optimizers)
         ]
 
     def _weights(self) -> list[Tensor]:
         weights: list[Tensor] = list(self.samples.parameters)
-        for place in self._narrow:
-            weights[place] = self._precise(self.samples.names[place], self.samples.parameters[place])
+        for index in self._narrow:
+            weights[index] = self._precise(self.samples.names[index], self.samples.parameters[index])
         return weights
 
     @torch.no_grad()
     def _keep_copies(self, optimizer: Optimizer) -> None:
         """Of an optimizer that is met for the first time, take its float32 copies of the weights for these."""
         copies: list[Tensor | None] = [None] * len(self.samples.parameters)
-        for place in self._narrow:
-            copies[place] = _float32_copy(optimizer, self.samples.parameters[place])
+        for index in self._narrow:
+            copies[index] = _float32_copy(optimizer, self.samples.parameters[index])
         if any(each is not None for each in copies):
             self.samples.keep_weights(copies)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ignite_monitor import WeightUpdateHandler
+from ignite_monitor import GradientNoiseScaleHandler, WeightUpdateHandler
 from ignite_monitor.model import samples
 from tests.accelerator._device import Device
 from tests.accelerator._trainings import MONITORS, Training, batches, without_machine
@@ -38,6 +38,16 @@ def test_the_numbers_of_the_cpu_and_no_wait(name, kind, device):
     ours, theirs = map(without_machine, rows)
     assert any(ours)
     assert_alike(theirs, ours, tolerance_of(name, device))
+
+
+def test_the_noise_scale_of_micro_batches(device):
+    rows = []
+    for each in (Device("cpu"), device):
+        training = Training(each, "accumulated")
+        monitor = GradientNoiseScaleHandler(training.model, training.optimizer, micro_batches=2)
+        rows.append(training.run([monitor], batches(8, each.name)))
+    assert rows[0][-1]
+    assert_alike(*rows, tolerance_of("noise scale", device))
 
 
 def test_parameters_that_are_too_large_for_a_copy(device, monkeypatch):

@@ -10,7 +10,7 @@ from ignite.engine import Engine, Events
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ignite_monitor import ActivationHandler, Metric, record
+from ignite_monitor import ActivationHandler, HistogramHandler, Metric, record
 from tests.distributed._launch import WORLD, run_scenarios
 
 COUNT = 6
@@ -123,6 +123,35 @@ def clipped(model: Any, rank: int) -> dict[str, Any]:
     }
 
 
+def histograms(model: nn.Module, rank: int) -> dict[str, Any]:
+    """What is drawn in the last iteration, and of what: this rank's outputs, and whole weights and gradients."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tensors: dict[str, torch.Tensor] = {}
+
+    def keep(kind: str) -> None:
+        for name, each in model.named_parameters():
+            whole: Any = (each if kind == "weights" else each.grad).detach()
+            whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole
+            tensors[f"{kind}/{name.removeprefix('module.')}"] = whole.clone()
+
+    def train_step(engine, x):
+        optimizer.zero_grad()
+        output = model(x[:SPLIT] if rank == 0 else x[SPLIT:])
+        tensors["activations/_root_"] = output.detach().clone()
+        output.square().mean().backward()
+        keep("gradients")
+        optimizer.step()
+        keep("weights")
+
+    engine = Engine(train_step)
+    handler = HistogramHandler(model)
+    handler.attach(engine)
+    drawn: dict[str, Any] = {}
+    engine.add_event_handler(Events.ITERATION_COMPLETED, lambda _: drawn.update(handler.histograms))
+    engine.run(batches())
+    return {"tensors": tensors, "drawn": drawn}
+
+
 def dense() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
@@ -141,6 +170,8 @@ SCENARIOS = {
     "fsdp": lambda rank: train(fsdp(), rank),
     "ddp clipped": lambda rank: clipped(DistributedDataParallel(dense()), rank),
     "fsdp clipped": lambda rank: clipped(fsdp(), rank),
+    "ddp histograms": lambda rank: histograms(DistributedDataParallel(dense()), rank),
+    "fsdp histograms": lambda rank: histograms(fsdp(), rank),
 }
 
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ignite_monitor import ReplicaCheckHandler, StepStatsHandler
 from tests.distributed._launch import WORLD, run_scenarios
 
-LOOKS = 10_000 if os.environ.get("FULL_MATRIX") else 150
+LOOKS = 10_000 if os.environ.get("FULL_MATRIX", "0") != "0" else 150
 AT = 4  # the iteration before which something is changed
 COUNT = 6
 
@@ -172,7 +172,7 @@ SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = {
     },
     "ddp healthy": lambda rank: train(ddp(), rank, count=LOOKS),
     "ddp seeds": lambda rank: train(ddp(), rank, seeds=True),
-    "hybrid healthy": lambda rank: train(fsdp((WORLD, 1)), rank),
+    "hybrid healthy": lambda rank: train(fsdp((WORLD, 1)), rank, count=LOOKS // 25),
     "waits": wait,
     "fsdp healthy": lambda rank: train(fsdp(), rank),
 }

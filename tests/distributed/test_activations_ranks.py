@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -47,7 +48,22 @@ def test_a_module_that_one_rank_calls_is_published_from_the_next_iteration_on(re
         assert result["published"][4]["activation/experts.1/half/count"] == 2.5
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", ["ddp histograms", "fsdp histograms"])
+def test_histograms_are_of_all_batches_and_of_whole_parameters(results, name):
+    ranks = results(name)
+    drawn = ranks[0]["drawn"]
+    assert drawn == ranks[1]["drawn"]
+    for key, own in ranks[0]["tensors"].items():
+        other = [ranks[1]["tensors"][key]] if key.startswith("activations") else []
+        values = torch.cat([own, *other]).double().numpy().ravel()
+        found = drawn[f"histograms/{key}"]
+        assert found["num"] == len(values)
+        assert (found["min"], found["max"]) == (values.min(), values.max())
+        counts, _ = np.histogram(values, found["bucket_limits"])
+        assert found["bucket_counts"][1:] == counts.tolist()
+
+
+@pytest.mark.parametrize("name", [name for name in SCENARIOS if "histograms" not in name])
 def test_both_ranks_agree_to_the_last_bit(results, name):
     first, second = results(name)
     assert first == second

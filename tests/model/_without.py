@@ -75,6 +75,7 @@ def features():
                 model, activation_differences={"d": lambda a, b: (a - b).norm()}, reference="init"
             )
         ),
+        "HistogramHandler": on(lambda model, _: im.HistogramHandler(model)),
         "OptimizerStateHandler": on(lambda model, optimizer: im.OptimizerStateHandler(optimizer, model)),
         "ReplicaCheckHandler": on(im.ReplicaCheckHandler),
         "RCCHandler": on(lambda model, _: im.RCCHandler(model)),

@@ -85,7 +85,7 @@ FURTHER = {
     *("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"),
     *("_process_function", "_handle_exception", "_event_handlers", "_scaled_dot_product_flash_attention_for_cpu"),
 }
-BACKWARD = {"GradMonitor", "WeightUpdateHandler", "gradients"}
+BACKWARD = {"GradMonitor", "WeightUpdateHandler", "gradients", "HistogramHandler"}
 REFERENCES = {"reference", "RCCHandler"}
 # What can't do without a name; all the rest works, with the same numbers.
 NEEDED_BY = {

@@ -43,6 +43,7 @@ from ignite_monitor import (
     CurvatureHandler,
     GradientNoiseScaleHandler,
     GradMonitor,
+    HistogramHandler,
     MeanStdThreshold,
     MonitorEvents,
     OptimizerStateHandler,
@@ -94,6 +95,7 @@ HANDLERS = {
     "WeightUpdateHandler": lambda model, optimizer: WeightUpdateHandler(model, optimizer, top_k=0),
     "OptimizerStateHandler": lambda model, optimizer: OptimizerStateHandler(optimizer, model, top_k=0),
     "ReplicaCheckHandler": lambda model, optimizer: ReplicaCheckHandler(model, optimizer),
+    "HistogramHandler": lambda model, optimizer: HistogramHandler(model),
     "ActivationHandler": lambda model, optimizer: ActivationHandler(model, activations=True),
     "ActivationHandler, gradients": lambda model, optimizer: ActivationHandler(model, gradients=True),
     "WeightUpdateHandler, no optimizer": lambda model, optimizer: WeightUpdateHandler(model, sample_size=4, top_k=0),
@@ -114,7 +116,14 @@ HANDLERS = {
     "StepStatsHandler": lambda model, optimizer: StepStatsHandler(model, optimizer, peak_flops=1e12),
 }
 # What these say is there without a backward as well.
-WITHOUT_BACKWARD = (ReplicaCheckHandler, SpectralNormHandler, SpikeMonitor, StepStatsHandler, RollbackHandler)
+WITHOUT_BACKWARD = (
+    HistogramHandler,
+    ReplicaCheckHandler,
+    SpectralNormHandler,
+    SpikeMonitor,
+    StepStatsHandler,
+    RollbackHandler,
+)
 # What clocks and operating systems say is not the same twice.
 UNSTEADY = {f"step/{name}" for name in ("time_ms", "items_per_s", "mfu", "peak_memory_mb", "resident_memory_mb")}
 UNSTEADY |= {"step/data_wait_ms", "step/data_wait_share"}

@@ -242,8 +242,14 @@ def test_a_snapshot_is_not_taken_after_an_unhealthy_iteration_and_a_spike_starts
     assert training.of("iteration")[70] == 62
 
 
-def test_trouble_again_before_another_is_good_takes_an_earlier_one():
+@pytest.mark.parametrize("resumed", [False, True])
+def test_trouble_again_before_another_is_good_takes_an_earlier_one(resumed):
     training = Training(every=10, quiet=8, probation=1, max_rollbacks=4)
+    if resumed:
+        training.trainer.add_event_handler(
+            Events.ITERATION_COMPLETED(lambda _, i: i in (40, 43)),
+            lambda _: training.rollback.load_state_dict(training.rollback.state_dict()),
+        )
     training.run(make_batches(60), request=[39, 42, 45, 48])
     assert list(training.of("iteration").values()) == [30, 20, 10, 10]
 

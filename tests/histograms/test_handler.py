@@ -1,0 +1,260 @@
+"""What TensorBoard reads of the histograms, against numpy's and those of Ignite's own handlers."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from ignite.engine import Engine, Events, create_supervised_trainer
+from ignite.handlers.tensorboard_logger import GradsHistHandler, TensorboardLogger, WeightsHistHandler
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
+
+from ignite_monitor import HistogramHandler
+from tests._helpers import make_batches, make_trainer
+
+
+def read(folder):
+    """Tag -> step -> histogram, as TensorBoard reads the files in a folder."""
+    events = EventAccumulator(str(folder), size_guidance={"histograms": 0})
+    events.Reload()
+    return {
+        tag: {each.step: each.histogram_value for each in events.Histograms(tag)} for tag in events.Tags()["histograms"]
+    }
+
+
+def bins():
+    edges, edge = [], 1e-12
+    while edge < 1e20:
+        edges.append(edge)
+        edge *= 1.1
+    return np.array([*(-each for each in reversed(edges)), 0.0, *edges])
+
+
+def drawn(histogram):
+    """Right limit of a bucket -> how many elements it has, where it has any."""
+    pairs = zip(histogram.bucket_limit, histogram.bucket, strict=True)
+    return {limit: number for limit, number in pairs if number}
+
+
+def counted(*tensors):
+    """The same by numpy, of all tensors together."""
+    values = np.concatenate([each.detach().double().numpy().ravel() for each in tensors])
+    counts, edges = np.histogram(values[np.isfinite(values)], bins())
+    return {limit: number for limit, number in zip(edges[1:], counts, strict=True) if number}
+
+
+def check(histogram, *tensors):
+    assert drawn(histogram) == counted(*tensors)
+    values = torch.cat([each.detach().double().flatten() for each in tensors])
+    values = values[values.isfinite()]
+    assert (histogram.min, histogram.max, histogram.num) == (values.min(), values.max(), len(values))
+    assert histogram.sum == pytest.approx(float(values.sum()), rel=1e-9, abs=1e-12)
+    assert histogram.sum_squares == pytest.approx(float(values.square().sum()), rel=1e-9)
+
+
+def test_of_what_the_step_is_made_with_whatever_becomes_of_it(tmp_path):
+    """Micro-batches, a scaler, clipping, gradients that are gone at the end, one iteration in two."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    model[1].register_forward_hook(lambda *_: outputs.append(_[2].detach().clone()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    outputs, truth = [], {}
+
+    def train_step(engine, batch):
+        outputs.clear()
+        for x, y in zip(batch[0].split(4), batch[1].split(4), strict=True):
+            scaler.scale(F.mse_loss(model(x), y)).backward()
+        gradient = model[0].weight.grad / 64
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            model.eval()(batch[0] * 100)
+            model.train()
+        truth[engine.state.iteration] = gradient, model[0].weight.detach().clone(), *outputs[:2]
+
+    trainer = Engine(train_step)
+    handler = HistogramHandler(model, scaler=scaler)
+    with TensorboardLogger(log_dir=tmp_path) as logger:
+        handler.log_to(logger, trainer, tag="mine")
+        handler.attach(trainer, Events.ITERATION_STARTED(every=2))
+        trainer.run(make_batches(4))
+    found = read(tmp_path)
+    names = [name for name, _ in model.named_parameters()]
+    assert {*found} == {
+        *(f"mine/histograms/{kind}/{name}" for kind in ("weights", "gradients") for name in names),
+        *(f"mine/histograms/activations/{name}" for name in ("_root_", "0", "1", "2")),
+    }
+    assert all([*each] == [2, 4] for each in found.values())
+    for step in (2, 4):
+        gradient, weight, *activations = truth[step]
+        check(found["mine/histograms/gradients/0.weight"][step], gradient)
+        check(found["mine/histograms/weights/0.weight"][step], weight)
+        check(found["mine/histograms/activations/1"][step], *activations)
+    assert trainer.state.metrics["histograms/activations_count"] == 4
+
+
+def test_the_same_as_those_of_ignite_where_it_has_some(tmp_path):
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = create_supervised_trainer(model, optimizer, F.mse_loss)
+    with TensorboardLogger(log_dir=tmp_path / "own") as own, TensorboardLogger(log_dir=tmp_path / "ignite") as ignite:
+        handler = HistogramHandler(model, activations=False)
+        handler.attach(trainer)
+        handler.log_to(own, trainer)
+        for log_handler in (WeightsHistHandler(model), GradsHistHandler(model)):
+            ignite.attach(trainer, log_handler, Events.ITERATION_COMPLETED)
+        trainer.run(make_batches(3))
+    found, expected = read(tmp_path / "own"), read(tmp_path / "ignite")
+    assert len(found) == len(expected) == 4
+    for kind, theirs in (("weights", "weights"), ("gradients", "grads")):
+        for name in ("weight", "bias"):
+            for step, histogram in expected[f"{theirs}/{name}"].items():
+                other = found[f"histograms/{kind}/{name}"][step]
+                assert (other.min, other.max, other.num) == (histogram.min, histogram.max, histogram.num)
+                assert other.sum == pytest.approx(histogram.sum)
+                assert other.sum_squares == pytest.approx(histogram.sum_squares)
+                assert other.bucket_limit == histogram.bucket_limit
+                assert other.bucket == histogram.bucket
+
+
+class Several(nn.Module):
+    """Returns a tuple, numbers of all sizes and none, in bfloat16."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 2, dtype=torch.bfloat16))
+        self.table = nn.Embedding(5, 2, sparse=True)
+
+    def forward(self, x):
+        extreme = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-13, -1e25, 1e25])
+        hidden = x @ self.weight.float() + self.table(torch.tensor([1, 3, 3]))
+        return hidden, {"extreme": extreme, "none": torch.full((2,), math.nan), "empty": torch.zeros(0)}
+
+
+def test_tensors_of_all_kinds():
+    model = Several()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = {}
+
+    def train_step(engine, _):
+        hidden, _ = model(torch.randn(3, 4))
+        hidden.square().sum().backward()
+        seen.update(hidden=hidden, dense=model.table.weight.grad.to_dense(), narrow=model.weight.grad.clone())
+        optimizer.step()
+
+    trainer = Engine(train_step)
+    handler = HistogramHandler(model)
+    found = {}
+    handler.attach(trainer)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda _: found.update(handler.histograms))
+    trainer.run([None])
+
+    def of(name):
+        each = found[f"histograms/{name}"]
+        return {
+            limit: number for limit, number in zip(each["bucket_limits"], each["bucket_counts"], strict=True) if number
+        }
+
+    assert of("activations/_root_/0") == counted(seen["hidden"])
+    assert of("gradients/table.weight") == counted(seen["dense"])
+    assert of("gradients/weight") == counted(seen["narrow"].float())
+    edges = bins()
+    assert of("activations/_root_/1/extreme") == {edges[1]: 1, edges[len(edges) // 2 + 1]: 3, edges[-1]: 1}
+    assert not any("none" in name or "empty" in name for name in found)
+    assert trainer.state.metrics["histograms/activations_count"] == 3
+
+
+class Deep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 4)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(6))
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "modules", "parameters"),
+    [
+        ({"max_histograms": 1}, ["_root_"], ["first.weight"]),
+        (
+            {"max_histograms": 5},
+            ["_root_", "blocks.0", "blocks.5", "first", "last"],
+            ["blocks.0.0.weight", "blocks.2.0.weight", "blocks.4.0.weight", "first.weight", "last.weight"],
+        ),
+        ({"include": r"^last"}, ["last"], ["last.bias", "last.weight"]),
+        ({"exclude": r"blocks|first", "gradients": False, "weights": False}, ["_root_", "last"], []),
+        ({"exclude": r"blocks|first", "activations": False}, [], ["last.bias", "last.weight"]),
+    ],
+)
+def test_so_many_at_most_and_which(chosen, modules, parameters):
+    model = Deep()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = create_supervised_trainer(model, optimizer, F.mse_loss)
+    handler = HistogramHandler(model, **chosen)
+    found = {"weights": [], "gradients": [], "activations": []}
+    with handler.attach(trainer):
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda _: found.update({
+            kind: sorted(name.split("/")[2] for name in handler.histograms if f"/{kind}/" in name) for kind in found
+        }))  # fmt: skip
+        trainer.run(make_batches(1))
+    assert found == {"activations": modules, "weights": parameters, "gradients": parameters}
+
+
+def test_of_two_models_each_its_own_gradients():
+    """What a generator's step sends into its discriminator is not the discriminator's."""
+    models = [nn.Linear(6, 6), nn.Linear(6, 1)]
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in models]
+    truth = []
+
+    def train_step(engine, batch):
+        generator, discriminator = models
+        discriminator.zero_grad()
+        discriminator(generator(batch[0]).detach()).mean().backward()
+        truth.append(discriminator.weight.grad.clone())
+        optimizers[1].step()
+        generator.zero_grad()
+        discriminator(generator(batch[0])).square().mean().backward()
+        truth.append(generator.weight.grad.clone())
+        optimizers[0].step()
+
+    trainer = Engine(train_step)
+    handlers = [HistogramHandler(model, prefix=name) for model, name in zip(models, "gd", strict=True)]
+    found = []
+    for handler in handlers:
+        handler.attach(trainer)
+    trainer.add_event_handler(
+        Events.ITERATION_COMPLETED,
+        lambda _: found.extend(handlers[i].histograms[f"{'gd'[i]}/gradients/weight"]["sum"] for i in (1, 0)),
+    )
+    trainer.run(make_batches(2))
+    assert found == pytest.approx([float(each.double().sum()) for each in truth])
+
+
+def test_arguments():
+    model, _, _ = make_trainer()
+    for wrong, error in (
+        ({"max_histograms": 0}, ValueError),
+        ({"max_histograms": 1.5}, TypeError),
+        ({"weights": 1}, TypeError),
+        ({"weights": False, "gradients": False, "activations": False}, ValueError),
+        ({"include": "no such"}, ValueError),
+        ({"scaler": object()}, TypeError),
+        ({"include": "("}, ValueError),
+    ):
+        with pytest.raises(error, match=next(iter(wrong)) if "(" in wrong.values() else None):
+            HistogramHandler(model, **wrong)
+    with pytest.raises(TypeError, match="model"):
+        HistogramHandler("model")
