@@ -15,6 +15,7 @@ from torch import nn
 
 from ignite_monitor import (
     ActivationHandler,
+    GradientNoiseScaleHandler,
     GradMonitor,
     HistogramHandler,
     OptimizerStateHandler,
@@ -64,7 +65,9 @@ def replica_check(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[An
 
 
 def all_of_them(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
-    return [monitor for name in MONITORS if name not in (PLAIN, ALL) for monitor in MONITORS[name](model, optimizer)]
+    return [
+        monitor for name in MONITORS if name not in (PLAIN, ALL, NOISE) for monitor in MONITORS[name](model, optimizer)
+    ]
 
 
 def recorded(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
@@ -77,6 +80,7 @@ def rollback(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 PLAIN, ALL = "`ActivationHandler`", "all of these"
+NOISE = "`GradientNoiseScaleHandler`, two micro-batches"
 COMPARISONS = {"`clip_grad_norm_`": clip, "two forward passes": two_passes, "a clone of the weights": clone}
 MONITORS: dict[str, Callable[..., list[Any]]] = {
     "`GradMonitor`": lambda model, optimizer: [GradMonitor(model, optimizer)],
@@ -92,6 +96,7 @@ MONITORS: dict[str, Callable[..., list[Any]]] = {
     "`SpikeMonitor` and `SpikeRecorder`": recorded,
     "`RollbackHandler` between snapshots": rollback,
     ALL: all_of_them,
+    NOISE: lambda model, optimizer: [GradientNoiseScaleHandler(model, optimizer, micro_batches=2)],
 }
 
 
@@ -113,8 +118,8 @@ class Runner:
 
         def train_step(engine: Engine, tokens: torch.Tensor) -> None:
             optimizer.zero_grad()
-            if not idle:
-                nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten() % 10).backward()
+            for part in () if idle else tokens.chunk(2 if variant == NOISE else 1):
+                nn.functional.cross_entropy(model(part).flatten(0, 1), part.flatten() % 10).backward()
             if extra is not None and self.watches(engine, engine.state.iteration):
                 extra(model, tokens)
             optimizer.step()

@@ -22,13 +22,15 @@ from pathlib import Path
 
 import ignite.distributed as idist
 import torch
-from ignite.engine import Engine, Events
+from ignite.engine import Engine, Events, create_supervised_trainer
 from PIL import Image, ImageChops
 from rich.console import Console
 from torch import nn
+from torch.nn.functional import mse_loss
 
 from ignite_monitor import (
     ActivationHandler,
+    CurvatureHandler,
     GradientNoiseScaleHandler,
     GradMonitor,
     HDF5Logger,
@@ -118,8 +120,12 @@ def make_figures(directory):
         keep(directory / f"{name}.png", f"figures/{name}.png")
     with idist.Parallel(backend="gloo", nproc_per_node=2) as parallel:
         parallel.run(watch_replicas, directory / "replicas.h5")
-    for name, file in (("noise_scale", watch_noise(directory / "noise.h5")), ("replicas", directory / "replicas.h5")):
-        draw(picture(tidy(read_hdf5(file)), re.compile(f"^{name}/")), directory / f"{name}.png")
+    for name, file, metrics in (
+        ("noise_scale", watch_noise(directory / "noise.h5"), "^noise_scale/"),
+        ("curvature", watch_curvature(directory / "curvature.h5"), "^curvature/(largest|limit|along_gradient)$"),
+        ("replicas", directory / "replicas.h5", "^replicas/"),
+    ):
+        draw(picture(tidy(read_hdf5(file)), re.compile(metrics)), directory / f"{name}.png")
         keep(directory / f"{name}.png", f"figures/{name}.png")
     torch.manual_seed(0)
     batch = torch.randn(64, 32), torch.randint(10, (64,))
@@ -157,6 +163,19 @@ def watch_noise(file, iterations=400):
     with HDF5Logger(file) as logger, monitor.attach(trainer):
         monitor.log_to(logger, trainer)
         trainer.run(batches, max_epochs=1, epoch_length=iterations)
+    return file
+
+
+def watch_curvature(file, iterations=1000):
+    """Gradient descent with the same items in every step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 1))
+    x = torch.randn(64, 4)
+    trainer = create_supervised_trainer(model, optimizer := torch.optim.SGD(model.parameters(), 0.05), mse_loss)
+    monitor = CurvatureHandler(model, optimizer)
+    with HDF5Logger(file) as logger, monitor.attach(trainer, Events.ITERATION_STARTED(every=10)):
+        monitor.log_to(logger, trainer)
+        trainer.run([(x, x[:, :1] * x[:, 1:2])], max_epochs=iterations)
     return file
 
 

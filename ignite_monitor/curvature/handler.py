@@ -61,9 +61,9 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
     The Hessian is only multiplied by vectors, through the graph of the loss on which the train step calls
     ``backward()``: the same batch, the same dropout masks, and no further forward pass. A product costs about two
     backward passes, and there are ``1 + lanczos_steps`` of them, with Adam as many again; with the defaults one
-    iteration in a thousand is looked at. Gradients, buffers, random numbers and the optimizer are not touched; hooks of
-    yours on tensors and modules run in these products too. Of DistributedDataParallel the mean over the ranks' batches
-    counts.
+    iteration in two thousand is looked at. Gradients, buffers, random numbers and the optimizer are not touched; hooks
+    of yours on tensors and modules run in these products too. Of DistributedDataParallel the mean over the ranks'
+    batches counts.
 
     Where an operation has no second derivative nothing is published, and a warning names it. The quick kernels of
     ``scaled_dot_product_attention`` are such: run the train step under ``sdpa_kernel(SDPBackend.MATH)``, or give
@@ -143,7 +143,7 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
 
         Args:
             engine: the engine that trains the model.
-            event: ``Events.ITERATION_STARTED``, with any filter; None for one iteration in a thousand.
+            event: ``Events.ITERATION_STARTED``, with any filter; None for one iteration in two thousand.
 
         Returns:
             A handle whose ``remove()`` detaches again; a ``with`` block does it at its end.
@@ -153,7 +153,7 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
             ValueError: if ``event`` is another event, the monitor is attached already, or the names that it needs in
                 the engine's state are taken.
         """
-        return super().attach(engine, Events.ITERATION_STARTED(every=1000) if event is None else event)
+        return super().attach(engine, Events.ITERATION_STARTED(every=2000) if event is None else event)
 
     def handlers(self) -> Handlers:
         return [

@@ -40,6 +40,7 @@ KINDS = {
     "small_batch": "Use larger batches if there are devices for it, with a learning rate to match.",
     "large_batch": "Use smaller batches if time on devices is what counts.",
     "batch_size": "",
+    "near_curvature": "Do not raise the learning rate any further.",
     "untrained": "If that is not on purpose, set requires_grad and give them to the optimizer.",
     "frozen_for_a_while": "If that is not on purpose, see what the learning rate and the data were there.",
     "data_wait": "Give the loader more workers, or let it prepare batches ahead (prefetch_factor, pin_memory).",

@@ -29,23 +29,26 @@ def noise_scale(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
 
 
 def curvature(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
-    """Whether the loss bends more sharply than the steps stand, at most looks lately."""
+    """Whether the loss bends more sharply than the steps stand, or nearly so, at most looks lately."""
     metric = "largest_preconditioned" if "largest_preconditioned" in group.scalars else "largest"
     largest, limit = group.get(metric), group.get("limit")
     if largest is None or limit is None:
         return
     shares = largest.finite.values / limit.at(largest.finite.steps)
-    lately = shares[-limits.CURVATURE_LOOKS :]
-    if len(lately) and (lately > limits.CURVATURE).all():
-        names = group.name(metric), group.name("limit")
-        yield Finding(
-            "large_curvature",
-            "warning",
-            f"The loss bends {times(float(lately[-1]))} as sharply as steps at this learning rate stand ({names[0]} "
-            f"{number(largest.last, 3)}, {names[1]} {number(limit.last, 3)}).",
-            names,
-            values={"largest": largest.last, "limit": limit.last},
-        )
+    if len(shares) < limits.CURVATURE_LOOKS:
+        return
+    lately = sorted(shares[-limits.CURVATURE_LOOKS :])[limits.CURVATURE_LOOKS // 2]
+    names = group.name(metric), group.name("limit")
+    said = (
+        f"The loss bends {times(float(lately))} as sharply as steps at this learning rate stand ({names[0]} "
+        f"{number(largest.last, 3)}, {names[1]} {number(limit.last, 3)})"
+    )
+    values = {"largest": largest.last, "limit": limit.last}
+    if lately > limits.CURVATURE:
+        yield Finding("large_curvature", "warning", f"{said}.", names, values=values)
+    elif lately > limits.CURVATURE_NEAR:
+        what = f"{said}: with small batches, with momentum and with Adam the loss rises not much later."
+        yield Finding("near_curvature", "note", what, names, values=values)
 
 
 NOISE_RULES = (noise_scale,)
