@@ -260,7 +260,7 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
         knows = preconditioner is not None or is_kind(self.optimizer, "SGD")
         limit = stability_limit(self.optimizer, hessian.parameters) if knows else None
         if limit is not None:
-            self._values["limit"] = torch.as_tensor(limit).to(gradient)
+            self._values["limit"] = limit.to(gradient) if isinstance(limit, Tensor) else gradient.new_full((), limit)
 
     def _mean_over_ranks(self, vector: Tensor) -> Tensor:
         return sum_over_ranks(vector) / world_size() if self._over_ranks else vector

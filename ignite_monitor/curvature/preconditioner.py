@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ignite_monitor.model.devices import move
+
 
 def is_kind(optimizer: Optimizer, *names: str) -> bool:
     """Whether an optimizer's class, or one that it is made from, has one of these names, in whatever library."""
@@ -68,5 +70,9 @@ def stability_limit(optimizer: Optimizer, parameters: Sequence[Tensor]) -> float
             factor = (2 + 2 * momentum) / damped
         limits.append(factor / (rate.detach() if isinstance(rate, Tensor) else rate))
     if any(isinstance(each, Tensor) for each in limits):
-        return torch.stack([torch.as_tensor(each) for each in limits]).min()
+        device = parameters[0].device
+        found = [
+            move(each, device) if isinstance(each, Tensor) else torch.full((), each, device=device) for each in limits
+        ]
+        return torch.stack(found).min()
     return min(limits, default=None)

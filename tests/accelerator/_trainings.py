@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from ignite_monitor import (
     ActivationHandler,
     GradMonitor,
+    HistogramHandler,
     MeanStdThreshold,
     Metric,
     OptimizerStateHandler,
@@ -103,6 +104,7 @@ MONITORS: dict[str, Make] = {
     ),
     "OptimizerStateHandler": lambda m, o, s: OptimizerStateHandler(o, m),
     "ReplicaCheckHandler": lambda m, o, s: ReplicaCheckHandler(m, o),
+    "HistogramHandler": lambda m, o, s: HistogramHandler(m, scaler=s),
 }
 _OF_THE_MACHINE = (
     "time_ms",
@@ -196,7 +198,7 @@ class Training:
                 quietly.enter_context(self.device.no_waits())
 
         for monitor in monitors:
-            monitor.attach(trainer)
+            monitor.attach(trainer, Events.ITERATION_STARTED)
 
         @trainer.on(Events.ITERATION_COMPLETED)
         def end() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ignite_monitor import GradientNoiseScaleHandler, WeightUpdateHandler
+from ignite_monitor import CurvatureHandler, GradientNoiseScaleHandler, WeightUpdateHandler
 from ignite_monitor.model import samples
 from tests.accelerator._device import Device
 from tests.accelerator._trainings import MONITORS, Training, batches, without_machine
@@ -48,6 +49,17 @@ def test_the_noise_scale_of_micro_batches(device):
         rows.append(training.run([monitor], batches(8, each.name)))
     assert rows[0][-1]
     assert_alike(*rows, tolerance_of("noise scale", device))
+
+
+def test_curvature(device):
+    rows = []
+    for each in (Device("cpu"), device):
+        training = Training(each)
+        monitor = CurvatureHandler(training.model, training.optimizer, lanczos_steps=4)
+        with sdpa_kernel(SDPBackend.MATH):
+            rows.append(training.run([monitor], batches(2, each.name)))
+    assert "curvature/along_gradient" in rows[0][-1]
+    assert_alike(*rows, tolerance_of("curvature", device))
 
 
 def test_parameters_that_are_too_large_for_a_copy(device, monkeypatch):

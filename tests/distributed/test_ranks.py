@@ -327,5 +327,5 @@ def test_ranks_with_tensors_of_their_own_agree_on_what_is_a_spike(results, how):
     for ours, theirs, without in zip(first["seen"], second["seen"], plain["seen"], strict=True):
         own, other = ({k: v for k, v in seen.items() if "culprit" not in k} for seen in (ours, theirs))
         assert own == other
-        assert own["grad/norm"] == pytest.approx(without["grad/norm"], rel=1e-9)
+        assert own["grad/norm"] == pytest.approx(without["grad/norm"], rel=1e-6)  # the sum of floats in another order
     assert [seen["flag"] for seen in first["seen"]] == [place == SPIKE for place in range(1, COUNT + 1)]
