@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import math
 from numbers import Integral, Real
 
@@ -47,3 +49,24 @@ def check_type(name: str, value: object, kind: type, described: str) -> None:
     """
     if not isinstance(value, kind):
         raise TypeError(f"Argument {name} should be of type {described}, but given {type(value)}")
+
+
+def check_function(name: str, function: object, *of: str, described: str = "", optional: bool = True) -> None:
+    """Refuse what can't be called with one argument for each name in ``of``; without a known signature all is taken.
+
+    Raises:
+        TypeError: if it can't be called so.
+    """
+    described = described or f"a function of {' and '.join(of)}{' or None' * optional}"
+    if optional and function is None:
+        return
+    if not callable(function):
+        raise TypeError(f"Argument {name} should be {described}, but given {type(function)}")
+    with contextlib.suppress(ValueError):
+        try:
+            inspect.signature(function).bind(*of)
+        except TypeError as error:
+            called = getattr(function, "__qualname__", type(function).__qualname__)
+            raise TypeError(
+                f"Argument {name} should be {described}, but {called} can't be called so: {error}"
+            ) from None

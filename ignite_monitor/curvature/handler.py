@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from ignite_monitor.checks import check_count, check_type
+from ignite_monitor.checks import check_count, check_function, check_type
 from ignite_monitor.curvature.hessian import Hessian, Tridiagonal, lanczos, largest_eigenvalue
 from ignite_monitor.curvature.preconditioner import adam_preconditioner, is_kind, stability_limit
 from ignite_monitor.events.ledger import GradientsReady, OptimizerStep
@@ -114,8 +114,7 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
         check_holds(optimizer, model)
         if any_sharded(model.parameters()):
             raise ValueError("Argument model should not be sharded: give a model whose ranks hold whole parameters")
-        if loss is not None and not callable(loss):
-            raise TypeError(f"Argument loss should be a function of model and batch, or None, but given {type(loss)}")
+        check_function("loss", loss, "the model", "the batch")
         if scaler is not None:
             check_type("scaler", scaler, GradScaler, "torch.amp.GradScaler or None")
         self.optimizer = optimizer

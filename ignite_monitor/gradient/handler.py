@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from ignite_monitor.checks import check_count, check_real, check_type
+from ignite_monitor.checks import check_count, check_function, check_real, check_type
 from ignite_monitor.events.ledger import GradientLedger, GradientsReady, OptimizerStep
 from ignite_monitor.events.look import Look
 from ignite_monitor.events.monitor_events import MonitorEvents
@@ -161,8 +161,7 @@ class GradMonitor(GradientTelling, schema=GRADIENT):
         if scaler is not None:
             check_type("scaler", scaler, GradScaler, "torch.amp.GradScaler or None")
         self._reaction = Reaction(reaction, skip_step, optimizer)
-        if on_spike is not None and not callable(on_spike):
-            raise TypeError(f"Argument on_spike should be callable or None, but given {type(on_spike)}")
+        check_function("on_spike", on_spike, "the engine", "the norm")
         if norm_type != math.inf:
             norm_type = check_real("norm_type", norm_type, above=0.0)
         check_type("reduction", reduction, str, "str")

@@ -11,11 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ignite_monitor.checks import check_function
 from ignite_monitor.judging.spikes import SpikeDetector, Verdict
 from ignite_monitor.judging.thresholds import MeanStdThreshold, State
 from ignite_monitor.model.devices import move, wide_dtype
 from ignite_monitor.model.modes import users_grad_mode
 from ignite_monitor.monitor.ranks import all_take_part, sum_over_ranks, world_size
+
+_SOURCE = "the module that computes the loss (nn.MSELoss() in place of F.mse_loss), or a function of the engine"
 
 LossSource = nn.Module | Callable[[Any], Any]
 
@@ -150,8 +153,10 @@ class Losses:
     """
 
     def __init__(self, source: LossSource | None, model: nn.Module) -> None:
-        if source is not None and not callable(source):
-            raise TypeError(f"Argument loss should be a module or a function of the engine, but given {type(source)}")
+        if isinstance(source, type):
+            raise TypeError(f"Argument loss should be {_SOURCE}, but given {source}")
+        if not isinstance(source, nn.Module):
+            check_function("loss", source, "the engine", described=_SOURCE)
         self._source, self._model = source, model
         self._sum_and_count: Tensor | None = None
         self._earlier: Tensor | None = None  # of a gradient that may have been given up, or may grow

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ignite_monitor.checks import check_count, check_real
+from ignite_monitor.checks import check_count, check_function, check_real
 from ignite_monitor.events.ledger import GradientsReady, OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import NOISE_SCALE
@@ -109,8 +109,7 @@ class GradientNoiseScaleHandler(Monitor, schema=NOISE_SCALE):
                 "Argument micro_batches should be at least 2 without DistributedDataParallel, but given 1: make each "
                 "optimizer step from several backward passes, each over a part of the batch"
             )
-        if items is not None and not callable(items):
-            raise TypeError(f"Argument items should be callable or None, but given {type(items)}")
+        check_function("items", items, "the batch")
         self.optimizer = optimizer
         self.items = items
         self._ratio = RatioOfMeans(check_real("decay", decay, above=0, below=1))

@@ -15,7 +15,7 @@ from ignite.engine import Engine, Events, EventsList
 from ignite.engine.events import CallableEventWithFilter
 from torch import Tensor, nn
 
-from ignite_monitor.checks import check_count, check_real, check_type
+from ignite_monitor.checks import check_count, check_function, check_real, check_type
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import ROLLBACK
 from ignite_monitor.model._torch import put_first
@@ -142,8 +142,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         _check_one_of("where", where, "device", "host")
         _check_one_of("schedule", schedule, "keep", "rewind")
         _check_one_of("on_exhausted", on_exhausted, "continue", "terminate")
-        if loss is not None and not callable(loss):
-            raise TypeError(f"Argument loss should be a function of the engine or None, but given {type(loss)}")
+        check_function("loss", loss, "the engine")
         if lr_factor != 1.0:
             lr_factor = check_real("lr_factor", lr_factor, above=0.0, below=1.0)
         self.to_save = dict(to_save)

@@ -11,7 +11,7 @@ import torch
 from ignite.engine import Engine
 from torch import Tensor
 
-from ignite_monitor.checks import check_count
+from ignite_monitor.checks import check_count, check_function
 from ignite_monitor.events.monitor_events import MonitorEvents, Spike
 from ignite_monitor.judging.judge import NormJudge
 from ignite_monitor.judging.monitor import JudgingMonitor
@@ -80,8 +80,7 @@ class SpikeMonitor(JudgingMonitor[NormJudge], schema=SPIKE):
         flag: str = "unhealthy_value",
     ) -> None:
         super().__init__(NoModel(), prefix)
-        if not callable(value):
-            raise TypeError(f"Argument value should be a function of the engine, but given {type(value)}")
+        check_function("value", value, "the engine", optional=False)
         check_flag(flag)
         self.value = value
         self.flag = flag

@@ -17,7 +17,7 @@ from ignite.engine.events import CallableEventWithFilter
 from torch import Tensor, nn
 
 from ignite_monitor.activation.record import recording
-from ignite_monitor.checks import check_count, check_type
+from ignite_monitor.checks import check_count, check_function, check_type
 from ignite_monitor.events.monitor_events import MonitorEvents, Spike
 from ignite_monitor.keys import SPIKE_RECORD
 from ignite_monitor.model.modes import in_backward, users_grad_mode
@@ -103,8 +103,7 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
             raise TypeError(f"Argument directory should be a str or a path, but given {type(directory)}")
         if Path(directory).exists() and not Path(directory).is_dir():
             raise ValueError(f"Argument directory should be a directory, but {os.fspath(directory)!r} is a file")
-        if ids is not None and not callable(ids):
-            raise TypeError(f"Argument ids should be callable or None, but given {type(ids)}")
+        check_function("ids", ids, "the batch")
         check_type("batch", batch, bool, "bool")
         self.goes_on = self._state_dict_all_req_keys
         self.monitor = monitor

@@ -14,7 +14,7 @@ from ignite.engine.events import CallableEventWithFilter
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ignite_monitor.checks import check_real, check_type
+from ignite_monitor.checks import check_function, check_real, check_type
 from ignite_monitor.events.ledger import OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import STEP_STATS
@@ -91,8 +91,7 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
         super().__init__(model, prefix)
         check_whole(model)
         check_optimizer(optimizer)
-        if items is not None and not callable(items):
-            raise TypeError(f"Argument items should be callable or None, but given {type(items)}")
+        check_function("items", items, "the batch")
         if peak_flops is not None:
             need("StepStatsHandler(peak_flops=...)", dispatch_mode)
         check_type("slowest_rank", slowest_rank, bool, "bool")

@@ -10,7 +10,15 @@ import torch
 from ignite.engine import Engine
 from torch import nn
 
-from ignite_monitor import GradMonitor, MonitorEvents, StaticThreshold
+from ignite_monitor import (
+    GradMonitor,
+    MonitorEvents,
+    RollbackHandler,
+    SpikeMonitor,
+    SpikeRecorder,
+    StaticThreshold,
+    StepStatsHandler,
+)
 from tests._trainers import assert_same, make_model, train, training_state
 from tests.gradient.test_loss_signal import expected as expected_of_signal
 
@@ -163,7 +171,21 @@ def test_it_resumes_and_loads_states_from_before():
     Training("module").monitor.load_state_dict(plain.state_dict())
 
 
-def test_a_loss_that_is_no_function_is_refused():
+@pytest.mark.parametrize("loss", [1.0, nn.functional.mse_loss, lambda: 1.0, nn.MSELoss])
+def test_a_loss_that_is_no_module_and_no_function_of_the_engine_is_refused(loss):
+    with pytest.raises(TypeError, match=r"Argument loss .* module .*nn.MSELoss\(\).* function of the engine, but"):
+        GradMonitor(make_model(), loss=loss)
+
+
+def test_functions_of_other_arguments_are_refused_at_once(tmp_path):
     model = make_model()
-    with pytest.raises(TypeError, match="loss"):
-        GradMonitor(model, loss=1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for argument, make in {
+        "value": lambda wrong: SpikeMonitor(wrong),
+        "on_spike": lambda wrong: GradMonitor(model, on_spike=wrong),
+        "ids": lambda wrong: SpikeRecorder(GradMonitor(model), tmp_path, ids=wrong),
+        "items": lambda wrong: StepStatsHandler(model, optimizer, items=wrong),
+        "loss": lambda wrong: RollbackHandler({"model": model, "optimizer": optimizer}, loss=wrong),
+    }.items():
+        with pytest.raises(TypeError, match=rf"Argument {argument} should be a function of .*can't be called so"):
+            make(lambda: None)

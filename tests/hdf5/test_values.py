@@ -112,7 +112,7 @@ def test_quantized_tensors_are_left_out(shape):
     assert told == ["x"]
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf:UserWarning")
+@pytest.mark.filterwarnings("ignore:(ComplexHalf|BComplex32):UserWarning")
 @pytest.mark.parametrize("dtype", [each for each in vars(torch).values() if isinstance(each, torch.dtype)], ids=str)
 def test_a_tensor_of_any_type_is_its_number_or_left_out(dtype):
     """Among others, of which it takes none with it."""

@@ -368,6 +368,7 @@ def test_batches_of_all_kinds(tmp_path, batch, kept):
     assert same(one_record(tmp_path, batch).batch, kept)
 
 
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor:UserWarning")  # of torch 2.15
 def test_a_sparse_batch(tmp_path):
     found = one_record(tmp_path, (X.to_sparse(), 1)).batch
     assert found[1] == 1

@@ -41,7 +41,8 @@ What is compared with what: Adam's moments with its recurrences; the noise scale
 micro-batches' gradients, and its interval, to 10 %, with Student's distribution; the curvature, in one iteration, with
 float64 products, to 2 %, and SciPy's eigenvalues, to their error and 1 %. On one process
 ReplicaCheckHandler can only say that all agree; ranks have tests of their own. RollbackHandler takes snapshots and has
-nothing to go back for; SpikeRecorder writes the spikes of the loss, of which the number of files is compared.
+nothing to go back for. SpikeRecorder writes the spikes of the loss, of which the number of files is compared, as is
+that of HistogramHandler's histograms of weights and gradients.
 
 Left out are clocks, memory, error bounds, and what is named by size ("topk"). MaxPScheduler is not attached, since it
 changes the training. "absent" counts values of RCCHandler, AlignmentHandler, GradientNoiseScaleHandler and
