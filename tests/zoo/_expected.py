@@ -37,7 +37,7 @@ def expected(recorded: Recorded) -> list[Values]:
         values |= {"loss_record/recorded_count": values["loss/spike_count"]}
         values |= {"rollback/count": 0.0, "rollback/undone_count": 0.0}
         values |= {"replicas/agree": 1.0, "replicas/differing_count": 0.0}
-        values |= histograms(recorded, iteration)
+        values |= {"histograms/weights_count": min(16.0, len(list(recorded.model.parameters())))}
         values |= noise.values(iteration)
         if number == CURVED:
             values |= curvature(recorded, iteration, moments)
@@ -47,15 +47,6 @@ def expected(recorded: Recorded) -> list[Values]:
             values |= part()
         every.append(values | truth.stats(RATE))
     return every
-
-
-def histograms(recorded: Recorded, iteration: Iteration, at_most: int = 16) -> Values:
-    """How many there are; what they hold has tests of its own."""
-    weights = sum(each.is_floating_point() for each in recorded.model.parameters())
-    return {
-        "histograms/weights_count": float(min(at_most, weights)),
-        "histograms/gradients_count": float(min(at_most, len(iteration.gradients))),
-    }
 
 
 def level(past: list[float]) -> dict[str, float]:

@@ -42,7 +42,7 @@ micro-batches' gradients, and its interval, to 10 %, with Student's distribution
 float64 products, to 2 %, and SciPy's eigenvalues, to their error and 1 %. On one process
 ReplicaCheckHandler can only say that all agree; ranks have tests of their own. RollbackHandler takes snapshots and has
 nothing to go back for. SpikeRecorder writes the spikes of the loss, of which the number of files is compared, as is
-that of HistogramHandler's histograms of weights and gradients.
+that of HistogramHandler's histograms of weights.
 
 Left out are clocks, memory, error bounds, and what is named by size ("topk"). MaxPScheduler is not attached, since it
 changes the training. "absent" counts values of RCCHandler, AlignmentHandler, GradientNoiseScaleHandler and
