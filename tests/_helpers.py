@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from ignite.engine import Engine
@@ -17,6 +19,8 @@ from torch.optim import optimizer as torch_optimizer
 Batch = tuple[Tensor, Tensor]
 
 torch.set_num_threads(1)  # of so little work each, more of them wait for each other
+
+LONG = pytest.mark.skipif(os.environ.get("FULL_MATRIX", "0") == "0", reason="FULL_MATRIX is not set")
 
 
 def make_model(seed: int = 0, features: int = 6) -> nn.Module:

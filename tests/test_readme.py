@@ -13,7 +13,8 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-LONG = pytest.mark.skipif(os.environ.get("FULL_MATRIX", "0") == "0", reason="FULL_MATRIX is not set")
+from tests._helpers import LONG
+
 ROOT = Path(__file__).resolve().parent.parent
 
 

@@ -19,7 +19,7 @@ from ignite.engine import Events
 
 import ignite_monitor
 from ignite_monitor import MonitorEvents
-from tests._helpers import footprint, hooks_only, same
+from tests._helpers import LONG, footprint, hooks_only, same
 from tests.hard_use._resumed import END, SAVED, ResumedTraining, Series, train_until_killed, written
 from tests.hard_use._training import UNSTEADY, digits, seed_all
 
@@ -69,7 +69,7 @@ def check(training: ResumedTraining, event: str, accumulate: int = 1, boards: bo
     check_files(training.folder, *files[: 1 + boards])
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=LONG), 2])
 @EVERY
 def test_interrupted_and_gone_on_with(event, accumulate, tmp_path, caplog):
     training = ResumedTraining(tmp_path, EVENTS[event](), accumulate)
