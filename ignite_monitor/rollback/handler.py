@@ -169,7 +169,6 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         self._factor = 1.0
         self._iteration = 0  # the last one
         self._healthy = self._stepped = True  # that one
-        self._reported = False
 
     # What users call
 
@@ -376,11 +375,6 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         if world_size() == 1:
             return flag
         return bool(sum_over_ranks(torch.tensor([float(flag)], device=device_of(self._training.modules[0]))))
-
-    def _warn_once(self, text: str, *values: Any) -> None:
-        if not self._reported:
-            self._reported = True
-            self.logger.warning(f"%s: {text}", self.prefix, *values)
 
 
 def _check_to_save(to_save: Mapping[str, Any]) -> None:
