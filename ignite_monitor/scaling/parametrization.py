@@ -94,18 +94,19 @@ class ParametrizedLayer:
         owner = self.module.get_submodule(name.rpartition(".")[0])
         return draw_weights(weight, self.std, self.seeds[name], getattr(owner, "padding_idx", None))
 
-    def node(self, place: Node | None = None) -> Node:
-        """Its node, with exponents and, where its place in the graph is known, inputs."""
-        place = place or Node(self.name, self.layer_type)
-        a, b = (self.a, self.b) if self.multiplies else (0.0 - self.own, self.a + self.b + self.own)
-        return place._replace(kind=self.layer_type, a=a, b=b, c=self.c, few=self.few)
-
 
 class FoundLayers(NamedTuple):
     """Layers by name, with a and b as they are made and c where it is given; and the nodes of their graph."""
 
     layers: dict[str, ParametrizedLayer]
     nodes: Iterable[Node]
+
+
+def as_node(layer: ParametrizedLayer, place: Node | None = None) -> Node:
+    """A layer's node, with its exponents and, where its place in the graph is known, its inputs."""
+    place = place or Node(layer.name, layer.layer_type)
+    a, b = (layer.a, layer.b) if layer.multiplies else (0.0 - layer.own, layer.a + layer.b + layer.own)
+    return place._replace(kind=layer.layer_type, a=a, b=b, c=layer.c, few=layer.few)
 
 
 class Parametrization:
@@ -190,7 +191,7 @@ class Parametrization:
         self.alignment: dict[str, Alignment] = {name: alignments.get(name, default) for name in types}
         layers = {name: replace(layer, c=c.get(name, layer.c)) for name, layer in found.layers.items()}
         layers |= {name: replace(layers[name], a=a, b=b, from_zero=False) for name, (a, b) in ab.items()}
-        nodes = [layers[node.layer].node(node) if node.layer in layers else node for node in found.nodes]
+        nodes = [as_node(layers[node.layer], node) if node.layer in layers else node for node in found.nodes]
         self.graph = tied(LayerGraph(nodes), {name: layer.weights.values() for name, layer in layers.items()})
         self.solution = self.solve()
         self.layers = self._solved(layers, std_prefactor)
@@ -348,7 +349,7 @@ def _found_by_hand(model: nn.Module, sample_input: Any) -> FoundLayers:
     layers = layers_by_hand(model)
     if not layers:
         raise ValueError("Argument model should have at least one ParametrizedModule, but has none")
-    nodes = [(layer.module, layer.node()) for layer in layers.values()]
+    nodes = [(layer.module, as_node(layer)) for layer in layers.values()]
     graph = chain(node for _, node in nodes) if sample_input is None else trace_graph(model, nodes, sample_input)
     return FoundLayers(layers, graph.nodes)
 

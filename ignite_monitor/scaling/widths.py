@@ -50,7 +50,13 @@ from ignite_monitor.model.names import named_modules, named_parameters
 from ignite_monitor.scaling.graph import PRESETS, Node
 from ignite_monitor.scaling.labels import FLAT, TracingError
 from ignite_monitor.scaling.module import Multiplier, check_weights, norm_of
-from ignite_monitor.scaling.parametrization import FoundLayers, Parametrization, ParametrizedLayer, layers_by_hand
+from ignite_monitor.scaling.parametrization import (
+    FoundLayers,
+    Parametrization,
+    ParametrizedLayer,
+    as_node,
+    layers_by_hand,
+)
 from ignite_monitor.scaling.tracing import Trace
 
 _logger = logging.getLogger(__name__)
@@ -121,7 +127,7 @@ def parametrize(
 
     def traced(made: nn.Module, width: int, small: Trace | None = None) -> Trace:
         modules = dict(named_modules(made))
-        layers = [(modules[name], layer.node()) for name, layer in by_hand.items()]
+        layers = [(modules[name], as_node(layer)) for name, layer in by_hand.items()]
         inputs = sample_input(width) if callable(sample_input) else sample_input
         return Trace(made, layers, with_weights=True, small=small).run(inputs)
 
