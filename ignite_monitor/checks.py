@@ -51,6 +51,18 @@ def check_type(name: str, value: object, kind: type, described: str) -> None:
         raise TypeError(f"Argument {name} should be of type {described}, but given {type(value)}")
 
 
+def check_choice(name: str, value: object, *allowed: str) -> None:
+    """Refuse what is not one of several words.
+
+    Raises:
+        TypeError: if it is no string.
+        ValueError: if it is another one.
+    """
+    check_type(name, value, str, "str")
+    if value not in allowed:
+        raise ValueError(f"Argument {name} should be {' or '.join(map(repr, allowed))}, but given {value!r}")
+
+
 def check_function(name: str, function: object, *of: str, described: str = "", optional: bool = True) -> None:
     """Refuse what can't be called with one argument for each name in ``of``; without a known signature all is taken.
 

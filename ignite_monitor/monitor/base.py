@@ -67,7 +67,7 @@ class Monitor(Publisher):
         self._source: EventSource | None = None
         self._filters: list[Callable[[Engine, int], bool] | None] = []
         self._log_handlers: list[AddedHandlers] = []
-        self._is_said_unattached = False
+        self._said: set[str] = set()
         self._monitored = False
 
     # What a monitor overrides
@@ -220,9 +220,14 @@ class Monitor(Publisher):
 
     def nothing_to_log(self) -> None:
         """Say once where there never will be anything."""
-        if self._engine is None and not self._is_said_unattached:
-            self._is_said_unattached = True
-            self.logger.warning("%s: log_to() was called, but attach() was not, so nothing is measured", self.prefix)
+        if self._engine is None:
+            self._warn_once("log_to() was called, but attach() was not, so nothing is measured")
+
+    def _warn_once(self, text: str, *values: object) -> None:
+        """Log a warning, unless there has been one of this text, if with other values in it."""
+        if text not in self._said:
+            self._said.add(text)
+            self.logger.warning(f"%s: {text}", self.prefix, *values)
 
     @property
     def _is_running(self) -> bool:

@@ -1,8 +1,9 @@
-"""What a training is made of, each part with its state and the way back to an earlier one."""
+"""What a training is made of: each part with its state and the way back to an earlier one, and learning rates."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -11,8 +12,13 @@ from torch.optim import Optimizer
 
 from ignite_monitor.model._torch import part_of_rank
 from ignite_monitor.model.norms import total_norm
+from ignite_monitor.monitor.base import Monitor
 from ignite_monitor.rollback.copying import clone, refill
 
+# What schedules keep learning rates in: torch's in parameter groups and in lists, Ignite's in numbers and lists.
+_IN_GROUPS = ("lr", "initial_lr", "max_lr", "min_lr")
+_IN_SCHEDULES = ("base_lrs", "max_lrs", "eta_min", "start_value", "end_value", "values")
+_INNER = ("lr_scheduler", "scheduler", "schedulers", "_schedulers")
 # What a schedule sets in parameter groups, and its user.
 SCHEDULED = ("lr", "initial_lr", "momentum", "betas", "weight_decay")
 
@@ -24,12 +30,7 @@ class Part(Protocol):
         """The state as it is, nothing copied: dicts and lists of tensors and of anything else."""
 
     def put_back(self, state: Any, scheduled: bool) -> None:
-        """Have an earlier state again, without keeping hold of its tensors.
-
-        Args:
-            state: a copy of what :meth:`state` returned.
-            scheduled: whether what a schedule sets goes back too.
-        """
+        """Have a copy of an earlier state again, without keeping hold of its tensors; or all but what schedules set."""
 
 
 def part_of(thing: Any) -> Part:
@@ -166,26 +167,113 @@ def _goes_on(key: str, then: Any, now: Any) -> bool:
     return is_count and now is not None and getattr(then, "shape", None) == getattr(now, "shape", None)
 
 
-def tensors_in(state: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+def _tensors_in(state: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     """All floating-point tensors of a nested state, each with its path."""
     if isinstance(state, Tensor):
         if (state.is_floating_point() and state.itemsize > 1) or state.is_complex():
             yield path, state
     elif isinstance(state, (Mapping, list, tuple)):
         for key, value in state.items() if isinstance(state, Mapping) else enumerate(state):
-            yield from tensors_in(value, f"{path}.{key}" if path else str(key))
+            yield from _tensors_in(value, f"{path}.{key}" if path else str(key))
 
 
-def nonfinite_in(state: Any, exempt: Container[str] = ()) -> set[str]:
-    """The paths of the floating-point tensors that are not finite; reads the device.
-
-    Args:
-        state: a nested state.
-        exempt: paths that are not looked at.
-    """
-    found = ((path, tensor.detach()) for path, tensor in tensors_in(state) if path not in exempt)
+def _nonfinite_in(state: Any, exempt: Container[str]) -> set[str]:
+    """The paths of the floating-point tensors that are not finite, but those that are exempt; reads the device."""
+    found = ((path, tensor.detach()) for path, tensor in _tensors_in(state) if path not in exempt)
     named = {path: part_of_rank(tensor) for path, tensor in found if not tensor.is_meta}
     # Elementwise it costs more than the copy.
     if bool(torch.isfinite(total_norm(named.values()))):
         return set()
     return {path for path, tensor in named.items() if not bool(torch.isfinite(tensor).all())}
+
+
+class Training:
+    """What makes up a training.
+
+    Args:
+        to_save: name -> what has a state.
+        rewind: whether schedules go back too, and what they set.
+    """
+
+    def __init__(self, to_save: Mapping[str, Any], rewind: bool) -> None:
+        self.rewind = rewind
+        things = [*to_save.values()]
+        self.monitors = [each for each in things if isinstance(each, Monitor)]
+        self.modules = [each for each in things if isinstance(each, nn.Module)]
+        self.optimizers = [each for each in things if hasattr(each, "register_step_post_hook")]
+        self.parts = {
+            name: part_of(thing)
+            for name, thing in to_save.items()
+            if not isinstance(thing, Monitor) and (rewind or not is_scheduler(thing))
+        }
+        self.exempt: set[str] = set()  # the paths of what was not finite when it was first seen
+
+    def state(self) -> dict[str, Any]:
+        """The state as it is, nothing copied."""
+        return {name: part.state() for name, part in self.parts.items()}
+
+    def state_of(self, monitors: Iterable[Monitor]) -> dict[str, Any]:
+        """That of monitors, by name."""
+        return {name: part.state() for name, part in self._parts_of(monitors).items()}
+
+    def put_back(self, state: Mapping[str, Any], monitors: Iterable[Monitor], of_monitors: Mapping[str, Any]) -> None:
+        """Have an earlier state again, and no gradients."""
+        for name, part in self.parts.items():
+            part.put_back(state[name], self.rewind)
+        for name, part in self._parts_of(monitors).items():
+            if name in of_monitors:
+                part.put_back(of_monitors[name], self.rewind)
+        groups = [group["params"] for optimizer in self.optimizers for group in optimizer.param_groups]
+        for parameter in chain(*(module.parameters() for module in self.modules), *groups):
+            parameter.grad = None
+
+    def new_nonfinite(self, before: Mapping[str, Any] | None) -> list[str]:
+        """The paths of what is not finite now, and was at the newest snapshot, if there is any; reads the device.
+
+        Masks of attention are not, and may be made later.
+        """
+        nonfinite = _nonfinite_in(self.state(), self.exempt)
+        if nonfinite:
+            known = {path for path, _ in _tensors_in(before)}
+            self.exempt |= {path for path in nonfinite - known if ".buffers." in path or not known}
+        return sorted(nonfinite - self.exempt)
+
+    def _parts_of(self, monitors: Iterable[Monitor]) -> dict[str, MonitorPart]:
+        named = {each.prefix or each.families[0]: each for each in monitors}
+        # Who has parameter groups sets learning rates, as schedules do.
+        kept = {n: m for n, m in named.items() if self.rewind or not hasattr(m, "param_groups")}
+        return {name: MonitorPart(monitor) for name, monitor in kept.items()}
+
+
+def lower(things: Iterable[Any], factor: float) -> None:
+    """Multiply the learning rates of optimizers and schedulers of torch and Ignite; all else is left alone."""
+    seen: set[int] = set()
+    for thing in things:
+        _lower(thing, factor, seen)
+
+
+def _lower(thing: Any, factor: float, seen: set[int]) -> None:
+    if id(thing) in seen:
+        return
+    seen.add(id(thing))
+    groups = getattr(thing, "param_groups", None)
+    if groups is not None:
+        for group in groups:
+            for name in _IN_GROUPS:
+                if name in group:
+                    group[name] = _times(group[name], factor)
+    elif is_scheduler(thing):
+        own = vars(thing) if getattr(thing, "param_name", "lr") == "lr" else {}
+        for name in [name for name in _IN_SCHEDULES if name in own]:
+            setattr(thing, name, _times(own[name], factor))
+        for inner in (vars(thing).get(name) for name in _INNER):
+            for each in inner if isinstance(inner, (list, tuple)) else [inner]:
+                _lower(each, factor, seen)
+
+
+def _times(value: Any, factor: float) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(_times(each, factor) for each in value)
+    if isinstance(value, Tensor):
+        return value.mul_(factor)  # whoever has compiled a step with it goes on with this one
+    return value * factor

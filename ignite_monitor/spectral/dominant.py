@@ -12,19 +12,12 @@ _EARLY = 6
 
 
 class Dominant(NamedTuple):
-    r"""What is known of the largest eigenvalue :math:`\lambda` of each of a batch of matrices.
+    """What is known of the largest eigenvalue of each of a batch of matrices."""
 
-    Attributes:
-        lower: a lower bound, of shape (B,).
-        upper: an upper bound, of shape (B,).
-        vector: the unit vector whose Rayleigh quotient is the lower bound, of shape (B, n).
-        power: the 64th power of the matrix, scaled, of shape (B, n, n): what filters its leading eigenspace.
-    """
-
-    lower: Tensor
-    upper: Tensor
-    vector: Tensor
-    power: Tensor
+    lower: Tensor  # a bound of it, of shape (B,)
+    upper: Tensor  # the same
+    vector: Tensor  # the unit vector whose Rayleigh quotient is the lower bound, of shape (B, n)
+    power: Tensor  # the 64th power of the matrix, scaled, of shape (B, n, n): what filters its leading eigenspace
 
 
 def dominant(matrices: Tensor) -> Dominant:

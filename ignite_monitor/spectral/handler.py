@@ -12,7 +12,7 @@ import torch
 from ignite.engine import Engine
 from torch import Tensor, nn
 
-from ignite_monitor.checks import check_count, check_type
+from ignite_monitor.checks import check_choice, check_count, check_type
 from ignite_monitor.events.ledger import GradientsReady, OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import SPECTRAL
@@ -112,9 +112,7 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
     ) -> None:
         super().__init__(model, prefix)
         check_whole(model)
-        check_type("method", method, str, "str")
-        if method not in METHODS:
-            raise ValueError(f"Argument method should be one of {', '.join(METHODS)}, but given {method!r}")
+        check_choice("method", method, *METHODS)
         check_type("updates", updates, bool, "bool")
         check_type("per_parameter", per_parameter, bool, "bool")
         self.method = method

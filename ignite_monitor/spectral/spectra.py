@@ -23,35 +23,21 @@ _COLD, _WARM, _AGAIN = 40, 14, 40
 
 
 class Spectra(NamedTuple):
-    """What was measured, for each weight in order.
+    """What was measured, for each weight in order."""
 
-    Attributes:
-        norms: spectral norms; NaN for a weight that is not finite.
-        errors: bounds of their relative errors; NaN where nothing is known.
-        frobenius: Frobenius norms.
-    """
-
-    norms: Tensor
-    errors: Tensor
-    frobenius: Tensor
+    norms: Tensor  # spectral norms; NaN for a weight that is not finite
+    errors: Tensor  # bounds of their relative errors; NaN where nothing is known
+    frobenius: Tensor  # Frobenius norms
 
 
 class SpectralMeter:
-    """Spectral norms by one method, and the vectors that its next measurement starts with.
-
-    Args:
-        method: one of ``METHODS``.
-
-    Attributes:
-        steps: how many steps of "power" the last measurement made, for the weight that needed most.
-        vectors: name of a weight -> its vectors.
-        count: how many measurements there have been.
-    """
+    """Spectral norms by one of ``METHODS``, and the vectors that its next measurement starts with."""
 
     def __init__(self, method: str, logger: logging.Logger, prefix: str, what: str) -> None:
         self.method = method
-        self.steps = self.count = 0
-        self.vectors: dict[str, Tensor] = {}
+        self.steps = 0  # how many of "power" the last measurement made, for the weight that needed most
+        self.count = 0  # how many measurements there have been
+        self.vectors: dict[str, Tensor] = {}  # by the weight's name
         self._logger = logger
         self._about = prefix, what
         self._failed, self._wide, self._damaged = DeferredFlag(), DeferredFlag(), DeferredFlag()
@@ -63,14 +49,9 @@ class SpectralMeter:
         return self.method != "power"
 
     def measure(self, weights: Iterable[Weight]) -> Spectra:
-        """The norms of all weights.
-
-        Args:
-            weights: the weights, at least one.
-        """
+        """The norms of all weights, of which there is at least one."""
         self._again = self._wide.take()
         self.count += 1
-        self.steps = 0
         vectors: dict[str, Tensor] = {}
         names: list[str] = []
         found: list[SpectralNorms] = []
@@ -79,29 +60,20 @@ class SpectralMeter:
             norms = self._measure(batch)
             names += batch.names
             found.append(norms)
-            self.steps = max(self.steps, norms.steps)
             if norms.vectors is not None:
                 vectors |= zip(batch.names, (each.clone() for each in norms.vectors), strict=True)
-        self.vectors = vectors
+        self.vectors, self.steps = vectors, max(each.steps for each in found)
         device = found[0].norms.device
         places = {name: place for place, name in enumerate(names)}
         order = upload(torch.tensor([places[weight.name] for weight in weights], device="cpu"), device)
-        spectra = Spectra(
-            *(
-                torch.cat([getattr(each, name).to(device, non_blocking=True) for each in found])[order]
-                for name in Spectra._fields
-            )
-        )
+        columns = ([getattr(each, name).to(device, non_blocking=True) for each in found] for name in Spectra._fields)
+        spectra = Spectra(*(torch.cat(column)[order] for column in columns))
         self._damaged.set(spectra.norms.isnan().any())
         self.warn()
         return spectra
 
     def warn(self, wait: bool = False) -> None:
-        """Say, once, that weights that are not finite are left out.
-
-        Args:
-            wait: whether to wait for the device to know.
-        """
+        """Say, once, that weights that are not finite are left out; that is known when the device has got there."""
         if self._damaged.take(wait) and not self._warned:
             self._warned = True
             self._logger.warning("%s: %s that are not finite are left out", *self._about)
@@ -112,9 +84,6 @@ class SpectralMeter:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a saved state; vectors that fit no weight any more are not used.
-
-        Args:
-            state_dict: what :meth:`state_dict` returned.
 
         Raises:
             TypeError: if it holds something else than a count, and tensors by name.

@@ -22,47 +22,28 @@ _LARGE_BATCH = 1 << 24
 
 
 class Weight(NamedTuple):
-    r"""One weight as a matrix.
+    """One weight as a matrix."""
 
-    Attributes:
-        name: the parameter's name.
-        local: what this rank holds of it, of shape (rows, in·k…).
-        rows: how many rows there are on all ranks.
-        groups: the process groups over whose ranks the rows are shared out; none where they are all here.
-        scale: :math:`\sqrt{out/in}`; NaN for a table, which maps nothing.
-    """
-
-    name: str
-    local: Tensor
-    rows: int
-    groups: tuple[Any, ...]
-    scale: float
+    name: str  # the parameter's
+    local: Tensor  # what this rank holds of it, of shape (rows, in·k…)
+    rows: int  # how many there are on all ranks
+    groups: tuple[Any, ...]  # of processes, over whose ranks the rows are shared out; none where they are all here
+    scale: float  # sqrt(out / in); NaN for a table, which maps nothing
 
     def less(self, before: Tensor) -> Weight:
-        """What has been added to it.
-
-        Args:
-            before: what this rank held of it before; used up.
-        """
+        """What has been added to what this rank held of it before, which is used up."""
         if before.dtype != _work_dtype(before.dtype):
             before = before.to(_work_dtype(before.dtype))
         return self._replace(local=torch.sub(self.local, before, out=before))
 
 
 class Batch(NamedTuple):
-    """Weights that are measured at once.
-
-    Attributes:
-        names: their names.
-        matrices: the weights, some turned and filled up with zeros.
-        dtype: what they are stored in.
-        is_shared: whether their rows are shared out over ranks.
-    """
+    """Weights that are measured at once."""
 
     names: list[str]
-    matrices: Matrices
-    dtype: torch.dtype
-    is_shared: bool
+    matrices: Matrices  # some turned and filled up with zeros
+    dtype: torch.dtype  # what they are stored in
+    is_shared: bool  # whether their rows are shared out over ranks
 
 
 def as_weights(acting: ActingWeight, whole: bool) -> list[Weight]:

@@ -48,7 +48,7 @@ class KeptBatch:
         elif isinstance(value, Mapping):
             return {key: self._keep(each) for key, each in value.items()}
         elif isinstance(value, (tuple, list)):
-            return [*map(self._keep, value)] if isinstance(value, list) else (*map(self._keep, value),)
+            return (list if isinstance(value, list) else tuple)(map(self._keep, value))
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
             return {each.name: self._keep(getattr(value, each.name)) for each in dataclasses.fields(value)}
         return value
@@ -72,8 +72,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {plain(key): plain(each) for key, each in value.items()}
     if isinstance(value, (tuple, list)):
-        members = [plain(each) for each in value]
-        return members if isinstance(value, list) else tuple(members)
+        return (list if isinstance(value, list) else tuple)(map(plain, value))
     if type(value).__module__ == "numpy" and hasattr(value, "item") and not getattr(value, "ndim", 1):
         return plain(value.item())
     raise CannotBeSavedError(f"there is a {type(value).__name__} in it, and not only tensors, numbers and texts")

@@ -117,7 +117,6 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
         self._state: dict[str, Any] | None = None  # of the random number generators before this train step
         self._kept: KeptBatch | None = None
         self._losses: list[Tensor] = []
-        self._told: set[str] = set()
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """How many records were written, and how many spikes have come in a row up to which iteration."""
@@ -188,7 +187,7 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
             self.count += 1
             self._remove_oldest(re.compile(rf"{re.escape(start)}-\d{{8,}}-rank{rank}{re.escape(ENDING)}"))
         except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
-            self._warn("file", f"{path} can't be written: {error}")
+            self._warn_once("%s can't be written: %s; said once", path, error)
         else:
             self.logger.info("%s: a spike in iteration %d is kept in %s", self.prefix, iteration, path)
         self.publish(recorded_count=float(self.count))
@@ -222,8 +221,8 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
         try:
             return function()
         except Exception as error:  # noqa: BLE001 - a part of the record is better than none
-            known = isinstance(error, CannotBeSavedError)
-            self._warn(what, f"{what} of a spike left out: {error if known else f'{type(error).__name__}: {error}'}")
+            reason = error if isinstance(error, CannotBeSavedError) else f"{type(error).__name__}: {error}"
+            self._warn_once(f"{what} of a spike left out: %s; said once", reason)
             return None
 
     def _remove_oldest(self, own: re.Pattern[str]) -> None:
@@ -231,8 +230,3 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
             files = [(each.stat().st_mtime_ns, each.name) for each in entries if own.fullmatch(each.name)]
         for _, name in sorted(files)[: -self.keep]:
             (self.directory / name).unlink(missing_ok=True)
-
-    def _warn(self, what: str, text: str) -> None:
-        if what not in self._told:
-            self._told.add(what)
-            self.logger.warning("%s: %s; said once", self.prefix, text)
