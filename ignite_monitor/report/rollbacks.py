@@ -14,31 +14,22 @@ from ignite_monitor.report.series import Series, plural
 def went_back(group: Group) -> list[tuple[int, int, int]]:
     """Each time: the iteration, the one after which the state was, and how many were undone before the next time."""
     count, back, undone = (group.get(name) for name in ("count", "iteration", "undone_count"))
-    if group.kind != "rollback" or count is None or back is None or undone is None:
+    if group.kind != "rollback" or not count or not back or not undone:
         return []
-    rises = count.steps[np.diff(count.values, prepend=0.0) > 0]
-    at = np.intersect1d(rises, back.steps)
-    ends = [int(undone.values[undone.steps < step].max(initial=0.0)) for step in at[1:]]
-    ends += [int(undone.values.max(initial=0.0))] * bool(len(at))
-    before = [int(undone.values[undone.steps < step].max(initial=0.0)) for step in at]
-    targets = back.at(at).astype(int).tolist()
-    left = [end - start for end, start in zip(ends, before, strict=True)]
-    return list(zip(at.astype(int).tolist(), targets, left, strict=True))
+    at = np.intersect1d(count.steps[np.diff(count.values, prepend=0.0) > 0], back.steps)
+    before = [undone.values[undone.steps < step].max(initial=0.0) for step in at]
+    left = np.diff(before, append=undone.values.max(initial=0.0))
+    return [(int(step), int(target), int(more)) for step, target, more in zip(at, back.at(at), left, strict=True)]
 
 
 def rollbacks(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
     """A finding for each time that the training went back."""
+    name = group.name("count")
     for at, target, undone in went_back(group):
         more = f", and {plural(undone, 'iteration')} undone until it was well again" if undone else ""
-        yield Finding(
-            "went_back",
-            "warning",
-            f"In iteration {at} the training went back to the state after iteration {target} "
-            f"({group.name('count')}): {at - target} batches are left out{more}.",
-            (group.name("count"),),
-            (at,),
-            {"target": target, "undone": undone},
-        )
+        what = f"In iteration {at} the training went back to the state after iteration {target} ({name}): "
+        what += f"{at - target} batches are left out{more}."
+        yield Finding("went_back", "warning", what, (name,), (at,), {"target": target, "undone": undone})
 
 
 def rollback_steps(run: Mapping[str, Series]) -> tuple[int, ...]:

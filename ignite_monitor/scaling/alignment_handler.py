@@ -151,9 +151,8 @@ class SeededWeights:
         for layer in self._layers.values():
             copied = dict(reference.modules[names[layer.module]].named_parameters())
             self._weights += [(layer.name, key, copied[key]) for key in layer.weights]
-            for key in layer.biases:
-                if "bias" in key.rpartition(".")[2] and copied[key].requires_grad:
-                    copied[key].data.zero_()
+            for key in layer.zeroed_biases:
+                copied[key].data.zero_()
         self._let_go()
 
     @property
