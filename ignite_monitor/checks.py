@@ -45,10 +45,7 @@ def check_choice(name: str, value: object, *allowed: str) -> None:
 
 
 def check_function(name: str, function: object, *of: str, described: str = "", optional: bool = True) -> None:
-    """Refuse, with a TypeError, what can't be called with one argument for each name in ``of``.
-
-    What has no known signature is taken for able to.
-    """
+    """Refuse, with a TypeError, what can't be called with one argument for each of ``of``, as far as that is known."""
     described = described or f"a function of {' and '.join(of)}{' or None' * optional}"
     if optional and function is None:
         return

@@ -191,10 +191,7 @@ def _backward(outputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> di
 
 @contextmanager
 def _unnoticed(modules: list[nn.Module], call: ModelCall) -> Iterator[None]:
-    """While it lasts, the model can be run, and afterwards nothing shows it.
-
-    NotFoundError if it has drawn random numbers of which it is not known what they were.
-    """
+    """While it lasts the model can be run unnoticed; NotFoundError if it draws numbers that it will not draw again."""
     held = [each for module in modules for each in generators_of(module).values()]
     devices = [generator.device for generator, _ in call.generators]
     has_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -24,10 +24,7 @@ class KeptBatch:
         self._batch = self._keep(batch)
 
     def save(self, largest: int) -> Any:
-        """As :func:`plain` has it.
-
-        CannotBeSavedError too if it has more than so many bytes, or is not any more what it was.
-        """
+        """As :func:`plain`; CannotBeSavedError also if it has more than so many bytes, or is no more what it was."""
         if any(version(tensor) != then for tensor, then in self._tensors):
             raise CannotBeSavedError("the train step changes it in place")
         size = sum(each.numel() * each.element_size() for each, _ in self._tensors if not each.is_sparse)
