@@ -25,10 +25,8 @@ _MEAN, _VARIANCE = "running_mean", "running_var"
 class Levels:
     """Which of some numbers exceed their levels: a ``SpikeDetector`` for each, in Python's floats.
 
-    Args:
-        limit: function of mean and deviation of the earlier ones, exponentially weighted with 0.95: the largest that
-            is no spike.
-        patience: how many spikes in a row mean trouble.
+    ``limit`` gives, of the mean and deviation of the earlier ones, exponentially weighted with 0.95, the largest that
+    is no spike. ``patience`` spikes in a row mean trouble.
     """
 
     _WARMUP, _DECAY = 20, 0.95
@@ -156,9 +154,7 @@ class Signs:
 class Watch:
     """Collects the signs of every iteration, in one transfer from each device.
 
-    Args:
-        patience: how many losses in a row above their level mean trouble.
-        modules: whose running statistics are looked at, the first of which lies where ranks communicate.
+    The running statistics of the modules are looked at; the first of them lies where ranks communicate.
     """
 
     def __init__(self, patience: int, modules: Sequence[nn.Module]) -> None:
