@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ignite_monitor.checks import check_count, check_type
+from ignite_monitor.checks import check_count, check_function, check_type
 from ignite_monitor.model.devices import wide_dtype
 from ignite_monitor.model.eager import Eager
 from ignite_monitor.model.modes import is_plain
@@ -98,10 +98,8 @@ def coordinate_check(
     if isinstance(quantities, str) or not quantities or not set(quantities) <= set(QUANTITIES):
         raise ValueError(f"Argument quantities should be some of {QUANTITIES}, but given {quantities!r}")
     for name, function in (("make_model", make_model), ("make_batch", make_batch)):
-        if not callable(function):
-            raise TypeError(f"Argument {name} should be a function of the width, but given {type(function)}")
-    if train_step is not None and not callable(train_step):
-        raise TypeError(f"Argument train_step should be a function or None, but given {type(train_step)}")
+        check_function(name, function, "width", described="a function of the width", optional=False)
+    check_function("train_step", train_step, "model", "optimizer", "batch")
     records: list[Record] = []
     starts: dict[str, float] = {}
     rates: dict[str, float] = {}

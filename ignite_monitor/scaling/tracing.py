@@ -23,9 +23,10 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,19 +80,8 @@ class WeightUse:
 
 
 def trace_graph(model: nn.Module, layers: Iterable[tuple[nn.Module, Node]], sample_input: Any) -> LayerGraph:
-    """The graph of a model's layers; model, random numbers and buffers are left as they were.
-
-    The model runs once, in evaluation mode and without gradients.
-
-    Args:
-        layers: modules, and what is known of each as a node without inputs.
-        sample_input: an input: a tensor, a tuple of arguments, or a dict of keyword arguments.
-
-    Raises:
-        TracingError: if a layer is not used, or takes its input from where it can't be followed.
-    """
-    trace = Trace(model, layers).run(sample_input)
-    return LayerGraph(trace.nodes)
+    """The graph of layers that are modules, each given with what is known of it as a node without inputs."""
+    return LayerGraph(Trace(model, layers).run(sample_input).nodes)
 
 
 class Trace(Labels, TorchFunctionMode):
@@ -142,56 +132,45 @@ class Trace(Labels, TorchFunctionMode):
         for name, module in named_modules(self._model):
             if isinstance(module, torch.jit.ScriptModule):
                 raise TracingError(f"The graph can't be traced: {name or 'the model'} is scripted")
+        args = () if isinstance(sample_input, Mapping) else sample_input
+        args = args if isinstance(args, (tuple, list)) else (args,)
+        kwargs = sample_input if isinstance(sample_input, Mapping) else {}
         with untouched(self._model), ExitStack() as stack:
-            for handle in self._hooks():
+            for name, module in named_modules(self._model):
+                before, after = partial(self._started, name), partial(self._completed, name)
+                handle = module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
                 stack.callback(handle.remove)
+                stack.callback(module.register_forward_hook(after, with_kwargs=True).remove)
             stack.enter_context(self)
             stack.enter_context(self.made)
-            if isinstance(sample_input, Mapping):
-                self._model(**sample_input)
-            else:
-                self._model(*(sample_input if isinstance(sample_input, (tuple, list)) else (sample_input,)))
+            self._model(*args, **kwargs)
         used = {node.name for node in self.nodes}
         if unused := [layer.name for layer in self._layers.values() if layer.name not in used]:
             raise TracingError(f"With sample_input the model does not run {', '.join(unused)}")
         return self
 
-    # Modules
+    def _started(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        with unseen_by_functions():
+            given = tensors_in((args, kwargs), depth=1)
+            if not self._path:  # the model's own inputs
+                for tensor in given:
+                    self._put(tensor, CONSTANT)
+            self._path.append((name, module))
+            if id(module) in self._layers:
+                self._inputs.append([self._get(tensor) for tensor in given])
 
-    def _hooks(self) -> Iterator[Any]:
-        for name, module in named_modules(self._model):
-            yield module.register_forward_pre_hook(self._pre_hook(name, module), with_kwargs=True, prepend=True)
-            yield module.register_forward_hook(self._hook(name, module), with_kwargs=True)
-
-    def _pre_hook(self, name: str, module: nn.Module) -> Any:
-        def started(_: nn.Module, args: Any, kwargs: Any) -> None:
-            with unseen_by_functions():
-                given = tensors_in((args, kwargs), depth=1)
-                if not self._path:  # the model's own inputs
-                    for tensor in given:
-                        self._put(tensor, CONSTANT)
-                self._path.append((name, module))
-                if id(module) in self._layers:
-                    self._inputs.append([self._get(tensor) for tensor in given])
-
-        return started
-
-    def _hook(self, name: str, module: nn.Module) -> Any:
-        def completed(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            self._path.pop()
-            if self._inputs and id(module) not in self._layers:
-                return
-            with unseen_by_functions():
-                if id(module) in self._layers:
-                    label = self._add_layer(self._layers[id(module)], self._inputs.pop())
-                    for tensor in tensors_in(output, depth=1):
-                        self._put(tensor, label)
-                elif isinstance(output, Tensor):
-                    layer = self._get(output).layer
-                    if layer == name and layer in self.uses and self.uses[layer].module == name:
-                        self.uses[layer].is_module = True
-
-        return completed
+    def _completed(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self._path.pop()
+        if self._inputs and id(module) not in self._layers:
+            return
+        with unseen_by_functions():
+            if id(module) in self._layers:
+                label = self._add_layer(self._layers[id(module)], self._inputs.pop())
+                for tensor in tensors_in(output, depth=1):
+                    self._put(tensor, label)
+            elif isinstance(output, Tensor) and name in self.uses:
+                is_its = self._get(output).layer == name == self.uses[name].module
+                self.uses[name].is_module = self.uses[name].is_module or is_its
 
     def _add_layer(self, layer: Node, inputs: list[Label]) -> Label:
         name = layer.name
