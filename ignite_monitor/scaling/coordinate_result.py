@@ -190,13 +190,13 @@ class CoordinateCheck:
         for slope in slopes:
             if slope.is_steep:
                 grows = "grows" if slope.slope > 0 else "shrinks"
-                error = f"(± {slope.standard_error:.2f})"
-                steep[_shown(slope.layer)].append(f"{slope.quantity} {grows} as width^{slope.slope:.2f} {error}")
+                told = f"{slope.quantity} {grows} as width^{slope.slope:.2f} (± {slope.standard_error:.2f})"
+                steep[_shown(slope.layer)].append(told)
             elif slope.is_explained:
                 explained[_why(slope)].append(f"{slope.quantity} {slope.slope:+.2f}")
         lines = [f"{each}: {'; '.join(told)}" for each, told in steep.items()]
-        lost = [record for record in self.records if not math.isfinite(record.value)]
-        lines += dict.fromkeys(f"{_shown(each.layer)}: not finite at width {each.width}" for each in lost)
+        lost = {(each.layer, each.width): None for each in self.records if not math.isfinite(each.value)}
+        lines += [f"{_shown(layer)}: not finite at width {width}" for layer, width in lost]
         if lines:
             head = f"These layers depend on the width after step {self.last_step}:"
         elif slopes and all(math.isinf(slope.standard_error) for slope in slopes):
@@ -235,7 +235,6 @@ def log_log_slope(points: Sequence[tuple[float, float]]) -> tuple[float, float] 
 
 
 def _why(slope: Slope) -> str:
-    """Why a slope is off 0, where that is explained."""
     layer = _shown(slope.layer)
     if slope.is_start:
         return (
@@ -249,7 +248,7 @@ def _why(slope: Slope) -> str:
             "omega between 1/2 and 1, and a + b = 1/2 (arXiv:2406.08447), the less the smaller the learning rate"
         )
     return (
-        f"{layer} learns as width^(alpha - a - c), as its updates are aligned with its input as n^{slope.alignment:.2f} "
+        f"{layer} learns as width^(alpha - a - c), since updates are aligned with its input as n^{slope.alignment:.2f} "
         "and not n^1: more slowly at large widths than it could, which MaxPScheduler measures and makes up for"
     )
 
@@ -276,7 +275,6 @@ STEEP = "#d1242f"
 
 
 def _draw(result: CoordinateCheck, path: str | os.PathLike[str]) -> None:
-    # Above are root mean squares over the width; below their slopes, steep ones in red.
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -296,15 +294,14 @@ def _draw(result: CoordinateCheck, path: str | os.PathLike[str]) -> None:
         longest = max(map(len, result.layers))
         size = max(0.6 + 0.07 * longest + 2.9 * count, 6.8), 0.9 + sum(heights)  # at least the title's width
         figure = Figure(figsize=size, dpi=120, layout="constrained")
-        axes: Any = figure.subplots(2, count, squeeze=False, sharey="row", height_ratios=heights)
+        axes: Any = figure.subplots(2, count, squeeze=False, sharex="row", sharey="row", height_ratios=heights)
         colours = matplotlib.colormaps["viridis"]
         palette = [colours(0.9 * index / max(layers - 1, 1)) for index in range(layers)]
         for column, quantity in zip(axes.T, result.quantities, strict=True):
             _draw_values(column[0], result, quantity, palette)
             _draw_slopes(column[1], result, quantity, palette)
-        lows, highs = zip(*(each.get_xlim() for each in axes[1]), strict=True)
-        for each in axes[1]:
-            each.set_xlim(min(-0.6, *lows), max(0.6, *highs))
+        low, high = axes[1, 0].get_xlim()
+        axes[1, 0].set_xlim(min(-0.6, low), max(0.6, high))
         axes[0, 0].set_ylabel("root mean square")
         figure.suptitle(
             f"Coordinate check after step {result.last_step}: what is flat does not depend on the width\n"
