@@ -186,7 +186,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
             TypeError: if ``reason`` is no string.
         """
         check_type("reason", reason, str, "str")
-        self._watch.request(reason)
+        self._watch.request = reason
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Counts, levels and the snapshots that going back may need: tensors, numbers, strings, lists and dicts."""
@@ -311,7 +311,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
             if self._any_rank(bool(paths)):
                 return Event.RUINED, f"{paths[0]} is not finite" if paths else "a state is not finite on another rank"
         if signs.trouble:
-            return Event.TROUBLE, ", ".join(signs.reasons) or "another rank has trouble"
+            return Event.TROUBLE, ", ".join(signs.trouble)
         if signs.nonfinite:
             return Event.NONFINITE, f"a loss or gradient has not been finite {self._course.patience} times in a row"
         return (Event.UNHEALTHY, "something exceeds its threshold") if signs.spike else (Event.HEALTHY, "")
