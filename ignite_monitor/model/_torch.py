@@ -16,7 +16,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -26,11 +26,10 @@ _logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Gone:
+class Gone(NamedTuple):
     """A private name that the installed torch or Ignite does not have."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    name: str
 
 
 def need(feature: str, *found: Any) -> None:
