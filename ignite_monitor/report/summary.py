@@ -12,7 +12,6 @@ from ignite_monitor.report.curves import curves
 from ignite_monitor.report.families import Group, groups
 from ignite_monitor.report.finding import KINDS, SEVERITIES, Finding
 from ignite_monitor.report.gradients import gradient_findings, no_step, norms
-from ignite_monitor.report.rollbacks import rollbacks
 from ignite_monitor.report.series import Series, Statistics, natural, number, plural, statistics
 
 VERSION = 1
@@ -22,7 +21,7 @@ Rule = Callable[[Group, Sequence[Group]], Iterator[Finding]]
 
 RULES: dict[str, tuple[Rule, ...]] = {
     "grad": (gradient_findings,),
-    "rollback": (rollbacks,),
+    "rollback": (training.rollbacks,),
     "weights": (
         weights.frozen,
         weights.ratios,
