@@ -11,16 +11,14 @@ from numbers import Real
 from typing import Any
 
 import torch
-from ignite.engine import Engine, Events, EventsList
-from ignite.engine.events import CallableEventWithFilter
+from ignite.engine import Engine, Events
 from torch import Tensor, nn
 
 from ignite_monitor.checks import check_choice, check_count, check_function, check_real, check_type
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import ROLLBACK
-from ignite_monitor.model._torch import put_first
 from ignite_monitor.model.devices import device_of
-from ignite_monitor.monitor.base import Handlers, Monitor, MonitorHandle, NoModel
+from ignite_monitor.monitor.base import Handlers, Monitor, NoModel
 from ignite_monitor.monitor.ranks import all_take_part, sum_over_ranks, world_size
 from ignite_monitor.rollback.course import Action, Course, Event
 from ignite_monitor.rollback.parts import Training, lower
@@ -174,10 +172,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
 
     def detach(self) -> None:
         """Undo ``attach`` and ``log_to``, and let the snapshots go."""
-        engine = self._attached_to()
         super().detach()
-        if engine is not None:
-            engine.remove_event_handler(self._before_others, Events.ITERATION_STARTED)
         self._snapshots.clear()
         self._snapshots.release()
 
@@ -191,7 +186,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
             TypeError: if ``reason`` is no string.
         """
         check_type("reason", reason, str, "str")
-        self._watch.request(reason)
+        self._watch.request = reason
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Counts, levels and the snapshots that going back may need: tensors, numbers, strings, lists and dicts."""
@@ -218,13 +213,8 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
 
     # Before the train step
 
-    def attach(
-        self, engine: Engine, event: CallableEventWithFilter | EventsList = Events.ITERATION_STARTED
-    ) -> MonitorHandle:
-        handle = super().attach(engine, event)
-        engine.add_event_handler(Events.ITERATION_STARTED, self._before_others)
-        put_first(engine, Events.ITERATION_STARTED)
-        return handle
+    def engine_handlers(self) -> list[tuple[Events, Callable[..., Any]]]:
+        return [(Events.ITERATION_STARTED, self._before_others)]
 
     def _before_others(self, engine: Engine) -> None:
         """Take a snapshot, of the state in which no handler has changed anything since the last iteration."""
@@ -321,7 +311,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
             if self._any_rank(bool(paths)):
                 return Event.RUINED, f"{paths[0]} is not finite" if paths else "a state is not finite on another rank"
         if signs.trouble:
-            return Event.TROUBLE, ", ".join(signs.reasons) or "another rank has trouble"
+            return Event.TROUBLE, ", ".join(signs.trouble)
         if signs.nonfinite:
             return Event.NONFINITE, f"a loss or gradient has not been finite {self._course.patience} times in a row"
         return (Event.UNHEALTHY, "something exceeds its threshold") if signs.spike else (Event.HEALTHY, "")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ignite_monitor.rollback.copying import clone, refill
@@ -24,26 +24,20 @@ class Snapshot:
         return vars(self) | {"state": clone(self.state)}
 
 
+@dataclass
 class Snapshots:
-    """Those that have proved good, oldest first, and those that have not yet.
+    """Those that have proved good, oldest first, and those that have not yet."""
 
-    Args:
-        every: in which distance they are taken, in iterations.
-        keep: how many good ones are kept, and how many others at most.
-        quiet: after how many healthy iterations in a row one is good.
-        on_host: whether to keep them in the host's memory, pinned where a device copies from it.
-    """
+    every: int  # in which distance they are taken, in iterations
+    keep: int  # how many good ones are kept, and how many others at most
+    quiet: int  # after how many healthy iterations in a row one is good
+    on_host: bool  # whether to keep them in the host's memory, pinned where a device copies from it
 
-    def __init__(self, every: int, keep: int, quiet: int, on_host: bool) -> None:
-        self.every = every
-        self.keep = keep
-        self.quiet = quiet
-        self.on_host = on_host
-        self.taken = 0  # the iteration after which the last one was taken
-        self.good: list[Snapshot] = []
-        self.pending: list[Snapshot] = []
-        self._free: list[Any] = []  # states whose memory can be used again
-        self._in_doubt: Snapshot | None = None  # gone back to, and not proved good again since
+    taken: int = 0  # the iteration after which the last one was taken
+    good: list[Snapshot] = field(default_factory=list)
+    pending: list[Snapshot] = field(default_factory=list)
+    _free: list[Any] = field(default_factory=list)  # states whose memory can be used again
+    _in_doubt: Snapshot | None = None  # gone back to, and not proved good again since
 
     def __len__(self) -> int:
         return len(self.good) + len(self.pending)
@@ -96,9 +90,8 @@ class Snapshots:
     def choose(self, anew: bool) -> Snapshot:
         """What to go back to: the newest good one, and where none is good the oldest.
 
-        Args:
-            anew: whether this is another trouble. The snapshot that was gone back to at the last is not good any more
-                if it has not proved so again since, unless there is no other.
+        At another trouble (``anew``) the one that was gone back to at the last is not good any more if it has not
+        proved so again since, unless there is no other.
         """
         if anew and len(self.good) > 1 and self.good[-1] is self._in_doubt:
             self._drop(self.good[-1:])

@@ -83,12 +83,7 @@ class SpectralMeter:
         return {"count": self.count, "method": self.method, "vectors": OrderedDict(self.vectors)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a saved state; vectors that fit no weight any more are not used.
-
-        Raises:
-            TypeError: if it holds something else than a count, and tensors by name.
-            ValueError: if the vectors are damaged.
-        """
+        """Continue from a saved state, or raise a TypeError or ValueError; vectors that fit no weight are not used."""
         count, vectors = state_dict.get("count"), state_dict.get("vectors")
         if not isinstance(count, int) or not isinstance(vectors, Mapping):
             raise TypeError("Argument state_dict should hold a count and vectors by name")

@@ -82,7 +82,7 @@ class NoMonitors:
 
     def told(self, loss=None):
         signs = self(loss)
-        return signs.spike, signs.trouble
+        return signs.spike, bool(signs.trouble)
 
 
 def test_loss_level():
