@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
@@ -95,28 +95,27 @@ class GradientLedger:
         self.parameters: list[nn.Parameter] = []
         self.reduced = True
         self.looks: list[AwaitsBackward] = []
-        # The dictionaries that its modules keep parameters and submodules in, and what was in them at the last look.
+        # The dictionaries that its modules keep parameters and submodules in, what was in them at the last look, and
+        # those that were empty.
         self._registries: list[dict[str, Any]] = []
         self._members: list[Any] = []
+        self._empty: list[dict[str, Any]] = []
         self._replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
-        # Optimizer -> the lists that it holds, looked at in this train step.
-        self._looked_at: weakref.WeakKeyDictionary[Optimizer, list[tuple[int, int]]] = weakref.WeakKeyDictionary()
-        # Optimizer -> what it holds, and what of that is the model's.
-        self._own: weakref.WeakKeyDictionary[Optimizer, tuple[list[nn.Parameter], list[nn.Parameter]]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._train_steps = 0
+        # Optimizer -> in which train step it was looked at, the lists that it held, what is in them, and what of that
+        # is the model's.
+        self._own: weakref.WeakKeyDictionary[Optimizer, _Holding] = weakref.WeakKeyDictionary()
 
     def refresh(self) -> bool:
         """Look at the model's parameters anew: whether there are others than at the last time."""
-        self._looked_at.clear()
-        members = list(chain.from_iterable(map(dict.values, self._registries)))
-        if members and _are_same(members, self._members):
+        self._train_steps += 1
+        if self._members and not any(self._empty) and _are_same(_values(self._registries), self._members):
             return False
-        modules = list(self.model.modules())
         # What scripted modules consist of is fixed, and kept in no dictionaries.
-        plain = [each for each in modules if not isinstance(each, torch.jit.ScriptModule)]
-        self._registries = [registry for each in plain for registry in registries(each)]
-        self._members = list(chain.from_iterable(map(dict.values, self._registries)))
+        plain = [each for each in self.model.modules() if not isinstance(each, torch.jit.ScriptModule)]
+        found = [registry for each in plain for registry in registries(each)]
+        self._registries, self._empty = [each for each in found if each], [each for each in found if not each]
+        self._members = _values(self._registries)
         self.parameters = list(self.model.parameters())
         self._own.clear()
         return True
@@ -124,7 +123,6 @@ class GradientLedger:
     def run_ended(self) -> None:
         """Forget what optimizers hold."""
         self._own.clear()
-        self._looked_at.clear()
 
     def own(self, optimizer: Optimizer | None) -> list[nn.Parameter]:
         """The model's parameters that an optimizer holds; for None all of them."""
@@ -133,16 +131,16 @@ class GradientLedger:
         known = self._own.get(optimizer)
         # Looked at one by one once per train step, which takes a while for many.
         lists = [(id(group["params"]), len(group["params"])) for group in optimizer.param_groups]
-        if known is not None and self._looked_at.get(optimizer) == lists:
-            return known[1]
-        self._looked_at[optimizer] = lists
-        held = parameters_of(optimizer)
-        if known is None or not _are_same(known[0], held):
-            ids = set(map(id, held))
-            own = [each for each in self.parameters if id(each) in ids]
-            own = self.parameters if len(own) == len(self.parameters) else own
-            known = self._own[optimizer] = (held, own)
-        return known[1]
+        if known is None or known.train_step != self._train_steps or known.lists != lists:
+            held = parameters_of(optimizer)
+            if known is None or not _are_same(known.held, held):
+                ids = set(map(id, held))
+                own = [each for each in self.parameters if id(each) in ids]
+                own = self.parameters if len(own) == len(self.parameters) else own
+            else:
+                own = known.own
+            known = self._own[optimizer] = _Holding(self._train_steps, lists, held, own)
+        return known.own
 
     def shares(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer holds parameters of the model."""
@@ -185,6 +183,17 @@ class GradientLedger:
     def look(self, optimizer: Optimizer | None) -> Look:
         """What finds out, entered as a context, how the next backward finds the gradients that an optimizer uses."""
         return Look(self.model, self.own(optimizer), self.looks)
+
+
+class _Holding(NamedTuple):
+    train_step: int
+    lists: list[tuple[int, int]]
+    held: list[nn.Parameter]
+    own: list[nn.Parameter]
+
+
+def _values(registries: Iterable[dict[str, Any]]) -> list[Any]:
+    return list(chain.from_iterable(map(dict.values, registries)))
 
 
 def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
