@@ -146,10 +146,6 @@ class GradientLedger:
         """Whether an optimizer holds parameters of the model."""
         return bool(self.own(optimizer))
 
-    def gradients(self, optimizer: Optimizer | None) -> list[Tensor]:
-        """The gradients that there are of the parameters that an optimizer holds; None for all."""
-        return [gradient for each in self.own(optimizer) if (gradient := each.grad) is not None]
-
     def backward_ended(self, task: int, reached: Set[int], running: Set[int]) -> Set[int] | None:
         """A backward has reached parameters of the model.
 

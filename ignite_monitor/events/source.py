@@ -178,12 +178,15 @@ class EventSource:
 
         Args:
             about: id of a model -> what has happened to its gradients. The monitors of other models, and those that
-                do not look at this iteration, are not called. None calls all of them, with the engine alone.
+                do not look at this iteration, are not called. None calls all of them with the engine alone; those that
+                do not look at this iteration not at the train step's end.
         """
         engine = self._engine()
         if engine is None:
             return
         handlers: list[Any] = [handler for listener in self._listeners[event] if (handler := listener()) is not None]
+        if event == MonitorEvents.TRAIN_STEP_COMPLETED or about is not None:
+            handlers = [each for each in handlers if id(each.__self__) in self._monitoring]
         # All of them look before one changes anything: their order is that of attaching, and must not matter.
         if about is None:
             changes = [handler(engine) for handler in handlers]
@@ -191,7 +194,7 @@ class EventSource:
             changes = [
                 handler(engine, about[id(handler.__self__.model)])
                 for handler in handlers
-                if id(handler.__self__) in self._monitoring and id(handler.__self__.model) in about
+                if id(handler.__self__.model) in about
             ]
         # What a change returns looks at what all of them have changed, and may change something in turn.
         while changes:

@@ -41,26 +41,20 @@ class GradientTelling(JudgingMonitor[GradientJudge]):
     _where: Tensor | None = None  # whether what is published is there, where only the device knows
     _missing_reported = False
 
-    @property
-    def attributes(self) -> list[str]:
-        return [self.flag, self._norm_attribute]
-
-    def clear(self, engine: Any) -> None:
-        super().clear(engine)
-        setattr(engine.state, self._norm_attribute, None)
-        self._shown = None
-
-    def _show(self, engine: Any, verdict: Verdict) -> None:
+    def _show(self, engine: Any, verdict: Verdict, announce: bool = False) -> None:
         if verdict is not self._shown:
             setattr(engine.state, self.flag, as_published(verdict.spike))
             setattr(engine.state, self._norm_attribute, as_published(verdict.norm))
             self._shown = verdict
-        if self._source is not None and self._source.has_handlers(*MonitorEvents):  # which may write values
+        if self._source is not None and self._source.listened:  # by handlers which may write values
             self._publish_verdict(verdict, None)
+        if announce:
+            self._announce(engine, verdict)
 
     def _show_last(self, engine: Any) -> None:
         """Speak of the last step of this iteration; of none if there was none."""
         self.clear(engine)
+        self._shown = None
         if self._window.last is not None:
             self._show(engine, self._window.last.verdict)
 
@@ -86,14 +80,14 @@ class GradientTelling(JudgingMonitor[GradientJudge]):
             self._where = where
         self.publish(**values)
         if self._judge.tensors is None or not may_be_true(verdict.spike):
-            return
-        if not verdict.spike.is_cpu:
+            self._is_complete = not self._waiting
+        elif not verdict.spike.is_cpu:
             self._suspect = verdict
-            return
-        numbers = self._judge.of_spike(verdict).tolist()
-        self.publish(**self._keys(numbers))
-        if log:
-            self._log_spike(numbers)
+        else:
+            numbers = self._judge.of_spike(verdict).tolist()
+            self.publish(**self._keys(numbers))
+            if log:
+                self._log_spike(numbers)
 
     def _publish_unstepped(self) -> None:
         """There is nothing to tell of this iteration's gradient but that no step was made with it."""
@@ -139,8 +133,10 @@ class GradientTelling(JudgingMonitor[GradientJudge]):
                 with users_grad_mode():
                     self.on_spike(engine, as_published(verdict.norm))
 
+        if self._window.announced or (verdict.spike.is_cpu and not self._is_known_spike(verdict)):
+            return
         awaited = self.on_spike is not None or self._is_awaited(MonitorEvents.SPIKE_DETECTED)
-        if awaited and not self._window.announced and self._is_known_spike(verdict):
+        if awaited and self._is_known_spike(verdict):
             self._tell(engine, MonitorEvents.SPIKE_DETECTED, verdict, first)
 
     def _spike(self, verdict: Verdict) -> Spike:
@@ -151,12 +147,12 @@ class GradientTelling(JudgingMonitor[GradientJudge]):
         if self._source is None:
             return
         nonfinite = as_published(verdict.nonfinite)
-        if self.on_spike is not None or self._is_awaited(MonitorEvents.SPIKE_DETECTED):
+        if not isinstance(nonfinite, bool):
+            if self.on_spike is None and not self._is_awaited(MonitorEvents.SPIKE_DETECTED):  # nobody waits
+                self._origins.calls.backward_ended()
+                return
             # Without a scaler one that is no spike is finite, and nobody has to wait once more.
             nonfinite = (self.scaler is not None or self._is_known_spike(verdict)) and bool(verdict.nonfinite)
-        if not isinstance(nonfinite, bool):  # nobody waits for the device
-            self._origins.calls.backward_ended()
-            return
         text = self._origins.look(not nonfinite, self.scaler is not None, world_size() == 1)
         self._source.origin = self._origins.found or self._source.origin
         if text is not None:

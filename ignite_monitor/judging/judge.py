@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from ignite_monitor.checks import check_count
-from ignite_monitor.judging.spike_score import SpikeScore
 from ignite_monitor.judging.spikes import SpikeDetector, Verdict, may_be_true
-from ignite_monitor.model.devices import move_like
+from ignite_monitor.model.devices import move, move_like
 from ignite_monitor.monitor import publisher
 from ignite_monitor.monitor.deferred_flag import DeferredFlag
 
@@ -35,6 +34,62 @@ class Signal(Protocol):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a saved state."""
+
+
+class SpikeScore:
+    """The share of spikes among the last thousand values, OLMo's measure of a run's stability.
+
+    (Team OLMo, "2 OLMo 2 Furious", arXiv:2501.00656, section 3.1.) Tensors on the flags' device; nothing is read on
+    the host.
+    """
+
+    WINDOW = 1000
+
+    def __init__(self) -> None:
+        self._one = torch.ones(1, dtype=torch.float64, device="cpu")
+        # In turn whether a value was a spike, and 1 for a value; zeros as long as there are fewer.
+        self._recent = torch.zeros(2 * self.WINDOW, dtype=torch.float64, device="cpu")
+
+    def observe(self, spike: Tensor, when: Tensor | None = None) -> None:
+        """Count one value.
+
+        Args:
+            spike: 0-dim bool: whether it is a spike.
+            when: 0-dim bool: whether to; None is true.
+        """
+        if spike.device != self._recent.device:
+            self._one, self._recent = move(self._one, spike.device), move(self._recent, spike.device)
+        recent = torch.cat((self._recent[2:], spike.view(1), self._one))
+        self._recent = recent if when is None else torch.where(when, recent, self._recent)
+
+    def value(self) -> Tensor:
+        """The share, 0-dim; NaN before the first value."""
+        spikes, values = self._recent.view(-1, 2).sum(0).unbind()
+        return spikes / values
+
+    def go_back(self, earlier: SpikeScore, when: Tensor) -> None:
+        """Forget the values since a copy was made, where a 0-dim bool tensor is True."""
+        self._recent = torch.where(when, move(earlier._recent, self._recent.device), self._recent)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The last values, a tensor."""
+        return {"recent": self._recent}
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
+        """Continue from a saved state.
+
+        Args:
+            state_dict: what :meth:`state_dict` returned.
+
+        Raises:
+            ValueError: if it is none of a score.
+        """
+        recent = torch.as_tensor(state_dict["recent"], dtype=torch.float64) if set(state_dict) == {"recent"} else None
+        if recent is None or recent.shape != self._recent.shape:
+            raise ValueError(
+                f"Argument state_dict should hold {2 * self.WINDOW} numbers as recent, but given {state_dict}"
+            )
+        self._one, self._recent = move(self._one, recent.device), recent
 
 
 class Known(NamedTuple):
@@ -60,6 +115,7 @@ class NormJudge:
         detector: the detector.
         known: how many norms are known to have gone into its rule, without waiting for a device.
         score: how often there were spikes lately.
+        restarts: whether the rule has started afresh.
     """
 
     def __init__(self, detector: SpikeDetector, signals: Mapping[str, Signal] | None = None) -> None:
@@ -67,7 +123,7 @@ class NormJudge:
         self.signals = signals or {}
         self.known = 0
         self.score = SpikeScore()
-        self._restarts = DeferredFlag()
+        self.restarts = DeferredFlag()
         self._alone = torch.zeros(3, dtype=torch.float64, device="cpu")  # what the signals alone add to the counts
 
     def observe(self, verdict: Verdict, when: Tensor | None = None) -> None:
@@ -82,7 +138,7 @@ class NormJudge:
             of_all = torch.stack((verdict.spike, verdict.nonfinite, level_changed)).to(verdict.counted.dtype)
             alone = of_all - verdict.counted
             self._alone = move_like(self._alone, verdict.norm) + (alone if when is None else alone * when)
-        self._restarts.set(level_changed if when is None else level_changed & when)
+        self.restarts.set(level_changed if when is None else level_changed & when)
         if verdict.norm.device.type == "cpu":
             self.known += may_be_true(~verdict.nonfinite if when is None else when & ~verdict.nonfinite)
         elif when is None:
@@ -123,10 +179,6 @@ class NormJudge:
         for signal in self.signals.values():
             signal.start_afresh()
         self.known = 0
-
-    def has_restarted(self, wait: bool) -> bool:
-        """Whether the rule has started afresh since this was last true, as far as is known by now, or with waiting."""
-        return self._restarts.take(wait)
 
     def statistics(self, verdict: Verdict) -> dict[str, Any]:
         """What is published of a verdict, name -> number or 0-dim tensor; what there is not yet is left out."""

@@ -17,6 +17,10 @@ class DeferredFlag:
         self._flag: Tensor | None = None  # on the device
         self._sent: tuple[Tensor, torch.cuda.Event] | None = None
 
+    def __bool__(self) -> bool:
+        """Whether it may be set."""
+        return self._is_set or self._flag is not None or self._sent is not None
+
     def set(self, flag: Tensor) -> None:
         """Something may have happened.
 

@@ -84,6 +84,7 @@ class SpikeMonitor(JudgingMonitor[NormJudge], schema=SPIKE):
         check_flag(flag)
         self.value = value
         self.flag = flag
+        self.attributes = {flag: False}
         patience = check_count("max_consecutive_spikes", max_consecutive_spikes, least=1)
         self._judge = NormJudge(SpikeDetector(as_rule(threshold), max_consecutive_spikes=patience))
         self._missing = 0  # iterations without a value, as long as there was none
