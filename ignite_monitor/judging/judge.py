@@ -62,9 +62,13 @@ class SpikeScore:
         recent = torch.cat((self._recent[2:], spike.view(1), self._one))
         self._recent = recent if when is None else torch.where(when, recent, self._recent)
 
+    def sums(self) -> Tensor:
+        """How many of them were spikes, and how many there are, of which none may be."""
+        return self._recent.view(-1, 2).sum(0)
+
     def value(self) -> Tensor:
         """The share, 0-dim; NaN before the first value."""
-        spikes, values = self._recent.view(-1, 2).sum(0).unbind()
+        spikes, values = self.sums().unbind()
         return spikes / values
 
     def go_back(self, earlier: SpikeScore, when: Tensor) -> None:
@@ -139,8 +143,8 @@ class NormJudge:
             alone = of_all - verdict.counted
             self._alone = move_like(self._alone, verdict.norm) + (alone if when is None else alone * when)
         self.restarts.set(level_changed if when is None else level_changed & when)
-        if verdict.norm.device.type == "cpu":
-            self.known += may_be_true(~verdict.nonfinite if when is None else when & ~verdict.nonfinite)
+        if verdict.norm.is_cpu:
+            self.known += not torch.is_nonzero(verdict.nonfinite if when is None else verdict.nonfinite | ~when)
         elif when is None:
             self.known += 1
 
@@ -194,20 +198,20 @@ class NormJudge:
             | {
                 "spike_count": self.counts()[0],
                 "spike_score": self.score.value(),
-                "nonfinite_count": self.detector.nonfinite_count,
+                "nonfinite_count": self.detector.counts[1],
             }
         )
 
     def _numbers(self, verdict: Verdict) -> dict[str, float]:
-        numbers = torch.stack((verdict.threshold, verdict.mean, verdict.std)).tolist()
-        there = zip(("threshold", "mean", "std"), numbers, strict=True)
+        there = {name: getattr(verdict, name).item() for name in ("threshold", "mean", "std")}
         spikes, nonfinite, _ = self.counts().tolist()
+        recent, values = self.score.sums().tolist()
         return (
             {"norm": verdict.norm.item(), "spike": float(verdict.spike.item())}
-            | {name: number for name, number in there if math.isfinite(number)}
+            | {name: number for name, number in there.items() if math.isfinite(number)}
             | {
                 "spike_count": spikes,
-                "spike_score": self.score.value().item(),
+                "spike_score": recent / values if values else math.nan,
                 "nonfinite_count": nonfinite,
             }
         )

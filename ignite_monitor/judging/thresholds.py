@@ -189,7 +189,7 @@ class ThresholdRule:
         """
         before, state = self._values, self.state
         # What lies on the CPU can be looked at without waiting for anything.
-        if restart is not None and (not restart.is_cpu or len(restart.nonzero())):
+        if restart is not None and (restart.ndim or not restart.is_cpu or torch.is_nonzero(restart)):
             before = torch.where(restart, self._empty, self._values)
             state = self._unpack(before)
         after = self._pack(self.include(state, norm))
