@@ -21,13 +21,13 @@ class GradientHook:
     Hooks that cost nothing in iterations that are not monitored have to come off after those that are. What
     ``Tensor.register_post_accumulate_grad_hook`` does is done here for all parameters at once; unlike there, a frozen
     parameter takes the hook too: it may be unfrozen in the middle of a train step.
+
+    Attributes:
+        places: the parameters that it is on, each with its hooks.
     """
 
     def __init__(self) -> None:
-        self._places: list[tuple[Any, dict[Any, Any]]] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._places)
+        self.places: list[tuple[Any, dict[Any, Any]]] = []
 
     def register(self, parameters: Iterable[nn.Parameter], hook: Callable[[Tensor], None]) -> None:
         """Have a hook called whenever a gradient has been accumulated into one of the parameters.
@@ -36,16 +36,16 @@ class GradientHook:
             parameters: the parameters; those that can't have a gradient are left out.
         """
         self.remove()
-        self._places = gradient_hooks(each for each in parameters if each.is_floating_point() or each.is_complex())
-        for _, hooks in self._places:
+        self.places = gradient_hooks(each for each in parameters if each.is_floating_point() or each.is_complex())
+        for _, hooks in self.places:
             hooks[self] = hook
 
     def remove(self) -> None:
         """Take the hook off all of them."""
-        for _, hooks in self._places:
+        for _, hooks in self.places:
             hooks.pop(self, None)
-        drop_gradient_hooks(self._places)
-        self._places = []
+        drop_gradient_hooks(self.places)
+        self.places = []
 
 
 class Patch:

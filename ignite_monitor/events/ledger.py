@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from ignite_monitor.events.hooks import GradientHook
 from ignite_monitor.events.look import AwaitsBackward, Look
 from ignite_monitor.model._torch import registries
-from ignite_monitor.model.optimizers import parameters_of
 
 
 class GradientsReady(NamedTuple):
@@ -132,7 +131,7 @@ class GradientLedger:
         # Looked at one by one once per train step, which takes a while for many.
         lists = [(id(group["params"]), len(group["params"])) for group in optimizer.param_groups]
         if known is None or known.train_step != self._train_steps or known.lists != lists:
-            held = parameters_of(optimizer)
+            held = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
             if known is None or not _are_same(known.held, held):
                 ids = set(map(id, held))
                 own = [each for each in self.parameters if id(each) in ids]
@@ -165,16 +164,10 @@ class GradientLedger:
             look.backward_ended(task, changed, running)
         return changed if self.reduced else None
 
-    def lacks_any(self, reached: Mapping[int, Set[int]]) -> bool:
-        """Whether other models are reached beyond parameters of this one, which may have been wrapped in one of them.
-
-        Args:
-            reached: model -> ids of its parameters that a backward has reached.
-        """
-        if len(reached) < 2:
-            return False
+    def lacks_any(self, reached: Iterable[Set[int]]) -> bool:
+        """Whether any parameters, of which the ids are given, are not the model's, which others may be wrapped in."""
         own = {id(parameter) for parameter in self.parameters}
-        return not all(each <= own for each in reached.values())
+        return not all(each <= own for each in reached)
 
     def look(self, optimizer: Optimizer | None) -> Look:
         """What finds out, entered as a context, how the next backward finds the gradients that an optimizer uses."""

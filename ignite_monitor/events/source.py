@@ -233,7 +233,7 @@ class EventSource:
         changed = entry.refresh()
         if not (self._listeners[MonitorEvents.GRADIENTS_READY] or self.has_handlers(MonitorEvents.GRADIENTS_READY)):
             entry.hook.remove()
-        elif changed or not entry.hook:
+        elif changed or not entry.hook.places:
             entry.hook.register(entry.parameters, self._gradient_hook(entry))
 
     def _end(self, engine: Engine | None = None) -> None:
@@ -315,7 +315,10 @@ class EventSource:
         self._installed = True
 
     def _contexts(self) -> list[AbstractContextManager[Any]]:
-        return [context for monitor in self._monitors for context in monitor.contexts()] if self.running else []
+        if not self.running:
+            return []
+        monitors = [each for each in self._monitors if id(each) in self._monitoring]
+        return [context for monitor in monitors for context in monitor.contexts()]
 
     def _uninstall(self) -> None:
         self._installed = False
@@ -366,7 +369,9 @@ class EventSource:
             self.fire(
                 MonitorEvents.GRADIENTS_READY,
                 {
-                    key: GradientsReady(ledger, ready[key], ledger.lacks_any(ready), self.stepping)
+                    key: GradientsReady(
+                        ledger, ready[key], len(ready) > 1 and ledger.lacks_any(ready.values()), self.stepping
+                    )
                     for key, ledger in ledgers.items()
                 },
             )

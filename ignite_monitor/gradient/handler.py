@@ -200,7 +200,7 @@ class GradMonitor(GradientTelling, schema=GRADIENT):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         counts = self._reaction.counts_of(state_dict) if isinstance(state_dict, Mapping) else {}
         super().load_state_dict(state_dict)
-        self._reaction.counts = counts
+        self._reaction.counts, self._reaction.device = counts, torch.device("cpu")
         self._window.before = None
 
     # What it listens to
@@ -225,10 +225,12 @@ class GradMonitor(GradientTelling, schema=GRADIENT):
         self._scale = self._shown = None
 
     def contexts(self) -> list[AbstractContextManager[Any]]:
-        if not self._is_running or self._source is None:
+        if self._source is None:
             return []
-        contexts = [*self._reaction.contexts(self._source.step_completed), self._origins.calls]
-        if "loss" in self._judge.signals:
+        contexts: list[AbstractContextManager[Any]] = [self._origins.calls]
+        if self._reaction.kind == "skip":
+            contexts.append(self._reaction.around(self._source.step_completed))
+        if self._judge.losses.source is not None:
             contexts.append(self._judge.losses.listening())
         # It may have looked already, in a backward under no_sync().
         if self._window.before is not None and (self._look is None or self._look.grows is None):
@@ -245,9 +247,10 @@ class GradMonitor(GradientTelling, schema=GRADIENT):
         self._origins.calls.release()
         # What is accumulated in the gradients stays there.
         self._iteration = -1
-        self._stepped, self._shown = False, None
+        self._stepped, self._shown, self._where, self._suspect = False, None, None, None
         self._window.close()
-        self._reaction.restore()
+        if self._reaction.kind is not None:
+            self._reaction.restore()
         self._judge.forget()
         super().release()
 
@@ -258,11 +261,11 @@ class GradMonitor(GradientTelling, schema=GRADIENT):
             return
         if self._window.before is not None:
             self._decide_tentative(gradients[0].device)
-        self._judge.losses.backward_ended(engine)
+        if self._judge.losses.source is not None:
+            self._judge.losses.backward_ended(engine)
         self._scale = None if self.scaler is None else backward.scale(self.scaler)
         verdict = self._verdict(parameters, gradients, self._scale)
-        self._look_for_origin(engine, verdict)
-        self._show(engine, verdict, announce=self._window.backward(verdict, backward.shared))
+        self._judged(engine, verdict, announce=self._window.backward(verdict, backward.shared))
 
     def _on_step_started(self, engine: Engine, step: OptimizerStep) -> Callable[[], None] | None:
         reacts = self._reaction.kind is not None
@@ -284,7 +287,8 @@ class GradMonitor(GradientTelling, schema=GRADIENT):
             self._show_last(engine)
             return None
         taken = self._window.step_started(lambda: self._judge_by_hand(parameters, step.scale))
-        self._show(engine, taken.verdict, announce=taken.enters)
+        if taken.verdict is not self._shown or not self._is_calm:
+            self._show(engine, taken.verdict, announce=taken.enters)
         if not reacts:
             return None
         return functools.partial(
@@ -300,7 +304,8 @@ class GradMonitor(GradientTelling, schema=GRADIENT):
         if not step.is_of(self.optimizer):
             return None
         taken = self._window.step_completed()
-        self._judge.losses.forget()
+        if self._judge.losses.source is not None:
+            self._judge.losses.forget()
         if taken is not None:
             made = self._reaction.made(step.optimizer, taken.verdict)
             self._stepped = made if self._stepped is False else self._stepped | made
@@ -340,17 +345,13 @@ class GradMonitor(GradientTelling, schema=GRADIENT):
             self._judge.observe(verdict)
             self._window.close()
             self._judge.losses.forget()
-        self._show(engine, verdict)
-        if where is None or may_be_true(where):
-            self._publish_verdict(verdict, where, log=True)
-        else:
-            self._publish_unstepped()
-        self._tell_of_new_level(engine, verdict)
+        self._conclude(engine, verdict, where)
 
     def _verdict(self, parameters: list[nn.Parameter], gradients: list[Tensor], scale: Tensor | None) -> Verdict:
         self._seen = True
         verdict = self._judge.judge(parameters, gradients, scale)
-        self._reaction.to(verdict.norm)
+        if self._reaction.device != verdict.norm.device:
+            self._reaction.to(verdict.norm)
         return verdict
 
     def _judge_by_hand(self, parameters: list[nn.Parameter], scale: Tensor | None) -> Verdict:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -92,12 +91,6 @@ class GradientJudge(NormJudge):
         for spike in spikes:
             verdict = verdict._replace(spike=verdict.spike | spike)
         return verdict._replace(others=tuple(others)) if others else verdict
-
-    def statistics(self, verdict: Verdict) -> dict[str, Any]:
-        values = super().statistics(verdict)
-        if self._loss_signal is not None:
-            values["loss_spike"] = verdict.others[0].spike.to(verdict.norm.dtype)
-        return values
 
     def has_grown(self, found: Tensor | None, device: torch.device) -> Tensor:
         """Whether a backward has added to a gradient on any rank, a 0-dim bool tensor.

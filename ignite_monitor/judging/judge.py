@@ -186,8 +186,9 @@ class NormJudge:
 
     def statistics(self, verdict: Verdict) -> dict[str, Any]:
         """What is published of a verdict, name -> number or 0-dim tensor; what there is not yet is left out."""
-        if publisher.is_on_host(verdict.norm):
-            return self._numbers(verdict)
+        return self._numbers(verdict) if publisher.is_on_host(verdict.norm) else self._tensors(verdict)
+
+    def _tensors(self, verdict: Verdict) -> dict[str, Any]:
         # What is counted is the spike, unless something else may make one.
         spike = verdict.spike.to(verdict.norm.dtype) if verdict.others else verdict.counted[0]
         least = {"threshold": self.detector.rule.warmup, "mean": 1, "std": 2}

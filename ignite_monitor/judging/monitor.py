@@ -78,10 +78,9 @@ class JudgingMonitor(Monitor, Generic[J]):
                 self._source.fire(event)
 
     def _tell_of_new_level(self, engine: Any, verdict: Verdict) -> None:
-        if self._judge.restarts:
-            listened = self._is_awaited(MonitorEvents.LEVEL_CHANGED)
-            if self._warn_of_new_level(wait=listened) and listened:
-                self._tell(engine, MonitorEvents.LEVEL_CHANGED, verdict)
+        listened = self._is_awaited(MonitorEvents.LEVEL_CHANGED)
+        if self._warn_of_new_level(wait=listened) and listened:
+            self._tell(engine, MonitorEvents.LEVEL_CHANGED, verdict)
 
     def _warn_of_new_level(self, wait: bool) -> bool:
         has_restarted = self._judge.restarts.take(wait)

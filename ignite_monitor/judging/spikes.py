@@ -167,8 +167,9 @@ class SpikeDetector:
             self.to(norm)
         limit, mean, std = self.rule.statistics()
         kind = torch.bucketize(norm - limit, self._kinds)
-        after, counted, raised, *flags = self._outcome(kind)
+        after, counted, raised, spike, nonfinite, level_changed = self._outcome(kind)
         threshold, clip = (limit + raised).unbind()
+        flags = (spike, nonfinite, level_changed)
         return Verdict(norm, threshold, limit, mean, std, *flags, kind, self._state, counted, clip, after, norm)
 
     def observe(self, verdict: Verdict, when: Tensor | None = None) -> None:

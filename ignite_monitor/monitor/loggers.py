@@ -137,7 +137,7 @@ class Values:
     def __init__(self, monitor: HasValues, family: str, selection: Selection) -> None:
         self._monitor = weakref.ref(monitor)
         self._start = f"{family}/" if family else ""
-        self._selection = selection
+        self._selection, self._is_all = selection, selection.is_all
 
     def are_there(self) -> bool:
         """Whether there are any in this iteration."""
@@ -145,11 +145,11 @@ class Values:
         if monitor is not None and not monitor.metrics:
             monitor.nothing_to_log()
         there = monitor is not None and any(name.startswith(self._start) for name in monitor.metrics)
-        return there and (self._selection.is_all or bool(self(None)))
+        return there and (self._is_all or bool(self(None)))
 
     def __call__(self, _: Any) -> dict[str, Any]:
         monitor = self._monitor()
         host = {} if monitor is None else monitor.on_host()
         start = self._start
-        names = self._selection.of(name for name in host if name.startswith(start))
-        return {name[len(start) :]: host[name] for name in names}
+        names = [name for name in host if name.startswith(start)]
+        return {name[len(start) :]: host[name] for name in (names if self._is_all else self._selection.of(names))}

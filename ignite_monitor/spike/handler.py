@@ -112,7 +112,8 @@ class SpikeMonitor(JudgingMonitor[NormJudge], schema=SPIKE):
         self.publish(value=number, **{name: values[name] for name in names if name in values})
         if self._is_awaited(MonitorEvents.SPIKE_DETECTED) and self._is_known_spike(verdict):
             self._tell(engine, MonitorEvents.SPIKE_DETECTED, verdict)
-        self._tell_of_new_level(engine, verdict)
+        if self._judge.restarts:
+            self._tell_of_new_level(engine, verdict)
 
     def _report_missing(self) -> None:
         self._missing += 1
