@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ignite_monitor.events.hooks import GradientHook
-from ignite_monitor.events.look import AwaitsBackward, Look
+from ignite_monitor.events.look import Look
 from ignite_monitor.model._torch import registries
 
 
@@ -84,7 +84,7 @@ class GradientLedger:
         hook: the hook that is on its parameters in monitored iterations.
         parameters: those that it had when the train step started.
         reduced: whether this iteration's last backward that reached it has left its gradients reduced.
-        looks: those that wait for a backward.
+        looks: what is told of each backward that has reached the model, by its ``backward_ended``.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -93,7 +93,7 @@ class GradientLedger:
         self.hook = GradientHook()
         self.parameters: list[nn.Parameter] = []
         self.reduced = True
-        self.looks: list[AwaitsBackward] = []
+        self.looks: list[Any] = []
         # The dictionaries that its modules keep parameters and submodules in, what was in them at the last look, and
         # those that were empty.
         self._registries: list[dict[str, Any]] = []

@@ -6,7 +6,7 @@ import math
 import weakref
 from collections.abc import Callable, Sequence, Set
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +14,6 @@ from torch import Tensor, nn
 from ignite_monitor.model._torch import backward_number
 from ignite_monitor.model.norms import any_sharded, is_sharded, total_norm
 from ignite_monitor.model.tensors import floating_tensors
-
-
-class AwaitsBackward(Protocol):
-    """What a ledger tells of each backward that has reached its model."""
-
-    def backward_ended(self, task: int, reached: Set[int], running: Set[int]) -> None:
-        """A backward has ended: its number, ids of parameters that it may have changed, those around it."""
 
 
 class Look:
@@ -40,7 +33,7 @@ class Look:
             no backward.
     """
 
-    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], waiting: list[AwaitsBackward]) -> None:
+    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], waiting: list[Any]) -> None:
         self.grows: Tensor | None = None
         self._model = model
         self._parameters = list(parameters)

@@ -229,7 +229,7 @@ class GradMonitor(GradientTelling, schema=GRADIENT):
             return []
         contexts: list[AbstractContextManager[Any]] = [self._origins.calls]
         if self._reaction.kind == "skip":
-            contexts.append(self._reaction.around(self._source.step_completed))
+            contexts += self._reaction.contexts(self._source.step_completed)
         if self._judge.losses.source is not None:
             contexts.append(self._judge.losses.listening())
         # It may have looked already, in a backward under no_sync().

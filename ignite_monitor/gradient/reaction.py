@@ -60,10 +60,9 @@ class Reaction:
         self._skipper = StepSkipper()
         self._skipped: Tensor | None = None  # whether the step that is going on is left out
 
-    def around(self, completed: Callable[[Optimizer], None]) -> AbstractContextManager[None]:
+    def contexts(self, completed: Callable[[Optimizer], None]) -> list[AbstractContextManager[None]]:
         """What has to be around the train step for steps to be left out, of which ``completed`` is told."""
-        assert self._optimizer is not None
-        return self._skipper.around(self._optimizer, completed)
+        return [] if self._optimizer is None else [self._skipper.around(self._optimizer, completed)]
 
     def to(self, reference: Tensor) -> None:
         """Move the counts to where a tensor is."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,27 +12,7 @@ from torch import Tensor
 from ignite_monitor.checks import check_count
 from ignite_monitor.judging.spikes import SpikeDetector, Verdict, may_be_true
 from ignite_monitor.model.devices import move, move_like
-from ignite_monitor.monitor import publisher
 from ignite_monitor.monitor.deferred_flag import DeferredFlag
-
-
-class Signal(Protocol):
-    """What else makes a step a spike, judged by its own earlier values."""
-
-    def observe(self, verdict: Verdict, when: Tensor | None = None) -> None:
-        """Let what was judged enter, where a 0-dim bool tensor is True."""
-
-    def go_back(self, earlier: Any, when: Tensor | None = None) -> None:
-        """Forget what has entered since a copy was made, where a 0-dim bool tensor is True; None is true."""
-
-    def start_afresh(self) -> None:
-        """Forget the level; counts go on."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Its state."""
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a saved state."""
 
 
 class SpikeScore:
@@ -62,13 +41,9 @@ class SpikeScore:
         recent = torch.cat((self._recent[2:], spike.view(1), self._one))
         self._recent = recent if when is None else torch.where(when, recent, self._recent)
 
-    def sums(self) -> Tensor:
-        """How many of them were spikes, and how many there are, of which none may be."""
-        return self._recent.view(-1, 2).sum(0)
-
     def value(self) -> Tensor:
         """The share, 0-dim; NaN before the first value."""
-        spikes, values = self.sums().unbind()
+        spikes, values = self._recent.view(-1, 2).sum(0).unbind()
         return spikes / values
 
     def go_back(self, earlier: SpikeScore, when: Tensor) -> None:
@@ -102,7 +77,7 @@ class Known(NamedTuple):
     detector: SpikeDetector
     known: int
     score: SpikeScore
-    signals: dict[str, Signal]
+    signals: dict[str, Any]
     alone: Tensor
 
 
@@ -113,7 +88,8 @@ class NormJudge:
 
     Args:
         detector: of the value.
-        signals: name in the state_dict -> signal.
+        signals: name in the state_dict -> what else judges the step by its own earlier values. It observes, goes back,
+            starts afresh and has a state as this one does.
 
     Attributes:
         detector: the detector.
@@ -122,7 +98,7 @@ class NormJudge:
         restarts: whether the rule has started afresh.
     """
 
-    def __init__(self, detector: SpikeDetector, signals: Mapping[str, Signal] | None = None) -> None:
+    def __init__(self, detector: SpikeDetector, signals: Mapping[str, Any] | None = None) -> None:
         self.detector = detector
         self.signals = signals or {}
         self.known = 0
@@ -186,36 +162,17 @@ class NormJudge:
 
     def statistics(self, verdict: Verdict) -> dict[str, Any]:
         """What is published of a verdict, name -> number or 0-dim tensor; what there is not yet is left out."""
-        return self._numbers(verdict) if publisher.is_on_host(verdict.norm) else self._tensors(verdict)
-
-    def _tensors(self, verdict: Verdict) -> dict[str, Any]:
-        # What is counted is the spike, unless something else may make one.
-        spike = verdict.spike.to(verdict.norm.dtype) if verdict.others else verdict.counted[0]
         least = {"threshold": self.detector.rule.warmup, "mean": 1, "std": 2}
-        there = {name: getattr(verdict, name) for name, count in least.items() if self.known >= count}
-        return (
-            {"norm": verdict.norm, "spike": spike}
-            | there
-            | {
-                "spike_count": self.counts()[0],
-                "spike_score": self.score.value(),
-                "nonfinite_count": self.detector.counts[1],
-            }
-        )
-
-    def _numbers(self, verdict: Verdict) -> dict[str, float]:
-        there = {name: getattr(verdict, name).item() for name in ("threshold", "mean", "std")}
-        spikes, nonfinite, _ = self.counts().tolist()
-        recent, values = self.score.sums().tolist()
-        return (
-            {"norm": verdict.norm.item(), "spike": float(verdict.spike.item())}
-            | {name: number for name, number in there.items() if math.isfinite(number)}
-            | {
-                "spike_count": spikes,
-                "spike_score": recent / values if values else math.nan,
-                "nonfinite_count": nonfinite,
-            }
-        )
+        spikes, nonfinite, _ = self.counts().unbind()
+        return {
+            "norm": verdict.norm,
+            # What is counted is the spike, unless something else may make one.
+            "spike": verdict.spike.to(verdict.norm.dtype) if verdict.others else verdict.counted[0],
+            **{name: getattr(verdict, name) for name, count in least.items() if self.known >= count},
+            "spike_count": spikes,
+            "spike_score": self.score.value(),
+            "nonfinite_count": nonfinite,
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Statistics and counts: tensors, dicts of tensors and a number."""

@@ -4,32 +4,18 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 from ignite.engine import Engine, EventsList, State
 from ignite.engine.events import CallableEventWithFilter
 from ignite.handlers.base_logger import BaseLogger
 from ignite.handlers.tqdm_logger import ProgressBar
-from torch import Tensor
 
 from ignite_monitor.checks import check_type
 from ignite_monitor.events.monitor_events import MonitorEvents, register_events
 from ignite_monitor.model._torch import event_handlers, need
 from ignite_monitor.model.names import Selection
-
-
-class HasValues(Protocol):
-    """What loggers have to know of a monitor."""
-
-    metrics: dict[str, float | Tensor]
-    families: list[str]
-
-    def on_host(self) -> Mapping[str, float | Tensor]:
-        """This iteration's values as floats."""
-
-    def nothing_to_log(self) -> None:
-        """A logger has found no value."""
 
 
 class AddedHandlers:
@@ -78,7 +64,7 @@ class AddedHandlers:
 
 
 def add_logger(
-    monitor: HasValues, logger: BaseLogger, engine: Engine, event: Any, tag: str | None, selection: Selection
+    monitor: Any, logger: BaseLogger, engine: Engine, event: Any, tag: str | None, selection: Selection
 ) -> AddedHandlers:
     """Let a logger write a monitor's values whose names are selected, with a tag before them.
 
@@ -134,7 +120,7 @@ class Values:
         selection: the names that are given.
     """
 
-    def __init__(self, monitor: HasValues, family: str, selection: Selection) -> None:
+    def __init__(self, monitor: Any, family: str, selection: Selection) -> None:
         self._monitor = weakref.ref(monitor)
         self._start = f"{family}/" if family else ""
         self._selection, self._is_all = selection, selection.is_all
