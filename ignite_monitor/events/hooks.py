@@ -52,7 +52,8 @@ class Patch:
     """Something callable of an engine, replaced until it is removed.
 
     Args:
-        replacement: is called with the original, and what the original is called with.
+        replacement: a method that is called with the original, and what the original is called with; the original
+            alone where its object is gone.
     """
 
     def __init__(self, engine: Engine, name: str, replacement: Callable[..., Any]) -> None:
@@ -66,9 +67,12 @@ class Patch:
             def original(*args: Any) -> Any:
                 return method(owner(), *args)
 
+        method_of = weakref.WeakMethod(replacement)
+
         @functools.wraps(original)
         def patched(*args: Any) -> Any:
-            return replacement(original, *args)
+            replacing = method_of()
+            return original(*args) if replacing is None else replacing(original, *args)
 
         self._patched = patched
         setattr(engine, name, patched)
@@ -82,6 +86,17 @@ class Patch:
             delattr(engine, self._name)
         else:
             setattr(engine, self._name, self._original)
+
+
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """What calls a method as long as its object is there."""
+    method_of = weakref.WeakMethod(method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        found = method_of()
+        return None if found is None else found(*args, **kwargs)
+
+    return call
 
 
 def remove_all(handles: list[Any]) -> None:

@@ -6,7 +6,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Set
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -261,64 +261,55 @@ class EventSource:
         remove_all(self._handles)  # those of an interrupt that came while others were put on or taken off
         # The finalizer of a dropped source has to find these too.
         self._handles += [entry.hook for entry in self._models.values()]
+        # One by one, and what takes them off again first: an interrupt may come at any moment.
+        # Ignite swallows exceptions as soon as anyone has ever listened to EXCEPTION_RAISED, so nobody here may.
+        if handles_exceptions(engine):
+            self._handles.append(Patch(engine, HANDLE_EXCEPTION, self._handle_exception))
+        # The one way to know that a train step has returned before anything else on the engine does.
+        self._handles.append(Patch(engine, TRAIN_STEP, self._train_step))
+        # The compiler would trace into what a compiled function or step calls.
+        untraced(_end_backward)
         source = weakref.ref(self)
 
-        def step_started(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def started(*args: Any) -> Any:
             owner = source()
-            return None if owner is None else owner._on_step_started(optimizer, args, kwargs)
+            return None if owner is None else owner._on_step_started(*args)
 
-        def step_completed(optimizer: Optimizer, *_: Any) -> None:
+        def completed(optimizer: Optimizer, *_: Any) -> None:
             owner = source()
             if owner is not None:
                 owner.step_completed(optimizer)
 
-        def train_step(original: Callable[..., Any], engine: Engine, batch: Any) -> Any:
-            owner = source()
-            if owner is None:
-                return original(engine, batch)
-            owner.running, owner._awaits_step = owner.monitored, False
-            owner.listened = owner.running and owner.has_handlers(*MonitorEvents)
-            for entry in owner._models.values():
-                if owner.monitored:
-                    owner._register(entry)
-                else:
-                    entry.hook.remove()
-            with ExitStack() as around:
-                for context in owner._contexts():
-                    around.enter_context(context)
-                EventSource._train_steps += 1
-                try:
-                    output = original(engine, batch)
-                finally:
-                    EventSource._train_steps -= 1
-            if owner.running:
-                engine.state.output = output  # as Ignite is about to: it is known to who listens
-                owner.fire(MonitorEvents.TRAIN_STEP_COMPLETED)
-            return output
-
-        def handle_exception(original: Callable[..., Any], error: BaseException) -> None:
-            owner = source()
-            if owner is not None:
-                owner._end()
-            original(error)
-
-        # One by one, and what takes them off again first: an interrupt may come at any moment.
-        # Ignite swallows exceptions as soon as anyone has ever listened to EXCEPTION_RAISED, so nobody here may.
-        if handles_exceptions(engine):
-            self._handles.append(Patch(engine, HANDLE_EXCEPTION, handle_exception))
-        # The one way to know that a train step has returned before anything else on the engine does.
-        self._handles.append(Patch(engine, TRAIN_STEP, train_step))
-        # The compiler would trace into what a compiled function or step calls.
-        untraced(_end_backward)
-        self._handles.append(register_optimizer_step_pre_hook(torch.compiler.disable(step_started)))
-        self._handles.append(register_optimizer_step_post_hook(torch.compiler.disable(step_completed)))
+        self._handles.append(register_optimizer_step_pre_hook(torch.compiler.disable(started)))
+        self._handles.append(register_optimizer_step_post_hook(torch.compiler.disable(completed)))
         self._installed = True
 
-    def _contexts(self) -> list[AbstractContextManager[Any]]:
-        if not self.running:
-            return []
-        monitors = [each for each in self._monitors if id(each) in self._monitoring]
-        return [context for monitor in monitors for context in monitor.contexts()]
+    def _handle_exception(self, original: Callable[..., Any], error: BaseException) -> None:
+        self._end()
+        original(error)
+
+    def _train_step(self, original: Callable[..., Any], engine: Engine, batch: Any) -> Any:
+        self.running, self._awaits_step = self.monitored, False
+        self.listened = self.running and self.has_handlers(*MonitorEvents)
+        for entry in self._models.values():
+            if self.monitored:
+                self._register(entry)
+            else:
+                entry.hook.remove()
+        with ExitStack() as around:
+            if self.running:
+                for monitor in [each for each in self._monitors if id(each) in self._monitoring]:
+                    for context in monitor.contexts():
+                        around.enter_context(context)
+            EventSource._train_steps += 1
+            try:
+                output = original(engine, batch)
+            finally:
+                EventSource._train_steps -= 1
+        if self.running:
+            engine.state.output = output  # as Ignite is about to: it is known to who listens
+            self.fire(MonitorEvents.TRAIN_STEP_COMPLETED)
+        return output
 
     def _uninstall(self) -> None:
         self._installed = False
