@@ -152,7 +152,7 @@ class SpikeDetector:
         self.max_consecutive_spikes = check_count("max_consecutive_spikes", max_consecutive_spikes, least=1)
         self.overflow_is_spike = overflow_is_spike
         self._outcomes = self._table(torch.float64)
-        self._looked_up: dict[int, tuple[Tensor, ...]] = {}  # what has been found in it on the host
+        self._after_none: dict[int, tuple[Tensor, ...]] = {}  # what is in its first rows, where there was no spike
         self._kinds = torch.tensor(_KINDS, dtype=torch.float64, device="cpu")
         self._state = torch.zeros((), dtype=torch.int64, device="cpu")
         self.counts = torch.zeros(len(self._COUNTS), dtype=torch.float64, device="cpu")
@@ -209,9 +209,12 @@ class SpikeDetector:
         if index.ndim or not publisher.is_on_host(index):
             return self._look_up(index)
         row = int(index)
-        if row not in self._looked_up:
-            self._looked_up[row] = self._look_up(index)
-        return self._looked_up[row]
+        found = self._after_none.get(row)
+        if found is None:
+            found = self._look_up(index)
+            if row < len(Kind):
+                self._after_none[row] = found
+        return found
 
     def _look_up(self, index: Tensor) -> tuple[Tensor, ...]:
         rows = torch.embedding(self._outcomes, index)
@@ -296,7 +299,7 @@ class SpikeDetector:
         if reference.dtype != self.counts.dtype:
             self._outcomes = self._table(reference.dtype)
         self._outcomes, counts = move(self._outcomes, reference.device), move_like(self.counts, reference)
-        self._looked_up = {}
+        self._after_none = {}
         state = move(self._state, reference.device)
         if reference.shape != state.shape:
             counts = counts.view(-1, *(1,) * reference.ndim).expand(-1, *reference.shape)
