@@ -32,7 +32,7 @@ _strided = torch.strided
 
 
 class _Stack:
-    """Named copies of tensors of one shape, on the CPU in float64, which sums are taken in there.
+    """Named copies of tensors of one shape, none in a dtype that the CPU is slow with.
 
     Attributes:
         tensor: the copies, of shape (room, ...).
@@ -249,9 +249,10 @@ def _of_units(units: int, largest: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _stacked_dtype(tensor: Tensor) -> torch.dtype:
     """The dtype of a tensor's copy."""
-    if tensor.device.type == "cpu":
-        return torch.float64
-    return torch.float32 if is_float8(tensor) else tensor.dtype
+    if not tensor.is_floating_point():
+        return wide_dtype(tensor.device)
+    short = is_float8(tensor) or (tensor.itemsize == 2 and tensor.device.type == "cpu")
+    return torch.float32 if short else tensor.dtype
 
 
 def _index(names: Iterable[str], among: Iterable[str], device: torch.device) -> Tensor:
