@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ _strided = torch.strided
 
 
 class _Stack:
-    """Named copies of tensors of one shape, none in a dtype that the CPU is slow with.
+    """Named copies of tensors of one shape, on the CPU in float64, which sums are taken in there.
 
     Attributes:
         tensor: the copies, of shape (room, ...).
@@ -185,7 +186,7 @@ class Observations:
                 tensors = tensors.to(torch.float32 if tensors.itemsize == 1 else wide_dtype(device))
             shaped.append((tensors, unit))
         sums, units = sum_up(shaped)
-        series = (device, tuple(name for names, _ in stacks for name in names))
+        series = (device, tuple(chain.from_iterable(names for names, _ in stacks)))
         known = self._sums.get(series)
         self._sums[series] = sums if known is None else known + sums
         for (names, _), (tensors, unit), largest in zip(stacks, shaped, units, strict=True):
@@ -249,10 +250,9 @@ def _of_units(units: int, largest: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _stacked_dtype(tensor: Tensor) -> torch.dtype:
     """The dtype of a tensor's copy."""
-    if not tensor.is_floating_point():
-        return wide_dtype(tensor.device)
-    short = is_float8(tensor) or (tensor.itemsize == 2 and tensor.device.type == "cpu")
-    return torch.float32 if short else tensor.dtype
+    if tensor.device.type == "cpu":
+        return torch.float64
+    return torch.float32 if is_float8(tensor) else tensor.dtype
 
 
 def _index(names: Iterable[str], among: Iterable[str], device: torch.device) -> Tensor:
