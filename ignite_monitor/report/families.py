@@ -37,9 +37,9 @@ class Group:
     scalars: dict[str, tuple[str, Series]] = field(default_factory=dict)  # of the whole model: metric -> (name, series)
     items: dict[str, dict[str, tuple[str, Series]]] = field(default_factory=dict)  # metric -> layer or parameter -> …
 
-    def get(self, metric: str) -> Series | None:
-        """The series of a metric of the whole model."""
-        return self.scalars[metric][1] if metric in self.scalars else None
+    def get(self, metric: str) -> Series:
+        """The series of a metric of the whole model, without values where it is not there."""
+        return self.scalars[metric][1] if metric in self.scalars else Series()
 
     def name(self, metric: str) -> str:
         """The full name of a metric of the whole model, whether it is there or not."""

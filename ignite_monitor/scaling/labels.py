@@ -218,8 +218,7 @@ class Labels:
             return Label(node=self._junctions[key])
         if nodes:
             return Label(node=nodes[0])
-        constants = sorted(labels, key=lambda label: (label.outside is None, label.weight is None))
-        return constants[0] if constants else CONSTANT
+        return min(labels, key=lambda label: (label.outside is None, label.weight is None), default=CONSTANT)
 
     def _where(self, name: str) -> str:
         return f"{self._path[-1][0]}.{name}" if self._path and self._path[-1][0] else name
