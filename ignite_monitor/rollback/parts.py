@@ -222,28 +222,20 @@ class Training:
 
 def lower(things: Iterable[Any], factor: float) -> None:
     """Multiply the learning rates of optimizers and schedulers of torch and Ignite; all else is left alone."""
-    seen: set[int] = set()
-    for thing in things:
-        _lower(thing, factor, seen)
-
-
-def _lower(thing: Any, factor: float, seen: set[int]) -> None:
-    if id(thing) in seen:
-        return
-    seen.add(id(thing))
-    groups = getattr(thing, "param_groups", None)
-    if groups is not None:
-        for group in groups:
-            for name in _IN_GROUPS:
-                if name in group:
-                    group[name] = _times(group[name], factor)
-    elif is_scheduler(thing):
-        own = vars(thing) if getattr(thing, "param_name", "lr") == "lr" else {}
-        for name in [name for name in _IN_SCHEDULES if name in own]:
-            setattr(thing, name, _times(own[name], factor))
-        for inner in (vars(thing).get(name) for name in _INNER):
-            for each in inner if isinstance(inner, (list, tuple)) else [inner]:
-                _lower(each, factor, seen)
+    waiting, seen = list(things), set[int]()
+    while waiting:
+        thing = waiting.pop()
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        for group in getattr(thing, "param_groups", ()):
+            group.update({name: _times(group[name], factor) for name in _IN_GROUPS if name in group})
+        if is_scheduler(thing):
+            own = vars(thing)
+            if getattr(thing, "param_name", "lr") == "lr":
+                own.update({name: _times(own[name], factor) for name in _IN_SCHEDULES if name in own})
+            for inner in map(own.get, _INNER):
+                waiting += inner if isinstance(inner, (list, tuple)) else [inner]
 
 
 def _times(value: Any, factor: float) -> Any:

@@ -103,3 +103,8 @@ class Matrices:
         if self.device.type != "cpu":
             return False
         return len((~((norms > _SAFE[0]) & (norms < _SAFE[1]))).nonzero()) == 0
+
+
+def work_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What products with matrices of a dtype are made in."""
+    return dtype if dtype == torch.float64 else torch.float32
