@@ -12,11 +12,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor from the CPU on a device, without waiting for it.
-
-    Args:
-        device: the device.
-    """
+    """A tensor from the CPU on a device, without waiting for it."""
     if device.type == "cpu":
         return tensor
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
@@ -35,9 +31,5 @@ def move_like(tensor: Tensor, reference: Tensor) -> Tensor:
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
-    """The widest floating-point dtype of a device.
-
-    Args:
-        device: the device.
-    """
+    """The widest floating-point dtype of a device."""
     return torch.float32 if device.type == "mps" else torch.float64
