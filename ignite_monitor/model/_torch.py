@@ -187,12 +187,13 @@ def forward_hooks(modules: Iterable[nn.Module], before: bool, with_kwargs: bool)
     given_kind = f"{kind}_with_kwargs"
     found: list[list[Any]] = []
     for module in modules:
-        hooks, given = getattr(module, kind, None), getattr(module, given_kind, None)
-        if hooks is None or given is None:
+        hooks = [getattr(module, kind, None)]
+        if with_kwargs:
+            hooks.append(getattr(module, given_kind, None))
+        if None in hooks:
             register = module.register_forward_pre_hook if before else module.register_forward_hook
-            found.append([_Registered(functools.partial(register, with_kwargs=with_kwargs))])
-        else:
-            found.append([hooks, given] if with_kwargs else [hooks])
+            hooks = [_Registered(functools.partial(register, with_kwargs=with_kwargs))]
+        found.append(hooks)
     return found
 
 
