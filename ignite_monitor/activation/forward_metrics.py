@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -27,8 +27,9 @@ from ignite_monitor.model.devices import device_of
 from ignite_monitor.model.forward import ModuleHook, after_forward, outputs_to, running_module
 from ignite_monitor.model.modes import aside, is_plain
 from ignite_monitor.model.names import tags
-from ignite_monitor.model.tensors import tagged_tensors
+from ignite_monitor.model.tensors import floating_tensors, tagged_tensors
 from ignite_monitor.monitor.publisher import NamedValues
+from ignite_monitor.reference.call import Call, Comparison, NotComparableError
 from ignite_monitor.reference.unnoticed import here
 
 _RECORDED = "activation (recorded)"
@@ -163,6 +164,48 @@ class ForwardMetrics:
                 keys = [f"{tag}/head_{i}/{kind}" for i in range(len(heads))]
                 self.order |= dict.fromkeys(keys)
                 self.activation.add_all(keys, self._names[tag], heads)
+
+
+class OutputComparison(Comparison):
+    """Measures each output of the model against that of the reference.
+
+    Attributes:
+        measured: what takes the differences in.
+    """
+
+    by_weights = False
+
+    def __init__(self, tags: Mapping[str, str], metrics: MetricSet) -> None:
+        self.tags = tags
+        self.measured = Measurement("activation_difference", metrics)
+
+    def clear(self) -> None:
+        self.measured.clear()
+
+    def keep(self, call: Call) -> Sequence[Tensor | None]:
+        return [tensor for _, tensor in floating_tensors(call.output)]
+
+    def leave(self, call: Call) -> bool:
+        tensors, tag = tagged_tensors(call.output), self.tags[call.name]
+        initial = [tensor for tensor in call.kept if tensor is not None]
+        if [tensor.shape for _, tensor in tensors] != [tensor.shape for tensor in initial]:
+            raise NotComparableError("its outputs have other shapes than in the reference")
+        if not all(map(is_plain, [*(tensor for _, tensor in tensors), *initial])):
+            raise NotComparableError("its outputs have no values of their own here (DTensors, nested, sparse)")
+        for (index, tensor), other in zip(tensors, initial, strict=True):
+            key = f"{tag}/{index}" if index else tag
+            self.measured.add_difference(key, call.name or "_root_", tensor.detach(), other.detach())
+        return True
+
+    def passed(self, results: dict[str, list[Any]]) -> None:
+        self.measured.pass_ended()
+
+
+def without(found: NamedValues, incomplete: Collection[str]) -> NamedValues:
+    """Names and numbers, but for the differences of some modules."""
+    starts = tuple(f"activation_difference/{tag}/" for tag in incomplete)
+    kept = [index for index, name in enumerate(found.names) if not name.startswith(starts)] if starts else []
+    return found if not starts or len(kept) == len(found.names) else found.rows(kept)
 
 
 def in_order(values: NamedValues, order: Mapping[str, None]) -> NamedValues:

@@ -13,8 +13,13 @@ from torch import nn
 from torch.amp import GradScaler
 
 from ignite_monitor.activation.attention_calls import check_attention
-from ignite_monitor.activation.differences import OutputComparison, without
-from ignite_monitor.activation.forward_metrics import ForwardMetrics, in_order, named_apart
+from ignite_monitor.activation.forward_metrics import (
+    ForwardMetrics,
+    OutputComparison,
+    in_order,
+    named_apart,
+    without,
+)
 from ignite_monitor.activation.gradient_metrics import GradientMetrics
 from ignite_monitor.activation.measurement import Measurement
 from ignite_monitor.activation.metric import Aggregate, MetricSet, check_aggregate
