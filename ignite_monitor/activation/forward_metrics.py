@@ -246,14 +246,17 @@ class _OutputHook(ModuleHook):
         tag = self._tags.get(id(module))  # a shallow copy has the hooks of the module itself
         if tag is None or self._pauses or current_backward() != -1 or here.running or not self._root.training:
             return
-        are_seen = function_modes() or dispatch_modes()
+        if function_modes() or dispatch_modes():
+            with unseen_by_functions(), unseen_by_dispatch():
+                self._take(tag, output)
+        else:
+            self._take(tag, output)
+
+    def _take(self, tag: str, output: Any) -> None:
         with_graph = torch.is_grad_enabled()
         set_grad_enabled(False)
         try:
-            if are_seen:
-                with unseen_by_functions(), unseen_by_dispatch():
-                    self._add(tag, output)
-            elif type(output) is not Tensor or tag not in self._order or not self._add_again(tag, output):
+            if type(output) is not Tensor or tag not in self._order or not self._add_again(tag, output):
                 self._add(tag, output)
         finally:
             set_grad_enabled(with_graph)

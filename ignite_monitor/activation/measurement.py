@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ignite_monitor.activation.metric import Aggregate, MetricSet, as_number, call_metric
 from ignite_monitor.activation.observations import Observations, statistics_of
-from ignite_monitor.activation.statistics import STATISTICS, has_statistics, is_float8
+from ignite_monitor.activation.statistics import STATISTICS, WITHOUT_STATISTICS, is_float8
 from ignite_monitor.model.devices import move_like, upload
 from ignite_monitor.monitor.publisher import NamedValues
 from ignite_monitor.monitor.rank_reduction import Rows
@@ -65,9 +65,17 @@ class Measurement:
         if self.metrics.own:
             self._call(key, name, (tensor.detach(),))
 
+    def add_each(self, tensors: Sequence[tuple[str, str, Tensor]]) -> None:
+        """As :meth:`add`, of tensors without a graph: name, key and tensor."""
+        if self.metrics.own:
+            for name, key, tensor in tensors:
+                self.add(key, name, tensor)
+        elif self._columns:
+            self._observations.add_each([each[1:] for each in tensors])
+
     def add_difference(self, key: str, name: str, tensor: Tensor, other: Tensor) -> None:
         """As :meth:`add`, of the difference of two tensors, both detached."""
-        if self._columns and has_statistics(tensor):
+        if self._columns and tensor.dtype not in WITHOUT_STATISTICS:
             self._observations.add(key, _difference(tensor, other))
         if self.metrics.own:
             self._call(key, name, (tensor, other))

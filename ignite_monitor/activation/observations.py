@@ -8,7 +8,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from ignite_monitor.activation.statistics import has_statistics, is_float8, statistics, sum_up, unit_dimension
+from ignite_monitor.activation.statistics import WITHOUT_STATISTICS, is_float8, statistics, sum_up, unit_dimension
 from ignite_monitor.model._torch import is_functorch_wrapped
 from ignite_monitor.model.devices import move_like, upload, wide_dtype
 from ignite_monitor.monitor.publisher import NamedValues
@@ -97,7 +97,7 @@ class Observations:
         Args:
             tensor: the tensor; where it is part of a graph, under ``no_grad``.
         """
-        if self.add_again(name, tensor) or not has_statistics(tensor):
+        if self.add_again(name, tensor) or tensor.dtype in WITHOUT_STATISTICS:
             return
         size = tensor.numel()
         if size > _SMALL:
@@ -110,6 +110,11 @@ class Observations:
             self._loose_size += size
             if self._loose_size > _LOOSE:
                 self.flush()
+
+    def add_each(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Observe several, each with its name."""
+        for name, tensor in tensors:
+            self.add(name, tensor)
 
     def _copied(self, tensor: Tensor) -> bool:
         """Whether a tensor has to wait as a copy: an activation may change; elsewhere a copy makes sums quicker."""
@@ -182,7 +187,7 @@ class Observations:
         shaped = []
         for _, tensors in stacks:
             unit = unit_dimension(tensors.shape[1:]) if self._with_units else None
-            if not tensors.is_floating_point() or is_float8(tensors):
+            if not tensors.is_floating_point() or tensors.itemsize == 1:
                 tensors = tensors.to(torch.float32 if tensors.itemsize == 1 else wide_dtype(device))
             shaped.append((tensors, unit))
         sums, units = sum_up(shaped)

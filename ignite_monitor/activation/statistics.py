@@ -14,7 +14,8 @@ from ignite_monitor.model.devices import upload, wide_dtype
 
 STATISTICS = ("mean", "std", "l2_norm", "max_abs", "dead_fraction", "nonfinite_count")
 
-_WITHOUT_STATISTICS = {torch.complex32, torch.complex64, torch.complex128, getattr(torch, "float4_e2m1fn_x2", None)}
+# Their elements are no real numbers.
+WITHOUT_STATISTICS = {torch.complex32, torch.complex64, torch.complex128, getattr(torch, "float4_e2m1fn_x2", None)}
 
 # Elements taken at a time where a copy of them is needed: of 8 bytes on the CPU, which has no sum that converts as it
 # goes, and of 1 byte elsewhere.
@@ -37,11 +38,6 @@ def unit_dimension(shape: Sequence[int]) -> int | None:
     if len(shape) < 2:
         return None
     return 1 if len(shape) >= 4 else len(shape) - 1
-
-
-def has_statistics(tensor: Tensor) -> bool:
-    """Whether a tensor's elements are numbers that the statistics are defined for: real ones."""
-    return tensor.dtype not in _WITHOUT_STATISTICS
 
 
 def is_float8(tensor: Tensor) -> bool:
@@ -177,8 +173,7 @@ def _units(tensors: Tensor, unit: int | None) -> Tensor:
     rest = [dim for dim in range(1, tensors.ndim) if unit is None or dim != unit + 1]
     # Not the norm for p = inf, which takes fifty times as long on the CPU.
     units = torch.maximum(tensors.amax(rest), tensors.amin(rest).neg()) if rest else tensors.abs()
-    wide = wide_dtype(tensors.device)
-    return units.reshape(len(tensors), -1).to(wide if units.dtype == wide else torch.float32)
+    return units.reshape(len(tensors), -1).to(torch.promote_types(units.dtype, torch.float32))
 
 
 def _centred(tensors: Tensor, centred: Tensor) -> Tensor:

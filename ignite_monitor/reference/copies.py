@@ -52,7 +52,7 @@ def separate_copy(model: nn.Module) -> SeparateCopy:
     Raises:
         ValueError: if it can't be made.
     """
-    memo: dict[int, Any] = {id(hook): hook for module in model.modules() for _, _, hook in hooks_of_users(module)}
+    memo: dict[int, Any] = {id(hook): hook for *_, hook in hooks_of_users(model.modules())}
     try:
         with _DetachedTensors():
             separate = copy.deepcopy(model, memo)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ignite_monitor.model._torch import in_backward, is_transformed, module_call, parameters_of_each
+from ignite_monitor.model._torch import current_backward, is_transformed, module_call, parameters_of_each, versions
 from ignite_monitor.model._torch import version as version_of
 from ignite_monitor.model.forward import ModuleHook, after_forward, before_forward
 from ignite_monitor.model.norms import any_sharded
@@ -128,7 +128,7 @@ class ReferencePasses:
             or self._paused
             or not module.training
             or here.running
-            or in_backward()
+            or current_backward() != -1
             or is_transformed(
                 [each for each in (*args, *kwargs.values(), *module.parameters()) if isinstance(each, Tensor)]
             )
@@ -200,7 +200,7 @@ class ReferencePasses:
         current = self._current
         if current is None or module is not self._reference.root:
             return
-        if here.running or in_backward() or _modules_around().count(module) > 1:
+        if here.running or current_backward() != -1 or _modules_around().count(module) > 1:
             return
         self._forget()
         for name in current.unpaired():
@@ -212,7 +212,7 @@ class ReferencePasses:
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         current, name = self._current, self._ours.get(module)
-        if current is None or name is None or here.running or in_backward():
+        if current is None or name is None or here.running or current_backward() != -1:
             return
         kept = current.take(name)
         if kept is None:
@@ -303,11 +303,9 @@ class KeptPass:
 
     def changed(self) -> set[str]:
         """The names of whose tensors some have been changed in place since they were kept."""
-        return {
-            name
-            for name, reference, version in self._versions
-            if (tensor := reference()) is not None and version_of(tensor) != version
-        }
+        there = [(name, tensor, then) for name, kept, then in self._versions if (tensor := kept()) is not None]
+        now = versions(tensor for _, tensor, _ in there)
+        return {name for (name, _, then), version in zip(there, now, strict=True) if version != then}
 
     def take(self, name: str) -> list[Tensor | None] | None:
         """What was kept of the next call of a name; None where the reference has made no such call."""

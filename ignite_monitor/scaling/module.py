@@ -59,7 +59,7 @@ class Multiplier:
 
 def multiplier_of(module: nn.Module) -> Multiplier | None:
     """The multiplier that a module has, if it has one."""
-    return next((hook for hook in known_forward_hooks(module).values() if isinstance(hook, Multiplier)), None)
+    return next((hook for hook in known_forward_hooks([module])[0].values() if isinstance(hook, Multiplier)), None)
 
 
 class ParametrizedModule(nn.Module):

@@ -46,9 +46,9 @@ class FrozenParameters:
         if still.device != like.device:
             still = upload(still, like.device) if still.device.type == "cpu" else still.to(like.device)
         if list(names) != self._names:
-            places = {name: place for place, name in enumerate(self._names)}
-            # A place that is not there takes the zero at the end.
-            taken = torch.tensor([places.get(name, len(places)) for name in names], device="cpu")
+            indices = {name: index for index, name in enumerate(self._names)}
+            # A name that is not there takes the zero at the end.
+            taken = torch.tensor([indices.get(name, len(indices)) for name in names], device="cpu")
             still = torch.cat([still, still.new_zeros(1)])[upload(taken, still.device)]
             self._names = list(names)
         self.still = still
