@@ -68,7 +68,7 @@ class SteppedParameters:
         for members, _ in self._groups:
             # A hook of the user's may have zeroed the gradients; only then the version, which fused steps do not
             # raise, has to tell.
-            now = versions(parameter for _, parameter, _ in members)
+            now = versions([parameter for _, parameter, _ in members])
             stepped += [
                 index
                 for (index, parameter, then), version in zip(members, now, strict=True)
