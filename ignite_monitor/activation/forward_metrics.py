@@ -45,7 +45,7 @@ class ForwardMetrics:
 
     Attributes:
         activation: of outputs and attention heads.
-        recorded: what the model records; see :func:`named_apart`.
+        recorded: what the model records; :func:`named_apart` names it.
         entropy: of attention.
         logits: the largest of attention's scores.
         skipped: tags of modules with tensors that can't be measured.
@@ -167,11 +167,7 @@ class ForwardMetrics:
 
 
 class OutputComparison(Comparison):
-    """Measures each output of the model against that of the reference.
-
-    Attributes:
-        measured: what takes the differences in.
-    """
+    """Measures each output of the model against that of the reference."""
 
     by_weights = False
 
@@ -216,11 +212,7 @@ def in_order(values: NamedValues, order: Mapping[str, None]) -> NamedValues:
 
 
 def named_apart(found: list[NamedValues]) -> list[NamedValues]:
-    """Names and numbers, with what was recorded under names that nothing else has.
-
-    Args:
-        found: names and numbers, those of a list of one family.
-    """
+    """Names and numbers, each of one family, with what was recorded under names that nothing else has."""
     if not any(names[0].startswith(_RECORDED) for names, _ in found if names):
         return found
     recorded = [name for names, _ in found for name in names if name.startswith(_RECORDED)]

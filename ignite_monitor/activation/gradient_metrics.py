@@ -21,10 +21,7 @@ class GradientMetrics:
     A gradient is measured when a backward that reached its parameter has ended, in place of an earlier measurement, and
     once more when an optimizer is about to make its step with it, where it may have been clipped. One that no backward
     of this iteration has made, set by hand or left from an earlier one, is measured then. What comes after the first
-    step belongs to another optimizer's backward, or to a step that is not looked at.
-
-    Args:
-        parameters: the parameters, and name and tag of each.
+    step belongs to another optimizer's backward, or to a step that is not looked at. A parameter has a name and a tag.
     """
 
     def __init__(self, parameters: Mapping[nn.Parameter, tuple[str, str]], metrics: MetricSet) -> None:
@@ -37,23 +34,14 @@ class GradientMetrics:
         self._stepped: set[nn.Parameter] = set()
 
     def gradients_ready(self, scale: Tensor | None, reached: Set[int]) -> None:
-        """A backward has ended.
-
-        Args:
-            scale: what the gradients are scaled by; None for 1.
-            reached: ids of the parameters whose gradients it may have changed.
-        """
+        """A backward has ended, which may have changed the gradients of these, by id, and scaled them."""
         waiting = (each for each in self._parameters if each not in self._stepped and id(each) in reached)
         changed = list(_gradients(waiting))
         self._before += self._measure("gradient", changed, scale)
         self._measured.update(parameter for parameter, _ in changed)
 
     def step_started(self, parameters: Iterable[nn.Parameter], scale: Tensor | None) -> None:
-        """An optimizer is about to make its first step.
-
-        Args:
-            scale: what their gradients are scaled by; None for 1.
-        """
+        """An optimizer is about to make its first step, with gradients that are scaled."""
         own = [each for each in parameters if each in self._parameters and each not in self._stepped]
         gradients = list(_gradients(own))
         by_hand = [(each, gradient) for each, gradient in gradients if each not in self._measured]

@@ -22,20 +22,14 @@ _KEPT = 16
 
 
 class Measurement:
-    """Collects what metrics say of the tensors of one kind.
-
-    Args:
-        units: whether the tensors have a batch, and thus units that may be dead.
-    """
+    """Collects what metrics say of the tensors of one kind, which with ``units`` have a batch."""
 
     def __init__(self, family: str, metrics: MetricSet, *, units: bool = False) -> None:
         self.family = family
         self.metrics = metrics
         self._columns = [index for index, wanted in enumerate(metrics.builtin) if wanted]
-        self._known: tuple[Sequence[str], list[str]] = (
-            (),
-            [],
-        )  # the last tensors' names, and those of their statistics
+        # The last tensors' names, and those of their statistics.
+        self._known: tuple[Sequence[str], list[str]] = (), []
         self._observations = Observations(units)
         self._numbers = _Numbers()
         self._metric_of: dict[str, str] = {}  # of numbers that a function of the user's puts together
@@ -55,11 +49,7 @@ class Measurement:
         return bool(self._columns or self.metrics.of(name))
 
     def add(self, key: str, name: str, tensor: Tensor) -> None:
-        """Measure a tensor; by the user's own metrics alone if it is complex.
-
-        Args:
-            tensor: the tensor; where it is part of a graph, under ``no_grad``.
-        """
+        """Measure a tensor, under ``no_grad``; by the user's own metrics alone if it is complex."""
         if self._columns:
             self._observations.add(key, tensor)
         if self.metrics.own:
@@ -81,11 +71,7 @@ class Measurement:
             self._call(key, name, (tensor, other))
 
     def add_all(self, keys: Sequence[str], name: str, tensors: Tensor) -> None:
-        """Measure tensors of one shape that belong to one module.
-
-        Args:
-            tensors: of shape (keys, ...), detached.
-        """
+        """Measure tensors that belong to one module, of shape (keys, ...), detached."""
         if self._columns:
             self._observations.add_all(keys, tensors)
         if self.metrics.own:
@@ -127,11 +113,10 @@ class Measurement:
         return sums, maxima
 
     def values(self, over_ranks: tuple[Rows, Rows] | None = None) -> list[NamedValues]:
-        """Names and their numbers, not finite where there is none.
+        """Names and their numbers, not finite where there is none, of this rank alone or of all.
 
         Args:
-            over_ranks: what :meth:`sums_and_maxima` has come to on all ranks, other measurements' included; None for
-                this rank alone.
+            over_ranks: what :meth:`sums_and_maxima` has come to on all ranks, other measurements' included.
         """
         sums, maxima = self.sums_and_maxima() if over_ranks is None else over_ranks
         own = {kind[1:]: rows for kind, rows in (sums | maxima).items() if kind[0] == self.family}

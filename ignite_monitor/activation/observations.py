@@ -56,11 +56,7 @@ class _Stack:
 
 
 class Observations:
-    """Adds up the sums of tensors by name.
-
-    Args:
-        with_units: whether the tensors have a batch, and with it units that may be dead.
-    """
+    """Adds up the sums of tensors by name, which with units have a batch, and with it units that may be dead."""
 
     def __init__(self, with_units: bool = True) -> None:
         self._with_units = with_units
@@ -90,19 +86,17 @@ class Observations:
         return True
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Observe a tensor; nothing of one that has no statistics.
+        """Observe a tensor, under ``no_grad``; nothing of one that has no statistics.
 
         With units it may be changed in place afterwards, without them only after :meth:`flush`.
-
-        Args:
-            tensor: the tensor; where it is part of a graph, under ``no_grad``.
         """
         if self.add_again(name, tensor) or tensor.dtype in WITHOUT_STATISTICS:
             return
         size = tensor.numel()
         if size > _SMALL:
             self._sum_up([NamedValues([name], tensor.unsqueeze(0))])
-        elif size and self._copied(tensor):
+        # An activation may change, so that it has to wait as a copy; elsewhere a copy makes sums quicker.
+        elif size and (self._with_units or tensor.device.type == "cpu"):
             self._make_room(tensor, 1)
             self.add_again(name, tensor)
         elif size:
@@ -116,17 +110,8 @@ class Observations:
         for name, tensor in tensors:
             self.add(name, tensor)
 
-    def _copied(self, tensor: Tensor) -> bool:
-        """Whether a tensor has to wait as a copy: an activation may change; elsewhere a copy makes sums quicker."""
-        return self._with_units or tensor.device.type == "cpu"
-
     def add_all(self, names: Sequence[str], tensors: Tensor) -> None:
-        """Observe tensors of one shape, which may be changed in place afterwards.
-
-        Args:
-            names: what each belongs to.
-            tensors: of shape (names, ...), without a gradient.
-        """
+        """Observe tensors, of shape (names, ...) and without a gradient, which may be changed in place afterwards."""
         if tensors.numel() > _SMALL:
             self._sum_up([NamedValues(names, tensors)])
         elif tensors.numel():

@@ -30,10 +30,7 @@ def unit_dimension(shape: Sequence[int]) -> int | None:
     """The dimension whose indices are the units of an activation.
 
     That of the features, which is the last one, and in tensors with four and more dimensions that of the channels,
-    which is the second; None where there is but a batch.
-
-    Args:
-        shape: the activation's shape, batch included.
+    which is the second; None where there is but a batch, which the shape includes.
     """
     if len(shape) < 2:
         return None
@@ -228,12 +225,8 @@ def statistics(sums: Tensor, largest: Tensor, dead: Tensor, units: Tensor) -> Te
     the fraction of units that are 0 throughout, and how many elements are not finite. Where there are any, and where
     there is no such number (the standard deviation of one element), a statistic is NaN.
 
-    Args:
-        sums: as :func:`sum_up` gives them, added up over the parts.
-        units: how many there are; 0 for tensors without.
-
-    Returns:
-        A tensor of shape (tensors, 6), in the order of ``STATISTICS``.
+    ``sums`` are those of :func:`sum_up`, added up over the parts, ``units`` is 0 for tensors without; the result is of
+    shape (tensors, 6), in the order of ``STATISTICS``.
     """
     elements, vectors, total, within, norms, nonfinite, of_means = sums.unbind(1)
     mean = total / elements

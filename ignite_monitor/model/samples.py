@@ -130,11 +130,7 @@ class ParameterSamples:
         return [index for index in indices if index not in self._with_elements]
 
     def keep_weights(self, weights: Sequence[Tensor | None]) -> None:
-        """Copy the sampled elements of the weights, to be compared with later ones.
-
-        Args:
-            weights: for each parameter itself, or another tensor of its shape; None to keep what is kept of it.
-        """
+        """Copy the sampled elements of weights, to be compared with later ones; of None what is kept stays."""
         for group in self.groups:
             group.copy(weights, group.before)
 
@@ -161,11 +157,7 @@ class ParameterSamples:
         return torch.stack(counts) * self._factors**2
 
     def weights_and_changes(self, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Norms of the sampled elements of the kept weights, which it uses up, and of what has changed since.
-
-        Args:
-            weights: as for :meth:`keep_weights`.
-        """
+        """Norms of the sampled elements of the kept weights, which it uses up, and of what has changed since."""
         rows: list[Tensor] = []
         self._counts = []
         for group in self.groups:
@@ -217,17 +209,15 @@ class ParameterSamples:
         """Each gradient's norm, estimated from that of its sampled elements.
 
         Args:
-            norms: the tensors that :meth:`gradient_norms` gave.
             positions: index of a parameter -> its position in all of them, one after the other, or -1 for 0; the others
                 have NaN.
         """
         return self._in_order(norms, positions) * self._factors
 
     def means(self, sums: Sequence[Tensor]) -> Tensor:
-        """Each parameter's means over its elements, those of all ranks; NaN where it has no sample.
+        """Each parameter's means over its elements, of all ranks; NaN where it has no sample.
 
-        Args:
-            sums: for each group sums over the sampled elements of each row, weighed, of shape (k, rows).
+        The sums are, for each group, over the sampled elements of each row, weighed, and of shape (k, rows).
         """
         return self.over_ranks(self._in_order(sums, self._positions), power=1) / self._taken
 
@@ -374,12 +364,7 @@ class Group:
         return rows
 
     def copy(self, sources: Sequence[Tensor | None], rows: Tensor) -> None:
-        """Copy the sampled elements of those sources that there are.
-
-        Args:
-            sources: for each parameter of the model a tensor of its shape, or None.
-            rows: where to, what :meth:`room` gave.
-        """
+        """Copy sampled elements to rows of a :meth:`room`, of each parameter from a tensor of its shape, or of none."""
         targets = self._targets[id(rows)]
         found: list[Any] = [sources[index] for index in self.indices]
         if all(source is None for source in found):

@@ -24,9 +24,6 @@ def detached_copy(value: T) -> T:
 
     Whatever holds the tensors is copied with them: containers, caches of keys and values, random number generators.
     A copy of a tensor requires gradients where the tensor does, since implementations are chosen by that.
-
-    Args:
-        value: anything that ``copy.deepcopy`` can copy, tensors that require gradients included.
     """
     with _DetachedTensors():
         return copy.deepcopy(value)

@@ -283,7 +283,6 @@ class KeptPass:
     """The calls of one forward pass: of the reference's what is kept, of the model's those under way.
 
     Args:
-        offload: whether what is kept waits in the host's memory, page-locked, rather than on the device.
         unstable: names of modules of whose calls a copy has to be kept, since it is changed in place later on.
 
     Attributes:

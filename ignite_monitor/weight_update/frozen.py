@@ -37,11 +37,7 @@ class FrozenParameters:
         self._changed = DeferredFlag()
 
     def rename(self, names: Sequence[str], like: Tensor) -> None:
-        """Go over to another set of parameters; those with a known name keep their count.
-
-        Args:
-            like: a tensor of the device and dtype that ratios will have.
-        """
+        """Go over to other parameters, with ratios like a tensor; those with a known name keep their count."""
         still = self.still.to(like.dtype)
         if still.device != like.device:
             still = upload(still, like.device) if still.device.type == "cpu" else still.to(like.device)
@@ -62,19 +58,11 @@ class FrozenParameters:
         return after & moved
 
     def is_frozen(self, ratio: float, still: float) -> bool:
-        """Whether a parameter had a step and is frozen, by numbers that are on the host.
-
-        Args:
-            ratio: its update ratio, NaN if it had no step.
-        """
+        """Whether a parameter had a step, without which its ratio is NaN, and is frozen, by numbers on the host."""
         return not math.isnan(ratio) and still >= self._patience
 
     def changed(self, wait: bool = False) -> bool:
-        """Whether, as far as is known, a parameter has frozen or thawed since this was last true.
-
-        Args:
-            wait: whether to wait for the device to know.
-        """
+        """Whether, as far as is known, a parameter has frozen or thawed since this was last true."""
         return self._changed.take(wait)
 
     def is_still(self, still: Sequence[float] | None = None) -> list[bool]:
@@ -84,12 +72,7 @@ class FrozenParameters:
         return on_host(self.still >= self._patience)
 
     def report(self, logger: logging.Logger, prefix: str, is_still: Sequence[bool], is_rounded: Sequence[bool]) -> None:
-        """Warn of parameters that have frozen since the last time.
-
-        Args:
-            is_still: what :meth:`is_still` says.
-            is_rounded: for each parameter, whether rounding may be why it stands still.
-        """
+        """Warn of parameters that have frozen since the last time, and of which rounding may be why."""
         frozen = {
             name: rounded for name, still, rounded in zip(self._names, is_still, is_rounded, strict=True) if still
         }
@@ -117,9 +100,6 @@ class FrozenParameters:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a saved state; parameters that it does not know start anew.
 
-        Args:
-            state_dict: what :meth:`state_dict` returned.
-
         Raises:
             TypeError: if its names are no list of strings.
             ValueError: if it is damaged or of another model.
@@ -138,11 +118,7 @@ class FrozenParameters:
 
 
 class LostUpdates:
-    """Warns once if most updates are lost in some monitored steps in a row.
-
-    Args:
-        patience: in how many.
-    """
+    """Warns once if most updates are lost in as many monitored steps in a row as it has patience for."""
 
     def __init__(self, patience: int) -> None:
         self._patience = patience
@@ -163,11 +139,7 @@ class LostUpdates:
         self._flag.set(self._in_a_row >= self._patience)
 
     def warn(self, logger: logging.Logger, prefix: str, wait: bool = False) -> None:
-        """Warn, if that is known to be so by now.
-
-        Args:
-            wait: whether to wait for the device to know.
-        """
+        """Warn, if that is known to be so by now, or once the device knows."""
         if not self._is_told and self._flag.take(wait):
             self._is_told = True
             logger.warning(

@@ -39,12 +39,7 @@ class GradientNorms:
 
     @torch.no_grad()
     def gradients_ready(self, scale: Tensor | None, reached: Set[int]) -> None:
-        """A backward has ended.
-
-        Args:
-            scale: what the gradients are scaled by; None for 1.
-            reached: ids of the parameters whose gradients it may have changed.
-        """
+        """A backward has ended, which may have changed the gradients of these, by id, and scaled them."""
         self._latest |= self._measure((index for key, index in self._indices.items() if key in reached), scale)
 
     @torch.no_grad()
@@ -52,9 +47,8 @@ class GradientNorms:
         """An optimizer is about to make its step.
 
         Args:
-            indices: of its parameters.
-            scale: what their gradients are scaled by, where no backward has made them; None for 1.
-            reduced: whether they are the same on every rank.
+            scale: what gradients are scaled by that no backward has made; None for 1.
+            reduced: whether gradients are the same on every rank.
         """
         indices = list(indices)
         self._taken = {index: self._latest[index] for index in indices if index in self._latest}

@@ -92,23 +92,13 @@ class SampledTrainStep:
         self.samples.forget_gradients()
 
     def gradients_ready(self, scale: Tensor | None, reached: Set[int], stepping: Optimizer | None) -> None:
-        """A backward has ended.
-
-        Args:
-            scale: what the gradients are scaled by; None for 1.
-            stepping: the optimizer in whose step it has; None if in none.
-        """
+        """A backward has ended, maybe in the step of an optimizer."""
         if stepping is not None:
             self._stepped.met_gradients(stepping)
         self._gradients.gradients_ready(scale, reached)
 
     def step_started(self, optimizer: Optimizer, scale: Tensor | None, reduced: bool) -> None:
-        """An optimizer is about to make its step with the gradients that are there.
-
-        Args:
-            scale: what those are scaled by that no backward has made; None for 1.
-            reduced: whether they are the same on every rank.
-        """
+        """An optimizer is about to make its step with the gradients that are there."""
         if optimizer not in self._optimizers:
             self._optimizers.add(optimizer)
             self._keep_copies(optimizer)
@@ -196,9 +186,5 @@ def _is_compensated(optimizer: Optimizer, parameter: nn.Parameter) -> bool:
 
 
 def unknown_where(values: Tensor, known: Tensor | None) -> Tensor:
-    """Values with NaN where they are not known.
-
-    Args:
-        known: bool, where they are; None for nowhere.
-    """
+    """Values with NaN where they are not known, by a mask, or at all."""
     return torch.full_like(values, math.nan) if known is None else torch.where(known, values, math.nan)
