@@ -67,7 +67,7 @@ class AttentionCalls(TorchFunctionMode):
 
     @contextlib.contextmanager
     def during(self, modules: Iterable[nn.Module], wanted: Callable[[], bool]) -> Iterator[None]:
-        """While it lasts, see the calls in forward passes of modules, where that is wanted as the outermost begins."""
+        """While it lasts, see the calls in forward passes of modules, where that is wanted as they begin."""
         modules = list(modules)
         try:
             with before_forward(modules, _Hook(self, modules, wanted)), after_forward(modules, _Hook(self, modules)):
@@ -172,8 +172,7 @@ class _Hook(ModuleHook):
         if self._wanted is None:
             self._calls.leave()
         else:
-            around = self._calls._thread.watched
-            self._calls.enter(around[-1] if around else self._wanted())
+            self._calls.enter(self._wanted())
 
 
 class _Thread(threading.local):
