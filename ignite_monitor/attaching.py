@@ -215,12 +215,7 @@ def _checked(also: Iterable[str]) -> list[str]:
 
 
 def _details(model: nn.Module, start: str) -> str:
-    """A regular expression for the values of activations that are too many to look at.
-
-    Args:
-        model: whose modules they are of.
-        start: what their names start with.
-    """
+    """A regular expression for the values of activations that are too many to look at; names begin with ``start``."""
     modules = dict(named_modules(model))
     outline, blocks = ["_root_"], list[str]()
     lists: list[str] = []  # the outermost ones

@@ -274,9 +274,9 @@ def _coord_check(chosen: argparse.Namespace) -> None:
     if output is not None and not output.parent.is_dir():  # known before the trainings
         raise BadInput(f"argument --output: {output.parent} is no folder")
     with _one_line(chosen.target):
-        from ignite_monitor.scaling.command import run
+        from ignite_monitor.scaling.coordinate_check import check_target
 
-        result = run(chosen.target, chosen.widths, chosen.steps, chosen.seeds)
+        result = check_target(chosen.target, chosen.widths, chosen.steps, chosen.seeds)
     print(result.table(), result.summary(), sep="\n\n")
     if output is not None:
         with _one_line(str(output)):

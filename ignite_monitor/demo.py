@@ -54,11 +54,7 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.ReLU(), nn.Linear(4 * WIDTH, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The block's output.
-
-        Args:
-            x: (batch, characters, width).
-        """
+        """The block's output, of (batch, characters, width) as its input is."""
         parts = self.qkv(self.norm_1(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
         attended = nn.functional.scaled_dot_product_attention(parts[0], parts[1], parts[2], is_causal=True)
         x = x + self.projection(attended.transpose(1, 2).flatten(2))
@@ -77,11 +73,7 @@ class TinyGPT(nn.Module):
         self.head = nn.Linear(WIDTH, CHARACTERS)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The logits of each next character.
-
-        Args:
-            x: numbers of characters, (batch, characters).
-        """
+        """The logits of each next character, given numbers of characters: (batch, characters)."""
         x = self.characters(x) + self.places.weight[: x.shape[1]]
         for block in self.blocks:
             x = block(x)
@@ -214,11 +206,7 @@ def _loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def _text() -> Tensor:
-    """The numbers of the characters of the standard library's sources.
-
-    Raises:
-        FileNotFoundError: if this Python comes without them.
-    """
+    """The numbers of the characters of the standard library's sources; FileNotFoundError if there are none."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     found, size = [], 0
     for path in sorted(folder.glob("*.py")):

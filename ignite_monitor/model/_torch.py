@@ -34,11 +34,7 @@ class Gone:
 
 
 def need(feature: str, *found: Any) -> None:
-    """Refuse a feature that can't do without a private name that is gone.
-
-    Raises:
-        RuntimeError: if one of them is gone.
-    """
+    """Refuse, with a RuntimeError, a feature that can't do without a private name that is gone."""
     for each in found:
         if isinstance(each, Gone):
             package = each.name.partition(".")[0]
@@ -205,11 +201,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 def known_forward_hooks(module: nn.Module) -> dict[tuple[str, int], Any]:
-    """All forward hooks of a module, those of others too, by what :func:`remove_forward_hook` knows them by.
-
-    Raises:
-        RuntimeError: if they can't be known.
-    """
+    """All forward hooks of a module, others' too, as :func:`remove_forward_hook` knows them; else a RuntimeError."""
     found: dict[str, Any] = {kind: getattr(module, kind, Gone(f"torch.nn.Module.{kind}")) for kind in _HOOKS}
     need("A reference or a parametrization", *found.values())
     return {(kind, key): hook for kind in found for key, hook in found[kind].items()}
@@ -333,11 +325,7 @@ _fake = _or("torch._subclasses.fake_tensor.FakeTensor", ())
 
 
 class DispatchMode(_Seen):  # type: ignore[misc]
-    """A ``TorchDispatchMode`` of higher-order operators too.
-
-    Raises:
-        RuntimeError: if this torch has none.
-    """
+    """A ``TorchDispatchMode`` of higher-order operators too; a RuntimeError if this torch has none."""
 
     def __init__(self) -> None:
         need(type(self).__name__, dispatch_mode)
@@ -390,10 +378,7 @@ def sparse_parts(sparse: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def version(tensor: Tensor) -> int:
-    """A number that grows with every change in place that autograd knows of; 0 for inference tensors, which have none.
-
-    A reference needs it.
-    """
+    """Grows with every change in place that autograd knows of; 0 for inference tensors. A reference needs it."""
     return 0 if tensor.is_inference() else int(getattr(tensor, "_version", 0))
 
 
@@ -473,11 +458,7 @@ HANDLE_EXCEPTION = "_handle_exception"  # without it what is on a model stays th
 
 
 def check_engine(engine: Any) -> None:
-    """Refuse an engine whose train step can't be followed.
-
-    Raises:
-        RuntimeError: if it is not kept where it was.
-    """
+    """Refuse, with a RuntimeError, an engine whose train step can't be followed."""
     need("attach", getattr(engine, TRAIN_STEP, Gone(f"ignite.engine.Engine.{TRAIN_STEP}")))
 
 

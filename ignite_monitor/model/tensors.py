@@ -56,11 +56,7 @@ def floating_tensors(output: Any, path: str = "", around: frozenset[int] = froze
 
 
 def count_items(batch: Any) -> int | None:
-    """The length of the first tensor in a batch: in a tensor, or nested in tuples, lists and mappings.
-
-    Returns:
-        None if there is no tensor with a dimension in it.
-    """
+    """The length of the first tensor in a batch that has a dimension; None if there is none."""
     if isinstance(batch, Tensor):
         return len(batch) if batch.ndim else None
     parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else ()

@@ -38,10 +38,6 @@ class ModelCalls:
 
     What the model is given in it is the train step's own already, and is forgotten when that returns. Calls without
     gradients are left out: a train step may make thousands of them, and keeps nothing of each.
-
-    Attributes:
-        calls: those since the first one after the last backward but one.
-        complete: whether these are all of them.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -54,8 +50,8 @@ class ModelCalls:
         self._ended = False
         self._device: torch.device | None = None
         self._generators: list[torch.Generator] = []
-        self.calls: list[ModelCall] = []
-        self.complete = True
+        self.calls: list[ModelCall] = []  # those since the first one after the last backward but one
+        self.complete = True  # whether these are all of them
 
     def __enter__(self) -> None:
         if not is_compiled_in_place(self._called):  # hooks would be compiled with it

@@ -35,32 +35,22 @@ class OriginSearch:
     The model is run once more with what it has been called with, and the same random numbers, and a random gradient
     through it. Parameters, gradients, buffers, attributes and random numbers are the same afterwards. Only the first
     of such gradients in a row is looked into, and nothing is kept or computed before.
-
-    Args:
-        model: the model.
-
-    Attributes:
-        calls: what the model is called with.
-        found: where the newest gradient comes from, if it is not finite and that could be found.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._row = False
         self.calls = ModelCalls(model)
-        self.found: Origin | None = None
+        self.found: Origin | None = None  # of the newest gradient, if it is not finite and that could be found
 
     def look(self, is_finite: bool, is_overflow: bool, alone: bool) -> str | None:
-        """A backward has ended.
+        """A backward has ended; what there is to say of it.
 
         Args:
             is_finite: whether its gradient is.
             is_overflow: whether a gradient that is not may be one of a loss that has been scaled too much: then only
                 what is not finite in forward counts.
             alone: whether the gradient is made by this process alone, and not by others too.
-
-        Returns:
-            What there is to say.
         """
         self.calls.backward_ended()
         repeated, self._row = self._row, not is_finite
@@ -201,11 +191,7 @@ def _backward(outputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> di
 
 @contextmanager
 def _unnoticed(modules: list[nn.Module], call: ModelCall) -> Iterator[None]:
-    """While it lasts, the model can be run, and afterwards nothing shows it.
-
-    Raises:
-        NotFoundError: if it has drawn random numbers of which it is not known what they were.
-    """
+    """While it lasts the model can be run unnoticed; NotFoundError if it draws numbers that it will not draw again."""
     held = [each for module in modules for each in generators_of(module).values()]
     devices = [generator.device for generator, _ in call.generators]
     has_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -38,11 +38,7 @@ class Seen:
             self.others = True
 
     def holds(self, unwanted: int, *, masks: bool = False) -> bool:
-        """Whether one of them holds what is unwanted.
-
-        Args:
-            masks: whether -inf is welcome in what requires no gradient.
-        """
+        """Whether one of them holds what is unwanted; with ``masks``, -inf is welcome in what requires no gradient."""
         pairs = zip(self.codes, self.requires_grad, strict=True)
         return any(code & (unwanted & ~_MINUS if masks and not required else unwanted) for code, required in pairs)
 
@@ -87,25 +83,16 @@ class TracedCall:
 
 
 class Trace:
-    """Follows the calls of a model's modules, and their backward.
-
-    Args:
-        modules: name -> module.
-
-    Attributes:
-        calls: the calls, in the order in which they return.
-        outputs: what the outermost ones return, as far as it has gradients.
-        shared: ids of the parameters that several modules have.
-    """
+    """Follows the calls of a model's modules, by name, and their backward."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._names = {id(module): name for name, module in modules.items()}
         self._modules = list(modules.values())
         self._open: list[TracedCall] = []
-        self.calls: list[TracedCall] = []
-        self.outputs: list[Tensor] = []
+        self.calls: list[TracedCall] = []  # in the order in which they return
+        self.outputs: list[Tensor] = []  # what the outermost ones return, as far as it has gradients
         owned = Counter(id(each) for module in self._modules for each in module.parameters(recurse=False))
-        self.shared = {each for each, owners in owned.items() if owners > 1}
+        self.shared = {each for each, owners in owned.items() if owners > 1}  # ids of parameters
 
     @contextmanager
     def followed(self) -> Iterator[None]:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import logging
 import random
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ignite_monitor.checks import check_count, check_type
+from ignite_monitor.checks import check_count, check_function, check_type
 from ignite_monitor.model.devices import wide_dtype
 from ignite_monitor.model.eager import Eager
 from ignite_monitor.model.modes import is_plain
@@ -98,10 +101,8 @@ def coordinate_check(
     if isinstance(quantities, str) or not quantities or not set(quantities) <= set(QUANTITIES):
         raise ValueError(f"Argument quantities should be some of {QUANTITIES}, but given {quantities!r}")
     for name, function in (("make_model", make_model), ("make_batch", make_batch)):
-        if not callable(function):
-            raise TypeError(f"Argument {name} should be a function of the width, but given {type(function)}")
-    if train_step is not None and not callable(train_step):
-        raise TypeError(f"Argument train_step should be a function or None, but given {type(train_step)}")
+        check_function(name, function, "width", described="a function of the width", optional=False)
+    check_function("train_step", train_step, "model", "optimizer", "batch")
     records: list[Record] = []
     starts: dict[str, float] = {}
     rates: dict[str, float] = {}
@@ -277,3 +278,56 @@ class OutputChanges(Comparison):
 
 def _first(output: Any) -> Tensor | None:
     return next((tensor for _, tensor in floating_tensors(output)), None)
+
+
+def check_target(target: str, widths: Sequence[int], steps: int, seeds: int) -> CoordinateCheck:
+    """A coordinate check of what a user's function makes.
+
+    Args:
+        target: ``MODULE:FACTORY``, where MODULE is the name of a module or the path of a Python file, and FACTORY,
+            called without arguments, returns ``(make_model, make_batch)`` or these and ``train_step``.
+
+    Raises:
+        ValueError: if the target is no such thing, or raises an error.
+    """
+    try:
+        made = _factory(target)()
+    except ValueError:
+        raise
+    except Exception as error:  # the user's own code
+        raise ValueError(f"{target}: {type(error).__name__}: {error}") from error
+    if not isinstance(made, Sequence) or not 2 <= len(made) <= 3:
+        raise ValueError(f"{target} should return make_model and make_batch, or these and train_step, but gives {made}")
+    options: dict[str, Any] = dict(zip(("make_model", "make_batch", "train_step"), made, strict=False))
+    try:
+        return coordinate_check(**options, widths=widths, steps=steps, seeds=seeds)
+    except Exception as error:  # likewise
+        raise ValueError(f"{target}: {type(error).__name__}: {error}") from error
+
+
+def _factory(target: str) -> Any:
+    module_name, _, name = target.rpartition(":")
+    if not module_name or not name:
+        raise ValueError(f"{target!r} should be MODULE:FACTORY")
+    try:
+        module = _load(module_name)
+    except Exception as error:
+        raise ValueError(f"{module_name} can't be imported: {type(error).__name__}: {error}") from error
+    factory = getattr(module, name, None)
+    if not callable(factory):
+        raise ValueError(f"{module_name} has no function {name}")
+    return factory
+
+
+def _load(name: str) -> Any:
+    path = Path(name)
+    if path.suffix != ".py":
+        if "" not in sys.path and str(Path.cwd()) not in sys.path:
+            sys.path.insert(0, str(Path.cwd()))
+        return importlib.import_module(name)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{name} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -49,14 +49,9 @@ from ignite_monitor.checks import check_count, check_type
 from ignite_monitor.model.names import named_modules, named_parameters
 from ignite_monitor.scaling.graph import PRESETS, Node
 from ignite_monitor.scaling.labels import FLAT, TracingError
+from ignite_monitor.scaling.layers import FoundLayers, ParametrizedLayer, as_node, layers_by_hand
 from ignite_monitor.scaling.module import Multiplier, check_weights, norm_of
-from ignite_monitor.scaling.parametrization import (
-    FoundLayers,
-    Parametrization,
-    ParametrizedLayer,
-    as_node,
-    layers_by_hand,
-)
+from ignite_monitor.scaling.parametrization import Parametrization
 from ignite_monitor.scaling.tracing import Trace
 
 _logger = logging.getLogger(__name__)

@@ -107,11 +107,7 @@ class BlockLanczos:
         self.steps += 1
 
     def missing(self, relative: float) -> Tensor:
-        """About how many more steps it takes until the bounds differ by this at most, as far as square roots go.
-
-        Returns:
-            Of shape (B,): 0 where they do so now, elsewhere 1 or more.
-        """
+        """How many more steps until the bounds differ by this at most, as far as square roots go: (B,), about."""
         # They mostly fall from candidate to candidate, but not always.
         length = self._examine()[0][:, sum(each < relative for each in _ABOVE) :].amax(1)
         # The first steps shorten them most.

@@ -56,11 +56,7 @@ class Matrices:
         self._unit = self._divisor.flatten().to(frobenius.dtype) * largest
 
     def gram(self, vectors: Tensor) -> Tensor:
-        """VWᵀW, or VWWᵀ.
-
-        Args:
-            vectors: V, of shape (B, any, n).
-        """
+        """VWᵀW, or VWWᵀ, for V of shape (B, any, n)."""
         # Of the ways to order these products the ones that the CPU is quick at.
         parts: tuple[Tensor, ...] = self._matrices.split(self._part, 1 if self._by_columns else 2)
         if not self._by_columns:

@@ -76,11 +76,7 @@ def as_weights(acting: ActingWeight, whole: bool) -> list[Weight]:
 
 
 def batches(weights: Iterable[Weight]) -> Iterable[Batch]:
-    """Weights of one size, dtype and device together.
-
-    Yields:
-        Each batch when it is asked for, since it may be a copy.
-    """
+    """Weights of one size, dtype and device together; each batch, which may be a copy, when it is asked for."""
     alike: dict[Any, list[tuple[Weight, Tensor]]] = {}
     for weight in weights:
         local = weight.local
