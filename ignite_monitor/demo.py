@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
 import os
@@ -10,6 +11,7 @@ import shutil
 import sys
 import sysconfig
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,6 +36,8 @@ ROW = 30
 """How many batches in a row are damaged: more than leaving them out survives."""
 
 Batch = tuple[Tensor, Tensor]
+
+_say = functools.partial(print, flush=True)
 
 
 class Damaged(NamedTuple):
@@ -222,9 +226,7 @@ def _text() -> Tensor:
 def _batches(text: Tensor, damaged: Damaged, seed: int = 0) -> Iterator[Batch]:
     generator = torch.Generator().manual_seed(seed)
     others = torch.randperm(CHARACTERS, generator=torch.Generator().manual_seed(seed))
-    iteration = 0
-    while True:
-        iteration += 1
+    for iteration in count(1):
         starts = torch.randint(len(text) - CONTEXT - 1, (BATCH, 1), generator=generator)
         piece = text[starts + torch.arange(CONTEXT + 1)]
         if iteration == damaged.zeros:
@@ -244,11 +246,8 @@ def _tensorboard(directory: Path) -> list[BaseLogger]:
 
 def _free_name(directory: Path) -> Path:
     """The first of run.h5, run_2.h5, … that is not there."""
-    file, count = directory / "run.h5", 1
-    while file.exists():
-        count += 1
-        file = directory / f"run_{count}.h5"
-    return file
+    files = (directory / (f"run_{i}.h5" if i > 1 else "run.h5") for i in count(1))
+    return next(file for file in files if not file.exists())
 
 
 def _program() -> str:
@@ -265,7 +264,3 @@ def _beside(program: str) -> str:
     if found and (not path.exists() or os.path.samefile(found, path)):
         return program
     return shlex.quote(os.path.relpath(path)) if path.exists() else program
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)

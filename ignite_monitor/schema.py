@@ -13,24 +13,16 @@ _WIDTH = 118
 
 @dataclass(frozen=True)
 class Key:
-    """A key, or all keys of a pattern.
+    """A key, or all keys of a pattern."""
 
-    Attributes:
-        pattern: the key without the monitor's prefix; ``{name}`` stands for any text, ``{i}`` for a number.
-        meaning: what it says, in reStructuredText.
-        unit: what it is measured in, empty for a plain number or what the meaning says.
-        when: the circumstances it is there in; empty if each run has it.
-        nonfinite: which values that are not finite are values: none, ``inf``, or ``any``, NaN too. The others stand
-            for what could not be measured, and are absent.
-        chart: the title of the chart of TensorBoard's that it is in, empty for none.
-    """
-
-    pattern: str
-    meaning: str
-    unit: str = ""
-    when: str = ""
+    pattern: str  # the key without the monitor's prefix; ``{name}`` stands for any text, ``{i}`` for a number
+    meaning: str  # what it says, in reStructuredText
+    unit: str = ""  # what it is measured in, empty for a plain number or what the meaning says
+    when: str = ""  # the circumstances it is there in; empty if each run has it
+    # Which values that are not finite are values: none, ``inf``, or ``any``, NaN too. The others stand for what could
+    # not be measured, and are absent.
     nonfinite: str = ""
-    chart: str = ""
+    chart: str = ""  # the title of the chart of TensorBoard's that it is in, empty for none
 
     @cached_property
     def regex(self) -> str:
@@ -44,18 +36,12 @@ class Key:
 
 @dataclass(frozen=True)
 class Schema:
-    """The keys of one monitor.
+    """The keys of one monitor."""
 
-    Attributes:
-        kind: what reports call the monitor.
-        prefix: what its keys start with unless the user says otherwise; empty where the patterns hold it.
-        keys: the keys.
-        signs: keys that together say that the monitor is there, whatever its prefix; without, the prefix says it.
-    """
-
-    kind: str
-    prefix: str
+    kind: str  # what reports call the monitor
+    prefix: str  # what its keys start with unless the user says otherwise; empty where the patterns hold it
     keys: tuple[Key, ...]
+    # Those that together say that the monitor is there, whatever its prefix; without, the prefix says it.
     signs: frozenset[str] = frozenset()
 
     @property

@@ -24,7 +24,7 @@ from ignite_monitor.model._torch import (
     unseen_by_functions,
 )
 from ignite_monitor.model.devices import device_of
-from ignite_monitor.model.forward import ModuleHook, after_forward, before_forward, outputs_to, running_module
+from ignite_monitor.model.forward import ModuleHook, after_forward, outputs_to, running_module
 from ignite_monitor.model.modes import aside, is_plain
 from ignite_monitor.model.names import tags
 from ignite_monitor.model.tensors import tagged_tensors
@@ -68,7 +68,6 @@ class ForwardMetrics:
         self._metrics = metrics
         self._attention = attention
         self.activation = Measurement("activation", metrics, units=True)
-        self._add_again = self.activation.add_again
         self.recorded = Measurement(_RECORDED, MetricSet("activations", {}, (), metrics.aggregate))
         self.entropy = Measurement("attention_entropy", MetricSet("attention", {}, (), "mean"))
         self.logits = Measurement("attention_logit_max", MetricSet("attention", {}, (), "max"))
@@ -77,6 +76,7 @@ class ForwardMetrics:
         self.complex: set[str] = set()
         self.by_hand: set[str] = set()
         self.order: dict[str, None] = {}
+        self._tags = {id(module): tag for module, tag in modules.items()}
 
     def start(self) -> None:
         """Forget the last iteration's numbers."""
@@ -103,10 +103,12 @@ class ForwardMetrics:
 
     def _add(self, tag: str, output: Any) -> None:
         for index, tensor in tagged_tensors(output):
+            key = f"{tag}/{index}" if index else tag
+            if key in self.order and type(tensor) is Tensor and self.activation.add_again(key, tensor):
+                continue
             if not is_plain(tensor):
                 self.skipped.add(tag)
             else:
-                key = f"{tag}/{index}" if index else tag
                 self.order.setdefault(key)
                 self.activation.add(key, self._names[tag], tensor)
 
@@ -128,22 +130,11 @@ class ForwardMetrics:
     @contextlib.contextmanager
     def _attention_calls(self) -> Iterator[None]:
         calls = AttentionCalls(self._running, self._add_attention)
-
-        def before(*_: Any) -> None:
-            calls.enter(self._wanted())
-
-        def after(*_: Any) -> None:
-            calls.leave()
-
         # On around forward passes alone: a mode is asked about every operation, those of the optimizer too.
-        modules = list({**self._modules, self._root: ""})
-        try:
-            with before_forward(modules, before), after_forward(modules, after):
-                yield
-        finally:
-            calls.close()
-            self.skipped |= calls.skipped
-            self.by_hand |= calls.by_hand
+        with calls.during({**self._modules, self._root: ""}, self._wanted):
+            yield
+        self.skipped |= calls.skipped
+        self.by_hand |= calls.by_hand
 
     def _running(self) -> str | None:
         if not self._wanted():
@@ -204,33 +195,25 @@ class _OutputHook(ModuleHook):
     """
 
     def __init__(self, metrics: ForwardMetrics) -> None:
-        self._tags = {id(module): tag for module, tag in metrics._modules.items()}
-        self._wanted = metrics._wanted
-        self._add = metrics._add
-        self._add_again = metrics._add_again if metrics.order else _never  # at first every output goes through _add
+        self._tags = metrics._tags
+        self._root, self._pauses, self._order = metrics._root, metrics._pauses, metrics.order
+        self._add, self._add_again = metrics._add, metrics.activation.add_again
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        tag = self._tags.get(id(module))
-        if tag is None or not self._wanted():  # a shallow copy has the hooks of the module itself
+        tag = self._tags.get(id(module))  # a shallow copy has the hooks of the module itself
+        if tag is None or self._pauses or current_backward() != -1 or here.running or not self._root.training:
             return
-        if function_modes() or dispatch_modes():
-            with unseen_by_functions(), unseen_by_dispatch():
-                self._take(tag, output)
-        else:
-            self._take(tag, output)
-
-    def _take(self, tag: str, output: Any) -> None:
+        are_seen = function_modes() or dispatch_modes()
         with_graph = torch.is_grad_enabled()
         set_grad_enabled(False)
         try:
-            if type(output) is not Tensor or not self._add_again(tag, output):
+            if are_seen:
+                with unseen_by_functions(), unseen_by_dispatch():
+                    self._add(tag, output)
+            elif type(output) is not Tensor or tag not in self._order or not self._add_again(tag, output):
                 self._add(tag, output)
         finally:
             set_grad_enabled(with_graph)
-
-
-def _never(tag: str, tensor: Tensor) -> bool:
-    return False
 
 
 def _by_head(tensor: Tensor, enable_gqa: bool) -> Tensor:

@@ -39,6 +39,10 @@ class Measurement:
         self._observations = Observations(units)
         self._numbers = _Numbers()
         self._metric_of: dict[str, str] = {}  # of numbers that a function of the user's puts together
+        # A quicker :meth:`add`, without the name, for a tensor like one that was added; it says whether it was.
+        self.add_again: Callable[[str, Tensor], bool] = _never
+        if self._columns and not metrics.own:
+            self.add_again = self._observations.add_again
 
     def clear(self) -> None:
         """Forget what has been added."""
@@ -60,11 +64,6 @@ class Measurement:
             self._observations.add(key, tensor)
         if self.metrics.own:
             self._call(key, name, (tensor.detach(),))
-
-    @property
-    def add_again(self) -> Callable[[str, Tensor], bool]:
-        """A quicker :meth:`add`, without the name, for a tensor like one that was added; it says whether it was."""
-        return self._observations.add_again if self._columns and not self.metrics.own else _never
 
     def add_difference(self, key: str, name: str, tensor: Tensor, other: Tensor) -> None:
         """As :meth:`add`, of the difference of two tensors, both detached."""

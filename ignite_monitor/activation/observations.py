@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -185,7 +186,7 @@ class Observations:
                 tensors = tensors.to(torch.float32 if tensors.itemsize == 1 else wide_dtype(device))
             shaped.append((tensors, unit))
         sums, units = sum_up(shaped)
-        series = (device, tuple(name for names, _ in stacks for name in names))
+        series = (device, tuple(chain.from_iterable(names for names, _ in stacks)))
         known = self._sums.get(series)
         self._sums[series] = sums if known is None else known + sums
         for (names, _), (tensors, unit), largest in zip(stacks, shaped, units, strict=True):

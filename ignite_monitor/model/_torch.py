@@ -16,7 +16,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -26,11 +26,10 @@ _logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Gone:
+class Gone(NamedTuple):
     """A private name that the installed torch or Ignite does not have."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    name: str
 
 
 def need(feature: str, *found: Any) -> None:
@@ -188,12 +187,13 @@ def forward_hooks(modules: Iterable[nn.Module], before: bool, with_kwargs: bool)
     given_kind = f"{kind}_with_kwargs"
     found: list[list[Any]] = []
     for module in modules:
-        hooks, given = getattr(module, kind, None), getattr(module, given_kind, None)
-        if hooks is None or given is None:
+        hooks = [getattr(module, kind, None)]
+        if with_kwargs:
+            hooks.append(getattr(module, given_kind, None))
+        if None in hooks:
             register = module.register_forward_pre_hook if before else module.register_forward_hook
-            found.append([_Registered(functools.partial(register, with_kwargs=with_kwargs))])
-        else:
-            found.append([hooks, given] if with_kwargs else [hooks])
+            hooks = [_Registered(functools.partial(register, with_kwargs=with_kwargs))]
+        found.append(hooks)
     return found
 
 

@@ -29,12 +29,7 @@ def before_forward(
 
 
 def after_forward(modules: Iterable[nn.Module], hook: Callable[..., Any]) -> AbstractContextManager[None]:
-    """While it lasts, calls a hook after each forward pass of the modules, with the outputs that others get.
-
-    Args:
-        hook: is given the module, its positional arguments, its keyword arguments and its output; a
-            :class:`ModuleHook` also of shallow copies of the modules.
-    """
+    """As :func:`before_forward`, after each pass: the hook is given the output too, the one that others get."""
     return _on(modules, hook, before=False)
 
 

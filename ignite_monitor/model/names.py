@@ -65,15 +65,9 @@ Pattern = str | re.Pattern[str] | None
 
 
 class Selection:
-    """Picks names: those in which ``include`` is found and ``exclude`` is not.
+    """Picks names in which the regular expression ``include`` is found, and ``exclude`` is not.
 
-    Args:
-        include: a regular expression, as for ``re.search``; None for every name.
-        exclude: a regular expression; None for no name.
-
-    Raises:
-        TypeError: if one is neither a string, nor compiled, nor None.
-        ValueError: if one is no regular expression.
+    None stands for every name, and for no name. A TypeError is raised for another type, a ValueError for a bad pattern.
     """
 
     def __init__(self, include: Pattern = None, exclude: Pattern = None) -> None:

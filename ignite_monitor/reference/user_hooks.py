@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ignite_monitor.model._torch import known_forward_hooks, remove_forward_hook
 from ignite_monitor.model._torch import version as version_of
 from ignite_monitor.model.forward import ModuleHook
+from ignite_monitor.model.tensors import tensors_in
 
 
 def hooks_of_users(module: nn.Module) -> list[tuple[str, Any, Callable[..., Any]]]:
@@ -54,15 +55,15 @@ class _Noticed(ModuleHook):
         self._changed = changed
 
     def __call__(self, module: nn.Module, *given: Any) -> Any:
-        before = list(_tensors(given))
+        before = [each for _, each in tensors_in(given)]
         versions = [version_of(each) for each in before]
         result = self._hook(module, *given)
         if [version_of(each) for each in before] != versions:
             self._changed(self._name)
         elif result is not None:
             # An input is given alone or as a tuple, with keyword arguments or without; an output comes last.
-            returned = [id(each) for each in _tensors(result)]
-            if returned not in ([id(each) for each in _tensors(each)] for each in (given, given[-1])):
+            returned = _ids_in(result)
+            if returned not in map(_ids_in, (given, given[-1])):
                 self._changed(self._name)
         return result
 
@@ -72,15 +73,5 @@ def _of_library(hook: Any) -> bool:
     return where.partition(".")[0] in ("torch", "transformers", "ignite_monitor")
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    members: Iterable[Any] = ()
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        members = value
-    elif isinstance(value, Mapping):
-        members = value.values()
-    elif hasattr(value, "__dataclass_fields__"):
-        members = vars(value).values()
-    for each in members:
-        yield from _tensors(each)
+def _ids_in(value: Any) -> list[int]:
+    return [id(each) for _, each in tensors_in(value)]

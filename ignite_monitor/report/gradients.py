@@ -10,8 +10,8 @@ import numpy as np
 from ignite_monitor.report import limits
 from ignite_monitor.report.families import Group
 from ignite_monitor.report.finding import KINDS, Finding, steps
-from ignite_monitor.report.rollbacks import went_back
 from ignite_monitor.report.series import Array, Series, iterations, listed, number, plural, times
+from ignite_monitor.report.training import went_back
 
 
 class Norms(NamedTuple):

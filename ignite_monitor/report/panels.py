@@ -11,9 +11,9 @@ from typing import NamedTuple
 from ignite_monitor.keys import SCHEMAS
 from ignite_monitor.report.families import KINDS, PER_LAYER, Group, groups
 from ignite_monitor.report.finding import Finding
-from ignite_monitor.report.rollbacks import rollback_steps
 from ignite_monitor.report.series import Series, natural
 from ignite_monitor.report.summary import find, verdict
+from ignite_monitor.report.training import rollback_steps
 
 TWO_STYLES = 6
 """Of how many layers at most solid and dashed lines can be told from each other."""

@@ -12,7 +12,6 @@ from ignite_monitor.report.curves import curves
 from ignite_monitor.report.families import Group, groups
 from ignite_monitor.report.finding import KINDS, SEVERITIES, Finding
 from ignite_monitor.report.gradients import gradient_findings, no_step, norms
-from ignite_monitor.report.rollbacks import rollbacks
 from ignite_monitor.report.series import Series, Statistics, natural, number, plural, statistics
 
 VERSION = 1
@@ -22,7 +21,7 @@ Rule = Callable[[Group, Sequence[Group]], Iterator[Finding]]
 
 RULES: dict[str, tuple[Rule, ...]] = {
     "grad": (gradient_findings,),
-    "rollback": (rollbacks,),
+    "rollback": (training.rollbacks,),
     "weights": (
         weights.frozen,
         weights.ratios,
@@ -69,10 +68,8 @@ def _no_gradients(every: Sequence[Group]) -> Finding:
         if name.endswith("/stepped") and not series.values.any():
             return no_step(name, len(series.steps))
     what = "The gradients were not judged: no GradMonitor's metrics are in the file."
-    advice = (
-        "Attach GradMonitor and log_to the logger; if it is, give it the optimizer whose step() the train step calls."
-    )
-    return Finding("not_judged", "note", what, advice=advice)
+    how = "Attach GradMonitor and log_to the logger; if it is, give it the optimizer whose step() the train step calls."
+    return Finding("not_judged", "note", what, advice=how)
 
 
 def healthy(findings: list[Finding]) -> bool | None:
@@ -146,10 +143,9 @@ def summarise(file: str, run: Mapping[str, Series]) -> Summary:
     monitored: list[str] = []
     parts: list[str] = []  # of layers, parameters, heads
     for group in groups(run):
-        (own if group.kind == "other" else monitored).extend(
-            sorted((n for n, _ in group.scalars.values()), key=natural)
-        )
-        parts += sorted((n for items in group.items.values() for n, _ in items.values()), key=natural)
+        whole = own if group.kind == "other" else monitored
+        whole += sorted((name for name, _ in group.scalars.values()), key=natural)
+        parts += sorted((name for items in group.items.values() for name, _ in items.values()), key=natural)
     monitored += parts
     counting = [run[name].steps for name in monitored or own]
     return Summary(
@@ -179,14 +175,11 @@ def findings_json(findings: list[Finding]) -> list[dict[str, Any]]:
     """Findings as JSON's own types."""
     return [
         {
-            "kind": finding.kind,
-            "severity": finding.severity,
-            "text": finding.text,
-            "metrics": list(finding.metrics),
-            "iterations": list(finding.iterations),
-            "values": plain(finding.values),
+            **{key: getattr(each, key) for key in ("kind", "severity", "text")},
+            **{key: list(getattr(each, key)) for key in ("metrics", "iterations")},
+            "values": plain(each.values),
         }
-        for finding in findings
+        for each in findings
     ]
 
 

@@ -15,11 +15,9 @@ from ignite_monitor.model._torch import foreach_copy, part_of_rank
 def refill(kept: Any, given: Any, on_host: bool | None = None) -> Any:
     """The same as ``given``, with memory of its own: that of tensors in ``kept`` wherever they fit.
 
-    Args:
-        kept: what may be written over, nested like ``given`` as far as it goes; None for nothing.
-        given: dicts, lists and tuples of tensors and of anything else, which is copied deeply.
-        on_host: whether the copies are to lie in the host's memory, pinned where CUDA copies to it, or where the given
-            tensors are. None for wherever those in ``kept`` are.
+    Dicts, lists and tuples are copied with the tensors in them, anything else deeply. The copies lie in the host's
+    memory (pinned where CUDA copies to it) with ``on_host=True``, where the given ones are with False, and with None
+    where those in ``kept`` are.
     """
     pairs: list[tuple[Tensor, Tensor]] = []
     refilled = _refill(kept, given, on_host, pairs)

@@ -13,14 +13,10 @@ class Event(Enum):
     """What an iteration was."""
 
     HEALTHY = "healthy"
-    UNHEALTHY = "unhealthy"
-    """Something exceeds its threshold, and all is finite."""
-    NONFINITE = "nonfinite"
-    """The loss or a gradient is not finite, the state is: that is the batch's."""
-    TROUBLE = "trouble"
-    """A level has changed, or somebody asks to go back."""
-    RUINED = "ruined"
-    """The state is not finite."""
+    UNHEALTHY = "unhealthy"  # something exceeds its threshold, and all is finite
+    NONFINITE = "nonfinite"  # the loss or a gradient is not finite, the state is: that is the batch's
+    TROUBLE = "trouble"  # a level has changed, or somebody asks to go back
+    RUINED = "ruined"  # the state is not finite
 
 
 class Action(Enum):
@@ -28,12 +24,9 @@ class Action(Enum):
 
     NONE = "none"
     GO_BACK = "go back"
-    UNDO = "undo"
-    """Put the same snapshot back: the iteration is left out."""
-    ACCEPT = "accept"
-    """Put it back a last time, and let all rules start afresh."""
-    END = "end"
-    """Put it back, and end the run."""
+    UNDO = "undo"  # put the same snapshot back: the iteration is left out
+    ACCEPT = "accept"  # put it back a last time, and let all rules start afresh
+    END = "end"  # put it back, and end the run
 
 
 WATCHING, HEALING = False, True

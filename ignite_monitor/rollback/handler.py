@@ -11,16 +11,14 @@ from numbers import Real
 from typing import Any
 
 import torch
-from ignite.engine import Engine, Events, EventsList
-from ignite.engine.events import CallableEventWithFilter
+from ignite.engine import Engine, Events
 from torch import Tensor, nn
 
 from ignite_monitor.checks import check_choice, check_count, check_function, check_real, check_type
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import ROLLBACK
-from ignite_monitor.model._torch import put_first
 from ignite_monitor.model.devices import device_of
-from ignite_monitor.monitor.base import Handlers, Monitor, MonitorHandle, NoModel
+from ignite_monitor.monitor.base import Handlers, Monitor, NoModel
 from ignite_monitor.monitor.ranks import all_take_part, sum_over_ranks, world_size
 from ignite_monitor.rollback.course import Action, Course, Event
 from ignite_monitor.rollback.parts import Training, lower
@@ -151,18 +149,9 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         self.lr_factor = lr_factor
         self.on_exhausted = on_exhausted
         self._course = Course(
-            patience=check_count("patience", patience, least=1),
-            probation=check_count("probation", probation, least=1),
-            hold=check_count("hold", hold, least=1),
-            max_rollbacks=check_count("max_rollbacks", max_rollbacks, least=1),
-            window=check_count("window", window, least=1),
+            **_counts(patience=patience, probation=probation, hold=hold, max_rollbacks=max_rollbacks, window=window)
         )
-        self._snapshots = Snapshots(
-            every=check_count("every", every, least=1),
-            keep=check_count("keep", keep, least=1),
-            quiet=check_count("quiet", quiet, least=1),
-            on_host=where == "host",
-        )
+        self._snapshots = Snapshots(**_counts(every=every, keep=keep, quiet=quiet), on_host=where == "host")
         self._training = Training(self.to_save, rewind=schedule == "rewind")
         self._watch = Watch(self._course.patience, self._training.modules)
         self._count = self._undone_count = 0
@@ -174,10 +163,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
 
     def detach(self) -> None:
         """Undo ``attach`` and ``log_to``, and let the snapshots go."""
-        engine = self._attached_to()
         super().detach()
-        if engine is not None:
-            engine.remove_event_handler(self._before_others, Events.ITERATION_STARTED)
         self._snapshots.clear()
         self._snapshots.release()
 
@@ -191,7 +177,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
             TypeError: if ``reason`` is no string.
         """
         check_type("reason", reason, str, "str")
-        self._watch.request(reason)
+        self._watch.request = reason
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Counts, levels and the snapshots that going back may need: tensors, numbers, strings, lists and dicts."""
@@ -218,13 +204,8 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
 
     # Before the train step
 
-    def attach(
-        self, engine: Engine, event: CallableEventWithFilter | EventsList = Events.ITERATION_STARTED
-    ) -> MonitorHandle:
-        handle = super().attach(engine, event)
-        engine.add_event_handler(Events.ITERATION_STARTED, self._before_others)
-        put_first(engine, Events.ITERATION_STARTED)
-        return handle
+    def engine_handlers(self) -> list[tuple[Events, Callable[..., Any]]]:
+        return [(Events.ITERATION_STARTED, self._before_others)]
 
     def _before_others(self, engine: Engine) -> None:
         """Take a snapshot, of the state in which no handler has changed anything since the last iteration."""
@@ -321,7 +302,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
             if self._any_rank(bool(paths)):
                 return Event.RUINED, f"{paths[0]} is not finite" if paths else "a state is not finite on another rank"
         if signs.trouble:
-            return Event.TROUBLE, ", ".join(signs.reasons) or "another rank has trouble"
+            return Event.TROUBLE, ", ".join(signs.trouble)
         if signs.nonfinite:
             return Event.NONFINITE, f"a loss or gradient has not been finite {self._course.patience} times in a row"
         return (Event.UNHEALTHY, "something exceeds its threshold") if signs.spike else (Event.HEALTHY, "")
@@ -375,6 +356,10 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         if world_size() == 1:
             return flag
         return bool(sum_over_ranks(torch.tensor([float(flag)], device=device_of(self._training.modules[0]))))
+
+
+def _counts(**values: object) -> dict[str, int]:
+    return {name: check_count(name, value, least=1) for name, value in values.items()}
 
 
 def _check_to_save(to_save: Mapping[str, Any]) -> None:

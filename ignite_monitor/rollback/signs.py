@@ -25,10 +25,8 @@ _MEAN, _VARIANCE = "running_mean", "running_var"
 class Levels:
     """Which of some numbers exceed their levels: a ``SpikeDetector`` for each, in Python's floats.
 
-    Args:
-        limit: function of mean and deviation of the earlier ones, exponentially weighted with 0.95: the largest that
-            is no spike.
-        patience: how many spikes in a row mean trouble.
+    ``limit`` gives, of the mean and deviation of the earlier ones, exponentially weighted with 0.95, the largest that
+    is no spike. ``patience`` spikes in a row mean trouble.
     """
 
     _WARMUP, _DECAY = 20, 0.95
@@ -135,30 +133,24 @@ class Signs:
 
     loss: float  # the sum of the ranks' losses
     losses: float  # how many there are
-    reasons: list[str] = field(default_factory=list)  # which trouble, on this rank
+    trouble: list[str] = field(default_factory=list)  # what is trouble by itself
     look: bool = False  # something is not finite: is the state?
     nonfinite: bool = False  # a loss or gradient is not finite, and nobody looks after it
     spike: bool = False  # something is above its threshold
-    trouble: bool = False  # something is trouble by itself
-
-    def is_trouble(self, reason: str) -> None:
-        """There is trouble, and why."""
-        self.trouble = True
-        self.reasons.append(reason)
 
     def summed(self, device: torch.device) -> Signs:
         """The signs of all ranks."""
-        own = [self.loss, self.losses, self.look, self.nonfinite, self.spike, self.trouble]
-        loss, losses, *flags = sum_over_ranks(torch.tensor(own, dtype=wide_dtype(device), device=device)).tolist()
-        return Signs(loss, losses, self.reasons, *map(bool, flags))
+        own = [self.loss, self.losses, bool(self.trouble), self.look, self.nonfinite, self.spike]
+        all_ranks = sum_over_ranks(torch.tensor(own, dtype=wide_dtype(device), device=device))
+        loss, losses, trouble, *flags = all_ranks.tolist()
+        words = self.trouble or ["another rank has trouble"] * bool(trouble)
+        return Signs(loss, losses, words, *map(bool, flags))
 
 
 class Watch:
     """Collects the signs of every iteration, in one transfer from each device.
 
-    Args:
-        patience: how many losses in a row above their level mean trouble.
-        modules: whose running statistics are looked at, the first of which lies where ranks communicate.
+    The running statistics of the modules are looked at; the first of them lies where ranks communicate.
     """
 
     def __init__(self, patience: int, modules: Sequence[nn.Module]) -> None:
@@ -167,12 +159,8 @@ class Watch:
         self.look_for_statistics()
         self._levels = {"loss": loss_levels(patience), "statistics": statistics_levels()}
         self._counts: WeakKeyDictionary[Monitor, list[float]] = WeakKeyDictionary()
-        self._request: str | None = None
+        self.request: str | None = None  # why somebody asks to go back in this iteration, or the next
         self.has_signs = False  # whether there has ever been anything to judge by
-
-    def request(self, reason: str) -> None:
-        """There is trouble in this iteration, or the next."""
-        self._request = reason
 
     def meet(self, monitors: Iterable[Monitor]) -> None:
         """What monitors who are new have counted so far is no sign."""
@@ -194,9 +182,9 @@ class Watch:
         signs = Signs(0.0 if number is None else number, number is not None)
         self._look_at_counts(signs, dict(zip(counts, numbers, strict=True)))
         self._look_at_statistics(signs, [*chain.from_iterable(moments)])
-        if self._request is not None:
-            signs.is_trouble(self._request)
-            self._request = None
+        if self.request is not None:
+            signs.trouble.append(self.request)
+            self.request = None
         if ranks > 1:
             signs = signs.summed(device_of(self._modules[0]))
         if signs.losses:
@@ -211,7 +199,7 @@ class Watch:
             signs.look |= nonfinite
             signs.nonfinite |= nonfinite and spikes  # what a GradScaler looks after is no spike
             if restarts:
-                signs.is_trouble(f"{monitor.prefix} has had so many spikes in a row that its level has changed")
+                signs.trouble.append(f"{monitor.prefix} has had so many spikes in a row that its level has changed")
 
     def _look_at_statistics(self, signs: Signs, found: list[float]) -> None:
         if not all(map(math.isfinite, found)):
@@ -219,7 +207,7 @@ class Watch:
         spike, trouble = self._levels["statistics"].observe(found)
         signs.spike |= spike
         if trouble:
-            signs.is_trouble("running statistics are far above their level")
+            signs.trouble.append("running statistics are far above their level")
 
     def _look_at_loss(self, signs: Signs, loss: float) -> None:
         if not math.isfinite(loss):
@@ -229,7 +217,7 @@ class Watch:
         spike, trouble = self._levels["loss"].observe([math.log(loss)])
         signs.spike |= spike
         if trouble:
-            signs.is_trouble(f"the loss has been above its level {self._levels['loss'].patience} times in a row")
+            signs.trouble.append(f"the loss has been above its level {self._levels['loss'].patience} times in a row")
 
     def start_afresh(self) -> None:
         """Forget the levels."""

@@ -24,21 +24,16 @@ class Snapshot:
         return vars(self) | {"state": clone(self.state)}
 
 
+@dataclass
 class Snapshots:
-    """Those that have proved good, oldest first, and those that have not yet.
+    """Those that have proved good, oldest first, and those that have not yet."""
 
-    Args:
-        every: in which distance they are taken, in iterations.
-        keep: how many good ones are kept, and how many others at most.
-        quiet: after how many healthy iterations in a row one is good.
-        on_host: whether to keep them in the host's memory, pinned where a device copies from it.
-    """
+    every: int  # in which distance they are taken, in iterations
+    keep: int  # how many good ones are kept, and how many others at most
+    quiet: int  # after how many healthy iterations in a row one is good
+    on_host: bool  # whether to keep them in the host's memory, pinned where a device copies from it
 
-    def __init__(self, every: int, keep: int, quiet: int, on_host: bool) -> None:
-        self.every = every
-        self.keep = keep
-        self.quiet = quiet
-        self.on_host = on_host
+    def __post_init__(self) -> None:
         self.taken = 0  # the iteration after which the last one was taken
         self.good: list[Snapshot] = []
         self.pending: list[Snapshot] = []
@@ -96,9 +91,8 @@ class Snapshots:
     def choose(self, anew: bool) -> Snapshot:
         """What to go back to: the newest good one, and where none is good the oldest.
 
-        Args:
-            anew: whether this is another trouble. The snapshot that was gone back to at the last is not good any more
-                if it has not proved so again since, unless there is no other.
+        At another trouble (``anew``) the one that was gone back to at the last is not good any more if it has not
+        proved so again since, unless there is no other.
         """
         if anew and len(self.good) > 1 and self.good[-1] is self._in_doubt:
             self._drop(self.good[-1:])

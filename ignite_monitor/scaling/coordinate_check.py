@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import logging
 import random
+import runpy
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -306,28 +306,15 @@ def check_target(target: str, widths: Sequence[int], steps: int, seeds: int) -> 
 
 
 def _factory(target: str) -> Any:
-    module_name, _, name = target.rpartition(":")
-    if not module_name or not name:
+    place, _, name = target.rpartition(":")
+    if not place or not name:
         raise ValueError(f"{target!r} should be MODULE:FACTORY")
     try:
-        module = _load(module_name)
-    except Exception as error:
-        raise ValueError(f"{module_name} can't be imported: {type(error).__name__}: {error}") from error
-    factory = getattr(module, name, None)
-    if not callable(factory):
-        raise ValueError(f"{module_name} has no function {name}")
-    return factory
-
-
-def _load(name: str) -> Any:
-    path = Path(name)
-    if path.suffix != ".py":
-        if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        if not place.endswith(".py") and not {"", str(Path.cwd())} & {*sys.path}:
             sys.path.insert(0, str(Path.cwd()))
-        return importlib.import_module(name)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{name} is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+        found = runpy.run_path(place) if place.endswith(".py") else vars(importlib.import_module(place))
+    except Exception as error:
+        raise ValueError(f"{place} can't be imported: {type(error).__name__}: {error}") from error
+    if not callable(found.get(name)):
+        raise ValueError(f"{place} has no function {name}")
+    return found[name]

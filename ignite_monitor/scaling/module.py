@@ -12,9 +12,10 @@ from torch.nn.utils.parametrizations import _WeightNorm
 from torch.nn.utils.parametrize import type_before_parametrizations
 
 from ignite_monitor.checks import check_count, check_real
-from ignite_monitor.model._torch import buffers_in, known_forward_hooks, need, parameters_in, pytree
+from ignite_monitor.model._torch import buffers_of_each, known_forward_hooks, need, parameters_in, pytree
 from ignite_monitor.model.eager import Eager
 from ignite_monitor.reference.rng import cuda_devices, drawn_again, generators_of
+from ignite_monitor.reference.unnoticed import put_back
 from ignite_monitor.scaling.graph import LAYER_TYPES
 
 
@@ -193,14 +194,13 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
     So are random numbers, those of generators too that its modules hold.
     """
-    modules = [(module, dict(vars(module)), dict(buffers_in(module))) for module in model.modules()]
-    values = [
-        (buffer, buffer.clone()) for _, _, buffers in modules for buffer in buffers.values() if buffer is not None
-    ]
-    generators = [each for module, _, _ in modules for each in generators_of(module).values()]
-    multipliers = [(hook, hook.value) for module, _, _ in modules if (hook := multiplier_of(module)) is not None]
+    modules = list(model.modules())
+    attributes = [dict(vars(module)) for module in modules]
+    generators = [each for module in modules for each in generators_of(module).values()]
+    multipliers = [(hook, hook.value) for module in modules if (hook := multiplier_of(module)) is not None]
+    buffers, numbers = put_back(modules, buffers_of_each(modules)), drawn_again(cuda_devices(), generators)
     try:
-        with drawn_again(cuda_devices(), generators), torch.no_grad(), Eager(model):
+        with buffers, numbers, torch.no_grad(), Eager(model):
             model.eval()
             for hook, _ in multipliers:
                 hook.value = 1.0
@@ -208,12 +208,6 @@ def untouched(model: nn.Module) -> Iterator[None]:
     finally:
         for hook, factor in multipliers:
             hook.value = factor
-        for module, attributes, buffers in modules:
+        for module, saved in zip(modules, attributes, strict=True):
             vars(module).clear()
-            vars(module).update(attributes)
-            registry = buffers_in(module)
-            registry.clear()
-            registry.update(buffers)
-        with torch.no_grad():
-            for buffer, value in values:
-                buffer.copy_(value)
+            vars(module).update(saved)

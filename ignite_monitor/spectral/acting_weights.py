@@ -8,6 +8,7 @@ module computes its weight of others (a parametrization, weight or spectral norm
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -23,9 +24,11 @@ from ignite_monitor.model._torch import hooks_before_forward, modules_in, parame
 from ignite_monitor.model.devices import device_of
 from ignite_monitor.model.linear_maps import CONVOLUTIONS, TRANSPOSED, is_conv1d
 from ignite_monitor.model.names import named_modules
+from ignite_monitor.model.norms import is_sharded
 from ignite_monitor.model.samples import is_measurable
 from ignite_monitor.reference.rng import drawn_again
 from ignite_monitor.reference.unnoticed import put_back
+from ignite_monitor.spectral.matrices import work_dtype
 
 MATRIX, STACK, TABLE = "matrix", "stack", "table"
 
@@ -41,6 +44,22 @@ class ActingWeight(NamedTuple):
     by_input: bool  # whether the first dimension of a matrix is what goes in
     groups: int  # where the shape is (in, out / groups, k…); else 0
     value: Callable[[], Tensor]  # gives the weight; to be called under ``no_grad``
+
+
+class Weight(NamedTuple):
+    """One weight as a matrix."""
+
+    name: str  # the parameter's
+    local: Tensor  # what this rank holds of it, of shape (rows, in·k…)
+    rows: int  # how many there are on all ranks
+    groups: tuple[Any, ...]  # of processes, over whose ranks the rows are shared out; none where they are all here
+    scale: float  # sqrt(out / in); NaN for a table, which maps nothing
+
+    def less(self, before: Tensor) -> Weight:
+        """What has been added to what this rank held of it before, which is used up."""
+        if before.dtype != work_dtype(before.dtype):
+            before = before.to(work_dtype(before.dtype))
+        return self._replace(local=torch.sub(self.local, before, out=before))
 
 
 class _Computed(NamedTuple):
@@ -66,6 +85,35 @@ def acting_weights(model: nn.Module) -> Iterator[ActingWeight]:
                 known.add(id(parameter))
                 itself = _Computed(name, (parameter,), parameter.shape, parameter.detach)
                 yield from _described(path, module, itself)
+
+
+def as_weights(acting: ActingWeight, whole: bool) -> list[Weight]:
+    """A weight as matrices: one, or those of a stack, called ``{name}/{i}``.
+
+    Where a DTensor's rows are shared out, each rank keeps its own; placed in any other way it is gathered, as it is
+    where all of it is needed.
+    """
+    value: Any = acting.value()
+    local = value
+    groups: tuple[Any, ...] = ()
+    if is_sharded(value):
+        whole = whole or acting.kind != MATRIX or bool(acting.groups)
+        sharded = [i for i, placement in enumerate(value.placements) if not placement.is_replicate()]
+        if all(value.placements[i].is_shard(0) for i in sharded) and not (whole and sharded):
+            groups = tuple(value.device_mesh.get_group(i) for i in sharded)
+            local = value.to_local()
+        else:
+            value = local = value.full_tensor()
+    if acting.kind == STACK:
+        stack = value.flatten(0, -3)
+        scale = math.sqrt(stack.shape[2] / stack.shape[1] if acting.by_input else stack.shape[1] / stack.shape[2])
+        return [Weight(f"{acting.name}/{i}", each, len(each), (), scale) for i, each in enumerate(stack)]
+    if acting.groups:
+        value = local = local.unflatten(0, (acting.groups, -1)).transpose(1, 2).flatten(0, 1)
+    rows = value.numel() // value.shape[-1] if acting.kind == TABLE else len(value)
+    columns = value.numel() // rows
+    scale = math.sqrt(columns / rows if acting.by_input else rows / columns)
+    return [Weight(acting.name, local.reshape(-1, columns), rows, groups, math.nan if acting.kind == TABLE else scale)]
 
 
 def _described(path: str, module: nn.Module, weight: _Computed) -> Iterator[ActingWeight]:

@@ -21,15 +21,12 @@ class Dominant(NamedTuple):
 
 
 def dominant(matrices: Tensor) -> Dominant:
-    r"""The largest eigenvalue of symmetric positive semidefinite matrices.
+    r"""The largest eigenvalue of positive semidefinite matrices, finite, with a trace of the order of 1 or less.
 
     .. math:: y^\top A y \;\le\; \lambda \;\le\; \left(\operatorname{tr} A^q\right)^{1/q}, \qquad q = 2^{15},
 
     with y the longest column of :math:`A^q`; the upper bound is at most :math:`n^{1/q}` times too large. Matrix
     products alone: unlike an eigensolver this waits for no device, and repeated eigenvalues do not trouble it.
-
-    Args:
-        matrices: of shape (B, n, n), finite, with a trace of the order of 1 or less.
     """
     smallest = torch.finfo(matrices.dtype).tiny
     power = early = matrices

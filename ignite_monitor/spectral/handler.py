@@ -24,10 +24,9 @@ from ignite_monitor.model.sharding import check_whole
 from ignite_monitor.model.updates import order_statistics
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.stepped import HostMasks, SteppedParameters
-from ignite_monitor.spectral.acting_weights import ActingWeight, acting_weights
+from ignite_monitor.spectral.acting_weights import ActingWeight, Weight, acting_weights, as_weights
 from ignite_monitor.spectral.norm import METHODS
 from ignite_monitor.spectral.spectra import Spectra, SpectralMeter
-from ignite_monitor.spectral.weights import Weight, as_weights
 
 
 class SpectralNormHandler(Monitor, schema=SPECTRAL):

@@ -10,16 +10,63 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ignite_monitor.model._torch import foreach_copy
 from ignite_monitor.model.devices import move_like, upload
 from ignite_monitor.model.sampling import fnv1a_64
 from ignite_monitor.monitor.deferred_flag import DeferredFlag
+from ignite_monitor.spectral.acting_weights import Weight
 from ignite_monitor.spectral.block_lanczos import WARM
+from ignite_monitor.spectral.matrices import Matrices, work_dtype
 from ignite_monitor.spectral.norm import TOLERANCE, SpectralNorms, newton_schulz, power, svd
-from ignite_monitor.spectral.weights import Batch, Weight, batches
 
 # Where looking at the bound would mean to wait for a device, or ranks might see it differently, these many steps are
 # made: without vectors, with them, and where the last bound was too wide.
 _COLD, _WARM, _AGAIN = 40, 14, 40
+
+
+# So many elements are measured as one batch, which is a float32 copy of them. On the CPU batches make no big matrix
+# faster, and one alone need not be copied.
+_BATCH = {"cpu": 1 << 18}
+_LARGE_BATCH = 1 << 24
+
+
+class Batch(NamedTuple):
+    """Weights that are measured at once."""
+
+    names: list[str]
+    matrices: Matrices  # some turned and filled up with zeros
+    dtype: torch.dtype  # what they are stored in
+    is_shared: bool  # whether their rows are shared out over ranks
+
+
+def batches(weights: Iterable[Weight]) -> Iterable[Batch]:
+    """Weights of one size, dtype and device together; each batch, which may be a copy, when it is asked for."""
+    alike: dict[Any, list[tuple[Weight, Tensor]]] = {}
+    for weight in weights:
+        local = weight.local
+        # Fewer batches are quicker on an accelerator, so there shapes go together that have the shorter side in common:
+        # rows of zeros change no norm. Of what is shared out a rank can't know how many rows others would need.
+        together = local.device.type != "cpu" and not weight.groups
+        if together and len(local) < local.shape[1]:
+            local = local.T
+        shape = local.shape[1:] if together else (weight.rows, *local.shape)
+        alike.setdefault((local.device, local.dtype, shape, weight.groups), []).append((weight, local))
+    for (device, dtype, _, groups), members in alike.items():
+        members.sort(key=lambda each: -len(each[1]))
+        while members:
+            # Every rank makes the same batches, whatever its part of the rows.
+            weight, local = members[0]
+            rows = weight.rows if groups else len(local)
+            size = max(1, _BATCH.get(device.type, _LARGE_BATCH) // (rows * local.shape[1]))
+            batch, members = members[:size], members[size:]
+            parts = [each.to(work_dtype(dtype)) for _, each in batch]
+            if len({len(part) for part in parts}) > 1:
+                stack = parts[0].new_zeros(len(parts), *parts[0].shape)
+                foreach_copy([row[: len(part)] for row, part in zip(stack, parts, strict=True)], parts)
+            else:
+                stack = torch.stack(parts) if len(parts) > 1 else parts[0].unsqueeze(0)
+            matrices = Matrices(stack, groups)
+            yield Batch([each.name for each, _ in batch], matrices, dtype, bool(groups))
 
 
 class Spectra(NamedTuple):
@@ -83,12 +130,7 @@ class SpectralMeter:
         return {"count": self.count, "method": self.method, "vectors": OrderedDict(self.vectors)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a saved state; vectors that fit no weight any more are not used.
-
-        Raises:
-            TypeError: if it holds something else than a count, and tensors by name.
-            ValueError: if the vectors are damaged.
-        """
+        """Continue from a saved state, or raise a TypeError or ValueError; vectors that fit no weight are not used."""
         count, vectors = state_dict.get("count"), state_dict.get("vectors")
         if not isinstance(count, int) or not isinstance(vectors, Mapping):
             raise TypeError("Argument state_dict should hold a count and vectors by name")

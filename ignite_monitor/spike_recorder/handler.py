@@ -12,8 +12,7 @@ from typing import Any
 
 import ignite.distributed as idist
 import torch
-from ignite.engine import Engine, Events, EventsList
-from ignite.engine.events import CallableEventWithFilter
+from ignite.engine import Engine, Events
 from torch import Tensor, nn
 
 from ignite_monitor.activation.record import recording
@@ -21,7 +20,7 @@ from ignite_monitor.checks import check_count, check_function, check_type
 from ignite_monitor.events.monitor_events import MonitorEvents, Spike
 from ignite_monitor.keys import SPIKE_RECORD
 from ignite_monitor.model.modes import in_backward, users_grad_mode
-from ignite_monitor.monitor.base import Handlers, Monitor, MonitorHandle, NoModel
+from ignite_monitor.monitor.base import Handlers, Monitor, NoModel
 from ignite_monitor.reference.unnoticed import is_reference_run
 from ignite_monitor.spike_recorder.batch import CannotBeSavedError, KeptBatch, plain
 from ignite_monitor.spike_recorder.random_state import RandomState, saved
@@ -126,19 +125,8 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
         super().load_state_dict(state_dict)
         self.count, self._row, self._newest = (int(state_dict[each]) for each in self._state_dict_all_req_keys)
 
-    def attach(
-        self, engine: Engine, event: CallableEventWithFilter | EventsList = Events.ITERATION_STARTED
-    ) -> MonitorHandle:
-        handle = super().attach(engine, event)
-        engine.add_event_handler(Events.ITERATION_COMPLETED, self._forget)
-        return handle
-
-    def detach(self) -> None:
-        """Undo ``attach`` and ``log_to``; files and counts stay."""
-        engine = self._attached_to()
-        super().detach()
-        if engine is not None:
-            engine.remove_event_handler(self._forget, Events.ITERATION_COMPLETED)
+    def engine_handlers(self) -> list[tuple[Events, Callable[..., Any]]]:
+        return [(Events.ITERATION_COMPLETED, self._forget)]
 
     def handlers(self) -> Handlers:
         return [
