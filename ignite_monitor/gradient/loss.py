@@ -143,9 +143,11 @@ class LossSignal:
 class Losses:
     """Collects losses from one step of the optimizer to the next.
 
-    Args:
+    Attributes:
         source: a module whose output is the loss, or a function of the engine that is asked when a backward has ended;
             None where none are collected.
+
+    Args:
         model: the model, whose wrapper says whether every rank takes part.
 
     Raises:
@@ -157,17 +159,17 @@ class Losses:
             raise TypeError(f"Argument loss should be {_SOURCE}, but given {source}")
         if not isinstance(source, nn.Module):
             check_function("loss", source, "the engine", described=_SOURCE)
-        self._source, self._model = source, model
+        self.source, self._model = source, model
         self._sum_and_count: Tensor | None = None
         self._earlier: Tensor | None = None  # of a gradient that may have been given up, or may grow
 
     @contextmanager
     def listening(self) -> Iterator[None]:
         """What has to be around a train step."""
-        if not isinstance(self._source, nn.Module):
+        if not isinstance(self.source, nn.Module):
             yield
             return
-        handle = self._source.register_forward_hook(lambda module, arguments, output: self._add_output(output))
+        handle = self.source.register_forward_hook(lambda module, arguments, output: self._add_output(output))
         try:
             yield
         finally:
@@ -175,9 +177,9 @@ class Losses:
 
     def backward_ended(self, engine: Any) -> None:
         """A backward has ended: ask the function, if it is one."""
-        if self._source is not None and not isinstance(self._source, nn.Module):
+        if self.source is not None and not isinstance(self.source, nn.Module):
             with users_grad_mode():
-                self._add(self._source(engine))
+                self._add(self.source(engine))
 
     def mean(self, device: torch.device) -> Tensor:
         """The mean of what there is, over ranks too, in one collective if there are several; 0 if there is nothing.

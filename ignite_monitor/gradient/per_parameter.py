@@ -130,7 +130,7 @@ class PerParameterJudge:
         """Forget the norms since a copy was made, where a 0-dim bool tensor is True; None is true."""
         earlier = copy.copy(earlier)
         if earlier.names != self.names:
-            earlier._arrange(self.names, self._detector.spike_count)
+            earlier._arrange(self.names, self._detector.counts[0])
         if when is None:
             self._detector = earlier._detector
         else:

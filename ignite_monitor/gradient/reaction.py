@@ -55,20 +55,19 @@ class Reaction:
             check_hooks("reaction", optimizer)
         zero = torch.zeros((), dtype=torch.float64, device="cpu")
         self.counts = {"skipped_count": zero} | ({"clipped_count": zero} if self.kind == "clip" else {})
+        self.device = zero.device
         self._optimizer = optimizer
         self._skipper = StepSkipper()
         self._skipped: Tensor | None = None  # whether the step that is going on is left out
 
-    def contexts(self, completed: Callable[[Optimizer], None]) -> list[AbstractContextManager[Any]]:
-        """What has to be around the train step; ``completed`` is told of steps that are not run."""
-        if self.kind != "skip" or self._optimizer is None:
-            return []
-        return [self._skipper.around(self._optimizer, completed)]
+    def contexts(self, completed: Callable[[Optimizer], None]) -> list[AbstractContextManager[None]]:
+        """What has to be around the train step for steps to be left out, of which ``completed`` is told."""
+        return [] if self._optimizer is None else [self._skipper.around(self._optimizer, completed)]
 
     def to(self, reference: Tensor) -> None:
         """Move the counts to where a tensor is."""
-        if self.counts["skipped_count"].device != reference.device:
-            self.counts = {name: move_like(count, reference) for name, count in self.counts.items()}
+        self.device = reference.device
+        self.counts = {name: move_like(count, reference) for name, count in self.counts.items()}
 
     def start(
         self,

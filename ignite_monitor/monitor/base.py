@@ -62,6 +62,8 @@ class Monitor(Publisher):
         self.model = model
         # What its names start with, so that none is another monitor's, and loggers have a tag for each.
         self.families = [self._named(family) for family in families] or [prefix]
+        # What it sets on the engine's state: name -> value where there is nothing to tell.
+        self.attributes: dict[str, Any] = {}
         self.logger = logging.getLogger(f"{type(self).__module__}.{type(self).__name__}")
         # Keys of its state that stay as they are where the training goes back: a reference does not change.
         self.goes_on: tuple[str, ...] = ("reference",)
@@ -81,11 +83,6 @@ class Monitor(Publisher):
         """Ignite's events, each with what to call in iterations that are not monitored too; first, where one starts."""
         return []
 
-    @property
-    def attributes(self) -> list[str]:
-        """The attributes that the monitor sets on the engine's state."""
-        return []
-
     def start_iteration(self, engine: Engine) -> None:
         """Get ready for a monitored iteration."""
 
@@ -102,6 +99,8 @@ class Monitor(Publisher):
     def clear(self, engine: Engine) -> None:
         """Take this monitor's values out of the engine's state."""
         self.retract()
+        for name, value in self.attributes.items():
+            setattr(engine.state, name, value)
 
     def counts(self) -> Tensor | None:
         """Spikes, values that are not finite and fresh starts of its rule so far; None of who judges nothing."""

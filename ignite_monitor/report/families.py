@@ -92,10 +92,9 @@ def _parts(name: str, roots: list[tuple[Schema, str]]) -> tuple[str, str, str, s
         if key != name and schema.find(key):
             metric, _, item = key.partition("/")
             return schema.kind, root, metric, item
-    if match := HEAD.fullmatch(name):
-        return match["kind"], _under(match["tag"], match["kind"]), PER_HEAD[match["kind"]], match["item"]
-    if match := LAYER.fullmatch(name):
-        return match["kind"], _under(match["tag"], match["kind"]), match["metric"], match["item"]
+    if match := HEAD.fullmatch(name) or LAYER.fullmatch(name):
+        kind = match["kind"]
+        return kind, _under(match["tag"], kind), PER_HEAD.get(kind) or match["metric"], match["item"]
     if (match := WORDS.fullmatch(name)) and NAMED[match["prefix"]].find(match["key"]):
         schema = NAMED[match["prefix"]]
         metric, _, item = match["key"].partition("/")

@@ -102,9 +102,11 @@ def tidy(run: Mapping[str, Sequence[Any]]) -> dict[str, Series]:
     """
     tidied = {}
     for name in run:
-        steps, values = np.asarray(run[name][0]), np.asarray(run[name][1], dtype=np.float64)
-        if len(steps):
-            tidied[name] = Series(steps, values).part(np.argsort(steps, kind="stable"))
+        series = Series(np.asarray(run[name][0]), np.asarray(run[name][1], dtype=np.float64))
+        if (np.diff(series.steps) < 0).any():
+            series = series.part(np.argsort(series.steps, kind="stable"))
+        if series:
+            tidied[name] = series
     return tidied
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
+import itertools
 import logging
 import random
+import runpy
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -109,34 +110,33 @@ def coordinate_check(
     drifts: dict[str, float] = {}
     sizes: dict[int, int] = {}
     with drawn_again(cuda_devices()), _progress(len(widths) * seeds * (steps + 1)) as advance:
-        for width in widths:
-            for seed in range(seeds):
-                _seed(seed, 0)
-                model, optimizer = _made(make_model, width)
-                for name, module in named_modules(model):
-                    hook = multiplier_of(module)
-                    if hook is not None:
-                        rates[name], drifts[name] = hook.rate, hook.drift
-                        if hook.start < 0:  # and so starts what it is in
-                            parts = name.split(".")
-                            starts |= {".".join(parts[:count]): hook.start for count in range(len(parts) + 1)}
-                sizes[width] = sum(parameter.numel() for parameter in model.parameters())
-                if len(set(sizes.values())) < len(sizes):
-                    raise ValueError(
-                        "Argument make_model should make models that grow with the width, but makes one with "
-                        f"{sizes[width]} parameters at several widths"
-                    )
-                training = _train(model, optimizer, make_batch, train_step or _cross_entropy_step, width, seed)
-                # A generator that the model holds may be the user's, and other models' too.
-                held = [each for module in model.modules() for each in generators_of(module).values()]
-                with drawn_again([], held):
-                    for step, values in zip(range(steps + 1), training, strict=False):
-                        records += [
-                            Record(width, seed, step, layer, quantity, measured[QUANTITIES.index(quantity)])
-                            for layer, measured in values.items()
-                            for quantity in dict.fromkeys(quantities)
-                        ]
-                        advance()
+        for width, seed in itertools.product(widths, range(seeds)):
+            _seed(seed, 0)
+            model, optimizer = _made(make_model, width)
+            for name, module in named_modules(model):
+                hook = multiplier_of(module)
+                if hook is not None:
+                    rates[name], drifts[name] = hook.rate, hook.drift
+                    if hook.start < 0:  # and so starts what it is in
+                        parts = name.split(".")
+                        starts |= {".".join(parts[:count]): hook.start for count in range(len(parts) + 1)}
+            sizes[width] = sum(parameter.numel() for parameter in model.parameters())
+            if len(set(sizes.values())) < len(sizes):
+                raise ValueError(
+                    "Argument make_model should make models that grow with the width, but makes one with "
+                    f"{sizes[width]} parameters at several widths"
+                )
+            training = _train(model, optimizer, make_batch, train_step or _cross_entropy_step, width, seed)
+            # A generator that the model holds may be the user's, and other models' too.
+            held = [each for module in model.modules() for each in generators_of(module).values()]
+            with drawn_again([], held):
+                for step, values in zip(range(steps + 1), training, strict=False):
+                    records += [
+                        Record(width, seed, step, layer, quantity, measured[QUANTITIES.index(quantity)])
+                        for layer, measured in values.items()
+                        for quantity in dict.fromkeys(quantities)
+                    ]
+                    advance()
     return CoordinateCheck(records, starts, rates, drifts)
 
 
@@ -150,12 +150,7 @@ def _made(make_model: Callable[[int], tuple[nn.Module, Any]], width: int) -> tup
 
 
 def _train(
-    model: nn.Module,
-    optimizer: Any,
-    make_batch: Callable[[int], Any],
-    train_step: TrainStep,
-    width: int,
-    seed: int,
+    model: nn.Module, optimizer: Any, make_batch: Callable[[int], Any], train_step: TrainStep, width: int, seed: int
 ) -> Iterator[dict[str, list[float]]]:
     """What the layers' outputs are like in each step.
 
@@ -306,28 +301,15 @@ def check_target(target: str, widths: Sequence[int], steps: int, seeds: int) -> 
 
 
 def _factory(target: str) -> Any:
-    module_name, _, name = target.rpartition(":")
-    if not module_name or not name:
+    place, _, name = target.rpartition(":")
+    if not place or not name:
         raise ValueError(f"{target!r} should be MODULE:FACTORY")
     try:
-        module = _load(module_name)
-    except Exception as error:
-        raise ValueError(f"{module_name} can't be imported: {type(error).__name__}: {error}") from error
-    factory = getattr(module, name, None)
-    if not callable(factory):
-        raise ValueError(f"{module_name} has no function {name}")
-    return factory
-
-
-def _load(name: str) -> Any:
-    path = Path(name)
-    if path.suffix != ".py":
-        if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        if not place.endswith(".py") and not {"", str(Path.cwd())} & {*sys.path}:
             sys.path.insert(0, str(Path.cwd()))
-        return importlib.import_module(name)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{name} is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+        found = runpy.run_path(place) if place.endswith(".py") else vars(importlib.import_module(place))
+    except Exception as error:
+        raise ValueError(f"{place} can't be imported: {type(error).__name__}: {error}") from error
+    if not callable(found.get(name)):
+        raise ValueError(f"{place} has no function {name}")
+    return found[name]

@@ -30,12 +30,7 @@ class Multiplier:
     drift = 0.0  # the largest exponent with which inputs that drift may change the layer's output
 
     def __init__(
-        self,
-        width: int,
-        layer_type: str,
-        a: float | None = None,
-        b: float | None = None,
-        c: float | None = None,
+        self, width: int, layer_type: str, a: float | None = None, b: float | None = None, c: float | None = None
     ) -> None:
         if not isinstance(layer_type, str) or layer_type not in LAYER_TYPES:
             raise ValueError(f"Argument layer_type should be one of {LAYER_TYPES}, but given {layer_type!r}")

@@ -22,19 +22,11 @@ _ADDING = {"addmm", "addmv", "addbmm", "baddbmm"}
 class WeightUse:
     """What a weight that is trained is used for."""
 
-    layer: str
     weight: str
     module: str | None  # the one that it is the weight of, None where no module that runs has it
-    kind: str  # "embedding", "hidden", "readout", or "fixed" where nothing of it grows
-    fans: Fans
-    small: Fans  # in the smaller model
+    kind: str  # "embedding", "hidden" or "readout"
+    widths: tuple[int, int]  # n in the smaller and in the larger model
     is_module: bool = False  # whether the module's output is the layer's, so that it can be multiplied
-
-    @property
-    def widths(self) -> tuple[int, int]:
-        """N in the smaller and in the larger model."""
-        side = 1 if self.kind == "embedding" else 0
-        return self.small[side], self.fans[side]
 
 
 class WeightUses(Labels):
@@ -199,7 +191,9 @@ class WeightUses(Labels):
             label = self._sum(f"{layer}.input", inputs, "contraction", settle=True)
             return label if label.node is None else label.times(weight.growth, weight.line)
         if kind != "fixed":
-            kind = self.uses.setdefault(layer, WeightUse(layer, name, module, kind, sizes, small)).kind
+            side = 1 if kind == "embedding" else 0
+            use = WeightUse(name, module, kind, (small[side], sizes[side]))
+            kind = self.uses.setdefault(layer, use).kind
         if not (parameter.is_meta or parameter.any()):
             inputs = [self._resolved(label, "zero") for label in inputs]
         node = Node(layer, kind, (), *PRESETS["mup"].get(kind, (0.0, 0.0)))
