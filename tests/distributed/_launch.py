@@ -23,7 +23,7 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parents[2]
 WORLD = 2
 SHARDS = hasattr(torch.cpu.Stream, "record_event")
-"""Whether fully_shard works on the CPU, as it does since torch 2.7."""
+"""Whether fully_shard works on the CPU, which it does not in torch 2.6."""
 PATIENCE = 600.0
 """How many seconds anything may take: what never ends is to fail, and not what a busy machine delays."""
 
