@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import sys
@@ -102,8 +103,10 @@ class ParameterSamples:
                     key = (local.device, _work_dtype(local.dtype), _FROM_COPY, False)
                     room -= local.numel()
                 members.setdefault(key, []).append(_Member(place, parameter, index, weight))
+        # Those of one device and dtype side by side.
         self.groups = [
-            Group(device, dtype, each, width == _FROM_COPY) for (device, dtype, width, _), each in members.items()
+            Group(device, dtype, each, width == _FROM_COPY)
+            for (device, dtype, width, _), each in sorted(members.items(), key=lambda item: str(item[0][:2]))
         ]
         self._with_elements = {place for group in self.groups for place in group.places}
         self._factors, self._taken = (
@@ -281,10 +284,10 @@ class Group:
     Attributes:
         places: the places of the parameters.
         index: the same, as a tensor.
-        weights: what each sampled element weighs, of shape (rows or 1, columns); None for 1.
+        kind: their device, and the dtype of what is copied of them.
+        shape: of room for that, (rows, columns).
+        weights: the root of what each sampled element weighs, of shape (rows or 1, columns); None for 1.
         elements: where rows hold elements and not the zeros at their ends, a bool tensor; None for everywhere.
-        before: room for elements.
-        now: more of it.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, members: list[_Member], from_copy: bool) -> None:
@@ -320,31 +323,36 @@ class Group:
         self.elements = self._index != len(self._copy) - 1 if from_copy else None
         self._shapes = [None if indices else part.shape for part in parts]
         self._are_alike = device.type == "cpu" and len(set(self._shapes)) == 1 and parts[0].ndim > 0
-        self._rooms: dict[str, Tensor] = {}
+        self._rooms: list[Tensor] = []
         self._targets: dict[int, list[Tensor]] = {}
-        self._like = torch.empty(0, dtype=dtype, device=device), (len(members), width)
-        self.before, self.now = self.room("before"), self.room("now")
+        self.kind, self.shape = (device, dtype), (len(members), width)
         self._is_sharded = any(is_sharded(member.parameter) for member in members)
         self._narrow = {row for row, part in enumerate(parts) if part.dtype in NARROW}
         # Which elements of narrow parameters have had a gradient other than 0.
-        self.with_gradient = torch.zeros_like(self.now, dtype=torch.bool) if self._narrow else None
+        self.with_gradient: Tensor | None = None
+        if self._narrow:
+            self.with_gradient = torch.zeros(self.shape, dtype=torch.bool, device=device)
 
-    def room(self, name: str) -> Tensor:
-        """Room for elements, of shape (rows, columns), made when it is first asked for by that name."""
-        if name not in self._rooms:
-            self.rooms(name)
-        return self._rooms[name]
+    @functools.cached_property
+    def before(self) -> Tensor:
+        """Room for elements."""
+        return self.room()
 
-    def rooms(self, *names: str) -> Tensor:
-        """New room for each of the names, of shape (names, rows, columns)."""
-        like, shape = self._like
-        together = like.new_zeros(len(names), *shape)
-        for name, rows in zip(names, together, strict=True):
-            self._rooms[name] = rows
-            # In the shapes of what is copied to them.
-            shaped = zip(rows, self._shapes, strict=True)
-            self._targets[id(rows)] = [row if shape is None else row.view(shape) for row, shape in shaped]
-        return together
+    @functools.cached_property
+    def now(self) -> Tensor:
+        """More of it."""
+        return self.room()
+
+    def room(self, rows: Tensor | None = None) -> Tensor:
+        """Room for elements, of shape (rows, columns): new, or what is given for it."""
+        if rows is None:
+            device, dtype = self.kind
+            rows = torch.zeros(self.shape, dtype=dtype, device=device)
+        self._rooms.append(rows)
+        # In the shapes of what is copied to them.
+        shaped = zip(rows, self._shapes, strict=True)
+        self._targets[id(rows)] = [row if shape is None else row.view(shape) for row, shape in shaped]
+        return rows
 
     def keep_gradients(self, rows: Sequence[int]) -> None:
         """Keep where the gradients that have been copied are other than 0, in those of the rows that are narrow."""
@@ -385,12 +393,12 @@ class Group:
         """
         targets = self._targets[id(rows)]
         found: list[Any] = [sources[place] for place in self.places]
-        if all(source is None for source in found):
+        present = [row for row, source in enumerate(found) if source is not None]
+        if not present:
             return
         if self._is_sharded:
             found = [_local(source) for source in found]
         if self._copies:
-            present = [row for row, source in enumerate(found) if source is not None]
             foreach_copy([self._copies[row] for row in present], [found[row] for row in present])
             if len(present) == len(found) or rows is not self.before:  # of which nobody reads the other rows
                 torch.take(self._copy, self._index, out=rows)
@@ -407,9 +415,8 @@ class Group:
                 else:
                     target.copy_(torch.take(source, index))
             return
-        if any(source is None for source in found):
-            pairs = [pair for pair in zip(targets, found, strict=True) if pair[1] is not None]
-            targets, found = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        if len(present) < len(found):
+            targets, found = [targets[row] for row in present], [found[row] for row in present]
         if self._are_alike and len(found) == len(rows):  # a third of the time that single copies take there
             torch.cat(found, out=rows.view(-1, *found[0].shape[1:]))
         else:

@@ -22,25 +22,26 @@ def row_norms(rows: Tensor) -> Tensor:
     r"""The l2 norm of every row, :math:`\sqrt{\sum_j |x_{ij}|^2}`, summed in float64.
 
     Args:
-        rows: real or complex floating point, of shape (rows, columns).
+        rows: real or complex floating point, of shape (…, columns).
 
     Returns:
-        float64 of shape (rows,) (float32 on devices without float64).
+        float64 of shape (…) (float32 on devices without float64).
     """
     dtype = wide_dtype(rows.device)
     if rows.is_complex():
-        rows = torch.view_as_real(rows).flatten(1)
-    if rows.dtype == dtype:
-        return _norm_of_any_size(rows)
-    if rows.device.type != "cpu" or rows.shape[1] <= _SHORT:
+        rows = torch.view_as_real(rows).flatten(-2)
+    if rows.dtype != dtype and (rows.device.type != "cpu" or rows.shape[-1] <= _SHORT):
         return _norm(rows, dtype)
+    shape, rows = rows.shape[:-1], rows.reshape(-1, rows.shape[-1])
+    if rows.dtype == dtype:
+        return _norm_of_any_size(rows).view(shape)
     whole = rows.shape[1] // _BLOCK * _BLOCK
     blocks = torch.linalg.vector_norm(rows[:, :whole].unflatten(1, (-1, _BLOCK)), dim=2)
     norms = _norm(torch.cat([blocks, rows[:, whole:]], dim=1), dtype)
     outside = _outside(norms, *_SAFE)
     if len(outside):
         norms[outside] = _norm(rows[outside], dtype)
-    return norms
+    return norms.view(shape)
 
 
 def update_ratios(changes: Tensor, weights: Tensor, eps: float) -> Tensor:

@@ -31,7 +31,7 @@ class Moments:
     Args:
         samples: the parameters.
         indices: those that are looked at, by id.
-        kinds: what :func:`kind_of` says of all parameters.
+        kinds: what :func:`kind_of` says of all parameters; None for those that are sharded.
 
     Attributes:
         momentum: for each parameter the mean of its gradients, or its momentum; None where there is none.
@@ -49,30 +49,24 @@ class Moments:
         count = len(kinds)
         self.momentum: list[Tensor | None] = [None] * count
         self.square: list[Tensor | None] = [None] * count
-        self.with_momentum: set[int] = set()
-        self.with_square: set[int] = set()
         steps, decays, eps = ([math.nan] * count for _ in range(3))
-        state_of = optimizer.state.get
+        # By id, since to hash a tensor takes longer.
+        states = {id(parameter): state for parameter, state in optimizer.state.items() if state}
         for group in optimizer.param_groups:
-            betas, own_eps = group.get("betas"), _as_number(group.get("eps"))
-            decay = _as_number(betas[1]) if isinstance(betas, (tuple, list)) and len(betas) == 2 else math.nan
-            steps_of_group = group.get("step", group.get("k"))
+            betas = group.get("betas")
+            decay = betas[1] if isinstance(betas, (tuple, list)) and len(betas) == 2 else math.nan
+            own_eps, own_step = group.get("eps"), group.get("step", group.get("k"))
             for parameter in group["params"]:
-                index = indices.get(id(parameter))
-                state = state_of(parameter)
-                if index is None or not state:
+                key = id(parameter)
+                if key not in states or key not in indices:
                     continue
-                kind = kinds[index]
-                momentum = _first(state, MOMENTUM, parameter, kind)
-                if momentum is not None:
-                    self.momentum[index] = momentum
-                    self.with_momentum.add(index)
-                square = _first(state, SQUARE, parameter, kind)
-                if square is not None and _OTHER_BASIS.isdisjoint(state):
-                    self.square[index] = square
-                    self.with_square.add(index)
-                    steps[index] = _as_number(state.get("step", steps_of_group))
-                    decays[index], eps[index] = decay, own_eps
+                index, state = indices[key], states[key]
+                self.momentum[index] = _first(state, MOMENTUM, parameter, kinds[index])
+                if _OTHER_BASIS.isdisjoint(state):
+                    self.square[index] = _first(state, SQUARE, parameter, kinds[index])
+                    steps[index], decays[index], eps[index] = state.get("step", own_step), decay, own_eps
+        self.with_momentum = {index for index, each in enumerate(self.momentum) if each is not None}
+        self.with_square = {index for index, each in enumerate(self.square) if each is not None}
         self.eps = _vector(eps, samples)
         # Where nobody knows the number of steps, or how they are weighted, the mean is taken as it is.
         self.correction = (1 - _vector(decays, samples) ** _vector(steps, samples)).rsqrt().nan_to_num(1.0, 1.0)
@@ -85,13 +79,11 @@ kind_of = attrgetter("shape", "device", "layout")
 
 
 def _first(state: Mapping[Any, Any], names: Sequence[str], parameter: Any, kind: Any) -> Tensor | None:
-    """The first of an optimizer's tensors that is of the shape of a parameter, with one number per element.
-
-    Args:
-        kind: what :func:`kind_of` says of the parameter.
-    """
+    """The first of an optimizer's tensors that is of the shape of a parameter, with one number per element."""
     for name in names:
         value: Any = state.get(name)
+        if value is None:
+            continue
         if type(value) is Tensor:
             if kind_of(value) == kind and value.dtype in _REAL:
                 return value
@@ -113,25 +105,22 @@ def is_real(tensor: Tensor) -> bool:
     return is_measurable(tensor) and not tensor.is_complex()
 
 
-def _as_number(value: Any) -> Any:
-    """A float, or a tensor with one element; NaN for anything else."""
-    if isinstance(value, Tensor):
-        return value if value.numel() == 1 else math.nan
-    return float(value) if isinstance(value, (int, float)) else math.nan
-
-
 def _vector(values: Sequence[Any], samples: ParameterSamples) -> Tensor:
-    """Floats and tensors with one element, one for each parameter, as one tensor, without waiting for a device."""
-    tensors = {index: each for index, each in enumerate(values) if type(each) is not float}
-    numbers = tuple(each if type(each) is float else math.nan for each in values) if tensors else tuple(values)
-    vector = _uploaded(numbers, samples.dtype, samples.device)
-    for device in {each.device for each in tensors.values()}:
-        own = {
-            index: each.reshape(()) if each.ndim else each for index, each in tensors.items() if each.device == device
-        }
-        stacked = move_like(torch.stack([*own.values()]), vector)
+    """Numbers and tensors with one element, one for each parameter, as one tensor, without waiting for a device.
+
+    NaN for anything else.
+    """
+    numbers = [math.nan] * len(values)
+    tensors: dict[torch.device, dict[int, Tensor]] = {}
+    for index, value in enumerate(values):
+        if isinstance(value, (float, int)):
+            numbers[index] = float(value)
+        elif isinstance(value, Tensor) and value.numel() == 1:
+            tensors.setdefault(value.device, {})[index] = value if value.ndim == 0 else value.reshape(())
+    vector = _uploaded(tuple(numbers), samples.dtype, samples.device)
+    for own in tensors.values():
         at = _uploaded(tuple(own), torch.int64, samples.device)
-        vector = stacked if len(own) == len(vector) else vector.index_copy(0, at, stacked)
+        vector = vector.index_copy(0, at, move_like(torch.stack([*own.values()]), vector))
     return vector
 
 

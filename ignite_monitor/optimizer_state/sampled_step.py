@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from ignite_monitor.model.optimizers import held_by
 from ignite_monitor.model.samples import ParameterSamples, reshard
 from ignite_monitor.monitor.stepped import HostMasks, SteppedParameters
 from ignite_monitor.optimizer_state.moments import Moments, is_real, kind_of
-from ignite_monitor.optimizer_state.rows import row_sums, statistics_of
+from ignite_monitor.optimizer_state.rows import AFTER, BEFORE, GRADIENT, MOMENTUM, SQUARE, StateRows, statistics_of
 
 _strided = torch.strided
 
@@ -50,7 +51,7 @@ class SampledStep:
         reshard(model)
         self._model = model
         self.samples = ParameterSamples(model, sample_size, rows=0.5)
-        self._rows = [group.rooms("gradient", "momentum", "change", "square") for group in self.samples.groups]
+        self._rows = [StateRows([*of]) for _, of in itertools.groupby(self.samples.groups, lambda group: group.kind)]
         self._held = held_by(optimizer)
         self._indices = {
             id(parameter): index
@@ -99,12 +100,11 @@ class SampledStep:
                 gradients[index] = samples.placed(index, gradient) if index in samples.sharded else gradient
                 weights[index] = parameter
                 self._with_gradient.add(index)
-        samples.keep_weights(weights)
-        for group in samples.groups:
-            rows = group.room("gradient")
-            group.copy(gradients, rows)
+        for rows in self._rows:
+            rows.copy(BEFORE, weights)
+            rows.copy(GRADIENT, gradients)
             if scale is not None:
-                rows.div_(scale.to(rows, non_blocking=True))
+                rows.unscale(scale)
 
     @torch.no_grad()
     def completed(self, optimizer: Optimizer) -> tuple[bool, Measured | None]:
@@ -118,18 +118,11 @@ class SampledStep:
         weights: list[Tensor | None] = [
             each if index in self._with_gradient else None for index, each in enumerate(samples.parameters)
         ]
-        sums = []
-        for group, rows in zip(samples.groups, self._rows, strict=True):
-            if rows.is_complex():  # of which nothing is said
-                nothing = torch.full((6, len(group.places)), math.nan, device=rows.device)
-                sums.append(nothing.to(samples.dtype))
-                continue
-            for name, sources in (("change", weights), ("square", moments.square), ("momentum", moments.momentum)):
-                group.copy(sources, group.room(name))
-            group.room("change").sub_(group.before)
-            factors = moments.correction[group.index], moments.eps[group.index]
-            sums.append(row_sums(rows, group.weights, group.elements, *factors))
-        found = statistics_of(samples.means(sums))
+        for rows in self._rows:
+            for kind, sources in ((AFTER, weights), (SQUARE, moments.square), (MOMENTUM, moments.momentum)):
+                rows.copy(kind, sources)
+        least = moments.eps.nan_to_num(0.0) / moments.correction
+        found = statistics_of(samples.means([rows.sums(least) for rows in self._rows]))
         stepped = self._stepped.mask(self._masks)
         made, adapted, moving = (
             stepped & self._masks.of(self._with_gradient & indices)
@@ -137,8 +130,8 @@ class SampledStep:
         )
         total = torch.where(made, found.change * self._numels, 0.0).sum().sqrt()
         return True, Measured(
-            _known(found.rms, adapted),
-            _known(found.eps_share, adapted & found.rms.isfinite() & ~moments.eps.isnan()),
+            _known(found.rms / moments.correction, adapted),
+            _known(found.eps_share * (moments.eps > 0), adapted & found.rms.isfinite() & ~moments.eps.isnan()),
             _known(found.momentum_cosine, moving),
             torch.where(made.any(), total, math.nan),
         )
