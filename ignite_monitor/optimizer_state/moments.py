@@ -17,11 +17,11 @@ from ignite_monitor.model.modes import is_plain
 from ignite_monitor.model.norms import is_sharded
 from ignite_monitor.model.samples import ParameterSamples, is_measurable
 
-MOMENTUM = ("exp_avg", "momentum_buffer")
-SQUARE = ("max_exp_avg_sq", "exp_avg_sq")  # AMSGrad divides by the largest so far
+# Of the momentum and of the mean of squares; AMSGrad divides by the largest so far.
+_NAMES = (("exp_avg", "momentum_buffer"), ("max_exp_avg_sq", "exp_avg_sq"))
 
 # With these an optimizer keeps the mean of squares in a basis of its own (SOAP, GaLore): it is not of the gradient.
-_REAL = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_REAL = {torch.bfloat16, torch.float16, torch.float32, torch.float64}
 _OTHER_BASIS = frozenset({"Q", "GG", "projector", "ortho_matrix"})
 
 
@@ -40,7 +40,8 @@ class Moments:
         with_momentum: the indices of those that have the first.
         with_square: the indices of those that have the second.
         correction: what the root of that mean is to be multiplied by, for its start: of shape (parameters,).
-        eps: what is added to the root, NaN where the parameter's group does not say; of the same shape.
+        eps: what is added to the root, 0 where the parameter's group does not say; of the same shape.
+        with_eps: the indices of those whose group does.
     """
 
     def __init__(
@@ -49,33 +50,46 @@ class Moments:
         count = len(kinds)
         self.momentum: list[Tensor | None] = [None] * count
         self.square: list[Tensor | None] = [None] * count
-        steps, decays, eps = ([math.nan] * count for _ in range(3))
+        steps, decays, eps = ([default] * count for default in (math.nan, math.nan, 0.0))
         # By id, since to hash a tensor takes longer.
         states = {id(parameter): state for parameter, state in optimizer.state.items() if state}
         for group in optimizer.param_groups:
-            betas = group.get("betas")
+            betas, own_step = group.get("betas"), group.get("step", group.get("k"))
             decay = betas[1] if isinstance(betas, (tuple, list)) and len(betas) == 2 else math.nan
-            own_eps, own_step = group.get("eps"), group.get("step", group.get("k"))
-            for parameter in group["params"]:
-                key = id(parameter)
-                if key not in states or key not in indices:
-                    continue
-                index, state = indices[key], states[key]
-                self.momentum[index] = _first(state, MOMENTUM, parameter, kinds[index])
-                if _OTHER_BASIS.isdisjoint(state):
-                    self.square[index] = _first(state, SQUARE, parameter, kinds[index])
-                    steps[index], decays[index], eps[index] = state.get("step", own_step), decay, own_eps
+            members = [each for each in group["params"] if id(each) in states and id(each) in indices]
+            of_group = [states[id(each)] for each in members]
+            at = [indices[id(each)] for each in members]
+            momenta, squares = (_fitting(of_group, names, members, [kinds[i] for i in at]) for names in _NAMES)
+            for index, state, momentum, square in zip(at, of_group, momenta, squares, strict=True):
+                self.momentum[index] = momentum
+                if square is not None and _OTHER_BASIS.isdisjoint(state):
+                    self.square[index] = square
+                    steps[index], decays[index], eps[index] = state.get("step", own_step), decay, group.get("eps")
         self.with_momentum = {index for index, each in enumerate(self.momentum) if each is not None}
         self.with_square = {index for index, each in enumerate(self.square) if each is not None}
+        self.with_eps = {index for index in self.with_square if isinstance(eps[index], (float, int, Tensor))}
         self.eps = _vector(eps, samples)
         # Where nobody knows the number of steps, or how they are weighted, the mean is taken as it is.
-        self.correction = (1 - _vector(decays, samples) ** _vector(steps, samples)).rsqrt().nan_to_num(1.0, 1.0)
+        decay_by_now = _vector(decays, samples) ** _vector(steps, samples)
+        self.correction = (1 - decay_by_now).rsqrt().nan_to_num(1.0, 1.0)
 
     def __bool__(self) -> bool:
         return bool(self.with_momentum or self.with_square)
 
 
 kind_of = attrgetter("shape", "device", "layout")
+
+
+def _fitting(
+    states: Sequence[Mapping[Any, Any]], names: Sequence[str], parameters: Sequence[Any], kinds: Sequence[Any]
+) -> list[Tensor | None]:
+    """Of each state the first of the tensors with these names that fits the parameter."""
+    for name in names:  # by far the quickest, and all that most optimizers need
+        values: list[Any] = [state.get(name) for state in states]
+        plain = {*map(type, values)} == {Tensor} and {each.dtype for each in values} <= _REAL
+        if plain and [*map(kind_of, values)] == kinds:
+            return values
+    return [_first(state, names, *of) for state, *of in zip(states, parameters, kinds, strict=True)]
 
 
 def _first(state: Mapping[Any, Any], names: Sequence[str], parameter: Any, kind: Any) -> Tensor | None:
@@ -112,15 +126,20 @@ def _vector(values: Sequence[Any], samples: ParameterSamples) -> Tensor:
     """
     numbers = [math.nan] * len(values)
     tensors: dict[torch.device, dict[int, Tensor]] = {}
-    for index, value in enumerate(values):
-        if isinstance(value, (float, int)):
-            numbers[index] = float(value)
-        elif isinstance(value, Tensor) and value.numel() == 1:
-            tensors.setdefault(value.device, {})[index] = value if value.ndim == 0 else value.reshape(())
+    if {*map(type, values)} == {float}:
+        numbers = [*values]
+    else:
+        for index, value in enumerate(values):
+            if isinstance(value, Tensor):
+                if value.numel() == 1:
+                    tensors.setdefault(value.device, {})[index] = value if value.ndim == 0 else value.view(())
+            elif isinstance(value, (float, int)):
+                numbers[index] = float(value)
     vector = _uploaded(tuple(numbers), samples.dtype, samples.device)
     for own in tensors.values():
+        stacked = move_like(torch.stack([*own.values()]), vector)
         at = _uploaded(tuple(own), torch.int64, samples.device)
-        vector = vector.index_copy(0, at, move_like(torch.stack([*own.values()]), vector))
+        vector = stacked if len(own) == len(vector) else vector.index_copy(0, at, stacked)
     return vector
 
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import enum
 import itertools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ignite_monitor.model.samples import Group
 from ignite_monitor.model.updates import row_norms
 
-GRADIENT, MOMENTUM, SQUARE, BEFORE, AFTER = range(5)  # kinds of what is copied
+
+class Kind(enum.IntEnum):
+    """Rows of what is copied, and of what comes of it in its place."""
+
+    GRADIENT, MOMENTUM, SQUARE, BEFORE, AFTER = range(5)
+    RATIO, CHANGE, BELOW, PRODUCT = range(2, 6)
 
 
 class StateRows:
@@ -26,7 +32,7 @@ class StateRows:
         self.groups = groups
         device, dtype = groups[0].kind
         ends = [*itertools.accumulate((math.prod(group.shape) for group in groups), initial=0)]
-        self._rows = torch.zeros(AFTER + 1, ends[-1], dtype=dtype, device=device)
+        self._rows = torch.zeros(Kind.AFTER + 1, ends[-1], dtype=dtype, device=device)
         self._parts = [
             self._rows[:, start:end].unflatten(1, group.shape)
             for group, (start, end) in zip(groups, itertools.pairwise(ends), strict=True)
@@ -44,14 +50,14 @@ class StateRows:
                         own.mul_(each)
             self._weights = weights
 
-    def copy(self, kind: int, sources: Sequence[Tensor | None]) -> None:
+    def copy(self, kind: Kind, sources: Sequence[Tensor | None]) -> None:
         """Copy the sampled elements of those sources that there are, one for each parameter of the model."""
         for group, rooms in zip(self.groups, self._rooms, strict=True):
             group.copy(sources, rooms[kind])
 
     def unscale(self, scale: Tensor) -> None:
         """Divide the gradients by what they are scaled by."""
-        self._rows[GRADIENT].div_(scale.to(self._rows, non_blocking=True))
+        self._rows[Kind.GRADIENT].div_(scale.to(self._rows, non_blocking=True))
 
     def sums(self, least: Tensor) -> Tensor:
         """Sums over the elements of each row, for :func:`statistics_of`; uses up what has been copied.
@@ -67,10 +73,10 @@ class StateRows:
         gradient, momentum, root, change, below = self._rows.unbind()
         change.sub_(below)
         root.sqrt_()
-        least = least.to(root.dtype).clamp_(min=torch.finfo(root.dtype).tiny).index_select(0, self._index)
+        least = least.to(root.dtype).index_select(0, self._index)
         torch.lt(root, least, out=below)
         # Where nothing is to be divided by anything the ratio is 0.
-        torch.maximum(root, least, out=root)
+        torch.maximum(root, least.clamp_(min=torch.finfo(root.dtype).tiny), out=root)
         torch.div(gradient, root, out=root)
         if self._weights is not None:
             self._rows.mul_(self._weights)
@@ -80,31 +86,22 @@ class StateRows:
         return torch.cat([norms.square_(), torch.cat(of_rows).unsqueeze(0)])
 
 
-class StateStatistics(NamedTuple):
-    """Statistics of tensors, one for each, NaN or inf where there is no such number.
-
-    Attributes:
-        rms: the root mean square of the gradient over the root of its squares' mean.
-        eps_share: of which part of the elements that root is smaller than the least.
-        momentum_cosine: the cosine of the gradient and the momentum.
-        change: the mean square of what the step has changed.
-    """
-
-    rms: Tensor
-    eps_share: Tensor
-    momentum_cosine: Tensor
-    change: Tensor
-
-
-def statistics_of(means: Tensor) -> StateStatistics:
-    """Statistics of tensors.
+def statistics_of(means: Tensor, correction: Tensor) -> Tensor:
+    """Statistics of tensors, NaN or inf where there is no such number.
 
     Args:
         means: what :meth:`StateRows.sums` gives, over the number of elements.
+        correction: what the root of the mean of squares is to be multiplied by.
+
+    Returns:
+        Of shape (3, tensors): the root mean square of the gradient over the root of its squares' mean, of which part
+        of the elements that root is smaller than the least, and the cosine of gradient and momentum.
     """
-    gradient, momentum, rms, change, below, product = means.unbind()
-    lengths = gradient.sqrt() * momentum.sqrt()
-    # Of smaller numbers the products may have lost what the squares have, too.
-    tame = lengths > torch.finfo(lengths.dtype).tiny / torch.finfo(lengths.dtype).eps
-    cosine = torch.where(tame, product / lengths, math.nan)
-    return StateStatistics(rms.sqrt(), below.clamp(max=1), cosine.clamp(-1, 1), change)
+    gradient, momentum, rms, *_ = means.sqrt().unbind()
+    rms = rms / correction
+    # Of smaller numbers the products may have lost what the squares have not.
+    info = torch.finfo(means.dtype)
+    lengths = F.threshold(gradient * momentum, info.tiny / info.eps, math.nan)
+    found = torch.stack([rms, means[Kind.BELOW] + 0 * rms, means[Kind.PRODUCT] / lengths])
+    found[1:].clamp_(-1, 1)
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -15,24 +16,21 @@ from ignite_monitor.model.optimizers import held_by
 from ignite_monitor.model.samples import ParameterSamples, reshard
 from ignite_monitor.monitor.stepped import HostMasks, SteppedParameters
 from ignite_monitor.optimizer_state.moments import Moments, is_real, kind_of
-from ignite_monitor.optimizer_state.rows import AFTER, BEFORE, GRADIENT, MOMENTUM, SQUARE, StateRows, statistics_of
+from ignite_monitor.optimizer_state.rows import Kind, StateRows, statistics_of
 
 _strided = torch.strided
+_sampled_as = attrgetter("shape", "device", "dtype")
 
 
 class Measured(NamedTuple):
-    """Statistics of each parameter, NaN where there is none.
+    """What is known of a step.
 
     Attributes:
-        rms: the root mean square of gradient over root of second moment.
-        eps_share: of which part of the elements eps is larger than that root.
-        momentum_cosine: the cosine of gradient and momentum.
+        statistics: what :func:`statistics_of` gives, NaN where a parameter has none: of shape (3, parameters).
         update_norm: the norm of what the step has changed in all of them, 0-dim.
     """
 
-    rms: Tensor
-    eps_share: Tensor
-    momentum_cosine: Tensor
+    statistics: Tensor
     update_norm: Tensor
 
 
@@ -49,10 +47,9 @@ class SampledStep:
 
     def __init__(self, model: nn.Module, sample_size: int | None, optimizer: Optimizer) -> None:
         reshard(model)
-        self._model = model
         self.samples = ParameterSamples(model, sample_size, rows=0.5)
         self._rows = [StateRows([*of]) for _, of in itertools.groupby(self.samples.groups, lambda group: group.kind)]
-        self._held = held_by(optimizer)
+        self._held, self._sampled = held_by(optimizer), [*map(_sampled_as, self.samples.parameters)]
         self._indices = {
             id(parameter): index
             for index, parameter in enumerate(self.samples.parameters)
@@ -72,13 +69,8 @@ class SampledStep:
         self._with_gradient: set[int] = set()
 
     def fits(self, optimizer: Optimizer) -> bool:
-        """Whether the model's parameters, and those that the optimizer holds, are still the same."""
-        if held_by(optimizer) != self._held:
-            return False
-        if self.samples.fit():
-            return True
-        reshard(self._model)
-        return self.samples.fit()
+        """Whether the optimizer holds the same parameters as ever, and they are where and what they were."""
+        return held_by(optimizer) == self._held and [*map(_sampled_as, self.samples.parameters)] == self._sampled
 
     @torch.no_grad()
     def started(self, optimizer: Optimizer, scale: Tensor | None) -> None:
@@ -101,8 +93,8 @@ class SampledStep:
                 weights[index] = parameter
                 self._with_gradient.add(index)
         for rows in self._rows:
-            rows.copy(BEFORE, weights)
-            rows.copy(GRADIENT, gradients)
+            rows.copy(Kind.BEFORE, weights)
+            rows.copy(Kind.GRADIENT, gradients)
             if scale is not None:
                 rows.unscale(scale)
 
@@ -119,23 +111,21 @@ class SampledStep:
             each if index in self._with_gradient else None for index, each in enumerate(samples.parameters)
         ]
         for rows in self._rows:
-            for kind, sources in ((AFTER, weights), (SQUARE, moments.square), (MOMENTUM, moments.momentum)):
+            for kind, sources in (
+                (Kind.AFTER, weights),
+                (Kind.SQUARE, moments.square),
+                (Kind.MOMENTUM, moments.momentum),
+            ):
                 rows.copy(kind, sources)
-        least = moments.eps.nan_to_num(0.0) / moments.correction
-        found = statistics_of(samples.means([rows.sums(least) for rows in self._rows]))
+        least = moments.eps / moments.correction
+        means = samples.means([rows.sums(least) for rows in self._rows] or [torch.empty(6, 0)])
+        statistics = statistics_of(means, moments.correction)
         stepped = self._stepped.mask(self._masks)
-        made, adapted, moving = (
-            stepped & self._masks.of(self._with_gradient & indices)
-            for indices in (self._with_gradient, moments.with_square, moments.with_momentum)
-        )
-        total = torch.where(made, found.change * self._numels, 0.0).sum().sqrt()
+        of_state = (moments.with_square, moments.with_eps, moments.with_momentum)
+        known = torch.stack([self._masks.of(self._with_gradient & indices) for indices in of_state])
+        made = stepped & self._masks.of(self._with_gradient)
+        total = torch.where(made, means[Kind.CHANGE], 0.0).dot(self._numels).sqrt()
         return True, Measured(
-            _known(found.rms / moments.correction, adapted),
-            _known(found.eps_share * (moments.eps > 0), adapted & found.rms.isfinite() & ~moments.eps.isnan()),
-            _known(found.momentum_cosine, moving),
+            torch.where(known & stepped & statistics.isfinite(), statistics, math.nan),
             torch.where(made.any(), total, math.nan),
         )
-
-
-def _known(values: Tensor, known: Tensor) -> Tensor:
-    return torch.where(known & values.isfinite(), values, math.nan)
