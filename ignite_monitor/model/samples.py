@@ -25,12 +25,12 @@ NARROW = (torch.bfloat16, torch.float16)
 _MEASURABLE = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 _KEPT = 16
 
-# On an accelerator parameters of at most so many elements are sampled from a copy of all of them, in one operation,
-# which takes less than one for each does. So long may the samples be, and so many elements the copy.
+# Parameters of at most so many elements are sampled from a copy of all of them, in one operation, which takes less than
+# one for each does; on the CPU those of one length. So long may the samples be, and so many elements the copy.
 _COPIED = 1 << 18
+_COPIED_ON_CPU = 1 << 12
 _SHORT = 1 << 11
 _ROOM = 1 << 23
-_FROM_COPY = 0  # in place of a length
 
 
 class ParameterSamples:
@@ -69,7 +69,7 @@ class ParameterSamples:
         self._identity = self._identify()
         self._scales: list[float] = []
         counts: list[float] = []
-        members: dict[tuple[torch.device, torch.dtype, int, bool], list[_Member]] = {}
+        members: dict[tuple[torch.device, torch.dtype, int, str], list[_Member]] = {}
         meshes: dict[tuple[Any, tuple[int, ...]], list[int]] = {}
         room = _ROOM
         parameter: Any
@@ -98,15 +98,18 @@ class ParameterSamples:
             local = _local(parameter)
             width = local.numel() if index is None else len(index)
             if width:
-                key = (local.device, _work_dtype(local.dtype), width, index is None)
-                if local.device.type != "cpu" and width <= _SHORT and local.numel() <= min(_COPIED, room):
-                    key = (local.device, _work_dtype(local.dtype), _FROM_COPY, False)
+                on_cpu = local.device.type == "cpu"
+                length, kind = width, "whole" if index is None else "sampled"
+                most = min(room, _COPIED_ON_CPU if on_cpu else _COPIED)
+                if width <= _SHORT and local.numel() <= most and not (on_cpu and index is None):
+                    length, kind = width if on_cpu else 0, "copied"
                     room -= local.numel()
+                key = (local.device, _work_dtype(local.dtype), length, kind)
                 members.setdefault(key, []).append(_Member(place, parameter, index, weight))
         # Those of one device and dtype side by side.
         self.groups = [
-            Group(device, dtype, each, width == _FROM_COPY)
-            for (device, dtype, width, _), each in sorted(members.items(), key=lambda item: str(item[0][:2]))
+            Group(device, dtype, each, kind == "copied")
+            for (device, dtype, _, kind), each in sorted(members.items(), key=lambda item: str(item[0][:2]))
         ]
         self._with_elements = {place for group in self.groups for place in group.places}
         self._factors, self._taken = (
@@ -279,7 +282,7 @@ class Group:
 
     Args:
         members: all with as long a sample, or all with all of their elements, unless ``from_copy``.
-        from_copy: whether to take the samples from a copy of all of them; rows end in zeros.
+        from_copy: whether to take the samples from a copy of all of them; shorter ones end in zeros.
 
     Attributes:
         places: the places of the parameters.
@@ -308,6 +311,7 @@ class Group:
                 for start, part, member in zip(starts, parts, members, strict=True)
             ]
             width = max(map(len, indices))
+            is_padded = any(len(index) < width for index in indices)
             indices = [F.pad(index, (0, width - len(index)), value=end) for index in indices]
         self._index = upload(torch.stack(indices) if indices else torch.empty(0, device="cpu"), device)
         self._indices = list(self._index.unbind())
@@ -320,7 +324,7 @@ class Group:
             of_members = [ones[:0] if member.weight is None else member.weight for member in weighing]
             weights = torch.stack([torch.cat([each, ones[len(each) :]]) for each in of_members])
             self.weights = upload(weights.to(dtype.to_real()), device)
-        self.elements = self._index != len(self._copy) - 1 if from_copy else None
+        self.elements = self._index != len(self._copy) - 1 if from_copy and is_padded else None
         self._shapes = [None if indices else part.shape for part in parts]
         self._are_alike = device.type == "cpu" and len(set(self._shapes)) == 1 and parts[0].ndim > 0
         self._rooms: list[Tensor] = []

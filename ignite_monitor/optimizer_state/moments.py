@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ignite_monitor.model.devices import move_like, upload
+from ignite_monitor.model.devices import move, upload
 from ignite_monitor.model.modes import is_plain
 from ignite_monitor.model.norms import is_sharded
 from ignite_monitor.model.samples import ParameterSamples, is_measurable
@@ -50,7 +50,9 @@ class Moments:
         count = len(kinds)
         self.momentum: list[Tensor | None] = [None] * count
         self.square: list[Tensor | None] = [None] * count
-        steps, decays, eps = ([default] * count for default in (math.nan, math.nan, 0.0))
+        steps: list[Any] = [math.nan] * count
+        decays: list[Any] = [math.nan] * count
+        eps: list[Any] = [0.0] * count
         # By id, since to hash a tensor takes longer.
         states = {id(parameter): state for parameter, state in optimizer.state.items() if state}
         for group in optimizer.param_groups:
@@ -124,22 +126,19 @@ def _vector(values: Sequence[Any], samples: ParameterSamples) -> Tensor:
 
     NaN for anything else.
     """
-    numbers = [math.nan] * len(values)
+    dtype, device = samples.dtype, samples.device
     tensors: dict[torch.device, dict[int, Tensor]] = {}
-    if {*map(type, values)} == {float}:
-        numbers = [*values]
-    else:
-        for index, value in enumerate(values):
-            if isinstance(value, Tensor):
-                if value.numel() == 1:
-                    tensors.setdefault(value.device, {})[index] = value if value.ndim == 0 else value.view(())
-            elif isinstance(value, (float, int)):
-                numbers[index] = float(value)
-    vector = _uploaded(tuple(numbers), samples.dtype, samples.device)
+    for index, each in enumerate(values if {*map(type, values)} != {float} else ()):
+        if isinstance(each, Tensor) and each.numel() == 1:
+            tensors.setdefault(each.device, {})[index] = each if each.ndim == 0 else each.view(())
+    if any(len(own) == len(values) for own in tensors.values()):
+        return move(torch.stack([*tensors.popitem()[1].values()]).to(dtype), device)
+    vector = _uploaded(
+        tuple(float(each) if isinstance(each, (float, int)) else math.nan for each in values), dtype, device
+    )
     for own in tensors.values():
-        stacked = move_like(torch.stack([*own.values()]), vector)
-        at = _uploaded(tuple(own), torch.int64, samples.device)
-        vector = stacked if len(own) == len(vector) else vector.index_copy(0, at, stacked)
+        at = _uploaded(tuple(own), torch.int64, device)
+        vector = vector.index_copy(0, at, move(torch.stack([*own.values()]).to(dtype), device))
     return vector
 
 

@@ -80,14 +80,18 @@ class StateRows:
         torch.div(gradient, root, out=root)
         if self._weights is not None:
             self._rows.mul_(self._weights)
-        norms = torch.cat([row_norms(part) for part in self._parts], 1)
+        norms = _joined([row_norms(part) for part in self._parts])
         products = gradient.to(norms.dtype).mul_(momentum).split([math.prod(group.shape) for group in self.groups])
         of_rows = [each.view(group.shape).sum(1) for each, group in zip(products, self.groups, strict=True)]
-        return torch.cat([norms.square_(), torch.cat(of_rows).unsqueeze(0)])
+        return torch.cat([norms.square_(), _joined(of_rows).unsqueeze(0)])
+
+
+def _joined(tensors: list[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, -1)
 
 
 def statistics_of(means: Tensor, correction: Tensor) -> Tensor:
-    """Statistics of tensors, NaN or inf where there is no such number.
+    """Statistics of tensors, NaN where there is no such number.
 
     Args:
         means: what :meth:`StateRows.sums` gives, over the number of elements.
@@ -102,6 +106,7 @@ def statistics_of(means: Tensor, correction: Tensor) -> Tensor:
     # Of smaller numbers the products may have lost what the squares have not.
     info = torch.finfo(means.dtype)
     lengths = F.threshold(gradient * momentum, info.tiny / info.eps, math.nan)
-    found = torch.stack([rms, means[Kind.BELOW] + 0 * rms, means[Kind.PRODUCT] / lengths])
+    none = 0 * rms  # NaN where that is not finite
+    found = torch.stack([rms + none, means[Kind.BELOW] + none, means[Kind.PRODUCT] / lengths])
     found[1:].clamp_(-1, 1)
     return found

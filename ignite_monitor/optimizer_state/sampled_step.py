@@ -120,12 +120,9 @@ class SampledStep:
         least = moments.eps / moments.correction
         means = samples.means([rows.sums(least) for rows in self._rows] or [torch.empty(6, 0)])
         statistics = statistics_of(means, moments.correction)
-        stepped = self._stepped.mask(self._masks)
-        of_state = (moments.with_square, moments.with_eps, moments.with_momentum)
-        known = torch.stack([self._masks.of(self._with_gradient & indices) for indices in of_state])
-        made = stepped & self._masks.of(self._with_gradient)
-        total = torch.where(made, means[Kind.CHANGE], 0.0).dot(self._numels).sqrt()
-        return True, Measured(
-            torch.where(known & stepped & statistics.isfinite(), statistics, math.nan),
-            torch.where(made.any(), total, math.nan),
-        )
+        of_rows = (self._with_gradient, moments.with_square, moments.with_eps, moments.with_momentum)
+        masks = torch.stack([self._masks.of(self._with_gradient & indices) for indices in of_rows])
+        made, known = (masks & self._stepped.mask(self._masks)).tensor_split([1])
+        total = torch.where(made[0], means[Kind.CHANGE], 0.0).dot(self._numels).sqrt()
+        # 0 / 0 where there was no step
+        return True, Measured(torch.where(known, statistics, math.nan), total / made.any())
