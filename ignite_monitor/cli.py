@@ -8,7 +8,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -299,14 +299,13 @@ def _read(path: str) -> dict[str, Series]:
         return tidied
 
 
-def _progress(names: list[str]) -> Iterator[str]:
+def _progress(names: list[str]) -> Iterable[str]:
     if len(names) < MANY or not sys.stderr.isatty():
-        yield from names
-        return
+        return names
     from rich.console import Console
     from rich.progress import track
 
-    yield from track(names, "Reading", console=Console(stderr=True), transient=True)
+    return track(names, "Reading", console=Console(stderr=True), transient=True)
 
 
 @contextlib.contextmanager

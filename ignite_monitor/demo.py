@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
 import os
@@ -35,6 +36,8 @@ ROW = 30
 """How many batches in a row are damaged: more than leaving them out survives."""
 
 Batch = tuple[Tensor, Tensor]
+
+_say = functools.partial(print, flush=True)
 
 
 class Damaged(NamedTuple):
@@ -261,7 +264,3 @@ def _beside(program: str) -> str:
     if found and (not path.exists() or os.path.samefile(found, path)):
         return program
     return shlex.quote(os.path.relpath(path)) if path.exists() else program
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import zip_longest
 
 _WIDTH = 118
 
@@ -80,15 +81,11 @@ class Schema:
         rule = f"{'=' * left}  {'=' * right}"
         lines = [rule, f"{header:{left}}  meaning", rule]
         for name, meaning in rows:
-            lines += _cells(name, left, textwrap.wrap(meaning, right, break_long_words=False, break_on_hyphens=False))
+            wrapped = textwrap.wrap(meaning, right, break_long_words=False, break_on_hyphens=False)
+            lines += [f"{first:{left}}  {line}" for first, line in zip_longest([name], wrapped, fillvalue="")]
         return "\n".join([*lines, rule])
 
 
 def _described(key: Key) -> str:
     unit, when = f" ({key.unit})" if key.unit else "", f"; {key.when}" if key.when else ""
     return f"{key.meaning}{unit}{when}"
-
-
-def _cells(name: str, left: int, lines: list[str]) -> Iterator[str]:
-    for first, line in zip([name, *[""] * len(lines)], lines, strict=False):
-        yield f"{first:{left}}  {line}"

@@ -53,25 +53,6 @@ class AttentionCalls(TorchFunctionMode):
         skipped: names of modules with calls on tensors that have no values of their own here: DTensors, nested tensors,
             tensors under ``vmap``.
         by_hand: names of modules that seem to compute attention by themselves: a product, a softmax, a product.
-
-    Examples:
-        .. code-block:: python
-
-            from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-
-            names = []
-            calls = AttentionCalls(lambda: names[-1], on_call)
-
-            def before(module, args):
-                names.append(name_of.get(module))
-                calls.enter(module.training)
-
-            def after(module, args, output):
-                calls.leave()
-                names.pop()
-
-            register_module_forward_pre_hook(before)
-            register_module_forward_hook(after, always_call=True)
     """
 
     def __init__(self, current: Callable[[], str | None], on_call: Callable[..., None]) -> None:
@@ -86,7 +67,7 @@ class AttentionCalls(TorchFunctionMode):
 
     @contextlib.contextmanager
     def during(self, modules: Iterable[nn.Module], wanted: Callable[[], bool]) -> Iterator[None]:
-        """While it lasts, see the calls in forward passes of modules, where that is wanted as the outermost begins."""
+        """While it lasts, see the calls in forward passes of modules, where that is wanted as they begin."""
         modules = list(modules)
         try:
             with before_forward(modules, _Hook(self, modules, wanted)), after_forward(modules, _Hook(self, modules)):
@@ -95,11 +76,7 @@ class AttentionCalls(TorchFunctionMode):
             self.close()
 
     def enter(self, watched: bool = True) -> None:
-        """See calls from here on, until :meth:`leave`; in pairs, one in the other, each thread for itself.
-
-        Args:
-            watched: whether to watch, False for a module in eval mode.
-        """
+        """See calls, or none, from here on, until :meth:`leave`; in pairs, one in the other, each thread for itself."""
         self._thread.watched.append(watched)
         self._switch()
 
@@ -195,8 +172,7 @@ class _Hook(ModuleHook):
         if self._wanted is None:
             self._calls.leave()
         else:
-            around = self._calls._thread.watched
-            self._calls.enter(around[-1] if around else self._wanted())
+            self._calls.enter(self._wanted())
 
 
 class _Thread(threading.local):

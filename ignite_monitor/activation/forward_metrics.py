@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -27,8 +27,9 @@ from ignite_monitor.model.devices import device_of
 from ignite_monitor.model.forward import ModuleHook, after_forward, outputs_to, running_module
 from ignite_monitor.model.modes import aside, is_plain
 from ignite_monitor.model.names import tags
-from ignite_monitor.model.tensors import tagged_tensors
+from ignite_monitor.model.tensors import floating_tensors, tagged_tensors
 from ignite_monitor.monitor.publisher import NamedValues
+from ignite_monitor.reference.call import Call, Comparison, NotComparableError
 from ignite_monitor.reference.unnoticed import here
 
 _RECORDED = "activation (recorded)"
@@ -44,7 +45,7 @@ class ForwardMetrics:
 
     Attributes:
         activation: of outputs and attention heads.
-        recorded: what the model records; see :func:`named_apart`.
+        recorded: what the model records; :func:`named_apart` names it.
         entropy: of attention.
         logits: the largest of attention's scores.
         skipped: tags of modules with tensors that can't be measured.
@@ -165,6 +166,44 @@ class ForwardMetrics:
                 self.activation.add_all(keys, self._names[tag], heads)
 
 
+class OutputComparison(Comparison):
+    """Measures each output of the model against that of the reference."""
+
+    by_weights = False
+
+    def __init__(self, tags: Mapping[str, str], metrics: MetricSet) -> None:
+        self.tags = tags
+        self.measured = Measurement("activation_difference", metrics)
+
+    def clear(self) -> None:
+        self.measured.clear()
+
+    def keep(self, call: Call) -> Sequence[Tensor | None]:
+        return [tensor for _, tensor in floating_tensors(call.output)]
+
+    def leave(self, call: Call) -> bool:
+        tensors, tag = tagged_tensors(call.output), self.tags[call.name]
+        initial = [tensor for tensor in call.kept if tensor is not None]
+        if [tensor.shape for _, tensor in tensors] != [tensor.shape for tensor in initial]:
+            raise NotComparableError("its outputs have other shapes than in the reference")
+        if not all(map(is_plain, [*(tensor for _, tensor in tensors), *initial])):
+            raise NotComparableError("its outputs have no values of their own here (DTensors, nested, sparse)")
+        for (index, tensor), other in zip(tensors, initial, strict=True):
+            key = f"{tag}/{index}" if index else tag
+            self.measured.add_difference(key, call.name or "_root_", tensor.detach(), other.detach())
+        return True
+
+    def passed(self, results: dict[str, list[Any]]) -> None:
+        self.measured.pass_ended()
+
+
+def without(found: NamedValues, incomplete: Collection[str]) -> NamedValues:
+    """Names and numbers, but for the differences of some modules."""
+    starts = tuple(f"activation_difference/{tag}/" for tag in incomplete)
+    kept = [index for index, name in enumerate(found.names) if not name.startswith(starts)] if starts else []
+    return found if not starts or len(kept) == len(found.names) else found.rows(kept)
+
+
 def in_order(values: NamedValues, order: Mapping[str, None]) -> NamedValues:
     """In the order in which the model computed what they are of, then the others."""
     at = {f"activation/{key}": index for index, key in enumerate(order)}
@@ -173,11 +212,7 @@ def in_order(values: NamedValues, order: Mapping[str, None]) -> NamedValues:
 
 
 def named_apart(found: list[NamedValues]) -> list[NamedValues]:
-    """Names and numbers, with what was recorded under names that nothing else has.
-
-    Args:
-        found: names and numbers, those of a list of one family.
-    """
+    """Names and numbers, each of one family, with what was recorded under names that nothing else has."""
     if not any(names[0].startswith(_RECORDED) for names, _ in found if names):
         return found
     recorded = [name for names, _ in found for name in names if name.startswith(_RECORDED)]
@@ -203,14 +238,17 @@ class _OutputHook(ModuleHook):
         tag = self._tags.get(id(module))  # a shallow copy has the hooks of the module itself
         if tag is None or self._pauses or current_backward() != -1 or here.running or not self._root.training:
             return
-        are_seen = function_modes() or dispatch_modes()
+        if function_modes() or dispatch_modes():
+            with unseen_by_functions(), unseen_by_dispatch():
+                self._take(tag, output)
+        else:
+            self._take(tag, output)
+
+    def _take(self, tag: str, output: Any) -> None:
         with_graph = torch.is_grad_enabled()
         set_grad_enabled(False)
         try:
-            if are_seen:
-                with unseen_by_functions(), unseen_by_dispatch():
-                    self._add(tag, output)
-            elif type(output) is not Tensor or tag not in self._order or not self._add_again(tag, output):
+            if type(output) is not Tensor or tag not in self._order or not self._add_again(tag, output):
                 self._add(tag, output)
         finally:
             set_grad_enabled(with_graph)

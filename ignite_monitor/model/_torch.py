@@ -200,11 +200,14 @@ def forward_hooks(modules: Iterable[nn.Module], before: bool, with_kwargs: bool)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
-def known_forward_hooks(module: nn.Module) -> dict[tuple[str, int], Any]:
-    """All forward hooks of a module, others' too, as :func:`remove_forward_hook` knows them; else a RuntimeError."""
-    found: dict[str, Any] = {kind: getattr(module, kind, Gone(f"torch.nn.Module.{kind}")) for kind in _HOOKS}
-    need("A reference or a parametrization", *found.values())
-    return {(kind, key): hook for kind in found for key, hook in found[kind].items()}
+def known_forward_hooks(modules: Iterable[nn.Module]) -> list[dict[tuple[str, int], Any]]:
+    """All forward hooks of each module, others' too, as :func:`remove_forward_hook` knows them; else a RuntimeError."""
+    found = []
+    for module in modules:
+        kinds: dict[str, Any] = {kind: getattr(module, kind, Gone(f"torch.nn.Module.{kind}")) for kind in _HOOKS}
+        need("A reference or a parametrization", *kinds.values())
+        found.append({(kind, key): hook for kind in kinds for key, hook in kinds[kind].items()})
+    return found
 
 
 def hooks_before_forward(module: nn.Module) -> list[Any]:
@@ -380,6 +383,11 @@ def sparse_parts(sparse: Tensor) -> tuple[Tensor, Tensor]:
 def version(tensor: Tensor) -> int:
     """Grows with every change in place that autograd knows of; 0 for inference tensors. A reference needs it."""
     return 0 if tensor.is_inference() else int(getattr(tensor, "_version", 0))
+
+
+def versions(tensors: Iterable[Tensor]) -> list[int]:
+    """The :func:`version` of each."""
+    return list(map(version, tensors))
 
 
 counts_changes = _find("torch.Tensor._version")

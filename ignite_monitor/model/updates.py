@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -34,6 +36,11 @@ def row_norms(rows: Tensor) -> Tensor:
     if len(outside):
         norms[outside] = _norm(rows[outside], dtype)
     return norms
+
+
+def row_norms_of_each(tables: Iterable[Tensor]) -> list[Tensor]:
+    """The :func:`row_norms` of several tensors."""
+    return list(map(row_norms, tables))
 
 
 def update_ratios(changes: Tensor, weights: Tensor, eps: float) -> Tensor:

@@ -121,7 +121,7 @@ class SampledStep:
         sums = []
         for group, rows in zip(samples.groups, self._rows, strict=True):
             if rows.is_complex():  # of which nothing is said
-                nothing = torch.full((6, len(group.places)), math.nan, device=rows.device)
+                nothing = torch.full((6, len(group.indices)), math.nan, device=rows.device)
                 sums.append(nothing.to(samples.dtype))
                 continue
             for name, sources in (("change", weights), ("square", moments.square), ("momentum", moments.momentum)):

@@ -149,18 +149,9 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         self.lr_factor = lr_factor
         self.on_exhausted = on_exhausted
         self._course = Course(
-            patience=check_count("patience", patience, least=1),
-            probation=check_count("probation", probation, least=1),
-            hold=check_count("hold", hold, least=1),
-            max_rollbacks=check_count("max_rollbacks", max_rollbacks, least=1),
-            window=check_count("window", window, least=1),
+            **_counts(patience=patience, probation=probation, hold=hold, max_rollbacks=max_rollbacks, window=window)
         )
-        self._snapshots = Snapshots(
-            every=check_count("every", every, least=1),
-            keep=check_count("keep", keep, least=1),
-            quiet=check_count("quiet", quiet, least=1),
-            on_host=where == "host",
-        )
+        self._snapshots = Snapshots(**_counts(every=every, keep=keep, quiet=quiet), on_host=where == "host")
         self._training = Training(self.to_save, rewind=schedule == "rewind")
         self._watch = Watch(self._course.patience, self._training.modules)
         self._count = self._undone_count = 0
@@ -365,6 +356,10 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         if world_size() == 1:
             return flag
         return bool(sum_over_ranks(torch.tensor([float(flag)], device=device_of(self._training.modules[0]))))
+
+
+def _counts(**values: object) -> dict[str, int]:
+    return {name: check_count(name, value, least=1) for name, value in values.items()}
 
 
 def _check_to_save(to_save: Mapping[str, Any]) -> None:

@@ -98,33 +98,27 @@ def statistics_levels() -> Levels:
     return Levels(lambda mean, std: 3.0 * mean, patience=3)
 
 
-class RunningStatistics:
-    r"""What the running statistics of normalizations stand for.
+def statistics_in(modules: Iterable[nn.Module]) -> list[dict[str, Any]]:
+    """The buffers of those modules in them that keep running statistics."""
+    inner = {id(inner): inner for module in modules for inner in module.modules()}
+    return [each for each in buffers_of_each(inner.values()) if each.keys() >= {_MEAN, _VARIANCE}]
 
-    Of each module it is one number, its second moment :math:`\lVert\mu\rVert_2^2 + \lVert\sigma^2\rVert_1`: a mean is
-    not large where it is small against the deviation.
+
+def second_moments(statistics: Iterable[Mapping[str, Any]]) -> list[Tensor]:
+    r"""What running statistics stand for, :math:`\lVert\mu\rVert_2^2 + \lVert\sigma^2\rVert_1`, on each device.
+
+    A mean is not large where it is small against the deviation.
     """
-
-    def __init__(self) -> None:
-        self._buffers: list[dict[str, Any]] = []
-
-    def look_for(self, modules: Iterable[nn.Module]) -> None:
-        """Find the modules that keep running statistics."""
-        inner = {id(inner): inner for module in modules for inner in module.modules()}
-        self._buffers = [each for each in buffers_of_each(inner.values()) if each.keys() >= {_MEAN, _VARIANCE}]
-
-    def moments(self) -> list[Tensor]:
-        """The second moment of each module: on each device a vector."""
-        found = []
-        kept = [each for each in self._buffers if each[_MEAN] is not None and each[_VARIANCE] is not None]
-        for device in dict.fromkeys(each[_MEAN].device for each in kept):
-            here = [each for each in kept if each[_MEAN].device == device]
-            means, variances = ([part_of_rank(each[name]) for each in here] for name in (_MEAN, _VARIANCE))
-            dtype = max(torch.float32, *(each.dtype for each in means), key=lambda dtype: dtype.itemsize)
-            norms = [*foreach_norm(means, 2.0, dtype=dtype), *foreach_norm(variances, 1.0, dtype=dtype)]
-            mean, variance = torch.stack(norms).to(wide_dtype(device)).chunk(2)
-            found.append(torch.addcmul(variance, mean, mean))
-        return found
+    found = []
+    kept = [each for each in statistics if each[_MEAN] is not None and each[_VARIANCE] is not None]
+    for device in dict.fromkeys(each[_MEAN].device for each in kept):
+        here = [each for each in kept if each[_MEAN].device == device]
+        means, variances = ([part_of_rank(each[name]) for each in here] for name in (_MEAN, _VARIANCE))
+        dtype = max(torch.float32, *(each.dtype for each in means), key=lambda dtype: dtype.itemsize)
+        norms = [*foreach_norm(means, 2.0, dtype=dtype), *foreach_norm(variances, 1.0, dtype=dtype)]
+        mean, variance = torch.stack(norms).to(wide_dtype(device)).chunk(2)
+        found.append(torch.addcmul(variance, mean, mean))
+    return found
 
 
 @dataclass
@@ -155,7 +149,6 @@ class Watch:
 
     def __init__(self, patience: int, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
-        self._statistics = RunningStatistics()
         self.look_for_statistics()
         self._levels = {"loss": loss_levels(patience), "statistics": statistics_levels()}
         self._counts: WeakKeyDictionary[Monitor, list[float]] = WeakKeyDictionary()
@@ -170,12 +163,12 @@ class Watch:
 
     def look_for_statistics(self) -> None:
         """Modules may have come, or gone."""
-        self._statistics.look_for(self._modules)
+        self._statistics = statistics_in(self._modules)
 
     def signs(self, loss: float | Tensor | None, monitors: Iterable[Monitor], ranks: int = 1) -> Signs:
         """Of the iteration that ends, the same on every rank but for the reasons; a loss has one element."""
         counts = {each: counts for each in monitors if (counts := each.counts()) is not None}
-        asked = [[loss] if isinstance(loss, Tensor) else [], [*counts.values()], self._statistics.moments()]
+        asked = [[loss] if isinstance(loss, Tensor) else [], [*counts.values()], second_moments(self._statistics)]
         losses, numbers, moments = transfer(asked) if any(asked) else [[], [], []]
         number = losses[0][0] if isinstance(loss, Tensor) else loss
         self.has_signs = self.has_signs or number is not None or any(asked)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ignite_monitor.rollback.copying import clone, refill
@@ -33,11 +33,12 @@ class Snapshots:
     quiet: int  # after how many healthy iterations in a row one is good
     on_host: bool  # whether to keep them in the host's memory, pinned where a device copies from it
 
-    taken: int = 0  # the iteration after which the last one was taken
-    good: list[Snapshot] = field(default_factory=list)
-    pending: list[Snapshot] = field(default_factory=list)
-    _free: list[Any] = field(default_factory=list)  # states whose memory can be used again
-    _in_doubt: Snapshot | None = None  # gone back to, and not proved good again since
+    def __post_init__(self) -> None:
+        self.taken = 0  # the iteration after which the last one was taken
+        self.good: list[Snapshot] = []
+        self.pending: list[Snapshot] = []
+        self._free: list[Any] = []  # states whose memory can be used again
+        self._in_doubt: Snapshot | None = None  # gone back to, and not proved good again since
 
     def __len__(self) -> int:
         return len(self.good) + len(self.pending)

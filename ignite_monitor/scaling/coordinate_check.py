@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import logging
 import random
 import runpy
@@ -109,34 +110,33 @@ def coordinate_check(
     drifts: dict[str, float] = {}
     sizes: dict[int, int] = {}
     with drawn_again(cuda_devices()), _progress(len(widths) * seeds * (steps + 1)) as advance:
-        for width in widths:
-            for seed in range(seeds):
-                _seed(seed, 0)
-                model, optimizer = _made(make_model, width)
-                for name, module in named_modules(model):
-                    hook = multiplier_of(module)
-                    if hook is not None:
-                        rates[name], drifts[name] = hook.rate, hook.drift
-                        if hook.start < 0:  # and so starts what it is in
-                            parts = name.split(".")
-                            starts |= {".".join(parts[:count]): hook.start for count in range(len(parts) + 1)}
-                sizes[width] = sum(parameter.numel() for parameter in model.parameters())
-                if len(set(sizes.values())) < len(sizes):
-                    raise ValueError(
-                        "Argument make_model should make models that grow with the width, but makes one with "
-                        f"{sizes[width]} parameters at several widths"
-                    )
-                training = _train(model, optimizer, make_batch, train_step or _cross_entropy_step, width, seed)
-                # A generator that the model holds may be the user's, and other models' too.
-                held = [each for module in model.modules() for each in generators_of(module).values()]
-                with drawn_again([], held):
-                    for step, values in zip(range(steps + 1), training, strict=False):
-                        records += [
-                            Record(width, seed, step, layer, quantity, measured[QUANTITIES.index(quantity)])
-                            for layer, measured in values.items()
-                            for quantity in dict.fromkeys(quantities)
-                        ]
-                        advance()
+        for width, seed in itertools.product(widths, range(seeds)):
+            _seed(seed, 0)
+            model, optimizer = _made(make_model, width)
+            for name, module in named_modules(model):
+                hook = multiplier_of(module)
+                if hook is not None:
+                    rates[name], drifts[name] = hook.rate, hook.drift
+                    if hook.start < 0:  # and so starts what it is in
+                        parts = name.split(".")
+                        starts |= {".".join(parts[:count]): hook.start for count in range(len(parts) + 1)}
+            sizes[width] = sum(parameter.numel() for parameter in model.parameters())
+            if len(set(sizes.values())) < len(sizes):
+                raise ValueError(
+                    "Argument make_model should make models that grow with the width, but makes one with "
+                    f"{sizes[width]} parameters at several widths"
+                )
+            training = _train(model, optimizer, make_batch, train_step or _cross_entropy_step, width, seed)
+            # A generator that the model holds may be the user's, and other models' too.
+            held = [each for module in model.modules() for each in generators_of(module).values()]
+            with drawn_again([], held):
+                for step, values in zip(range(steps + 1), training, strict=False):
+                    records += [
+                        Record(width, seed, step, layer, quantity, measured[QUANTITIES.index(quantity)])
+                        for layer, measured in values.items()
+                        for quantity in dict.fromkeys(quantities)
+                    ]
+                    advance()
     return CoordinateCheck(records, starts, rates, drifts)
 
 
@@ -150,12 +150,7 @@ def _made(make_model: Callable[[int], tuple[nn.Module, Any]], width: int) -> tup
 
 
 def _train(
-    model: nn.Module,
-    optimizer: Any,
-    make_batch: Callable[[int], Any],
-    train_step: TrainStep,
-    width: int,
-    seed: int,
+    model: nn.Module, optimizer: Any, make_batch: Callable[[int], Any], train_step: TrainStep, width: int, seed: int
 ) -> Iterator[dict[str, list[float]]]:
     """What the layers' outputs are like in each step.
 

@@ -30,12 +30,7 @@ class Multiplier:
     drift = 0.0  # the largest exponent with which inputs that drift may change the layer's output
 
     def __init__(
-        self,
-        width: int,
-        layer_type: str,
-        a: float | None = None,
-        b: float | None = None,
-        c: float | None = None,
+        self, width: int, layer_type: str, a: float | None = None, b: float | None = None, c: float | None = None
     ) -> None:
         if not isinstance(layer_type, str) or layer_type not in LAYER_TYPES:
             raise ValueError(f"Argument layer_type should be one of {LAYER_TYPES}, but given {layer_type!r}")
@@ -59,7 +54,7 @@ class Multiplier:
 
 def multiplier_of(module: nn.Module) -> Multiplier | None:
     """The multiplier that a module has, if it has one."""
-    return next((hook for hook in known_forward_hooks(module).values() if isinstance(hook, Multiplier)), None)
+    return next((hook for hook in known_forward_hooks([module])[0].values() if isinstance(hook, Multiplier)), None)
 
 
 class ParametrizedModule(nn.Module):

@@ -40,10 +40,11 @@ class ActingWeight(NamedTuple):
 
     name: str  # the parameter's, without wrappers, or that of what is computed, such as ``layer.weight``
     parameters: tuple[Tensor, ...]  # what it is made of
-    kind: str  # ``MATRIX``, ``STACK`` of matrices along all dimensions but the last two, or ``TABLE``
-    by_input: bool  # whether the first dimension of a matrix is what goes in
-    groups: int  # where the shape is (in, out / groups, k…); else 0
+    shape: torch.Size
     value: Callable[[], Tensor]  # gives the weight; to be called under ``no_grad``
+    kind: str = MATRIX  # or ``STACK`` of matrices along all dimensions but the last two, or ``TABLE``
+    by_input: bool = False  # whether the first dimension of a matrix is what goes in
+    groups: int = 0  # how many, where the shape is (in, out / groups, k…)
 
 
 class Weight(NamedTuple):
@@ -62,15 +63,6 @@ class Weight(NamedTuple):
         return self._replace(local=torch.sub(self.local, before, out=before))
 
 
-class _Computed(NamedTuple):
-    """A weight that a module computes: its name in the module, what of, and how."""
-
-    name: str
-    parameters: tuple[Tensor, ...]
-    shape: torch.Size
-    value: Callable[[], Tensor]
-
-
 def acting_weights(model: nn.Module) -> Iterator[ActingWeight]:
     """All weights that are matrices or hold some, each once; complex ones are left out."""
     modules = list(named_modules(model))
@@ -83,7 +75,7 @@ def acting_weights(model: nn.Module) -> Iterator[ActingWeight]:
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in known:
                 known.add(id(parameter))
-                itself = _Computed(name, (parameter,), parameter.shape, parameter.detach)
+                itself = ActingWeight(name, (parameter,), parameter.shape, parameter.detach)
                 yield from _described(path, module, itself)
 
 
@@ -116,7 +108,7 @@ def as_weights(acting: ActingWeight, whole: bool) -> list[Weight]:
     return [Weight(acting.name, local.reshape(-1, columns), rows, groups, math.nan if acting.kind == TABLE else scale)]
 
 
-def _described(path: str, module: nn.Module, weight: _Computed) -> Iterator[ActingWeight]:
+def _described(path: str, module: nn.Module, weight: ActingWeight) -> Iterator[ActingWeight]:
     if not all(is_measurable(each) and not each.is_complex() for each in weight.parameters):
         return
     if weight.name.endswith("bias"):  # stacked experts have one vector each
@@ -138,7 +130,7 @@ def _described(path: str, module: nn.Module, weight: _Computed) -> Iterator[Acti
             kind, by_input = STACK, _is_stacked_by_input(module, weight.name, shape)
     if len(shape) >= 2 and shape.numel():
         name = f"{path}.{weight.name}".lstrip(".")
-        yield ActingWeight(name, weight.parameters, kind, by_input, groups, weight.value)
+        yield weight._replace(name=name, kind=kind, by_input=by_input, groups=groups)
 
 
 def _is_stacked_by_input(module: nn.Module, name: str, shape: torch.Size) -> bool:
@@ -151,24 +143,24 @@ def _is_stacked_by_input(module: nn.Module, name: str, shape: torch.Size) -> boo
     return bool(getattr(module, "is_transposed", False))
 
 
-def _computed(module: nn.Module) -> Iterator[_Computed]:
-    """The weights that a module computes of its parameters; scripted ones are as they are."""
+def _computed(module: nn.Module) -> Iterator[ActingWeight]:
+    """The weights that a module computes of its parameters, by their names in it; scripted ones are as they are."""
     if isinstance(module, torch.jit.ScriptModule):
         return
     parametrizations = modules_in(module).get("parametrizations")
     if isinstance(parametrizations, nn.ModuleDict):
         for name, recipe in parametrizations.items():
             make = partial(_parametrized, recipe)
-            yield _Computed(name, tuple(recipe.parameters()), make().shape, make)
+            yield ActingWeight(name, tuple(recipe.parameters()), make().shape, make)
     of: Any = parameters_in(module)
     for hook in hooks_before_forward(module):
         name = getattr(hook, "name", "")
         if isinstance(hook, WeightNorm):
             parts = of[f"{name}_g"], of[f"{name}_v"]
-            yield _Computed(name, parts, parts[1].shape, partial(hook.compute_weight, module))
+            yield ActingWeight(name, parts, parts[1].shape, partial(hook.compute_weight, module))
         elif isinstance(hook, SpectralNorm):
             original = of[f"{name}_orig"]
-            yield _Computed(name, (original,), original.shape, partial(hook.compute_weight, module, False))
+            yield ActingWeight(name, (original,), original.shape, partial(hook.compute_weight, module, False))
     yield from _low_rank(module)
 
 
@@ -183,7 +175,7 @@ def _parametrized(recipe: nn.Module) -> Tensor:
     return weight
 
 
-def _low_rank(module: nn.Module) -> Iterator[_Computed]:
+def _low_rank(module: nn.Module) -> Iterator[ActingWeight]:
     """LoRA as PEFT keeps it: base_layer.weight + scaling · B A of the active adapters, where that is all there is."""
     base, down, up = (modules_in(module).get(name) for name in ("base_layer", "lora_A", "lora_B"))
     weight = None if base is None else parameters_in(base).get("weight")
@@ -207,4 +199,4 @@ def _low_rank(module: nn.Module) -> Iterator[_Computed]:
             total = total + (product.T if getattr(module, "fan_in_fan_out", False) else product)
         return total
 
-    yield _Computed("weight", (weight, *matrices.values()), weight.shape, merged)
+    yield ActingWeight("weight", (weight, *matrices.values()), weight.shape, merged)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ignite_monitor.model.devices import wide_dtype
+from ignite_monitor.model.sharding import all_reduce
 from ignite_monitor.model.updates import row_norms
 
 # Between these Frobenius norms float32's products need no other scaling than a division by the norm.
@@ -16,25 +18,21 @@ _SAFE = (1e-9, 1e15)
 # So many elements stay in the cache of a CPU's core from the first product of two to the second.
 _CACHED = 1 << 18
 
-AllReduce = Callable[[Tensor, bool], Tensor]
-
 
 class Matrices:
     """A batch of matrices W of one shape, divided by their Frobenius norms; a zero matrix stays one.
 
     Args:
         matrices: of shape (B, rows, columns), float32 or float64.
-        all_reduce: where each rank holds other rows, gives the sum of a tensor over the ranks, or with True as its
-            second argument the largest; None where the rows are all there.
+        groups: of processes, over whose ranks the rows are shared out; none where they are all here.
     """
 
-    def __init__(self, matrices: Tensor, all_reduce: AllReduce | None = None) -> None:
-        self._all_reduce = all_reduce or (lambda values, largest: values)
+    def __init__(self, matrices: Tensor, groups: Sequence[Any] = ()) -> None:
+        self._groups = groups
         self.dtype, self.device = matrices.dtype, matrices.device
         self.batch, rows, columns = matrices.shape
         # Shared rows are never the narrow side: then everything but products would have to be shared out as well.
-        self._is_whole = all_reduce is None
-        self._by_columns = columns <= rows or not self._is_whole
+        self._by_columns = columns <= rows or bool(groups)
         self.n = columns if self._by_columns else rows  # the order of WᵀW, or of WWᵀ where that is smaller
         self.rounding = 64 * torch.finfo(self.dtype).eps  # what float arithmetic may add to relative errors of norms
         frobenius = self._frobenius(matrices)
@@ -68,14 +66,14 @@ class Matrices:
         product = (parts[0] @ columns).mT @ parts[0]
         for part in parts[1:]:
             product.baddbmm_((part @ columns).mT, part)
-        return self._all_reduce(product / self._divisor**2, False)
+        return self._all_reduce(product / self._divisor**2)
 
     def whole_gram(self) -> Tensor:
         """WᵀW, or WWᵀ, of shape (B, n, n)."""
         scaled = self.whole()
         if not self._by_columns:
             return scaled @ scaled.mT
-        return self._all_reduce(scaled.mT @ scaled, False)
+        return self._all_reduce(scaled.mT @ scaled)
 
     def whole(self) -> Tensor:
         """The scaled matrices, of shape (B, rows, columns); where rows are shared out, this rank's."""
@@ -88,7 +86,7 @@ class Matrices:
         else:
             images = (vectors.unsqueeze(1) @ self._matrices).squeeze(1)
         images = (images / self._divisor.squeeze(2)).to(self.frobenius.dtype)
-        return self._all_reduce(images.square().sum(1), False).sqrt()
+        return self._all_reduce(images.square().sum(1)).sqrt()
 
     def unscaled(self, norms: Tensor) -> Tensor:
         """Norms of the matrices as they were given, of those of the scaled ones; NaN for one that is not finite."""
@@ -96,7 +94,12 @@ class Matrices:
 
     def _frobenius(self, matrices: Tensor) -> Tensor:
         norms = row_norms(matrices.flatten(1)).to(wide_dtype(self.device))
-        return norms if self._is_whole else self._all_reduce(norms.square(), False).sqrt()
+        return self._all_reduce(norms.square()).sqrt() if self._groups else norms
+
+    def _all_reduce(self, values: Tensor, largest: bool = False) -> Tensor:
+        for group in self._groups:
+            values = all_reduce(values, largest, group)
+        return values
 
     def _is_tame(self, norms: Tensor) -> bool:
         """Whether it is known, without waiting, that no matrix needs another scaling."""

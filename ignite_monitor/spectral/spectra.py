@@ -13,11 +13,10 @@ from torch import Tensor
 from ignite_monitor.model._torch import foreach_copy
 from ignite_monitor.model.devices import move_like, upload
 from ignite_monitor.model.sampling import fnv1a_64
-from ignite_monitor.model.sharding import all_reduce
 from ignite_monitor.monitor.deferred_flag import DeferredFlag
 from ignite_monitor.spectral.acting_weights import Weight
 from ignite_monitor.spectral.block_lanczos import WARM
-from ignite_monitor.spectral.matrices import AllReduce, Matrices, work_dtype
+from ignite_monitor.spectral.matrices import Matrices, work_dtype
 from ignite_monitor.spectral.norm import TOLERANCE, SpectralNorms, newton_schulz, power, svd
 
 # Where looking at the bound would mean to wait for a device, or ranks might see it differently, these many steps are
@@ -66,17 +65,8 @@ def batches(weights: Iterable[Weight]) -> Iterable[Batch]:
                 foreach_copy([row[: len(part)] for row, part in zip(stack, parts, strict=True)], parts)
             else:
                 stack = torch.stack(parts) if len(parts) > 1 else parts[0].unsqueeze(0)
-            matrices = Matrices(stack, _over(groups) if groups else None)
+            matrices = Matrices(stack, groups)
             yield Batch([each.name for each, _ in batch], matrices, dtype, bool(groups))
-
-
-def _over(groups: tuple[Any, ...]) -> AllReduce:
-    def over_groups(values: Tensor, largest: bool) -> Tensor:
-        for group in groups:
-            values = all_reduce(values, largest, group)
-        return values
-
-    return over_groups
 
 
 class Spectra(NamedTuple):

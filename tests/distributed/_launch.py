@@ -22,6 +22,8 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[2]
 WORLD = 2
+SHARDS = hasattr(torch.cpu.Stream, "record_event")
+"""Whether fully_shard works on the CPU, which it does not in torch 2.6."""
 PATIENCE = 600.0
 """How many seconds anything may take: what never ends is to fail, and not what a busy machine delays."""
 
@@ -96,6 +98,8 @@ def launched(
     def load(name: str) -> list[Any]:
         both = [torch.load(folder / f"{name}.{rank}.pt", weights_only=True) for rank in range(WORLD)]
         for rank, result in enumerate(both):
+            if not SHARDS and "record_event" in str(result):
+                pytest.skip("this torch shards on accelerators alone")
             if "error" in result:
                 pytest.fail(f"rank {rank}: {result['error']}")
         return both

@@ -128,7 +128,7 @@ def test_values_side_by_side_are_judged_like_each_alone():
             own = detector.judge(torch.tensor(value))
             assert bool(verdict.spike[i]) == bool(own.spike)
             np.testing.assert_allclose(verdict.threshold[i].item(), own.threshold.item(), rtol=1e-12)
-            detector.observe(own, torch.tensor(use[i]))
+            detector.observe(own, torch.tensor(bool(use[i])))
     assert together.counts[0].tolist() == [detector.counts[0].item() for detector in alone]
     assert together.counts[2].tolist() == [0, 0, 1, 0, 0]
     saved = SpikeDetector(MeanStdThreshold(k=4.0))

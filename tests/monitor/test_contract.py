@@ -639,8 +639,13 @@ def test_no_tensor_of_the_run_is_kept_after_its_end(setup):
 # Loggers
 
 
-@pytest.mark.parametrize("log_first", [False, True])
-@pytest.mark.parametrize("tag", [None, "train"])
+LOGGED = pytest.mark.parametrize(
+    ("log_first", "tag"),
+    [(False, None), (True, "train"), pytest.param(False, "train", marks=LONG), pytest.param(True, None, marks=LONG)],
+)
+
+
+@LOGGED
 @pytest.mark.parametrize(
     ("event", "written_at"),
     [
@@ -704,8 +709,7 @@ def spied(kind, handler, **attributes):
     return logger
 
 
-@pytest.mark.parametrize("log_first", [False, True])
-@pytest.mark.parametrize("tag", [None, "train"])
+@LOGGED
 @pytest.mark.parametrize("service", ["wandb", "clearml", "neptune", "polyaxon", "mlflow"])
 def test_other_loggers(setup, service, tag, log_first, monkeypatch):
     _, _, trainer, monitor = setup

@@ -11,7 +11,7 @@ from torch import nn
 from ignite_monitor import MeanStdThreshold, RobustThreshold
 from ignite_monitor.judging.spikes import SpikeDetector
 from ignite_monitor.judging.thresholds import CallableThreshold, ThresholdRule
-from ignite_monitor.rollback.signs import RunningStatistics, Signs, Watch, loss_levels, statistics_levels
+from ignite_monitor.rollback.signs import Signs, Watch, loss_levels, second_moments, statistics_in, statistics_levels
 
 RULES = {
     "mean and deviation": MeanStdThreshold,
@@ -172,9 +172,8 @@ def test_what_running_statistics_stand_for():
     for i, norm in enumerate(model):
         norm.running_mean.fill_(i + 0.5)
         norm.running_var.fill_(2.0**i)
-    statistics = RunningStatistics()
-    statistics.look_for([model, model[0]])
-    assert statistics.moments()[0].tolist() == pytest.approx([3.75, 8.5, 20.5])
+    (moments,) = second_moments(statistics_in([model, model[0]]))
+    assert moments.tolist() == pytest.approx([3.75, 8.5, 20.5])
 
 
 def test_a_mean_near_zero_may_vary():
