@@ -3,23 +3,31 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+PYTEST = -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 BENCHMARKS = $(wildcard benchmarks/bench_*.py)
+
+# Where Python comes without ensurepip (Debian splits it off), its own pip puts one into the environment.
+define environment
+$(PYTHON) -m venv $(1) || { \
+    $(PYTHON) -m venv --clear --without-pip $(1) && \
+    $(PYTHON) -m pip install --target "$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" pip; }
+endef
 
 export HYPOTHESIS_STORAGE_DIRECTORY := .cache/hypothesis
 
 .DEFAULT_GOAL := help
-.PHONY: help test zoo demo lint format bench docs dist test-oldest test-newest clean
+.PHONY: help test zoo demo lint format bench docs dist test-oldest test-newest gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 test: $(READY) ## run the tests; PYTEST_ARGS is handed on to pytest
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(PYTEST_ARGS)
+	$(BIN)/python $(PYTEST) $(PYTEST_ARGS)
 
 zoo: ## check every monitor on models and train steps of other packages; writes docs/zoo.md
-	$(PYTHON) -m venv $(VENV)-zoo
+	$(call environment,$(VENV)-zoo)
 	$(VENV)-zoo/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[zoo]'
-	$(VENV)-zoo/bin/python -m pytest -m zoo --numprocesses auto --maxprocesses 4 --dist worksteal tests/zoo $(PYTEST_ARGS)
+	$(VENV)-zoo/bin/python $(PYTEST) -m zoo tests/zoo $(PYTEST_ARGS)
 
 demo: $(READY) ## train a small model with a spike in it, and see it found
 	$(BIN)/ignite-monitor demo
@@ -49,16 +57,16 @@ dist: $(VENV)/.dist ## build a wheel and a source archive into dist, and check t
 	$(BIN)/python -m build
 	$(BIN)/python -m twine check --strict dist/*
 
-# Environments of their own, for what setup.cfg says is supported.
+# Environments of their own, for what setup.cfg says is supported. Each holds a torch with CUDA: 5 to 6 GB.
 test-oldest: ## run the tests with the oldest torch and Ignite
-	$(PYTHON) -m venv $(VENV)-oldest
+	$(call environment,$(VENV)-oldest)
 	$(VENV)-oldest/bin/python -m pip install --quiet 'torch==2.6.*' 'pytorch-ignite==0.5.3' --editable '.[test]'
-	$(VENV)-oldest/bin/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(PYTEST_ARGS)
+	$(VENV)-oldest/bin/python $(PYTEST) $(PYTEST_ARGS)
 
 test-newest: ## run the tests with the newest of everything
-	$(PYTHON) -m venv $(VENV)-newest
+	$(call environment,$(VENV)-newest)
 	$(VENV)-newest/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager --editable '.[test]'
-	$(VENV)-newest/bin/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(PYTEST_ARGS)
+	$(VENV)-newest/bin/python $(PYTEST) $(PYTEST_ARGS)
 
 gpu: $(READY) ## run the tests and benchmarks of a GPU, and print one table
 	$(BIN)/python -m tests.accelerator._report
@@ -67,12 +75,9 @@ clean: ## remove the environment, caches and builds
 	rm -rf $(VENV) $(VENV)-oldest $(VENV)-newest $(VENV)-zoo .cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# Where Python comes without ensurepip (Debian splits it off), its own pip puts one into the environment.
 $(READY): pyproject.toml setup.cfg constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed, but $(PYTHON) is " + sys.version.split()[0] + ": make PYTHON=...")'
-	$(PYTHON) -m venv $(VENV) || { \
-	    $(PYTHON) -m venv --clear --without-pip $(VENV) && \
-	    $(PYTHON) -m pip install --target "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" pip; }
+	$(call environment,$(VENV))
 	@echo 'Installing into $(VENV), which takes a minute or two ...'
 	@$(BIN)/python -m pip install --quiet 'pip>=22.3'
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'

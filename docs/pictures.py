@@ -64,7 +64,6 @@ FIGURES = {  # page -> which metrics
     "attention_entropy": "^attention_entropy/|^activation/[^/]+/max_abs$",
     "spectral_norm": "^spectral/(norm_max|norm_mean|topk)",
     "rcc": "^rcc/(weight_update|input_drift)/",
-    "step_stats": "^step/(time_ms|parameter_norm)$",
     "alignment": "^alignment/(z0_dW|dZ_dW)/",
 }
 
@@ -124,6 +123,7 @@ def make_figures(directory):
         ("noise_scale", watch_noise(directory / "noise.h5"), "^noise_scale/"),
         ("curvature", watch_curvature(directory / "curvature.h5"), "^curvature/(largest|limit|along_gradient)$"),
         ("replicas", directory / "replicas.h5", "^replicas/"),
+        ("step_stats", watch_time(directory / "time.h5"), "^step/(time_ms|data_wait_ms)$"),
     ):
         draw(picture(tidy(read_hdf5(file)), re.compile(metrics)), directory / f"{name}.png")
         keep(directory / f"{name}.png", f"figures/{name}.png")
@@ -176,6 +176,30 @@ def watch_curvature(file, iterations=1000):
     with HDF5Logger(file) as logger, monitor.attach(trainer, Events.ITERATION_STARTED(every=10)):
         monitor.log_to(logger, trainer)
         trainer.run([(x, x[:, :1] * x[:, 1:2])], max_epochs=iterations)
+    return file
+
+
+def watch_time(file, iterations=100):
+    """A training that mostly sleeps, so that its times are those of any machine."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def load():
+        for iteration in range(1, iterations + 1):
+            time.sleep(0.2 if 30 <= iteration < 50 else 0.02)
+            yield torch.randn(8, 4), torch.randn(8, 1)
+
+    def train_step(engine, batch):
+        time.sleep(0.1 if engine.state.iteration < 75 else 0.2)
+        optimizer.zero_grad()
+        mse_loss(model(batch[0]), batch[1]).backward()
+        optimizer.step()
+
+    trainer = Engine(train_step)
+    monitor = StepStatsHandler(model, optimizer)
+    with HDF5Logger(file) as logger, monitor.attach(trainer):
+        monitor.log_to(logger, trainer)
+        trainer.run(load(), max_epochs=1, epoch_length=iterations)
     return file
 
 
@@ -234,7 +258,6 @@ def train(file, iterations=500, damaged=333):
         ActivationHandler(model, activations={"max_abs": True}, include="blocks", attention=True),
         SpectralNormHandler(model, updates=True),
         RCCHandler(model),
-        StepStatsHandler(model, optimizer),
         AlignmentHandler(model),
     ]
     with HDF5Logger(file) as logger:

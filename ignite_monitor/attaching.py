@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from types import MappingProxyType
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from ignite.engine import Engine, Events
@@ -14,7 +15,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from ignite_monitor.activation.handler import ActivationHandler
-from ignite_monitor.checks import check_count, check_type
+from ignite_monitor.checks import check_choice, check_count, check_type
 from ignite_monitor.gradient.handler import GradMonitor
 from ignite_monitor.gradient.loss import LossSource
 from ignite_monitor.hdf5.logger import HDF5Logger
@@ -158,25 +159,20 @@ def attach_monitors(
     loggers = list(loggers)
     for logger in loggers:
         check_type("loggers", logger, BaseLogger, "ignite.handlers.base_logger.BaseLogger or a list of such")
-    also = _checked(also)
+    if isinstance(also, str) or not isinstance(also, Iterable):
+        raise TypeError(f"Argument also should be a list of names, but given {also!r}")
+    also = list(also)
+    for name in also:
+        check_choice("also", name, *_MORE)
     check_type("prefix", prefix, str, "str")
     if flag is None:
         flag = re.sub(r"\W", "_", f"{prefix}_unhealthy_spike") if prefix else "unhealthy_spike"
     start = f"{prefix}/" if prefix else ""
 
+    rules: dict[str, Any] = {"threshold": threshold, "reaction": reaction, "skip_step": skip_step, "loss": loss}
     health = dict.fromkeys(("std", "max_abs", "dead_fraction", "nonfinite_count"), True)
     monitors: dict[str, Monitor] = {
-        "grad": GradMonitor(
-            model,
-            optimizer,
-            scaler=scaler,
-            threshold=threshold,
-            reaction=reaction,
-            skip_step=skip_step,
-            loss=loss,
-            prefix=f"{start}grad",
-            flag=flag,
-        ),
+        "grad": GradMonitor(model, optimizer, scaler=scaler, prefix=f"{start}grad", flag=flag, **rules),
         "update": WeightUpdateHandler(model, optimizer, scaler=scaler, prefix=f"{start}monitor"),
         "activation": ActivationHandler(model, activations=health, attention=True, prefix=prefix),
         "step": StepStatsHandler(model, optimizer, prefix=f"{start}step"),
@@ -204,23 +200,8 @@ def attach_monitors(
     return handle
 
 
-def _checked(also: Iterable[str]) -> list[str]:
-    names = list(also) if isinstance(also, Iterable) and not isinstance(also, str) else None
-    if names is None or not all(isinstance(name, str) for name in names):
-        raise TypeError(f"Argument also should be a list of names, but given {also!r}")
-    unknown = [name for name in names if name not in _MORE]
-    if unknown:
-        raise ValueError(f"Argument also should hold names among {', '.join(_MORE)}, but given {unknown[0]!r}")
-    return names
-
-
 def _details(model: nn.Module, start: str) -> str:
-    """A regular expression for the values of activations that are too many to look at.
-
-    Args:
-        model: whose modules they are of.
-        start: what their names start with.
-    """
+    """A regular expression for the values of activations that are too many to look at; names begin with ``start``."""
     modules = dict(named_modules(model))
     outline, blocks = ["_root_"], list[str]()
     lists: list[str] = []  # the outermost ones

@@ -11,12 +11,7 @@ from numbers import Integral, Real
 def check_real(
     name: str, value: object, *, above: float = -math.inf, below: float = math.inf, least: float = -math.inf
 ) -> float:
-    """The argument as a float.
-
-    Raises:
-        TypeError: if it is not a real number.
-        ValueError: if it is NaN or not between the bounds.
-    """
+    """The argument as a float: a TypeError if it is no number, a ValueError if it is NaN or not between the bounds."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"Argument {name} should be a number, but given {type(value)}")
     number = float(value)
@@ -28,12 +23,7 @@ def check_real(
 
 
 def check_count(name: str, value: object, *, least: int = 0) -> int:
-    """The argument as an int.
-
-    Raises:
-        TypeError: if it is not an integer.
-        ValueError: if it is smaller than ``least``.
-    """
+    """The argument as an int: a TypeError if it is none, a ValueError if it is smaller than ``least``."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"Argument {name} should be an integer, but given {type(value)}")
     if value < least:
@@ -42,21 +32,20 @@ def check_count(name: str, value: object, *, least: int = 0) -> int:
 
 
 def check_type(name: str, value: object, kind: type, described: str) -> None:
-    """Refuse an argument of another type.
-
-    Raises:
-        TypeError: if it is of another type.
-    """
+    """Refuse an argument of another type with a TypeError."""
     if not isinstance(value, kind):
         raise TypeError(f"Argument {name} should be of type {described}, but given {type(value)}")
 
 
-def check_function(name: str, function: object, *of: str, described: str = "", optional: bool = True) -> None:
-    """Refuse what can't be called with one argument for each name in ``of``; without a known signature all is taken.
+def check_choice(name: str, value: object, *allowed: str) -> None:
+    """Refuse what is no string with a TypeError, and what is none of those allowed with a ValueError."""
+    check_type(name, value, str, "str")
+    if value not in allowed:
+        raise ValueError(f"Argument {name} should be {' or '.join(map(repr, allowed))}, but given {value!r}")
 
-    Raises:
-        TypeError: if it can't be called so.
-    """
+
+def check_function(name: str, function: object, *of: str, described: str = "", optional: bool = True) -> None:
+    """Refuse, with a TypeError, what can't be called with one argument for each of ``of``, as far as that is known."""
     described = described or f"a function of {' and '.join(of)}{' or None' * optional}"
     if optional and function is None:
         return

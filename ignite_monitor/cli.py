@@ -8,7 +8,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -20,7 +20,30 @@ PROGRAM = "ignite-monitor"
 MANY = 500
 """From how many metrics on reading them takes long enough for a progress bar."""
 
-JSON_KEYS = """\
+EXAMPLES = """\
+examples:
+  ignite-monitor demo                               train a small model and see what is recorded
+  ignite-monitor summary runs/demo/run.h5           what happened, in words
+  ignite-monitor plot runs/demo/run.h5 -o run.png   and in a picture
+  ignite-monitor compare first.h5 second.h5         two runs side by side
+  ignite-monitor spike spikes/                      what was in the batch when a spike came
+  ignite-monitor coord-check model.py:f --widths 64,256   which layers depend on the width
+
+A run's file is written by HDF5Logger, a spike's by SpikeRecorder. ignite-monitor COMMAND --help says more."""
+
+DEMO = """\
+examples:
+  ignite-monitor demo
+  ignite-monitor demo -o runs/mine --iterations 1000
+
+Needs no network, and takes less than half a minute."""
+
+SUMMARY = """\
+examples:
+  ignite-monitor summary runs/demo/run.h5
+  ignite-monitor summary runs/demo/run.h5 --all | less
+  ignite-monitor summary runs/demo/run.h5 --json | jq '.findings[].text'
+
 --json prints one object:
   version      1; raised when a key changes
   file         the run's file
@@ -32,7 +55,19 @@ JSON_KEYS = """\
 A number that is NaN or infinite is null.
 """
 
-COMPARE_KEYS = """\
+PLOT = """\
+examples:
+  ignite-monitor plot runs/demo/run.h5 -o run.png
+  ignite-monitor plot runs/demo/run.h5 -o norms.pdf --metrics '^grad/'
+  ignite-monitor plot runs/demo/run.h5 -o layers.png --metrics 'blocks\\.0.*(l2_norm|dead)' --log"""
+
+COMPARE = """\
+examples:
+  ignite-monitor compare runs/small_lr.h5 runs/large_lr.h5
+  ignite-monitor compare a.h5 b.h5 --json | jq '.metrics["train/loss"]'
+
+Where one run is longer, each metric is compared up to the last step that both have.
+
 --json prints one object:
   version          1; raised when a key changes
   compared_until   the last iteration that both have
@@ -40,6 +75,24 @@ COMPARE_KEYS = """\
   metrics          {name: {a, b, best_a, best_b, relative, matters}} of those in both, what differs most first
 A number that is NaN or infinite is null.
 """
+
+SPIKE = """\
+examples:
+  ignite-monitor spike spikes/
+  ignite-monitor spike spikes/grad-00000340-rank0.spike.pt
+
+In Python, ignite_monitor.load_spike(FILE) has the batch and all else that it takes
+to make the step again."""
+
+COORD_CHECK = """\
+examples:
+  ignite-monitor coord-check my_model:coordinates --widths 64,128,256,512 -o check.png
+  ignite-monitor coord-check src/my_model.py:coordinates --widths 64,256 --steps 5
+
+FACTORY is a function without arguments that returns (make_model, make_batch), or these and a train_step:
+  make_model(width)                      the model and its optimizer
+  make_batch(width)                      a batch (x, y), called for every step
+  train_step(model, optimizer, batch)    one update; without it, that of the cross-entropy of model(x) and y"""
 
 
 class BadInput(Exception):  # noqa: N818
@@ -96,130 +149,54 @@ def _give_up_output() -> None:
 
 
 def _parser() -> Parser:
-    parser = Parser(
-        prog=PROGRAM,
-        description="See what happened in a training run.",
-        epilog="""\
-examples:
-  ignite-monitor demo                               train a small model and see what is recorded
-  ignite-monitor summary runs/demo/run.h5           what happened, in words
-  ignite-monitor plot runs/demo/run.h5 -o run.png   and in a picture
-  ignite-monitor compare first.h5 second.h5         two runs side by side
-  ignite-monitor spike spikes/                      what was in the batch when a spike came
-  ignite-monitor coord-check model.py:f --widths 64,256   which layers depend on the width
-
-A run's file is written by HDF5Logger, a spike's by SpikeRecorder. ignite-monitor COMMAND --help says more.""",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    description = "See what happened in a training run."
+    parser = Parser(prog=PROGRAM, description=description, epilog=EXAMPLES, formatter_class=raw)
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {_version()}")
     parser.set_defaults(command=None)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
 
-    demo = _command(
-        commands,
-        "demo",
-        _demo,
-        "train a small model on real data, some batches of which are damaged, with handlers that watch and go back",
-        """\
-examples:
-  ignite-monitor demo
-  ignite-monitor demo -o runs/mine --iterations 1000
+    def add(name: str, command: Callable[[argparse.Namespace], None], does: str, epilog: str) -> Any:
+        described = f"{does[0].upper()}{does[1:]}."
+        added = commands.add_parser(name, help=does, description=described, epilog=epilog, formatter_class=raw)
+        added.set_defaults(command=command)
+        return added.add_argument
 
-Needs no network, and takes less than half a minute.""",
-    )
-    demo.add_argument("-o", "--output", default="runs/demo", metavar="DIR", help="where to write (default: runs/demo)")
-    demo.add_argument("--iterations", type=int, default=400, metavar="N", help="for how long to train (default: 400)")
+    a_run = "a run's file, as HDF5Logger writes it"
+    does = "train a small model on real data, some batches of which are damaged, with handlers that watch and go back"
+    option = add("demo", _demo, does, DEMO)
+    option("-o", "--output", default="runs/demo", metavar="DIR", help="where to write (default: runs/demo)")
+    option("--iterations", type=int, default=400, metavar="N", help="for how long to train (default: 400)")
 
-    summary = _command(
-        commands,
-        "summary",
-        _summary,
-        "say what happened in a run, most important first",
-        f"""\
-examples:
-  ignite-monitor summary runs/demo/run.h5
-  ignite-monitor summary runs/demo/run.h5 --all | less
-  ignite-monitor summary runs/demo/run.h5 --json | jq '.findings[].text'
+    option = add("summary", _summary, "say what happened in a run, most important first", SUMMARY)
+    option("run", metavar="RUN.h5", help=a_run)
+    option("--all", action="store_true", help="every metric in the table")
+    option("--json", action="store_true", help="for machines")
 
-{JSON_KEYS}""",
-    )
-    _run_argument(summary, "run", "RUN.h5")
-    summary.add_argument("--all", action="store_true", help="every metric in the table")
-    summary.add_argument("--json", action="store_true", help="for machines")
+    option = add("plot", _plot, "draw a run: panels by family, spikes marked", PLOT)
+    option("run", metavar="RUN.h5", help=a_run)
+    to = "where to write: .png, .pdf or .svg (default: RUN.png beside RUN.h5)"
+    option("-o", "--output", metavar="FILE", help=to)
+    option("--metrics", metavar="REGEX", help="only metrics whose name matches somewhere")
+    option("--log", action="store_true", help="a logarithmic scale in every panel")
+    option("--all", action="store_true", help="every panel, and not the nine that matter most")
 
-    plot = _command(
-        commands,
-        "plot",
-        _plot,
-        "draw a run: panels by family, spikes marked",
-        """\
-examples:
-  ignite-monitor plot runs/demo/run.h5 -o run.png
-  ignite-monitor plot runs/demo/run.h5 -o norms.pdf --metrics '^grad/'
-  ignite-monitor plot runs/demo/run.h5 -o layers.png --metrics 'blocks\\.0.*(l2_norm|dead)' --log""",
-    )
-    _run_argument(plot, "run", "RUN.h5")
-    plot.add_argument(
-        "-o", "--output", metavar="FILE", help="where to write: .png, .pdf or .svg (default: RUN.png beside RUN.h5)"
-    )
-    plot.add_argument("--metrics", metavar="REGEX", help="only metrics whose name matches somewhere")
-    plot.add_argument("--log", action="store_true", help="a logarithmic scale in every panel")
-    plot.add_argument("--all", action="store_true", help="every panel, and not the nine that matter most")
+    option = add("compare", _compare, "two runs side by side, what differs most first", COMPARE)
+    option("first", metavar="A.h5", help=a_run)
+    option("second", metavar="B.h5", help=a_run)
+    option("--all", action="store_true", help="every metric in the table")
+    option("--json", action="store_true", help="for machines")
 
-    compare = _command(
-        commands,
-        "compare",
-        _compare,
-        "two runs side by side, what differs most first",
-        f"""\
-examples:
-  ignite-monitor compare runs/small_lr.h5 runs/large_lr.h5
-  ignite-monitor compare a.h5 b.h5 --json | jq '.metrics["train/loss"]'
+    option = add("spike", _spike, "show what there was when spikes came, as SpikeRecorder keeps it", SPIKE)
+    option("path", metavar="DIR", help="a SpikeRecorder's directory, or a file in it")
 
-Where one run is longer, each metric is compared up to the last step that both have.
-
-{COMPARE_KEYS}""",
-    )
-    _run_argument(compare, "first", "A.h5")
-    _run_argument(compare, "second", "B.h5")
-    compare.add_argument("--all", action="store_true", help="every metric in the table")
-    compare.add_argument("--json", action="store_true", help="for machines")
-
-    spike = _command(
-        commands,
-        "spike",
-        _spike,
-        "show what there was when spikes came, as SpikeRecorder keeps it",
-        """\
-examples:
-  ignite-monitor spike spikes/
-  ignite-monitor spike spikes/grad-00000340-rank0.spike.pt
-
-In Python, ignite_monitor.load_spike(FILE) has the batch and all else that it takes
-to make the step again.""",
-    )
-    spike.add_argument("path", metavar="DIR", help="a SpikeRecorder's directory, or a file in it")
-
-    check = _command(
-        commands,
-        "coord-check",
-        _coord_check,
-        "train a model at several widths, and see which layers depend on the width",
-        """\
-examples:
-  ignite-monitor coord-check my_model:coordinates --widths 64,128,256,512 -o check.png
-  ignite-monitor coord-check src/my_model.py:coordinates --widths 64,256 --steps 5
-
-FACTORY is a function without arguments that returns (make_model, make_batch), or these and a train_step:
-  make_model(width)                      the model and its optimizer
-  make_batch(width)                      a batch (x, y), called for every step
-  train_step(model, optimizer, batch)    one update; without it, that of the cross-entropy of model(x) and y""",
-    )
-    check.add_argument("target", metavar="MODULE:FACTORY", help="a module or a Python file, and a function in it")
-    check.add_argument("--widths", required=True, type=_widths, metavar="N,N,...", help="at least two widths")
-    check.add_argument("-o", "--output", metavar="FILE", help="where to draw it: .png, .pdf or .svg")
-    check.add_argument("--steps", type=int, default=10, metavar="N", help="how many updates to make (default: 10)")
-    check.add_argument("--seeds", type=int, default=3, metavar="N", help="trainings at every width (default: 3)")
+    does = "train a model at several widths, and see which layers depend on the width"
+    option = add("coord-check", _coord_check, does, COORD_CHECK)
+    option("target", metavar="MODULE:FACTORY", help="a module or a Python file, and a function in it")
+    option("--widths", required=True, type=_widths, metavar="N,N,...", help="at least two widths")
+    option("-o", "--output", metavar="FILE", help="where to draw it: .png, .pdf or .svg")
+    option("--steps", type=int, default=10, metavar="N", help="how many updates to make (default: 10)")
+    option("--seeds", type=int, default=3, metavar="N", help="trainings at every width (default: 3)")
     return parser
 
 
@@ -228,24 +205,6 @@ def _widths(text: str) -> list[int]:
         return [int(width) for width in text.split(",")]
     except ValueError:
         raise argparse.ArgumentTypeError(f"should be widths with commas between them, but given {text!r}") from None
-
-
-def _command(
-    commands: Any, name: str, command: Callable[[argparse.Namespace], None], does: str, epilog: str
-) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=does,
-        description=f"{does[0].upper()}{does[1:]}.",
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.set_defaults(command=command)
-    return parser
-
-
-def _run_argument(parser: argparse.ArgumentParser, name: str, metavar: str) -> None:
-    parser.add_argument(name, metavar=metavar, help="a run's file, as HDF5Logger writes it")
 
 
 def _demo(chosen: argparse.Namespace) -> None:
@@ -271,6 +230,7 @@ def _summary(chosen: argparse.Namespace) -> None:
 def _plot(chosen: argparse.Namespace) -> None:
     from ignite_monitor.report.panels import picture
     from ignite_monitor.report.plot import draw
+    from ignite_monitor.report.series import plural
 
     try:
         selection = re.compile(chosen.metrics) if chosen.metrics is not None else None
@@ -285,8 +245,7 @@ def _plot(chosen: argparse.Namespace) -> None:
         raise BadInput(f"none of the {len(run)} metrics in {chosen.run} matches {chosen.metrics!r}")
     with _one_line(str(output)):
         draw(shown, output, title=Path(chosen.run).name, log=chosen.log)
-    count = len(shown.panels)
-    print(_printable(f"{output}: {count} panel{'s' * (count != 1)}"))
+    print(_printable(f"{output}: {plural(len(shown.panels), 'panel')}"))
 
 
 def _compare(chosen: argparse.Namespace) -> None:
@@ -315,9 +274,9 @@ def _coord_check(chosen: argparse.Namespace) -> None:
     if output is not None and not output.parent.is_dir():  # known before the trainings
         raise BadInput(f"argument --output: {output.parent} is no folder")
     with _one_line(chosen.target):
-        from ignite_monitor.scaling.command import run
+        from ignite_monitor.scaling.coordinate_check import check_target
 
-        result = run(chosen.target, chosen.widths, chosen.steps, chosen.seeds)
+        result = check_target(chosen.target, chosen.widths, chosen.steps, chosen.seeds)
     print(result.table(), result.summary(), sep="\n\n")
     if output is not None:
         with _one_line(str(output)):
@@ -340,14 +299,13 @@ def _read(path: str) -> dict[str, Series]:
         return tidied
 
 
-def _progress(names: list[str]) -> Iterator[str]:
+def _progress(names: list[str]) -> Iterable[str]:
     if len(names) < MANY or not sys.stderr.isatty():
-        yield from names
-        return
+        return names
     from rich.console import Console
     from rich.progress import track
 
-    yield from track(names, "Reading", console=Console(stderr=True), transient=True)
+    return track(names, "Reading", console=Console(stderr=True), transient=True)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
 import os
@@ -10,6 +11,7 @@ import shutil
 import sys
 import sysconfig
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,6 +37,8 @@ ROW = 30
 
 Batch = tuple[Tensor, Tensor]
 
+_say = functools.partial(print, flush=True)
+
 
 class Damaged(NamedTuple):
     """Which batches are damaged, and how."""
@@ -54,11 +58,7 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.ReLU(), nn.Linear(4 * WIDTH, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The block's output.
-
-        Args:
-            x: (batch, characters, width).
-        """
+        """The block's output, of (batch, characters, width) as its input is."""
         parts = self.qkv(self.norm_1(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
         attended = nn.functional.scaled_dot_product_attention(parts[0], parts[1], parts[2], is_causal=True)
         x = x + self.projection(attended.transpose(1, 2).flatten(2))
@@ -77,11 +77,7 @@ class TinyGPT(nn.Module):
         self.head = nn.Linear(WIDTH, CHARACTERS)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The logits of each next character.
-
-        Args:
-            x: numbers of characters, (batch, characters).
-        """
+        """The logits of each next character, given numbers of characters: (batch, characters)."""
         x = self.characters(x) + self.places.weight[: x.shape[1]]
         for block in self.blocks:
             x = block(x)
@@ -214,11 +210,7 @@ def _loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def _text() -> Tensor:
-    """The numbers of the characters of the standard library's sources.
-
-    Raises:
-        FileNotFoundError: if this Python comes without them.
-    """
+    """The numbers of the characters of the standard library's sources; FileNotFoundError if there are none."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     found, size = [], 0
     for path in sorted(folder.glob("*.py")):
@@ -234,9 +226,7 @@ def _text() -> Tensor:
 def _batches(text: Tensor, damaged: Damaged, seed: int = 0) -> Iterator[Batch]:
     generator = torch.Generator().manual_seed(seed)
     others = torch.randperm(CHARACTERS, generator=torch.Generator().manual_seed(seed))
-    iteration = 0
-    while True:
-        iteration += 1
+    for iteration in count(1):
         starts = torch.randint(len(text) - CONTEXT - 1, (BATCH, 1), generator=generator)
         piece = text[starts + torch.arange(CONTEXT + 1)]
         if iteration == damaged.zeros:
@@ -256,11 +246,8 @@ def _tensorboard(directory: Path) -> list[BaseLogger]:
 
 def _free_name(directory: Path) -> Path:
     """The first of run.h5, run_2.h5, … that is not there."""
-    file, count = directory / "run.h5", 1
-    while file.exists():
-        count += 1
-        file = directory / f"run_{count}.h5"
-    return file
+    files = (directory / (f"run_{i}.h5" if i > 1 else "run.h5") for i in count(1))
+    return next(file for file in files if not file.exists())
 
 
 def _program() -> str:
@@ -277,7 +264,3 @@ def _beside(program: str) -> str:
     if found and (not path.exists() or os.path.samefile(found, path)):
         return program
     return shlex.quote(os.path.relpath(path)) if path.exists() else program
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)

@@ -4,33 +4,26 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import zip_longest
 
 _WIDTH = 118
 
 
 @dataclass(frozen=True)
 class Key:
-    """A key, or all keys of a pattern.
+    """A key, or all keys of a pattern."""
 
-    Attributes:
-        pattern: the key without the monitor's prefix; ``{name}`` stands for any text, ``{i}`` for a number.
-        meaning: what it says, in reStructuredText.
-        unit: what it is measured in, empty for a plain number or what the meaning says.
-        when: the circumstances it is there in; empty if each run has it.
-        nonfinite: which values that are not finite are values: none, ``inf``, or ``any``, NaN too. The others stand
-            for what could not be measured, and are absent.
-        chart: the title of the chart of TensorBoard's that it is in, empty for none.
-    """
-
-    pattern: str
-    meaning: str
-    unit: str = ""
-    when: str = ""
+    pattern: str  # the key without the monitor's prefix; ``{name}`` stands for any text, ``{i}`` for a number
+    meaning: str  # what it says, in reStructuredText
+    unit: str = ""  # what it is measured in, empty for a plain number or what the meaning says
+    when: str = ""  # the circumstances it is there in; empty if each run has it
+    # Which values that are not finite are values: none, ``inf``, or ``any``, NaN too. The others stand for what could
+    # not be measured, and are absent.
     nonfinite: str = ""
-    chart: str = ""
+    chart: str = ""  # the title of the chart of TensorBoard's that it is in, empty for none
 
     @cached_property
     def regex(self) -> str:
@@ -44,18 +37,12 @@ class Key:
 
 @dataclass(frozen=True)
 class Schema:
-    """The keys of one monitor.
+    """The keys of one monitor."""
 
-    Attributes:
-        kind: what reports call the monitor.
-        prefix: what its keys start with unless the user says otherwise; empty where the patterns hold it.
-        keys: the keys.
-        signs: keys that together say that the monitor is there, whatever its prefix; without, the prefix says it.
-    """
-
-    kind: str
-    prefix: str
+    kind: str  # what reports call the monitor
+    prefix: str  # what its keys start with unless the user says otherwise; empty where the patterns hold it
     keys: tuple[Key, ...]
+    # Those that together say that the monitor is there, whatever its prefix; without, the prefix says it.
     signs: frozenset[str] = frozenset()
 
     @property
@@ -94,15 +81,11 @@ class Schema:
         rule = f"{'=' * left}  {'=' * right}"
         lines = [rule, f"{header:{left}}  meaning", rule]
         for name, meaning in rows:
-            lines += _cells(name, left, textwrap.wrap(meaning, right, break_long_words=False, break_on_hyphens=False))
+            wrapped = textwrap.wrap(meaning, right, break_long_words=False, break_on_hyphens=False)
+            lines += [f"{first:{left}}  {line}" for first, line in zip_longest([name], wrapped, fillvalue="")]
         return "\n".join([*lines, rule])
 
 
 def _described(key: Key) -> str:
     unit, when = f" ({key.unit})" if key.unit else "", f"; {key.when}" if key.when else ""
     return f"{key.meaning}{unit}{when}"
-
-
-def _cells(name: str, left: int, lines: list[str]) -> Iterator[str]:
-    for first, line in zip([name, *[""] * len(lines)], lines, strict=False):
-        yield f"{first:{left}}  {line}"

@@ -118,6 +118,12 @@ def same(ours: Any, theirs: Any) -> bool:
     return ours == theirs or (isinstance(ours, float) and math.isnan(ours) and math.isnan(theirs))
 
 
+def unset_default_device() -> None:
+    """For torch 2.6 None is a default device as well, of which it can't be asked."""
+    torch.set_default_device(None)
+    vars(torch._GLOBAL_DEVICE_CONTEXT).pop("device_context", None)
+
+
 def scalars(path: Path) -> dict[str, list[tuple[int, float]]]:
     """What stands in a folder of event files: tag -> (step, value), in the order of writing."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

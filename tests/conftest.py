@@ -1,11 +1,18 @@
 """One thread per process: the models here are tiny, and threads that wait for each other cost more than they add."""
 
+import gc
+
 import pytest
 import torch
 
 from ignite_monitor.monitor import publisher
 
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish():
+    """What has been imported and collected stays: the garbage collector need not look at it a thousand times."""
+    gc.freeze()
 
 
 @pytest.fixture

@@ -392,11 +392,19 @@ def test_demo(tmp_path):
 # Coordinate checks
 
 FACTORIES = """
+from __future__ import annotations
+
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 
+@dataclass
+class Sizes:  # looks for its module, which has to be known by name
+    inputs: int = 3
+
 def make_model(width):
-    model = nn.Sequential(nn.Linear(3, width), nn.Linear(width, 2))
+    model = nn.Sequential(nn.Linear(Sizes().inputs, width), nn.Linear(width, 2))
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 def make_batch(width):

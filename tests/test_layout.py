@@ -163,7 +163,7 @@ def test_only_scaling_imports_scaling():
     found = [(file, name) for file, name in imports_of("ignite_monitor") if within(name, "ignite_monitor.scaling")]
     assert found
     outside = [(file, name) for file, name in found if not file.startswith("ignite_monitor/scaling/")]
-    assert outside == [("ignite_monitor/cli.py", "ignite_monitor.scaling.command.run")]
+    assert outside == [("ignite_monitor/cli.py", "ignite_monitor.scaling.coordinate_check.check_target")]
 
 
 def test_reports_are_of_numbers_and_know_no_torch():

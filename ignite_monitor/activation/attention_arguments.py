@@ -23,7 +23,7 @@ class AttentionArguments(NamedTuple):
         key: of shape (batch ..., heads, S, E).
         value: of shape (batch ..., heads, S, any).
         mask: boolean, True where a key takes part, or floating-point and added to the scores.
-        is_causal: whether a query sees the keys up to its own place alone.
+        is_causal: whether a query sees the keys up to its own position alone.
         scale: what products are multiplied by, None for ``E ** -0.5``.
         enable_gqa: whether each head of key and value serves several heads of the query.
     """
@@ -47,11 +47,7 @@ def read_scaled_dot_product(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> AttentionArguments:
-    """Those of ``scaled_dot_product_attention``, as they are.
-
-    Args:
-        dropout_p: as there; not used.
-    """
+    """Those of ``scaled_dot_product_attention``, as they are."""
     return AttentionArguments(query, key, value, attn_mask, is_causal, scale, enable_gqa)
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ignite_monitor.activation.attention_arguments import READERS, AttentionArguments
 from ignite_monitor.model._torch import device_mode, in_backward, modes_on, need, pop_mode, push_mode
+from ignite_monitor.model.forward import ModuleHook, after_forward, before_forward
 from ignite_monitor.model.modes import aside, is_plain
 
 _PRODUCTS = {torch.matmul, torch.bmm, torch.baddbmm, torch.einsum}
@@ -51,25 +53,6 @@ class AttentionCalls(TorchFunctionMode):
         skipped: names of modules with calls on tensors that have no values of their own here: DTensors, nested tensors,
             tensors under ``vmap``.
         by_hand: names of modules that seem to compute attention by themselves: a product, a softmax, a product.
-
-    Examples:
-        .. code-block:: python
-
-            from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-
-            names = []
-            calls = AttentionCalls(lambda: names[-1], on_call)
-
-            def before(module, args):
-                names.append(name_of.get(module))
-                calls.enter(module.training)
-
-            def after(module, args, output):
-                calls.leave()
-                names.pop()
-
-            register_module_forward_pre_hook(before)
-            register_module_forward_hook(after, always_call=True)
     """
 
     def __init__(self, current: Callable[[], str | None], on_call: Callable[..., None]) -> None:
@@ -82,12 +65,18 @@ class AttentionCalls(TorchFunctionMode):
         self.by_hand: set[str] = set()
         self._last: tuple[str | None, bool] = (None, False)  # the last product's module, and whether a softmax followed
 
-    def enter(self, watched: bool = True) -> None:
-        """EventSource from here on, until :meth:`leave`; in pairs, one in the other, each thread for itself.
+    @contextlib.contextmanager
+    def during(self, modules: Iterable[nn.Module], wanted: Callable[[], bool]) -> Iterator[None]:
+        """While it lasts, see the calls in forward passes of modules, where that is wanted as they begin."""
+        modules = list(modules)
+        try:
+            with before_forward(modules, _Hook(self, modules, wanted)), after_forward(modules, _Hook(self, modules)):
+                yield
+        finally:
+            self.close()
 
-        Args:
-            watched: whether to watch, False for a module in eval mode.
-        """
+    def enter(self, watched: bool = True) -> None:
+        """See calls, or none, from here on, until :meth:`leave`; in pairs, one in the other, each thread for itself."""
         self._thread.watched.append(watched)
         self._switch()
 
@@ -166,6 +155,24 @@ def check_attention() -> None:
         RuntimeError: if one of them is gone.
     """
     need("attention=True", push_mode, pop_mode, modes_on, device_mode)
+
+
+class _Hook(ModuleHook):
+    """Enters where it is given what says whether that is wanted, and leaves where it is not."""
+
+    def __init__(
+        self, calls: AttentionCalls, modules: Iterable[nn.Module], wanted: Callable[[], bool] | None = None
+    ) -> None:
+        self._calls, self._wanted = calls, wanted
+        self._modules = set(map(id, modules))
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        if id(module) not in self._modules:
+            return
+        if self._wanted is None:
+            self._calls.leave()
+        else:
+            self._calls.enter(self._wanted())
 
 
 class _Thread(threading.local):

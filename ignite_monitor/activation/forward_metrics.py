@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -24,11 +24,12 @@ from ignite_monitor.model._torch import (
     unseen_by_functions,
 )
 from ignite_monitor.model.devices import device_of
-from ignite_monitor.model.forward import ModuleHook, after_forward, before_forward, outputs_to, running_module
+from ignite_monitor.model.forward import ModuleHook, after_forward, outputs_to, running_module
 from ignite_monitor.model.modes import aside, is_plain
 from ignite_monitor.model.names import tags
-from ignite_monitor.model.tensors import tagged_tensors
+from ignite_monitor.model.tensors import floating_tensors, tagged_tensors
 from ignite_monitor.monitor.publisher import NamedValues
+from ignite_monitor.reference.call import Call, Comparison, NotComparableError
 from ignite_monitor.reference.unnoticed import here
 
 _RECORDED = "activation (recorded)"
@@ -44,7 +45,7 @@ class ForwardMetrics:
 
     Attributes:
         activation: of outputs and attention heads.
-        recorded: what the model records; see :func:`named_apart`.
+        recorded: what the model records; :func:`named_apart` names it.
         entropy: of attention.
         logits: the largest of attention's scores.
         skipped: tags of modules with tensors that can't be measured.
@@ -68,7 +69,6 @@ class ForwardMetrics:
         self._metrics = metrics
         self._attention = attention
         self.activation = Measurement("activation", metrics, units=True)
-        self._add_again = self.activation.add_again
         self.recorded = Measurement(_RECORDED, MetricSet("activations", {}, (), metrics.aggregate))
         self.entropy = Measurement("attention_entropy", MetricSet("attention", {}, (), "mean"))
         self.logits = Measurement("attention_logit_max", MetricSet("attention", {}, (), "max"))
@@ -77,6 +77,7 @@ class ForwardMetrics:
         self.complex: set[str] = set()
         self.by_hand: set[str] = set()
         self.order: dict[str, None] = {}
+        self._tags = {id(module): tag for module, tag in modules.items()}
 
     def start(self) -> None:
         """Forget the last iteration's numbers."""
@@ -103,10 +104,12 @@ class ForwardMetrics:
 
     def _add(self, tag: str, output: Any) -> None:
         for index, tensor in tagged_tensors(output):
+            key = f"{tag}/{index}" if index else tag
+            if key in self.order and type(tensor) is Tensor and self.activation.add_again(key, tensor):
+                continue
             if not is_plain(tensor):
                 self.skipped.add(tag)
             else:
-                key = f"{tag}/{index}" if index else tag
                 self.order.setdefault(key)
                 self.activation.add(key, self._names[tag], tensor)
 
@@ -128,22 +131,11 @@ class ForwardMetrics:
     @contextlib.contextmanager
     def _attention_calls(self) -> Iterator[None]:
         calls = AttentionCalls(self._running, self._add_attention)
-
-        def before(*_: Any) -> None:
-            calls.enter(self._wanted())
-
-        def after(*_: Any) -> None:
-            calls.leave()
-
         # On around forward passes alone: a mode is asked about every operation, those of the optimizer too.
-        modules = list({**self._modules, self._root: ""})
-        try:
-            with before_forward(modules, before), after_forward(modules, after):
-                yield
-        finally:
-            calls.close()
-            self.skipped |= calls.skipped
-            self.by_hand |= calls.by_hand
+        with calls.during({**self._modules, self._root: ""}, self._wanted):
+            yield
+        self.skipped |= calls.skipped
+        self.by_hand |= calls.by_hand
 
     def _running(self) -> str | None:
         if not self._wanted():
@@ -174,6 +166,44 @@ class ForwardMetrics:
                 self.activation.add_all(keys, self._names[tag], heads)
 
 
+class OutputComparison(Comparison):
+    """Measures each output of the model against that of the reference."""
+
+    by_weights = False
+
+    def __init__(self, tags: Mapping[str, str], metrics: MetricSet) -> None:
+        self.tags = tags
+        self.measured = Measurement("activation_difference", metrics)
+
+    def clear(self) -> None:
+        self.measured.clear()
+
+    def keep(self, call: Call) -> Sequence[Tensor | None]:
+        return [tensor for _, tensor in floating_tensors(call.output)]
+
+    def leave(self, call: Call) -> bool:
+        tensors, tag = tagged_tensors(call.output), self.tags[call.name]
+        initial = [tensor for tensor in call.kept if tensor is not None]
+        if [tensor.shape for _, tensor in tensors] != [tensor.shape for tensor in initial]:
+            raise NotComparableError("its outputs have other shapes than in the reference")
+        if not all(map(is_plain, [*(tensor for _, tensor in tensors), *initial])):
+            raise NotComparableError("its outputs have no values of their own here (DTensors, nested, sparse)")
+        for (index, tensor), other in zip(tensors, initial, strict=True):
+            key = f"{tag}/{index}" if index else tag
+            self.measured.add_difference(key, call.name or "_root_", tensor.detach(), other.detach())
+        return True
+
+    def passed(self, results: dict[str, list[Any]]) -> None:
+        self.measured.pass_ended()
+
+
+def without(found: NamedValues, incomplete: Collection[str]) -> NamedValues:
+    """Names and numbers, but for the differences of some modules."""
+    starts = tuple(f"activation_difference/{tag}/" for tag in incomplete)
+    kept = [index for index, name in enumerate(found.names) if not name.startswith(starts)] if starts else []
+    return found if not starts or len(kept) == len(found.names) else found.rows(kept)
+
+
 def in_order(values: NamedValues, order: Mapping[str, None]) -> NamedValues:
     """In the order in which the model computed what they are of, then the others."""
     at = {f"activation/{key}": index for index, key in enumerate(order)}
@@ -182,11 +212,7 @@ def in_order(values: NamedValues, order: Mapping[str, None]) -> NamedValues:
 
 
 def named_apart(found: list[NamedValues]) -> list[NamedValues]:
-    """Names and numbers, with what was recorded under names that nothing else has.
-
-    Args:
-        found: names and numbers, those of a list of one family.
-    """
+    """Names and numbers, each of one family, with what was recorded under names that nothing else has."""
     if not any(names[0].startswith(_RECORDED) for names, _ in found if names):
         return found
     recorded = [name for names, _ in found for name in names if name.startswith(_RECORDED)]
@@ -204,14 +230,13 @@ class _OutputHook(ModuleHook):
     """
 
     def __init__(self, metrics: ForwardMetrics) -> None:
-        self._tags = {id(module): tag for module, tag in metrics._modules.items()}
-        self._wanted = metrics._wanted
-        self._add = metrics._add
-        self._add_again = metrics._add_again if metrics.order else _never  # at first every output goes through _add
+        self._tags = metrics._tags
+        self._root, self._pauses, self._order = metrics._root, metrics._pauses, metrics.order
+        self._add, self._add_again = metrics._add, metrics.activation.add_again
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        tag = self._tags.get(id(module))
-        if tag is None or not self._wanted():  # a shallow copy has the hooks of the module itself
+        tag = self._tags.get(id(module))  # a shallow copy has the hooks of the module itself
+        if tag is None or self._pauses or current_backward() != -1 or here.running or not self._root.training:
             return
         if function_modes() or dispatch_modes():
             with unseen_by_functions(), unseen_by_dispatch():
@@ -223,14 +248,10 @@ class _OutputHook(ModuleHook):
         with_graph = torch.is_grad_enabled()
         set_grad_enabled(False)
         try:
-            if type(output) is not Tensor or not self._add_again(tag, output):
+            if type(output) is not Tensor or tag not in self._order or not self._add_again(tag, output):
                 self._add(tag, output)
         finally:
             set_grad_enabled(with_graph)
-
-
-def _never(tag: str, tensor: Tensor) -> bool:
-    return False
 
 
 def _by_head(tensor: Tensor, enable_gqa: bool) -> Tensor:

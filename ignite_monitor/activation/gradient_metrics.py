@@ -21,10 +21,7 @@ class GradientMetrics:
     A gradient is measured when a backward that reached its parameter has ended, in place of an earlier measurement, and
     once more when an optimizer is about to make its step with it, where it may have been clipped. One that no backward
     of this iteration has made, set by hand or left from an earlier one, is measured then. What comes after the first
-    step belongs to another optimizer's backward, or to a step that is not looked at.
-
-    Args:
-        parameters: the parameters, and name and tag of each.
+    step belongs to another optimizer's backward, or to a step that is not looked at. A parameter has a name and a tag.
     """
 
     def __init__(self, parameters: Mapping[nn.Parameter, tuple[str, str]], metrics: MetricSet) -> None:
@@ -37,36 +34,22 @@ class GradientMetrics:
         self._stepped: set[nn.Parameter] = set()
 
     def gradients_ready(self, scale: Tensor | None, reached: Set[int]) -> None:
-        """A backward has ended.
-
-        Args:
-            scale: what the gradients are scaled by; None for 1.
-            reached: ids of the parameters whose gradients it may have changed.
-        """
+        """A backward has ended, which may have changed the gradients of these, by id, and scaled them."""
         waiting = (each for each in self._parameters if each not in self._stepped and id(each) in reached)
         changed = list(_gradients(waiting))
         self._before += self._measure("gradient", changed, scale)
         self._measured.update(parameter for parameter, _ in changed)
 
     def step_started(self, parameters: Iterable[nn.Parameter], scale: Tensor | None) -> None:
-        """An optimizer is about to make its first step.
-
-        Args:
-            scale: what their gradients are scaled by; None for 1.
-        """
+        """An optimizer is about to make its first step, with gradients that are scaled."""
         own = [each for each in parameters if each in self._parameters and each not in self._stepped]
         gradients = list(_gradients(own))
         by_hand = [(each, gradient) for each, gradient in gradients if each not in self._measured]
-        any_is = any_sharded([gradient for _, gradient in gradients])
-        sharded = {each for each, gradient in gradients if is_sharded(gradient)} if any_is else set()
-        of_backward = []
-        for each, gradient in gradients:
-            if each not in self._measured:
-                continue
-            if each in sharded:  # which all ranks have to gather, also those that make no step
-                self._kept[each] = gradient.detach().clone(), scale
-            else:
-                of_backward.append((each, gradient))
+        of_backward = [(each, gradient) for each, gradient in gradients if each in self._measured]
+        if any_sharded(gradient for _, gradient in of_backward):  # which all ranks gather, also those without a step
+            sharded = {each: gradient for each, gradient in of_backward if is_sharded(gradient)}
+            self._kept |= {each: (gradient.detach().clone(), scale) for each, gradient in sharded.items()}
+            of_backward = [each for each in of_backward if each[0] not in sharded]
         self._before += self._measure("gradient", by_hand, scale)
         self._after += self._measure("gradient_after_clip", of_backward, scale)
         self._stepped.update(own)
@@ -86,9 +69,18 @@ class GradientMetrics:
         self, family: str, gradients: list[tuple[nn.Parameter, Tensor]], scale: Tensor | None
     ) -> list[NamedValues]:
         measured = Measurement(family, self._metrics)
-        for parameter, gradient in gradients:
-            if measured.wants(self._parameters[parameter][0]):
-                self._see(measured, parameter, whole_tensor(gradient), scale)
+        tensors = [gradient for _, gradient in gradients]
+        if any_sharded(tensors):  # one after the other
+            for parameter, gradient in gradients:
+                name, tag = self._parameters[parameter]
+                if measured.wants(name):
+                    measured.add(tag, name, _unscaled(whole_tensor(gradient), scale))
+        else:
+            dense = [each.detach() if each.layout == torch.strided else whole_tensor(each) for each in tensors]
+            names = [self._parameters[parameter] for parameter, _ in gradients]
+            if scale is not None:
+                dense = [_unscaled(each, scale) for each in dense]
+            measured.add_each([(*own, each) for own, each in zip(names, dense, strict=True)])
         return measured.values()
 
     def _of_kept(self) -> list[NamedValues]:
@@ -98,18 +90,19 @@ class GradientMetrics:
         for parameter in self._parameters:
             if parameter not in self._measured or not is_sharded(parameter):
                 continue
-            if measured.wants(self._parameters[parameter][0]):
+            name, tag = self._parameters[parameter]
+            if measured.wants(name):
                 gradient, scale = self._kept.get(parameter, (parameter, None))
                 whole = whole_tensor(gradient)
                 if parameter in self._kept:
-                    self._see(measured, parameter, whole, scale)
+                    measured.add(tag, name, _unscaled(whole, scale))
         return measured.values()
 
-    def _see(self, measured: Measurement, parameter: nn.Parameter, whole: Tensor, scale: Tensor | None) -> None:
-        name, tag = self._parameters[parameter]
-        if scale is not None:
-            whole = whole.to(torch.promote_types(whole.dtype, torch.float32)) / scale.to(whole.device)
-        measured.add(tag, name, whole)
+
+def _unscaled(gradient: Tensor, scale: Tensor | None) -> Tensor:
+    if scale is None:
+        return gradient
+    return gradient.to(torch.promote_types(gradient.dtype, torch.float32)) / scale.to(gradient.device)
 
 
 def _gradients(parameters: Iterable[nn.Parameter]) -> Iterable[tuple[nn.Parameter, Tensor]]:
@@ -118,15 +111,15 @@ def _gradients(parameters: Iterable[nn.Parameter]) -> Iterable[tuple[nn.Paramete
 
 def _differing(before: NamedValues, after: NamedValues) -> NamedValues:
     """Those after, NaN where none of a parameter's differs from the one before."""
-    place = {name.partition("/")[2]: i for i, name in enumerate(before[0])}
+    index_of = {name.partition("/")[2]: i for i, name in enumerate(before.names)}
     names, numbers = after
     owners = [name.rpartition("/")[0] for name in names]
     number_of = {owner: i for i, owner in enumerate(dict.fromkeys(owners))}
     index = torch.tensor(
-        [[place[name.partition("/")[2]] for name in names], [number_of[owner] for owner in owners]], device="cpu"
+        [[index_of[name.partition("/")[2]] for name in names], [number_of[owner] for owner in owners]], device="cpu"
     )
-    places, owner = upload(index, numbers.device).unbind()
-    earlier = before[1][places]
+    indices, owner = upload(index, numbers.device).unbind()
+    earlier = before.values[indices]
     differs = (numbers != earlier) & ~(numbers.isnan() & earlier.isnan())
     counts = torch.zeros(len(number_of), dtype=numbers.dtype, device=numbers.device)
     counts.index_add_(0, owner, differs.to(numbers.dtype))

@@ -13,12 +13,17 @@ from torch import nn
 from torch.amp import GradScaler
 
 from ignite_monitor.activation.attention_calls import check_attention
-from ignite_monitor.activation.differences import OutputComparison, without
-from ignite_monitor.activation.forward_metrics import ForwardMetrics, in_order, named_apart
+from ignite_monitor.activation.forward_metrics import (
+    ForwardMetrics,
+    OutputComparison,
+    in_order,
+    named_apart,
+    without,
+)
 from ignite_monitor.activation.gradient_metrics import GradientMetrics
 from ignite_monitor.activation.measurement import Measurement
 from ignite_monitor.activation.metric import Aggregate, MetricSet, check_aggregate
-from ignite_monitor.activation.statistics import STATISTICS, has_statistics
+from ignite_monitor.activation.statistics import STATISTICS, WITHOUT_STATISTICS
 from ignite_monitor.checks import check_type
 from ignite_monitor.events.ledger import GradientsReady, OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
@@ -353,7 +358,7 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
             for (name, parameter, _), tag in zip(parameters, tags(name for name, _, _ in parameters), strict=True)
             if name in self._selection and not parameter.is_meta
         }
-        unlike = [name for parameter, (name, _) in self._parameters.items() if not has_statistics(parameter)]
+        unlike = [name for parameter, (name, _) in self._parameters.items() if parameter.dtype in WITHOUT_STATISTICS]
         families = ("parameter", "gradient", "parameter_difference")
         if unlike and any(any(self._metrics[family].builtin) for family in families):
             self._warn(f"built-in metrics are of real numbers, and left out for {', '.join(unlike)}")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ignite_monitor.activation.metric import Aggregate, MetricSet, as_number, call_metric
 from ignite_monitor.activation.observations import Observations, statistics_of
-from ignite_monitor.activation.statistics import STATISTICS, has_statistics, is_float8
+from ignite_monitor.activation.statistics import STATISTICS, WITHOUT_STATISTICS, is_float8
 from ignite_monitor.model.devices import move_like, upload
 from ignite_monitor.monitor.publisher import NamedValues
 from ignite_monitor.monitor.rank_reduction import Rows
@@ -22,23 +22,21 @@ _KEPT = 16
 
 
 class Measurement:
-    """Collects what metrics say of the tensors of one kind.
-
-    Args:
-        units: whether the tensors have a batch, and thus units that may be dead.
-    """
+    """Collects what metrics say of the tensors of one kind, which with ``units`` have a batch."""
 
     def __init__(self, family: str, metrics: MetricSet, *, units: bool = False) -> None:
         self.family = family
         self.metrics = metrics
         self._columns = [index for index, wanted in enumerate(metrics.builtin) if wanted]
-        self._known: tuple[Sequence[str], list[str]] = (
-            (),
-            [],
-        )  # the last tensors' names, and those of their statistics
+        # The last tensors' names, and those of their statistics.
+        self._known: tuple[Sequence[str], list[str]] = (), []
         self._observations = Observations(units)
         self._numbers = _Numbers()
         self._metric_of: dict[str, str] = {}  # of numbers that a function of the user's puts together
+        # A quicker :meth:`add`, without the name, for a tensor like one that was added; it says whether it was.
+        self.add_again: Callable[[str, Tensor], bool] = _never
+        if self._columns and not metrics.own:
+            self.add_again = self._observations.add_again
 
     def clear(self) -> None:
         """Forget what has been added."""
@@ -51,34 +49,29 @@ class Measurement:
         return bool(self._columns or self.metrics.of(name))
 
     def add(self, key: str, name: str, tensor: Tensor) -> None:
-        """Measure a tensor; by the user's own metrics alone if it is complex.
-
-        Args:
-            tensor: the tensor; where it is part of a graph, under ``no_grad``.
-        """
+        """Measure a tensor, under ``no_grad``; by the user's own metrics alone if it is complex."""
         if self._columns:
             self._observations.add(key, tensor)
         if self.metrics.own:
             self._call(key, name, (tensor.detach(),))
 
-    @property
-    def add_again(self) -> Callable[[str, Tensor], bool]:
-        """A quicker :meth:`add`, without the name, for a tensor like one that was added; it says whether it was."""
-        return self._observations.add_again if self._columns and not self.metrics.own else _never
+    def add_each(self, tensors: Sequence[tuple[str, str, Tensor]]) -> None:
+        """As :meth:`add`, of tensors without a graph: name, key and tensor."""
+        if self.metrics.own:
+            for name, key, tensor in tensors:
+                self.add(key, name, tensor)
+        elif self._columns:
+            self._observations.add_each([each[1:] for each in tensors])
 
     def add_difference(self, key: str, name: str, tensor: Tensor, other: Tensor) -> None:
         """As :meth:`add`, of the difference of two tensors, both detached."""
-        if self._columns and has_statistics(tensor):
+        if self._columns and tensor.dtype not in WITHOUT_STATISTICS:
             self._observations.add(key, _difference(tensor, other))
         if self.metrics.own:
             self._call(key, name, (tensor, other))
 
     def add_all(self, keys: Sequence[str], name: str, tensors: Tensor) -> None:
-        """Measure tensors of one shape that belong to one module.
-
-        Args:
-            tensors: of shape (keys, ...), detached.
-        """
+        """Measure tensors that belong to one module, of shape (keys, ...), detached."""
         if self._columns:
             self._observations.add_all(keys, tensors)
         if self.metrics.own:
@@ -120,11 +113,10 @@ class Measurement:
         return sums, maxima
 
     def values(self, over_ranks: tuple[Rows, Rows] | None = None) -> list[NamedValues]:
-        """Names and their numbers, not finite where there is none.
+        """Names and their numbers, not finite where there is none, of this rank alone or of all.
 
         Args:
-            over_ranks: what :meth:`sums_and_maxima` has come to on all ranks, other measurements' included; None for
-                this rank alone.
+            over_ranks: what :meth:`sums_and_maxima` has come to on all ranks, other measurements' included.
         """
         sums, maxima = self.sums_and_maxima() if over_ranks is None else over_ranks
         own = {kind[1:]: rows for kind, rows in (sums | maxima).items() if kind[0] == self.family}

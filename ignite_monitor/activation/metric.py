@@ -164,11 +164,7 @@ class MetricSet:
         return callable(self.aggregate) or any(callable(metric.aggregate) for metric in self.own.values())
 
     def function_of(self, name: str | None) -> Callable[[Tensor], float | Tensor]:
-        """The function of the user's that puts numbers together.
-
-        Args:
-            name: the metric that they are of; None for what is no metric's.
-        """
+        """The function of the user's that puts the numbers of a metric together, or what is no metric's."""
         own = None if name is None else self.own[name].aggregate
         return cast("Callable[[Tensor], float | Tensor]", own or self.aggregate)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-from ignite_monitor.activation.statistics import has_statistics, is_float8, statistics, sum_up, unit_dimension
+from ignite_monitor.activation.statistics import WITHOUT_STATISTICS, is_float8, statistics, sum_up, unit_dimension
 from ignite_monitor.model._torch import is_functorch_wrapped
 from ignite_monitor.model.devices import move_like, upload, wide_dtype
 from ignite_monitor.monitor.publisher import NamedValues
@@ -55,11 +56,7 @@ class _Stack:
 
 
 class Observations:
-    """Adds up the sums of tensors by name.
-
-    Args:
-        with_units: whether the tensors have a batch, and with it units that may be dead.
-    """
+    """Adds up the sums of tensors by name, which with units have a batch, and with it units that may be dead."""
 
     def __init__(self, with_units: bool = True) -> None:
         self._with_units = with_units
@@ -89,19 +86,17 @@ class Observations:
         return True
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Observe a tensor; nothing of one that has no statistics.
+        """Observe a tensor, under ``no_grad``; nothing of one that has no statistics.
 
         With units it may be changed in place afterwards, without them only after :meth:`flush`.
-
-        Args:
-            tensor: the tensor; where it is part of a graph, under ``no_grad``.
         """
-        if self.add_again(name, tensor) or not has_statistics(tensor):
+        if self.add_again(name, tensor) or tensor.dtype in WITHOUT_STATISTICS:
             return
         size = tensor.numel()
         if size > _SMALL:
             self._sum_up([NamedValues([name], tensor.unsqueeze(0))])
-        elif size and self._copied(tensor):
+        # An activation may change, so that it has to wait as a copy; elsewhere a copy makes sums quicker.
+        elif size and (self._with_units or tensor.device.type == "cpu"):
             self._make_room(tensor, 1)
             self.add_again(name, tensor)
         elif size:
@@ -110,17 +105,13 @@ class Observations:
             if self._loose_size > _LOOSE:
                 self.flush()
 
-    def _copied(self, tensor: Tensor) -> bool:
-        """Whether a tensor has to wait as a copy: an activation may change; elsewhere a copy makes sums quicker."""
-        return self._with_units or tensor.device.type == "cpu"
+    def add_each(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Observe several, each with its name."""
+        for name, tensor in tensors:
+            self.add(name, tensor)
 
     def add_all(self, names: Sequence[str], tensors: Tensor) -> None:
-        """Observe tensors of one shape, which may be changed in place afterwards.
-
-        Args:
-            names: what each belongs to.
-            tensors: of shape (names, ...), without a gradient.
-        """
+        """Observe tensors, of shape (names, ...) and without a gradient, which may be changed in place afterwards."""
         if tensors.numel() > _SMALL:
             self._sum_up([NamedValues(names, tensors)])
         elif tensors.numel():
@@ -181,11 +172,11 @@ class Observations:
         shaped = []
         for _, tensors in stacks:
             unit = unit_dimension(tensors.shape[1:]) if self._with_units else None
-            if not tensors.is_floating_point() or is_float8(tensors):
+            if not tensors.is_floating_point() or tensors.itemsize == 1:
                 tensors = tensors.to(torch.float32 if tensors.itemsize == 1 else wide_dtype(device))
             shaped.append((tensors, unit))
         sums, units = sum_up(shaped)
-        series = (device, tuple(name for names, _ in stacks for name in names))
+        series = (device, tuple(chain.from_iterable(names for names, _ in stacks)))
         known = self._sums.get(series)
         self._sums[series] = sums if known is None else known + sums
         for (names, _), (tensors, unit), largest in zip(stacks, shaped, units, strict=True):

@@ -43,11 +43,7 @@ def record(name: str, value: float | Tensor, module: nn.Module | None = None) ->
 
 @contextlib.contextmanager
 def recording(receive: Callable[[nn.Module | None, str, Any], None]) -> Iterator[None]:
-    """While it lasts, hands on what is recorded.
-
-    Args:
-        receive: is given the module, None outside of any, the name and the value.
-    """
+    """While it lasts, hands on what is recorded: module, None outside of any, name and value."""
     _receivers.append(receive)
     try:
         yield

@@ -14,7 +14,8 @@ from ignite_monitor.model.devices import upload, wide_dtype
 
 STATISTICS = ("mean", "std", "l2_norm", "max_abs", "dead_fraction", "nonfinite_count")
 
-_WITHOUT_STATISTICS = {torch.complex32, torch.complex64, torch.complex128, getattr(torch, "float4_e2m1fn_x2", None)}
+# Their elements are no real numbers.
+WITHOUT_STATISTICS = {torch.complex32, torch.complex64, torch.complex128, getattr(torch, "float4_e2m1fn_x2", None)}
 
 # Elements taken at a time where a copy of them is needed: of 8 bytes on the CPU, which has no sum that converts as it
 # goes, and of 1 byte elsewhere.
@@ -29,19 +30,11 @@ def unit_dimension(shape: Sequence[int]) -> int | None:
     """The dimension whose indices are the units of an activation.
 
     That of the features, which is the last one, and in tensors with four and more dimensions that of the channels,
-    which is the second; None where there is but a batch.
-
-    Args:
-        shape: the activation's shape, batch included.
+    which is the second; None where there is but a batch, which the shape includes.
     """
     if len(shape) < 2:
         return None
     return 1 if len(shape) >= 4 else len(shape) - 1
-
-
-def has_statistics(tensor: Tensor) -> bool:
-    """Whether a tensor's elements are numbers that the statistics are defined for: real ones."""
-    return tensor.dtype not in _WITHOUT_STATISTICS
 
 
 def is_float8(tensor: Tensor) -> bool:
@@ -177,8 +170,7 @@ def _units(tensors: Tensor, unit: int | None) -> Tensor:
     rest = [dim for dim in range(1, tensors.ndim) if unit is None or dim != unit + 1]
     # Not the norm for p = inf, which takes fifty times as long on the CPU.
     units = torch.maximum(tensors.amax(rest), tensors.amin(rest).neg()) if rest else tensors.abs()
-    wide = wide_dtype(tensors.device)
-    return units.reshape(len(tensors), -1).to(wide if units.dtype == wide else torch.float32)
+    return units.reshape(len(tensors), -1).to(torch.promote_types(units.dtype, torch.float32))
 
 
 def _centred(tensors: Tensor, centred: Tensor) -> Tensor:
@@ -233,12 +225,8 @@ def statistics(sums: Tensor, largest: Tensor, dead: Tensor, units: Tensor) -> Te
     the fraction of units that are 0 throughout, and how many elements are not finite. Where there are any, and where
     there is no such number (the standard deviation of one element), a statistic is NaN.
 
-    Args:
-        sums: as :func:`sum_up` gives them, added up over the parts.
-        units: how many there are; 0 for tensors without.
-
-    Returns:
-        A tensor of shape (tensors, 6), in the order of ``STATISTICS``.
+    ``sums`` are those of :func:`sum_up`, added up over the parts, ``units`` is 0 for tensors without; the result is of
+    shape (tensors, 6), in the order of ``STATISTICS``.
     """
     elements, vectors, total, within, norms, nonfinite, of_means = sums.unbind(1)
     mean = total / elements

@@ -21,38 +21,35 @@ class GradientHook:
     Hooks that cost nothing in iterations that are not monitored have to come off after those that are. What
     ``Tensor.register_post_accumulate_grad_hook`` does is done here for all parameters at once; unlike there, a frozen
     parameter takes the hook too: it may be unfrozen in the middle of a train step.
+
+    Attributes:
+        places: the parameters that it is on, each with its hooks.
     """
 
     def __init__(self) -> None:
-        self._places: list[tuple[Any, dict[Any, Any]]] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._places)
+        self.places: list[tuple[Any, dict[Any, Any]]] = []
 
     def register(self, parameters: Iterable[nn.Parameter], hook: Callable[[Tensor], None]) -> None:
-        """Have a hook called whenever a gradient has been accumulated into one of the parameters.
-
-        Args:
-            parameters: the parameters; those that can't have a gradient are left out.
-        """
+        """Have a hook called whenever a gradient has been accumulated into one of those that can have one."""
         self.remove()
-        self._places = gradient_hooks(each for each in parameters if each.is_floating_point() or each.is_complex())
-        for _, hooks in self._places:
+        self.places = gradient_hooks(each for each in parameters if each.is_floating_point() or each.is_complex())
+        for _, hooks in self.places:
             hooks[self] = hook
 
     def remove(self) -> None:
         """Take the hook off all of them."""
-        for _, hooks in self._places:
+        for _, hooks in self.places:
             hooks.pop(self, None)
-        drop_gradient_hooks(self._places)
-        self._places = []
+        drop_gradient_hooks(self.places)
+        self.places = []
 
 
 class Patch:
     """Something callable of an engine, replaced until it is removed.
 
     Args:
-        replacement: is called with the original, and what the original is called with.
+        replacement: a method that is called with the original, and what the original is called with; the original
+            alone where its object is gone.
     """
 
     def __init__(self, engine: Engine, name: str, replacement: Callable[..., Any]) -> None:
@@ -66,9 +63,12 @@ class Patch:
             def original(*args: Any) -> Any:
                 return method(owner(), *args)
 
+        method_of = weakref.WeakMethod(replacement)
+
         @functools.wraps(original)
         def patched(*args: Any) -> Any:
-            return replacement(original, *args)
+            replacing = method_of()
+            return original(*args) if replacing is None else replacing(original, *args)
 
         self._patched = patched
         setattr(engine, name, patched)
@@ -84,12 +84,19 @@ class Patch:
             setattr(engine, self._name, self._original)
 
 
-def remove_all(handles: list[Any]) -> None:
-    """Remove what handles stand for, and forget them.
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """What calls a method as long as its object is there."""
+    method_of = weakref.WeakMethod(method)
 
-    Args:
-        handles: the handles, a list that is empty afterwards.
-    """
+    def call(*args: Any, **kwargs: Any) -> Any:
+        found = method_of()
+        return None if found is None else found(*args, **kwargs)
+
+    return call
+
+
+def remove_all(handles: list[Any]) -> None:
+    """Remove what handles stand for, and empty the list."""
     while handles:
         handles.pop().remove()
 

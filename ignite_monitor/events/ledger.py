@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
@@ -15,9 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ignite_monitor.events.hooks import GradientHook
-from ignite_monitor.events.look import AwaitsBackward, Look
+from ignite_monitor.events.look import Look
 from ignite_monitor.model._torch import registries
-from ignite_monitor.model.optimizers import parameters_of
 
 
 class GradientsReady(NamedTuple):
@@ -85,7 +84,7 @@ class GradientLedger:
         hook: the hook that is on its parameters in monitored iterations.
         parameters: those that it had when the train step started.
         reduced: whether this iteration's last backward that reached it has left its gradients reduced.
-        looks: those that wait for a backward.
+        looks: what is told of each backward that has reached the model, by its ``backward_ended``.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -94,29 +93,28 @@ class GradientLedger:
         self.hook = GradientHook()
         self.parameters: list[nn.Parameter] = []
         self.reduced = True
-        self.looks: list[AwaitsBackward] = []
-        # The dictionaries that its modules keep parameters and submodules in, and what was in them at the last look.
+        self.looks: list[Any] = []
+        # The dictionaries that its modules keep parameters and submodules in, what was in them at the last look, and
+        # those that were empty.
         self._registries: list[dict[str, Any]] = []
         self._members: list[Any] = []
+        self._empty: list[dict[str, Any]] = []
         self._replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
-        # Optimizer -> the lists that it holds, looked at in this train step.
-        self._looked_at: weakref.WeakKeyDictionary[Optimizer, list[tuple[int, int]]] = weakref.WeakKeyDictionary()
-        # Optimizer -> what it holds, and what of that is the model's.
-        self._own: weakref.WeakKeyDictionary[Optimizer, tuple[list[nn.Parameter], list[nn.Parameter]]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._train_steps = 0
+        # Optimizer -> in which train step it was looked at, the lists that it held, what is in them, and what of that
+        # is the model's.
+        self._own: weakref.WeakKeyDictionary[Optimizer, _Holding] = weakref.WeakKeyDictionary()
 
     def refresh(self) -> bool:
         """Look at the model's parameters anew: whether there are others than at the last time."""
-        self._looked_at.clear()
-        members = list(chain.from_iterable(map(dict.values, self._registries)))
-        if members and _are_same(members, self._members):
+        self._train_steps += 1
+        if self._members and not any(self._empty) and _are_same(_values(self._registries), self._members):
             return False
-        modules = list(self.model.modules())
         # What scripted modules consist of is fixed, and kept in no dictionaries.
-        plain = [each for each in modules if not isinstance(each, torch.jit.ScriptModule)]
-        self._registries = [registry for each in plain for registry in registries(each)]
-        self._members = list(chain.from_iterable(map(dict.values, self._registries)))
+        plain = [each for each in self.model.modules() if not isinstance(each, torch.jit.ScriptModule)]
+        found = [registry for each in plain for registry in registries(each)]
+        self._registries, self._empty = [each for each in found if each], [each for each in found if not each]
+        self._members = _values(self._registries)
         self.parameters = list(self.model.parameters())
         self._own.clear()
         return True
@@ -124,7 +122,6 @@ class GradientLedger:
     def run_ended(self) -> None:
         """Forget what optimizers hold."""
         self._own.clear()
-        self._looked_at.clear()
 
     def own(self, optimizer: Optimizer | None) -> list[nn.Parameter]:
         """The model's parameters that an optimizer holds; for None all of them."""
@@ -133,24 +130,20 @@ class GradientLedger:
         known = self._own.get(optimizer)
         # Looked at one by one once per train step, which takes a while for many.
         lists = [(id(group["params"]), len(group["params"])) for group in optimizer.param_groups]
-        if known is not None and self._looked_at.get(optimizer) == lists:
-            return known[1]
-        self._looked_at[optimizer] = lists
-        held = parameters_of(optimizer)
-        if known is None or not _are_same(known[0], held):
-            ids = set(map(id, held))
-            own = [each for each in self.parameters if id(each) in ids]
-            own = self.parameters if len(own) == len(self.parameters) else own
-            known = self._own[optimizer] = (held, own)
-        return known[1]
+        if known is None or known.train_step != self._train_steps or known.lists != lists:
+            held = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+            if known is None or not _are_same(known.held, held):
+                ids = set(map(id, held))
+                own = [each for each in self.parameters if id(each) in ids]
+                own = self.parameters if len(own) == len(self.parameters) else own
+            else:
+                own = known.own
+            known = self._own[optimizer] = _Holding(self._train_steps, lists, held, own)
+        return known.own
 
     def shares(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer holds parameters of the model."""
         return bool(self.own(optimizer))
-
-    def gradients(self, optimizer: Optimizer | None) -> list[Tensor]:
-        """The gradients that there are of the parameters that an optimizer holds; None for all."""
-        return [gradient for each in self.own(optimizer) if (gradient := each.grad) is not None]
 
     def backward_ended(self, task: int, reached: Set[int], running: Set[int]) -> Set[int] | None:
         """A backward has reached parameters of the model.
@@ -171,20 +164,25 @@ class GradientLedger:
             look.backward_ended(task, changed, running)
         return changed if self.reduced else None
 
-    def lacks_any(self, reached: Mapping[int, Set[int]]) -> bool:
-        """Whether other models are reached beyond parameters of this one, which may have been wrapped in one of them.
-
-        Args:
-            reached: model -> ids of its parameters that a backward has reached.
-        """
-        if len(reached) < 2:
-            return False
+    def lacks_any(self, reached: Iterable[Set[int]]) -> bool:
+        """Whether any parameters, of which the ids are given, are not the model's, which others may be wrapped in."""
         own = {id(parameter) for parameter in self.parameters}
-        return not all(each <= own for each in reached.values())
+        return not all(each <= own for each in reached)
 
     def look(self, optimizer: Optimizer | None) -> Look:
         """What finds out, entered as a context, how the next backward finds the gradients that an optimizer uses."""
         return Look(self.model, self.own(optimizer), self.looks)
+
+
+class _Holding(NamedTuple):
+    train_step: int
+    lists: list[tuple[int, int]]
+    held: list[nn.Parameter]
+    own: list[nn.Parameter]
+
+
+def _values(registries: Iterable[dict[str, Any]]) -> list[Any]:
+    return list(chain.from_iterable(map(dict.values, registries)))
 
 
 def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:

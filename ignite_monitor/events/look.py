@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Sequence, Set
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ignite_monitor.events.hooks import weakly
 from ignite_monitor.model._torch import backward_number
 from ignite_monitor.model.norms import any_sharded, is_sharded, total_norm
 from ignite_monitor.model.tensors import floating_tensors
-
-
-class AwaitsBackward(Protocol):
-    """What a ledger tells of each backward that has reached its model."""
-
-    def backward_ended(self, task: int, reached: Set[int], running: Set[int]) -> None:
-        """A backward has ended: its number, ids of parameters that it may have changed, those around it."""
 
 
 class Look:
@@ -40,7 +33,7 @@ class Look:
             no backward.
     """
 
-    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], waiting: list[AwaitsBackward]) -> None:
+    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], waiting: list[Any]) -> None:
         self.grows: Tensor | None = None
         self._model = model
         self._parameters = list(parameters)
@@ -49,10 +42,10 @@ class Look:
         self._hooks = ExitStack()
 
     def __enter__(self) -> None:
-        look = weakref.WeakMethod(self._look)
+        look = weakly(self._look)
         leaves = [each for each in self._parameters if each.requires_grad and not each.is_inference()]
         if leaves:
-            seen = torch.autograd.graph.register_multi_grad_hook(leaves, lambda _: _call(look), mode="any")
+            seen = torch.autograd.graph.register_multi_grad_hook(leaves, look, mode="any")
             self._hooks.callback(seen.remove)
         if any_sharded(leaves):
             self._hooks.callback(self._model.register_forward_hook(_on_outputs(look)).remove)
@@ -66,20 +59,14 @@ class Look:
             self._waiting.remove(self)
 
     def backward_ended(self, task: int, reached: Set[int], running: Set[int]) -> None:
-        """A backward has ended that may have been it.
-
-        Args:
-            task: its number.
-            reached: ids of the parameters whose gradients it may have changed.
-            running: numbers of those around it, which were there first.
-        """
+        """A backward has ended that may have been it; those around it were there first."""
         if self.grows is None and any(id(parameter) in reached for parameter in self._parameters):
             found = next((grows for each, grows in self._seen.items() if each == task or each in running), None)
             if found is not None:
                 self.grows = found
                 self._hooks.close()
 
-    def _look(self) -> None:
+    def _look(self, _: Any) -> None:
         task = backward_number()
         if task in self._seen:
             return
@@ -91,16 +78,10 @@ class Look:
         self._seen[task] = total_norm((each.detach() for each in local), math.inf) != 0
 
 
-def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
-    function = method()
-    if function is not None:
-        function()
-
-
-def _on_outputs(look: weakref.WeakMethod[Callable[[], None]]) -> Callable[..., None]:
+def _on_outputs(look: Callable[[Tensor], None]) -> Callable[..., None]:
     def hook(module: nn.Module, args: Any, output: Any) -> None:
         for _, tensor in floating_tensors(output):
             if tensor.requires_grad:
-                tensor.register_hook(lambda _: _call(look))
+                tensor.register_hook(look)
 
     return hook

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Set
+from contextlib import ExitStack
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from ignite.engine import Engine, Events
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -31,22 +32,9 @@ from ignite_monitor.model._torch import (
 from ignite_monitor.model.eager import out_of_compiler, untraced
 from ignite_monitor.model.modes import users_grad_mode
 
-# How often the callback at the end of backward queues itself anew, so as to run after those of
+# How often the callback at the end of backward queues itself anew, so as to run after those of others, and of
 # DistributedDataParallel: its reduction takes one callback, and with a static graph one that queues another.
-_HOPS = 3
-
-
-class MonitorLike(Protocol):
-    """What an :class:`EventSource` knows of a monitor."""
-
-    def ended(self) -> None:
-        """The run has ended: say what it lacked."""
-
-    def release(self) -> None:
-        """Let go of everything that belongs to the run that has ended, or is interrupted."""
-
-    def contexts(self) -> list[AbstractContextManager[Any]]:
-        """What to have around the train step that is about to start."""
+_HOPS, _HOPS_OF_RANKS = 1, 3
 
 
 class EventSource:
@@ -60,6 +48,7 @@ class EventSource:
     Attributes:
         monitored: whether this iteration is monitored.
         running: whether its train step is going on. What happens in handlers, or on other engines, is not watched.
+        listened: whether anyone but the monitors listened to any event when it started.
         stepping: while an optimizer makes its step, the optimizer.
         origin: where what is not finite in this iteration comes from, if that has been found.
     """
@@ -76,9 +65,10 @@ class EventSource:
         self._monitors: weakref.WeakSet[Any] = weakref.WeakSet()
         self._listeners: dict[MonitorEvents, list[weakref.WeakMethod[Any]]] = {event: [] for event in MonitorEvents}
         self._prefixes: set[str] = set()
-        self.monitored = self.running = self._awaits_step = False
+        self.monitored = self.running = self.listened = self._awaits_step = False
         self._monitoring: set[int] = set()  # ids of the monitors that look at this iteration
-        self._tasks: dict[int, dict[int, set[int]]] = {}
+        # Number of a backward that is going on -> id of a model -> ids of the parameters of it that it has reached.
+        self._backwards: dict[int, dict[int, set[int]]] = {}
         self.stepping: Optimizer | None = None
         self.origin: Origin | None = None
         self._reported_outside = False
@@ -97,7 +87,7 @@ class EventSource:
                 engine.add_event_handler(event, handler)
         return source
 
-    def add(self, monitor: MonitorLike, model: nn.Module, prefixes: Iterable[str]) -> None:
+    def add(self, monitor: Any, model: nn.Module, prefixes: Iterable[str]) -> None:
         """Take a monitor in.
 
         Args:
@@ -124,7 +114,7 @@ class EventSource:
                 self._register(entry)
         entry.monitors += 1
 
-    def remove(self, monitor: MonitorLike, model: nn.Module, prefixes: Iterable[str]) -> None:
+    def remove(self, monitor: Any, model: nn.Module, prefixes: Iterable[str]) -> None:
         """Let a monitor go; with the last one everything goes."""
         self._prefixes.difference_update(prefixes)
         self._monitors.discard(monitor)
@@ -189,20 +179,22 @@ class EventSource:
 
         Args:
             about: id of a model -> what has happened to its gradients. The monitors of other models, and those that
-                do not look at this iteration, are not called. None calls all of them, with the engine alone.
+                do not look at this iteration, are not called. None calls all of them with the engine alone; those that
+                do not look at this iteration not at the train step's end.
         """
         engine = self._engine()
         if engine is None:
             return
         handlers: list[Any] = [handler for listener in self._listeners[event] if (handler := listener()) is not None]
+        if event == MonitorEvents.TRAIN_STEP_COMPLETED or about is not None:
+            handlers = [each for each in handlers if id(each.__self__) in self._monitoring]
         # All of them look before one changes anything: their order is that of attaching, and must not matter.
         if about is None:
             changes = [handler(engine) for handler in handlers]
         else:
-            looking = [each for each in handlers if id(each.__self__) in self._monitoring]
             changes = [
                 handler(engine, about[id(handler.__self__.model)])
-                for handler in looking
+                for handler in handlers
                 if id(handler.__self__.model) in about
             ]
         # What a change returns looks at what all of them have changed, and may change something in turn.
@@ -232,7 +224,7 @@ class EventSource:
         if self.has_handlers(*MonitorEvents):
             self.monitor_iteration()
 
-    def monitor_iteration(self, monitor: MonitorLike | None = None) -> None:
+    def monitor_iteration(self, monitor: Any = None) -> None:
         """Follow the train step of the iteration that is starting, for a monitor or for listeners of the user's."""
         self.monitored = True
         if monitor is not None:
@@ -242,7 +234,7 @@ class EventSource:
         changed = entry.refresh()
         if not (self._listeners[MonitorEvents.GRADIENTS_READY] or self.has_handlers(MonitorEvents.GRADIENTS_READY)):
             entry.hook.remove()
-        elif changed or not entry.hook:
+        elif changed or not entry.hook.places:
             entry.hook.register(entry.parameters, self._gradient_hook(entry))
 
     def _end(self, engine: Engine | None = None) -> None:
@@ -256,7 +248,7 @@ class EventSource:
             self._uninstall()
 
     def _reset(self) -> None:
-        self._tasks.clear()
+        self._backwards.clear()
         self._monitoring.clear()
         for ledger in self._models.values():
             ledger.reduced = True
@@ -267,60 +259,55 @@ class EventSource:
         remove_all(self._handles)  # those of an interrupt that came while others were put on or taken off
         # The finalizer of a dropped source has to find these too.
         self._handles += [entry.hook for entry in self._models.values()]
+        # One by one, and what takes them off again first: an interrupt may come at any moment.
+        # Ignite swallows exceptions as soon as anyone has ever listened to EXCEPTION_RAISED, so nobody here may.
+        if handles_exceptions(engine):
+            self._handles.append(Patch(engine, HANDLE_EXCEPTION, self._handle_exception))
+        # The one way to know that a train step has returned before anything else on the engine does.
+        self._handles.append(Patch(engine, TRAIN_STEP, self._train_step))
+        # The compiler would trace into what a compiled function or step calls.
+        untraced(_end_backward)
         source = weakref.ref(self)
 
-        def step_started(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def started(*args: Any) -> Any:
             owner = source()
-            return None if owner is None else owner._on_step_started(optimizer, args, kwargs)
+            return None if owner is None else owner._on_step_started(*args)
 
-        def step_completed(optimizer: Optimizer, *_: Any) -> None:
+        def completed(optimizer: Optimizer, *_: Any) -> None:
             owner = source()
             if owner is not None:
                 owner.step_completed(optimizer)
 
-        def train_step(original: Callable[..., Any], engine: Engine, batch: Any) -> Any:
-            owner = source()
-            if owner is None:
-                return original(engine, batch)
-            owner.running, owner._awaits_step = owner.monitored, False
-            for entry in owner._models.values():
-                if owner.monitored:
-                    owner._register(entry)
-                else:
-                    entry.hook.remove()
-            with ExitStack() as around:
-                for context in owner._contexts():
-                    around.enter_context(context)
-                EventSource._train_steps += 1
-                try:
-                    output = original(engine, batch)
-                finally:
-                    EventSource._train_steps -= 1
-            if owner.running:
-                engine.state.output = output  # as Ignite is about to: it is known to who listens
-                owner.fire(MonitorEvents.TRAIN_STEP_COMPLETED)
-            return output
-
-        def handle_exception(original: Callable[..., Any], error: BaseException) -> None:
-            owner = source()
-            if owner is not None:
-                owner._end()
-            original(error)
-
-        # One by one, and what takes them off again first: an interrupt may come at any moment.
-        # Ignite swallows exceptions as soon as anyone has ever listened to EXCEPTION_RAISED, so nobody here may.
-        if handles_exceptions(engine):
-            self._handles.append(Patch(engine, HANDLE_EXCEPTION, handle_exception))
-        # The one way to know that a train step has returned before anything else on the engine does.
-        self._handles.append(Patch(engine, TRAIN_STEP, train_step))
-        # The compiler would trace into what a compiled function or step calls.
-        untraced(_end_backward)
-        self._handles.append(register_optimizer_step_pre_hook(torch.compiler.disable(step_started)))
-        self._handles.append(register_optimizer_step_post_hook(torch.compiler.disable(step_completed)))
+        self._handles.append(register_optimizer_step_pre_hook(torch.compiler.disable(started)))
+        self._handles.append(register_optimizer_step_post_hook(torch.compiler.disable(completed)))
         self._installed = True
 
-    def _contexts(self) -> list[AbstractContextManager[Any]]:
-        return [context for monitor in self._monitors for context in monitor.contexts()] if self.running else []
+    def _handle_exception(self, original: Callable[..., Any], error: BaseException) -> None:
+        self._end()
+        original(error)
+
+    def _train_step(self, original: Callable[..., Any], engine: Engine, batch: Any) -> Any:
+        self.running, self._awaits_step = self.monitored, False
+        self.listened = self.running and self.has_handlers(*MonitorEvents)
+        for entry in self._models.values():
+            if self.monitored:
+                self._register(entry)
+            else:
+                entry.hook.remove()
+        with ExitStack() as around:
+            if self.running:
+                for monitor in [each for each in self._monitors if id(each) in self._monitoring]:
+                    for context in monitor.contexts():
+                        around.enter_context(context)
+            EventSource._train_steps += 1
+            try:
+                output = original(engine, batch)
+            finally:
+                EventSource._train_steps -= 1
+        if self.running:
+            engine.state.output = output  # as Ignite is about to: it is known to who listens
+            self.fire(MonitorEvents.TRAIN_STEP_COMPLETED)
+        return output
 
     def _uninstall(self) -> None:
         self._installed = False
@@ -336,46 +323,46 @@ class EventSource:
     def _gradient_hook(self, entry: GradientLedger) -> Callable[[Tensor], None]:
         source = weakref.ref(self)
         key = id(entry.model)
-        current_task = backward_number
-        _on_first_gradient = out_of_compiler(EventSource._on_first_gradient)
-        last_task = -1
+        current_backward = backward_number
+        on_first_gradient = out_of_compiler(EventSource._on_first_gradient)
+        last = -1
         note: Callable[[int], None] = _ignore
 
         def hook(parameter: Tensor) -> None:
-            nonlocal last_task, note
-            task = current_task()
-            if task != last_task:
-                last_task = task
+            nonlocal last, note
+            if current_backward() != last:
+                last = current_backward()
                 owner = source()
-                is_running = owner is not None and owner.running
-                note = _on_first_gradient(owner, task, key) if is_running and owner is not None else _ignore
+                note = _ignore if owner is None or not owner.running else on_first_gradient(owner, last, key)
             note(id(parameter))
 
         return untraced(hook)
 
-    def _on_first_gradient(self, task: int, key: int) -> Callable[[int], None]:
-        """The first gradient of a model in a backward; what takes in the ids of the parameters it reaches."""
-        is_known = task in self._tasks
-        reached = self._tasks.setdefault(task, {}).setdefault(key, set())
-        if not is_known:
-            _end_backward(weakref.ref(self), task, _HOPS)
-        return reached.add
+    def _on_first_gradient(self, backward: int, key: int) -> Callable[[int], None]:
+        """The first gradient of a model in a backward; what takes in the ids of the parameters that it reaches."""
+        if backward not in self._backwards:
+            ranks = dist.is_available() and dist.is_initialized()
+            _end_backward(weakref.ref(self), backward, _HOPS_OF_RANKS if ranks else _HOPS)
+        return self._backwards.setdefault(backward, {}).setdefault(key, set()).add
 
-    def _on_gradients_ready(self, task: int) -> None:
-        tasks = self._tasks.pop(task, {})
-        running = self._tasks.keys()
-        changed = {
-            key: self._models[key].backward_ended(task, reached, running)
-            for key, reached in tasks.items()
-            if key in self._models
-        }
-        ready = {key: each for key, each in changed.items() if each is not None}
-        about = {
-            key: GradientsReady(ledger := self._models[key], each, ledger.lacks_any(ready), self.stepping)
-            for key, each in ready.items()
-        }
-        if about:
-            self.fire(MonitorEvents.GRADIENTS_READY, about)
+    def _on_gradients_ready(self, backward: int) -> None:
+        ready: dict[int, Set[int]] = {}
+        for key, reached in self._backwards.pop(backward, {}).items():
+            if key in self._models:
+                changed = self._models[key].backward_ended(backward, reached, self._backwards.keys())
+                if changed is not None:
+                    ready[key] = changed
+        if ready:
+            ledgers = {key: self._models[key] for key in ready}
+            self.fire(
+                MonitorEvents.GRADIENTS_READY,
+                {
+                    key: GradientsReady(
+                        ledger, ready[key], len(ready) > 1 and ledger.lacks_any(ready.values()), self.stepping
+                    )
+                    for key, ledger in ledgers.items()
+                },
+            )
 
     # Optimizers
 
@@ -451,9 +438,9 @@ def _ignore(_: int) -> None:
     pass
 
 
-def _end_backward(source: weakref.ref[EventSource], task: int, hops: int) -> None:
+def _end_backward(source: weakref.ref[EventSource], backward: int, hops: int) -> None:
     owner = source()
     if hops:
-        queue_callback(functools.partial(_end_backward, source, task, hops - 1))
+        queue_callback(functools.partial(_end_backward, source, backward, hops - 1))
     elif owner is not None:
-        out_of_compiler(EventSource._on_gradients_ready)(owner, task)
+        out_of_compiler(EventSource._on_gradients_ready)(owner, backward)

@@ -17,7 +17,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from ignite_monitor.checks import check_count, check_function, check_real, check_type
-from ignite_monitor.events.ledger import GradientLedger, GradientsReady, OptimizerStep
+from ignite_monitor.events.ledger import GradientsReady, OptimizerStep
 from ignite_monitor.events.look import Look
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.gradient.judge import GradientJudge
@@ -30,7 +30,7 @@ from ignite_monitor.judging.spikes import SpikeDetector, Verdict, may_be_true
 from ignite_monitor.judging.thresholds import ThresholdRule, as_rule
 from ignite_monitor.keys import GRADIENT
 from ignite_monitor.model.modes import in_backward
-from ignite_monitor.model.optimizers import check_optimizer, held_by
+from ignite_monitor.model.optimizers import check_holds, check_optimizer
 from ignite_monitor.monitor.base import Handlers, check_flag
 from ignite_monitor.nonfinite.origin import OriginSearch
 
@@ -155,9 +155,7 @@ class GradMonitor(GradientTelling, schema=GRADIENT):
         super().__init__(model, prefix)
         if optimizer is not None:
             check_optimizer(optimizer, optional=True)
-            held = held_by(optimizer)
-            if held.isdisjoint(id(parameter) for parameter in model.parameters()):
-                raise ValueError("Argument optimizer should hold parameters of model, but it holds none of them")
+            check_holds(optimizer, model)
         if scaler is not None:
             check_type("scaler", scaler, GradScaler, "torch.amp.GradScaler or None")
         self._reaction = Reaction(reaction, skip_step, optimizer)
@@ -179,6 +177,7 @@ class GradMonitor(GradientTelling, schema=GRADIENT):
         self._norm_attribute = re.sub(r"\W", "_", prefix) + "_norm"
         if flag == self._norm_attribute:
             raise ValueError(f"Argument flag should not be {flag!r}, where the norm stands")
+        self.attributes = {flag: False, self._norm_attribute: None}
         detector = SpikeDetector(
             as_rule(threshold),
             max_consecutive_spikes=check_count("max_consecutive_spikes", max_consecutive_spikes, least=1),
@@ -201,7 +200,7 @@ class GradMonitor(GradientTelling, schema=GRADIENT):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         counts = self._reaction.counts_of(state_dict) if isinstance(state_dict, Mapping) else {}
         super().load_state_dict(state_dict)
-        self._reaction.counts = counts
+        self._reaction.counts, self._reaction.device = counts, torch.device("cpu")
         self._window.before = None
 
     # What it listens to
@@ -223,13 +222,15 @@ class GradMonitor(GradientTelling, schema=GRADIENT):
             self._judge.losses.forget()
         self._iteration = iteration
         self._seen = self._stepped = False
-        self._scale = None
+        self._scale = self._shown = None
 
     def contexts(self) -> list[AbstractContextManager[Any]]:
-        if not self._is_running or self._source is None:
+        if self._source is None:
             return []
-        contexts = [*self._reaction.contexts(self._source.step_completed), self._origins.calls]
-        if "loss" in self._judge.signals:
+        contexts: list[AbstractContextManager[Any]] = [self._origins.calls]
+        if self._reaction.kind == "skip":
+            contexts += self._reaction.contexts(self._source.step_completed)
+        if self._judge.losses.source is not None:
             contexts.append(self._judge.losses.listening())
         # It may have looked already, in a backward under no_sync().
         if self._window.before is not None and (self._look is None or self._look.grows is None):
@@ -246,30 +247,34 @@ class GradMonitor(GradientTelling, schema=GRADIENT):
         self._origins.calls.release()
         # What is accumulated in the gradients stays there.
         self._iteration = -1
-        self._stepped, self._shown = False, None
+        self._stepped, self._shown, self._where, self._suspect = False, None, None, None
         self._window.close()
-        self._reaction.restore()
+        if self._reaction.kind is not None:
+            self._reaction.restore()
         self._judge.forget()
         super().release()
 
     def _on_gradients_ready(self, engine: Engine, backward: GradientsReady) -> None:
-        gradients = backward.ledger.gradients(self.optimizer)
-        if not gradients or not backward.reaches(self.optimizer):  # it reached other parameters of the model
+        parameters = backward.ledger.own(self.optimizer)
+        gradients = _gradients(parameters)
+        is_all = parameters is backward.ledger.parameters
+        if not gradients or not (is_all or backward.reaches(self.optimizer)):  # it reached others of the model
             return
-        self._decide_tentative(gradients[0].device)
-        self._judge.losses.backward_ended(engine)
-        self._scale = backward.scale(self.scaler)
-        verdict = self._verdict(backward.ledger, gradients, self._scale)
-        self._look_for_origin(engine, verdict)
-        announce = self._window.backward(verdict, backward.shared)
-        self._show(engine, verdict)
-        if announce:
-            self._announce(engine, verdict)
+        if self._window.before is not None:
+            self._decide_tentative(gradients[0].device)
+        if self._judge.losses.source is not None:
+            self._judge.losses.backward_ended(engine)
+        self._scale = None if self.scaler is None else backward.scale(self.scaler)
+        verdict = self._verdict(parameters, gradients, self._scale)
+        self._judged(engine, verdict, announce=self._window.backward(verdict, backward.shared))
 
     def _on_step_started(self, engine: Engine, step: OptimizerStep) -> Callable[[], None] | None:
-        self._reaction.restore()  # from a step that raised an error
+        reacts = self._reaction.kind is not None
+        if reacts:
+            self._reaction.restore()  # from a step that raised an error
         is_own = step.is_of(self.optimizer)
-        self._unstepped.step(step.optimizer, is_own, step.ledger.shares)
+        if not self._unstepped.over:
+            self._unstepped.step(step.optimizer, is_own, step.ledger.shares)
         if not is_own:
             if self._window.others_step_started():
                 self._show_last(engine)
@@ -277,20 +282,20 @@ class GradMonitor(GradientTelling, schema=GRADIENT):
         ledger = step.ledger
         # Where optimizers make their steps inside of backward there is never a whole gradient.
         is_whole = ledger.reduced and not (self.optimizer is None and in_backward())
-        if not is_whole or all(each.grad is None for each in ledger.own(self.optimizer)):
+        parameters = ledger.own(self.optimizer) if is_whole else []
+        if all(each.grad is None for each in parameters):
             self._window.close()
             self._show_last(engine)
             return None
-        taken = self._window.step_started(lambda: self._judge_by_hand(ledger, step.scale))
-        self._show(engine, taken.verdict)
-        if taken.enters:
-            self._announce(engine, taken.verdict)
-        if self._reaction.kind is None:
+        taken = self._window.step_started(lambda: self._judge_by_hand(parameters, step.scale))
+        if taken.verdict is not self._shown or not self._is_calm:
+            self._show(engine, taken.verdict, announce=taken.enters)
+        if not reacts:
             return None
         return functools.partial(
             self._reaction.start,
             step.optimizer,
-            ledger.gradients(self.optimizer),
+            _gradients(parameters),
             taken.verdict,
             taken.enters,
             lambda: self._is_known_spike(taken.verdict),
@@ -300,24 +305,26 @@ class GradMonitor(GradientTelling, schema=GRADIENT):
         if not step.is_of(self.optimizer):
             return None
         taken = self._window.step_completed()
-        self._judge.losses.forget()
+        if self._judge.losses.source is not None:
+            self._judge.losses.forget()
         if taken is not None:
             made = self._reaction.made(step.optimizer, taken.verdict)
             self._stepped = made if self._stepped is False else self._stepped | made
             if self.optimizer is not None and taken.enters:
                 self._judge.observe(taken.verdict)
-        return self._reaction.restore
+        return None if self._reaction.kind is None else self._reaction.restore
 
     def _on_train_step_completed(self, engine: Engine) -> None:
-        if not self._is_running or self._source is None:
+        if self._source is None:
             return
         if not self._seen:
             if self._source.ledger(self.model).reduced:
                 self._report_missing(engine)
             return
-        text = self._unstepped.gradient(engine.state.iteration, self.scaler is not None)
-        if text is not None:
-            self.logger.warning("%s: %s", self.prefix, text)
+        if not self._unstepped.over:
+            text = self._unstepped.gradient(engine.state.iteration, self.scaler is not None)
+            if text is not None:
+                self.logger.warning("%s: %s", self.prefix, text)
         newest, last = self._window.returned(), self._window.last
         verdict = newest if last is None else last.verdict
         where: Tensor | None = None  # whether there is anything to publish
@@ -339,28 +346,22 @@ class GradMonitor(GradientTelling, schema=GRADIENT):
             self._judge.observe(verdict)
             self._window.close()
             self._judge.losses.forget()
-        self._show(engine, verdict)
-        if where is None or may_be_true(where):
-            self._publish_verdict(verdict, where, log=True)
-        else:
-            self._publish_unstepped()
-        self._tell_of_new_level(engine, verdict)
+        self._conclude(engine, verdict, where)
 
-    def _verdict(self, ledger: GradientLedger, gradients: list[Tensor], scale: Tensor | None) -> Verdict:
+    def _verdict(self, parameters: list[nn.Parameter], gradients: list[Tensor], scale: Tensor | None) -> Verdict:
         self._seen = True
-        verdict = self._judge.judge(ledger.own(self.optimizer), gradients, scale)
-        self._reaction.to(verdict.norm)
+        verdict = self._judge.judge(parameters, gradients, scale)
+        if self._reaction.device != verdict.norm.device:
+            self._reaction.to(verdict.norm)
         return verdict
 
-    def _judge_by_hand(self, ledger: GradientLedger, scale: Tensor | None) -> Verdict:
+    def _judge_by_hand(self, parameters: list[nn.Parameter], scale: Tensor | None) -> Verdict:
         if self._window.before is not None:  # the norm enters in place of the tentative entry
             self._judge.go_back(self._window.before)
             self._window.before = None
-        return self._verdict(ledger, ledger.gradients(self.optimizer), scale)
+        return self._verdict(parameters, _gradients(parameters), scale)
 
     def _decide_tentative(self, device: torch.device) -> None:
-        if self._window.before is None:
-            return
         look, self._look = self._look, None
         grows = self._judge.has_grown(None if look is None else look.grows, device)
         # Only who has been told of a spike, and has thus waited for it, waits here.
@@ -368,3 +369,7 @@ class GradMonitor(GradientTelling, schema=GRADIENT):
         before = self._window.decided(is_new=known and not bool(grows))
         if before is not None:
             self._judge.go_back(before, grows)
+
+
+def _gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
+    return [gradient for each in parameters if (gradient := each.grad) is not None]

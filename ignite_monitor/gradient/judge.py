@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ignite_monitor.checks import check_type
 from ignite_monitor.gradient.loss import Losses, LossSignal, LossSource
 from ignite_monitor.gradient.per_parameter import PerParameterJudge
-from ignite_monitor.judging.judge import NormJudge, Signal
+from ignite_monitor.judging.judge import NormJudge
 from ignite_monitor.judging.spikes import SpikeDetector, Verdict
 from ignite_monitor.model.norms import norm_of_each
 from ignite_monitor.monitor.ranks import (
@@ -57,7 +57,7 @@ class GradientJudge(NormJudge):
         self._model, self._norm_type, self._reduction = model, norm_type, reduction_of(model, reduction)
         patience, overflow_is_spike = detector.max_consecutive_spikes, detector.overflow_is_spike
         self.losses = Losses(loss, model)
-        signals: dict[str, Signal] = {}
+        signals: dict[str, Any] = {}
         self.tensors = self._loss_signal = None
         if loss is not None:
             self._loss_signal = LossSignal(max_consecutive_spikes=patience, overflow_is_spike=overflow_is_spike)
@@ -92,12 +92,6 @@ class GradientJudge(NormJudge):
         for spike in spikes:
             verdict = verdict._replace(spike=verdict.spike | spike)
         return verdict._replace(others=tuple(others)) if others else verdict
-
-    def statistics(self, verdict: Verdict) -> dict[str, Any]:
-        values = super().statistics(verdict)
-        if self._loss_signal is not None:
-            values["loss_spike"] = verdict.others[0].spike.to(verdict.norm.dtype)
-        return values
 
     def has_grown(self, found: Tensor | None, device: torch.device) -> Tensor:
         """Whether a backward has added to a gradient on any rank, a 0-dim bool tensor.

@@ -99,12 +99,7 @@ class LossSignal:
         return self.detector.judge(wide.log().masked_fill(wide <= 0.0, -math.inf))
 
     def observe(self, verdict: Verdict, when: Tensor | None = None) -> None:
-        """Let a judged loss enter.
-
-        Args:
-            verdict: what :meth:`judge` said of it.
-            when: 0-dim bool: whether to; None is true.
-        """
+        """Let a judged loss enter, where a 0-dim bool tensor is True; None is true."""
         judged = verdict.norm != -math.inf
         self.detector.observe(verdict, judged if when is None else judged & when)
 
@@ -129,23 +124,18 @@ class LossSignal:
         return {"detector": self.detector.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a saved state.
-
-        Args:
-            state_dict: what :meth:`state_dict` returned.
-
-        Raises:
-            ValueError: if it is none of a detector with a rule of the same kind.
-        """
+        """Continue from a saved state; that of a rule of another kind is a ValueError."""
         self.detector.load_state_dict(state_dict["detector"])
 
 
 class Losses:
     """Collects losses from one step of the optimizer to the next.
 
-    Args:
+    Attributes:
         source: a module whose output is the loss, or a function of the engine that is asked when a backward has ended;
             None where none are collected.
+
+    Args:
         model: the model, whose wrapper says whether every rank takes part.
 
     Raises:
@@ -157,17 +147,17 @@ class Losses:
             raise TypeError(f"Argument loss should be {_SOURCE}, but given {source}")
         if not isinstance(source, nn.Module):
             check_function("loss", source, "the engine", described=_SOURCE)
-        self._source, self._model = source, model
+        self.source, self._model = source, model
         self._sum_and_count: Tensor | None = None
         self._earlier: Tensor | None = None  # of a gradient that may have been given up, or may grow
 
     @contextmanager
     def listening(self) -> Iterator[None]:
         """What has to be around a train step."""
-        if not isinstance(self._source, nn.Module):
+        if not isinstance(self.source, nn.Module):
             yield
             return
-        handle = self._source.register_forward_hook(lambda module, arguments, output: self._add_output(output))
+        handle = self.source.register_forward_hook(lambda module, arguments, output: self._add_output(output))
         try:
             yield
         finally:
@@ -175,9 +165,9 @@ class Losses:
 
     def backward_ended(self, engine: Any) -> None:
         """A backward has ended: ask the function, if it is one."""
-        if self._source is not None and not isinstance(self._source, nn.Module):
+        if self.source is not None and not isinstance(self.source, nn.Module):
             with users_grad_mode():
-                self._add(self._source(engine))
+                self._add(self.source(engine))
 
     def mean(self, device: torch.device) -> Tensor:
         """The mean of what there is, over ranks too, in one collective if there are several; 0 if there is nothing.

@@ -55,20 +55,19 @@ class Reaction:
             check_hooks("reaction", optimizer)
         zero = torch.zeros((), dtype=torch.float64, device="cpu")
         self.counts = {"skipped_count": zero} | ({"clipped_count": zero} if self.kind == "clip" else {})
+        self.device = zero.device
         self._optimizer = optimizer
         self._skipper = StepSkipper()
         self._skipped: Tensor | None = None  # whether the step that is going on is left out
 
-    def contexts(self, completed: Callable[[Optimizer], None]) -> list[AbstractContextManager[Any]]:
-        """What has to be around the train step; ``completed`` is told of steps that are not run."""
-        if self.kind != "skip" or self._optimizer is None:
-            return []
-        return [self._skipper.around(self._optimizer, completed)]
+    def contexts(self, completed: Callable[[Optimizer], None]) -> list[AbstractContextManager[None]]:
+        """What has to be around the train step for steps to be left out, of which ``completed`` is told."""
+        return [] if self._optimizer is None else [self._skipper.around(self._optimizer, completed)]
 
     def to(self, reference: Tensor) -> None:
         """Move the counts to where a tensor is."""
-        if self.counts["skipped_count"].device != reference.device:
-            self.counts = {name: move_like(count, reference) for name, count in self.counts.items()}
+        self.device = reference.device
+        self.counts = {name: move_like(count, reference) for name, count in self.counts.items()}
 
     def start(
         self,
@@ -115,11 +114,7 @@ class Reaction:
         self._skipper.restore()
 
     def counts_of(self, state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The counts in a saved state; 0 for those that it does not hold.
-
-        Raises:
-            ValueError: if one is no number.
-        """
+        """The counts in a saved state, 0 for those that it does not hold; what is no number is a ValueError."""
         counts = {
             name: torch.as_tensor(state_dict.get(name, 0.0), dtype=torch.float64, device="cpu") for name in self.counts
         }
@@ -143,11 +138,7 @@ def _ratio(verdict: Verdict) -> Tensor:
 
 
 def scale(gradients: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply gradients in place, which by 1 changes no bit of them.
-
-    Args:
-        factor: 0-dim.
-    """
+    """Multiply gradients in place by a 0-dim tensor; by 1 changes no bit of them."""
     by_device: dict[torch.device, list[Tensor]] = {}
     with torch.no_grad():
         for gradient in gradients:

@@ -37,34 +37,45 @@ class GradientTelling(JudgingMonitor[GradientJudge]):
     _scale: Tensor | None = None  # of this iteration's last backward
     _stepped: bool | Tensor = False  # whether a step was made
     _shown: Verdict | None = None  # in the engine's state
+    _is_calm = False  # it is known on the host to be no spike
     _suspect: Verdict | None = None  # what is published and lies on a device, to name culprits in
     _where: Tensor | None = None  # whether what is published is there, where only the device knows
     _missing_reported = False
 
-    @property
-    def attributes(self) -> list[str]:
-        return [self.flag, self._norm_attribute]
+    def _judged(self, engine: Any, verdict: Verdict, announce: bool) -> None:
+        """A backward has ended; whether to announce it now if it is a spike."""
+        self._look_for_origin(engine, verdict)
+        self._show(engine, verdict, announce)
 
-    def clear(self, engine: Any) -> None:
-        super().clear(engine)
-        setattr(engine.state, self._norm_attribute, None)
-        self._shown = None
-
-    def _show(self, engine: Any, verdict: Verdict) -> None:
+    def _show(self, engine: Any, verdict: Verdict, announce: bool = False) -> None:
         if verdict is not self._shown:
-            setattr(engine.state, self.flag, as_published(verdict.spike))
+            spike = as_published(verdict.spike)
+            setattr(engine.state, self.flag, spike)
             setattr(engine.state, self._norm_attribute, as_published(verdict.norm))
-            self._shown = verdict
-        if self._source is not None and self._source.has_handlers(*MonitorEvents):  # which may write values
+            self._shown, self._is_calm = verdict, spike is False
+        if self._source is not None and self._source.listened:  # by handlers which may write values
             self._publish_verdict(verdict, None)
+        if announce and not self._is_calm:
+            self._announce(engine, verdict)
 
     def _show_last(self, engine: Any) -> None:
         """Speak of the last step of this iteration; of none if there was none."""
         self.clear(engine)
+        self._shown = None
         if self._window.last is not None:
             self._show(engine, self._window.last.verdict)
 
     # What is published
+
+    def _conclude(self, engine: Any, verdict: Verdict, where: Tensor | None) -> None:
+        """The train step has returned: speak of a verdict, of none where ``where`` is False."""
+        self._show(engine, verdict)
+        if where is None or may_be_true(where):
+            self._publish_verdict(verdict, where, log=True)
+        else:
+            self._publish_unstepped()
+        if self._judge.restarts:
+            self._tell_of_new_level(engine, verdict)
 
     def _publish_verdict(self, verdict: Verdict, where: Tensor | None, log: bool = False) -> None:
         """Publish what there is to say of a verdict, and log what it is a spike of if that is asked for.
@@ -77,33 +88,33 @@ class GradientTelling(JudgingMonitor[GradientJudge]):
             "stepped": float(stepped) if isinstance(stepped, bool) else stepped.to(verdict.norm.dtype),
             **self._reaction.counts,
         }
+        if self._judge.losses.source is not None:
+            values["loss_spike"] = verdict.others[0].spike.to(verdict.norm.dtype)
         if self._scale is not None:
             values["scale"] = self._scale.to(verdict.norm.dtype)
         self.retract()
+        self._where = self._suspect = None
         if where is not None and where.device.type != "cpu":
             # That no step was made is known.
             values = {n: v if n == "stepped" else torch.where(where, v, math.nan) for n, v in values.items()}
             self._where = where
         self.publish(**values)
         if self._judge.tensors is None or not may_be_true(verdict.spike):
-            return
-        if not verdict.spike.is_cpu:
+            self._is_complete = not self._waiting
+        elif not verdict.spike.is_cpu:
             self._suspect = verdict
-            return
-        numbers = self._judge.of_spike(verdict).tolist()
-        self.publish(**self._keys(numbers))
-        if log:
-            self._log_spike(numbers)
+        else:
+            numbers = self._judge.of_spike(verdict).tolist()
+            self.publish(**self._keys(numbers))
+            if log:
+                self._log_spike(numbers)
 
     def _publish_unstepped(self) -> None:
         """There is nothing to tell of this iteration's gradient but that no step was made with it."""
         self.retract()
+        self._where = self._suspect = None
         if self._stepped is False:
             self.publish(stepped=0.0)
-
-    def retract(self) -> None:
-        super().retract()
-        self._where = self._suspect = None
 
     def extra_transfer(self) -> list[Tensor]:
         extra = [] if self._where is None else [self._where]
@@ -151,13 +162,13 @@ class GradientTelling(JudgingMonitor[GradientJudge]):
         if self._source is None:
             return
         nonfinite = as_published(verdict.nonfinite)
-        if self.on_spike is not None or self._is_awaited(MonitorEvents.SPIKE_DETECTED):
+        if not isinstance(nonfinite, bool):
+            if self.on_spike is None and not self._is_awaited(MonitorEvents.SPIKE_DETECTED):  # nobody waits
+                self._origins.calls.backward_ended()
+                return
             # Without a scaler one that is no spike is finite, and nobody has to wait once more.
             nonfinite = (self.scaler is not None or self._is_known_spike(verdict)) and bool(verdict.nonfinite)
-        if not isinstance(nonfinite, bool):  # nobody waits for the device
-            self._origins.calls.backward_ended()
-            return
-        text = self._origins.look(not nonfinite, self.scaler is not None, world_size() == 1)
+        text = self._origins.look(not nonfinite, self.scaler is not None, alone=nonfinite and world_size() == 1)
         self._source.origin = self._origins.found or self._source.origin
         if text is not None:
             self.logger.warning("%s: iteration %d: %s", self.prefix, engine.state.iteration, text)

@@ -11,22 +11,23 @@ class Unstepped:
     """Counts gradients until the optimizer makes its first step.
 
     An accumulation over 50 iterations and more would look the same, but is told as what it may be.
+
+    Attributes:
+        over: whether there is nothing more to find out.
     """
 
     PATIENCE = 50
 
     def __init__(self, optimizer: Optimizer | None) -> None:
-        self._over = optimizer is None  # of None every optimizer that shares parameters is the own one
+        self.over = optimizer is None  # of None every optimizer that shares parameters is the own one
         self._own = type(optimizer).__name__
         self._gradients = self._first = 0
         self._others: dict[str, None] = {}
 
     def step(self, optimizer: Optimizer, is_own: bool, shares: Callable[[Optimizer], bool]) -> None:
         """An optimizer makes its step; whether it is the own one, and what says if it holds the model's parameters."""
-        if self._over:
-            return
         if is_own:
-            self._over = True
+            self.over = True
         elif shares(optimizer):
             self._others[type(optimizer).__name__] = None
 
@@ -37,13 +38,11 @@ class Unstepped:
             iteration: its number.
             has_scaler: whether a GradScaler leaves out the steps of gradients that are not finite.
         """
-        if self._over:
-            return None
         self._first = self._first or iteration
         self._gradients += 1
         if self._gradients < self.PATIENCE:
             return None
-        self._over = True
+        self.over = True
         causes = ["nothing calls its step()"]
         if iteration - self._first >= self.PATIENCE:
             causes.append("its steps are made in iterations that the filter given to attach() leaves out")

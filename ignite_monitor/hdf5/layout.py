@@ -87,12 +87,6 @@ def create(path: Path) -> None:
             )
 
 
-def room_for(name: str, elements: int) -> int:
-    """How many bytes a dataset may grow by at most when elements are added, compressed or not."""
-    dtype, chunk = COLUMNS[name]
-    return (math.ceil(elements / chunk) + 2) * (chunk * dtype.itemsize + 4096)
-
-
 def needs_float64(values: NDArray[np.float64]) -> NDArray[np.bool_]:
     """Which values float32 would turn into another number, not just round: integers, and what is out of its range."""
     limits = np.finfo(np.float32)

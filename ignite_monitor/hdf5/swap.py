@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import shutil
 import weakref
@@ -22,7 +23,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from ignite_monitor.hdf5.layout import create, import_h5py, room_for
+from ignite_monitor.hdf5.layout import COLUMNS, create, import_h5py
 
 try:
     import fcntl
@@ -118,7 +119,7 @@ class SwappedFile:
             OSError: if there is no room, or the shadow can't be opened although nobody else has it.
         """
         with self._shadow.open("r+b") as file:
-            needed = (1 << 17) + sum(room_for(name, len(elements)) for name, _, elements in patch)
+            needed = (1 << 17) + sum(_room_for(name, len(elements)) for name, _, elements in patch)
             try:
                 if hasattr(os, "posix_fallocate"):
                     os.posix_fallocate(file.fileno(), file.seek(0, os.SEEK_END), needed)
@@ -181,6 +182,12 @@ class SwappedFile:
 
 def _kilobytes(size: int) -> str:
     return f"{size / 1000:,.0f} kB"
+
+
+def _room_for(name: str, elements: int) -> int:
+    """How many bytes a dataset may grow by at most when elements are added, compressed or not."""
+    dtype, chunk = COLUMNS[name]
+    return (math.ceil(elements / chunk) + 2) * (chunk * dtype.itemsize + 4096)
 
 
 def _identity(path: Path) -> tuple[int, int, int]:

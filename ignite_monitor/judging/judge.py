@@ -3,38 +3,60 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ignite_monitor.checks import check_count
-from ignite_monitor.judging.spike_score import SpikeScore
 from ignite_monitor.judging.spikes import SpikeDetector, Verdict, may_be_true
-from ignite_monitor.model.devices import move_like
-from ignite_monitor.monitor import publisher
+from ignite_monitor.model.devices import move, move_like
 from ignite_monitor.monitor.deferred_flag import DeferredFlag
 
 
-class Signal(Protocol):
-    """What else makes a step a spike, judged by its own earlier values."""
+class SpikeScore:
+    """The share of spikes among the last thousand values, OLMo's measure of a run's stability.
 
-    def observe(self, verdict: Verdict, when: Tensor | None = None) -> None:
-        """Let what was judged enter, where a 0-dim bool tensor is True."""
+    (Team OLMo, "2 OLMo 2 Furious", arXiv:2501.00656, section 3.1.) Tensors on the flags' device; nothing is read on
+    the host.
+    """
 
-    def go_back(self, earlier: Any, when: Tensor | None = None) -> None:
-        """Forget what has entered since a copy was made, where a 0-dim bool tensor is True; None is true."""
+    WINDOW = 1000
 
-    def start_afresh(self) -> None:
-        """Forget the level; counts go on."""
+    def __init__(self) -> None:
+        self._one = torch.ones(1, dtype=torch.float64, device="cpu")
+        # In turn whether a value was a spike, and 1 for a value; zeros as long as there are fewer.
+        self._recent = torch.zeros(2 * self.WINDOW, dtype=torch.float64, device="cpu")
 
-    def state_dict(self) -> dict[str, Any]:
-        """Its state."""
+    def observe(self, spike: Tensor, when: Tensor | None = None) -> None:
+        """Count one value, a spike or not, where a 0-dim bool tensor is True; None is true."""
+        if spike.device != self._recent.device:
+            self._one, self._recent = move(self._one, spike.device), move(self._recent, spike.device)
+        recent = torch.cat((self._recent[2:], spike.view(1), self._one))
+        self._recent = recent if when is None else torch.where(when, recent, self._recent)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a saved state."""
+    def value(self) -> Tensor:
+        """The share, 0-dim; NaN before the first value."""
+        spikes, values = self._recent.view(-1, 2).sum(0).unbind()
+        return spikes / values
+
+    def go_back(self, earlier: SpikeScore, when: Tensor) -> None:
+        """Forget the values since a copy was made, where a 0-dim bool tensor is True."""
+        self._recent = torch.where(when, move(earlier._recent, self._recent.device), self._recent)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The last values, a tensor."""
+        return {"recent": self._recent}
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
+        """Continue from a saved state; another one is a ValueError."""
+        recent = torch.as_tensor(state_dict["recent"], dtype=torch.float64) if set(state_dict) == {"recent"} else None
+        if recent is None or recent.shape != self._recent.shape:
+            raise ValueError(
+                f"Argument state_dict should hold {2 * self.WINDOW} numbers as recent, but given {state_dict}"
+            )
+        self._one, self._recent = move(self._one, recent.device), recent
 
 
 class Known(NamedTuple):
@@ -43,7 +65,7 @@ class Known(NamedTuple):
     detector: SpikeDetector
     known: int
     score: SpikeScore
-    signals: dict[str, Signal]
+    signals: dict[str, Any]
     alone: Tensor
 
 
@@ -54,20 +76,22 @@ class NormJudge:
 
     Args:
         detector: of the value.
-        signals: name in the state_dict -> signal.
+        signals: name in the state_dict -> what else judges the step by its own earlier values. It observes, goes back,
+            starts afresh and has a state as this one does.
 
     Attributes:
         detector: the detector.
         known: how many norms are known to have gone into its rule, without waiting for a device.
         score: how often there were spikes lately.
+        restarts: whether the rule has started afresh.
     """
 
-    def __init__(self, detector: SpikeDetector, signals: Mapping[str, Signal] | None = None) -> None:
+    def __init__(self, detector: SpikeDetector, signals: Mapping[str, Any] | None = None) -> None:
         self.detector = detector
         self.signals = signals or {}
         self.known = 0
         self.score = SpikeScore()
-        self._restarts = DeferredFlag()
+        self.restarts = DeferredFlag()
         self._alone = torch.zeros(3, dtype=torch.float64, device="cpu")  # what the signals alone add to the counts
 
     def observe(self, verdict: Verdict, when: Tensor | None = None) -> None:
@@ -82,9 +106,9 @@ class NormJudge:
             of_all = torch.stack((verdict.spike, verdict.nonfinite, level_changed)).to(verdict.counted.dtype)
             alone = of_all - verdict.counted
             self._alone = move_like(self._alone, verdict.norm) + (alone if when is None else alone * when)
-        self._restarts.set(level_changed if when is None else level_changed & when)
-        if verdict.norm.device.type == "cpu":
-            self.known += may_be_true(~verdict.nonfinite if when is None else when & ~verdict.nonfinite)
+        self.restarts.set(level_changed if when is None else level_changed & when)
+        if verdict.norm.is_cpu:
+            self.known += not torch.is_nonzero(verdict.nonfinite if when is None else verdict.nonfinite | ~when)
         elif when is None:
             self.known += 1
 
@@ -94,11 +118,7 @@ class NormJudge:
         return Known(copy.copy(self.detector), self.known, copy.copy(self.score), signals, self._alone)
 
     def go_back(self, before: Known, when: Tensor | None = None) -> None:
-        """Take back what has entered since.
-
-        Args:
-            when: 0-dim bool tensor: whether to; None is true.
-        """
+        """Take back what has entered since, where a 0-dim bool tensor is True; None is true."""
         for name, signal in self.signals.items():
             signal.go_back(before.signals[name], when)
         if when is None:
@@ -124,41 +144,19 @@ class NormJudge:
             signal.start_afresh()
         self.known = 0
 
-    def has_restarted(self, wait: bool) -> bool:
-        """Whether the rule has started afresh since this was last true, as far as is known by now, or with waiting."""
-        return self._restarts.take(wait)
-
     def statistics(self, verdict: Verdict) -> dict[str, Any]:
         """What is published of a verdict, name -> number or 0-dim tensor; what there is not yet is left out."""
-        if publisher.is_on_host(verdict.norm):
-            return self._numbers(verdict)
-        # What is counted is the spike, unless something else may make one.
-        spike = verdict.spike.to(verdict.norm.dtype) if verdict.others else verdict.counted[0]
         least = {"threshold": self.detector.rule.warmup, "mean": 1, "std": 2}
-        there = {name: getattr(verdict, name) for name, count in least.items() if self.known >= count}
-        return (
-            {"norm": verdict.norm, "spike": spike}
-            | there
-            | {
-                "spike_count": self.counts()[0],
-                "spike_score": self.score.value(),
-                "nonfinite_count": self.detector.nonfinite_count,
-            }
-        )
-
-    def _numbers(self, verdict: Verdict) -> dict[str, float]:
-        numbers = torch.stack((verdict.threshold, verdict.mean, verdict.std)).tolist()
-        there = zip(("threshold", "mean", "std"), numbers, strict=True)
-        spikes, nonfinite, _ = self.counts().tolist()
-        return (
-            {"norm": verdict.norm.item(), "spike": float(verdict.spike.item())}
-            | {name: number for name, number in there if math.isfinite(number)}
-            | {
-                "spike_count": spikes,
-                "spike_score": self.score.value().item(),
-                "nonfinite_count": nonfinite,
-            }
-        )
+        spikes, nonfinite, _ = self.counts().unbind()
+        return {
+            "norm": verdict.norm,
+            # What is counted is the spike, unless something else may make one.
+            "spike": verdict.spike.to(verdict.norm.dtype) if verdict.others else verdict.counted[0],
+            **{name: getattr(verdict, name) for name, count in least.items() if self.known >= count},
+            "spike_count": spikes,
+            "spike_score": self.score.value(),
+            "nonfinite_count": nonfinite,
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Statistics and counts: tensors, dicts of tensors and a number."""

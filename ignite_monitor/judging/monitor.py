@@ -31,10 +31,6 @@ class JudgingMonitor(Monitor, Generic[J]):
         """What there is to tell of a spike, waiting for it."""
         raise NotImplementedError
 
-    @property
-    def attributes(self) -> list[str]:
-        return [self.flag]
-
     def state_dict(self) -> OrderedDict[str, Any]:
         """Statistics and counts: tensors, dicts of tensors and a number."""
         return OrderedDict(self._judge.state_dict())
@@ -57,10 +53,6 @@ class JudgingMonitor(Monitor, Generic[J]):
 
     def start_afresh(self) -> None:
         self._judge.start_afresh()
-
-    def clear(self, engine: Any) -> None:
-        super().clear(engine)
-        setattr(engine.state, self.flag, False)
 
     def release(self) -> None:
         self._known_spike = None
@@ -91,7 +83,7 @@ class JudgingMonitor(Monitor, Generic[J]):
             self._tell(engine, MonitorEvents.LEVEL_CHANGED, verdict)
 
     def _warn_of_new_level(self, wait: bool) -> bool:
-        has_restarted = self._judge.has_restarted(wait)
+        has_restarted = self._judge.restarts.take(wait)
         if has_restarted:
             self.logger.warning(
                 "%s: %d spikes in a row mean a new level: the rule starts afresh from it",

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from ignite_monitor.checks import check_count, check_real
-from ignite_monitor.judging.moments import Moments
-from ignite_monitor.judging.thresholds import State, ThresholdRule
+from ignite_monitor.judging.thresholds import Moments, State, ThresholdRule
 
 
 class RobustThreshold(ThresholdRule):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from ignite_monitor.checks import check_count, check_type
 from ignite_monitor.judging.thresholds import ThresholdRule
 from ignite_monitor.model.devices import move, move_like
+from ignite_monitor.monitor import publisher
 
 
 class Verdict(NamedTuple):
@@ -132,6 +133,9 @@ class SpikeDetector:
         max_consecutive_spikes: how many finite spikes in a row mean a new level.
         overflow_is_spike: whether a non-finite value is a spike; False where a GradScaler looks after it.
 
+    Attributes:
+        counts: spikes, values that were not finite, and changes of level so far, side by side.
+
     Raises:
         TypeError: if an argument is of another type.
         ValueError: if ``max_consecutive_spikes`` is less than 1.
@@ -148,29 +152,10 @@ class SpikeDetector:
         self.max_consecutive_spikes = check_count("max_consecutive_spikes", max_consecutive_spikes, least=1)
         self.overflow_is_spike = overflow_is_spike
         self._outcomes = self._table(torch.float64)
+        self._after_none: dict[int, tuple[Tensor, ...]] = {}  # what is in its first rows, where there was no spike
         self._kinds = torch.tensor(_KINDS, dtype=torch.float64, device="cpu")
         self._state = torch.zeros((), dtype=torch.int64, device="cpu")
-        self._counts = torch.zeros(len(self._COUNTS), dtype=torch.float64, device="cpu")
-
-    @property
-    def spike_count(self) -> Tensor:
-        """Spikes so far."""
-        return self._counts[0]
-
-    @property
-    def nonfinite_count(self) -> Tensor:
-        """Values so far that were inf or NaN."""
-        return self._counts[1]
-
-    @property
-    def restarts(self) -> Tensor:
-        """How often the level has changed."""
-        return self._counts[2]
-
-    @property
-    def counts(self) -> Tensor:
-        """The three of them, side by side."""
-        return self._counts
+        self.counts = torch.zeros(len(self._COUNTS), dtype=torch.float64, device="cpu")
 
     def judge(self, norm: Tensor) -> Verdict:
         """Compare a value with what earlier ones allow; changes nothing.
@@ -178,32 +163,27 @@ class SpikeDetector:
         Args:
             norm: the value, floating point; a number, inf or NaN, but not -inf.
         """
-        if norm.device != self._counts.device or norm.dtype != self._counts.dtype or norm.shape != self._state.shape:
+        if norm.device != self.counts.device or norm.dtype != self.counts.dtype or norm.shape != self._state.shape:
             self.to(norm)
         limit, mean, std = self.rule.statistics()
         kind = torch.bucketize(norm - limit, self._kinds)
-        after, counted, raised, (spike, nonfinite, level_changed) = self._outcome(kind)
+        after, counted, raised, spike, nonfinite, level_changed = self._outcome(kind)
         threshold, clip = (limit + raised).unbind()
         flags = (spike, nonfinite, level_changed)
         return Verdict(norm, threshold, limit, mean, std, *flags, kind, self._state, counted, clip, after, norm)
 
     def observe(self, verdict: Verdict, when: Tensor | None = None) -> None:
-        """Let a judged value enter the counts and the statistics.
-
-        Args:
-            verdict: what :meth:`judge` said of it.
-            when: bool tensor: whether to; None is true.
-        """
+        """Let a judged value enter the counts and the statistics, where a bool tensor is True; None is true."""
         state, counted, clip, level_changed = verdict.after, verdict.counted, verdict.clip, verdict.level_changed
         if verdict.state is not self._state:
-            state, counted, raised, (*_, level_changed) = self._outcome(verdict.kind)
+            state, counted, raised, *_, level_changed = self._outcome(verdict.kind)
             clip = verdict.limit + raised[1]
         entry = torch.minimum(verdict.norm, self.rule.entry(clip))
-        counts = self._counts + counted
+        counts = self.counts + counted
         if when is not None:
             entry, level_changed = torch.where(when, entry, math.nan), level_changed & when
-            counts, state = torch.where(when, counts, self._counts), torch.where(when, state, self._state)
-        self._counts, self._state = counts, state
+            counts, state = torch.where(when, counts, self.counts), torch.where(when, state, self._state)
+        self.counts, self._state = counts, state
         self.rule.observe(entry, restart=level_changed)
 
     def _table(self, dtype: torch.dtype) -> Tensor:
@@ -218,18 +198,30 @@ class SpikeDetector:
         padding = flags.new_zeros(len(rows), dtype.itemsize - len(self._COUNTS))
         return torch.cat([part.view(torch.uint8) for part in (states, numbers, flags, padding)], 1)
 
-    def _outcome(self, kind: Tensor) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]:
-        """The state after it, what is added to the counts and to the limit, and the counts as bools; in one look-up."""
-        rows = torch.embedding(self._outcomes, torch.add(kind, self._state, alpha=len(Kind)))
-        dtype = self._counts.dtype
+    def _outcome(self, kind: Tensor) -> tuple[Tensor, ...]:
+        """The state after it, what is added to the counts and to the limit, and the counts as three bools."""
+        index = torch.add(kind, self._state, alpha=len(Kind))
+        if index.ndim or not publisher.is_on_host(index):
+            return self._look_up(index)
+        row = int(index)
+        found = self._after_none.get(row)
+        if found is None:
+            found = self._look_up(index)
+            if row < len(Kind):
+                self._after_none[row] = found
+        return found
+
+    def _look_up(self, index: Tensor) -> tuple[Tensor, ...]:
+        rows = torch.embedding(self._outcomes, index)
+        dtype = self.counts.dtype
         size, counts = dtype.itemsize, len(self._COUNTS)
         state, counted, raised, flags, _ = rows.split_with_sizes(
             (8, counts * size, 2 * size, counts, size - counts), -1
         )
         counted, raised = counted.view(dtype), raised.view(dtype)
-        if kind.ndim:
+        if index.ndim:
             counted, raised = counted.movedim(-1, 0), raised.movedim(-1, 0)
-        return state.view(torch.int64).squeeze(-1), counted, raised, flags.view(torch.bool).unbind(-1)
+        return state.view(torch.int64).squeeze(-1), counted, raised, *flags.view(torch.bool).unbind(-1)
 
     def start_afresh(self) -> None:
         """Forget the level; the counts go on."""
@@ -237,15 +229,10 @@ class SpikeDetector:
         self._state = torch.zeros_like(self._state)
 
     def go_back(self, earlier: SpikeDetector, when: Tensor) -> None:
-        """Forget what has been observed since a copy was made.
-
-        Args:
-            earlier: the copy.
-            when: 0-dim bool: whether to.
-        """
+        """Forget what has been observed since a copy was made, where a 0-dim bool tensor is True."""
         if not may_be_true(when):
             return
-        self._counts = torch.where(when, earlier._counts.to(self._counts), self._counts)
+        self.counts = torch.where(when, earlier.counts.to(self.counts), self.counts)
         self._state = torch.where(when, earlier._state.to(self._state.device), self._state)
         self.rule.go_back(earlier.rule, when)
 
@@ -257,12 +244,12 @@ class SpikeDetector:
     def state_dict(self) -> dict[str, Any]:
         """Counts and the rule's state: tensors and a dict of tensors."""
         suspended = self._state == self.max_consecutive_spikes
-        row = self._state.to(self._counts.dtype)
+        row = self._state.to(self.counts.dtype)
         return {
-            "spike_count": self.spike_count.clone(),
-            "nonfinite_count": self.nonfinite_count.clone(),
+            "spike_count": self.counts[0].clone(),
+            "nonfinite_count": self.counts[1].clone(),
             "consecutive": row.masked_fill(suspended, 0.0),
-            "restarts": self.restarts.clone(),
+            "restarts": self.counts[2].clone(),
             "suspended": suspended.to(row.dtype),
             "rule": self.rule.state_dict(),
         }
@@ -279,13 +266,13 @@ class SpikeDetector:
         names = ["spike_count", "nonfinite_count", "consecutive", "restarts", "suspended"]
         if set(state_dict) != {*names, "rule"}:
             raise ValueError(f"Argument state_dict should hold {[*names, 'rule']}, but given {[*state_dict]}")
-        like = self._counts
+        like = self.counts
         counts = {name: torch.as_tensor(state_dict[name], dtype=like.dtype, device=like.device) for name in names}
         wrong = [name for name, count in counts.items() if count.shape != self._state.shape]
         if wrong:
             raise ValueError(f"Argument state_dict should hold a number as {wrong[0]}, but given {counts[wrong[0]]}")
         self.rule.load_state_dict(state_dict["rule"])
-        self._counts = torch.stack([counts[name] for name in self._COUNTS])
+        self.counts = torch.stack([counts[name] for name in self._COUNTS])
         # Saved with another patience, the row may be longer than this one's.
         row = counts["consecutive"].clamp(max=self.max_consecutive_spikes - 1)
         self._state = row.masked_fill(counts["suspended"] > 0, self.max_consecutive_spikes).long()
@@ -299,16 +286,17 @@ class SpikeDetector:
         self.rule.to(reference)
         numbers = torch.finfo(reference.dtype)
         self._kinds = move_like(self._kinds.clamp(numbers.min, numbers.max), reference)
-        if reference.dtype != self._counts.dtype:
+        if reference.dtype != self.counts.dtype:
             self._outcomes = self._table(reference.dtype)
-        self._outcomes, counts = move(self._outcomes, reference.device), move_like(self._counts, reference)
+        self._outcomes, counts = move(self._outcomes, reference.device), move_like(self.counts, reference)
+        self._after_none = {}
         state = move(self._state, reference.device)
         if reference.shape != state.shape:
             counts = counts.view(-1, *(1,) * reference.ndim).expand(-1, *reference.shape)
             state = state.expand(reference.shape)
-        self._counts, self._state = counts, state
+        self.counts, self._state = counts, state
 
 
 def may_be_true(flag: Tensor) -> bool:
     """Whether a 0-dim bool tensor is True, as far as that is known without waiting for a device."""
-    return flag.device.type != "cpu" or len(flag.nonzero()) > 0
+    return not flag.is_cpu or torch.is_nonzero(flag)

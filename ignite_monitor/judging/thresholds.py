@@ -7,15 +7,81 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from numbers import Real
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ignite_monitor.checks import check_count, check_real
-from ignite_monitor.judging.moments import Moments
+from ignite_monitor.model._torch import foreach_add, foreach_addcdiv, foreach_mul
 from ignite_monitor.model.devices import move_like
 
 State = dict[str, Tensor]
+
+
+class Moments(NamedTuple):
+    r"""Weighted mean and spread of the numbers seen so far, five tensors of one shape.
+
+    The i-th of n numbers weighs :math:`w_i = d^{\,n-i}` with the decay :math:`d \in (0, 1]`; at
+    :math:`d = 1` all weigh the same, and the formulas are Welford's (1962) in West's weighted form
+    (D. H. D. West, "Updating mean and variance estimates: an improved method", CACM 22(9), 1979).
+
+    Attributes:
+        count: n, how many numbers went in.
+        weight: :math:`\sum w_i`.
+        weight_squared: :math:`\sum w_i^2`.
+        mean: :math:`\mu = \sum w_i x_i / \sum w_i`.
+        spread: :math:`\sum w_i (x_i - \mu)^2`.
+    """
+
+    count: Tensor  # type: ignore[assignment]  # in place of tuple.count
+    weight: Tensor
+    weight_squared: Tensor
+    mean: Tensor
+    spread: Tensor
+
+    @classmethod
+    def empty(cls) -> Moments:
+        """The state before the first number, on the CPU."""
+        return cls(*torch.zeros(len(cls._fields), dtype=torch.float64, device="cpu").unbind())
+
+    @classmethod
+    def of(cls, state: Mapping[str, Tensor]) -> Moments:
+        """Those in a rule's state."""
+        return cls(*(state[name] for name in cls._fields))
+
+    def include(self, x: Tensor, decay: float = 1.0, delta: Tensor | None = None) -> Moments:
+        """The state after one more number.
+
+        Args:
+            x: the number, a finite 0-dim tensor; or one number each for as many moments as there are.
+            decay: what the weight of every earlier number is multiplied by.
+            delta: x less the mean, where that is known.
+        """
+        count, weight, weight_squared, mean, spread = self
+        if decay != 1.0:
+            earlier = (weight, weight_squared, spread)
+            weight, weight_squared, spread = foreach_mul(earlier, (decay, decay**2, decay))
+        count, weight, weight_squared = foreach_add((count, weight, weight_squared), 1.0)
+        delta = x - mean if delta is None else delta
+        mean = torch.addcdiv(mean, delta, weight)
+        return Moments(count, weight, weight_squared, mean, torch.addcmul(spread, delta, x - mean))
+
+    def mean_and_std(self) -> tuple[Tensor, Tensor]:
+        r"""The mean, NaN before the first number, and the sample standard deviation, NaN before the second.
+
+        The latter is :math:`\sqrt{\sum w_i (x_i - \mu)^2 / (\sum w_i - \sum w_i^2 / \sum w_i)}`, which for equal
+        weights divides by :math:`n - 1`.
+        """
+        _, weight, weight_squared, mean, spread = self
+        # 0 / 0 where there is no number.
+        freedom, mean = foreach_addcdiv((weight, mean), (weight_squared, mean), (weight, weight), (-1.0, 0.0))
+        return mean, (spread / freedom).sqrt()
+
+    @property
+    def std(self) -> Tensor:
+        """The sample standard deviation, see :meth:`mean_and_std`."""
+        return self.mean_and_std()[1]
 
 
 class ThresholdRule:
@@ -123,7 +189,7 @@ class ThresholdRule:
         """
         before, state = self._values, self.state
         # What lies on the CPU can be looked at without waiting for anything.
-        if restart is not None and (not restart.is_cpu or len(restart.nonzero())):
+        if restart is not None and (restart.ndim or not restart.is_cpu or torch.is_nonzero(restart)):
             before = torch.where(restart, self._empty, self._values)
             state = self._unpack(before)
         after = self._pack(self.include(state, norm))
@@ -206,7 +272,7 @@ class MeanStdThreshold(ThresholdRule):
     r"""A norm above :math:`\mu + k \sigma` is a spike.
 
     :math:`\mu` and :math:`\sigma` are the mean and the sample standard deviation of the norms so far (Welford), with
-    ``decay`` exponentially weighted; see :class:`~ignite_monitor.judging.moments.Moments`.
+    ``decay`` exponentially weighted; see :class:`Moments`.
 
     (``docs/judging.md`` has how often that is wrong, and how much of the harm of faults it finds.)
 

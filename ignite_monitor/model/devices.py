@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor, nn
 
@@ -12,11 +14,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor from the CPU on a device, without waiting for it.
-
-    Args:
-        device: the device.
-    """
+    """A tensor from the CPU on a device, without waiting for it."""
     if device.type == "cpu":
         return tensor
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
@@ -34,10 +32,7 @@ def move_like(tensor: Tensor, reference: Tensor) -> Tensor:
     return move(tensor.to(reference.dtype), reference.device)
 
 
+@functools.cache
 def wide_dtype(device: torch.device) -> torch.dtype:
-    """The widest floating-point dtype of a device.
-
-    Args:
-        device: the device.
-    """
+    """The widest floating-point dtype of a device."""
     return torch.float32 if device.type == "mps" else torch.float64

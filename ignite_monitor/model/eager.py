@@ -51,7 +51,7 @@ class Eager(contextlib.AbstractContextManager["Eager"]):
     """
 
     def __init__(self, *models: nn.Module) -> None:
-        self._modules = {id(module) for model in models for module in model.modules()}
+        self._models = models
         self._known: dict[int, tuple[Any, bool]] = {}
         self._around = contextlib.ExitStack()
         self.others: set[str] = set()
@@ -65,8 +65,12 @@ class Eager(contextlib.AbstractContextManager["Eager"]):
     def __exit__(self, *error: object) -> None:
         self._around.close()
 
+    @functools.cached_property
+    def _modules(self) -> set[int]:
+        return {id(module) for model in self._models for module in model.modules()}
+
     def _is_to_be_eager(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        if not self._modules:
+        if not self._models:
             return True
         known = self._known.get(id(function))
         if known is None:

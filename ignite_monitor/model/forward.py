@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from types import FrameType
 from typing import Any
 
 from torch import nn
@@ -12,46 +14,28 @@ from torch import nn
 from ignite_monitor.model._torch import forward_hooks, in_backward, module_call
 
 
-@contextlib.contextmanager
-def before_forward(modules: Iterable[nn.Module], hook: Callable[..., Any], *, first: bool = False) -> Iterator[None]:
+def before_forward(
+    modules: Iterable[nn.Module], hook: Callable[..., Any], *, first: bool = False, key: object = None
+) -> AbstractContextManager[None]:
     """While it lasts, calls a hook before each forward pass of the modules, with the inputs they are about to get.
 
     Args:
         hook: is given the module, its positional arguments and its keyword arguments; a :class:`ModuleHook` also of
             shallow copies of the modules.
         first: whether it comes before the user's hooks rather than after them.
+        key: what modules keep it by; None for what nobody else has. The compiler knows numbers alone.
     """
-    modules = list(modules)
-    places = forward_hooks(modules, before=True, with_kwargs=True)
-    with _on(places, hook if isinstance(hook, ModuleHook) else _Hook(hook, modules), first):
-        yield
+    return _on(modules, hook, before=True, first=first, key=key)
 
 
-@contextlib.contextmanager
-def after_forward(modules: Iterable[nn.Module], hook: Callable[..., Any]) -> Iterator[None]:
-    """While it lasts, calls a hook after each forward pass of the modules, with the outputs that others get.
-
-    Args:
-        hook: is given the module, its positional arguments, its keyword arguments and its output; a
-            :class:`ModuleHook` also of shallow copies of the modules.
-    """
-    modules = list(modules)
-    places = forward_hooks(modules, before=False, with_kwargs=True)
-    with _on(places, hook if isinstance(hook, ModuleHook) else _Hook(hook, modules)):
-        yield
+def after_forward(modules: Iterable[nn.Module], hook: Callable[..., Any]) -> AbstractContextManager[None]:
+    """As :func:`before_forward`, after each pass: the hook is given the output too, the one that others get."""
+    return _on(modules, hook, before=False)
 
 
-@contextlib.contextmanager
-def outputs_to(modules: Iterable[nn.Module], hook: ModuleHook) -> Iterator[None]:
-    """While it lasts, calls a hook after each forward pass of the modules, with the outputs that others get.
-
-    What it does itself comes at half the cost of :func:`after_forward`.
-
-    Args:
-        hook: is given the module, its positional arguments and its output; also of shallow copies of the modules.
-    """
-    with _on(forward_hooks(modules, before=False, with_kwargs=False), hook):
-        yield
+def outputs_to(modules: Iterable[nn.Module], hook: ModuleHook) -> AbstractContextManager[None]:
+    """As :func:`after_forward`, at half its cost: the hook is given no keyword arguments."""
+    return _on(modules, hook, before=False, with_kwargs=False)
 
 
 def is_recomputation() -> bool:
@@ -61,13 +45,11 @@ def is_recomputation() -> bool:
 
 def running_module() -> nn.Module | None:
     """The innermost module whose forward pass is going on; None outside of any."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is module_call:
             module: nn.Module = frame.f_locals["self"]
             return module
-        if frame.f_back is None:
-            break
         frame = frame.f_back
     return None
 
@@ -98,12 +80,23 @@ class _Hook(ModuleHook):
 # As ``register_forward_hook`` does it, for hundreds of modules at a tenth of the cost, which matters where hooks come
 # and go with every monitored iteration. The last hook sees what those of the user have made of inputs and outputs.
 @contextlib.contextmanager
-def _on(places: list[list[Any]], hook: Any, first: bool = False) -> Iterator[None]:
-    key = object()
+def _on(
+    modules: Iterable[nn.Module],
+    hook: Any,
+    *,
+    before: bool,
+    with_kwargs: bool = True,
+    first: bool = False,
+    key: object = None,
+) -> Iterator[None]:
+    modules = list(modules)
+    hook = hook if isinstance(hook, ModuleHook) else _Hook(hook, modules)
+    key = object() if key is None else key
+    places = forward_hooks(modules, before, with_kwargs)
     try:
-        for hooks, *with_kwargs in places:
+        for hooks, *given_kwargs in places:
             hooks[key] = hook
-            for each in with_kwargs:
+            for each in given_kwargs:
                 each[key] = True
             if first:
                 hooks.move_to_end(key, last=False)

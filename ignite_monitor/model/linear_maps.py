@@ -15,11 +15,7 @@ LinearMap = Callable[[Tensor, Tensor], Tensor]
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_OVER_CHANNELS = (
-    batch_norm,  # BatchNorm and InstanceNorm
-    nn.GroupNorm,
-    nn.PReLU,
-)
+_OVER_CHANNELS = (batch_norm, nn.GroupNorm, nn.PReLU)  # the first is that of BatchNorm and InstanceNorm
 
 
 def is_plain(module: nn.Module, *kinds: type[nn.Module]) -> bool:

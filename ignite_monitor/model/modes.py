@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -43,35 +42,17 @@ def users_grad_mode() -> AbstractContextManager[Any]:
     return torch.enable_grad() if in_backward() else nullcontext()
 
 
-@contextlib.contextmanager
+@contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
-    """While it lasts, products of float32 are float32's, neither TF32 nor bfloat16, and autocast is off.
-
-    Args:
-        device: the device that the products are made on.
-    """
-    with torch.no_grad(), torch.autocast(device.type, enabled=False), _float32_products():
+    """While it lasts, products of float32 on a device are float32's, neither TF32 nor bfloat16, and autocast is off."""
+    mkldnn = torch.backends.mkldnn
+    backends: list[Any] = [torch.backends.cuda.matmul, getattr(mkldnn, "matmul", mkldnn)]
+    with torch.no_grad(), torch.autocast(device.type, enabled=False), ExitStack() as before:
+        if all(hasattr(each, "fp32_precision") for each in backends):
+            for each in backends:
+                before.callback(setattr, each, "fp32_precision", each.fp32_precision)
+                each.fp32_precision = "ieee"
+        else:
+            before.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+            torch.set_float32_matmul_precision("highest")
         yield
-
-
-@contextlib.contextmanager
-def _float32_products() -> Iterator[None]:
-    backends: list[Any] = [torch.backends.cuda.matmul, torch.backends.mkldnn]
-    if hasattr(torch.backends.mkldnn, "matmul"):
-        backends = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]
-    if all(hasattr(backend, "fp32_precision") for backend in backends):
-        before = [backend.fp32_precision for backend in backends]
-        for backend in backends:
-            backend.fp32_precision = "ieee"
-        try:
-            yield
-        finally:
-            for backend, precision in zip(backends, before, strict=True):
-                backend.fp32_precision = precision
-        return
-    allowed = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(allowed)

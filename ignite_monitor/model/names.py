@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from itertools import count
 
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -23,12 +24,9 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         modules[path] = module
         parent, _, last = path.rpartition(".")
         if path:
+            is_replicas = last == "module" and isinstance(modules[parent], (DataParallel, DistributedDataParallel))
             within = clean[parent]
-            owner = modules[parent]
-            wrapped = last in WRAPPED or (
-                last == "module" and isinstance(owner, (DataParallel, DistributedDataParallel))
-            )
-            clean[path] = within if wrapped else f"{within}.{last}".lstrip(".")
+            clean[path] = within if is_replicas or last in WRAPPED else f"{within}.{last}".lstrip(".")
         yield clean[path], module
 
 
@@ -53,10 +51,9 @@ def tags(names: Iterable[str]) -> list[str]:
     found: dict[str, None] = {}
     for name in names:
         plain = tag = re.sub(r"[^A-Za-z0-9_./-]", "_", name)
-        more = 1
+        more = count(2)
         while tag in found:
-            more += 1
-            tag = f"{plain}_{more}"
+            tag = f"{plain}_{next(more)}"
         found[tag] = None
     return list(found)
 
@@ -65,15 +62,9 @@ Pattern = str | re.Pattern[str] | None
 
 
 class Selection:
-    """Picks names: those in which ``include`` is found and ``exclude`` is not.
+    """Picks names in which the regular expression ``include`` is found, and ``exclude`` is not.
 
-    Args:
-        include: a regular expression, as for ``re.search``; None for every name.
-        exclude: a regular expression; None for no name.
-
-    Raises:
-        TypeError: if one is neither a string, nor compiled, nor None.
-        ValueError: if one is no regular expression.
+    None stands for every name, and for no name. A TypeError is raised for another type, a ValueError for a bad pattern.
     """
 
     def __init__(self, include: Pattern = None, exclude: Pattern = None) -> None:

@@ -53,7 +53,7 @@ def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
         layouts, dtypes = {tensor.layout for tensor in tensors}, {tensor.dtype for tensor in tensors}
         if layouts - {torch.strided} or any(dtype.is_complex for dtype in dtypes):
             tensors = [_as_dense_real(tensor, norm_type) for tensor in tensors]
-        if {tensor.is_cpu for tensor in tensors} == {True} or len({tensor.device for tensor in tensors}) == 1:
+        if set(map(Tensor.get_device, tensors)) == {-1} or len({tensor.device for tensor in tensors}) == 1:
             return _norm_on_one_device(tensors, norm_type)
         devices = {tensor.device for tensor in tensors}
         device = tensors[0].device if tensors else torch.device("cpu")
@@ -228,16 +228,12 @@ def _norm_on_one_device(tensors: list[Tensor], norm_type: float) -> Tensor:
     if not all(sizes):
         tensors = [tensor for tensor in tensors if tensor.numel()] or [torch.zeros(1, device=tensors[0].device)]
         sizes = list(map(Tensor.numel, tensors))
-    wide = wide_dtype(tensors[0].device)
-    if tensors[0].device.type != "cpu":
-        # Reading memory takes longer than adding in float64, and no branch may depend on a value.
-        return _wide_norm(tensors, norm_type, wide)
-    if norm_type in _TAME:
+    # On other devices reading memory takes longer than adding in float64, and no branch may depend on a value.
+    if tensors[0].is_cpu and norm_type in _TAME:
         norm = _float32_norm(tensors, sizes, norm_type)
-        outside = ~((norm > _SAFE[0]) & (norm < _SAFE[1]))
-        if not len(outside.nonzero()):
+        if torch.is_nonzero(norm.clamp(*_SAFE) == norm):
             return norm
-    return _wide_norm(tensors, norm_type, wide)
+    return _wide_norm(tensors, norm_type, wide_dtype(tensors[0].device))
 
 
 def _wide_norm(tensors: list[Tensor], norm_type: float, dtype: torch.dtype) -> Tensor:
@@ -281,21 +277,16 @@ def _float32_norm(tensors: list[Tensor], sizes: list[int], norm_type: float) -> 
         others = [tensor for tensor, size in zip(tensors, sizes, strict=True) if size > _SHORT]
     if sum(sizes) > _ROOM and sum(map(Tensor.numel, short)) > _ROOM:
         short, others = [], tensors
-    norms = [_row_norms(flattened(group), norm_type) for group in _by_dtype(short)]
+    norms = [_row_norms(flattened(short), norm_type)] if short else []
     if not all(map(Tensor.is_contiguous, others)):  # sums take another way, with fewer digits
         others = [tensor if tensor.is_contiguous() else _flat(tensor) for tensor in others]
     norms += [_row_norms(tensor.view(-1), norm_type) for tensor in others if tensor.numel() > _LONGEST_SUM]
-    for group in _by_dtype([tensor for tensor in others if tensor.numel() <= _LONGEST_SUM]):
-        norms.append(torch.stack(foreach_norm(group, norm_type, dtype=_sum_dtype(group[0].dtype))))
+    middling = [tensor for tensor in others if tensor.numel() <= _LONGEST_SUM]
+    for dtype in {tensor.dtype for tensor in middling}:
+        group = [tensor for tensor in middling if tensor.dtype == dtype]
+        norms.append(torch.stack(foreach_norm(group, norm_type, dtype=_sum_dtype(dtype))))
     norm: Tensor = torch.linalg.vector_norm(torch.cat([each.double() for each in norms]), norm_type)
     return norm
-
-
-def _by_dtype(tensors: list[Tensor]) -> list[list[Tensor]]:
-    dtypes = {tensor.dtype for tensor in tensors}
-    if len(dtypes) == 1:
-        return [tensors]
-    return [[tensor for tensor in tensors if tensor.dtype == dtype] for dtype in dtypes]
 
 
 def _row_norms(values: Tensor, norm_type: float) -> Tensor:

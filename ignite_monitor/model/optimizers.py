@@ -10,14 +10,7 @@ from torch.optim import Optimizer
 
 
 def check_optimizer(optimizer: object, *, optional: bool = False) -> None:
-    """Refuse an optimizer that is not one of torch's classes.
-
-    Args:
-        optional: whether None will do.
-
-    Raises:
-        TypeError: if it is another object; it says which optimizer inside of it will do.
-    """
+    """Refuse what is none of torch's optimizers with a TypeError, which says what inside of it will do."""
     if isinstance(optimizer, Optimizer) or (optional and optimizer is None):
         return
     of: Any = getattr(optimizer, "__dict__", {})
@@ -38,10 +31,6 @@ def held_by(optimizer: Optimizer) -> set[int]:
 
 
 def check_holds(optimizer: Optimizer, model: nn.Module) -> None:
-    """Refuse an optimizer of other parameters than a model's.
-
-    Raises:
-        ValueError: if it holds none of them.
-    """
+    """Refuse, with a ValueError, an optimizer that holds none of a model's parameters."""
     if held_by(optimizer).isdisjoint(map(id, model.parameters())):
         raise ValueError("Argument optimizer should hold parameters of model, but it holds none of them")

@@ -1,4 +1,4 @@
-"""Samples of a model's parameters, taken at the same places again and again, in few operations."""
+"""Samples of a model's parameters, taken at the same offsets again and again, in few operations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ignite_monitor.model.names import named_parameters
 from ignite_monitor.model.norms import is_sharded, summed_values
 from ignite_monitor.model.sampling import fnv1a_64, spread_indices, stratum_widths
 from ignite_monitor.model.sharding import all_reduce
-from ignite_monitor.model.updates import row_norms
+from ignite_monitor.model.updates import row_norms_of_each
 
 NARROW = (torch.bfloat16, torch.float16)
 _MEASURABLE = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128)
@@ -36,7 +36,7 @@ _ROOM = 1 << 23
 class ParameterSamples:
     """The sampled elements of all parameters of a model, and room for their values.
 
-    The places depend on a parameter's name and size alone. Of a DTensor each rank looks at those sampled elements
+    The offsets depend on a parameter's name and size alone. Of a DTensor each rank looks at those sampled elements
     that it holds, and :meth:`over_ranks` puts the ranks' norms together.
 
     Parameters without elements, and those of a dtype that is not for computing with (integers, float8), have no sample
@@ -50,8 +50,8 @@ class ParameterSamples:
     Attributes:
         names: the parameters' names, without those of wrappers.
         parameters: the parameters, each once.
-        measurable: the places of those that have a sample.
-        sharded: the places of those that are DTensors.
+        measurable: the indices of those that have a sample.
+        sharded: the indices of those that are DTensors.
         device: where results are.
         dtype: what they are in.
         groups: the parameters of which this rank has elements, those together that are looked at in one operation.
@@ -63,8 +63,8 @@ class ParameterSamples:
         self.parameters = [parameter for _, parameter, _ in found]
         self.device = device_of(model)
         self.dtype = wide_dtype(self.device)
-        self.measurable = {place for place, parameter in enumerate(self.parameters) if is_measurable(parameter)}
-        self.sharded = {place for place, parameter in enumerate(self.parameters) if is_sharded(parameter)}
+        self.measurable = {index for index, parameter in enumerate(self.parameters) if is_measurable(parameter)}
+        self.sharded = {index for index, parameter in enumerate(self.parameters) if is_sharded(parameter)}
         self._modules = list(model.modules())
         self._identity = self._identify()
         self._scales: list[float] = []
@@ -73,7 +73,7 @@ class ParameterSamples:
         meshes: dict[tuple[Any, tuple[int, ...]], list[int]] = {}
         room = _ROOM
         parameter: Any
-        for place, (name, parameter, _) in enumerate(found):
+        for index, (name, parameter, _) in enumerate(found):
             numel = parameter.numel()
             size = sample_size
             if size is not None and parameter.ndim == 2:
@@ -81,46 +81,46 @@ class ParameterSamples:
             taken = numel if size is None else min(size, numel)
             self._scales.append(math.sqrt(numel / taken) if taken else 1.0)
             counts.append(taken)
-            if place not in self.measurable:
+            if index not in self.measurable:
                 continue
-            # Places in the part that this rank holds, and what each weighs; None for all of it, or where all weigh 1.
-            index = weight = None
+            # Offsets in the part that this rank holds, and what each weighs; None for all of it, or where all weigh 1.
+            sampled = weight = None
             if taken < numel:
-                index = spread_indices(fnv1a_64(name), numel, taken)
+                sampled = spread_indices(fnv1a_64(name), numel, taken)
                 if numel % taken:
                     weight = (stratum_widths(numel, taken).double() * taken / numel).sqrt()
-            if place in self.sharded:
-                if index is not None:
-                    index, held = _local_places(parameter, index)
+            if index in self.sharded:
+                if sampled is not None:
+                    sampled, held = _local_offsets(parameter, sampled)
                     weight = None if weight is None else weight[held]
                 dims = tuple(i for i, placed in enumerate(parameter.placements) if not placed.is_replicate())
-                meshes.setdefault((parameter.device_mesh, dims), []).append(place)
+                meshes.setdefault((parameter.device_mesh, dims), []).append(index)
             local = _local(parameter)
-            width = local.numel() if index is None else len(index)
+            width = local.numel() if sampled is None else len(sampled)
             if width:
                 on_cpu = local.device.type == "cpu"
-                length, kind = width, "whole" if index is None else "sampled"
+                length, kind = width, "whole" if sampled is None else "sampled"
                 most = min(room, _COPIED_ON_CPU if on_cpu else _COPIED)
-                if width <= _SHORT and local.numel() <= most and not (on_cpu and index is None):
+                if width <= _SHORT and local.numel() <= most and not (on_cpu and sampled is None):
                     length, kind = width if on_cpu else 0, "copied"
                     room -= local.numel()
                 key = (local.device, _work_dtype(local.dtype), length, kind)
-                members.setdefault(key, []).append(_Member(place, parameter, index, weight))
+                members.setdefault(key, []).append(_Member(index, parameter, sampled, weight))
         # Those of one device and dtype side by side.
         self.groups = [
             Group(device, dtype, each, kind == "copied")
             for (device, dtype, _, kind), each in sorted(members.items(), key=lambda item: str(item[0][:2]))
         ]
-        self._with_elements = {place for group in self.groups for place in group.places}
+        self._with_elements = {index for group in self.groups for index in group.indices}
         self._factors, self._taken = (
             upload(torch.tensor(each, dtype=self.dtype, device="cpu"), self.device) for each in (self._scales, counts)
         )
         self._meshes = {
-            key: upload(torch.tensor(places, device="cpu"), self.device) for key, places in meshes.items() if key[1]
+            key: upload(torch.tensor(indices, device="cpu"), self.device) for key, indices in meshes.items() if key[1]
         }
         # Where in the groups' results each parameter's is.
-        in_groups = [place for group in self.groups for place in group.places]
-        self._positions = {place: position for position, place in enumerate(in_groups)}
+        in_groups = [index for group in self.groups for index in group.indices]
+        self._positions = {index: position for position, index in enumerate(in_groups)}
         self._positions |= dict.fromkeys(self.measurable - self._with_elements, -1)
         self._absent = upload(torch.tensor([math.nan, 0.0], dtype=self.dtype, device="cpu"), self.device)
         self._orders: dict[tuple[int, ...], Tensor] = {}
@@ -131,16 +131,12 @@ class ParameterSamples:
         """Whether the model's parameters are still those that were sampled."""
         return self._identify() == self._identity
 
-    def without_elements(self, places: Iterable[int]) -> list[int]:
-        """Those of the places of whose sample this rank holds no element."""
-        return [place for place in places if place not in self._with_elements]
+    def without_elements(self, indices: Iterable[int]) -> list[int]:
+        """Those of the indices of whose sample this rank holds no element."""
+        return [index for index in indices if index not in self._with_elements]
 
     def keep_weights(self, weights: Sequence[Tensor | None]) -> None:
-        """Copy the sampled elements of the weights, to be compared with later ones.
-
-        Args:
-            weights: for each parameter itself, or another tensor of its shape; None to keep what is kept of it.
-        """
+        """Copy the sampled elements of weights, to be compared with later ones; of None what is kept stays."""
         for group in self.groups:
             group.copy(weights, group.before)
 
@@ -151,9 +147,9 @@ class ParameterSamples:
                 group.with_gradient.zero_()
         self._used.clear()
 
-    def gradients_used(self, places: Iterable[int]) -> None:
+    def gradients_used(self, indices: Iterable[int]) -> None:
         """A step has been made with their gradients: later ones no longer say which elements had one."""
-        self._used.update(places)
+        self._used.update(indices)
 
     def lost_updates(self) -> Tensor:
         """Of how many elements with a gradient the change was 0, and how many had a gradient, estimated by the sample.
@@ -167,51 +163,50 @@ class ParameterSamples:
         return torch.stack(counts) * self._factors**2
 
     def weights_and_changes(self, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Norms of the sampled elements of the kept weights, which it uses up, and of what has changed since.
-
-        Args:
-            weights: as for :meth:`keep_weights`.
-        """
-        kept, changed = [], []
+        """Norms of the sampled elements of the kept weights, which it uses up, and of what has changed since."""
+        rows: list[Tensor] = []
         self._counts = []
         for group in self.groups:
             group.copy(weights, group.now)
             group.now.sub_(group.before)
             self._counts.append(group.unmoved())
-            kept.append(group.norms(group.before))
-            changed.append(group.norms(group.now))
-        return self._in_order(kept, self._positions), self._in_order(changed, self._positions)
+            rows += [group.weigh(group.before), group.weigh(group.now)]
+        norms = row_norms_of_each(rows)
+        return self._in_order(norms[::2], self._positions), self._in_order(norms[1::2], self._positions)
 
     def gradient_norms(self, gradients: Mapping[int, Tensor]) -> list[tuple[dict[int, int], Tensor]]:
         """Norms of the sampled elements of some gradients; of sparse ones from all they hold.
 
         Returns:
-            Pieces for :meth:`ordered`: place -> position in a tensor, and the tensor.
+            Pieces for :meth:`ordered`: index -> position in a tensor, and the tensor.
         """
         sources: list[Tensor | None] = [None] * len(self.parameters)
-        pieces = []
-        for place, gradient in gradients.items():
-            placed = self.placed(place, gradient)
+        positions: list[dict[int, int]] = []
+        tables, scales = [], []
+        for index, gradient in gradients.items():
+            placed = self.placed(index, gradient)
             if placed.layout == torch.strided:
-                sources[place] = placed
+                sources[index] = placed
             else:
-                norms = row_norms(summed_values(placed).reshape(1, -1)) / self._scales[place]
-                pieces.append(({place: 0}, norms))
+                positions.append({index: 0})
+                tables.append(summed_values(placed).reshape(1, -1))
+                scales.append(self._scales[index])
         for group in self.groups:
-            rows = {place: row for row, place in enumerate(group.places) if sources[place] is not None}
+            rows = {index: row for row, index in enumerate(group.indices) if sources[index] is not None}
             if rows:
                 group.copy(sources, group.now)
-                group.keep_gradients([row for place, row in rows.items() if place not in self._used])
+                group.keep_gradients([row for index, row in rows.items() if index not in self._used])
                 first, last = min(rows.values()), max(rows.values())
-                pieces.append(
-                    ({place: row - first for place, row in rows.items()}, group.norms(group.now, first, last))
-                )
-        return [(places, norms.to(self._absent, non_blocking=True)) for places, norms in pieces]
+                positions.append({index: row - first for index, row in rows.items()})
+                tables.append(group.weigh(group.now, first, last))
+        norms = row_norms_of_each(tables)
+        norms[: len(scales)] = [each / scale for each, scale in zip(norms, scales, strict=False)]
+        return [(own, each.to(self._absent, non_blocking=True)) for own, each in zip(positions, norms, strict=True)]
 
-    def placed(self, place: int, tensor: Any) -> Tensor:
+    def placed(self, index: int, tensor: Any) -> Tensor:
         """A tensor of a parameter's shape, in the parts that the parameter itself is in where it is a DTensor."""
-        parameter: Any = self.parameters[place]
-        if place in self.sharded and tensor.placements != parameter.placements:
+        parameter: Any = self.parameters[index]
+        if index in self.sharded and tensor.placements != parameter.placements:
             tensor = tensor.redistribute(placements=parameter.placements)
         own: Tensor = tensor
         return own
@@ -220,17 +215,15 @@ class ParameterSamples:
         """Each gradient's norm, estimated from that of its sampled elements.
 
         Args:
-            norms: the tensors that :meth:`gradient_norms` gave.
-            positions: place of a parameter -> its position in all of them, one after the other, or -1 for 0; the others
+            positions: index of a parameter -> its position in all of them, one after the other, or -1 for 0; the others
                 have NaN.
         """
         return self._in_order(norms, positions) * self._factors
 
     def means(self, sums: Sequence[Tensor]) -> Tensor:
-        """Each parameter's means over its elements, those of all ranks; NaN where it has no sample.
+        """Each parameter's means over its elements, of all ranks; NaN where it has no sample.
 
-        Args:
-            sums: for each group sums over the sampled elements of each row, weighed, of shape (k, rows).
+        The sums are, for each group, over the sampled elements of each row, weighed, and of shape (k, rows).
         """
         return self.over_ranks(self._in_order(sums, self._positions), power=1) / self._taken
 
@@ -241,16 +234,16 @@ class ParameterSamples:
             norms: of this rank's parts, of shape (…, parameters).
             power: 1 for sums in place of norms.
         """
-        for (mesh, dims), places in self._meshes.items():
-            sums = norms.index_select(-1, places) ** power
+        for (mesh, dims), indices in self._meshes.items():
+            sums = norms.index_select(-1, indices) ** power
             for dim in dims:
                 sums = all_reduce(sums, group=mesh.get_group(dim))
-            norms = norms.index_copy(-1, places, sums if power == 1 else sums.sqrt())
+            norms = norms.index_copy(-1, indices, sums if power == 1 else sums.sqrt())
         return norms
 
     def _in_order(self, norms: Sequence[Tensor], positions: Mapping[int, int]) -> Tensor:
         end = sum(each.shape[-1] for each in norms) + len(self._absent)
-        key = (end, *(positions.get(place, -2) for place in range(len(self.parameters))))
+        key = (end, *(positions.get(index, -2) for index in range(len(self.parameters))))
         if key not in self._orders:
             if len(self._orders) >= _KEPT:
                 self._orders.clear()
@@ -261,7 +254,7 @@ class ParameterSamples:
         return torch.cat(parts, -1).index_select(-1, self._orders[key])
 
     def _identify(self) -> list[Any]:
-        """What makes the samples useless when it changes: modules, and parameters with their place and kind."""
+        """What makes the samples useless when it changes: modules, and parameters with their device and kind."""
         found: list[Any] = [id(each) for own in modules_of_each(self._modules) for each in own.values()]
         for own in parameters_of_each(self._modules):
             for parameter in own.values():
@@ -271,7 +264,7 @@ class ParameterSamples:
 
 
 class _Member(NamedTuple):
-    place: int
+    number: int
     parameter: Any
     elements: Tensor | None
     weight: Tensor | None
@@ -285,7 +278,7 @@ class Group:
         from_copy: whether to take the samples from a copy of all of them; shorter ones end in zeros.
 
     Attributes:
-        places: the places of the parameters.
+        indices: those of the parameters.
         index: the same, as a tensor.
         kind: their device, and the dtype of what is copied of them.
         shape: of room for that, (rows, columns).
@@ -294,11 +287,11 @@ class Group:
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, members: list[_Member], from_copy: bool) -> None:
-        self.places = [member.place for member in members]
-        self.index = upload(torch.tensor(self.places, device="cpu"), device)
+        self.indices = [member.number for member in members]
+        self.index = upload(torch.tensor(self.indices, device="cpu"), device)
         parts = [_local(member.parameter) for member in members]
-        indices = [member.elements for member in members if member.elements is not None]
-        width = len(indices[0]) if indices else parts[0].numel()
+        sampled = [member.elements for member in members if member.elements is not None]
+        width = len(sampled[0]) if sampled else parts[0].numel()
         self._copies: list[Tensor] = []
         if from_copy:
             *starts, end = itertools.accumulate((part.numel() for part in parts), initial=0)
@@ -306,15 +299,15 @@ class Group:
             self._copies = [
                 self._copy[at : at + part.numel()].view(part.shape) for at, part in zip(starts, parts, strict=True)
             ]
-            indices = [
+            sampled = [
                 start + (torch.arange(part.numel(), device="cpu") if member.elements is None else member.elements)
                 for start, part, member in zip(starts, parts, members, strict=True)
             ]
-            width = max(map(len, indices))
-            is_padded = any(len(index) < width for index in indices)
-            indices = [F.pad(index, (0, width - len(index)), value=end) for index in indices]
-        self._index = upload(torch.stack(indices) if indices else torch.empty(0, device="cpu"), device)
-        self._indices = list(self._index.unbind())
+            width = max(map(len, sampled))
+            is_padded = any(len(each) < width for each in sampled)
+            sampled = [F.pad(each, (0, width - len(each)), value=end) for each in sampled]
+        self._sampled = upload(torch.stack(sampled) if sampled else torch.empty(0, device="cpu"), device)
+        self._sampled_of_row = list(self._sampled.unbind())
         self.weights: Tensor | None = None
         if any(member.weight is not None for member in members):
             ones = torch.ones(width, dtype=torch.float64, device="cpu")
@@ -324,8 +317,8 @@ class Group:
             of_members = [ones[:0] if member.weight is None else member.weight for member in weighing]
             weights = torch.stack([torch.cat([each, ones[len(each) :]]) for each in of_members])
             self.weights = upload(weights.to(dtype.to_real()), device)
-        self.elements = self._index != len(self._copy) - 1 if from_copy and is_padded else None
-        self._shapes = [None if indices else part.shape for part in parts]
+        self.elements = self._sampled != len(self._copy) - 1 if from_copy and is_padded else None
+        self._shapes = [None if sampled else part.shape for part in parts]
         self._are_alike = device.type == "cpu" and len(set(self._shapes)) == 1 and parts[0].ndim > 0
         self._rooms: list[Tensor] = []
         self._targets: dict[int, list[Tensor]] = {}
@@ -362,7 +355,7 @@ class Group:
         """Keep where the gradients that have been copied are other than 0, in those of the rows that are narrow."""
         if self.with_gradient is None:
             return
-        if len(rows) == len(self.places):
+        if len(rows) == len(self.indices):
             torch.ne(self.now, 0, out=self.with_gradient)
             return
         for row in self._narrow.intersection(rows):
@@ -371,32 +364,21 @@ class Group:
     def unmoved(self) -> tuple[Tensor, Tensor]:
         """In each row, how many elements had a gradient and a change of 0, and how many had a gradient."""
         if self.with_gradient is None:
-            return (nothing := torch.zeros(len(self.places), device=self.now.device)), nothing
+            return (nothing := torch.zeros(len(self.indices), device=self.now.device)), nothing
         return (self.with_gradient & (self.now == 0)).sum(1), self.with_gradient.sum(1)
 
-    def norms(self, rows: Tensor, first: int = 0, last: int | None = None) -> Tensor:
-        """The norms of some rows' sampled elements, each weighed by how many it stands for; uses the rows up.
-
-        Args:
-            rows: what :meth:`room` gave.
-            first: the first of them.
-            last: the last one; None for that of all.
-        """
-        last = len(rows) - 1 if last is None else last
-        rows = rows[first : last + 1]
+    def weigh(self, rows: Tensor, first: int = 0, last: int | None = None) -> Tensor:
+        """Some rows, the first to the last, in which each element is multiplied by what it weighs, in place."""
+        end = len(rows) if last is None else last + 1
+        rows = rows[first:end]
         if self.weights is not None:
-            rows.mul_(self.weights if len(self.weights) == 1 else self.weights[first : last + 1])
-        return row_norms(rows)
+            rows.mul_(self.weights if len(self.weights) == 1 else self.weights[first:end])
+        return rows
 
     def copy(self, sources: Sequence[Tensor | None], rows: Tensor) -> None:
-        """Copy the sampled elements of those sources that there are.
-
-        Args:
-            sources: for each parameter of the model a tensor of its shape, or None.
-            rows: where to, what :meth:`room` gave.
-        """
+        """Copy sampled elements to rows of a :meth:`room`, of each parameter from a tensor of its shape, or of none."""
         targets = self._targets[id(rows)]
-        found: list[Any] = [sources[place] for place in self.places]
+        found: list[Any] = [sources[index] for index in self.indices]
         present = [row for row, source in enumerate(found) if source is not None]
         if not present:
             return
@@ -405,19 +387,19 @@ class Group:
         if self._copies:
             foreach_copy([self._copies[row] for row in present], [found[row] for row in present])
             if len(present) == len(found) or rows is not self.before:  # of which nobody reads the other rows
-                torch.take(self._copy, self._index, out=rows)
+                torch.take(self._copy, self._sampled, out=rows)
             else:
                 for row in present:
-                    torch.take(self._copy, self._indices[row], out=targets[row])
+                    torch.take(self._copy, self._sampled_of_row[row], out=targets[row])
             return
-        if self._indices:
-            for source, index, target in zip(found, self._indices, targets, strict=True):
+        if self._sampled_of_row:
+            for source, sampled, target in zip(found, self._sampled_of_row, targets, strict=True):
                 if source is None:
                     continue
                 if source.dtype == target.dtype:
-                    torch.take(source, index, out=target)
+                    torch.take(source, sampled, out=target)
                 else:
-                    target.copy_(torch.take(source, index))
+                    target.copy_(torch.take(source, sampled))
             return
         if len(present) < len(found):
             targets, found = [targets[row] for row in present], [found[row] for row in present]
@@ -448,14 +430,14 @@ def _local(tensor: Any) -> Tensor:
     return local
 
 
-def _local_places(parameter: Any, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Of places in the whole parameter, those that this rank holds, as places in its part; and which those are."""
+def _local_offsets(parameter: Any, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """Of offsets in the whole parameter, those that this rank holds, as offsets in its part; and which those are."""
     chunks = parameter.__create_chunk_list__()  # what torch.distributed.checkpoint asks for: offset and size
-    local = torch.zeros_like(index)
-    held = torch.ones_like(index, dtype=torch.bool)
+    local = torch.zeros_like(offsets)
+    held = torch.ones_like(offsets, dtype=torch.bool)
     stride = numel = 1
     for whole, offset, size in reversed(list(zip(parameter.shape, chunks[0].offsets, chunks[0].sizes, strict=True))):
-        at = index // numel % whole - offset
+        at = offsets // numel % whole - offset
         held &= (at >= 0) & (at < size)
         local += at * stride
         stride, numel = stride * size, numel * whole

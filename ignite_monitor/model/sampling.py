@@ -24,7 +24,7 @@ def fnv1a_64(text: str) -> int:
 
 
 def spread_indices(seed: int, numel: int, count: int | None) -> Tensor:
-    """Indices of a sample without repetition, spread evenly over a flattened tensor.
+    """Indices of a sample without repetition, spread evenly over a flattened tensor: int64, ascending, on the CPU.
 
     The tensor is cut into ``count`` strata of equal length (to within one element), and of each stratum one element
     is taken, at a place that the SplitMix64 mix of ``seed`` and the stratum's number gives. Each weighed by its
@@ -34,9 +34,6 @@ def spread_indices(seed: int, numel: int, count: int | None) -> Tensor:
     Args:
         seed: any integer, of which the lowest 64 bits count.
         count: how many to take; None, or more than there are: all.
-
-    Returns:
-        An int64 tensor of ``min(count, numel)`` indices in ascending order, on the CPU.
 
     Examples:
         >>> spread_indices(fnv1a_64("foobar"), 100, 4).tolist()
@@ -51,12 +48,6 @@ def spread_indices(seed: int, numel: int, count: int | None) -> Tensor:
 
 def stratum_widths(numel: int, count: int) -> Tensor:
     """How many elements each one of a sample of :func:`spread_indices` stands for.
-
-    Args:
-        count: how many are taken, at most ``numel``.
-
-    Returns:
-        An int64 tensor of ``count`` numbers with the sum ``numel``, on the CPU.
 
     Examples:
         >>> stratum_widths(10, 4).tolist()

@@ -18,12 +18,10 @@ def all_reduce(values: Tensor, largest: bool = False, group: Any = None) -> Tens
 
 
 def flat_sharding(model: nn.Module) -> str | None:
-    """Whether parameters are parts of flattened ones, of which neither shape nor elements can be told; None if not.
+    """How parameters are parts of flattened ones, of which neither shape nor elements can be told; None if not so.
 
-    FullyShardedDataParallel, the predecessor of ``fully_shard``, keeps them so.
-
-    Returns:
-        ``"sharded"`` where each rank has another part, ``"hybrid"`` where some ranks have the same.
+    FullyShardedDataParallel, the predecessor of ``fully_shard``, keeps them so: ``"sharded"`` where each rank has
+    another part, ``"hybrid"`` where some ranks have the same.
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
@@ -36,11 +34,7 @@ def flat_sharding(model: nn.Module) -> str | None:
 
 
 def check_whole(model: nn.Module) -> None:
-    """Refuse a model whose parameters can't be told one from the other.
-
-    Raises:
-        ValueError: if it is sharded by FullyShardedDataParallel.
-    """
+    """Refuse, with a ValueError, a model whose parameters can't be told one from the other."""
     if flat_sharding(model) is not None:
         raise ValueError(
             "Argument model should not be sharded by FullyShardedDataParallel, which leaves flattened parts of "

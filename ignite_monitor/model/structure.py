@@ -37,11 +37,7 @@ def first_difference(model: nn.Module, other: nn.Module) -> str | None:
     Compared are names and classes of modules, whatever wraps or shards them, and names and shapes of parameters.
     """
     ours, theirs = modules_by_name(model), modules_by_name(other)
-    difference = _first_difference(
-        {name: _kind(module) for name, module in ours.items()},
-        {name: _kind(module) for name, module in theirs.items()},
-        "module",
-    )
+    difference = _first_difference(_kinds(ours), _kinds(theirs), "module")
     return difference or _first_difference(_parameters(ours), _parameters(theirs), "parameter")
 
 
@@ -75,7 +71,9 @@ def _shapes(state: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _kind(module: nn.Module) -> str:
+def _kinds(modules: dict[str, nn.Module]) -> dict[str, str]:
     # fully_shard makes a class of its own out of a module's.
-    kinds = type(module).__mro__
-    return next(kind.__name__ for kind in kinds if "FSDPModule" not in {base.__name__ for base in kind.__mro__})
+    def is_own(kind: type) -> bool:
+        return "FSDPModule" not in {base.__name__ for base in kind.__mro__}
+
+    return {name: next(filter(is_own, type(module).__mro__)).__name__ for name, module in modules.items()}

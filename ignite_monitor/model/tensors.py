@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -14,7 +14,9 @@ from ignite_monitor.model.names import tags
 
 def tagged_tensors(output: Any) -> list[tuple[str, Tensor]]:
     """As :func:`floating_tensors`, with places as loggers keep them, each different."""
-    if type(output) is tuple and all(each is None or type(each) is Tensor for each in output):  # at less expense
+    if isinstance(output, Tensor):  # these two at less expense
+        return [("", output)] if output.is_floating_point() else []
+    if type(output) is tuple and all(each is None or type(each) is Tensor for each in output):
         members = enumerate(output)
         return [(str(place), each) for place, each in members if each is not None and each.is_floating_point()]
     found = list(floating_tensors(output))
@@ -29,39 +31,34 @@ def _tags_of(places: tuple[str, ...]) -> list[str]:
     return tags(places)
 
 
-def floating_tensors(output: Any, path: str = "", around: frozenset[int] = frozenset()) -> Iterator[tuple[str, Tensor]]:
-    """Every floating-point tensor in a tensor, tuple, list, mapping or dataclass, nested or not, with its place.
+def floating_tensors(value: Any) -> Iterator[tuple[str, Tensor]]:
+    """The floating-point tensors among those of :func:`tensors_in`."""
+    return ((path, each) for path, each in tensors_in(value) if each.is_floating_point())
+
+
+def tensors_in(value: Any, path: str = "", around: frozenset[int] = frozenset()) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor in a tensor, tuple, list, mapping or dataclass, nested or not, with its place.
 
     Places are positions, keys and names of fields, of namedtuples too, joined by ``/``; that of a single tensor is
     empty. What contains itself is entered once.
     """
-    if isinstance(output, Tensor):
-        if output.is_floating_point():
-            yield path, output
+    members: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, Tensor):
+        yield path, value
+    elif id(value) in around:
         return
-    if id(output) in around:
-        return
-    if isinstance(output, (tuple, list)):
+    elif isinstance(value, (tuple, list)):
         # Those of a namedtuple have names.
-        members: list[tuple[Any, Any]] = list(zip(getattr(output, "_fields", range(len(output))), output, strict=False))
-    elif isinstance(output, Mapping):
-        members = list(output.items())
-    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
-        members = [(field.name, getattr(output, field.name, None)) for field in dataclasses.fields(output)]
-    else:
-        return
+        members = zip(getattr(value, "_fields", range(len(value))), value, strict=False)
+    elif isinstance(value, Mapping):
+        members = value.items()
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        members = [(field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value)]
     for key, member in members:
         if member is not None:
-            yield from floating_tensors(member, f"{path}/{key}" if path else str(key), around | {id(output)})
+            yield from tensors_in(member, f"{path}/{key}" if path else str(key), around | {id(value)})
 
 
 def count_items(batch: Any) -> int | None:
-    """The length of the first tensor in a batch: in a tensor, or nested in tuples, lists and mappings.
-
-    Returns:
-        None if there is no tensor with a dimension in it.
-    """
-    if isinstance(batch, Tensor):
-        return len(batch) if batch.ndim else None
-    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else ()
-    return next((count for count in map(count_items, parts) if count is not None), None)
+    """The length of the first tensor in a batch that has a dimension; None if there is none."""
+    return next((len(each) for _, each in tensors_in(batch) if each.ndim), None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -19,14 +21,7 @@ _RANKS = torch.tensor([[1, 1, 95, 0, 1], [-1, 0, -1, 0, -1], [2, 2, 100, 1, 1]],
 
 
 def row_norms(rows: Tensor) -> Tensor:
-    r"""The l2 norm of every row, :math:`\sqrt{\sum_j |x_{ij}|^2}`, summed in float64.
-
-    Args:
-        rows: real or complex floating point, of shape (…, columns).
-
-    Returns:
-        float64 of shape (…) (float32 on devices without float64).
-    """
+    """The l2 norm of every row of a real or complex tensor, summed in float64 (float32 on devices without it)."""
     dtype = wide_dtype(rows.device)
     if rows.is_complex():
         rows = torch.view_as_real(rows).flatten(-2)
@@ -44,38 +39,30 @@ def row_norms(rows: Tensor) -> Tensor:
     return norms.view(shape)
 
 
-def update_ratios(changes: Tensor, weights: Tensor, eps: float) -> Tensor:
-    r"""How much parameters have moved for their size, :math:`\lVert\Delta w\rVert / (\lVert w\rVert + \epsilon)`.
+def row_norms_of_each(tables: Iterable[Tensor]) -> list[Tensor]:
+    """The :func:`row_norms` of several tensors."""
+    return list(map(row_norms, tables))
 
-    Args:
-        weights: norms of the weights before them, of the same shape.
-        eps: what keeps the ratio finite where a weight is 0.
-    """
+
+def update_ratios(changes: Tensor, weights: Tensor, eps: float) -> Tensor:
+    """How much parameters have moved for their size: norms of changes by those of the weights before, plus ``eps``."""
     return changes / (weights + eps)
 
 
 def count_still(still: Tensor, ratios: Tensor, threshold: float, measured: Tensor) -> Tensor:
     """In how many measured steps in a row each parameter has stood still, one more step included.
 
-    Args:
-        still: the counts before the step.
-        ratios: the step's update ratios; NaN, of weights that are not finite, is not standing still.
-        measured: bool, which parameters the step was to move; the others keep their count.
+    Others than the measured ones keep their count. A ratio of NaN, of weights that are not finite, is no standing
+    still.
     """
     return torch.where(measured, torch.where(ratios <= threshold, still + 1, 0), still)
 
 
 def order_statistics(values: Tensor) -> Tensor:
-    """Median, 95th percentile, minimum and maximum of the values that are not NaN.
+    """Median, 95th percentile, minimum and maximum, along the last dimension, of what is not NaN; NaN of nothing.
 
-    The median of an even number of values is the mean of the two in the middle; the percentile is the nearest-rank
-    one, the smallest value that at least 95 % of the values do not exceed (rank ceil(0.95 n)).
-
-    Args:
-        values: of shape (…, n).
-
-    Returns:
-        The four of them, of shape (…, 4), NaN where there is no value.
+    The median of an even number of values is the mean of the two in the middle; the percentile is the nearest-rank one,
+    the smallest value that at least 95 % of the values do not exceed (rank ceil(0.95 n)).
     """
     if not values.shape[-1]:
         return values.new_full((*values.shape[:-1], 4), torch.nan)

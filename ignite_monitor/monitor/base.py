@@ -19,6 +19,7 @@ from torch.nn.parameter import UninitializedParameter
 from ignite_monitor.checks import check_type
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.events.source import EventSource, check_events
+from ignite_monitor.model._torch import put_first
 from ignite_monitor.model.names import Pattern, Selection
 from ignite_monitor.monitor.loggers import AddedHandlers, add_logger, events_of
 from ignite_monitor.monitor.publisher import Publisher
@@ -61,13 +62,15 @@ class Monitor(Publisher):
         self.model = model
         # What its names start with, so that none is another monitor's, and loggers have a tag for each.
         self.families = [self._named(family) for family in families] or [prefix]
+        # What it sets on the engine's state: name -> value where there is nothing to tell.
+        self.attributes: dict[str, Any] = {}
         self.logger = logging.getLogger(f"{type(self).__module__}.{type(self).__name__}")
         # Keys of its state that stay as they are where the training goes back: a reference does not change.
         self.goes_on: tuple[str, ...] = ("reference",)
         self._source: EventSource | None = None
         self._filters: list[Callable[[Engine, int], bool] | None] = []
         self._log_handlers: list[AddedHandlers] = []
-        self._is_said_unattached = False
+        self._said: set[str] = set()
         self._monitored = False
 
     # What a monitor overrides
@@ -76,9 +79,8 @@ class Monitor(Publisher):
         """The events the monitor listens to, each with its method."""
         return []
 
-    @property
-    def attributes(self) -> list[str]:
-        """The attributes that the monitor sets on the engine's state."""
+    def engine_handlers(self) -> list[tuple[Events, Callable[..., Any]]]:
+        """Ignite's events, each with what to call in iterations that are not monitored too; first, where one starts."""
         return []
 
     def start_iteration(self, engine: Engine) -> None:
@@ -97,6 +99,8 @@ class Monitor(Publisher):
     def clear(self, engine: Engine) -> None:
         """Take this monitor's values out of the engine's state."""
         self.retract()
+        for name, value in self.attributes.items():
+            setattr(engine.state, name, value)
 
     def counts(self) -> Tensor | None:
         """Spikes, values that are not finite and fresh starts of its rule so far; None of who judges nothing."""
@@ -151,8 +155,12 @@ class Monitor(Publisher):
         self._engine = weakref.ref(engine)
         self._filters = [getattr(each, "filter", None) for each in events]
         engine.add_event_handler(Events.ITERATION_STARTED, self._start)
-        for name, handler in self.handlers():
-            source.listen(name, handler)
+        for name, handler in self.engine_handlers():
+            engine.add_event_handler(name, handler)
+            if name == Events.ITERATION_STARTED:
+                put_first(engine, name)
+        for event_name, listener in self.handlers():
+            source.listen(event_name, listener)
         self.clear(engine)
         return MonitorHandle(self, engine)
 
@@ -163,9 +171,11 @@ class Monitor(Publisher):
         engine = self._attached_to()
         if engine is None or self._source is None:
             return
-        for name, handler in self.handlers():
-            self._source.unlisten(name, handler)
+        for event_name, listener in self.handlers():
+            self._source.unlisten(event_name, listener)
         engine.remove_event_handler(self._start, Events.ITERATION_STARTED)
+        for name, handler in self.engine_handlers():
+            engine.remove_event_handler(handler, name)
         self.ended()
         self.release()
         self.clear(engine)
@@ -220,9 +230,14 @@ class Monitor(Publisher):
 
     def nothing_to_log(self) -> None:
         """Say once where there never will be anything."""
-        if self._engine is None and not self._is_said_unattached:
-            self._is_said_unattached = True
-            self.logger.warning("%s: log_to() was called, but attach() was not, so nothing is measured", self.prefix)
+        if self._engine is None:
+            self._warn_once("log_to() was called, but attach() was not, so nothing is measured")
+
+    def _warn_once(self, text: str, *values: object) -> None:
+        """Log a warning, unless there has been one of this text, if with other values in it."""
+        if text not in self._said:
+            self._said.add(text)
+            self.logger.warning(f"%s: {text}", self.prefix, *values)
 
     @property
     def _is_running(self) -> bool:

@@ -17,14 +17,14 @@ class DeferredFlag:
         self._flag: Tensor | None = None  # on the device
         self._sent: tuple[Tensor, torch.cuda.Event] | None = None
 
-    def set(self, flag: Tensor) -> None:
-        """Something may have happened.
+    def __bool__(self) -> bool:
+        """Whether it may be set."""
+        return self._is_set or self._flag is not None or self._sent is not None
 
-        Args:
-            flag: 0-dim bool tensor: whether it has.
-        """
+    def set(self, flag: Tensor) -> None:
+        """Something may have happened: whether it has, a 0-dim bool tensor."""
         if flag.device.type == "cpu":
-            self._is_set |= len(flag.reshape(1).nonzero()) > 0
+            self._is_set |= torch.is_nonzero(flag)
             return
         self._flag = flag if self._flag is None else self._flag | flag
         if self._sent is None:
@@ -54,5 +54,5 @@ class DeferredFlag:
         if self._sent is not None and (wait or self._sent[1].query()):
             copy, event = self._sent
             event.synchronize()
-            self._is_set |= len(copy.reshape(1).nonzero()) > 0
+            self._is_set |= torch.is_nonzero(copy)
             self._sent = None

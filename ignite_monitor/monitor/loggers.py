@@ -4,32 +4,18 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 from ignite.engine import Engine, EventsList, State
 from ignite.engine.events import CallableEventWithFilter
 from ignite.handlers.base_logger import BaseLogger
 from ignite.handlers.tqdm_logger import ProgressBar
-from torch import Tensor
 
 from ignite_monitor.checks import check_type
 from ignite_monitor.events.monitor_events import MonitorEvents, register_events
 from ignite_monitor.model._torch import event_handlers, need
 from ignite_monitor.model.names import Selection
-
-
-class HasValues(Protocol):
-    """What loggers have to know of a monitor."""
-
-    metrics: dict[str, float | Tensor]
-    families: list[str]
-
-    def on_host(self) -> Mapping[str, float | Tensor]:
-        """This iteration's values as floats."""
-
-    def nothing_to_log(self) -> None:
-        """A logger has found no value."""
 
 
 class AddedHandlers:
@@ -78,7 +64,7 @@ class AddedHandlers:
 
 
 def add_logger(
-    monitor: HasValues, logger: BaseLogger, engine: Engine, event: Any, tag: str | None, selection: Selection
+    monitor: Any, logger: BaseLogger, engine: Engine, event: Any, tag: str | None, selection: Selection
 ) -> AddedHandlers:
     """Let a logger write a monitor's values whose names are selected, with a tag before them.
 
@@ -134,10 +120,10 @@ class Values:
         selection: the names that are given.
     """
 
-    def __init__(self, monitor: HasValues, family: str, selection: Selection) -> None:
+    def __init__(self, monitor: Any, family: str, selection: Selection) -> None:
         self._monitor = weakref.ref(monitor)
         self._start = f"{family}/" if family else ""
-        self._selection = selection
+        self._selection, self._is_all = selection, selection.is_all
 
     def are_there(self) -> bool:
         """Whether there are any in this iteration."""
@@ -145,11 +131,11 @@ class Values:
         if monitor is not None and not monitor.metrics:
             monitor.nothing_to_log()
         there = monitor is not None and any(name.startswith(self._start) for name in monitor.metrics)
-        return there and (self._selection.is_all or bool(self(None)))
+        return there and (self._is_all or bool(self(None)))
 
     def __call__(self, _: Any) -> dict[str, Any]:
         monitor = self._monitor()
         host = {} if monitor is None else monitor.on_host()
         start = self._start
-        names = self._selection.of(name for name in host if name.startswith(start))
-        return {name[len(start) :]: host[name] for name in names}
+        names = [name for name in host if name.startswith(start)]
+        return {name[len(start) :]: host[name] for name in (names if self._is_all else self._selection.of(names))}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ignite_monitor.model._torch import version as version_of
+from ignite_monitor.model._torch import versions
 from ignite_monitor.model.devices import upload
 
 
@@ -47,12 +47,9 @@ class SteppedParameters:
         for group in optimizer.param_groups:
             rate = group.get("lr")
             moves: Tensor | bool = rate != 0
-            members = [
-                (self._indices[id(parameter)], parameter, version_of(parameter))
-                for parameter in group["params"]
-                if id(parameter) in self._indices and parameter.requires_grad
-            ]
-            self._groups.append((members, moves))
+            own = [each for each in group["params"] if id(each) in self._indices and each.requires_grad]
+            indices = [self._indices[id(each)] for each in own]
+            self._groups.append((list(zip(indices, own, versions(own), strict=True)), moves))
         self.met_gradients(optimizer)
         return [index for members, _ in self._groups for index, _, _ in members]
 
@@ -71,12 +68,12 @@ class SteppedParameters:
         for members, _ in self._groups:
             # A hook of the user's may have zeroed the gradients; only then the version, which fused steps do not
             # raise, has to tell.
-            moved = [
+            now = versions([parameter for _, parameter, _ in members])
+            stepped += [
                 index
-                for index, parameter, version in members
-                if index in self._with_gradient and (parameter.grad is not None or version_of(parameter) != version)
+                for (index, parameter, then), version in zip(members, now, strict=True)
+                if index in self._with_gradient and (parameter.grad is not None or version != then)
             ]
-            stepped += moved
         if stepped:
             for members, moves in self._groups:
                 self._count([index for index, _, _ in members], moves, made)

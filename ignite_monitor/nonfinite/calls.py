@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import ExitStack
 from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ignite_monitor.model._torch import forward_hooks, in_backward, is_compiled_in_place, is_compilers_wrapper, version
-from ignite_monitor.model.forward import ModuleHook
+from ignite_monitor.model._torch import in_backward, is_compiled_in_place, is_compilers_wrapper, version
+from ignite_monitor.model.forward import ModuleHook, before_forward
 from ignite_monitor.model.names import named_modules
 from ignite_monitor.reference.unnoticed import is_reference_run
 
@@ -18,21 +19,13 @@ _MOST = 64
 
 
 class ModelCall(NamedTuple):
-    """One call of a model.
-
-    Attributes:
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        versions: the tensors among them, with their versions.
-        generators: random number generators, with their states when the model was called.
-        autocast: by type of device, whether autocast was on, and its dtype.
-    """
+    """One call of a model."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    versions: list[tuple[Tensor, int]]
-    generators: list[tuple[torch.Generator, Tensor]]
-    autocast: dict[str, tuple[bool, torch.dtype]]
+    versions: list[tuple[Tensor, int]]  # of the tensors among them
+    generators: list[tuple[torch.Generator, Tensor]]  # with their states when the model was called
+    autocast: dict[str, tuple[bool, torch.dtype]]  # by type of device, whether it was on, and its dtype
 
     @property
     def is_changed(self) -> bool:
@@ -45,10 +38,6 @@ class ModelCalls:
 
     What the model is given in it is the train step's own already, and is forgotten when that returns. Calls without
     gradients are left out: a train step may make thousands of them, and keeps nothing of each.
-
-    Attributes:
-        calls: those since the first one after the last backward but one.
-        complete: whether these are all of them.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -57,33 +46,24 @@ class ModelCalls:
         # What is called without being compiled: the user's model, or what the compiler has put around it.
         self._called = next(filter(is_compilers_wrapper, wrappers), wrappers[-1])
         self._hook = _Note(self, self._called)
-        self._places: list[Any] = []
+        self._around = ExitStack()
         self._ended = False
         self._device: torch.device | None = None
         self._generators: list[torch.Generator] = []
-        self.calls: list[ModelCall] = []
-        self.complete = True
+        self.calls: list[ModelCall] = []  # those since the first one after the last backward but one
+        self.complete = True  # whether these are all of them
 
     def __enter__(self) -> None:
-        if is_compiled_in_place(self._called):  # hooks would be compiled with it
-            return
-        (self._places,) = forward_hooks([self._called], before=True, with_kwargs=True)
-        hooks, *with_kwargs = self._places
-        key = id(self._hook)  # the compiler knows numbers
-        hooks[key] = self._hook
-        for each in with_kwargs:
-            each[key] = True
-        if len(hooks) > 1:
-            hooks.move_to_end(key, last=False)
+        if not is_compiled_in_place(self._called):  # hooks would be compiled with it
+            around = before_forward([self._called], self._hook, first=True, key=id(self._hook))
+            self._around.enter_context(around)
 
     def __exit__(self, *error: object) -> None:
         self.release()
 
     def release(self) -> None:
         """Leave the model as it was."""
-        for each in self._places:
-            each.pop(id(self._hook), None)
-        self._places = []
+        self._around.close()
         self.clear()
 
     def backward_ended(self) -> None:

@@ -6,20 +6,20 @@ import copy
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ignite_monitor.events.monitor_events import Origin
-from ignite_monitor.model._torch import DispatchMode, buffers_in, need, pytree
+from ignite_monitor.model._torch import DispatchMode, buffers_of_each, need, pytree
 from ignite_monitor.model.eager import Eager
 from ignite_monitor.model.names import named_modules, named_parameters, unwrapped
 from ignite_monitor.model.norms import any_sharded
 from ignite_monitor.model.sharding import flat_sharding
 from ignite_monitor.nonfinite.calls import ModelCall, ModelCalls
-from ignite_monitor.nonfinite.trace import Trace, TracedCall, finite, on_host
+from ignite_monitor.nonfinite.trace import Trace, TracedCall, not_finite
 from ignite_monitor.reference.copies import detached_copy
 from ignite_monitor.reference.rng import drawn_again, generators_of
 from ignite_monitor.reference.unnoticed import marked, put_back
@@ -35,32 +35,22 @@ class OriginSearch:
     The model is run once more with what it has been called with, and the same random numbers, and a random gradient
     through it. Parameters, gradients, buffers, attributes and random numbers are the same afterwards. Only the first
     of such gradients in a row is looked into, and nothing is kept or computed before.
-
-    Args:
-        model: the model.
-
-    Attributes:
-        calls: what the model is called with.
-        found: where the newest gradient comes from, if it is not finite and that could be found.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._row = False
         self.calls = ModelCalls(model)
-        self.found: Origin | None = None
+        self.found: Origin | None = None  # of the newest gradient, if it is not finite and that could be found
 
     def look(self, is_finite: bool, is_overflow: bool, alone: bool) -> str | None:
-        """A backward has ended.
+        """A backward has ended; what there is to say of it.
 
         Args:
             is_finite: whether its gradient is.
             is_overflow: whether a gradient that is not may be one of a loss that has been scaled too much: then only
                 what is not finite in forward counts.
             alone: whether the gradient is made by this process alone, and not by others too.
-
-        Returns:
-            What there is to say.
         """
         self.calls.backward_ended()
         repeated, self._row = self._row, not is_finite
@@ -93,14 +83,14 @@ def _found(model: nn.Module, calls: ModelCalls, is_overflow: bool, alone: bool) 
         raise NotFoundError("the model was called too often")
     if any(call.is_changed for call in calls.calls):
         raise NotFoundError("what the model was called with has been changed in place")
-    gradients = _not_finite({name: each.grad for name, each, _ in named_parameters(root)})
+    gradients = not_finite({name: each.grad for name, each, _ in named_parameters(root)})
     trace = Trace(modules)
     through: dict[str, Tensor | None] = {}
     with _unnoticed(list(modules.values()), calls.calls[0]):
         with trace.followed():
             for call in calls.calls:
                 _call_again(root, call)
-        trace.to_host()
+        trace.to_host("inputs", "outputs")
         begun = next((call for call in trace.calls if call.begins_it), None)
         outermost = [call for call in trace.calls if call.parent is None]
         if any(call.output_is_bad for call in outermost):
@@ -112,9 +102,9 @@ def _found(model: nn.Module, calls: ModelCalls, is_overflow: bool, alone: bool) 
             # Checkpoints of the reentrant kind know no gradients of some tensors alone.
             with suppress(RuntimeError):
                 through = _backward(trace.outputs, parameters)
-            trace.to_host()
+            trace.to_host("given", "passed")
     reached = {name for name, each in through.items() if each is not None}
-    bad = _not_finite(through)
+    bad = not_finite(through)
     if bad and (bad == gradients if alone else bad <= gradients):
         made = _in_backward(trace, root, bad)
         if made is not None:
@@ -134,7 +124,7 @@ def _in_forward(begun: TracedCall | None, root: nn.Module) -> Origin:
         return Origin("", "input", "It comes from what the model is called with, which is not finite")
     text = f"It comes from {_named(begun)}: its inputs are finite, and its output is not"
     names = {id(each): name for name, each, _ in named_parameters(root)}
-    bad = _not_finite({names[id(each)]: each for each in begun.module.parameters()})
+    bad = not_finite({names[id(each)]: each for each in begun.module.parameters()})
     if bad:
         text += f", nor is its parameter {min(bad)}"
     return Origin(_named(begun), "forward", text)
@@ -179,12 +169,6 @@ def _named(call: TracedCall) -> str:
     return call.name or "_root_"
 
 
-def _not_finite(tensors: Mapping[str, Tensor | None]) -> set[str]:
-    given = {name: each for name, each in tensors.items() if each is not None}
-    codes = on_host([finite(each) for each in given.values()])
-    return {name for name, code in zip(given, codes, strict=True) if code}
-
-
 # Running the model once more
 
 
@@ -207,22 +191,19 @@ def _backward(outputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> di
 
 @contextmanager
 def _unnoticed(modules: list[nn.Module], call: ModelCall) -> Iterator[None]:
-    """While it lasts, the model can be run, and afterwards nothing shows it.
-
-    Raises:
-        NotFoundError: if it has drawn random numbers of which it is not known what they were.
-    """
+    """While it lasts the model can be run unnoticed; NotFoundError if it draws numbers that it will not draw again."""
     held = [each for module in modules for each in generators_of(module).values()]
-    around = ExitStack()
-    with around:
-        around.enter_context(drawn_again([generator.device for generator, _ in call.generators], held))
-        around.enter_context(_kept(modules))
-        around.enter_context(put_back(modules, [buffers_in(module) for module in modules]))
-        around.enter_context(marked())
-        around.enter_context(Eager(*modules[:1]))
-        around.enter_context(torch.enable_grad())
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            around.enter_context(_Alone())
+    devices = [generator.device for generator, _ in call.generators]
+    has_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+    with (
+        drawn_again(devices, held),
+        _kept(modules),
+        put_back(modules, buffers_of_each(modules)),
+        marked(),
+        Eager(*modules[:1]),
+        torch.enable_grad(),
+        _Alone() if has_ranks else nullcontext(),
+    ):
         before = _states_of_others(held)
         yield
         if _states_of_others(held) != before:

@@ -13,26 +13,21 @@ import torch
 from torch import Tensor, nn
 
 from ignite_monitor.model._torch import parameters_in, pytree
-from ignite_monitor.model.forward import ModuleHook, after_forward, before_forward
+from ignite_monitor.model.forward import after_forward, before_forward
 from ignite_monitor.model.modes import aside, is_plain
+from ignite_monitor.monitor.publisher import transfer
 
 # What a tensor may hold: -inf; NaN or inf; what can't be looked at.
 _MINUS, _OTHER, _UNKNOWN = 1, 2, 4
 
 
 class Seen:
-    """What some tensors hold.
-
-    Attributes:
-        codes: of each floating-point tensor what it holds, on its device; on the host at last.
-        requires_grad: whether each requires gradients.
-        others: whether there were tensors of whole numbers too.
-    """
+    """What some tensors hold."""
 
     def __init__(self) -> None:
-        self.codes: list[Any] = []
-        self.requires_grad: list[bool] = []
-        self.others = False
+        self.codes: list[Any] = []  # of floating-point tensors: 0-dim tensors, and numbers at last
+        self.requires_grad: list[bool] = []  # of the same
+        self.others = False  # whether there were tensors of whole numbers too
 
     def add(self, tensor: Tensor) -> None:
         """Look at a tensor."""
@@ -43,38 +38,23 @@ class Seen:
             self.others = True
 
     def holds(self, unwanted: int, *, masks: bool = False) -> bool:
-        """Whether one of them holds what is unwanted.
-
-        Args:
-            masks: whether -inf is welcome in what requires no gradient.
-        """
+        """Whether one of them holds what is unwanted; with ``masks``, -inf is welcome in what requires no gradient."""
         pairs = zip(self.codes, self.requires_grad, strict=True)
         return any(code & (unwanted & ~_MINUS if masks and not required else unwanted) for code, required in pairs)
 
 
 @dataclass(eq=False)
 class TracedCall:
-    """One call of a module.
-
-    Attributes:
-        name: the module's name.
-        module: the module.
-        parent: the call that it was made in.
-        inputs: what it was given.
-        outputs: what it returned.
-        given: the gradients that have come to its outputs.
-        passed: the gradients that it has passed on to its inputs, and to parameters that other modules have too.
-        shared: these parameters, with what they are kept in and their names there.
-    """
+    """One call of a module."""
 
     name: str
     module: nn.Module
-    parent: TracedCall | None
+    parent: TracedCall | None  # the call that it was made in
     inputs: Seen = field(default_factory=Seen)
     outputs: Seen = field(default_factory=Seen)
-    given: Seen = field(default_factory=Seen)
-    passed: Seen = field(default_factory=Seen)
-    shared: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
+    given: Seen = field(default_factory=Seen)  # the gradients that have come to its outputs
+    passed: Seen = field(default_factory=Seen)  # the gradients that have gone on to its inputs and shared parameters
+    shared: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)  # what keeps each, its name, and it
 
     def is_in(self, other: TracedCall) -> bool:
         """Whether it was made in another one."""
@@ -103,52 +83,36 @@ class TracedCall:
 
 
 class Trace:
-    """Follows the calls of a model's modules, and their backward.
-
-    Args:
-        modules: name -> module.
-
-    Attributes:
-        calls: the calls, in the order in which they return.
-        outputs: what the outermost ones return, as far as it has gradients.
-        forward: whether calls are followed; those that activation checkpointing makes in backward are none.
-        shared: ids of the parameters that several modules have.
-    """
+    """Follows the calls of a model's modules, by name, and their backward."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._names = {id(module): name for name, module in modules.items()}
         self._modules = list(modules.values())
         self._open: list[TracedCall] = []
-        self.calls: list[TracedCall] = []
-        self.outputs: list[Tensor] = []
-        self.forward = True
+        self.calls: list[TracedCall] = []  # in the order in which they return
+        self.outputs: list[Tensor] = []  # what the outermost ones return, as far as it has gradients
         owned = Counter(id(each) for module in self._modules for each in module.parameters(recurse=False))
-        self.shared = {each for each, owners in owned.items() if owners > 1}
+        self.shared = {each for each, owners in owned.items() if owners > 1}  # ids of parameters
 
     @contextmanager
     def followed(self) -> Iterator[None]:
         """What to run the model in."""
-        before = before_forward(self._modules, _Hook(self._enter), first=True)
+        before = before_forward(self._modules, self._enter, first=True)
         try:
-            with before, after_forward(self._modules, _Hook(self._leave)):
+            with before, after_forward(self._modules, self._leave):
                 yield
         finally:
             while self._open:
                 _give_back(self._open.pop())
-            self.forward = False
 
-    def to_host(self) -> None:
-        """Have what is known of the tensors on the host."""
-        seen = [each for call in self.calls for each in (call.inputs, call.outputs, call.given, call.passed)]
-        codes = iter(on_host([code for each in seen for code in each.codes]))
-        for each in seen:
-            each.codes = [next(codes) for _ in each.codes]
+    def to_host(self, *kinds: str) -> None:
+        """Have what is known of such tensors of all calls on the host."""
+        seen: list[Seen] = [getattr(call, kind) for call in self.calls for kind in kinds]
+        for each, codes in zip(seen, transfer([each.codes for each in seen]), strict=True):
+            each.codes = [int(code) for (code,) in codes]
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        name = self._names.get(id(module))
-        if not self.forward or name is None:
-            return None
-        call = TracedCall(name, module, self._open[-1] if self._open else None)
+        call = TracedCall(self._names[id(module)], module, self._open[-1] if self._open else None)
         self._open.append(call)
         for tensor in _tensors_in((args, kwargs)):
             call.inputs.add(tensor)
@@ -160,8 +124,6 @@ class Trace:
         return _aliased((args, kwargs), call.passed)
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        if not self.forward or id(module) not in self._names:
-            return None
         call = self._open.pop()
         _give_back(call)
         self.calls.append(call)
@@ -178,40 +140,20 @@ def _give_back(call: TracedCall) -> None:
         registry[key] = each
 
 
-class _Hook(ModuleHook):
-    def __init__(self, function: Any) -> None:
-        self._function = function
-
-    def __call__(self, *given: Any) -> Any:
-        return self._function(*given)
-
-
-def on_host(codes: list[Any]) -> list[int]:
-    """The numbers that 0-dim tensors hold, in one transfer for each device."""
-    found = list(codes)
-    places: dict[torch.device, list[int]] = {}
-    for place, code in enumerate(codes):
-        if isinstance(code, Tensor):
-            places.setdefault(code.device, []).append(place)
-    for each in places.values():
-        for place, number in zip(each, torch.stack([codes[place] for place in each]).tolist(), strict=True):
-            found[place] = number
-    return found
+def not_finite(tensors: Mapping[str, Tensor | None]) -> set[str]:
+    """The names of those that are not finite; what can't be looked at is taken for finite."""
+    given = {name: each for name, each in tensors.items() if each is not None}
+    (codes,) = transfer([[_code_of(each) for each in given.values()]])
+    return {name for name, (code,) in zip(given, codes, strict=True) if code not in (0, _UNKNOWN)}
 
 
-def finite(tensor: Tensor) -> Any:
-    """0 where a tensor is finite, or can't be looked at; a 0-dim tensor."""
-    code = _code_of(tensor)
-    return 0 if code is _UNKNOWN else code
-
-
-def _code_of(tensor: Tensor) -> Any:
-    if not is_plain(tensor):
-        return _UNKNOWN
+def _code_of(tensor: Tensor) -> Tensor:
     with aside():
+        if not is_plain(tensor):
+            return torch.tensor(_UNKNOWN, device="cpu")
+        if not tensor.numel():
+            return torch.tensor(0, device="cpu")
         values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        if not values.numel():
-            return 0
         # NaN is both the smallest and the largest.
         low, high = torch.aminmax(values.float() if values.element_size() == 1 else values)
         return (low == -torch.inf) * _MINUS + ~(high < torch.inf) * _OTHER

@@ -80,9 +80,7 @@ class LayerChanges(Comparison):
     def values(self, incomplete: Collection[str], device: torch.device) -> tuple[list[str], Tensor, dict[str, Tensor]]:
         """Names and values by layer, and what there is over layers by name; NaN stands for what is absent.
 
-        Args:
-            incomplete: names of layers that are left out.
-            device: where the values are to be where nothing was measured.
+        Incomplete layers are left out; where nothing was measured the values are on the device.
         """
         means, measured = self._mean_over_ranks(incomplete, device)
         with_bias, without = means.unflatten(1, (2, -1)).unbind(1)

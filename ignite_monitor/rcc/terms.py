@@ -89,12 +89,8 @@ def linear_change(
 def output_change(output: Tensor, crossed: Tensor, reference_output: Tensor) -> Change:
     """The change of any function's output, from three evaluations of it.
 
-    A change that is small beside the outputs has as many digits less.
-
-    Args:
-        output: :math:`f_t(x_t)`.
-        crossed: :math:`f_0(x_t)`, of the same shape.
-        reference_output: :math:`f_0(x_0)`, of the same shape.
+    These are :math:`f_t(x_t)`, :math:`f_0(x_t)` and :math:`f_0(x_0)`. A change that is small beside the outputs has as
+    many digits less.
     """
     return Change(output - crossed, crossed - reference_output)
 
@@ -208,10 +204,7 @@ def product_norms(
 ) -> Norms:
     """The norms of what is multiplied with a weight, as for :func:`linear_change`, and of the change of the output.
 
-    Args:
-        dim: the dimension of the features; the last where there are fewer.
-        bias_change: that of the bias, of a shape that fits the output; None if there is none.
-        twice: whether all are wanted without the bias too.
+    With ``twice`` they are there without the bias too; see :func:`change_norms`.
     """
     norms = input_norms(x, input_change, dim)
     change = linear_change(function, weight_change, reference_weight, input_change, x)
@@ -219,20 +212,11 @@ def product_norms(
 
 
 def mean_norm(values: Tensor, dim: int = -1) -> Tensor:
-    """The mean of the l2 norms over one dimension; NaN if there are none.
-
-    Args:
-        values: a tensor in float32 or float64.
-        dim: the dimension of the features.
-    """
+    """The mean of the :func:`feature_norms`; NaN if there are none."""
     return feature_norms(values, dim).mean(dtype=wide_dtype(values.device))
 
 
 def weight_share(weight_update: Tensor, input_drift: Tensor) -> Tensor:
-    """The weights' share in a layer's change, between 0 and 1; 0 where nothing has changed.
-
-    Args:
-        input_drift: norms of the inputs' part, of the same shape.
-    """
+    """The weights' share in a layer's change, by norms, between 0 and 1; 0 where nothing has changed."""
     both = weight_update + input_drift
     return (weight_update / both).masked_fill_(both == 0, 0.0)

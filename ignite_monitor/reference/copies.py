@@ -24,9 +24,6 @@ def detached_copy(value: T) -> T:
 
     Whatever holds the tensors is copied with them: containers, caches of keys and values, random number generators.
     A copy of a tensor requires gradients where the tensor does, since implementations are chosen by that.
-
-    Args:
-        value: anything that ``copy.deepcopy`` can copy, tensors that require gradients included.
     """
     with _DetachedTensors():
         return copy.deepcopy(value)
@@ -52,7 +49,7 @@ def separate_copy(model: nn.Module) -> SeparateCopy:
     Raises:
         ValueError: if it can't be made.
     """
-    memo: dict[int, Any] = {id(hook): hook for module in model.modules() for _, _, hook in hooks_of_users(module)}
+    memo: dict[int, Any] = {id(hook): hook for *_, hook in hooks_of_users(model.modules())}
     try:
         with _DetachedTensors():
             separate = copy.deepcopy(model, memo)

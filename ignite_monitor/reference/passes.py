@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ignite_monitor.model._torch import in_backward, is_transformed, module_call, parameters_of_each
+from ignite_monitor.model._torch import current_backward, is_transformed, module_call, parameters_of_each, versions
 from ignite_monitor.model._torch import version as version_of
 from ignite_monitor.model.forward import ModuleHook, after_forward, before_forward
 from ignite_monitor.model.norms import any_sharded
@@ -73,14 +73,12 @@ class ReferencePasses:
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """While it lasts, the reference runs before the model does, and their calls are compared."""
-        root, modules = [self._reference.root], list(self._ours)
+        modules = list({self._reference.root: "", **self._ours})
         self.incomplete.clear()
         try:
             with (
-                before_forward(root, _Hook(self._start)),
-                before_forward(modules, _Hook(self._enter)),
-                after_forward(modules, _Hook(self._leave)),
-                after_forward(root, _Hook(self._end)),
+                before_forward(modules, _Hook(self._before)),
+                after_forward(modules, _Hook(self._after)),
             ):
                 yield
         finally:
@@ -120,15 +118,24 @@ class ReferencePasses:
         self._weights.clear()
         self._around.close()
 
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if module is self._reference.root:
+            self._start(module, args, kwargs)
+        self._enter(module, args, kwargs)
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        self._leave(module, output)
+        if module is self._reference.root:
+            self._end(module)
+
     # A pass of the whole model
 
     def _start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if (
-            module is not self._reference.root
-            or self._paused
+            self._paused
             or not module.training
             or here.running
-            or in_backward()
+            or current_backward() != -1
             or is_transformed(
                 [each for each in (*args, *kwargs.values(), *module.parameters()) if isinstance(each, Tensor)]
             )
@@ -196,11 +203,9 @@ class ReferencePasses:
                 "copy of the model, is without it: give a module as the argument reference"
             )
 
-    def _end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def _end(self, module: nn.Module) -> None:
         current = self._current
-        if current is None or module is not self._reference.root:
-            return
-        if here.running or in_backward() or _modules_around().count(module) > 1:
+        if current is None or here.running or current_backward() != -1 or _modules_around().count(module) > 1:
             return
         self._forget()
         for name in current.unpaired():
@@ -212,7 +217,7 @@ class ReferencePasses:
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         current, name = self._current, self._ours.get(module)
-        if current is None or name is None or here.running or in_backward():
+        if current is None or name is None or here.running or current_backward() != -1:
             return
         kept = current.take(name)
         if kept is None:
@@ -226,7 +231,7 @@ class ReferencePasses:
         except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
             self._leave_out(name, error)
 
-    def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def _leave(self, module: nn.Module, output: Any) -> None:
         current, name = self._current, self._ours.get(module, "")
         call = None if current is None or here.running else current.begun.get(name)
         if current is None or call is None or call.module is not module:
@@ -278,7 +283,6 @@ class KeptPass:
     """The calls of one forward pass: of the reference's what is kept, of the model's those under way.
 
     Args:
-        offload: whether what is kept waits in the host's memory, page-locked, rather than on the device.
         unstable: names of modules of whose calls a copy has to be kept, since it is changed in place later on.
 
     Attributes:
@@ -303,11 +307,9 @@ class KeptPass:
 
     def changed(self) -> set[str]:
         """The names of whose tensors some have been changed in place since they were kept."""
-        return {
-            name
-            for name, reference, version in self._versions
-            if (tensor := reference()) is not None and version_of(tensor) != version
-        }
+        there = [(name, tensor, then) for name, kept, then in self._versions if (tensor := kept()) is not None]
+        now = versions([tensor for _, tensor, _ in there])
+        return {name for (name, _, then), version in zip(there, now, strict=True) if version != then}
 
     def take(self, name: str) -> list[Tensor | None] | None:
         """What was kept of the next call of a name; None where the reference has made no such call."""

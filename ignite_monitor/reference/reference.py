@@ -105,14 +105,7 @@ class Reference:
         return dict(self.module.state_dict()) if self.kept else None
 
     def load_state_dict(self, state: Any) -> None:
-        """Take saved weights over.
-
-        Args:
-            state: what :meth:`state_dict` returned.
-
-        Raises:
-            ValueError: if it was saved with a reference of another kind or structure.
-        """
+        """Take saved weights over; a ValueError if they are of a reference of another kind or structure."""
         if not self.kept and state is not None:
             raise ValueError(
                 "Argument state_dict holds the reference of a run that had reference='init': resume it with "
@@ -162,12 +155,8 @@ class Reference:
 
         Draws the random numbers that the model is about to draw, with autocast, training flags and the recording of
         gradients as the model has them: what is computed depends on all of these, if only in its last bits. Inputs,
-        buffers of either, and random number generators are the same afterwards.
-
-        Args:
-            args: positional arguments; they are copied.
-            kwargs: keyword arguments; they are copied.
-            parameters: what its parameters are this time, by name; None for what they are.
+        buffers of either, and random number generators are the same afterwards. Given parameters, by name, take the
+        place of its own.
         """
         with self._unnoticed(name), self._nothing_saved():
             args, kwargs = detached_copy((args, kwargs))

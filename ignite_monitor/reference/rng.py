@@ -24,9 +24,7 @@ _DEEPEST = 5  # a trainer or a data set may be behind an attribute
 def drawn_again(devices: Iterable[torch.device], generators: Iterable[Any] = ()) -> Iterator[None]:
     """Random numbers drawn while it lasts are drawn once more afterwards: by torch, Python and NumPy.
 
-    Args:
-        devices: the devices whose default generators count, beside that of the CPU.
-        generators: those of :func:`generators_of` that count.
+    Those of torch come from the generators given, and from the default ones of the devices and the CPU.
     """
     every: list[Any] = [torch.default_generator, *generators]
     others: list[tuple[Any, torch.device, torch.Tensor]] = []

@@ -120,11 +120,7 @@ def _caller() -> str:
 
 @contextlib.contextmanager
 def put_back(modules: list[nn.Module], registries: list[dict[str, Any]]) -> Iterator[None]:
-    """Training flags and buffers of modules are the same afterwards; buffers are copies while it lasts.
-
-    Args:
-        registries: what the modules keep their buffers in.
-    """
+    """Training flags and buffers, kept in registries, are the same afterwards; buffers are copies while it lasts."""
     modes = [module.training for module in modules]
     buffers = [(registry, dict(registry)) for registry in registries if registry]
     try:

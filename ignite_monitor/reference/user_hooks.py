@@ -6,28 +6,31 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from ignite_monitor.model._torch import known_forward_hooks, remove_forward_hook
-from ignite_monitor.model._torch import version as version_of
+from ignite_monitor.model._torch import known_forward_hooks, remove_forward_hook, versions
 from ignite_monitor.model.forward import ModuleHook
+from ignite_monitor.model.tensors import tensors_in
 
 
-def hooks_of_users(module: nn.Module) -> list[tuple[str, Any, Callable[..., Any]]]:
-    """Attribute, key and function of each; those of torch and transformers, and our own, are how a module works."""
-    return [(*known, hook) for known, hook in known_forward_hooks(module).items() if not _of_library(hook)]
+def hooks_of_users(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str, Any, Callable[..., Any]]]:
+    """Module, attribute, key and function of each; those of libraries, and our own, are how a module works."""
+    modules = list(modules)
+    return [
+        (module, *known, hook)
+        for module, own in zip(modules, known_forward_hooks(modules), strict=True)
+        for known, hook in own.items()
+        if not _of_library(hook)
+    ]
 
 
 def remove_hooks_of_users(model: nn.Module) -> list[str]:
     """Take them off all modules; the names of those that had some."""
-    stripped = []
-    for name, module in model.named_modules():
-        hooks = hooks_of_users(module)
-        for kind, key, _ in hooks:
-            remove_forward_hook(module, (kind, key))
-        if hooks:
-            stripped.append(name or "the root module")
-    return stripped
+    names = {module: name or "the root module" for name, module in model.named_modules()}
+    found = hooks_of_users(names)
+    for module, kind, key, _ in found:
+        remove_forward_hook(module, (kind, key))
+    return list(dict.fromkeys(names[module] for module, *_ in found))
 
 
 @contextlib.contextmanager
@@ -35,11 +38,11 @@ def noticed(modules: Mapping[str, nn.Module], changed: Callable[[str], None]) ->
     """While it lasts, tells the names of modules whose inputs or outputs a user's hook changes or replaces."""
     replaced: list[tuple[dict[Any, Any], Any, Any, _Noticed]] = []
     try:
-        for name, module in modules.items():
-            for kind, key, hook in hooks_of_users(module):
-                hooks = getattr(module, kind)
-                hooks[key] = around = _Noticed(hook, name, changed)
-                replaced.append((hooks, key, hook, around))
+        names = {module: name for name, module in modules.items()}
+        for module, kind, key, hook in hooks_of_users(names):
+            hooks = getattr(module, kind)
+            hooks[key] = around = _Noticed(hook, names[module], changed)
+            replaced.append((hooks, key, hook, around))
         yield
     finally:
         for hooks, key, hook, around in replaced:
@@ -54,15 +57,15 @@ class _Noticed(ModuleHook):
         self._changed = changed
 
     def __call__(self, module: nn.Module, *given: Any) -> Any:
-        before = list(_tensors(given))
-        versions = [version_of(each) for each in before]
+        before = [each for _, each in tensors_in(given)]
+        then = versions(before)
         result = self._hook(module, *given)
-        if [version_of(each) for each in before] != versions:
+        if versions(before) != then:
             self._changed(self._name)
         elif result is not None:
             # An input is given alone or as a tuple, with keyword arguments or without; an output comes last.
-            returned = [id(each) for each in _tensors(result)]
-            if returned not in ([id(each) for each in _tensors(each)] for each in (given, given[-1])):
+            returned = _ids_in(result)
+            if returned not in map(_ids_in, (given, given[-1])):
                 self._changed(self._name)
         return result
 
@@ -72,15 +75,5 @@ def _of_library(hook: Any) -> bool:
     return where.partition(".")[0] in ("torch", "transformers", "ignite_monitor")
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    members: Iterable[Any] = ()
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        members = value
-    elif isinstance(value, Mapping):
-        members = value.values()
-    elif hasattr(value, "__dataclass_fields__"):
-        members = vars(value).values()
-    for each in members:
-        yield from _tensors(each)
+def _ids_in(value: Any) -> list[int]:
+    return [id(each) for _, each in tensors_in(value)]

@@ -75,8 +75,8 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
 
 def _difference(name: str, a: Series, b: Series, own: bool) -> Difference:
     until = min(a.steps[-1], b.steps[-1])
-    a, b = (Series(*(part[each.steps <= until] for part in each)) for each in (a, b))
-    if not len(a.steps) or not len(b.steps):
+    a, b = (each.part(each.steps <= until) for each in (a, b))
+    if not a or not b:
         return Difference(name, math.nan, math.nan, math.nan, math.nan, math.nan, False, own)
     ends = [each.end() if np.isfinite(each.values[-1]) else float(each.values[-1]) for each in (a, b)]
     finite = all(map(math.isfinite, ends))

@@ -37,23 +37,16 @@ def curves(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
 
 
 def _nonfinite(name: str, series: Series) -> Iterator[Finding]:
-    bad = series.where(~np.isfinite(series.values))
+    bad, good = series.where(~np.isfinite(series.values)), series.finite.steps
     if not len(bad):
         return
-    is_loss, never = direction(name) < 0, len(bad) == len(series.steps)
     stays = not np.isfinite(series.values[-1])
-    good = series.finite.steps
     since = int(bad[bad > good[-1]][0]) if stays and len(good) else int(bad[0])
     where = f"from iteration {since} to the end" if stays else f"in {iterations(bad)}"
-    kind = "NaN" if np.isnan(series.values[~np.isfinite(series.values)]).all() else "inf or NaN"
-    yield Finding(
-        "nonfinite_metric",
-        "problem" if stays and is_loss else "note" if never else "warning",
-        f"{printable(name)} is {kind} {where} ({len(bad)} of {len(series.steps)} values).",
-        (name,),
-        steps(bad),
-        {"count": len(bad)},
-    )
+    found = "NaN" if np.isnan(series.values[~np.isfinite(series.values)]).all() else "inf or NaN"
+    what = f"{printable(name)} is {found} {where} ({len(bad)} of {len(series.steps)} values)."
+    severity = "problem" if stays and direction(name) < 0 else "warning" if len(good) else "note"
+    yield Finding("nonfinite_metric", severity, what, (name,), steps(bad), {"count": len(bad)})
 
 
 def _lost(name: str, series: Series) -> Iterator[Finding]:
@@ -61,24 +54,18 @@ def _lost(name: str, series: Series) -> Iterator[Finding]:
         return
     begin, end = series.start(), series.end()
     smooth = _smoothed(series.values)
-    best = int(np.argmin(smooth))
-    gained, lost = begin - smooth[best], end - smooth[best]
+    at = int(np.argmin(smooth))
+    lowest, best = int(series.steps[at]), float(smooth[at])
+    gained, lost = begin - best, end - best
     if end > begin and lost > limits.LOST_GAIN * abs(begin) and lost > limits.LOST_GAIN * gained:
-        words, kind = f"ended above its start, at {number(end)} after {number(begin)}", "loss_rose"
+        what, kind, severity = f"ended above its start, at {number(end)} after {number(begin)}", "loss_rose", "problem"
     elif gained > 0 and lost > limits.LOST_GAIN * gained and lost > 2 * _noise(series.values):
-        words = f"fell from {number(begin)} to {number(float(smooth[best]))} and rose again to {number(end)}"
-        kind = "loss_rose_again"
+        what = f"fell from {number(begin)} to {number(best)} and rose again to {number(end)}"
+        kind, severity = "loss_rose_again", "warning"
     else:
         return
-    lowest = int(series.steps[best])
-    yield Finding(
-        kind,
-        "problem" if kind == "loss_rose" else "warning",
-        f"{printable(name)} {words}; it was lowest about iteration {lowest}.",
-        (name,),
-        (lowest,),
-        {"first": begin, "best": float(smooth[best]), "end": end},
-    )
+    what = f"{printable(name)} {what}; it was lowest about iteration {lowest}."
+    yield Finding(kind, severity, what, (name,), (lowest,), {"first": begin, "best": best, "end": end})
 
 
 def _smoothed(values: Array) -> Array:

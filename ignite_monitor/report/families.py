@@ -37,9 +37,9 @@ class Group:
     scalars: dict[str, tuple[str, Series]] = field(default_factory=dict)  # of the whole model: metric -> (name, series)
     items: dict[str, dict[str, tuple[str, Series]]] = field(default_factory=dict)  # metric -> layer or parameter -> …
 
-    def get(self, metric: str) -> Series | None:
-        """The series of a metric of the whole model."""
-        return self.scalars[metric][1] if metric in self.scalars else None
+    def get(self, metric: str) -> Series:
+        """The series of a metric of the whole model, without values where it is not there."""
+        return self.scalars[metric][1] if metric in self.scalars else Series()
 
     def name(self, metric: str) -> str:
         """The full name of a metric of the whole model, whether it is there or not."""
@@ -92,10 +92,9 @@ def _parts(name: str, roots: list[tuple[Schema, str]]) -> tuple[str, str, str, s
         if key != name and schema.find(key):
             metric, _, item = key.partition("/")
             return schema.kind, root, metric, item
-    if match := HEAD.fullmatch(name):
-        return match["kind"], _under(match["tag"], match["kind"]), PER_HEAD[match["kind"]], match["item"]
-    if match := LAYER.fullmatch(name):
-        return match["kind"], _under(match["tag"], match["kind"]), match["metric"], match["item"]
+    if match := HEAD.fullmatch(name) or LAYER.fullmatch(name):
+        kind = match["kind"]
+        return kind, _under(match["tag"], kind), PER_HEAD.get(kind) or match["metric"], match["item"]
     if (match := WORDS.fullmatch(name)) and NAMED[match["prefix"]].find(match["key"]):
         schema = NAMED[match["prefix"]]
         metric, _, item = match["key"].partition("/")

@@ -10,8 +10,8 @@ import numpy as np
 from ignite_monitor.report import limits
 from ignite_monitor.report.families import Group
 from ignite_monitor.report.finding import KINDS, Finding, steps
-from ignite_monitor.report.rollbacks import went_back
 from ignite_monitor.report.series import Array, Series, iterations, listed, number, plural, times
+from ignite_monitor.report.training import went_back
 
 
 class Norms(NamedTuple):
@@ -23,35 +23,33 @@ class Norms(NamedTuple):
     missing: int  # how many spikes were in iterations that are not in the file
     left_out: Array  # of which spikes the step is known to have been left out
     written: Array  # the iterations that are in the file
-    stepped: Series | None  # 1 where the optimizer made its step, 0 where not; None in files that do not tell
+    stepped: Series  # 1 where the optimizer made its step, 0 where not; empty in files that do not tell
 
 
 def norms(group: Group, run: Sequence[Group]) -> Norms | None:
     """What a GradMonitor has judged, None if the file does not hold it."""
     norm, flags = group.get("norm"), group.get("spike")
-    if norm is None or flags is None:
+    if not norm or not flags:
         return None
     own = (each.get(f"{group.root}/stepped") for each in run if each.kind == "other")
-    stepped = group.get("stepped") or next(own, None)
+    stepped = group.get("stepped") or next(own, Series())
     flagged = flags.where(flags.values > 0)
     spikes, missing = _counted(flagged, group.get("spike_count"))
-    if stepped is not None and (stepped.values > 0).any():  # of a partial gradient, or of one that grew, only spikes
+    if (stepped.values > 0).any():  # of a partial gradient, or of one that grew, only spikes
         keep = ~(stepped.at(norm.steps) == 0) | np.isin(norm.steps, spikes)
         keep |= ~np.isfinite(norm.values) & ~np.isin(norm.steps, flagged)  # an overflow
-        norm = Series(norm.steps[keep], norm.values[keep])
-    skipped = _skipped(group, spikes)
-    left_out = skipped if stepped is None else skipped | (stepped.at(spikes) == 0)
-    threshold = group.get("threshold") or Series(norm.steps[:0], norm.values[:0])
-    return Norms(norm, threshold, spikes, missing, left_out, flags.steps, stepped)
+        norm = norm.part(keep)
+    left_out = _skipped(group, spikes) | (stepped.at(spikes) == 0)
+    return Norms(norm, group.get("threshold"), spikes, missing, left_out, flags.steps, stepped)
 
 
-def _counted(flagged: Array, counts: Series | None) -> tuple[Array, int]:
+def _counted(flagged: Array, counts: Series) -> tuple[Array, int]:
     """Of the flagged iterations those that GradMonitor's counter has kept, and how many it counts beside them.
 
     A spike in a gradient that goes on growing is taken back at the next look: the counter falls by one there, or stays
     if that is a spike too. Any other fall is a counter that began anew.
     """
-    if counts is None:
+    if not counts:
         return flagged, 0
     counted: list[int | None] = []
     before, last_rise = 0, -1
@@ -73,8 +71,6 @@ def _counted(flagged: Array, counts: Series | None) -> tuple[Array, int]:
 def _skipped(group: Group, at: Array) -> Array:
     """Of which spikes the handler is known to have skipped the step."""
     skips, spikes = group.get("skipped_count"), group.get("spike_count")
-    if skips is None or spikes is None:
-        return np.zeros(len(at), bool)
     if skips.last >= spikes.last > 0:
         return np.ones(len(at), bool)
     rises = [Series(each.steps, np.diff(each.values, prepend=0.0)).at(at) for each in (skips, spikes)]
@@ -94,35 +90,24 @@ def _judged(group: Group, known: Norms) -> Iterator[Finding]:
     """Whether there was anything to judge by."""
     name, count = group.name("norm"), len(known.each.steps)
     calm = np.setdiff1d(known.each.finite.steps, known.spikes)
-    if known.stepped is not None:
+    if known.stepped:
         stepless = len(calm) > 0 and not (known.stepped.values > 0).any()
     else:  # norms enter the mean with the optimizer's steps
-        stepless = len(calm) > 1 and group.get("mean") is None and not len(known.threshold.finite.steps)
+        stepless = len(calm) > 1 and not group.get("mean") and not known.threshold.finite
     if stepless:
         yield no_step(name, count)
-    elif not len(known.threshold.finite.steps):
-        yield Finding(
-            "not_judged",
-            "note",
-            f"Of {plural(count, 'gradient norm')} ({name}) none was judged: the threshold's warm-up was not over.",
-            (name,),
-            values={"count": count},
-            advice="Train for longer, or give the threshold rule a shorter warmup.",
-        )
+    elif not known.threshold.finite:
+        what = f"Of {plural(count, 'gradient norm')} ({name}) none was judged: the threshold's warm-up was not over."
+        advice = "Train for longer, or give the threshold rule a shorter warmup."
+        yield Finding("not_judged", "note", what, (name,), values={"count": count}, advice=advice)
 
 
 def no_step(name: str, count: int) -> Finding:
     """That nothing was seen of the optimizer's steps; with accumulation a short run may hold none."""
-    long = count >= limits.STEPLESS
-    return Finding(
-        "no_step" if long else "not_judged",
-        "warning" if long else "note",
-        f"No gradient was judged: GradMonitor's optimizer made no step in {plural(count, 'monitored iteration')} "
-        f"({name}).",
-        (name,),
-        values={"count": count},
-        advice=KINDS["no_step"],
-    )
+    kind, severity = ("no_step", "warning") if count >= limits.STEPLESS else ("not_judged", "note")
+    looks = plural(count, "monitored iteration")
+    what = f"No gradient was judged: GradMonitor's optimizer made no step in {looks} ({name})."
+    return Finding(kind, severity, what, (name,), values={"count": count}, advice=KINDS["no_step"])
 
 
 def _nonfinite(group: Group, known: Norms) -> Iterator[Finding]:
@@ -131,17 +116,16 @@ def _nonfinite(group: Group, known: Norms) -> Iterator[Finding]:
     at = np.intersect1d(bad, known.spikes)
     if not len(at):
         return
-    stays = not np.isfinite(known.each.values[-1])
     what = f"{plural(len(at), 'gradient')} with inf or NaN in {'it' if len(at) == 1 else 'them'} "
     what += f"({group.name('norm')}): {iterations(at)}."
-    if stays:
+    severity, advice = "warning", ""
+    if not np.isfinite(known.each.values[-1]):
         last_good = known.each.finite.steps
         since = f" since iteration {int(last_good[-1])}" if len(last_good) else ""
         what += f" It stays so to the end: no finite norm{since}."
+        severity, advice = "problem", "Go back to a checkpoint from before, with a lower learning rate."
     else:
         what += f" {_handled(group, known, at)}".rstrip()
-    advice = "Go back to a checkpoint from before, with a lower learning rate." if stays else ""
-    severity = "problem" if stays else "warning"
     count = {"count": float(len(at))}
     yield Finding("nonfinite_gradients", severity, what, (group.name("norm"),), steps(at), count, advice)
 
@@ -154,16 +138,11 @@ def _overflows(group: Group, known: Norms) -> Iterator[Finding]:
     rate = len(at) / len(known.each.steps)
     many = rate > limits.OVERFLOW_RATE and len(at) > limits.OVERFLOW_ALLOWANCE
     judgement = "far more than a GradScaler needs to find its scale" if many else "as a GradScaler makes them"
-    yield Finding(
-        "overflows",
-        "warning" if many else "note",
-        f"{plural(len(at), 'overflow')} of the scaled gradient, {judgement} ({100 * rate:.2g} % of "
-        f"{len(known.each.steps)}): {iterations(at)}.",
-        (group.name("norm"), group.name("nonfinite_count")),
-        steps(at),
-        {"count": len(at), "share": rate},
-        "" if many else "Nothing to do.",
-    )
+    what = f"{plural(len(at), 'overflow')} of the scaled gradient, {judgement} ({100 * rate:.2g} % of "
+    what += f"{len(known.each.steps)}): {iterations(at)}."
+    names, values = (group.name("norm"), group.name("nonfinite_count")), {"count": len(at), "share": rate}
+    severity, advice = ("warning", "") if many else ("note", "Nothing to do.")
+    yield Finding("overflows", severity, what, names, steps(at), values, advice)
 
 
 def _spikes(group: Group, known: Norms) -> Iterator[Finding]:
@@ -186,17 +165,15 @@ def _spikes(group: Group, known: Norms) -> Iterator[Finding]:
     where += [f"{f'{missing} of them' if len(at) else 'all'} in iterations that are not in the file"] * bool(missing)
     what = f"{plural(total, 'gradient spike')} ({group.name('norm')}): {'; '.join(where)}."
     if worst is not None:
+        size, threshold = float(sizes[worst]), float(thresholds[worst])
         which = f"The largest, in iteration {int(at[worst])}," if len(at) > 1 else "It"
         above = "just above" if factor < 1.05 else times(factor)
-        what += (
-            f" {which} was {number(float(sizes[worst]))}, {above} its threshold of {number(float(thresholds[worst]))}."
-        )
-        values |= {"worst_norm": float(sizes[worst]), "worst_threshold": float(thresholds[worst])}
+        what += f" {which} was {number(size)}, {above} its threshold of {number(threshold)}."
+        values |= {"worst_norm": size, "worst_threshold": threshold}
     advice = ""
     if severity == "note":
-        what += (
-            " So few, so near the threshold, are noise." if few else " So near the threshold, they are hardly spikes."
-        )
+        noise = "So few, so near the threshold, are noise." if few else "So near the threshold, they are hardly spikes."
+        what += f" {noise}"
         advice = "Nothing to do." if few else "With threshold=RobustThreshold() there may be fewer."
     what = f"{what} {_handled(group, known, at, missing)}".rstrip()
     if severity == "problem":
@@ -216,7 +193,7 @@ def _aftermath(norm: Series, made: Array, spikes: Array) -> float:
         made: the spikes whose step was made, and that are far above the threshold.
     """
     finite = norm.finite
-    calm = Series(*(part[~np.isin(finite.steps, spikes)] for part in finite))
+    calm = finite.part(~np.isin(finite.steps, spikes))
     ratios, least = [0.0], limits.AFTERMATH_WINDOW // 2
     for spike in made:
         before = calm.values[calm.steps < spike][-limits.AFTERMATH_WINDOW :]
@@ -234,7 +211,7 @@ def _handled(group: Group, known: Norms, at: Array, missing: int = 0) -> str:
     skipped, count = _total(group, "skipped_count"), len(at) + missing
     told = {1: "the step", 2: "both steps"}.get(skipped, f"all {skipped} steps")
     said = [f"The handler skipped {told if skipped >= count else f'{skipped} steps'}."] * bool(skipped)
-    if known.stepped is None:
+    if not known.stepped:
         return " ".join(said) or "The handler skipped no step (a train step that looks at the flag may have)."
     made = at[known.stepped.at(at) > 0]
     left_out = at[(known.stepped.at(at) == 0) & ~_skipped(group, at)]
@@ -251,56 +228,38 @@ def _new_levels(group: Group, known: Norms, rollbacks: set[int]) -> Iterator[Fin
         if length == limits.SPIKES_IN_A_ROW and step not in rollbacks:
             begins.append(step)
     if begins:
-        yield Finding(
-            "level_change",
-            "warning",
-            f"{limits.SPIKES_IN_A_ROW} spikes in a row or more ({group.name('spike')}), up to {iterations(begins)}: "
-            "the norm's level has changed, and a rule of GradMonitor's starts afresh there.",
-            (group.name("spike"),),
-            steps(begins),
-        )
+        name = group.name("spike")
+        what = f"{limits.SPIKES_IN_A_ROW} spikes in a row or more ({name}), up to {iterations(begins)}: "
+        what += "the norm's level has changed, and a rule of GradMonitor's starts afresh there."
+        yield Finding("level_change", "warning", what, (name,), steps(begins))
 
 
 def _early(group: Group, known: Norms) -> Iterator[Finding]:
     """Norms in the threshold's warm-up, where no rule judges them, that are far above the run's own."""
-    if not len(known.threshold.finite.steps):
+    norm, judged = known.each.finite, known.threshold.finite
+    if not norm or not judged:
         return
-    norm, begin = known.each.finite, known.threshold.finite.steps[0]
-    usual = max(float(np.median(norm.values)), norm.start(1.0, limits.EARLY_WINDOW)) if len(norm.values) else 0.0
-    at = norm.where((norm.steps < begin) & (norm.values > limits.EARLY_FACTOR * usual))
+    usual = max(float(np.median(norm.values)), norm.start(1.0, limits.EARLY_WINDOW))
+    at = norm.where((norm.steps < judged.steps[0]) & (norm.values > limits.EARLY_FACTOR * usual))
     if len(at) and usual > 0:
-        largest = float(norm.at(at).max())
-        yield Finding(
-            "early_norms",
-            "warning",
-            f"In the threshold's warm-up the gradient norm was {number(largest, 3)} ({group.name('norm')}), "
-            f"{times(largest / usual)} the run's median of {number(usual, 3)}: {iterations(at)}.",
-            (group.name("norm"),),
-            steps(at),
-            {"largest": largest, "median": usual},
-        )
+        name, largest = group.name("norm"), float(norm.at(at).max())
+        what = f"In the threshold's warm-up the gradient norm was {number(largest, 3)} ({name}), "
+        what += f"{times(largest / usual)} the run's median of {number(usual, 3)}: {iterations(at)}."
+        yield Finding("early_norms", "warning", what, (name,), steps(at), {"largest": largest, "median": usual})
 
 
 def _gaps(group: Group, known: Norms) -> Iterator[Finding]:
     """Where values are missing that were otherwise written at even distances."""
-    at = known.written
+    at, name = known.written, group.name("norm")
     distances = np.diff(at)
     usual = np.median(distances) if len(distances) else 0
     gaps = np.flatnonzero(distances > usual)
-    if not len(gaps) or np.mean(distances != usual) > limits.GAPS:
-        return
-    named = [f"{int(at[gap])} and {int(at[gap + 1])}" for gap in gaps]
-    yield Finding(
-        "gap",
-        "note",
-        f"Nothing is in the file between iterations {listed(named)} ({group.name('norm')}): a run that was killed and "
-        "resumed, perhaps.",
-        (group.name("norm"),),
-        steps(at[gaps]),
-        {"count": len(gaps)},
-    )
+    if len(gaps) and np.mean(distances != usual) <= limits.GAPS:
+        named = [f"{int(at[gap])} and {int(at[gap + 1])}" for gap in gaps]
+        what = f"Nothing is in the file between iterations {listed(named)} ({name}): "
+        what += "a run that was killed and resumed, perhaps."
+        yield Finding("gap", "note", what, (name,), steps(at[gaps]), {"count": len(gaps)})
 
 
 def _total(group: Group, metric: str) -> int:
-    series = group.get(metric)
-    return 0 if series is None or not len(series.finite.values) else int(series.finite.values.max())
+    return int(group.get(metric).finite.values.max(initial=0))

@@ -10,18 +10,7 @@ import numpy as np
 from ignite_monitor.report import limits
 from ignite_monitor.report.families import Group
 from ignite_monitor.report.finding import Finding, steps
-from ignite_monitor.report.series import (
-    Array,
-    Series,
-    iterations,
-    last_quarter,
-    listed,
-    natural,
-    number,
-    plural,
-    printable,
-    times,
-)
+from ignite_monitor.report.series import Series, iterations, listed, natural, number, plural, printable, times
 from ignite_monitor.report.weights import together
 
 
@@ -37,14 +26,9 @@ def nonfinite(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
     lasting = any(series.values[-1] != 0 for series in counts.values())
     more = f", and in {plural(len(bad) - 1, 'more module')}" if len(bad) > 1 else ""
     what = f"Activations that are inf or NaN ({group.root}), first in {printable(first)}{more}: {iterations(at)}."
-    yield Finding(
-        "nonfinite_activations",
-        "problem" if lasting else "warning",
-        what + " They stay so to the end." * lasting,
-        group.names("nonfinite_count", bad),
-        steps(at),
-        {"modules": len(bad)},
-    )
+    what += " They stay so to the end." * lasting
+    severity, names = "problem" if lasting else "warning", group.names("nonfinite_count", bad)
+    yield Finding("nonfinite_activations", severity, what, names, steps(at), {"modules": len(bad)})
 
 
 def _innermost(modules: Sequence[str]) -> str:
@@ -61,23 +45,19 @@ def _innermost(modules: Sequence[str]) -> str:
 def dead(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
     """Units that are 0 over the whole batch."""
     fractions = group.finite("dead_fraction")
-    ends = {module: last_quarter(series).end(1.0) for module, series in fractions.items()}
+    ends = _ends(fractions)
     worst = sorted((module for module in ends if ends[module] >= limits.DEAD_FRACTION), key=lambda each: -ends[each])
     if not worst:
         return
     named = []
     for module in worst:
-        onset = _onset(fractions[module], fractions[module].values < limits.DEAD_FRACTION)
+        onset = _onset(fractions[module], above=False, limit=limits.DEAD_FRACTION)
         since = " from the beginning" if onset is None else f" (half of them since iteration {onset})"
         named.append(f"module {printable(module)}: {100 * ends[module]:.0f} %{since}")
-    yield Finding(
-        "dead_units",
-        "problem" if ends[worst[0]] >= limits.MOSTLY_DEAD_FRACTION else "warning",
-        f"Units that are 0 over the whole batch, at the end ({group.root}/…/dead_fraction): {listed(named)}.",
-        group.names("dead_fraction", worst),
-        (),
-        {"modules": len(worst), "largest": ends[worst[0]]},
-    )
+    severity = "problem" if ends[worst[0]] >= limits.MOSTLY_DEAD_FRACTION else "warning"
+    what = f"Units that are 0 over the whole batch, at the end ({group.root}/…/dead_fraction): {listed(named)}."
+    values = {"modules": len(worst), "largest": ends[worst[0]]}
+    yield Finding("dead_units", severity, what, group.names("dead_fraction", worst), values=values)
 
 
 def outliers(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
@@ -85,26 +65,19 @@ def outliers(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
     deviations = group.finite("std")
     if not deviations:
         return
-    for when, ends in (
-        ("at the end", {module: last_quarter(series).end(1.0) for module, series in deviations.items()}),
-        ("at the first look", {module: float(series.values[0]) for module, series in deviations.items()}),
-    ):
+    first_look = {module: float(series.values[0]) for module, series in deviations.items()}
+    for when, ends in (("at the end", _ends(deviations)), ("at the first look", first_look)):
         usual = float(np.median(list(ends.values())))
         limit = max(limits.USUAL_ACTIVATION, min(limits.ACTIVATION_SPREAD * usual, max(limits.LARGE_ACTIVATION, usual)))
         far = sorted((module for module in ends if ends[module] > limit), key=lambda each: -ends[each])
         if far and usual > 0:
-            from_the_first = when == "at the end" and deviations[far[0]].values[0] > limit
-            since = "from the first look on" if from_the_first else when
-            named = [f"{printable(each)} ({number(ends[each], 3)})" for each in far]
-            yield Finding(
-                "activation_outlier",
-                "warning",
-                f"Outputs whose standard deviation is far above the median module's {number(usual, 3)}, {since} "
-                f"({group.root}/…/std): {listed(named)}.",
-                group.names("std", far),
-                steps(deviations[far[0]].steps[:1]),
-                {"modules": len(far), "largest": ends[far[0]], "median": usual},
-            )
+            since = "from the first look on" if when == "at the end" and first_look[far[0]] > limit else when
+            named = listed(f"{printable(each)} ({number(ends[each], 3)})" for each in far)
+            what = f"Outputs whose standard deviation is far above the median module's {number(usual, 3)}, {since} "
+            what += f"({group.root}/…/std): {named}."
+            names, at = group.names("std", far), steps(deviations[far[0]].steps[:1])
+            values = {"modules": len(far), "largest": ends[far[0]], "median": usual}
+            yield Finding("activation_outlier", "warning", what, names, at, values)
             return
 
 
@@ -114,14 +87,15 @@ def collapsed(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
     modules: dict[str, list[str]] = defaultdict(list)
     for head in sorted(heads, key=natural):
         modules[head.rpartition("/")[0]].append(head)
-    low = {head: last_quarter(series).end(1.0) < limits.COLLAPSED_ENTROPY for head, series in heads.items()}
-    fell = {head for head in heads if low[head] and _has_fallen(heads[head])}
+    ends, fallen = _ends(heads), limits.ENTROPY_FALL * limits.COLLAPSED_ENTROPY
+    low = {head for head in heads if ends[head] < limits.COLLAPSED_ENTROPY}
+    fell = {head for head in low if float(heads[head].values.max()) > fallen}
     # Some heads of a module may always have been sharp, but not all of them.
-    sharp = {head for its in modules.values() for head in its if head in fell or all(low[each] for each in its)}
+    sharp = {head for its in modules.values() for head in its if head in fell or low.issuperset(its)}
     if not sharp:
         return
-    single = all((heads[head].values == 0).all() for head in heads)
-    onsets = {head: _onset(heads[head], heads[head].values >= limits.COLLAPSED_ENTROPY) for head in sharp}
+    single = all((series.values == 0).all() for series in heads.values())
+    onsets = {head: _onset(heads[head], above=True, limit=limits.COLLAPSED_ENTROPY) for head in sharp}
     named = []
     for module, every in modules.items():
         its = [head for head in every if head in sharp]
@@ -131,44 +105,38 @@ def collapsed(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
             since = "from the first look on" if len(known) < len(begins) else f"since iteration {min(known)}"
             of = listed([head.rpartition("/head_")[2] for head in its], 8)
             named.append(f"{printable(module)} head{'s' * (len(its) > 1)} {of} ({since})")
-    largest = max(last_quarter(heads[head]).end(1.0) for head in sharp)
-    yield Finding(
-        "attention_collapse",
-        "note" if single else "problem" if 2 * len(sharp) >= len(heads) else "warning",
-        f"{len(sharp)} of {len(heads)} attention heads look at a single place, their entropy {number(largest, 2)} nats "
-        f"or less ({group.root}): {listed(named)}.",
-        group.names("entropy", (head for head in heads if head in sharp)),
-        tuple(sorted({int(heads[head].steps[0]) if onset is None else onset for head, onset in onsets.items()})),
-        {"count": len(sharp), "heads": len(heads), "largest": largest},
-        "Nothing to do if there is but one place to look at." if single else "",
-    )
+    largest = max(ends[head] for head in sharp)
+    severity = "note" if single else "problem" if 2 * len(sharp) >= len(heads) else "warning"
+    what = f"{len(sharp)} of {len(heads)} attention heads look at a single place, their entropy {number(largest, 2)} "
+    what += f"nats or less ({group.root}): {listed(named)}."
+    names = group.names("entropy", (head for head in heads if head in sharp))
+    at = tuple(sorted({int(heads[head].steps[0]) if onset is None else onset for head, onset in onsets.items()}))
+    values = {"count": len(sharp), "heads": len(heads), "largest": largest}
+    advice = "Nothing to do if there is but one place to look at." if single else ""
+    yield Finding("attention_collapse", severity, what, names, at, values, advice)
 
 
 def large_logits(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
     """Attention scores so large that rounding, and one key, decide."""
-    heads = {head: each.finite for head, each in group.each("logit_max").items() if len(each.finite.values)}
+    heads = group.finite("logit_max")
     largest = {head: float(series.values.max()) for head, series in heads.items()}
     far = sorted((head for head in heads if largest[head] > limits.LARGE_LOGIT), key=lambda each: -largest[each])
     if far:
         first = {head: int(heads[head].where(heads[head].values > limits.LARGE_LOGIT)[0]) for head in far}
         named = [f"{printable(each)} ({number(largest[each], 3)}, since iteration {first[each]})" for each in far]
-        yield Finding(
-            "large_logits",
-            "warning",
-            f"Attention scores above {number(limits.LARGE_LOGIT)} ({group.root}): {listed(named)}.",
-            tuple(group.items["logit_max"][head][0] for head in far),
-            tuple(sorted(set(first.values()))),
-            {"heads": len(far), "largest": largest[far[0]]},
-        )
+        what = f"Attention scores above {number(limits.LARGE_LOGIT)} ({group.root}): {listed(named)}."
+        names, at = group.names("logit_max", far), tuple(sorted(set(first.values())))
+        values = {"heads": len(far), "largest": largest[far[0]]}
+        yield Finding("large_logits", "warning", what, names, at, values)
 
 
-def _has_fallen(series: Series) -> bool:
-    return float(series.values.max()) > limits.ENTROPY_FALL * limits.COLLAPSED_ENTROPY
+def _ends(series: Mapping[str, Series]) -> dict[str, float]:
+    return {item: each.last_quarter.end(1.0) for item, each in series.items()}
 
 
-def _onset(series: Series, fine: Array) -> int | None:
-    """The first step after the last at which it was fine; None if it never was."""
-    known = np.flatnonzero(fine)
+def _onset(series: Series, above: bool, limit: float) -> int | None:
+    """The first step after the last at which it was above a limit, or below; None if it never was."""
+    known = np.flatnonzero(series.values >= limit if above else series.values < limit)
     return int(series.steps[min(known[-1] + 1, len(series.steps) - 1)]) if len(known) else None
 
 
@@ -179,14 +147,10 @@ def drift(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
     far.sort(key=lambda layer: both[layer][0] / both[layer][1])
     if far:
         named = [f"{printable(each)} ({number(both[each][1], 2)} against {number(both[each][0], 2)})" for each in far]
-        yield Finding(
-            "input_drift",
-            "note",
-            f"Layers whose output changed by their inputs' drift more than {number(limits.DRIFT_FACTOR)} times as much "
-            f"as by their own weights ({group.root}): {listed(named)}.",
-            group.names("input_drift", far),
-            values={"weight_share": weight_share(both), "layers": len(far)},
-        )
+        what = f"Layers whose output changed by their inputs' drift more than {number(limits.DRIFT_FACTOR)} times as "
+        what += f"much as by their own weights ({group.root}): {listed(named)}."
+        values = {"weight_share": weight_share(both), "layers": len(far)}
+        yield Finding("input_drift", "note", what, group.names("input_drift", far), values=values)
 
 
 def updates_and_drifts(group: Group) -> dict[str, tuple[float, float]]:
@@ -207,14 +171,10 @@ def untrained(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
     still = [layer for layer, series in update.items() if not series.values.any()]
     told = any({"not_optimized", "no_gradient"} & each.items.keys() for each in run if each.kind == "weights")
     if 0 < len(still) < len(update) and not told:
-        yield Finding(
-            "untrained",
-            "note",
-            f"{plural(len(still), 'layer')} whose weights are what they were at the start, to the end "
-            f"({group.root}/weight_update): {together(still)}.",
-            group.names("weight_update", still),
-            values={"count": len(still)},
-        )
+        what = f"{plural(len(still), 'layer')} whose weights are what they were at the start, to the end "
+        what += f"({group.root}/weight_update): {together(still)}."
+        names = group.names("weight_update", still)
+        yield Finding("untrained", "note", what, names, values={"count": len(still)})
 
 
 def far_layers(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
@@ -227,36 +187,17 @@ def far_layers(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
     far = [layer for layer, value in known.items() if not 1 / spread <= value / middle <= spread]
     far.sort(key=lambda layer: -abs(np.log(known[layer] / middle)))
     if far:
-        named = [f"{printable(each)} ({number(known[each], 2)})" for each in far]
-        yield Finding(
-            "weight_update_outlier",
-            "warning",
-            f"Layers whose weight update is more than {number(spread)} times above or below the median layer's "
-            f"{number(middle, 2)} ({group.root}/weight_update): {listed(named)}.",
-            group.names("weight_update", far),
-            values={"median": middle, "layers": len(far)},
-        )
+        named = listed(f"{printable(each)} ({number(known[each], 2)})" for each in far)
+        what = f"Layers whose weight update is more than {number(spread)} times above or below the median layer's "
+        what += f"{number(middle, 2)} ({group.root}/weight_update): {named}."
+        names, values = group.names("weight_update", far), {"median": middle, "layers": len(far)}
+        yield Finding("weight_update_outlier", "warning", what, names, values=values)
 
 
 def spectral(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
     """The weights' largest singular value, where it grew."""
-    series = group.get("norm_max")
-    if series is None or not len(series.finite.values):
-        return
-    begin, end = float(series.finite.values[0]), series.end()
+    name, series = group.name("norm_max"), group.get("norm_max").finite
+    begin, end = float(series.values[0]) if series else 0.0, series.end()
     if begin > 0 and end > limits.SPECTRAL_GROWTH * begin:
-        yield Finding(
-            "spectral_growth",
-            "warning",
-            f"The largest spectral norm grew {times(end / begin)} ({group.name('norm_max')}), from {number(begin)} to "
-            f"{number(end)}.",
-            (group.name("norm_max"),),
-            values={"first": begin, "end": end},
-        )
-
-
-ACTIVATION_RULES = (nonfinite, dead, outliers)
-ENTROPY_RULES = (collapsed,)
-LOGIT_RULES = (large_logits,)
-RCC_RULES = (drift, untrained, far_layers)
-SPECTRAL_RULES = (spectral,)
+        what = f"The largest spectral norm grew {times(end / begin)} ({name}), from {number(begin)} to {number(end)}."
+        yield Finding("spectral_growth", "warning", what, (name,), values={"first": begin, "end": end})

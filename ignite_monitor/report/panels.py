@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -10,9 +11,9 @@ from typing import NamedTuple
 from ignite_monitor.keys import SCHEMAS
 from ignite_monitor.report.families import KINDS, PER_LAYER, Group, groups
 from ignite_monitor.report.finding import Finding
-from ignite_monitor.report.rollbacks import rollback_steps
 from ignite_monitor.report.series import Series, natural
 from ignite_monitor.report.summary import find, verdict
+from ignite_monitor.report.training import rollback_steps
 
 TWO_STYLES = 6
 """Of how many layers at most solid and dashed lines can be told from each other."""
@@ -85,7 +86,7 @@ def picture(run: Mapping[str, Series], selection: re.Pattern[str] | None = None,
     all_groups = groups(run)
     monitored = [group for group in all_groups if group.kind != "other"]
     flags = [group.get("spike") for group in monitored if group.kind == "grad"]
-    spikes = tuple(sorted({int(step) for each in flags if each is not None for step in each.where(each.values > 0)}))
+    spikes = tuple(sorted({int(step) for each in flags for step in each.where(each.values > 0)}))
     last = max((int(series.steps[-1]) for group in monitored for series in _all(group)), default=0)
     panels = [panel for group in all_groups for panel in PANELS[group.kind](_selected(group, selection)) if panel.lines]
     panels.sort(key=lambda panel: panel.kind != "other")
@@ -115,7 +116,7 @@ def _that_matter(panels: list[Panel], findings: list[Finding]) -> list[Panel]:
 
 
 def _varies(series: Series) -> bool:
-    return len(series.values) == 1 or not bool((series.values == series.values[0]).all())
+    return len(series.values) == 1 or bool((series.values != series.values[0]).any())
 
 
 def _all(group: Group) -> Iterator[Series]:
@@ -125,36 +126,30 @@ def _all(group: Group) -> Iterator[Series]:
 
 
 def _selected(group: Group, selection: re.Pattern[str] | None) -> Group:
-    if selection is None:
-        return group
-    scalars = {metric: entry for metric, entry in group.scalars.items() if selection.search(entry[0])}
-    items = {
-        metric: {item: entry for item, entry in entries.items() if selection.search(entry[0])}
-        for metric, entries in group.items.items()
-    }
-    return Group(group.kind, group.root, scalars, items)
+    def chosen(entries: Mapping[str, tuple[str, Series]]) -> dict[str, tuple[str, Series]]:
+        return {each: entry for each, entry in entries.items() if selection is None or selection.search(entry[0])}
+
+    items = {metric: chosen(entries) for metric, entries in group.items.items()}
+    return Group(group.kind, group.root, chosen(group.scalars), items)
 
 
 def _scalars(group: Group, *metrics: str) -> list[Line]:
-    there = [(metric, group.get(metric)) for metric in metrics]
     return [
-        Line(metric, series, group.scalars[metric][0], colour=at)
-        for at, (metric, series) in enumerate(there)
-        if series is not None
+        Line(metric, group.get(metric), group.scalars[metric][0], colour=at)
+        for at, metric in enumerate(metrics)
+        if metric in group.scalars
     ]
 
 
 def _judged(group: Group) -> Iterator[Panel]:
     """A number with its threshold: the gradient's norm, or what a SpikeMonitor looks at."""
     name, title, rank = ("norm", "gradient norm", 1) if group.kind == "grad" else ("value", "value", 2)
-    value, threshold, flags = group.get(name), group.get("threshold"), group.get("spike")
+    value, flags = group.get(name), group.get("spike")
     lines = _scalars(group, name)
-    lines += [Line("threshold", threshold, group.name("threshold"), "dashed", 1)] if threshold is not None else []
+    lines += [each._replace(style="dashed", colour=1) for each in _scalars(group, "threshold")]
     lines = lines or _scalars(group, "mean", "std")
-    marked = None
-    if value is not None and flags is not None:
-        at = flags.where(flags.values > 0)
-        marked = Series(at, value.at(at))
+    at = flags.where(flags.values > 0)
+    marked = Series(at, value.at(at)) if value and flags else None
     yield Panel(f"{group.root}: {title}", lines, group.kind, marked=marked, rank=rank)
     counts = _scalars(group, "spike_count", "skipped_count", "nonfinite_count")
     if any((line.series.values > 0).any() for line in counts):
@@ -165,14 +160,11 @@ def _weights(group: Group) -> Iterator[Panel]:
     for what, title in (("update_ratio", "update ratio over parameters"), ("grad", "gradient norm over parameters")):
         lines = _scalars(group, *(f"{what}_{which}" for which in ("median", "p95", "max", "min")))
         low, high = group.get(f"{what}_min"), group.get(f"{what}_max")
-        band = (low, high) if low is not None and high is not None and len(low.steps) == len(high.steps) else None
+        band = (low, high) if low and len(low.steps) == len(high.steps) else None
         rank = 2 if what == "update_ratio" else LATER
         yield Panel(f"{group.root}: {title}", lines, "weights", band=band, rank=rank)
-    yield Panel(
-        f"{group.root}: parameters counted",
-        _scalars(group, "frozen_count", "vanishing_count", "exploding_count"),
-        "weights",
-    )
+    counts = _scalars(group, "frozen_count", "vanishing_count", "exploding_count")
+    yield Panel(f"{group.root}: parameters counted", counts, "weights")
     named = {"topk_grad": "largest gradient norms", "topk_frozen": "monitored steps without a move"}
     for metric, title in named.items():
         yield Panel(f"{group.root}: {title}", _lines(group, metric, style="points"), "weights")
@@ -240,10 +232,10 @@ def _rcc(group: Group) -> Iterator[Panel]:
 
 def _mixed(group: Group) -> Iterator[Panel]:
     """What shares a chart of TensorBoard's shares a panel; each other metric has a unit of its own."""
-    together: dict[str, list[str]] = {}
+    together: dict[str, list[str]] = defaultdict(list)
     for metric in sorted(group.scalars, key=natural):
         key = _SCHEMAS[group.kind].find(metric)
-        together.setdefault(key.chart if key and key.chart else metric, []).append(metric)
+        together[key.chart if key and key.chart else metric].append(metric)
     for chart, metrics in together.items():
         title = group.name(metrics[0]) if len(metrics) == 1 else f"{group.root}: {chart}"
         yield Panel(title, _scalars(group, *metrics), group.kind)
@@ -260,17 +252,13 @@ def _spectral(group: Group) -> Iterator[Panel]:
 
 def _own(group: Group) -> Iterator[Panel]:
     run = dict(group.scalars.values())
-    panels: dict[str, list[str]] = {}
-    for part in (_last_word, lambda name: name.partition("/")[0]):
-        panels = {}
-        for name in run:
-            panels.setdefault(part(name), []).append(name)
-        if len(panels) <= OWN_PANELS:
-            break
+    panels: dict[str, list[str]] = defaultdict(list)
+    crowded = len(set(map(_last_word, run))) > OWN_PANELS
+    for name in run:
+        panels[name.partition("/")[0] if crowded else _last_word(name)].append(name)
     if len(panels) > OWN_PANELS:
-        crowded = sorted(panels, key=lambda word: (-len(panels[word]), natural(word)))
-        rest = [name for word in crowded[OWN_PANELS - 1 :] for name in panels.pop(word)]
-        panels["other metrics"] = rest
+        words = sorted(panels, key=lambda word: (-len(panels[word]), natural(word)))
+        panels["other metrics"] = [name for word in words[OWN_PANELS - 1 :] for name in panels.pop(word)]
     for word, names in sorted(panels.items(), key=lambda entry: (not _is_loss(entry[0]), natural(entry[0]))):
         title = names[0] if len(names) == 1 else word
         lines = [Line(name, run[name], name, colour=at) for at, name in enumerate(sorted(names, key=natural))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -69,8 +69,7 @@ def draw(picture: Picture, path: str | Path, title: str = "", log: bool = False)
         head = _head(picture, printable(title), 82 * columns)
         width, heights = 0.4 + 5.2 * columns, (0.1 + 0.19 * len(head), 0.3 + 2.75 * rows)
         figure = Figure(figsize=(width, sum(heights)), dpi=110, layout="constrained")
-        parts: Any = figure.subfigures(2, 1, height_ratios=heights)
-        above, body = parts
+        above, body = cast(Any, figure.subfigures(2, 1, height_ratios=heights))
         for row, (text, colour, weight) in enumerate(head):
             y = 1 - (row + 0.7) / (len(head) + 0.5)
             above.text(0.1 / width, y, text, color=colour, fontweight=weight, fontsize=9, parse_math=False, va="center")
@@ -195,30 +194,22 @@ def _bad_values(axes: Axes, lines: list[Line]) -> None:
     bad = np.unique(np.concatenate([line.series.where(~np.isfinite(line.series.values)) for line in lines]))
     if len(bad):
         bad = bad[np.linspace(0, len(bad) - 1, min(len(bad), 200)).astype(int)]
-        axes.plot(
-            bad,
-            np.full(len(bad), 0.985),
-            "v",
-            color=SPIKE,
-            markersize=4,
-            transform=axes.get_xaxis_transform(),
-            label="inf or NaN",
-        )
+        at_the_top: Any = {"transform": axes.get_xaxis_transform(), "label": "inf or NaN"}
+        axes.plot(bad, np.full(len(bad), 0.985), "v", color=SPIKE, markersize=4, **at_the_top)
 
 
 def _spikes(axes: Axes, panel: Panel, picture: Picture, steps: Array) -> None:
     if panel.marked is not None and len(panel.marked.steps):
         steps_marked, values = panel.marked.finite
         axes.plot(steps_marked, values, "x", color=SPIKE, markersize=6, markeredgewidth=1.6, label="spike")
-    same_clock = panel.x == "iteration" or steps.max() > picture.last / 2
-    if same_clock and 0 < len(picture.spikes) <= 30:
-        low, high = axes.get_xlim()
-        for spike in picture.spikes:
-            if low <= spike <= high:
-                axes.axvline(spike, color=SPIKE, linewidth=0.8, alpha=0.25, zorder=0.5)
-    if same_clock:
-        low, high = axes.get_xlim()
-        for at in [each for each in picture.rollbacks if low <= each <= high]:
+    if panel.x != "iteration" and steps.max() <= picture.last / 2:  # another clock
+        return
+    low, high = axes.get_xlim()
+    for at in picture.spikes if len(picture.spikes) <= 30 else ():
+        if low <= at <= high:
+            axes.axvline(at, color=SPIKE, linewidth=0.8, alpha=0.25, zorder=0.5)
+    for at in picture.rollbacks:
+        if low <= at <= high:
             label = "_" if at > picture.rollbacks[0] else "went back"
             axes.axvline(at, color=ROLLBACK, linewidth=1.0, linestyle="--", zorder=0.6, label=label)
 
@@ -234,18 +225,10 @@ def _legend(axes: Axes, panel: Panel, lines: list[Line], handles: list[Any], col
     names = dict(zip(every, short(every), strict=True))
     labels = [f"{names[printable(lines[at].label)]}{remark}" for at, remark in sorted(remarks.items())]
     shown = [*(handles[at] for at in sorted(remarks)), *marks]
+    style: Any = {"fontsize": 7, "framealpha": 0.75, "edgecolor": "none", "labelspacing": 0.25, "borderpad": 0.2}
+    place: Any = "best" if sum(len(line.series.steps) for line in lines) < 5000 else "upper right"
     # Texts are set afterwards: matplotlib leaves out labels that begin with an underscore.
-    legend = axes.legend(
-        shown,
-        ["x"] * len(shown),
-        fontsize=7,
-        framealpha=0.75,
-        edgecolor="none",
-        loc="best" if sum(len(line.series.steps) for line in lines) < 5000 else "upper right",
-        handlelength=1.6,
-        labelspacing=0.25,
-        borderpad=0.2,
-    )
+    legend = axes.legend(shown, ["x"] * len(shown), loc=place, handlelength=1.6, **style)
     for text, label in zip(legend.get_texts(), [*labels, *words], strict=True):
         text.set_parse_math(False)
         text.set_text(label)

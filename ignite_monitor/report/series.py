@@ -16,20 +16,32 @@ Array: TypeAlias = npt.NDArray[Any]
 
 
 class Series(NamedTuple):
-    """A metric over the run."""
+    """A metric over the run; one that was not recorded has no values, and is false."""
 
-    steps: Array  # the iterations at which it was written, in ascending order
-    values: Array  # its values there, in float64; NaN and infinities as they were written
+    steps: Array = np.empty(0, int)  # the iterations at which it was written, in ascending order
+    values: Array = np.empty(0)  # its values there, in float64; NaN and infinities as they were written
+
+    def __bool__(self) -> bool:
+        return bool(len(self.steps))
+
+    def part(self, which: Array | slice) -> Series:
+        """A part of it, by a mask, by indices or as a slice."""
+        return Series(self.steps[which], self.values[which])
 
     @property
     def finite(self) -> Series:
         """Its finite part."""
         keep = np.isfinite(self.values)
-        return self if keep.all() else Series(self.steps[keep], self.values[keep])
+        return self if keep.all() else self.part(keep)
+
+    @property
+    def last_quarter(self) -> Series:
+        """Its part in the last quarter of its values, one at least."""
+        return self.part(slice(-max(1, len(self.steps) // 4), None))
 
     def at(self, steps: Array) -> Array:
         """Its values at steps, NaN where there is none."""
-        if not len(self.steps):
+        if not self:
             return np.full(len(steps), math.nan)
         index = np.minimum(np.searchsorted(self.steps, steps), len(self.steps) - 1)
         return np.where(self.steps[index] == steps, self.values[index], math.nan)
@@ -40,13 +52,16 @@ class Series(NamedTuple):
 
     def start(self, share: float = 0.1, at_most: int = 50) -> float:
         """The median of its first finite values, NaN if it has none."""
-        values = self.finite.values
-        return float(np.median(values[: _count(values, share, at_most)])) if len(values) else math.nan
+        return self._median(share, at_most, 1)
 
     def end(self, share: float = 0.1, at_most: int = 50) -> float:
         """The median of its last finite values, NaN if it has none."""
-        values = self.finite.values
-        return float(np.median(values[-_count(values, share, at_most) :])) if len(values) else math.nan
+        return self._median(share, at_most, -1)
+
+    def _median(self, share: float, at_most: int, direction: int) -> float:
+        values = self.finite.values[::direction]
+        count = max(1, min(at_most, math.ceil(share * len(values))))
+        return float(np.median(values[:count])) if len(values) else math.nan
 
     @property
     def last(self) -> float:
@@ -72,16 +87,9 @@ def statistics(series: Series) -> Statistics:
     """A series in numbers; it has one value at least."""
     steps, values = series
     finite = series.finite.values
-    return Statistics(
-        float(values[0]),
-        float(values[-1]),
-        float(finite.min()) if len(finite) else math.nan,
-        float(finite.max()) if len(finite) else math.nan,
-        len(values),
-        len(values) - len(finite),
-        int(steps[0]),
-        int(steps[-1]),
-    )
+    least, most = (float(finite.min()), float(finite.max())) if len(finite) else (math.nan, math.nan)
+    bad = len(values) - len(finite)
+    return Statistics(float(values[0]), float(values[-1]), least, most, len(values), bad, int(steps[0]), int(steps[-1]))
 
 
 def tidy(run: Mapping[str, Sequence[Any]]) -> dict[str, Series]:
@@ -94,19 +102,12 @@ def tidy(run: Mapping[str, Sequence[Any]]) -> dict[str, Series]:
     """
     tidied = {}
     for name in run:
-        steps, values = np.asarray(run[name][0]), np.asarray(run[name][1], dtype=np.float64)
-        if len(steps) > 1 and (np.diff(steps) < 0).any():
-            order = np.argsort(steps, kind="stable")
-            steps, values = steps[order], values[order]
-        if len(steps):
-            tidied[name] = Series(steps, values)
+        series = Series(np.asarray(run[name][0]), np.asarray(run[name][1], dtype=np.float64))
+        if (np.diff(series.steps) < 0).any():
+            series = series.part(np.argsort(series.steps, kind="stable"))
+        if series:
+            tidied[name] = series
     return tidied
-
-
-def last_quarter(series: Series) -> Series:
-    """The part of a series in the last quarter of its values, one at least."""
-    first = len(series.steps) - max(1, len(series.steps) // 4)
-    return Series(series.steps[first:], series.values[first:])
 
 
 def natural(name: str) -> list[tuple[int, int, str]]:
@@ -123,9 +124,7 @@ def number(value: float, digits: int = 4) -> str:
 
 def times(factor: float) -> str:
     """How many times as large something is."""
-    if factor >= 1e6:
-        return f"{factor:.2g} times"
-    return f"{factor:.0f} times" if factor >= 10 else f"{factor:.2g} times"
+    return f"{factor:{'.0f' if 10 <= factor < 1e6 else '.2g'}} times"
 
 
 def plural(count: int, what: str) -> str:
@@ -161,10 +160,6 @@ def iterations(steps: Iterable[int], at_most: int = 6) -> str:
     return f"iteration{'s' * plural} {listed(words, at_most)}"
 
 
-def _count(values: Array, share: float, at_most: int) -> int:
-    return max(1, min(at_most, math.ceil(share * len(values))))
-
-
 def thinned(series: Series, points: int) -> Series:
     """A series with fewer points that looks the same: of each stretch the smallest and the largest value."""
     count = len(series.steps)
@@ -174,14 +169,10 @@ def thinned(series: Series, points: int) -> Series:
     keep: list[int] = []
     for first, end in pairwise(edges):
         values = series.values[first:end]
-        bad = np.flatnonzero(~np.isfinite(values))
-        if len(bad) == len(values):
-            keep.append(int(first))
-            continue
-        plain = np.where(np.isfinite(values), values, np.nan)
-        keep += [int(first + index) for index in (np.nanargmin(plain), np.nanargmax(plain), *bad[:1])]
-    kept = sorted(set(keep))
-    return Series(series.steps[kept], series.values[kept])
+        good, bad = np.flatnonzero(np.isfinite(values)), np.flatnonzero(~np.isfinite(values))
+        ends = [good[values[good].argmin()], good[values[good].argmax()]] if len(good) else []
+        keep += [int(first + index) for index in (*ends, *bad[:1])]
+    return series.part(np.unique(keep))
 
 
 def decades(values: Array) -> float:

@@ -7,23 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ignite_monitor.report import layers, training, weights
 from ignite_monitor.report.curves import curves
 from ignite_monitor.report.families import Group, groups
 from ignite_monitor.report.finding import KINDS, SEVERITIES, Finding
 from ignite_monitor.report.gradients import gradient_findings, no_step, norms
-from ignite_monitor.report.landscape import CURVATURE_RULES, NOISE_RULES
-from ignite_monitor.report.layers import (
-    ACTIVATION_RULES,
-    ENTROPY_RULES,
-    LOGIT_RULES,
-    RCC_RULES,
-    SPECTRAL_RULES,
-    updates_and_drifts,
-    weight_share,
-)
-from ignite_monitor.report.rollbacks import rollbacks
 from ignite_monitor.report.series import Series, Statistics, natural, number, plural, statistics
-from ignite_monitor.report.weights import OPTIMIZER_RULES, REPLICA_RULES, STEP_RULES, WEIGHT_RULES
 
 VERSION = 1
 """Of the JSON: raised when a key changes its meaning or goes."""
@@ -32,18 +21,24 @@ Rule = Callable[[Group, Sequence[Group]], Iterator[Finding]]
 
 RULES: dict[str, tuple[Rule, ...]] = {
     "grad": (gradient_findings,),
-    "rollback": (rollbacks,),
-    "weights": WEIGHT_RULES,
-    "activation": ACTIVATION_RULES,
-    "attention_entropy": ENTROPY_RULES,
-    "attention_logit_max": LOGIT_RULES,
-    "optimizer": OPTIMIZER_RULES,
-    "replicas": REPLICA_RULES,
-    "step": STEP_RULES,
-    "rcc": RCC_RULES,
-    "spectral": SPECTRAL_RULES,
-    "noise scale": NOISE_RULES,
-    "curvature": CURVATURE_RULES,
+    "rollback": (training.rollbacks,),
+    "weights": (
+        weights.frozen,
+        weights.ratios,
+        weights.small_or_large_gradients,
+        weights.untrained,
+        weights.lost_updates,
+    ),
+    "activation": (layers.nonfinite, layers.dead, layers.outliers),
+    "attention_entropy": (layers.collapsed,),
+    "attention_logit_max": (layers.large_logits,),
+    "optimizer": (training.stale, training.eps_rules),
+    "replicas": (training.disagreement,),
+    "step": (training.waiting,),
+    "rcc": (layers.drift, layers.untrained, layers.far_layers),
+    "spectral": (layers.spectral,),
+    "noise scale": (training.noise_scale,),
+    "curvature": (training.curvature,),
     "other": (curves,),
 }
 """What is asked of the metrics of each kind."""
@@ -73,10 +68,8 @@ def _no_gradients(every: Sequence[Group]) -> Finding:
         if name.endswith("/stepped") and not series.values.any():
             return no_step(name, len(series.steps))
     what = "The gradients were not judged: no GradMonitor's metrics are in the file."
-    advice = (
-        "Attach GradMonitor and log_to the logger; if it is, give it the optimizer whose step() the train step calls."
-    )
-    return Finding("not_judged", "note", what, advice=advice)
+    how = "Attach GradMonitor and log_to the logger; if it is, give it the optimizer whose step() the train step calls."
+    return Finding("not_judged", "note", what, advice=how)
 
 
 def healthy(findings: list[Finding]) -> bool | None:
@@ -106,12 +99,12 @@ def looked_at(run: Mapping[str, Series]) -> list[str]:
 
 
 def _words(group: Group, run: Sequence[Group]) -> str:
-    known, frozen = norms(group, run) if group.kind == "grad" else None, group.get("frozen_count")
+    known = norms(group, run) if group.kind == "grad" else None
     if known is not None:
         values = known.each.finite.values
         between = f", {number(float(values.min()), 3)} to {number(float(values.max()), 3)}" if len(values) else ""
         return f"{plural(len(known.each.steps), 'gradient norm')} ({group.name('norm')}{between})"
-    if group.kind == "weights" and frozen is not None:
+    if group.kind == "weights" and (frozen := group.get("frozen_count")):
         return f"weight updates in {plural(len(frozen.steps), 'iteration')} ({group.root}/*)"
     if group.kind == "activation":
         modules = {item for each in group.items.values() for item in each}
@@ -119,8 +112,10 @@ def _words(group: Group, run: Sequence[Group]) -> str:
     if group.kind == "attention_entropy":
         return f"{plural(len(group.each('entropy')), 'attention head')} ({group.root}/*)"
     if group.kind == "rcc":
-        both = updates_and_drifts(group)
-        share = f", {100 * weight_share(both):.0f} % of whose changes is their own weights' doing" if both else ""
+        both = layers.updates_and_drifts(group)
+        share = (
+            f", {100 * layers.weight_share(both):.0f} % of whose changes is their own weights' doing" if both else ""
+        )
         return f"the coordinate check of {plural(len(group.each('weight_update')), 'layer')}{share} ({group.root}/*)"
     return f"spectral norms ({group.root}/*)" if group.kind == "spectral" else ""
 
@@ -148,10 +143,9 @@ def summarise(file: str, run: Mapping[str, Series]) -> Summary:
     monitored: list[str] = []
     parts: list[str] = []  # of layers, parameters, heads
     for group in groups(run):
-        (own if group.kind == "other" else monitored).extend(
-            sorted((n for n, _ in group.scalars.values()), key=natural)
-        )
-        parts += sorted((n for items in group.items.values() for n, _ in items.values()), key=natural)
+        whole = own if group.kind == "other" else monitored
+        whole += sorted((name for name, _ in group.scalars.values()), key=natural)
+        parts += sorted((name for items in group.items.values() for name, _ in items.values()), key=natural)
     monitored += parts
     counting = [run[name].steps for name in monitored or own]
     return Summary(
@@ -181,14 +175,11 @@ def findings_json(findings: list[Finding]) -> list[dict[str, Any]]:
     """Findings as JSON's own types."""
     return [
         {
-            "kind": finding.kind,
-            "severity": finding.severity,
-            "text": finding.text,
-            "metrics": list(finding.metrics),
-            "iterations": list(finding.iterations),
-            "values": plain(finding.values),
+            **{key: getattr(each, key) for key in ("kind", "severity", "text")},
+            **{key: list(getattr(each, key)) for key in ("metrics", "iterations")},
+            "values": plain(each.values),
         }
-        for finding in findings
+        for each in findings
     ]
 
 

@@ -7,11 +7,11 @@ import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TextIO
+from typing import Any, TextIO
 
 from ignite_monitor.report.compare import Comparison, Difference
 from ignite_monitor.report.finding import Finding
-from ignite_monitor.report.series import Statistics, listed, number, printable
+from ignite_monitor.report.series import Statistics, listed, number, plural, printable
 from ignite_monitor.report.summary import Summary, verdict
 
 try:
@@ -35,26 +35,13 @@ STYLES = {"problem": ("✗", "bold red"), "warning": ("!", "yellow"), "note": ("
 def summary_text(summary: Summary, every: bool = False) -> list[RenderableType]:
     """A summary to be printed."""
     count = len(summary.metrics)
-    parts: list[RenderableType] = [
-        Text.assemble(
-            (printable(summary.file), "bold"),
-            f": iterations {summary.first} to {summary.last}, {count} metric{'s' * (count != 1)}",
-        ),
-        Text(),
-        *findings_text(summary),
-        Text(),
-    ]
-    rows = list(summary.metrics.items())
-    kept = rows if every else rows[:ROWS]
-    header = ("metric", "first", "last", "min", "max", "count")
-    parts.append(
-        _Rows(header, [[name, *_numbers(numbers)] for name, numbers in kept], ("count", "min", "max", "first"))
-    )
-    if len(kept) < count:
-        parts.append(
-            Text(f"{count - len(kept)} of {count} metrics are not in the table: --all shows them.", style="dim")
-        )
-    return parts
+    head = f": iterations {summary.first} to {summary.last}, {plural(count, 'metric')}"
+    rows = [[name, *_numbers(numbers)] for name, numbers in summary.metrics.items()][: None if every else ROWS]
+    table = _Rows(("metric", "first", "last", "min", "max", "count"), rows, ("count", "min", "max", "first"))
+    title = Text.assemble((printable(summary.file), "bold"), head)
+    left_out = f"{count - len(rows)} of {count} metrics are not in the table: --all shows them."
+    parts = [title, Text(), *findings_text(summary), Text(), table]
+    return [*parts, Text(left_out, style="dim")] if len(rows) < count else parts
 
 
 def findings_text(summary: Summary) -> list[RenderableType]:
@@ -80,7 +67,7 @@ def comparison_text(comparison: Comparison, every: bool = False) -> list[Rendera
     if differences:
         until = f", up to iteration {comparison.until} where one is longer" if unequal else ""
         parts.append(Text(f"{matter} of {len(differences)} metrics that are in both differ by more than noise{until}:"))
-        kept = differences if every else differences[: max(ROWS, 0)]
+        kept = differences if every else differences[:ROWS]
         header = ("metric", "A", "B", "B to A", "best A", "best B")
         parts.append(_Rows(header, [_difference(each) for each in kept], ("best A", "best B", "B to A", "A")))
         if len(kept) < len(differences):
@@ -104,11 +91,8 @@ def show(parts: Iterable[RenderableType], stream: TextIO | None = None, width: i
     """
     stream = stream or sys.stdout
     target = io.StringIO()
-    console = (
-        Console(file=target, force_terminal=True)
-        if stream.isatty()
-        else Console(file=target, width=width, color_system=None, force_terminal=False, legacy_windows=False)
-    )
+    plain: Any = {"width": width, "color_system": None, "force_terminal": False, "legacy_windows": False}
+    console = Console(file=target, **({"force_terminal": True} if stream.isatty() else plain))
     for part in parts:
         console.print(part)
     text = target.getvalue()
@@ -168,12 +152,7 @@ def _numbers(numbers: Statistics) -> list[str]:
 
 def _difference(each: Difference) -> list[str]:
     ratio = each.b / each.a if each.a and math.isfinite(each.a) and math.isfinite(each.b) else math.nan
-    if not math.isfinite(ratio):
-        change = ""
-    elif 0.5 <= ratio <= 2:
-        change = f"{100 * (ratio - 1):+.1f} %"
-    else:
-        change = f"x {ratio:.3g}"
+    change = f"{100 * (ratio - 1):+.1f} %" if 0.5 <= ratio <= 2 else f"x {ratio:.3g}" if math.isfinite(ratio) else ""
     best = ["" if math.isnan(value) else _cell(value) for value in (each.best_a, each.best_b)]
     return [f"{each.name}{'' if each.matters else '  (noise)'}", _cell(each.a), _cell(each.b), change, *best]
 

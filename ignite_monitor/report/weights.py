@@ -1,4 +1,4 @@
-"""What is said of weights and optimizer state, of what ranks hold, and of their waiting for data."""
+"""What is said of the weights: gradients that vanish or explode, parameters that stand still, sizes of updates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from ignite_monitor.report import limits
 from ignite_monitor.report.families import Group
 from ignite_monitor.report.finding import Finding, steps
-from ignite_monitor.report.series import Series, iterations, last_quarter, listed, number, plural, printable, times
+from ignite_monitor.report.series import Series, iterations, listed, number, plural, printable, times
 
 KEY = re.compile(r"(^|.*[._])(k|key|keys)(_?(proj|projection|lin|linear))?\.bias|.*\.(w_?k|to_k)\.bias")
 BATCH_NORM = re.compile(r"(^|.*[._])(bn|batch_?norm)[\d_a-z]*", re.IGNORECASE)
@@ -22,15 +22,14 @@ def without_gradient(run: Sequence[Group]) -> dict[str, str]:
     biases: dict[str, None] = {}
     follows: dict[str, str] = {}
     for group in run:
-        names: Iterable[str] = (item for items in group.items.values() for item in items)
+        names = [item for items in group.items.values() for item in items]
         if group.kind in ("weights", "parameter", "gradient"):
             biases |= dict.fromkeys(name for name in names if name.endswith(".bias"))
         elif group.kind == "rcc":  # a layer with a bias is there without it too
             twins = {name for name in names if name.endswith(".weight")}
             biases |= dict.fromkeys(f"{name.removesuffix('.weight')}.bias" for name in twins)
         if group.kind in ("activation", "rcc"):
-            ran = list(dict.fromkeys(name.removesuffix(".weight") for items in group.items.values() for name in items))
-            follows |= pairwise(ran)
+            follows |= pairwise(dict.fromkeys(name.removesuffix(".weight") for name in names))
     causes = {}
     for name in biases:
         if KEY.fullmatch(name):
@@ -42,34 +41,27 @@ def without_gradient(run: Sequence[Group]) -> dict[str, str]:
 
 def persists(series: Series, above: float) -> bool:
     """Whether a series is above a number at its end, and not now and then only."""
-    values = last_quarter(series).values
+    values = series.last_quarter.values
     return bool(len(values)) and float(np.mean(values > above)) >= limits.PERSISTENT_SHARE and values[-1] > above
 
 
 def small_or_large_gradients(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
     """Gradients that vanish or explode, to the end."""
     for metric, where in (("vanishing", "below"), ("exploding", "above")):
-        series = group.get(f"{metric}_count")
-        if series is None or not persists(series.finite, 0.0):
+        name, counts = group.name(f"{metric}_count"), group.get(f"{metric}_count").finite
+        if not persists(counts, 0.0):
             continue
-        count = max(1, round(last_quarter(series.finite).end(1.0)))
-        name = group.name(f"{metric}_count")
-        what = f"{plural(count, 'parameter')} with a gradient norm {where} the {metric} threshold ({name}), "
+        count = max(1, round(counts.last_quarter.end(1.0)))
         known = without_gradient(run) if metric == "vanishing" else {}
         explained = 0 < count <= len(known)
-        harmless = explained or (metric == "vanishing" and _from_the_beginning(group, series.finite, count))
+        harmless = explained or (metric == "vanishing" and _from_the_beginning(group, counts, count))
+        what = f"{plural(count, 'parameter')} with a gradient norm {where} the {metric} threshold ({name}), "
         what += "from the beginning, while the rest learn" if harmless else "to the end"
         if explained:
             what += f", as many as {'is' if len(known) == 1 else 'are'} expected: {_because(known)}"
-        yield Finding(
-            f"{metric}_gradients",
-            "note" if harmless else "warning",
-            f"{what}.",
-            (name,),
-            steps(series.where(series.values > 0)[-1:]),
-            {"count": count},
-            "Nothing to do." if explained else "",
-        )
+        severity, advice = "note" if harmless else "warning", "Nothing to do." if explained else ""
+        at = steps(counts.where(counts.values > 0)[-1:])
+        yield Finding(f"{metric}_gradients", severity, f"{what}.", (name,), at, {"count": count}, advice)
 
 
 def _because(known: Mapping[str, str]) -> str:
@@ -90,11 +82,11 @@ def _from_the_beginning(group: Group, counts: Series, count: int) -> bool:
 
 def frozen(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
     """Parameters that no longer move, or did not for a while."""
-    counts = group.get("frozen_count")
-    counts = counts.finite if counts is not None else None
-    if counts is None or not (counts.values > 0).any():
+    name, counts = group.name("frozen_count"), group.get("frozen_count").finite
+    at = counts.where(counts.values > 0)
+    if not len(at):
         return
-    name, count, at = group.name("frozen_count"), int(counts.values[-1]), counts.where(counts.values > 0)
+    count = int(counts.values[-1])
     if not count:
         most = int(counts.values.max())
         what = f"Up to {plural(most, 'parameter')} stood still in {iterations(at)} ({name}), and move"
@@ -117,15 +109,10 @@ def frozen(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
     where = f": {listed(named, 8)}{more}" if named else f", first in iteration {int(at[0])}"
     why = f" It is so by the model's make: {_because(expected)}." if expected else ""
     why += " They are biases whose weights move." if harmless and len(expected) < count else ""
-    yield Finding(
-        "frozen_parameters",
-        "note" if harmless else "problem",
-        f"{plural(count, 'parameter')} no longer move{'s' * (count == 1)} ({name}){where}.{why}",
-        (name, *group.names("topk_frozen", since)),
-        tuple(sorted(set(since.values()))) or steps(at[:1]),
-        {"count": count},
-        "Nothing to do." if harmless else "",
-    )
+    what = f"{plural(count, 'parameter')} no longer move{'s' * (count == 1)} ({name}){where}.{why}"
+    severity, advice = ("note", "Nothing to do.") if harmless else ("problem", "")
+    names, begins = (name, *group.names("topk_frozen", since)), tuple(sorted(set(since.values()))) or steps(at[:1])
+    yield Finding("frozen_parameters", severity, what, names, begins, {"count": count}, advice)
 
 
 def _since(series: Series, counts: Series) -> int:
@@ -140,11 +127,10 @@ def _since(series: Series, counts: Series) -> int:
 
 def ratios(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
     """How much a step moves the parameters for their size."""
-    median = group.get("update_ratio_median")
-    median = median.finite if median is not None else None
-    if median is None or not len(median.values):
+    name, median = group.name("update_ratio_median"), group.get("update_ratio_median").finite
+    if not median:
         return
-    name, usual = group.name("update_ratio_median"), float(np.median(median.values))
+    usual = float(np.median(median.values))
     for kind, unusual, share, norm in (
         ("large_updates", usual > limits.LARGE_UPDATE, f"{100 * usual:.2g} %", "0.1 %"),
         ("small_updates", usual < limits.SMALL_UPDATE, number(usual, 2), "1e-3"),
@@ -153,29 +139,21 @@ def ratios(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
             what = f"A step moves the median parameter by {share} of its size ({name}); {norm} is usual."
             yield Finding(kind, "warning", what, (name,), values={"median": usual})
     for metric, words in (("update_ratio_max", "more"), ("update_ratio_min", "less")):
-        series = group.get(metric)
-        if series is None:
+        end = group.get(metric).finite
+        factors = _factors(end, median) if words == "more" else _factors(median, end)
+        if not factors:
             continue
-        larger, smaller = (series.finite, median) if words == "more" else (median, series.finite)
-        factors = _factors(larger, smaller)
-        if not len(factors.steps):
-            continue
-        far = float(np.median(last_quarter(factors).values))
+        far = float(np.median(factors.last_quarter.values))
         severity = ""
         if words == "less":
             severity = "note" if far > limits.SLOW_SPREAD and not without_gradient(run) else ""
         elif _lasts(factors, far):
             severity = "warning" if far >= limits.UPDATE_SPREAD else "note" if far >= limits.NOTED_SPREAD else ""
         if severity:
-            yield Finding(
-                "update_ratio_outlier",
-                severity,
-                f"One parameter moves {times(far)} {words} for its size than the median one, to the end "
-                f"({group.name(metric)}, about {number(last_quarter(series.finite).end(1.0), 3)}).",
-                (group.name(metric), name),
-                steps(factors.steps[-1:]),
-                {"factor": far},
-            )
+            what = f"One parameter moves {times(far)} {words} for its size than the median one, to the end "
+            what += f"({group.name(metric)}, about {number(end.last_quarter.end(1.0), 3)})."
+            names, at = (group.name(metric), name), steps(factors.steps[-1:])
+            yield Finding("update_ratio_outlier", severity, what, names, at, {"factor": far})
 
 
 def _factors(larger: Series, smaller: Series) -> Series:
@@ -196,33 +174,21 @@ def untrained(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
     """Parameters that are in no optimizer, or never had a gradient, where the handler says so."""
     for metric, why in (("not_optimized", "are in no optimizer"), ("no_gradient", "never had a gradient")):
         series = group.each(metric)
-        looks = [each.steps[-1] for each in (*series.values(), group.get("update_ratio_median")) if each is not None]
-        lasting = {
-            name: int(each.last) for name, each in series.items() if each.last > 0 and each.steps[-1] == max(looks)
-        }
+        end = max((each.steps[-1] for each in (*series.values(), group.get("update_ratio_median")) if each), default=0)
+        lasting = {name: int(each.last) for name, each in series.items() if each.last > 0 and each.steps[-1] == end}
         if lasting:
             count = sum(lasting.values())
-            yield Finding(
-                "untrained",
-                "note",
-                f"{plural(count, 'parameter')} that {why} ({group.root}/{metric}): {together(lasting)}.",
-                group.names(metric, lasting),
-                values={"count": count},
-            )
+            what = f"{plural(count, 'parameter')} that {why} ({group.root}/{metric}): {together(lasting)}."
+            yield Finding("untrained", "note", what, group.names(metric, lasting), values={"count": count})
 
 
 def lost_updates(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
     """Updates that rounding takes."""
-    series = group.get("lost_update_fraction")
-    if series is not None and persists(series.finite, limits.LOST_UPDATES):
-        name, share = group.name("lost_update_fraction"), float(np.median(last_quarter(series.finite).values))
-        yield Finding(
-            "lost_updates",
-            "warning",
-            f"Rounding to low precision takes {100 * share:.0f} % of the updates ({name}), to the end.",
-            (name,),
-            values={"share": share},
-        )
+    name, series = group.name("lost_update_fraction"), group.get("lost_update_fraction").finite
+    if persists(series, limits.LOST_UPDATES):
+        share = float(np.median(series.last_quarter.values))
+        what = f"Rounding to low precision takes {100 * share:.0f} % of the updates ({name}), to the end."
+        yield Finding("lost_updates", "warning", what, (name,), values={"share": share})
 
 
 def together(names: Mapping[str, int] | Iterable[str]) -> str:
@@ -236,81 +202,3 @@ def together(names: Mapping[str, int] | Iterable[str]) -> str:
     return listed(
         printable(its[0] if within[block] == 1 else f"{block} ({within[block]} in it)") for block, its in blocks.items()
     )
-
-
-def disagreement(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
-    """Ranks that no longer hold the same."""
-    series = group.get("agree")
-    if series is None or (series.finite.values == 1).all():
-        return
-    at, name, counts = series.where(series.values == 0), group.name("agree"), group.get("differing_count")
-    most = f", in up to {int(counts.finite.values.max())} tensors" if counts is not None else ""
-    yield Finding(
-        "ranks_differ",
-        "problem",
-        f"The ranks do not hold the same ({name}) in {iterations(at)}{most}; the log names them.",
-        (name,),
-        steps(at),
-        {"looks": len(at)},
-    )
-
-
-def waiting(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
-    """Train steps that wait for their data."""
-    series = group.get("data_wait_share")
-    if series is not None and persists(series.finite, limits.DATA_WAIT_SHARE):
-        share, name = float(np.median(last_quarter(series.finite).values)), group.name("data_wait_share")
-        yield Finding(
-            "data_wait",
-            "note",
-            f"Waiting for data takes {100 * share:.0f} % of the time of wait and train step ({name}).",
-            (name,),
-            values={"share": share},
-        )
-
-
-WEIGHT_RULES = (frozen, ratios, small_or_large_gradients, untrained, lost_updates)
-
-
-def stale(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
-    """Gradients that have become too large for the second moments that they are divided by."""
-    series = group.get("rms_p95")
-    if series is None or not len(series.finite.values):
-        return
-    name, finite = group.name("rms_p95"), series.finite
-    at = finite.where(finite.values > limits.STALE_RMS)
-    lasts = persists(finite, limits.STALE_RMS)
-    if not lasts and len(at) <= limits.STALE_SHARE * len(finite.steps):
-        return
-    names = group.items.get("topk_rms", {})
-    largest = sorted(names, key=lambda each: -float(np.nanmax(names[each][1].values)))[:3]
-    where = f"; largest in {listed(map(printable, largest))}" if largest else ""
-    yield Finding(
-        "stale_moments",
-        "warning" if lasts else "note",
-        f"Gradients {number(float(finite.values.max()), 3)} times as large as the root of their second moments expects "
-        f"({name}, usual is 1), in {iterations(at)}{where}.",
-        (name, *(names[each][0] for each in largest)),
-        steps(at),
-        {"largest": float(finite.values.max()), "count": len(at)},
-    )
-
-
-def eps_rules(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
-    """Steps that are not adapted to the gradient, since it is small beside eps."""
-    series = group.get("eps_share_median")
-    if series is not None and persists(series.finite, limits.EPS_SHARE):
-        share, name = last_quarter(series.finite).end(1.0), group.name("eps_share_median")
-        yield Finding(
-            "eps_rules",
-            "warning",
-            f"Of the median parameter's elements {100 * share:.0f} % have a second moment below eps, to the end "
-            f"({name}): their steps are smaller than the learning rate says.",
-            (name,),
-            values={"share": share},
-        )
-
-
-OPTIMIZER_RULES = (stale, eps_rules)
-REPLICA_RULES = (disagreement,)
-STEP_RULES = (waiting,)

@@ -9,17 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ignite_monitor.model._torch import copy_one_by_one, foreach_copy, local_part, part_of_rank
+from ignite_monitor.model._torch import foreach_copy, part_of_rank
 
 
 def refill(kept: Any, given: Any, on_host: bool | None = None) -> Any:
     """The same as ``given``, with memory of its own: that of tensors in ``kept`` wherever they fit.
 
-    Args:
-        kept: what may be written over, nested like ``given`` as far as it goes; None for nothing.
-        given: dicts, lists and tuples of tensors and of anything else, which is copied deeply.
-        on_host: whether the copies are to lie in the host's memory, pinned where CUDA copies to it, or where the given
-            tensors are. None for wherever those in ``kept`` are.
+    Dicts, lists and tuples are copied with the tensors in them, anything else deeply. The copies lie in the host's
+    memory (pinned where CUDA copies to it) with ``on_host=True``, where the given ones are with False, and with None
+    where those in ``kept`` are.
     """
     pairs: list[tuple[Tensor, Tensor]] = []
     refilled = _refill(kept, given, on_host, pairs)
@@ -60,19 +58,21 @@ def _fits(kept: Tensor, given: Tensor, on_host: bool | None) -> bool:
         and kept.shape == given.shape
         and kept.dtype == given.dtype
         and kept.layout == given.layout == torch.strided
-        and (local_part(kept) is None) == (local_part(given) is None)
+        and (part_of_rank(kept) is kept) == (part_of_rank(given) is given)
         and all(stride or size < 2 for stride, size in zip(kept.stride(), kept.shape, strict=True))
     )
 
 
 @torch.no_grad()
 def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
-    groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
-    for target, source in pairs:
-        target, source = part_of_rank(target), part_of_rank(source)
-        targets, sources = groups.setdefault((target.device, source.device), ([], []))
+    groups: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
+    for pair in pairs:
+        target, source = (part_of_rank(each).detach() for each in pair)
+        if target.device != source.device:
+            target.copy_(source)
+            continue
+        targets, sources = groups.setdefault(target.device, ([], []))
         targets.append(target)
-        sources.append(source.detach())
-    for (target_device, source_device), (targets, sources) in groups.items():
-        copy_all = foreach_copy if target_device == source_device else copy_one_by_one
-        copy_all([each.detach() for each in targets], sources)
+        sources.append(source)
+    for group in groups.values():
+        foreach_copy(*group)

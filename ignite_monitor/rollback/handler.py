@@ -6,27 +6,24 @@ import functools
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from numbers import Real
 from typing import Any
 
 import torch
-from ignite.engine import Engine, Events, EventsList
-from ignite.engine.events import CallableEventWithFilter
+from ignite.engine import Engine, Events
 from torch import Tensor, nn
 
-from ignite_monitor.checks import check_count, check_function, check_real, check_type
+from ignite_monitor.checks import check_choice, check_count, check_function, check_real, check_type
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import ROLLBACK
-from ignite_monitor.model._torch import put_first
 from ignite_monitor.model.devices import device_of
-from ignite_monitor.monitor.base import Handlers, Monitor, MonitorHandle, NoModel
+from ignite_monitor.monitor.base import Handlers, Monitor, NoModel
 from ignite_monitor.monitor.ranks import all_take_part, sum_over_ranks, world_size
 from ignite_monitor.rollback.course import Action, Course, Event
-from ignite_monitor.rollback.rates import lower
+from ignite_monitor.rollback.parts import Training, lower
 from ignite_monitor.rollback.signs import Watch
 from ignite_monitor.rollback.snapshots import Snapshot, Snapshots
-from ignite_monitor.rollback.training import Training
 
 _UNSEEN = 20  # iterations without any sign to judge by, or overdue without a step, after which it says so
 
@@ -117,6 +114,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
     """
 
     _state_dict_all_req_keys = ("course", "snapshots", "levels", "count", "undone_count")
+    _NUMBERS = ("count", "undone_count", "factor", "iteration", "healthy", "stepped")
 
     def __init__(
         self,
@@ -139,9 +137,9 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
     ) -> None:
         super().__init__(NoModel(), prefix)
         _check_to_save(to_save)
-        _check_one_of("where", where, "device", "host")
-        _check_one_of("schedule", schedule, "keep", "rewind")
-        _check_one_of("on_exhausted", on_exhausted, "continue", "terminate")
+        check_choice("where", where, "device", "host")
+        check_choice("schedule", schedule, "keep", "rewind")
+        check_choice("on_exhausted", on_exhausted, "continue", "terminate")
         check_function("loss", loss, "the engine")
         if lr_factor != 1.0:
             lr_factor = check_real("lr_factor", lr_factor, above=0.0, below=1.0)
@@ -151,34 +149,21 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         self.lr_factor = lr_factor
         self.on_exhausted = on_exhausted
         self._course = Course(
-            patience=check_count("patience", patience, least=1),
-            probation=check_count("probation", probation, least=1),
-            hold=check_count("hold", hold, least=1),
-            max_rollbacks=check_count("max_rollbacks", max_rollbacks, least=1),
-            window=check_count("window", window, least=1),
+            **_counts(patience=patience, probation=probation, hold=hold, max_rollbacks=max_rollbacks, window=window)
         )
-        self._snapshots = Snapshots(
-            every=check_count("every", every, least=1),
-            keep=check_count("keep", keep, least=1),
-            quiet=check_count("quiet", quiet, least=1),
-            on_host=where == "host",
-        )
+        self._snapshots = Snapshots(**_counts(every=every, keep=keep, quiet=quiet), on_host=where == "host")
         self._training = Training(self.to_save, rewind=schedule == "rewind")
         self._watch = Watch(self._course.patience, self._training.modules)
-        self._count = self._undone = 0
+        self._count = self._undone_count = 0
         self._factor = 1.0
         self._iteration = 0  # the last one
         self._healthy = self._stepped = True  # that one
-        self._reported = False
 
     # What users call
 
     def detach(self) -> None:
         """Undo ``attach`` and ``log_to``, and let the snapshots go."""
-        engine = self._attached_to()
         super().detach()
-        if engine is not None:
-            engine.remove_event_handler(self._before_others, Events.ITERATION_STARTED)
         self._snapshots.clear()
         self._snapshots.release()
 
@@ -192,20 +177,15 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
             TypeError: if ``reason`` is no string.
         """
         check_type("reason", reason, str, "str")
-        self._watch.request(reason)
+        self._watch.request = reason
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Counts, levels and the snapshots that going back may need: tensors, numbers, strings, lists and dicts."""
         return OrderedDict(
+            {name: getattr(self, f"_{name}") for name in self._NUMBERS},
             course=self._course.state_dict(),
             snapshots=self._snapshots.state_dict(),
             levels=self._watch.state_dict(),
-            count=self._count,
-            undone_count=self._undone,
-            factor=self._factor,
-            iteration=self._iteration,
-            healthy=self._healthy,
-            stepped=self._stepped,
             exempt=sorted(self._training.exempt),
         )
 
@@ -218,20 +198,14 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         self._course.load_state_dict(state_dict["course"])
         self._snapshots.load_state_dict(state_dict["snapshots"])
         self._watch.load_state_dict(state_dict["levels"])
-        self._count, self._undone = int(state_dict["count"]), int(state_dict["undone_count"])
-        self._factor, self._iteration = float(state_dict["factor"]), int(state_dict["iteration"])
-        self._healthy, self._stepped = bool(state_dict["healthy"]), bool(state_dict["stepped"])
+        for name in self._NUMBERS:
+            setattr(self, f"_{name}", state_dict[name])
         self._training.exempt = set(state_dict["exempt"])
 
     # Before the train step
 
-    def attach(
-        self, engine: Engine, event: CallableEventWithFilter | EventsList = Events.ITERATION_STARTED
-    ) -> MonitorHandle:
-        handle = super().attach(engine, event)
-        engine.add_event_handler(Events.ITERATION_STARTED, self._before_others)
-        put_first(engine, Events.ITERATION_STARTED)
-        return handle
+    def engine_handlers(self) -> list[tuple[Events, Callable[..., Any]]]:
+        return [(Events.ITERATION_STARTED, self._before_others)]
 
     def _before_others(self, engine: Engine) -> None:
         """Take a snapshot, of the state in which no handler has changed anything since the last iteration."""
@@ -268,12 +242,10 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
 
     @contextmanager
     def _seeing_steps(self) -> Iterator[None]:
-        handles = [optimizer.register_step_post_hook(self._on_step) for optimizer in self._training.optimizers]
-        try:
+        with ExitStack() as handles:
+            for optimizer in self._training.optimizers:
+                handles.enter_context(optimizer.register_step_post_hook(self._on_step))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _on_step(self, *_: Any) -> None:
         self._stepped = True
@@ -303,7 +275,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         if action != Action.NONE and self._snapshots:
             snapshot = self._snapshots.current if was_healing else self._snapshots.choose(action == Action.GO_BACK)
             self._count += action == Action.GO_BACK
-            self._undone += was_healing
+            self._undone_count += was_healing
             self._put_back(snapshot, lower_rates=action == Action.GO_BACK)
             self._tell(iteration, action, snapshot, reason)
             if action == Action.ACCEPT:
@@ -313,7 +285,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
             values["iteration"] = snapshot.iteration
         elif was_healing and not self._course.healing:
             self.logger.info("%s: well again at iteration %d, %d undone", self.prefix, iteration, self._course.undone)
-        self.publish(count=self._count, undone_count=self._undone, **values)
+        self.publish(count=self._count, undone_count=self._undone_count, **values)
         if action == Action.GO_BACK and self._source is not None:
             self._source.fire(MonitorEvents.ROLLED_BACK)
 
@@ -330,7 +302,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
             if self._any_rank(bool(paths)):
                 return Event.RUINED, f"{paths[0]} is not finite" if paths else "a state is not finite on another rank"
         if signs.trouble:
-            return Event.TROUBLE, ", ".join(signs.reasons) or "another rank has trouble"
+            return Event.TROUBLE, ", ".join(signs.trouble)
         if signs.nonfinite:
             return Event.NONFINITE, f"a loss or gradient has not been finite {self._course.patience} times in a row"
         return (Event.UNHEALTHY, "something exceeds its threshold") if signs.spike else (Event.HEALTHY, "")
@@ -385,10 +357,9 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
             return flag
         return bool(sum_over_ranks(torch.tensor([float(flag)], device=device_of(self._training.modules[0]))))
 
-    def _warn_once(self, text: str, *values: Any) -> None:
-        if not self._reported:
-            self._reported = True
-            self.logger.warning(f"%s: {text}", self.prefix, *values)
+
+def _counts(**values: object) -> dict[str, int]:
+    return {name: check_count(name, value, least=1) for name, value in values.items()}
 
 
 def _check_to_save(to_save: Mapping[str, Any]) -> None:
@@ -402,9 +373,3 @@ def _check_to_save(to_save: Mapping[str, Any]) -> None:
             raise ValueError(f"Argument to_save should not hold an engine, which goes on: leave {name!r} out")
     if not any(isinstance(thing, nn.Module) for thing in to_save.values()):
         raise ValueError("Argument to_save should hold a model, a torch.nn.Module, but it has none")
-
-
-def _check_one_of(name: str, value: object, *allowed: str) -> None:
-    check_type(name, value, str, "str")
-    if value not in allowed:
-        raise ValueError(f"Argument {name} should be {' or '.join(map(repr, allowed))}, but given {value!r}")

@@ -3,119 +3,157 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
+from ignite_monitor.judging.spikes import Kind, outcome
 from ignite_monitor.model._torch import buffers_of_each, foreach_norm, part_of_rank
 from ignite_monitor.model.devices import device_of, wide_dtype
-from ignite_monitor.model.norms import any_sharded
 from ignite_monitor.monitor.base import Monitor
 from ignite_monitor.monitor.publisher import transfer
 from ignite_monitor.monitor.ranks import sum_over_ranks
-from ignite_monitor.rollback.levels import loss_levels, statistics_levels
+
+_MEAN, _VARIANCE = "running_mean", "running_var"
 
 
-class RunningStatistics:
-    r"""What the running statistics of normalizations stand for.
+class Levels:
+    """Which of some numbers exceed their levels: a ``SpikeDetector`` for each, in Python's floats.
 
-    Of each module it is one number, its second moment :math:`\lVert\mu\rVert_2^2 + \lVert\sigma^2\rVert_1`: a mean is
-    not large where it is small against the deviation.
+    ``limit`` gives, of the mean and deviation of the earlier ones, exponentially weighted with 0.95, the largest that
+    is no spike. ``patience`` spikes in a row mean trouble.
     """
 
-    _NAMES = ("running_mean", "running_var")
+    _WARMUP, _DECAY = 20, 0.95
+    _START = (0.0,) * 6  # count, weight, squared weight, mean, spread (see ``Moments``), and the state of ``outcome``
 
-    def __init__(self) -> None:
-        self._buffers: list[dict[str, Any]] = []
+    def __init__(self, limit: Callable[[float, float], float], patience: int) -> None:
+        self._limit = limit
+        self.patience = patience
+        self._rows: list[tuple[float, ...]] = []
 
-    def look_for(self, modules: Iterable[nn.Module]) -> None:
-        """Find the modules that keep running statistics."""
-        inner = {id(inner): inner for module in modules for inner in module.modules()}
-        self._buffers = [each for each in buffers_of_each(inner.values()) if each.keys() >= set(self._NAMES)]
+    def observe(self, values: Sequence[float]) -> tuple[bool, bool]:
+        """Whether any is above its level, and whether any has been so often enough in a row; takes all of them in."""
+        if len(values) != len(self._rows):
+            self._rows = [self._START] * len(values)
+        spike = trouble = False
+        for place, value in enumerate(values):
+            *moments, state = self._rows[place]
+            limit = self._limit_of(moments)
+            found = outcome(int(state), _kind(value, limit), self.patience, overflow_is_spike=False)
+            spike, trouble = spike or bool(found.spike), trouble or bool(found.level_changed)
+            if found.level_changed:
+                moments = [0.0] * 5
+            if not math.isnan(found.entry):
+                moments = self._with(moments, min(value, limit + found.entry))
+            self._rows[place] = (*moments, found.state)
+        return spike, trouble
 
-    def norms(self) -> list[Tensor]:
-        """The norms of all means, and then of all variances: on each device a vector."""
-        mean, variance = self._NAMES
-        kept = [each for each in self._buffers if each[mean] is not None and each[variance] is not None]
-        found = []
-        for device in {each[mean].device: None for each in kept}:
-            here = [each for each in kept if each[mean].device == device]
-            means, variances = ([each[name] for each in here] for name in self._NAMES)
-            if any_sharded(means):
-                means, variances = ([part_of_rank(each) for each in tensors] for tensors in (means, variances))
-            dtype = max(torch.float32, *(each.dtype for each in means), key=lambda dtype: dtype.itemsize)
-            norms = [*foreach_norm(means, 2.0, dtype=dtype), *foreach_norm(variances, 1.0, dtype=dtype)]
-            found.append(torch.stack(norms))
-        return found
+    def _limit_of(self, moments: list[float]) -> float:
+        count, weight, weight_squared, mean, spread = moments
+        if count < self._WARMUP:
+            return math.inf
+        return self._limit(mean, math.sqrt(spread / (weight - weight_squared / weight)))
 
-    @staticmethod
-    def moments(norms: Sequence[Sequence[float]]) -> list[float]:
-        """The second moment of each module, from the vectors that :meth:`norms` gave."""
-        halves = [(each[: len(each) // 2], each[len(each) // 2 :]) for each in norms]
-        return [mean * mean + variance for pair in halves for mean, variance in zip(*pair, strict=True)]
+    def _with(self, moments: list[float], value: float) -> list[float]:
+        count, weight, weight_squared, mean, spread = moments
+        weight, weight_squared = self._DECAY * weight + 1.0, self._DECAY**2 * weight_squared + 1.0
+        delta = value - mean
+        mean += delta / weight
+        return [count + 1.0, weight, weight_squared, mean, self._DECAY * spread + delta * (value - mean)]
+
+    def start_afresh(self) -> None:
+        """Forget the levels."""
+        self._rows = [self._START] * len(self._rows)
+
+    def state(self) -> Tensor:
+        """What is known of each number, a row of a tensor."""
+        return torch.tensor(self._rows, dtype=torch.float64, device="cpu").view(-1, len(self._START))
+
+    def load(self, state: Tensor) -> None:
+        """Continue from a saved state."""
+        self._rows = [tuple(row) for row in state.tolist()]
+
+
+def _kind(value: float, limit: float) -> Kind:
+    if not math.isfinite(value):
+        return Kind.NONFINITE
+    if limit == math.inf:
+        return Kind.WITHOUT_LIMIT
+    return Kind.ABOVE if value > limit else Kind.WITHIN
+
+
+def loss_levels(patience: int) -> Levels:
+    """Of a loss's logarithm: it may be two deviations, or log 1.5, above its mean."""
+    return Levels(lambda mean, std: mean + max(2.0 * std, math.log(1.5)), patience)
+
+
+def statistics_levels() -> Levels:
+    """Of second moments: they may be three times their mean, and are trouble three times in a row above."""
+    return Levels(lambda mean, std: 3.0 * mean, patience=3)
+
+
+def statistics_in(modules: Iterable[nn.Module]) -> list[dict[str, Any]]:
+    """The buffers of those modules in them that keep running statistics."""
+    inner = {id(inner): inner for module in modules for inner in module.modules()}
+    return [each for each in buffers_of_each(inner.values()) if each.keys() >= {_MEAN, _VARIANCE}]
+
+
+def second_moments(statistics: Iterable[Mapping[str, Any]]) -> list[Tensor]:
+    r"""What running statistics stand for, :math:`\lVert\mu\rVert_2^2 + \lVert\sigma^2\rVert_1`, on each device.
+
+    A mean is not large where it is small against the deviation.
+    """
+    found = []
+    kept = [each for each in statistics if each[_MEAN] is not None and each[_VARIANCE] is not None]
+    for device in dict.fromkeys(each[_MEAN].device for each in kept):
+        here = [each for each in kept if each[_MEAN].device == device]
+        means, variances = ([part_of_rank(each[name]) for each in here] for name in (_MEAN, _VARIANCE))
+        dtype = max(torch.float32, *(each.dtype for each in means), key=lambda dtype: dtype.itemsize)
+        norms = [*foreach_norm(means, 2.0, dtype=dtype), *foreach_norm(variances, 1.0, dtype=dtype)]
+        mean, variance = torch.stack(norms).to(wide_dtype(device)).chunk(2)
+        found.append(torch.addcmul(variance, mean, mean))
+    return found
 
 
 @dataclass
 class Signs:
-    """What an iteration's signs are, on one rank or on all of them.
+    """What an iteration's signs are, on one rank or on all of them."""
 
-    Attributes:
-        loss: the sum of the ranks' losses.
-        losses: how many there are.
-        reasons: which trouble, on this rank.
-        look: something is not finite: is the state?
-        nonfinite: a loss or gradient is not finite, and nobody looks after it.
-        spike: something is above its threshold.
-        trouble: something is trouble by itself.
-    """
-
-    loss: float
-    losses: float
-    reasons: list[str] = field(default_factory=list)
-    look: bool = False
-    nonfinite: bool = False
-    spike: bool = False
-    trouble: bool = False
-
-    def is_trouble(self, reason: str) -> None:
-        """There is trouble, and why."""
-        self.trouble = True
-        self.reasons.append(reason)
+    loss: float  # the sum of the ranks' losses
+    losses: float  # how many there are
+    trouble: list[str] = field(default_factory=list)  # what is trouble by itself
+    look: bool = False  # something is not finite: is the state?
+    nonfinite: bool = False  # a loss or gradient is not finite, and nobody looks after it
+    spike: bool = False  # something is above its threshold
 
     def summed(self, device: torch.device) -> Signs:
         """The signs of all ranks."""
-        own = [self.loss, self.losses, self.look, self.nonfinite, self.spike, self.trouble]
-        loss, losses, *flags = sum_over_ranks(torch.tensor(own, dtype=wide_dtype(device), device=device)).tolist()
-        return Signs(loss, losses, self.reasons, *map(bool, flags))
+        own = [self.loss, self.losses, bool(self.trouble), self.look, self.nonfinite, self.spike]
+        all_ranks = sum_over_ranks(torch.tensor(own, dtype=wide_dtype(device), device=device))
+        loss, losses, trouble, *flags = all_ranks.tolist()
+        words = self.trouble or ["another rank has trouble"] * bool(trouble)
+        return Signs(loss, losses, words, *map(bool, flags))
 
 
 class Watch:
     """Collects the signs of every iteration, in one transfer from each device.
 
-    Args:
-        patience: how many losses in a row above their level mean trouble.
-        modules: whose running statistics are looked at, the first of which lies where ranks communicate.
-
-    Attributes:
-        has_signs: whether there has ever been anything to judge by.
+    The running statistics of the modules are looked at; the first of them lies where ranks communicate.
     """
 
     def __init__(self, patience: int, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
-        self._statistics = RunningStatistics()
         self.look_for_statistics()
         self._levels = {"loss": loss_levels(patience), "statistics": statistics_levels()}
         self._counts: WeakKeyDictionary[Monitor, list[float]] = WeakKeyDictionary()
-        self._request: str | None = None
-        self.has_signs = False
-
-    def request(self, reason: str) -> None:
-        """There is trouble in this iteration, or the next."""
-        self._request = reason
+        self.request: str | None = None  # why somebody asks to go back in this iteration, or the next
+        self.has_signs = False  # whether there has ever been anything to judge by
 
     def meet(self, monitors: Iterable[Monitor]) -> None:
         """What monitors who are new have counted so far is no sign."""
@@ -125,26 +163,21 @@ class Watch:
 
     def look_for_statistics(self) -> None:
         """Modules may have come, or gone."""
-        self._statistics.look_for(self._modules)
+        self._statistics = statistics_in(self._modules)
 
     def signs(self, loss: float | Tensor | None, monitors: Iterable[Monitor], ranks: int = 1) -> Signs:
-        """Of the iteration that ends, the same on every rank but for the reasons.
-
-        Args:
-            loss: a number or a tensor with one element; None where there is none.
-            ranks: how many there are.
-        """
+        """Of the iteration that ends, the same on every rank but for the reasons; a loss has one element."""
         counts = {each: counts for each in monitors if (counts := each.counts()) is not None}
-        asked = [[loss] if isinstance(loss, Tensor) else [], [*counts.values()], self._statistics.norms()]
-        losses, numbers, norms = transfer(asked) if any(asked) else [[], [], []]
+        asked = [[loss] if isinstance(loss, Tensor) else [], [*counts.values()], second_moments(self._statistics)]
+        losses, numbers, moments = transfer(asked) if any(asked) else [[], [], []]
         number = losses[0][0] if isinstance(loss, Tensor) else loss
         self.has_signs = self.has_signs or number is not None or any(asked)
         signs = Signs(0.0 if number is None else number, number is not None)
         self._look_at_counts(signs, dict(zip(counts, numbers, strict=True)))
-        self._look_at_statistics(signs, self._statistics.moments(norms))
-        if self._request is not None:
-            signs.is_trouble(self._request)
-            self._request = None
+        self._look_at_statistics(signs, [*chain.from_iterable(moments)])
+        if self.request is not None:
+            signs.trouble.append(self.request)
+            self.request = None
         if ranks > 1:
             signs = signs.summed(device_of(self._modules[0]))
         if signs.losses:
@@ -159,7 +192,7 @@ class Watch:
             signs.look |= nonfinite
             signs.nonfinite |= nonfinite and spikes  # what a GradScaler looks after is no spike
             if restarts:
-                signs.is_trouble(f"{monitor.prefix} has had so many spikes in a row that its level has changed")
+                signs.trouble.append(f"{monitor.prefix} has had so many spikes in a row that its level has changed")
 
     def _look_at_statistics(self, signs: Signs, found: list[float]) -> None:
         if not all(map(math.isfinite, found)):
@@ -167,7 +200,7 @@ class Watch:
         spike, trouble = self._levels["statistics"].observe(found)
         signs.spike |= spike
         if trouble:
-            signs.is_trouble("running statistics are far above their level")
+            signs.trouble.append("running statistics are far above their level")
 
     def _look_at_loss(self, signs: Signs, loss: float) -> None:
         if not math.isfinite(loss):
@@ -177,7 +210,7 @@ class Watch:
         spike, trouble = self._levels["loss"].observe([math.log(loss)])
         signs.spike |= spike
         if trouble:
-            signs.is_trouble(f"the loss has been above its level {self._levels['loss'].patience} times in a row")
+            signs.trouble.append(f"the loss has been above its level {self._levels['loss'].patience} times in a row")
 
     def start_afresh(self) -> None:
         """Forget the levels."""
@@ -189,10 +222,6 @@ class Watch:
         return {name: levels.state() for name, levels in self._levels.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Continue from a saved state.
-
-        Args:
-            state_dict: what :meth:`state_dict` returned.
-        """
+        """Continue from a saved state."""
         for name, levels in self._levels.items():
             levels.load(state_dict[name])

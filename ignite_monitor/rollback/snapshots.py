@@ -2,54 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ignite_monitor.rollback.copying import clone, refill
 
 
+@dataclass(eq=False)
 class Snapshot:
-    """A state, and how well training went after it.
+    """A state, and how well training went after it."""
 
-    Attributes:
-        iteration: the state is that after this iteration.
-        state: nested copies.
-        quiet: for how many iterations nothing has been unhealthy since.
-        factor: what learning rates had been lowered to by then, of their schedule.
-        young: whether rules had not seen enough by then to judge anything.
-    """
-
-    def __init__(self, iteration: int, state: Any, factor: float, young: bool, quiet: int = 0) -> None:
-        self.young = young
-        self.iteration = iteration
-        self.state = state
-        self.factor = factor
-        self.quiet = quiet
+    iteration: int  # the state is that after this iteration
+    state: Any  # nested copies
+    factor: float  # what learning rates had been lowered to by then, of their schedule
+    young: bool  # whether rules had not seen enough by then to judge anything
+    quiet: int = 0  # for how many iterations nothing has been unhealthy since
 
     def state_dict(self) -> dict[str, Any]:
         """All of it, copied."""
         return vars(self) | {"state": clone(self.state)}
 
 
+@dataclass
 class Snapshots:
-    """Those that have proved good, oldest first, and those that have not yet.
+    """Those that have proved good, oldest first, and those that have not yet."""
 
-    Args:
-        every: in which distance they are taken, in iterations.
-        keep: how many good ones are kept, and how many others at most.
-        quiet: after how many healthy iterations in a row one is good.
-        on_host: whether to keep them in the host's memory, pinned where a device copies from it.
+    every: int  # in which distance they are taken, in iterations
+    keep: int  # how many good ones are kept, and how many others at most
+    quiet: int  # after how many healthy iterations in a row one is good
+    on_host: bool  # whether to keep them in the host's memory, pinned where a device copies from it
 
-    Attributes:
-        taken: the iteration after which the last one was taken.
-    """
-
-    def __init__(self, every: int, keep: int, quiet: int, on_host: bool) -> None:
-        self.every = every
-        self.keep = keep
-        self.quiet = quiet
-        self.on_host = on_host
-        self.taken = 0
+    def __post_init__(self) -> None:
+        self.taken = 0  # the iteration after which the last one was taken
         self.good: list[Snapshot] = []
         self.pending: list[Snapshot] = []
         self._free: list[Any] = []  # states whose memory can be used again
@@ -71,9 +56,16 @@ class Snapshots:
         """Copy the state after an iteration."""
         self.taken = iteration
         if len(self.pending) == self.keep:
-            self._free.append(self.pending.pop(0).state)
-        kept = self._free.pop() if self._free else None
-        self.pending.append(Snapshot(iteration, refill(kept, state, self.on_host), factor, young=not len(self)))
+            self._drop(self.pending[:1])
+        self.pending.append(Snapshot(iteration, self._copy(state), factor, young=not len(self)))
+
+    def _copy(self, state: Any) -> Any:
+        return refill(self._free.pop() if self._free else None, state, self.on_host)
+
+    def _drop(self, unwanted: Sequence[Snapshot]) -> None:
+        self._free += [each.state for each in unwanted]
+        self.good = [each for each in self.good if each not in unwanted]
+        self.pending = [each for each in self.pending if each not in unwanted]
 
     def update(self, snapshot: Snapshot, state: Mapping[str, Any]) -> None:
         """Copy parts of a state into a snapshot anew."""
@@ -86,11 +78,9 @@ class Snapshots:
             if each is self._in_doubt and each.quiet >= self.quiet:
                 self._in_doubt = None
         proved = [each for each in self.pending if each.quiet >= self.quiet]
-        if proved:
-            self.pending = [each for each in self.pending if each.quiet < self.quiet]
-            self.good += proved
-            self._free += [each.state for each in self.good[: -self.keep]]
-            self.good = self.good[-self.keep :]
+        self.pending = [each for each in self.pending if each not in proved]
+        self.good += proved
+        self._drop(self.good[: -self.keep])
         return proved
 
     @property
@@ -101,30 +91,27 @@ class Snapshots:
     def choose(self, anew: bool) -> Snapshot:
         """What to go back to: the newest good one, and where none is good the oldest.
 
-        Args:
-            anew: whether this is another trouble. The snapshot that was gone back to at the last is not good any more
-                if it has not proved so again since, unless there is no other.
+        At another trouble (``anew``) the one that was gone back to at the last is not good any more if it has not
+        proved so again since, unless there is no other.
         """
         if anew and len(self.good) > 1 and self.good[-1] is self._in_doubt:
-            self._free.append(self.good.pop().state)
+            self._drop(self.good[-1:])
         chosen = self._in_doubt = self.current
-        # What has been taken after it may be of the trouble.
-        self._free += [each.state for each in self.pending if each is not chosen]
-        self.pending = [each for each in self.pending if each is chosen]
+        self._drop([each for each in self.pending if each is not chosen])  # they may be of the trouble
         chosen.quiet = 0
         return chosen
 
     def start_from(self, snapshot: Snapshot, thresholds: Mapping[str, Any]) -> None:
         """Forget all others; this one has to prove itself again, with other thresholds."""
-        self._free += [each.state for each in [*self.good, *self.pending] if each is not snapshot]
+        self._drop([each for each in [*self.good, *self.pending] if each is not snapshot])
         self.good, self.pending, self._in_doubt = [], [snapshot], None
         snapshot.young, snapshot.quiet = True, 0
         self.update(snapshot, thresholds)
 
     def clear(self) -> None:
         """Forget all of them."""
-        self._free += [each.state for each in [*self.good, *self.pending]]
-        self.good, self.pending, self._in_doubt = [], [], None
+        self._drop([*self.good, *self.pending])
+        self._in_doubt = None
 
     def release(self) -> None:
         """Let the memory go that is not in use."""
@@ -138,16 +125,11 @@ class Snapshots:
         return {"taken": self.taken, "in_doubt": in_doubt, "good": good, "pending": pending}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a saved state.
-
-        Args:
-            state_dict: what :meth:`state_dict` returned.
-        """
+        """Continue from a saved state."""
         self.clear()
         self.taken = int(state_dict["taken"])
-        for name, snapshots in (("good", self.good), ("pending", self.pending)):
-            for saved in state_dict[name]:
-                kept = self._free.pop() if self._free else None
-                state = refill(kept, saved["state"], self.on_host)
-                snapshots.append(Snapshot(**{**saved, "state": state}))
+        self.good, self.pending = (
+            [Snapshot(**{**saved, "state": self._copy(saved["state"])}) for saved in state_dict[name]]
+            for name in ("good", "pending")
+        )
         self._in_doubt = self.current if state_dict["in_doubt"] else None

@@ -5,9 +5,10 @@ from ignite_monitor.scaling.coordinate_check import coordinate_check
 from ignite_monitor.scaling.coordinate_result import CoordinateCheck, Record, Slope
 from ignite_monitor.scaling.graph import ALIGNMENTS, PRESETS, Alignment, LayerGraph, Node, chain
 from ignite_monitor.scaling.labels import TracingError
+from ignite_monitor.scaling.layers import ParametrizedLayer
 from ignite_monitor.scaling.maxp import MaxPScheduler
 from ignite_monitor.scaling.module import ParametrizedModule
-from ignite_monitor.scaling.parametrization import Parametrization, ParametrizedLayer
+from ignite_monitor.scaling.parametrization import Parametrization
 from ignite_monitor.scaling.solver import InfeasibleError, Solution, solve
 from ignite_monitor.scaling.widths import parametrize
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from ignite_monitor.checks import check_count
+from ignite_monitor.checks import check_count, check_type
 from ignite_monitor.keys import ALIGNMENT
 from ignite_monitor.model.names import Pattern, Selection, tags
 from ignite_monitor.model.structure import modules_by_name
@@ -92,11 +92,7 @@ class AlignmentHandler(ReferenceMonitor, schema=ALIGNMENT):
     ) -> None:
         parametrization = model_or_parametrization if isinstance(model_or_parametrization, Parametrization) else None
         model: Any = model_or_parametrization if parametrization is None else parametrization.model
-        if not isinstance(model, nn.Module):
-            raise TypeError(
-                "Argument model_or_parametrization should be of type torch.nn.Module or Parametrization, but given "
-                f"{type(model)}"
-            )
+        check_type("model_or_parametrization", model, nn.Module, "torch.nn.Module or Parametrization")
         super().__init__(model, prefix)
         sample_size = check_count("sample_size", sample_size, least=1)
         if isinstance(reference, str) and reference not in ("init", "seed"):
@@ -149,11 +145,10 @@ class SeededWeights:
         names = {module: name for name, module in modules_by_name(reference.root).items()}
         self._weights: list[tuple[str, str, nn.Parameter]] = []
         for layer in self._layers.values():
-            copied = dict(reference.modules[names[layer.module]].named_parameters())
-            self._weights += [(layer.name, key, copied[key]) for key in layer.weights]
-            for key in layer.biases:
-                if "bias" in key.rpartition(".")[2] and copied[key].requires_grad:
-                    copied[key].data.zero_()
+            copied = reference.modules[names[layer.module]].get_parameter
+            self._weights += [(layer.name, key, copied(key)) for key in layer.weight_names]
+            for key in layer.zeroed_biases:
+                copied(key).data.zero_()
         self._let_go()
 
     @property
@@ -169,9 +164,7 @@ class SeededWeights:
         """
         if {name: set(each) for name, each in seeds.items()} != {name: set(each) for name, each in self.seeds.items()}:
             raise ValueError("Argument state_dict should have the seeds of the parametrization's layers")
-        self._layers = {
-            name: dataclasses.replace(layer, seeds=dict(seeds[name])) for name, layer in self._layers.items()
-        }
+        self._layers = {name: replace(layer, seeds=dict(seeds[name])) for name, layer in self._layers.items()}
 
     @contextlib.contextmanager
     def drawn(self) -> Iterator[None]:

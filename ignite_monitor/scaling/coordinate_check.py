@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
+import itertools
 import logging
 import random
+import runpy
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ignite_monitor.checks import check_count, check_type
+from ignite_monitor.checks import check_count, check_function, check_type
 from ignite_monitor.model.devices import wide_dtype
 from ignite_monitor.model.eager import Eager
 from ignite_monitor.model.modes import is_plain
@@ -98,44 +102,41 @@ def coordinate_check(
     if isinstance(quantities, str) or not quantities or not set(quantities) <= set(QUANTITIES):
         raise ValueError(f"Argument quantities should be some of {QUANTITIES}, but given {quantities!r}")
     for name, function in (("make_model", make_model), ("make_batch", make_batch)):
-        if not callable(function):
-            raise TypeError(f"Argument {name} should be a function of the width, but given {type(function)}")
-    if train_step is not None and not callable(train_step):
-        raise TypeError(f"Argument train_step should be a function or None, but given {type(train_step)}")
+        check_function(name, function, "width", described="a function of the width", optional=False)
+    check_function("train_step", train_step, "model", "optimizer", "batch")
     records: list[Record] = []
     starts: dict[str, float] = {}
     rates: dict[str, float] = {}
     drifts: dict[str, float] = {}
     sizes: dict[int, int] = {}
     with drawn_again(cuda_devices()), _progress(len(widths) * seeds * (steps + 1)) as advance:
-        for width in widths:
-            for seed in range(seeds):
-                _seed(seed, 0)
-                model, optimizer = _made(make_model, width)
-                for name, module in named_modules(model):
-                    hook = multiplier_of(module)
-                    if hook is not None:
-                        rates[name], drifts[name] = hook.rate, hook.drift
-                        if hook.start < 0:  # and so starts what it is in
-                            parts = name.split(".")
-                            starts |= {".".join(parts[:count]): hook.start for count in range(len(parts) + 1)}
-                sizes[width] = sum(parameter.numel() for parameter in model.parameters())
-                if len(set(sizes.values())) < len(sizes):
-                    raise ValueError(
-                        "Argument make_model should make models that grow with the width, but makes one with "
-                        f"{sizes[width]} parameters at several widths"
-                    )
-                training = _train(model, optimizer, make_batch, train_step or _cross_entropy_step, width, seed)
-                # A generator that the model holds may be the user's, and other models' too.
-                held = [each for module in model.modules() for each in generators_of(module).values()]
-                with drawn_again([], held):
-                    for step, values in zip(range(steps + 1), training, strict=False):
-                        records += [
-                            Record(width, seed, step, layer, quantity, measured[QUANTITIES.index(quantity)])
-                            for layer, measured in values.items()
-                            for quantity in dict.fromkeys(quantities)
-                        ]
-                        advance()
+        for width, seed in itertools.product(widths, range(seeds)):
+            _seed(seed, 0)
+            model, optimizer = _made(make_model, width)
+            for name, module in named_modules(model):
+                hook = multiplier_of(module)
+                if hook is not None:
+                    rates[name], drifts[name] = hook.rate, hook.drift
+                    if hook.start < 0:  # and so starts what it is in
+                        parts = name.split(".")
+                        starts |= {".".join(parts[:count]): hook.start for count in range(len(parts) + 1)}
+            sizes[width] = sum(parameter.numel() for parameter in model.parameters())
+            if len(set(sizes.values())) < len(sizes):
+                raise ValueError(
+                    "Argument make_model should make models that grow with the width, but makes one with "
+                    f"{sizes[width]} parameters at several widths"
+                )
+            training = _train(model, optimizer, make_batch, train_step or _cross_entropy_step, width, seed)
+            # A generator that the model holds may be the user's, and other models' too.
+            held = [each for module in model.modules() for each in generators_of(module).values()]
+            with drawn_again([], held):
+                for step, values in zip(range(steps + 1), training, strict=False):
+                    records += [
+                        Record(width, seed, step, layer, quantity, measured[QUANTITIES.index(quantity)])
+                        for layer, measured in values.items()
+                        for quantity in dict.fromkeys(quantities)
+                    ]
+                    advance()
     return CoordinateCheck(records, starts, rates, drifts)
 
 
@@ -149,12 +150,7 @@ def _made(make_model: Callable[[int], tuple[nn.Module, Any]], width: int) -> tup
 
 
 def _train(
-    model: nn.Module,
-    optimizer: Any,
-    make_batch: Callable[[int], Any],
-    train_step: TrainStep,
-    width: int,
-    seed: int,
+    model: nn.Module, optimizer: Any, make_batch: Callable[[int], Any], train_step: TrainStep, width: int, seed: int
 ) -> Iterator[dict[str, list[float]]]:
     """What the layers' outputs are like in each step.
 
@@ -277,3 +273,43 @@ class OutputChanges(Comparison):
 
 def _first(output: Any) -> Tensor | None:
     return next((tensor for _, tensor in floating_tensors(output)), None)
+
+
+def check_target(target: str, widths: Sequence[int], steps: int, seeds: int) -> CoordinateCheck:
+    """A coordinate check of what a user's function makes.
+
+    Args:
+        target: ``MODULE:FACTORY``, where MODULE is the name of a module or the path of a Python file, and FACTORY,
+            called without arguments, returns ``(make_model, make_batch)`` or these and ``train_step``.
+
+    Raises:
+        ValueError: if the target is no such thing, or raises an error.
+    """
+    try:
+        made = _factory(target)()
+    except ValueError:
+        raise
+    except Exception as error:  # the user's own code
+        raise ValueError(f"{target}: {type(error).__name__}: {error}") from error
+    if not isinstance(made, Sequence) or not 2 <= len(made) <= 3:
+        raise ValueError(f"{target} should return make_model and make_batch, or these and train_step, but gives {made}")
+    options: dict[str, Any] = dict(zip(("make_model", "make_batch", "train_step"), made, strict=False))
+    try:
+        return coordinate_check(**options, widths=widths, steps=steps, seeds=seeds)
+    except Exception as error:  # likewise
+        raise ValueError(f"{target}: {type(error).__name__}: {error}") from error
+
+
+def _factory(target: str) -> Any:
+    place, _, name = target.rpartition(":")
+    if not place or not name:
+        raise ValueError(f"{target!r} should be MODULE:FACTORY")
+    try:
+        if not place.endswith(".py") and not {"", str(Path.cwd())} & {*sys.path}:
+            sys.path.insert(0, str(Path.cwd()))
+        found = runpy.run_path(place) if place.endswith(".py") else vars(importlib.import_module(place))
+    except Exception as error:
+        raise ValueError(f"{place} can't be imported: {type(error).__name__}: {error}") from error
+    if not callable(found.get(name)):
+        raise ValueError(f"{place} has no function {name}")
+    return found[name]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import statistics
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -125,11 +126,11 @@ class CoordinateCheck:
             rate = (rates or {}).get(layer, 0.0)
             return 0.0, rate, 0.0 if rate else drift  # the second of a pair is all that its weights have done
 
-        points: dict[tuple[str, int, str], list[tuple[float, float]]] = {}
+        points: dict[tuple[str, int, str], list[tuple[float, float]]] = defaultdict(list)
         for record in self.records:
             if record.value > 0 and math.isfinite(record.value):
                 key = record.layer, record.step, record.quantity
-                points.setdefault(key, []).append((math.log(record.width), math.log(record.value)))
+                points[key].append((math.log(record.width), math.log(record.value)))
         self.slopes = [
             Slope(*key, *fitted, *expected(key[0], key[2]))
             for key, each in points.items()
@@ -169,9 +170,10 @@ class CoordinateCheck:
             step: how many updates there were before; None for the last step.
         """
         slopes = self.slopes_at(step)
-        rows = [["layer", *self.quantities]]
-        for layer in self.layers:
-            rows.append([layer or "_root_", *(_cell(slopes.get((layer, each))) for each in self.quantities)])
+        rows = [
+            [_shown(layer), *(_cell(slopes.get((layer, each))) for each in self.quantities)] for layer in self.layers
+        ]
+        rows = [["layer", *self.quantities], *rows]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         return "\n".join(lines)
@@ -183,42 +185,18 @@ class CoordinateCheck:
         their own, and are no fault.
         """
         slopes = self.slopes_at().values()
-        steep: dict[str, list[str]] = {}
-        explained: list[str] = []
-        starts: dict[tuple[str, float], list[str]] = {}
-        drifts: dict[str, list[str]] = {}
+        steep: dict[str, list[str]] = defaultdict(list)
+        explained: dict[str, list[str]] = defaultdict(list)
         for slope in slopes:
-            layer = slope.layer or "_root_"
             if slope.is_steep:
                 grows = "grows" if slope.slope > 0 else "shrinks"
-                steep.setdefault(layer, []).append(
-                    f"{slope.quantity} {grows} as width^{slope.slope:.2f} (± {slope.standard_error:.2f})"
-                )
-            elif slope.is_start:
-                starts.setdefault((layer, slope.start), []).append(f"{slope.quantity} {slope.slope:+.2f}")
-            elif slope.is_drift:
-                drifts.setdefault(layer, []).append(f"{slope.quantity} {slope.slope:+.2f}")
-            elif slope.is_unaligned:
-                explained.append(
-                    f"{layer}: weight_update shrinks as width^(alpha - a - c) = width^{slope.slope:.2f}, as its "
-                    f"updates are aligned with its input as n^{slope.alignment:.2f} and not n^1: it learns more slowly "
-                    "at large widths than it could, which MaxPScheduler measures and makes up for"
-                )
-        explained += [
-            f"{layer} is a readout, or ends in one, which starts as width^(1/2 - a - b) = width^{start:.2f} and comes "
-            f"up to width^0 as what it learns outgrows its start, as it should: {', '.join(each)}"
-            for (layer, start), each in starts.items()
-        ]
-        explained += [
-            f"{layer} is one of two weights with as many numbers between them at any width, and the second started at "
-            "zero, as LoRA's do: once that has learned, inputs drift along the first, as width^(omega - a - b) with "
-            "omega between 1/2 and 1, and a + b = 1/2 (arXiv:2406.08447), the less the smaller the learning rate: "
-            f"{', '.join(each)}"
-            for layer, each in drifts.items()
-        ]
-        lines = [f"{layer}: {'; '.join(each)}" for layer, each in steep.items()]
-        lost = [record for record in self.records if not math.isfinite(record.value)]
-        lines += dict.fromkeys(f"{each.layer or '_root_'}: not finite at width {each.width}" for each in lost)
+                told = f"{slope.quantity} {grows} as width^{slope.slope:.2f} (± {slope.standard_error:.2f})"
+                steep[_shown(slope.layer)].append(told)
+            elif slope.is_explained:
+                explained[_why(slope)].append(f"{slope.quantity} {slope.slope:+.2f}")
+        lines = [f"{each}: {'; '.join(told)}" for each, told in steep.items()]
+        lost = {(each.layer, each.width): None for each in self.records if not math.isfinite(each.value)}
+        lines += [f"{_shown(layer)}: not finite at width {width}" for layer, width in lost]
         if lines:
             head = f"These layers depend on the width after step {self.last_step}:"
         elif slopes and all(math.isinf(slope.standard_error) for slope in slopes):
@@ -228,7 +206,7 @@ class CoordinateCheck:
             head = (
                 f"No layer depends on the width: no slope after step {self.last_step} is clearly beyond ±{FLAT}{but}."
             )
-        return "\n".join([head, *lines, *explained])
+        return "\n".join([head, *lines, *(f"{why}: {', '.join(told)}" for why, told in explained.items())])
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw each quantity over the width, and its slopes, as they are after the last step.
@@ -256,6 +234,29 @@ def log_log_slope(points: Sequence[tuple[float, float]]) -> tuple[float, float] 
     return slope, math.sqrt(residual / (len(xs) - 2) / math.fsum((x - mean) ** 2 for x in xs))
 
 
+def _why(slope: Slope) -> str:
+    layer = _shown(slope.layer)
+    if slope.is_start:
+        return (
+            f"{layer} is a readout, or ends in one, which starts as width^(1/2 - a - b) = width^{slope.start:.2f} and "
+            "comes up to width^0 as what it learns outgrows its start, as it should"
+        )
+    if slope.is_drift:
+        return (
+            f"{layer} is one of two weights with as many numbers between them at any width, and the second started at "
+            "zero, as LoRA's do: once that has learned, inputs drift along the first, as width^(omega - a - b) with "
+            "omega between 1/2 and 1, and a + b = 1/2 (arXiv:2406.08447), the less the smaller the learning rate"
+        )
+    return (
+        f"{layer} learns as width^(alpha - a - c), since updates are aligned with its input as n^{slope.alignment:.2f} "
+        "and not n^1: more slowly at large widths than it could, which MaxPScheduler measures and makes up for"
+    )
+
+
+def _shown(layer: str) -> str:
+    return layer or "_root_"
+
+
 def _cell(slope: Slope | None) -> str:
     if slope is None:
         return "-"
@@ -274,12 +275,6 @@ STEEP = "#d1242f"
 
 
 def _draw(result: CoordinateCheck, path: str | os.PathLike[str]) -> None:
-    """Write a figure: above, root mean squares over the width; below, their slopes, steep ones in red.
-
-    Raises:
-        ModuleNotFoundError: if matplotlib is not installed.
-        ValueError: if there is nothing to draw, or the ending is that of no image.
-    """
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -299,15 +294,14 @@ def _draw(result: CoordinateCheck, path: str | os.PathLike[str]) -> None:
         longest = max(map(len, result.layers))
         size = max(0.6 + 0.07 * longest + 2.9 * count, 6.8), 0.9 + sum(heights)  # at least the title's width
         figure = Figure(figsize=size, dpi=120, layout="constrained")
-        axes: Any = figure.subplots(2, count, squeeze=False, sharey="row", height_ratios=heights)
+        axes: Any = figure.subplots(2, count, squeeze=False, sharex="row", sharey="row", height_ratios=heights)
         colours = matplotlib.colormaps["viridis"]
         palette = [colours(0.9 * index / max(layers - 1, 1)) for index in range(layers)]
         for column, quantity in zip(axes.T, result.quantities, strict=True):
             _draw_values(column[0], result, quantity, palette)
             _draw_slopes(column[1], result, quantity, palette)
-        lows, highs = zip(*(each.get_xlim() for each in axes[1]), strict=True)
-        for each in axes[1]:
-            each.set_xlim(min(-0.6, *lows), max(0.6, *highs))
+        low, high = axes[1, 0].get_xlim()
+        axes[1, 0].set_xlim(min(-0.6, low), max(0.6, high))
         axes[0, 0].set_ylabel("root mean square")
         figure.suptitle(
             f"Coordinate check after step {result.last_step}: what is flat does not depend on the width\n"
@@ -322,10 +316,10 @@ def _draw_values(axes: Axes, result: CoordinateCheck, quantity: str, palette: li
     widths = sorted({record.width for record in result.records})
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    logs: dict[tuple[str, int], list[float]] = {}
+    logs: dict[tuple[str, int], list[float]] = defaultdict(list)
     for record in result.records:
         if (record.step, record.quantity) == (result.last_step, quantity) and 0 < record.value < math.inf:
-            logs.setdefault((record.layer, record.width), []).append(math.log(record.value))
+            logs[record.layer, record.width].append(math.log(record.value))
     for layer, colour in zip(result.layers, palette, strict=True):
         known = {width: logs[layer, width] for width in widths if (layer, width) in logs}
         axes.plot([*known], [math.exp(statistics.fmean(each)) for each in known.values()], color=colour, linewidth=1.3)
@@ -350,7 +344,7 @@ def _draw_slopes(axes: Axes, result: CoordinateCheck, quantity: str, palette: li
         if slope.is_steep:
             axes.plot(slope.slope, row, "o", markersize=8.5, markerfacecolor="none", markeredgecolor=STEEP)
     axes.set_ylim(len(result.layers) - 0.4, -0.6)
-    axes.set_yticks(range(len(result.layers)), [layer or "_root_" for layer in result.layers], parse_math=False)
+    axes.set_yticks(range(len(result.layers)), [_shown(layer) for layer in result.layers], parse_math=False)
     axes.set_xlabel("slope (± 2 standard errors)")
     axes.grid(visible=True, axis="x", color="#e6e8eb", linewidth=0.6)
     axes.set_axisbelow(True)

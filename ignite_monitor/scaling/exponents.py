@@ -76,22 +76,17 @@ def terms(graph: LayerGraph, alignment: Mapping[str, Alignment], optimizer_type:
     Raises:
         ValueError: with SGD, if a layer reaches no readout, or a layer takes outputs of a fixed size.
     """
-    found: dict[Variable, list[Term]] = {}
-    if optimizer_type == "sgd":
-        found |= _gradients(graph, alignment)
-    changes = {node.name: _changes(node, alignment, optimizer_type == "sgd") for node in graph.nodes}
-    for node in graph.nodes:
-        found["r", node.name] = changes[node.name]
-    return found
+    sgd = optimizer_type == "sgd"
+    changes: dict[Variable, list[Term]] = {("r", node.name): _changes(node, alignment, sgd) for node in graph.nodes}
+    return (_gradients(graph, alignment) if sgd else {}) | changes
 
 
 def evaluate(minima: Mapping[Variable, list[Term]], c: Mapping[str, float]) -> dict[Variable, float]:
     """The value of every r and gamma."""
     values = {("c", name): value for name, value in c.items()}
     for variable, candidates in minima.items():
-        values[variable] = min(
-            (term.constant + sum(values[each] for each in term.variables) for term in candidates), default=math.inf
-        )
+        sums = (term.constant + sum(values[each] for each in term.variables) for term in candidates)
+        values[variable] = min(sums, default=math.inf)
     return {variable: values[variable] for variable in minima}
 
 

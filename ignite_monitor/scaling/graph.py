@@ -189,21 +189,19 @@ def tied(graph: LayerGraph, parameters: Mapping[str, Iterable[object]]) -> Layer
     """
     owners: dict[int, str] = {}
     primary: dict[str, str] = {}
-    fixed: dict[str, float | None] = {}
-    nodes = []
-    for node in graph.nodes:
-        if node.has_weights and node.shares is None:
-            weights = {id(each) for each in parameters[node.name]}
-            shared = {owners.setdefault(weight, node.name) for weight in weights}
-            if len(shared) > 1:
-                raise ValueError(f"Layers {', '.join(sorted(shared))} share some of their weights, but not all")
-            owner = primary[node.name] = shared.pop() if shared else node.name
-            given = {each for each in (fixed.get(owner), node.c) if each is not None}
-            if len(given) > 1:
-                raise ValueError(f"Layers {owner} and {node.name} share their weights, but have different c: {given}")
-            fixed[owner] = given.pop() if given else None
-        if node.has_weights:
-            owner = primary[node.layer]
-            node = node._replace(shares=None if owner == node.name else owner)
-        nodes.append(node)
-    return LayerGraph(node._replace(c=fixed[node.layer]) if node.has_weights else node for node in nodes)
+    fixed: dict[str, set[float]] = {}
+    for node in graph.layers:
+        shared = {owners.setdefault(id(each), node.name) for each in parameters[node.name]}
+        if len(shared) > 1:
+            raise ValueError(f"Layers {', '.join(sorted(shared))} share some of their weights, but not all")
+        owner = primary[node.name] = shared.pop() if shared else node.name
+        given = fixed.setdefault(owner, set())
+        given |= set() if node.c is None else {node.c}
+        if len(given) > 1:
+            raise ValueError(f"Layers {owner} and {node.name} share their weights, but have different c: {given}")
+
+    def joined(node: Node) -> Node:
+        owner = primary[node.layer]
+        return node._replace(shares=None if owner == node.name else owner, c=next(iter(fixed[owner]), None))
+
+    return LayerGraph(joined(node) if node.has_weights else node for node in graph.nodes)

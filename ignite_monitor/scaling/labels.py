@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
-import sys
+import traceback
 from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -218,8 +217,7 @@ class Labels:
             return Label(node=self._junctions[key])
         if nodes:
             return Label(node=nodes[0])
-        constants = sorted(labels, key=lambda label: (label.outside is None, label.weight is None))
-        return constants[0] if constants else CONSTANT
+        return min(labels, key=lambda label: (label.outside is None, label.weight is None), default=CONSTANT)
 
     def _where(self, name: str) -> str:
         return f"{self._path[-1][0]}.{name}" if self._path and self._path[-1][0] else name
@@ -258,11 +256,7 @@ class Labels:
 
 def line_of_code() -> str | None:
     """The line of the model's code that is running."""
-    frame: Any = sys._getframe(1)
-    inside = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, __file__))
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith(inside):
-            return f"{Path(file).name}:{frame.f_lineno}"
-        frame = frame.f_back
+    for frame, line in traceback.walk_stack(None):
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in {"torch", "ignite_monitor"}:
+            return f"{Path(frame.f_code.co_filename).name}:{line}"
     return None

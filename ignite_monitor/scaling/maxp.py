@@ -114,7 +114,6 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
         self.failed_count = 0
         self._lr_prefactor = parametrization.lr_prefactor
         self._steps = 0
-        self._has_rival = False
         self._names: list[str] = []
         self._tags: list[str] = []
         if isinstance(reference, str) and reference != "init":
@@ -191,12 +190,10 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
     def _on_train_step_completed(self, engine: Engine) -> None:
         if not self._is_running:
             return
-        if not self._has_rival and self._rates.are_changed():
-            self._has_rival = True
-            self.logger.warning(
-                "%s: something else sets learning rates of the optimizer, which the next solve will undo: let it set "
-                "lr_prefactor of this handler",
-                self.prefix,
+        if self._rates.are_changed():
+            self._warn(
+                "something else sets learning rates of the optimizer, which the next solve will undo: let it set "
+                "lr_prefactor of this handler"
             )
         if self._is_due():
             super()._on_train_step_completed(engine)
@@ -219,11 +216,7 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
         except (ValueError, ArithmeticError) as error:
             self.failed_count += 1
             if self.failed_count == 1:
-                self.logger.warning(
-                    "%s: no solution for the measured alignment, so the exponents stay as they are: %s",
-                    self.prefix,
-                    error,
-                )
+                self._warn(f"no solution for the measured alignment, so the exponents stay as they are: {error}")
         self._set_learning_rates()
 
     def _smoothed_alignment(self, before: float, measured: float) -> float:
@@ -249,31 +242,33 @@ class LayerRates:
     def __init__(self, parametrization: Parametrization, optimizer: Optimizer) -> None:
         self._parametrization = parametrization
         self._optimizer = optimizer
-        names = {group["layer_name"] for group in optimizer.param_groups if "layer_name" in group}
+        names = {group["layer_name"] for group in self._groups}
         if not names or not names <= {*parametrization.layers, "_other"}:
             raise ValueError("Argument optimizer should be made of the parametrization's param_groups")
         self._rates = self._computed(parametrization.solution, parametrization.lr_prefactor)
 
-    def _computed(self, solution: Solution, prefactor: float) -> list[tuple[float, float] | None]:
-        """(c, lr) of each group, None of another's."""
-        rates: list[tuple[float, float] | None] = []
-        for group in self._optimizer.param_groups:
-            name = group.get("layer_name")
-            if name is None:
-                rates.append(None)
-                continue
-            layer = self._parametrization.layers.get(name)
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for group in self._optimizer.param_groups if group.get("layer_name") is not None]
+
+    def _computed(self, solution: Solution, prefactor: float) -> list[tuple[float, float]]:
+        """(c, lr) of each group."""
+        rates = []
+        for group in self._groups:
+            name, layers = group["layer_name"], self._parametrization.layers
             c = self._parametrization.exponent(name, bias=group.get("bias", False), solution=solution)
-            rates.append((c, prefactor * (1 if layer is None else layer.fan_in) ** -c))
+            rates.append((c, prefactor * (layers[name].fan_in if name in layers else 1) ** -c))
         return rates
+
+    def _now(self) -> list[tuple[dict[str, Any], float]]:
+        """Each group, and the learning rate that it was given; groups may have been added since."""
+        return [(group, lr) for group, (_, lr) in zip(self._groups, self._rates, strict=False)]
 
     def set(self, solution: Solution, prefactor: float) -> None:
         """Set each group's "lr" to prefactor * fan_in ** -c, and its "c"."""
         self._rates = self._computed(solution, prefactor)
-        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
-            if rate is None:
-                continue
-            group["c"], lr = rate
+        for group, (c, lr) in zip(self._groups, self._rates, strict=True):
+            group["c"] = c
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(lr)
             else:
@@ -281,20 +276,15 @@ class LayerRates:
 
     def are_changed(self) -> bool:
         """Whether someone else has set one since; of those that are tensors it is not known without waiting."""
-        # Groups may have been added since.
-        return any(
-            rate is not None and not isinstance(group["lr"], Tensor) and group["lr"] != rate[1]
-            for group, rate in zip(self._optimizer.param_groups, self._rates, strict=False)
-        )
+        return any(not isinstance(group["lr"], Tensor) and group["lr"] != lr for group, lr in self._now())
 
     def values(self) -> dict[str, float]:
         """The learning rates, of ``{layer}``, ``{layer}.bias`` and ``_other``."""
         return {
-            f"{group['layer_name']}{'.bias' if group.get('bias') else ''}": (
-                rate[1] if isinstance(group["lr"], Tensor) else group["lr"]
+            f"{group['layer_name']}{'.bias' * bool(group.get('bias'))}": (
+                lr if isinstance(group["lr"], Tensor) else group["lr"]
             )
-            for group, rate in zip(self._optimizer.param_groups, self._rates, strict=False)
-            if rate is not None
+            for group, lr in self._now()
         }
 
 

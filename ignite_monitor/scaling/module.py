@@ -12,9 +12,10 @@ from torch.nn.utils.parametrizations import _WeightNorm
 from torch.nn.utils.parametrize import type_before_parametrizations
 
 from ignite_monitor.checks import check_count, check_real
-from ignite_monitor.model._torch import buffers_in, known_forward_hooks, need, parameters_in, pytree
+from ignite_monitor.model._torch import buffers_of_each, known_forward_hooks, need, parameters_in, pytree
 from ignite_monitor.model.eager import Eager
 from ignite_monitor.reference.rng import cuda_devices, drawn_again, generators_of
+from ignite_monitor.reference.unnoticed import put_back
 from ignite_monitor.scaling.graph import LAYER_TYPES
 
 
@@ -29,12 +30,7 @@ class Multiplier:
     drift = 0.0  # the largest exponent with which inputs that drift may change the layer's output
 
     def __init__(
-        self,
-        width: int,
-        layer_type: str,
-        a: float | None = None,
-        b: float | None = None,
-        c: float | None = None,
+        self, width: int, layer_type: str, a: float | None = None, b: float | None = None, c: float | None = None
     ) -> None:
         if not isinstance(layer_type, str) or layer_type not in LAYER_TYPES:
             raise ValueError(f"Argument layer_type should be one of {LAYER_TYPES}, but given {layer_type!r}")
@@ -58,7 +54,7 @@ class Multiplier:
 
 def multiplier_of(module: nn.Module) -> Multiplier | None:
     """The multiplier that a module has, if it has one."""
-    return next((hook for hook in known_forward_hooks(module).values() if isinstance(hook, Multiplier)), None)
+    return next((hook for hook in known_forward_hooks([module])[0].values() if isinstance(hook, Multiplier)), None)
 
 
 class ParametrizedModule(nn.Module):
@@ -193,14 +189,13 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
     So are random numbers, those of generators too that its modules hold.
     """
-    modules = [(module, dict(vars(module)), dict(buffers_in(module))) for module in model.modules()]
-    values = [
-        (buffer, buffer.clone()) for _, _, buffers in modules for buffer in buffers.values() if buffer is not None
-    ]
-    generators = [each for module, _, _ in modules for each in generators_of(module).values()]
-    multipliers = [(hook, hook.value) for module, _, _ in modules if (hook := multiplier_of(module)) is not None]
+    modules = list(model.modules())
+    attributes = [dict(vars(module)) for module in modules]
+    generators = [each for module in modules for each in generators_of(module).values()]
+    multipliers = [(hook, hook.value) for module in modules if (hook := multiplier_of(module)) is not None]
+    buffers, numbers = put_back(modules, buffers_of_each(modules)), drawn_again(cuda_devices(), generators)
     try:
-        with drawn_again(cuda_devices(), generators), torch.no_grad(), Eager(model):
+        with buffers, numbers, torch.no_grad(), Eager(model):
             model.eval()
             for hook, _ in multipliers:
                 hook.value = 1.0
@@ -208,12 +203,6 @@ def untouched(model: nn.Module) -> Iterator[None]:
     finally:
         for hook, factor in multipliers:
             hook.value = factor
-        for module, attributes, buffers in modules:
+        for module, saved in zip(modules, attributes, strict=True):
             vars(module).clear()
-            vars(module).update(attributes)
-            registry = buffers_in(module)
-            registry.clear()
-            registry.update(buffers)
-        with torch.no_grad():
-            for buffer, value in values:
-                buffer.copy_(value)
+            vars(module).update(saved)

@@ -2,112 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ignite_monitor.checks import check_real, check_type
-from ignite_monitor.model.names import named_modules
 from ignite_monitor.model.sampling import fnv1a_64
 from ignite_monitor.monitor.ranks import from_every_rank
-from ignite_monitor.scaling.graph import LAYER_TYPES, PRESETS, Alignment, LayerGraph, Node, as_alignment, chain, tied
-from ignite_monitor.scaling.module import Multiplier, check_weights, draw_weights, multiplier_of, norm_of, set_norm
+from ignite_monitor.scaling.graph import LAYER_TYPES, Alignment, LayerGraph, as_alignment, tied
+from ignite_monitor.scaling.layers import FoundLayers, ParametrizedLayer, as_node, found_by_hand
+from ignite_monitor.scaling.module import multiplier_of, set_norm
 from ignite_monitor.scaling.solver import Solution, check_optimizer_type, solve
-from ignite_monitor.scaling.tracing import trace_graph
 
 T = TypeVar("T")
-
-
-class FoundLayer(NamedTuple):
-    """A layer before it has exponents: a, b and c are those of its type or its module."""
-
-    module: nn.Module  # which holds its weights
-    layer_type: str
-    width: int
-    a: float
-    b: float
-    c: float | None  # None to solve for it
-    hook: Multiplier | None  # multiplies the module's output, or only says what is known of it; None without a module
-    weights: tuple[str, ...]  # their names in the module
-    biases: tuple[str, ...]  # those of its other parameters
-    own: float = 0.0  # the exponent of the factor that the model itself multiplies the layer by
-    is_module: bool = True  # whether what the module gives is what the layer gives
-    multiplies: bool = True  # whether its hook multiplies; otherwise b and c have to do it
-    from_zero: bool = False  # whether the weights are set to zero at the start, unless a and b are given
-    few: bool = False  # whether it gives as many numbers at any width, though it is a hidden layer
-    drift: float = 0.0  # the largest exponent with which inputs that drift may change its output
-
-    def node(self, name: str, ab: tuple[float, float] | None = None, c: float | None = None) -> Node:
-        """A node without inputs, with exponents of its own or others."""
-        a, b = (self.a, self.b) if ab is None else ab
-        if not self.multiplies:
-            a, b = 0.0 - self.own, a + b + self.own
-        return Node(name, self.layer_type, (), a, b, self.c if c is None else c, few=self.few)
-
-
-class FoundLayers(NamedTuple):
-    """Layers by name, and the nodes of their graph, which don't have the layers' exponents yet."""
-
-    layers: dict[str, FoundLayer]
-    nodes: Iterable[Node]
-
-
-@dataclass(frozen=True)
-class ParametrizedLayer:
-    """What is known of one layer of a :class:`Parametrization`.
-
-    Attributes:
-        name: its name in the model.
-        module: the module, a :class:`ParametrizedModule` or one that :func:`parametrize` found.
-        layer_type: "embedding", "hidden", "readout" or "attention".
-        fan_in: n, the width that exponents are of.
-        a: the multiplier's exponent.
-        b: the initial standard deviation's exponent.
-        c: the learning rate's exponent as it was solved for when the parametrization was made; None without weights.
-        std: the initial weights' standard deviation.
-        seeds: of the initial weights, by their name in the module; weights that were frozen or zero have none.
-        weight_names: the weights' names in the module.
-        bias_names: those of its other parameters.
-        is_module: whether what the module gives is what the layer gives.
-    """
-
-    name: str
-    module: nn.Module
-    layer_type: str
-    fan_in: int
-    a: float
-    b: float
-    c: float | None
-    std: float
-    seeds: dict[str, int]
-    weight_names: tuple[str, ...]
-    bias_names: tuple[str, ...]
-    is_module: bool = True
-
-    @property
-    def weights(self) -> dict[str, nn.Parameter]:
-        """The weights that the module has now, by their name in it."""
-        return {key: self.module.get_parameter(key) for key in self.weight_names}
-
-    @property
-    def biases(self) -> dict[str, nn.Parameter]:
-        """The layer's other parameters that the module has now, by their name in it."""
-        return {key: self.module.get_parameter(key) for key in self.bias_names}
-
-    def initial_weight(self, name: str) -> Tensor:
-        """The initial value of one of the weights, drawn once more from its seed; or what it has kept since.
-
-        Args:
-            name: one of the names in ``weights``.
-        """
-        weight = self.weights[name]
-        if name not in self.seeds:
-            return torch.zeros_like(weight) if weight.requires_grad else weight.detach().clone()
-        owner = self.module.get_submodule(name.rpartition(".")[0])
-        return draw_weights(weight, self.std, self.seeds[name], getattr(owner, "padding_idx", None))
 
 
 class Parametrization:
@@ -184,17 +94,19 @@ class Parametrization:
         self.feature_learning = feature_learning
         default = as_alignment("alignment", alignment)
 
-        found = sample_input if isinstance(sample_input, FoundLayers) else _found_by_hand(model, sample_input)
+        found = sample_input if isinstance(sample_input, FoundLayers) else found_by_hand(model, sample_input)
         types = {name: layer.layer_type for name, layer in found.layers.items()}
         ab = _overridden("ab_overrides", ab_overrides, types, _check_ab)
         c = _overridden("c_overrides", c_overrides, types, check_real)
         alignments = _overridden("alignment_overrides", alignment_overrides, types, as_alignment)
         self.alignment: dict[str, Alignment] = {name: alignments.get(name, default) for name in types}
-        self.graph = _with_exponents(found, ab, c)
+        layers = {name: replace(layer, c=c.get(name, layer.c)) for name, layer in found.layers.items()}
+        layers |= {name: replace(layers[name], a=a, b=b, from_zero=False) for name, (a, b) in ab.items()}
+        nodes = [as_node(layers[node.layer], node) if node.layer in layers else node for node in found.nodes]
+        self.graph = tied(LayerGraph(nodes), {name: layer.weights.values() for name, layer in layers.items()})
         self.solution = self.solve()
-        zero = {name for name, layer in found.layers.items() if layer.from_zero and name not in ab}
-        self.layers = self._make_layers(found.layers, std_prefactor, zero)
-        self._initialise(found.layers)
+        self.layers = self._solved(layers, std_prefactor)
+        self._initialise()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -257,37 +169,27 @@ class Parametrization:
         lr = self.lr_prefactor * fan_in**-c
         return {"params": params, "lr": lr, "layer_name": name, "fan_in": fan_in, "c": c, "bias": bias}
 
-    def _make_layers(
-        self, found: Mapping[str, FoundLayer], std_prefactor: float, zero: set[str]
-    ) -> dict[str, ParametrizedLayer]:
+    def _solved(self, given: Mapping[str, ParametrizedLayer], std_prefactor: float) -> dict[str, ParametrizedLayer]:
         base = from_every_rank(int(torch.randint(2**62, (), device="cpu")))[0]
         seeds: dict[int, int] = {}
         layers: dict[str, ParametrizedLayer] = {}
-        for name, given in found.items():
+        for name, layer in given.items():
             node = self.graph[name]
-            weights = {key: given.module.get_parameter(key) for key in given.weights}
-            for key, weight in weights.items():
+            for key, weight in layer.weights.items():
                 seeds.setdefault(id(weight), (base ^ fnv1a_64(f"{name}.{key}")) >> 1)
-            layers[name] = ParametrizedLayer(
-                name=name,
-                module=given.module,
-                layer_type=given.layer_type,
-                fan_in=given.width,
+            drawn = {} if layer.from_zero else {key: each for key, each in layer.weights.items() if _is_drawn(each)}
+            layers[name] = replace(
+                layer,
                 a=node.a,
                 b=node.b,
                 c=self.solution.c.get(node.layer),
-                std=std_prefactor * given.width**-node.b,
-                seeds={
-                    key: seeds[id(weight)] for key, weight in weights.items() if name not in zero and _is_drawn(weight)
-                },
-                weight_names=given.weights,
-                bias_names=given.biases,
-                is_module=given.is_module,
+                std=std_prefactor * layer.fan_in**-node.b,
+                seeds={key: seeds[id(weight)] for key, weight in drawn.items()},
             )
         for name, layer in layers.items():
             shared = layers.get(self.graph[name].layer, layer)
             if (shared.std, shared.fan_in) != (layer.std, layer.fan_in):
-                bare = next((each for each in (shared.name, name) if not found[each].multiplies), None)
+                bare = next((each.name for each in (shared, layer) if not each.multiplies), None)
                 advice = (
                     f". What {bare} gives can't be multiplied, as no module gives it: compute it in a module, as an "
                     "nn.Linear whose weight is the same parameter"
@@ -300,80 +202,27 @@ class Parametrization:
         return layers
 
     @torch.no_grad()
-    def _initialise(self, found: Mapping[str, FoundLayer]) -> None:
+    def _initialise(self) -> None:
         for layer in self.layers.values():
             for key, weight in layer.weights.items():
                 weight.copy_(layer.initial_weight(key))
                 set_norm(layer.module, key)
-            for key, bias in layer.biases.items():
-                if "bias" in key.rpartition(".")[2] and bias.requires_grad:
-                    bias.zero_()
-            given = found[layer.name]
+            for bias in layer.zeroed_biases.values():
+                bias.zero_()
             start = 0.5 - layer.a - layer.b if layer.layer_type == "readout" and layer.seeds else 0.0
-            if given.hook is not None and (given.multiplies or start or given.drift):
+            hook = layer.hook
+            if hook is not None and (layer.multiplies or start or layer.drift):
                 if multiplier_of(layer.module) is None:
-                    layer.module.register_forward_hook(given.hook)
-                given.hook.value = float(layer.fan_in) ** -(layer.a + given.own) if given.multiplies else 1.0
-                given.hook.start, given.hook.drift = start, given.drift
+                    layer.module.register_forward_hook(hook)
+                hook.value = float(layer.fan_in) ** -(layer.a + layer.own) if layer.multiplies else 1.0
+                hook.start, hook.drift = start, layer.drift
                 if self.optimizer_type == "adam" and layer.layer_type != "embedding" and layer.c is not None:
-                    given.hook.rate = layer.a + layer.c
+                    hook.rate = layer.a + layer.c
 
 
 def _is_drawn(weight: Tensor) -> bool:
     """Whether a weight is drawn anew: neither frozen nor, on purpose, zero."""
     return weight.requires_grad and (weight.is_meta or bool(weight.any()))
-
-
-def layers_by_hand(model: nn.Module, frozen: bool = True) -> dict[str, FoundLayer]:
-    """The layers that have a multiplier: ParametrizedModules, and what a parametrization has found before.
-
-    Args:
-        frozen: whether to have those, too, whose weights are all frozen.
-
-    Raises:
-        ValueError: if one is a part of another, or computes its weight from other parameters.
-    """
-    layers: dict[str, FoundLayer] = {}
-    inside: dict[int, str] = {}
-    for name, module in named_modules(model):
-        hook = multiplier_of(module)
-        parameters = dict(module.named_parameters())
-        norms = {norm_of(parameters, key) for key in parameters}
-        weights = tuple(key for key, each in parameters.items() if each.ndim > 1 and key not in norms)
-        if hook is None or not (frozen or not weights or any(parameters[key].requires_grad for key in weights)):
-            continue
-        if id(module) in inside:
-            raise ValueError(f"Layer {name} is a part of layer {inside[id(module)]}: no layer may hold another")
-        for inner in module.modules():
-            check_weights(f"Layer {name}", inner)
-        inside |= dict.fromkeys(map(id, module.modules()), name)
-        a, b = PRESETS["mup"][hook.layer_type]
-        a, b = (a if hook.a is None else hook.a, b if hook.b is None else hook.b)
-        biases = tuple(key for key in parameters if key not in weights)
-        layers[name] = FoundLayer(module, hook.layer_type, hook.width, a, b, hook.c, hook, weights, biases)
-    return layers
-
-
-def _found_by_hand(model: nn.Module, sample_input: Any) -> FoundLayers:
-    layers = layers_by_hand(model)
-    if not layers:
-        raise ValueError("Argument model should have at least one ParametrizedModule, but has none")
-    nodes = [(layer.module, layer.node(name)) for name, layer in layers.items()]
-    graph = chain(node for _, node in nodes) if sample_input is None else trace_graph(model, nodes, sample_input)
-    return FoundLayers(layers, graph.nodes)
-
-
-def _with_exponents(found: FoundLayers, ab: Mapping[str, tuple[float, float]], c: Mapping[str, float]) -> LayerGraph:
-    nodes = []
-    for node in found.nodes:
-        name = node.layer
-        layer = found.layers.get(name)
-        if layer is not None:
-            own = layer.node(name, ab.get(name), c.get(name))
-            node = node._replace(kind=own.kind, a=own.a, b=own.b, c=own.c, few=own.few)
-        nodes.append(node)
-    weights = {name: [each.module.get_parameter(key) for key in each.weights] for name, each in found.layers.items()}
-    return tied(LayerGraph(nodes), weights)
 
 
 def _check_ab(name: str, value: object) -> tuple[float, float]:

@@ -98,11 +98,10 @@ def solve(
     program = _Program(graph, minima)
     c = program.minimise()
     values = evaluate(minima, c)
-    if feature_learning:
-        features = sorted({("r", name) for node in graph.nodes if node.kind == "readout" for name in node.inputs})
-        if any(values[feature] > TOLERANCE for feature in features):
-            c = program.minimise(program.choose(features), features)
-            values = evaluate(minima, c)
+    features = sorted({("r", name) for node in graph.nodes if node.kind == "readout" for name in node.inputs})
+    if feature_learning and any(values[feature] > TOLERANCE for feature in features):
+        c = program.minimise(program.choose(features), features)
+        values = evaluate(minima, c)
     bias_c = {}
     for node in graph.nodes:
         if node.has_weights:
@@ -161,11 +160,18 @@ def _check_feasible(graph: LayerGraph, minima: Mapping[Variable, list[Term]]) ->
         )
 
 
-_Row = tuple[tuple[Variable, ...], tuple[float, ...], float]  # variables, coefficients, and the most they come to
+_Row = tuple[dict[Variable, float], float]  # coefficients, and the most they come to
+
+
+def _row(variable: Variable, term: Term, sign: float = 1.0) -> _Row:
+    """That a variable is at most a term; with a sign of -1, at least."""
+    coefficients = dict.fromkeys(term.variables, -sign)
+    coefficients[variable] = sign
+    return coefficients, sign * term.constant
 
 
 class _Program:
-    """The program of a graph in sparse rows, over columns for c, r and gamma."""
+    """The program of a graph, over columns for c, r and gamma."""
 
     def __init__(self, graph: LayerGraph, minima: Mapping[Variable, list[Term]]) -> None:
         self._minima = {variable: candidates for variable, candidates in minima.items() if candidates}
@@ -177,79 +183,67 @@ class _Program:
             fixed.get(variable, (0.0 if variable[0] == "r" else -math.inf, math.inf)) for variable in variables
         ]
         self._rows: list[_Row] = [
-            ((variable, *term.variables), (1.0, *[-1.0] * len(term.variables)), term.constant)
+            _row(variable, term)
             for variable, candidates in self._minima.items()
             for term in candidates
             if all(each in self._columns for each in term.variables)
         ]
 
     def minimise(self, equal: Mapping[Variable, Term] | None = None, zero: Iterable[Variable] = ()) -> dict[str, float]:
-        """The optimal c by layer, where some variables are equal to one of their terms, or 0.
-
-        Raises:
-            InfeasibleError: if there is none.
-        """
-        rows = self._rows + _at_most_zero(zero)
-        for variable, term in (equal or {}).items():
-            rows.append(((*term.variables, variable), (*[1.0] * len(term.variables), -1.0), -term.constant))
+        """The optimal c by layer, where some variables are equal to one of their terms, or 0."""
+        equal = equal or {}
+        rows = [_row(variable, Term(0.0)) for variable in zero] + [_row(*choice, -1.0) for choice in equal.items()]
         count = len(self._layers)
         weights = {layer: 1 + EARLIER * math.exp(-index / count) for index, layer in enumerate(self._layers)}
         return {name: value for (_, name), value in zip(self._layers, self._solve(rows, weights), strict=False)}
 
     def choose(self, zero: Iterable[Variable]) -> dict[Variable, Term]:
-        """Which term each variable is equal to in an optimum in which some are 0.
-
-        Raises:
-            InfeasibleError: if there is none.
-        """
-        rows = self._rows + _at_most_zero(zero)
+        """Which term each variable is equal to in an optimum in which some are 0."""
+        rows = [_row(variable, Term(0.0)) for variable in zero]
         # No r has to be larger than all constants there are, added up.
         large = 1.0 + 2.0 * sum(max(abs(term.constant) for term in each) for each in self._minima.values())
         choices: dict[Variable, tuple[Variable, Term]] = {}
         for variable, candidates in self._minima.items():
             chosen = {("chosen", f"{len(choices) + index}"): (variable, term) for index, term in enumerate(candidates)}
-            rows += [(tuple(chosen), (sign,) * len(chosen), sign) for sign in (1.0, -1.0)]
-            for each, (_, term) in chosen.items():
-                coefficients = (*[1.0] * len(term.variables), -1.0, large)
-                rows.append(((*term.variables, variable, each), coefficients, large - term.constant))
+            rows += [(dict.fromkeys(chosen, sign), sign) for sign in (1.0, -1.0)]
+            for each, choice in chosen.items():
+                coefficients, most = _row(*choice, -1.0)
+                rows.append((coefficients | {each: large}, most + large))
             choices |= chosen
-        values = self._solve(rows, dict.fromkeys(self._layers, 1.0), choices)
-        return dict(
-            choice for choice, value in zip(choices.values(), values[len(self._columns) :], strict=True) if value > 0.5
-        )
+        values = self._solve(rows, dict.fromkeys(self._layers, 1.0), choices)[len(self._columns) :]
+        return dict(choice for choice, value in zip(choices.values(), values, strict=True) if value > 0.5)
 
     def _solve(
-        self, rows: list[_Row], objective: Mapping[Variable, float], binaries: Iterable[Variable] = ()
+        self, more: list[_Row], objective: Mapping[Variable, float], binaries: Iterable[Variable] = ()
     ) -> list[float]:
+        """The value of each column, those of the binaries last.
+
+        Raises:
+            ImportError: if SciPy is not installed.
+            InfeasibleError: if there is no solution.
+        """
         try:
             optimize: Any = importlib.import_module("scipy.optimize")
         except ImportError as error:
             raise ImportError("Width scaling needs SciPy: pip install 'ignite-monitor[scaling]'") from error
         np: Any = importlib.import_module("numpy")
         sparse: Any = importlib.import_module("scipy.sparse")
+        rows = self._rows + more
         columns = self._columns | {each: len(self._columns) + index for index, each in enumerate(binaries)}
         count, binary = len(columns), len(columns) - len(self._columns)
-        index = np.repeat(np.arange(len(rows)), [len(variables) for variables, _, _ in rows])
-        column = np.array([columns[each] for variables, _, _ in rows for each in variables])
-        value = np.array([each for _, coefficients, _ in rows for each in coefficients])
+        index = np.repeat(np.arange(len(rows)), [len(row) for row, _ in rows])
+        column = np.array([columns[each] for row, _ in rows for each in row])
+        value = np.array([each for row, _ in rows for each in row.values()])
         lower, upper = np.array([*self._bounds, *[(0.0, 1.0)] * binary]).T
+        matrix = sparse.csr_array((value, (index, column)), shape=(len(rows), count))
         result = optimize.milp(
             np.array([objective.get(variable, 0.0) for variable in columns]),
             integrality=[0] * (count - binary) + [1] * binary if binary else None,
             bounds=optimize.Bounds(lower, upper),
-            # What is at one place of the matrix twice is added up.
-            constraints=optimize.LinearConstraint(
-                sparse.csr_array((value, (index, column)), shape=(len(rows), count)),
-                -np.inf,
-                np.array([most for _, _, most in rows]),
-            ),
+            constraints=optimize.LinearConstraint(matrix, -np.inf, np.array([most for _, most in rows])),
         )
         if result.x is None:
             raise InfeasibleError(
                 "No learning rates keep all changes bounded and let the readouts' inputs change by as much at any width"
             )
         return [float(each) + 0.0 for each in result.x]  # without -0.0
-
-
-def _at_most_zero(variables: Iterable[Variable]) -> list[_Row]:
-    return [((variable,), (1.0,), 0.0) for variable in variables]

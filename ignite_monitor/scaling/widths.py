@@ -37,6 +37,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -46,10 +47,12 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 
 from ignite_monitor.checks import check_count, check_type
 from ignite_monitor.model.names import named_modules, named_parameters
+from ignite_monitor.reference.rng import cuda_devices, drawn_again
 from ignite_monitor.scaling.graph import PRESETS, Node
 from ignite_monitor.scaling.labels import FLAT, TracingError
+from ignite_monitor.scaling.layers import FoundLayers, ParametrizedLayer, as_node, layers_by_hand
 from ignite_monitor.scaling.module import Multiplier, check_weights, norm_of
-from ignite_monitor.scaling.parametrization import FoundLayer, FoundLayers, Parametrization, layers_by_hand
+from ignite_monitor.scaling.parametrization import Parametrization
 from ignite_monitor.scaling.tracing import Trace
 
 _logger = logging.getLogger(__name__)
@@ -112,7 +115,7 @@ def parametrize(
         raise TypeError(f"Argument widths should be a small and a large width, but given {widths!r}")
     if check_count("widths", widths[0], least=1) >= check_count("widths", widths[1]):
         raise ValueError(f"Argument widths should be a small and a large width, but given {widths!r}")
-    with torch.random.fork_rng(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()):
+    with drawn_again(cuda_devices()):
         small = make_model(widths[0])
     model = make_model(widths[1])
     growing = _growing_weights(small, model)
@@ -120,7 +123,7 @@ def parametrize(
 
     def traced(made: nn.Module, width: int, small: Trace | None = None) -> Trace:
         modules = dict(named_modules(made))
-        layers = [(modules[name], layer.node(name)) for name, layer in by_hand.items()]
+        layers = [(modules[name], as_node(layer)) for name, layer in by_hand.items()]
         inputs = sample_input(width) if callable(sample_input) else sample_input
         return Trace(made, layers, with_weights=True, small=small).run(inputs)
 
@@ -129,13 +132,12 @@ def parametrize(
     _check_known(model, trace, {name for name, each in growing.items() if id(each) not in inside})
     if trace.warnings:
         _logger.warning("%s", trace.warnings[0])
-    found = _found_layers(model, trace, by_hand)
-    parametrization = Parametrization(model, sample_input=found, **options)
-    _say_what_is_kept(parametrization, growing, found)
+    parametrization = Parametrization(model, sample_input=_found_layers(model, trace, by_hand), **options)
+    _say_what_is_kept(parametrization, growing)
     return parametrization
 
 
-def _found_layers(model: nn.Module, trace: Trace, by_hand: dict[str, FoundLayer]) -> FoundLayers:
+def _found_layers(model: nn.Module, trace: Trace, by_hand: dict[str, ParametrizedLayer]) -> FoundLayers:
     modules = dict(named_modules(model))
     parameters = {name: (parameter, owner) for name, parameter, owner in named_parameters(model)}
     inner = _feeding(trace.nodes)
@@ -151,17 +153,10 @@ def _found_layers(model: nn.Module, trace: Trace, by_hand: dict[str, FoundLayer]
         module = owner if use.module is None else modules[use.module]
         key = next(key for key, each in module.named_parameters() if each is parameter)
         a, b = PRESETS["mup"][kind]
-        layers[name] = FoundLayer(
-            module=module,
-            layer_type=kind,
-            width=width,
-            a=a,
-            b=b,
-            c=None,
-            hook=None if use.module is None else Multiplier(width, kind),
-            weights=(key,),
-            biases=_biases(module, key),
+        layers[name] = ParametrizedLayer(
+            *(name, module, kind, width, a, b, None, (key,), _biases(module, key)),
             own=_exponent(trace.own_growth(name), width / small),
+            hook=None if use.module is None else Multiplier(width, kind),
             is_module=use.is_module,
             # What is zero may be added to another weight, as LoRA's is when it is merged: so it has no multiplier.
             multiplies=use.is_module and not is_zero,
@@ -174,7 +169,7 @@ def _found_layers(model: nn.Module, trace: Trace, by_hand: dict[str, FoundLayer]
     first = {node.name for node in trace.nodes if node.layer in feeding}
     for node in trace.nodes:
         if node.layer in trace.uses and first & {node.name, *node.inputs}:
-            layers[node.layer] = layers[node.layer]._replace(drift=0.5)
+            layers[node.layer] = replace(layers[node.layer], drift=0.5)
     for name in by_hand:
         growth = trace.own_growth(name)
         if abs(growth) > FLAT:
@@ -187,8 +182,7 @@ def _found_layers(model: nn.Module, trace: Trace, by_hand: dict[str, FoundLayer]
     order = {id(each): index for index, each in enumerate(everything)}
 
     def place_in_model(name: str) -> list[int]:
-        module, keys = layers[name].module, layers[name].weights[:1]
-        return [order[id(each)] for each in (module, *map(module.get_parameter, keys))]
+        return [order[id(each)] for each in (layers[name].module, *[*layers[name].weights.values()][:1])]
 
     return FoundLayers({name: layers[name] for name in sorted(layers, key=place_in_model)}, trace.nodes)
 
@@ -290,7 +284,7 @@ def _check_known(model: nn.Module, trace: Trace, growing: set[str]) -> None:
         )
 
 
-def _say_what_is_kept(parametrization: Parametrization, growing: dict[str, nn.Parameter], found: FoundLayers) -> None:
+def _say_what_is_kept(parametrization: Parametrization, growing: dict[str, nn.Parameter]) -> None:
     names = {id(parameter): name for name, parameter in growing.items()}
     kept: dict[str, list[str]] = {
         "frozen, as they are": [name for name, each in growing.items() if not each.requires_grad],
@@ -300,7 +294,7 @@ def _say_what_is_kept(parametrization: Parametrization, growing: dict[str, nn.Pa
     _, zero, set_to_zero = kept.values()
     for name, layer in parametrization.layers.items():
         not_drawn = [names.get(id(each), name) for key, each in layer.weights.items() if key not in layer.seeds]
-        (set_to_zero if found.layers[name].from_zero else zero).extend(not_drawn)
+        (set_to_zero if layer.from_zero else zero).extend(not_drawn)
     parts = [
         f"{len(listed)} {how} ({listed[0]}{', …' if len(listed) > 1 else ''})" for how, listed in kept.items() if listed
     ]

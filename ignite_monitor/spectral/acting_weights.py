@@ -8,9 +8,9 @@ module computes its weight of others (a parametrization, weight or spectral norm
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,45 +22,45 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from ignite_monitor.model._torch import hooks_before_forward, modules_in, parameters_in
 from ignite_monitor.model.devices import device_of
-from ignite_monitor.model.linear_maps import is_conv1d
+from ignite_monitor.model.linear_maps import CONVOLUTIONS, TRANSPOSED, is_conv1d
 from ignite_monitor.model.names import named_modules
+from ignite_monitor.model.norms import is_sharded
 from ignite_monitor.model.samples import is_measurable
 from ignite_monitor.reference.rng import drawn_again
+from ignite_monitor.reference.unnoticed import put_back
+from ignite_monitor.spectral.matrices import work_dtype
 
 MATRIX, STACK, TABLE = "matrix", "stack", "table"
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _TABLE_NAMES = re.compile("embed|token|table|position|pos_")
 
 
 class ActingWeight(NamedTuple):
-    """A weight as it acts.
+    """A weight as it acts."""
 
-    Attributes:
-        name: the parameter's name without wrappers, or that of what is computed, such as ``layer.weight``.
-        parameters: what it is made of.
-        kind: ``MATRIX``, ``STACK`` of matrices along all dimensions but the last two, or ``TABLE``.
-        by_input: whether the first dimension of a matrix is what goes in.
-        groups: the number of groups where the shape is (in, out / groups, k…); else 0.
-        value: gives the weight; to be called under ``no_grad``.
-    """
-
-    name: str
-    parameters: tuple[Tensor, ...]
-    kind: str
-    by_input: bool
-    groups: int
-    value: Callable[[], Tensor]
-
-
-class _Computed(NamedTuple):
-    """A weight that a module computes: its name in the module, what of, and how."""
-
-    name: str
-    parameters: tuple[Tensor, ...]
+    name: str  # the parameter's, without wrappers, or that of what is computed, such as ``layer.weight``
+    parameters: tuple[Tensor, ...]  # what it is made of
     shape: torch.Size
-    value: Callable[[], Tensor]
+    value: Callable[[], Tensor]  # gives the weight; to be called under ``no_grad``
+    kind: str = MATRIX  # or ``STACK`` of matrices along all dimensions but the last two, or ``TABLE``
+    by_input: bool = False  # whether the first dimension of a matrix is what goes in
+    groups: int = 0  # how many, where the shape is (in, out / groups, k…)
+
+
+class Weight(NamedTuple):
+    """One weight as a matrix."""
+
+    name: str  # the parameter's
+    local: Tensor  # what this rank holds of it, of shape (rows, in·k…)
+    rows: int  # how many there are on all ranks
+    groups: tuple[Any, ...]  # of processes, over whose ranks the rows are shared out; none where they are all here
+    scale: float  # sqrt(out / in); NaN for a table, which maps nothing
+
+    def less(self, before: Tensor) -> Weight:
+        """What has been added to what this rank held of it before, which is used up."""
+        if before.dtype != work_dtype(before.dtype):
+            before = before.to(work_dtype(before.dtype))
+        return self._replace(local=torch.sub(self.local, before, out=before))
 
 
 def acting_weights(model: nn.Module) -> Iterator[ActingWeight]:
@@ -75,12 +75,40 @@ def acting_weights(model: nn.Module) -> Iterator[ActingWeight]:
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in known:
                 known.add(id(parameter))
-                yield from _described(
-                    path, module, _Computed(name, (parameter,), parameter.shape, partial(_itself, parameter))
-                )
+                itself = ActingWeight(name, (parameter,), parameter.shape, parameter.detach)
+                yield from _described(path, module, itself)
 
 
-def _described(path: str, module: nn.Module, weight: _Computed) -> Iterator[ActingWeight]:
+def as_weights(acting: ActingWeight, whole: bool) -> list[Weight]:
+    """A weight as matrices: one, or those of a stack, called ``{name}/{i}``.
+
+    Where a DTensor's rows are shared out, each rank keeps its own; placed in any other way it is gathered, as it is
+    where all of it is needed.
+    """
+    value: Any = acting.value()
+    local = value
+    groups: tuple[Any, ...] = ()
+    if is_sharded(value):
+        whole = whole or acting.kind != MATRIX or bool(acting.groups)
+        sharded = [i for i, placement in enumerate(value.placements) if not placement.is_replicate()]
+        if all(value.placements[i].is_shard(0) for i in sharded) and not (whole and sharded):
+            groups = tuple(value.device_mesh.get_group(i) for i in sharded)
+            local = value.to_local()
+        else:
+            value = local = value.full_tensor()
+    if acting.kind == STACK:
+        stack = value.flatten(0, -3)
+        scale = math.sqrt(stack.shape[2] / stack.shape[1] if acting.by_input else stack.shape[1] / stack.shape[2])
+        return [Weight(f"{acting.name}/{i}", each, len(each), (), scale) for i, each in enumerate(stack)]
+    if acting.groups:
+        value = local = local.unflatten(0, (acting.groups, -1)).transpose(1, 2).flatten(0, 1)
+    rows = value.numel() // value.shape[-1] if acting.kind == TABLE else len(value)
+    columns = value.numel() // rows
+    scale = math.sqrt(columns / rows if acting.by_input else rows / columns)
+    return [Weight(acting.name, local.reshape(-1, columns), rows, groups, math.nan if acting.kind == TABLE else scale)]
+
+
+def _described(path: str, module: nn.Module, weight: ActingWeight) -> Iterator[ActingWeight]:
     if not all(is_measurable(each) and not each.is_complex() for each in weight.parameters):
         return
     if weight.name.endswith("bias"):  # stacked experts have one vector each
@@ -89,11 +117,11 @@ def _described(path: str, module: nn.Module, weight: _Computed) -> Iterator[Acti
     kind, by_input, groups = MATRIX, False, 0
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         kind = TABLE
-    elif isinstance(module, _TRANSPOSED) and is_own:
+    elif isinstance(module, TRANSPOSED) and is_own:
         groups = module.groups
     elif is_conv1d(module) and is_own:
         by_input = True
-    elif not (isinstance(module, _CONVOLUTIONS) and is_own):
+    elif not (isinstance(module, CONVOLUTIONS) and is_own):
         leading = next((i for i, size in enumerate(shape) if size != 1), len(shape)) if len(shape) > 2 else 0
         shape = shape[leading:]
         if leading or (len(shape) == 2 and not is_own and _TABLE_NAMES.search(weight.name)):
@@ -102,11 +130,7 @@ def _described(path: str, module: nn.Module, weight: _Computed) -> Iterator[Acti
             kind, by_input = STACK, _is_stacked_by_input(module, weight.name, shape)
     if len(shape) >= 2 and shape.numel():
         name = f"{path}.{weight.name}".lstrip(".")
-        yield ActingWeight(name, weight.parameters, kind, by_input, groups, weight.value)
-
-
-def _itself(parameter: Tensor) -> Tensor:
-    return parameter.detach()
+        yield weight._replace(name=name, kind=kind, by_input=by_input, groups=groups)
 
 
 def _is_stacked_by_input(module: nn.Module, name: str, shape: torch.Size) -> bool:
@@ -119,48 +143,39 @@ def _is_stacked_by_input(module: nn.Module, name: str, shape: torch.Size) -> boo
     return bool(getattr(module, "is_transposed", False))
 
 
-def _computed(module: nn.Module) -> Iterator[_Computed]:
-    """The weights that a module computes of its parameters; scripted ones are as they are."""
+def _computed(module: nn.Module) -> Iterator[ActingWeight]:
+    """The weights that a module computes of its parameters, by their names in it; scripted ones are as they are."""
     if isinstance(module, torch.jit.ScriptModule):
         return
     parametrizations = modules_in(module).get("parametrizations")
     if isinstance(parametrizations, nn.ModuleDict):
         for name, recipe in parametrizations.items():
             make = partial(_parametrized, recipe)
-            yield _Computed(name, tuple(recipe.parameters()), make().shape, make)
+            yield ActingWeight(name, tuple(recipe.parameters()), make().shape, make)
     of: Any = parameters_in(module)
     for hook in hooks_before_forward(module):
         name = getattr(hook, "name", "")
         if isinstance(hook, WeightNorm):
             parts = of[f"{name}_g"], of[f"{name}_v"]
-            yield _Computed(name, parts, parts[1].shape, partial(hook.compute_weight, module))
+            yield ActingWeight(name, parts, parts[1].shape, partial(hook.compute_weight, module))
         elif isinstance(hook, SpectralNorm):
             original = of[f"{name}_orig"]
-            yield _Computed(name, (original,), original.shape, partial(hook.compute_weight, module, False))
+            yield ActingWeight(name, (original,), original.shape, partial(hook.compute_weight, module, False))
     yield from _low_rank(module)
 
 
 def _parametrized(recipe: nn.Module) -> Tensor:
     """What a parametrization makes in eval mode, of copies of its buffers: it may change them, and draw numbers."""
     buffers = {name: buffer.clone() for name, buffer in recipe.named_buffers()}
-    with _evaluating(recipe), drawn_again({device_of(recipe)}):
+    modules = list(recipe.modules())
+    with put_back(modules, []), drawn_again({device_of(recipe)}):
+        for module in modules:
+            module.training = False
         weight: Tensor = functional_call(recipe, buffers, ())
     return weight
 
 
-@contextmanager
-def _evaluating(root: nn.Module) -> Iterator[None]:
-    modes = {module: module.training for module in root.modules()}
-    for module in modes:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-
-
-def _low_rank(module: nn.Module) -> Iterator[_Computed]:
+def _low_rank(module: nn.Module) -> Iterator[ActingWeight]:
     """LoRA as PEFT keeps it: base_layer.weight + scaling · B A of the active adapters, where that is all there is."""
     base, down, up = (modules_in(module).get(name) for name in ("base_layer", "lora_A", "lora_B"))
     weight = None if base is None else parameters_in(base).get("weight")
@@ -184,4 +199,4 @@ def _low_rank(module: nn.Module) -> Iterator[_Computed]:
             total = total + (product.T if getattr(module, "fan_in_fan_out", False) else product)
         return total
 
-    yield _Computed("weight", (weight, *matrices.values()), weight.shape, merged)
+    yield ActingWeight("weight", (weight, *matrices.values()), weight.shape, merged)

@@ -28,17 +28,12 @@ _ABOVE = [2.5e-4, 5e-4, 1e-3, 2e-3, 8e-3, 0.032, 0.128, 0.512]
 
 
 class Leading(NamedTuple):
-    """What a Krylov space says of the largest eigenvalue of each operator.
+    """What a Krylov space says of the largest eigenvalue of each operator."""
 
-    Attributes:
-        lower: a lower bound of it, of shape (B,).
-        upper: an upper bound, of shape (B,).
-        coordinates: of vectors in the space's basis, of shape (B, WARM, any): the first has the lower bound for its
-            Rayleigh quotient, all together span the leading eigenspace approximately.
-    """
-
-    lower: Tensor
-    upper: Tensor
+    lower: Tensor  # a bound of it, of shape (B,)
+    upper: Tensor  # the same
+    # Of vectors in the space's basis, of shape (B, WARM, any): the first has the lower bound for its Rayleigh quotient,
+    # all together span the leading eigenspace approximately.
     coordinates: Tensor
 
 
@@ -71,9 +66,6 @@ class BlockLanczos:
         start: of shape (B, WIDTH, n): WARM rows of any kind, then PROBES standard normal ones that are independent of A
             and of these.
         steps: how many steps there may be at most; ``(steps + 1) * WIDTH`` is at most n.
-
-    Attributes:
-        steps: how many there have been.
     """
 
     def __init__(self, gram: Callable[[Tensor], Tensor], start: Tensor, steps: int) -> None:
@@ -90,7 +82,7 @@ class BlockLanczos:
         self._probes = coordinates[..., WARM:].to(wide_dtype(start.device))
         self._dominant: Dominant | None = None
         self._examined: tuple[Tensor, Tensor] | None = None
-        self.steps = 0
+        self.steps = 0  # so far
 
     def extend(self) -> None:
         """Add a block to the space."""
@@ -115,11 +107,7 @@ class BlockLanczos:
         self.steps += 1
 
     def missing(self, relative: float) -> Tensor:
-        """About how many more steps it takes until the bounds differ by this at most, as far as square roots go.
-
-        Returns:
-            Of shape (B,): 0 where they do so now, elsewhere 1 or more.
-        """
+        """How many more steps until the bounds differ by this at most, as far as square roots go: (B,), about."""
         # They mostly fall from candidate to candidate, but not always.
         length = self._examine()[0][:, sum(each < relative for each in _ABOVE) :].amax(1)
         # The first steps shorten them most.
@@ -142,11 +130,7 @@ class BlockLanczos:
         return Leading(found.lower, upper, chosen)
 
     def vectors(self, leading: Leading) -> Tensor:
-        """Orthonormal rows in the order of their coordinates, of shape (B, WARM, n).
-
-        Args:
-            leading: what :meth:`leading` returned last.
-        """
+        """Orthonormal rows in the order of the coordinates that :meth:`leading` gave last, of shape (B, WARM, n)."""
         basis: Tensor = self._basis[:, : leading.coordinates.shape[2]]
         return _orthonormal(leading.coordinates @ basis)[0]
 

@@ -12,31 +12,21 @@ _EARLY = 6
 
 
 class Dominant(NamedTuple):
-    r"""What is known of the largest eigenvalue :math:`\lambda` of each of a batch of matrices.
+    """What is known of the largest eigenvalue of each of a batch of matrices."""
 
-    Attributes:
-        lower: a lower bound, of shape (B,).
-        upper: an upper bound, of shape (B,).
-        vector: the unit vector whose Rayleigh quotient is the lower bound, of shape (B, n).
-        power: the 64th power of the matrix, scaled, of shape (B, n, n): what filters its leading eigenspace.
-    """
-
-    lower: Tensor
-    upper: Tensor
-    vector: Tensor
-    power: Tensor
+    lower: Tensor  # a bound of it, of shape (B,)
+    upper: Tensor  # the same
+    vector: Tensor  # the unit vector whose Rayleigh quotient is the lower bound, of shape (B, n)
+    power: Tensor  # the 64th power of the matrix, scaled, of shape (B, n, n): what filters its leading eigenspace
 
 
 def dominant(matrices: Tensor) -> Dominant:
-    r"""The largest eigenvalue of symmetric positive semidefinite matrices.
+    r"""The largest eigenvalue of positive semidefinite matrices, finite, with a trace of the order of 1 or less.
 
     .. math:: y^\top A y \;\le\; \lambda \;\le\; \left(\operatorname{tr} A^q\right)^{1/q}, \qquad q = 2^{15},
 
     with y the longest column of :math:`A^q`; the upper bound is at most :math:`n^{1/q}` times too large. Matrix
     products alone: unlike an eigensolver this waits for no device, and repeated eigenvalues do not trouble it.
-
-    Args:
-        matrices: of shape (B, n, n), finite, with a trace of the order of 1 or less.
     """
     smallest = torch.finfo(matrices.dtype).tiny
     power = early = matrices

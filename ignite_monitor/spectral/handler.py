@@ -12,7 +12,7 @@ import torch
 from ignite.engine import Engine
 from torch import Tensor, nn
 
-from ignite_monitor.checks import check_count, check_type
+from ignite_monitor.checks import check_choice, check_count, check_type
 from ignite_monitor.events.ledger import GradientsReady, OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import SPECTRAL
@@ -24,10 +24,9 @@ from ignite_monitor.model.sharding import check_whole
 from ignite_monitor.model.updates import order_statistics
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.stepped import HostMasks, SteppedParameters
-from ignite_monitor.spectral.acting_weights import ActingWeight, acting_weights
+from ignite_monitor.spectral.acting_weights import ActingWeight, Weight, acting_weights, as_weights
 from ignite_monitor.spectral.norm import METHODS
 from ignite_monitor.spectral.spectra import Spectra, SpectralMeter
-from ignite_monitor.spectral.weights import Weight, as_weights
 
 
 class SpectralNormHandler(Monitor, schema=SPECTRAL):
@@ -112,9 +111,7 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
     ) -> None:
         super().__init__(model, prefix)
         check_whole(model)
-        check_type("method", method, str, "str")
-        if method not in METHODS:
-            raise ValueError(f"Argument method should be one of {', '.join(METHODS)}, but given {method!r}")
+        check_choice("method", method, *METHODS)
         check_type("updates", updates, bool, "bool")
         check_type("per_parameter", per_parameter, bool, "bool")
         self.method = method

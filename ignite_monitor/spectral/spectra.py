@@ -10,48 +10,81 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ignite_monitor.model._torch import foreach_copy
 from ignite_monitor.model.devices import move_like, upload
 from ignite_monitor.model.sampling import fnv1a_64
 from ignite_monitor.monitor.deferred_flag import DeferredFlag
+from ignite_monitor.spectral.acting_weights import Weight
 from ignite_monitor.spectral.block_lanczos import WARM
+from ignite_monitor.spectral.matrices import Matrices, work_dtype
 from ignite_monitor.spectral.norm import TOLERANCE, SpectralNorms, newton_schulz, power, svd
-from ignite_monitor.spectral.weights import Batch, Weight, batches
 
 # Where looking at the bound would mean to wait for a device, or ranks might see it differently, these many steps are
 # made: without vectors, with them, and where the last bound was too wide.
 _COLD, _WARM, _AGAIN = 40, 14, 40
 
 
+# So many elements are measured as one batch, which is a float32 copy of them. On the CPU batches make no big matrix
+# faster, and one alone need not be copied.
+_BATCH = {"cpu": 1 << 18}
+_LARGE_BATCH = 1 << 24
+
+
+class Batch(NamedTuple):
+    """Weights that are measured at once."""
+
+    names: list[str]
+    matrices: Matrices  # some turned and filled up with zeros
+    dtype: torch.dtype  # what they are stored in
+    is_shared: bool  # whether their rows are shared out over ranks
+
+
+def batches(weights: Iterable[Weight]) -> Iterable[Batch]:
+    """Weights of one size, dtype and device together; each batch, which may be a copy, when it is asked for."""
+    alike: dict[Any, list[tuple[Weight, Tensor]]] = {}
+    for weight in weights:
+        local = weight.local
+        # Fewer batches are quicker on an accelerator, so there shapes go together that have the shorter side in common:
+        # rows of zeros change no norm. Of what is shared out a rank can't know how many rows others would need.
+        together = local.device.type != "cpu" and not weight.groups
+        if together and len(local) < local.shape[1]:
+            local = local.T
+        shape = local.shape[1:] if together else (weight.rows, *local.shape)
+        alike.setdefault((local.device, local.dtype, shape, weight.groups), []).append((weight, local))
+    for (device, dtype, _, groups), members in alike.items():
+        members.sort(key=lambda each: -len(each[1]))
+        while members:
+            # Every rank makes the same batches, whatever its part of the rows.
+            weight, local = members[0]
+            rows = weight.rows if groups else len(local)
+            size = max(1, _BATCH.get(device.type, _LARGE_BATCH) // (rows * local.shape[1]))
+            batch, members = members[:size], members[size:]
+            parts = [each.to(work_dtype(dtype)) for _, each in batch]
+            if len({len(part) for part in parts}) > 1:
+                stack = parts[0].new_zeros(len(parts), *parts[0].shape)
+                foreach_copy([row[: len(part)] for row, part in zip(stack, parts, strict=True)], parts)
+            else:
+                stack = torch.stack(parts) if len(parts) > 1 else parts[0].unsqueeze(0)
+            matrices = Matrices(stack, groups)
+            yield Batch([each.name for each, _ in batch], matrices, dtype, bool(groups))
+
+
 class Spectra(NamedTuple):
-    """What was measured, for each weight in order.
+    """What was measured, for each weight in order."""
 
-    Attributes:
-        norms: spectral norms; NaN for a weight that is not finite.
-        errors: bounds of their relative errors; NaN where nothing is known.
-        frobenius: Frobenius norms.
-    """
-
-    norms: Tensor
-    errors: Tensor
-    frobenius: Tensor
+    norms: Tensor  # spectral norms; NaN for a weight that is not finite
+    errors: Tensor  # bounds of their relative errors; NaN where nothing is known
+    frobenius: Tensor  # Frobenius norms
 
 
 class SpectralMeter:
-    """Spectral norms by one method, and the vectors that its next measurement starts with.
-
-    Args:
-        method: one of ``METHODS``.
-
-    Attributes:
-        steps: how many steps of "power" the last measurement made, for the weight that needed most.
-        vectors: name of a weight -> its vectors.
-        count: how many measurements there have been.
-    """
+    """Spectral norms by one of ``METHODS``, and the vectors that its next measurement starts with."""
 
     def __init__(self, method: str, logger: logging.Logger, prefix: str, what: str) -> None:
         self.method = method
-        self.steps = self.count = 0
-        self.vectors: dict[str, Tensor] = {}
+        self.steps = 0  # how many of "power" the last measurement made, for the weight that needed most
+        self.count = 0  # how many measurements there have been
+        self.vectors: dict[str, Tensor] = {}  # by the weight's name
         self._logger = logger
         self._about = prefix, what
         self._failed, self._wide, self._damaged = DeferredFlag(), DeferredFlag(), DeferredFlag()
@@ -63,14 +96,9 @@ class SpectralMeter:
         return self.method != "power"
 
     def measure(self, weights: Iterable[Weight]) -> Spectra:
-        """The norms of all weights.
-
-        Args:
-            weights: the weights, at least one.
-        """
+        """The norms of all weights, of which there is at least one."""
         self._again = self._wide.take()
         self.count += 1
-        self.steps = 0
         vectors: dict[str, Tensor] = {}
         names: list[str] = []
         found: list[SpectralNorms] = []
@@ -79,29 +107,20 @@ class SpectralMeter:
             norms = self._measure(batch)
             names += batch.names
             found.append(norms)
-            self.steps = max(self.steps, norms.steps)
             if norms.vectors is not None:
                 vectors |= zip(batch.names, (each.clone() for each in norms.vectors), strict=True)
-        self.vectors = vectors
+        self.vectors, self.steps = vectors, max(each.steps for each in found)
         device = found[0].norms.device
         places = {name: place for place, name in enumerate(names)}
         order = upload(torch.tensor([places[weight.name] for weight in weights], device="cpu"), device)
-        spectra = Spectra(
-            *(
-                torch.cat([getattr(each, name).to(device, non_blocking=True) for each in found])[order]
-                for name in Spectra._fields
-            )
-        )
+        columns = ([getattr(each, name).to(device, non_blocking=True) for each in found] for name in Spectra._fields)
+        spectra = Spectra(*(torch.cat(column)[order] for column in columns))
         self._damaged.set(spectra.norms.isnan().any())
         self.warn()
         return spectra
 
     def warn(self, wait: bool = False) -> None:
-        """Say, once, that weights that are not finite are left out.
-
-        Args:
-            wait: whether to wait for the device to know.
-        """
+        """Say, once, that weights that are not finite are left out; that is known when the device has got there."""
         if self._damaged.take(wait) and not self._warned:
             self._warned = True
             self._logger.warning("%s: %s that are not finite are left out", *self._about)
@@ -111,15 +130,7 @@ class SpectralMeter:
         return {"count": self.count, "method": self.method, "vectors": OrderedDict(self.vectors)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a saved state; vectors that fit no weight any more are not used.
-
-        Args:
-            state_dict: what :meth:`state_dict` returned.
-
-        Raises:
-            TypeError: if it holds something else than a count, and tensors by name.
-            ValueError: if the vectors are damaged.
-        """
+        """Continue from a saved state, or raise a TypeError or ValueError; vectors that fit no weight are not used."""
         count, vectors = state_dict.get("count"), state_dict.get("vectors")
         if not isinstance(count, int) or not isinstance(vectors, Mapping):
             raise TypeError("Argument state_dict should hold a count and vectors by name")

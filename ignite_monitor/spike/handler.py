@@ -84,6 +84,7 @@ class SpikeMonitor(JudgingMonitor[NormJudge], schema=SPIKE):
         check_flag(flag)
         self.value = value
         self.flag = flag
+        self.attributes = {flag: False}
         patience = check_count("max_consecutive_spikes", max_consecutive_spikes, least=1)
         self._judge = NormJudge(SpikeDetector(as_rule(threshold), max_consecutive_spikes=patience))
         self._missing = 0  # iterations without a value, as long as there was none
@@ -111,7 +112,8 @@ class SpikeMonitor(JudgingMonitor[NormJudge], schema=SPIKE):
         self.publish(value=number, **{name: values[name] for name in names if name in values})
         if self._is_awaited(MonitorEvents.SPIKE_DETECTED) and self._is_known_spike(verdict):
             self._tell(engine, MonitorEvents.SPIKE_DETECTED, verdict)
-        self._tell_of_new_level(engine, verdict)
+        if self._judge.restarts:
+            self._tell_of_new_level(engine, verdict)
 
     def _report_missing(self) -> None:
         self._missing += 1

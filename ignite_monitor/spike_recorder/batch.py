@@ -17,23 +17,14 @@ class CannotBeSavedError(Exception):
 
 
 class KeptBatch:
-    """A batch as it was given to a train step, of which nothing is copied before it is saved.
-
-    Args:
-        batch: tensors, numbers and texts, in tuples, lists, mappings and dataclasses.
-    """
+    """A batch as it was given to a train step, of which nothing is copied before it is saved."""
 
     def __init__(self, batch: Any) -> None:
         self._tensors: list[tuple[Tensor, int]] = []
         self._batch = self._keep(batch)
 
     def save(self, largest: int) -> Any:
-        """The batch in plain tensors on the CPU, numbers, texts, tuples, lists and dictionaries.
-
-        Raises:
-            CannotBeSavedError: if it has something else in it, has more than so many bytes, or is not any more what it
-                was.
-        """
+        """As :func:`plain`; CannotBeSavedError also if it has more than so many bytes, or is no more what it was."""
         if any(version(tensor) != then for tensor, then in self._tensors):
             raise CannotBeSavedError("the train step changes it in place")
         size = sum(each.numel() * each.element_size() for each, _ in self._tensors if not each.is_sparse)
@@ -48,18 +39,14 @@ class KeptBatch:
         elif isinstance(value, Mapping):
             return {key: self._keep(each) for key, each in value.items()}
         elif isinstance(value, (tuple, list)):
-            return [*map(self._keep, value)] if isinstance(value, list) else (*map(self._keep, value),)
+            return (list if isinstance(value, list) else tuple)(map(self._keep, value))
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
             return {each.name: self._keep(getattr(value, each.name)) for each in dataclasses.fields(value)}
         return value
 
 
 def plain(value: Any) -> Any:
-    """A copy on the CPU in what ``torch.load(weights_only=True)`` knows.
-
-    Raises:
-        CannotBeSavedError: if there is something else in it.
-    """
+    """A copy on the CPU in what ``torch.load(weights_only=True)`` knows; else a CannotBeSavedError."""
     if isinstance(value, Tensor):
         if type(value) is Tensor and value.is_sparse:
             return value.detach().cpu()
@@ -72,8 +59,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {plain(key): plain(each) for key, each in value.items()}
     if isinstance(value, (tuple, list)):
-        members = [plain(each) for each in value]
-        return members if isinstance(value, list) else tuple(members)
+        return (list if isinstance(value, list) else tuple)(map(plain, value))
     if type(value).__module__ == "numpy" and hasattr(value, "item") and not getattr(value, "ndim", 1):
         return plain(value.item())
     raise CannotBeSavedError(f"there is a {type(value).__name__} in it, and not only tensors, numbers and texts")

@@ -12,8 +12,7 @@ from typing import Any
 
 import ignite.distributed as idist
 import torch
-from ignite.engine import Engine, Events, EventsList
-from ignite.engine.events import CallableEventWithFilter
+from ignite.engine import Engine, Events
 from torch import Tensor, nn
 
 from ignite_monitor.activation.record import recording
@@ -21,7 +20,7 @@ from ignite_monitor.checks import check_count, check_function, check_type
 from ignite_monitor.events.monitor_events import MonitorEvents, Spike
 from ignite_monitor.keys import SPIKE_RECORD
 from ignite_monitor.model.modes import in_backward, users_grad_mode
-from ignite_monitor.monitor.base import Handlers, Monitor, MonitorHandle, NoModel
+from ignite_monitor.monitor.base import Handlers, Monitor, NoModel
 from ignite_monitor.reference.unnoticed import is_reference_run
 from ignite_monitor.spike_recorder.batch import CannotBeSavedError, KeptBatch, plain
 from ignite_monitor.spike_recorder.random_state import RandomState, saved
@@ -117,7 +116,6 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
         self._state: dict[str, Any] | None = None  # of the random number generators before this train step
         self._kept: KeptBatch | None = None
         self._losses: list[Tensor] = []
-        self._told: set[str] = set()
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """How many records were written, and how many spikes have come in a row up to which iteration."""
@@ -127,19 +125,8 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
         super().load_state_dict(state_dict)
         self.count, self._row, self._newest = (int(state_dict[each]) for each in self._state_dict_all_req_keys)
 
-    def attach(
-        self, engine: Engine, event: CallableEventWithFilter | EventsList = Events.ITERATION_STARTED
-    ) -> MonitorHandle:
-        handle = super().attach(engine, event)
-        engine.add_event_handler(Events.ITERATION_COMPLETED, self._forget)
-        return handle
-
-    def detach(self) -> None:
-        """Undo ``attach`` and ``log_to``; files and counts stay."""
-        engine = self._attached_to()
-        super().detach()
-        if engine is not None:
-            engine.remove_event_handler(self._forget, Events.ITERATION_COMPLETED)
+    def engine_handlers(self) -> list[tuple[Events, Callable[..., Any]]]:
+        return [(Events.ITERATION_COMPLETED, self._forget)]
 
     def handlers(self) -> Handlers:
         return [
@@ -188,7 +175,7 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
             self.count += 1
             self._remove_oldest(re.compile(rf"{re.escape(start)}-\d{{8,}}-rank{rank}{re.escape(ENDING)}"))
         except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
-            self._warn("file", f"{path} can't be written: {error}")
+            self._warn_once("%s can't be written: %s; said once", path, error)
         else:
             self.logger.info("%s: a spike in iteration %d is kept in %s", self.prefix, iteration, path)
         self.publish(recorded_count=float(self.count))
@@ -222,8 +209,8 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
         try:
             return function()
         except Exception as error:  # noqa: BLE001 - a part of the record is better than none
-            known = isinstance(error, CannotBeSavedError)
-            self._warn(what, f"{what} of a spike left out: {error if known else f'{type(error).__name__}: {error}'}")
+            reason = error if isinstance(error, CannotBeSavedError) else f"{type(error).__name__}: {error}"
+            self._warn_once(f"{what} of a spike left out: %s; said once", reason)
             return None
 
     def _remove_oldest(self, own: re.Pattern[str]) -> None:
@@ -231,8 +218,3 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
             files = [(each.stat().st_mtime_ns, each.name) for each in entries if own.fullmatch(each.name)]
         for _, name in sorted(files)[: -self.keep]:
             (self.directory / name).unlink(missing_ok=True)
-
-    def _warn(self, what: str, text: str) -> None:
-        if what not in self._told:
-            self._told.add(what)
-            self.logger.warning("%s: %s; said once", self.prefix, text)

@@ -125,14 +125,7 @@ def load_spike(path: str | os.PathLike[str]) -> SpikeRecord:
 
 
 def write(path: Path, values: Mapping[str, Any]) -> None:
-    """Write a record: it is there with all it holds, or not at all.
-
-    Args:
-        values: the attributes of :class:`SpikeRecord` but its path.
-
-    Raises:
-        OSError: if it can't be written.
-    """
+    """Write a record's attributes but its path: it is there with all it holds, or not at all, with an OSError."""
     content = io.BytesIO()
     torch.save({"format": _FORMAT, "version": _VERSION, "spike": dict(values)}, content)
     path.parent.mkdir(parents=True, exist_ok=True)

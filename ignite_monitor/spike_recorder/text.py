@@ -16,12 +16,7 @@ _WIDTH = 80
 
 
 def described(path: Path) -> Iterator[str]:
-    """Lines on the records of a directory, the earliest first, or on one record.
-
-    Raises:
-        OSError: if it can't be read.
-        ValueError: if there is no record.
-    """
+    """Lines on a directory's records, the earliest first, or on one; OSError or ValueError if none can be read."""
     files = sorted(path.glob(f"*{ENDING}")) if path.is_dir() else [path]
     if not files:
         raise ValueError(f"{path} holds no records of spikes (*{ENDING})")

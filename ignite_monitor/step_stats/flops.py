@@ -34,6 +34,8 @@ class FlopCount(DispatchMode):
         """What is compiled can be compiled while this mode is on, and is not counted."""
         return True
 
+    is_infra_mode = ignore_compile_internals  # what torch asks that does not know the other
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = [each for each in args if isinstance(each, Tensor)]

@@ -9,8 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from ignite.engine import Engine, Events, EventsList
-from ignite.engine.events import CallableEventWithFilter
+from ignite.engine import Engine, Events
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -25,7 +24,7 @@ from ignite_monitor.model.optimizers import check_optimizer, held_by
 from ignite_monitor.model.samples import is_measurable, reshard
 from ignite_monitor.model.sharding import check_whole
 from ignite_monitor.model.tensors import count_items
-from ignite_monitor.monitor.base import Handlers, Monitor, MonitorHandle
+from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.ranks import all_take_part, gradient_norm, own_rank, sum_over_ranks, world_size
 from ignite_monitor.step_stats.flops import FlopCount
 from ignite_monitor.step_stats.flops import peak_flops as known_peak
@@ -129,21 +128,7 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
             raise TypeError(f"Argument state_dict should hold a count and a name of a dtype, but it holds {state_dict}")
         self.flops, self._dtype = flops, dtype
 
-    def attach(
-        self, engine: Engine, event: CallableEventWithFilter | EventsList = Events.ITERATION_STARTED
-    ) -> MonitorHandle:
-        handle = super().attach(engine, event)
-        for name, handler in self._data_handlers():
-            engine.add_event_handler(name, handler)
-        return handle
-
-    def detach(self) -> None:
-        if (engine := self._attached_to()) is not None:
-            for name, handler in self._data_handlers():
-                engine.remove_event_handler(handler, name)
-        super().detach()
-
-    def _data_handlers(self) -> list[tuple[Events, Callable[[], None]]]:
+    def engine_handlers(self) -> list[tuple[Events, Callable[..., Any]]]:
         # A batch is there before it is known whether its iteration is monitored.
         return [(Events.GET_BATCH_STARTED, self._data.start), (Events.GET_BATCH_COMPLETED, self._data.stop)]
 

@@ -1,4 +1,4 @@
-"""Which parameters have stopped to move, and telling the user by name."""
+"""Which parameters have stopped to move, how much is lost to rounding, and telling the user of either."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from torch import Tensor
 from ignite_monitor.model.devices import upload
 from ignite_monitor.model.updates import count_still
 from ignite_monitor.monitor.deferred_flag import DeferredFlag
+
+_MOST = 0.5  # of the updates
 
 
 class FrozenParameters:
@@ -35,18 +37,14 @@ class FrozenParameters:
         self._changed = DeferredFlag()
 
     def rename(self, names: Sequence[str], like: Tensor) -> None:
-        """Go over to another set of parameters; those with a known name keep their count.
-
-        Args:
-            like: a tensor of the device and dtype that ratios will have.
-        """
+        """Go over to other parameters, with ratios like a tensor; those with a known name keep their count."""
         still = self.still.to(like.dtype)
         if still.device != like.device:
             still = upload(still, like.device) if still.device.type == "cpu" else still.to(like.device)
         if list(names) != self._names:
-            places = {name: place for place, name in enumerate(self._names)}
-            # A place that is not there takes the zero at the end.
-            taken = torch.tensor([places.get(name, len(places)) for name in names], device="cpu")
+            indices = {name: index for index, name in enumerate(self._names)}
+            # A name that is not there takes the zero at the end.
+            taken = torch.tensor([indices.get(name, len(indices)) for name in names], device="cpu")
             still = torch.cat([still, still.new_zeros(1)])[upload(taken, still.device)]
             self._names = list(names)
         self.still = still
@@ -60,19 +58,11 @@ class FrozenParameters:
         return after & moved
 
     def is_frozen(self, ratio: float, still: float) -> bool:
-        """Whether a parameter had a step and is frozen, by numbers that are on the host.
-
-        Args:
-            ratio: its update ratio, NaN if it had no step.
-        """
+        """Whether a parameter had a step, without which its ratio is NaN, and is frozen, by numbers on the host."""
         return not math.isnan(ratio) and still >= self._patience
 
     def changed(self, wait: bool = False) -> bool:
-        """Whether, as far as is known, a parameter has frozen or thawed since this was last true.
-
-        Args:
-            wait: whether to wait for the device to know.
-        """
+        """Whether, as far as is known, a parameter has frozen or thawed since this was last true."""
         return self._changed.take(wait)
 
     def is_still(self, still: Sequence[float] | None = None) -> list[bool]:
@@ -82,12 +72,7 @@ class FrozenParameters:
         return on_host(self.still >= self._patience)
 
     def report(self, logger: logging.Logger, prefix: str, is_still: Sequence[bool], is_rounded: Sequence[bool]) -> None:
-        """Warn of parameters that have frozen since the last time.
-
-        Args:
-            is_still: what :meth:`is_still` says.
-            is_rounded: for each parameter, whether rounding may be why it stands still.
-        """
+        """Warn of parameters that have frozen since the last time, and of which rounding may be why."""
         frozen = {
             name: rounded for name, still, rounded in zip(self._names, is_still, is_rounded, strict=True) if still
         }
@@ -115,9 +100,6 @@ class FrozenParameters:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a saved state; parameters that it does not know start anew.
 
-        Args:
-            state_dict: what :meth:`state_dict` returned.
-
         Raises:
             TypeError: if its names are no list of strings.
             ValueError: if it is damaged or of another model.
@@ -133,6 +115,39 @@ class FrozenParameters:
             raise ValueError(f"Argument state_dict should be of this model, but its names are {list(names)[:3]} …")
         self.still = torch.tensor([saved.get(name, 0.0) for name in self._names], dtype=torch.float64, device="cpu")
         self._reported = {name for name, count in saved.items() if count >= self._patience}
+
+
+class LostUpdates:
+    """Warns once if most updates are lost in as many monitored steps in a row as it has patience for."""
+
+    def __init__(self, patience: int) -> None:
+        self._patience = patience
+        self._in_a_row: Tensor | None = None
+        self._flag = DeferredFlag()
+        self._is_told = False
+
+    def restart(self) -> None:
+        """The steps to come are others, of a model that may lie on another device."""
+        self._in_a_row = None
+
+    def observe(self, fraction: Tensor) -> None:
+        """A step has lost a fraction of its updates, a 0-dim tensor; NaN where it made none."""
+        if self._is_told:
+            return
+        before = torch.zeros_like(fraction) if self._in_a_row is None else self._in_a_row
+        self._in_a_row = torch.where(fraction > _MOST, before + 1, before * fraction.isnan())
+        self._flag.set(self._in_a_row >= self._patience)
+
+    def warn(self, logger: logging.Logger, prefix: str, wait: bool = False) -> None:
+        """Warn, if that is known to be so by now, or once the device knows."""
+        if not self._is_told and self._flag.take(wait):
+            self._is_told = True
+            logger.warning(
+                "%s: more than half of the updates are lost to rounding, since the weights are in bfloat16 or float16 "
+                "(lost_update_fraction). Keep the weights in float32 and use torch.autocast, or use an optimizer that "
+                "keeps float32 copies of them, rounds stochastically or sums with compensation.",
+                prefix,
+            )
 
 
 def _counts(still: Any) -> Tensor:

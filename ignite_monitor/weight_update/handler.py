@@ -23,8 +23,7 @@ from ignite_monitor.model.optimizers import check_holds, check_optimizer, held_b
 from ignite_monitor.model.sharding import check_whole
 from ignite_monitor.model.updates import order_statistics, update_ratios
 from ignite_monitor.monitor.base import Handlers, Monitor
-from ignite_monitor.weight_update.frozen import FrozenParameters, on_host
-from ignite_monitor.weight_update.lost_updates import LostUpdates
+from ignite_monitor.weight_update.frozen import FrozenParameters, LostUpdates, on_host
 from ignite_monitor.weight_update.train_step import SampledTrainStep, unknown_where
 from ignite_monitor.weight_update.untrained import UntrainedParameters
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Set
+from collections.abc import Iterable, Mapping, Set
 from typing import NamedTuple
 
 import torch
@@ -14,10 +14,9 @@ from torch.optim import Optimizer
 from ignite_monitor.model.optimizers import held_by
 from ignite_monitor.model.samples import NARROW, ParameterSamples, reshard
 from ignite_monitor.monitor.stepped import HostMasks, SteppedParameters
-from ignite_monitor.weight_update.gradient_norms import GradientNorms
 
 
-class Measured(NamedTuple):
+class StepResult(NamedTuple):
     """What a train step did, for each parameter; anything where a mask is False.
 
     Attributes:
@@ -36,6 +35,79 @@ class Measured(NamedTuple):
     changes: Tensor
     moved: Tensor | None
     lost: Tensor | None
+
+
+class GradientNorms:
+    """Measures the gradient of each parameter by itself through one iteration.
+
+    A gradient is measured when a backward that reached its parameter has ended; what becomes of it between that and a
+    step, clipping for one, does not count. One that no backward of this iteration has made is set by hand, or left from
+    an earlier iteration, and is measured each time that a step is about to be made with it. Once a step is made,
+    gradients of later backwards are another optimizer's: a GAN's generator sends some into its discriminator. They
+    count only when a step is made with them.
+
+    Which norm is whose is known on the host, so that nothing has to be looked at on the device.
+
+    Args:
+        indices: id of a parameter -> its index; parameters that are not in it do not count.
+    """
+
+    def __init__(self, samples: ParameterSamples, indices: Mapping[int, int]) -> None:
+        self._samples = samples
+        self._indices = indices
+        self._norms: list[Tensor] = []
+        self._length = 0
+        # Index -> where in all of these its norm is: of the latest gradient that a backward has left, of the one that
+        # the step that is going on has been started with, and of the one that a step was made with.
+        self._latest: dict[int, int] = {}
+        self._taken: dict[int, int] = {}
+        self._used: dict[int, int] = {}
+
+    @torch.no_grad()
+    def gradients_ready(self, scale: Tensor | None, reached: Set[int]) -> None:
+        """A backward has ended, which may have changed the gradients of these, by id, and scaled them."""
+        self._latest |= self._measure((index for key, index in self._indices.items() if key in reached), scale)
+
+    @torch.no_grad()
+    def step_started(self, indices: Iterable[int], scale: Tensor | None, reduced: bool) -> None:
+        """An optimizer is about to make its step.
+
+        Args:
+            scale: what gradients are scaled by that no backward has made; None for 1.
+            reduced: whether gradients are the same on every rank.
+        """
+        indices = list(indices)
+        self._taken = {index: self._latest[index] for index in indices if index in self._latest}
+        if reduced:
+            self._taken |= self._measure((index for index in indices if index not in self._latest), scale)
+
+    def step_completed(self, indices: Iterable[int]) -> None:
+        """An optimizer has made its step."""
+        used = {index: self._taken[index] for index in indices if index in self._taken}
+        self._used |= used
+        self._samples.gradients_used(used)
+
+    def result(self, masks: HostMasks) -> tuple[Tensor, Tensor] | None:
+        """Each parameter's norm, and whether it has one; None if none has."""
+        positions = self._latest | self._used
+        return (self._samples.ordered(self._norms, positions), masks.of(positions)) if positions else None
+
+    def _measure(self, indices: Iterable[int], scale: Tensor | None) -> dict[int, int]:
+        """Where the norms of the gradients are that there are now: index -> position."""
+        parameters = self._samples.parameters
+        gradients = {
+            index: gradient
+            for index in indices
+            if (gradient := parameters[index].grad) is not None and parameters[index].requires_grad
+        }
+        positions: dict[int, int] = {}
+        for indices_of, norms in self._samples.gradient_norms(gradients) if gradients else ():
+            self._norms.append(norms if scale is None else norms / scale.to(norms))
+            positions.update((index, self._length + at) for index, at in indices_of.items())
+            self._length += len(norms)
+        # Of those whose elements are all on other ranks.
+        positions.update((index, -1) for index in self._samples.without_elements(gradients))
+        return positions
 
 
 class SampledTrainStep:
@@ -92,23 +164,13 @@ class SampledTrainStep:
         self.samples.forget_gradients()
 
     def gradients_ready(self, scale: Tensor | None, reached: Set[int], stepping: Optimizer | None) -> None:
-        """A backward has ended.
-
-        Args:
-            scale: what the gradients are scaled by; None for 1.
-            stepping: the optimizer in whose step it has; None if in none.
-        """
+        """A backward has ended, maybe in the step of an optimizer."""
         if stepping is not None:
             self._stepped.met_gradients(stepping)
         self._gradients.gradients_ready(scale, reached)
 
     def step_started(self, optimizer: Optimizer, scale: Tensor | None, reduced: bool) -> None:
-        """An optimizer is about to make its step with the gradients that are there.
-
-        Args:
-            scale: what those are scaled by that no backward has made; None for 1.
-            reduced: whether they are the same on every rank.
-        """
+        """An optimizer is about to make its step with the gradients that are there."""
         if optimizer not in self._optimizers:
             self._optimizers.add(optimizer)
             self._keep_copies(optimizer)
@@ -120,7 +182,7 @@ class SampledTrainStep:
         self._gradients.step_completed(self._stepped.completed(optimizer))
 
     @torch.no_grad()
-    def completed(self) -> Measured | None:
+    def completed(self) -> StepResult | None:
         """The train step has returned: what it did, or None if there was neither a gradient nor a step."""
         samples, gradient = self.samples, self._gradients.result(self._masks)
         if gradient is None and not self._stepped:
@@ -142,7 +204,7 @@ class SampledTrainStep:
         if moved is not None and counts:
             unmoved, updated = (torch.stack(counts) ** 2 * (self._masks.of(losing) & moved)).sum(1).unbind()
             lost = unmoved / updated
-        return Measured(norms, with_gradient, weights, changes, moved, lost)
+        return StepResult(norms, with_gradient, weights, changes, moved, lost)
 
     def _losing(self) -> list[int]:
         """The indices of parameters that lose what rounding takes of an update."""
@@ -196,9 +258,5 @@ def _is_compensated(optimizer: Optimizer, parameter: nn.Parameter) -> bool:
 
 
 def unknown_where(values: Tensor, known: Tensor | None) -> Tensor:
-    """Values with NaN where they are not known.
-
-    Args:
-        known: bool, where they are; None for nowhere.
-    """
+    """Values with NaN where they are not known, by a mask, or at all."""
     return torch.full_like(values, math.nan) if known is None else torch.where(known, values, math.nan)

@@ -34,11 +34,7 @@ class UntrainedParameters:
             seen.update(name for name, each in parameters.items() if name not in seen and each.grad is not None)
 
     def step_made(self, parameters: Mapping[str, nn.Parameter], held: Collection[int]) -> None:
-        """An optimizer makes a step.
-
-        Args:
-            held: ids of the parameters that it holds.
-        """
+        """An optimizer makes a step, which holds parameters by these ids."""
         seen = self._seen[NOT_OPTIMIZED]
         if not parameters.keys() <= seen:
             seen.update(name for name, each in parameters.items() if id(each) in held)
@@ -46,8 +42,7 @@ class UntrainedParameters:
     def observe(self, names: Iterable[str]) -> dict[str, float]:
         """A train step has been made: kind and name -> how many parameters of that name there are.
 
-        Args:
-            names: of all parameters that can be trained.
+        The names are those of all parameters that can be trained.
         """
         self._steps += 1
         if self._steps < self._patience:

@@ -21,6 +21,7 @@ from transformers import BertConfig, BertModel, GPT2Config, GPT2Model, LlamaConf
 
 from ignite_monitor.activation.attention import attention_entropy
 from ignite_monitor.activation.attention_calls import AttentionCalls
+from tests._helpers import unset_default_device
 
 
 class Seen:
@@ -494,7 +495,7 @@ def test_a_default_device_set_and_unset_in_a_forward(inside):
         assert _get_current_function_mode_stack() == [calls]
         calls.leave()
     finally:
-        torch.set_default_device(None)
+        unset_default_device()
     assert clean()
 
 

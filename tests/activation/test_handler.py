@@ -7,12 +7,15 @@ import copy
 import dataclasses
 import logging
 import math
+import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
 from ignite.engine import Engine, Events
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from ignite_monitor import ActivationHandler, Metric, MonitorEvents, record
@@ -960,3 +963,61 @@ def test_attention_that_is_written_out_is_said_once_with_the_remedy(how, caplog)
     said = [each for each in caplog.messages if "written out" in each]
     assert len(said) == (how != "sdpa")
     assert all(" in 1:" in each and "scaled_dot_product_attention" in each for each in said)
+
+
+@pytest.mark.parametrize("attention", [False, True])
+def test_modes_of_the_users_see_the_model_alone(attention):
+    """A mode that keeps or counts what is called would have ours among it."""
+    seen = []
+
+    class Functions(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(getattr(func, "__name__", func))
+            return func(*args, **(kwargs or {}))
+
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    model = mlp()
+    model(data())
+    with Functions(), Operations():
+        model(data())
+    alone = seen[:]
+    assert len(alone) > 3
+
+    def step(handler, optimizer, x):
+        with handler.paused():
+            model(data())
+        seen.clear()
+        with Functions(), Operations():
+            model(data())
+
+    run(model, step=step, batches=3, activations=True, attention=attention)
+    assert seen == alone
+
+
+def test_what_an_output_costs_in_calls():
+    """Counted, since times differ from one machine to another: a hook, what it does, and a copy in a stack."""
+    calls = []
+
+    def follow(frame, event, argument):
+        if event == "call" and "/ignite_monitor/" in frame.f_code.co_filename.replace("\\", "/"):
+            calls.append(frame.f_code.co_name)
+
+    def of(layers):
+        model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(layers)))
+        counts = []
+
+        def step(handler, optimizer, x):
+            calls.clear()
+            sys.setprofile(follow)
+            model(x)
+            sys.setprofile(None)
+            counts.append(len(calls))
+
+        run(model, step=step, batches=3, activations=True)
+        return counts[-1]
+
+    assert of(40) - of(10) <= 3 * 30

@@ -296,11 +296,7 @@ def test_processes_end_cleanly(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["uneven inputs", "after the process group"])
 def test_process_group_that_does_not_wait_for_a_monitor(tmp_path, name):
-    ends = launch("_worker", tmp_path, [name])
-    assert [code for code, _ in ends] == [0, 0], ends
-    for rank in range(WORLD):
-        result = torch.load(tmp_path / f"{name}.{rank}.pt", weights_only=True)
-        assert "error" not in result, result["error"]
+    launched("_worker", tmp_path, [name])(name)
 
 
 @pytest.mark.parametrize("name", ["tensors ddp", "tensors fsdp", "tensors clip fsdp", "tensors skip ddp"])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import math
+import threading
 import weakref
 
 import pytest
@@ -620,6 +623,74 @@ def test_backward_that_raises_and_is_retried_by_the_train_step(where):
     log = record(trainer)
     trainer.run(make_batches(3))
     assert log == [event.value for event in INSIDE] * 3
+
+
+def test_a_backward_inside_of_another_one_and_one_in_a_thread_of_its_own():
+    """Each is told when it ends, with what is in the gradients by then."""
+    model = make_model()
+    seen: list[tuple[str, int]] = []
+
+    @torch.enable_grad()
+    def inner(batch):
+        model(batch[0]).square().sum().backward()
+
+    def train_step(engine, batch):
+        model.zero_grad()
+        out = model[:3](batch[0])
+        # When the head has got its gradients, and the layers below it have none yet.
+        out.register_hook(lambda _: inner(batch))
+        F.mse_loss(model[3:](out), batch[1]).backward()
+        assert float(engine.state.grad_norm) == approx(grad_norm(model.parameters()))
+        seen.append(("nested", len(log)))
+        alone = threading.Thread(target=F.mse_loss(model(batch[0]), batch[1]).backward)
+        alone.start()
+        alone.join()
+        assert float(engine.state.grad_norm) == approx(grad_norm(model.parameters()))
+        seen.append(("thread", len(log)))
+
+    trainer = Engine(train_step)
+    GradMonitor(model).attach(trainer)
+    log = record(trainer, MonitorEvents.GRADIENTS_READY)
+    trainer.run(make_batches(2))
+    assert seen == [("nested", 2), ("thread", 3), ("nested", 5), ("thread", 6)]
+
+
+def test_two_engines_that_train_one_model_hear_of_their_own_backward_alone():
+    model, optimizer, trainer = make_trainer()
+    inner = Engine(make_step(model, optimizer))
+    GradMonitor(model, optimizer).attach(trainer)
+    GradMonitor(model, optimizer).attach(inner)
+    outer_log, inner_log = record(trainer), record(inner)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda _: inner.run(make_batches(2)))
+    trainer.run(make_batches(3))
+    assert outer_log == [event.value for event in INSIDE] * 3
+    assert inner_log == [event.value for event in INSIDE] * 6
+
+
+def test_a_backward_that_raised_an_error_leaves_no_reference_to_parameters():
+    def gone_after_run():
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+
+        def train_step(engine, batch):
+            with contextlib.suppress(RuntimeError):
+                model[1](Boom.apply(model[0](batch))).sum().backward()
+            reached.append(model[1].weight.grad is not None)
+
+        trainer = Engine(train_step)
+        GradMonitor(model).attach(trainer)
+        trainer.run([torch.ones(2, 4)] * 2)
+        return weakref.ref(model[1].weight)
+
+    reached: list[bool] = []
+    gone_after_run()  # the first use of autograd in a process leaves cycles of its own
+    gc.collect()
+    gc.disable()
+    try:
+        gone = gone_after_run()
+        assert gone() is None
+    finally:
+        gc.enable()
+    assert all(reached)
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])

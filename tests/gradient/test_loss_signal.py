@@ -82,7 +82,7 @@ def test_losses_that_are_not_judged_leave_no_trace():
     judge_all(one, [*losses[:30], 0.0, -3.0, math.nan, *losses[30:], 0.0])
     judge_all(other, losses)
     assert one.state_dict()["detector"]["rule"] == other.state_dict()["detector"]["rule"]
-    assert one.detector.nonfinite_count.item() == 1
+    assert one.detector.counts[1].item() == 1
 
 
 def test_without_a_scaler_to_look_after_it_an_overflow_is_a_spike():

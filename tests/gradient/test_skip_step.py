@@ -33,7 +33,6 @@ OPTIMIZERS = {
     "RMSprop": lambda p: O.RMSprop(p, momentum=0.9, centered=True, weight_decay=0.1),
     "Adagrad": lambda p: O.Adagrad(p, weight_decay=0.1),
     "fused Adagrad": lambda p: O.Adagrad(p, weight_decay=0.1, fused=True),
-    "Muon": lambda p: O.Muon(p),
     "Adadelta": lambda p: O.Adadelta(p),
     "Adafactor": lambda p: O.Adafactor(p),
     "Adamax": lambda p: O.Adamax(p),
@@ -42,6 +41,8 @@ OPTIMIZERS = {
     "RAdam": lambda p: O.RAdam(p),
     "Rprop": lambda p: O.Rprop(p),
 }
+if hasattr(O, "Muon"):
+    OPTIMIZERS["Muon"] = lambda p: O.Muon(p)
 FEW = ["SGD momentum", "AdamW", "fused AdamW", "fused SGD momentum", "RMSprop"]
 LIMIT = 60.0
 

@@ -29,7 +29,7 @@ from tests._trainers import Judge, norm_of
 AXES = {
     "precision": ("float32", "bfloat16", "scaler"),
     "accumulation": ("none", "micro", "iterations"),
-    "optimizer": ("SGD", "AdamW", "fused AdamW", "Muon"),
+    "optimizer": ("SGD", "AdamW", "fused AdamW", *(["Muon"] if hasattr(torch.optim, "Muon") else [])),
     "mode": ("eager", "compiled"),
     "world": ("alone", "ddp", "fsdp"),
     "clip": (False, True),

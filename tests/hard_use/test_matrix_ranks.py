@@ -17,10 +17,7 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="to
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    timeout = 3000.0 if FULL else 200.0
-    return launched(
-        "_matrix_worker", tmp_path_factory.mktemp("ranks"), CASES, package="tests.hard_use", timeout=timeout
-    )
+    return launched("_matrix_worker", tmp_path_factory.mktemp("ranks"), CASES, package="tests.hard_use", timeout=3000.0)
 
 
 @pytest.mark.parametrize("name", CASES)

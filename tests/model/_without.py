@@ -155,4 +155,6 @@ def main(names):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)  # which imports what takes most of the time
-    main(sys.argv[1:])
+    with tempfile.TemporaryDirectory() as folder:  # the package is compiled once, not for each name
+        sys.dont_write_bytecode, sys.pycache_prefix = False, folder
+        main(sys.argv[1:])

@@ -73,7 +73,7 @@ def asked_for() -> set[str]:
     found = set()
     for node in ast.walk(ast.parse(FILE.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            argument = {"getattr": 1, "_find": 0, "_or": 0}.get(node.func.id)
+            argument = {"getattr": 1, "_find": 0, "_or": 0, "_foreach": 0}.get(node.func.id)
             given = None if argument is None else node.args[argument]
             if isinstance(given, ast.Constant):
                 found.add(given.value.rpartition(".")[2])

@@ -60,6 +60,7 @@ from ignite_monitor import (
 from ignite_monitor.monitor import publisher
 from ignite_monitor.scaling import AlignmentHandler
 from tests._helpers import (
+    LONG,
     footprint,
     hooks_only,
     make_batches,
@@ -420,10 +421,18 @@ def test_second_run_continues(factory):
     assert same(published(batches[:12], batches[12:]), published(batches))
 
 
-@pytest.mark.parametrize("spikes", [(), (1, 2), (15, 24)], ids=["quiet", "early", "late"])
-@pytest.mark.parametrize("factor", [1e3, math.inf], ids=["large", "non-finite"])
-@pytest.mark.parametrize("cut", [1, 4, 20])
-def test_resumed_run_publishes_what_the_uninterrupted_one_does(factory, tmp_path, spikes, factor, cut):
+@pytest.mark.parametrize(
+    ("spikes", "factor"),
+    [
+        pytest.param((), 1.0, id="quiet"),
+        pytest.param((1, 2), 1e3, id="large, early"),
+        pytest.param((1, 2), math.inf, id="non-finite, early", marks=LONG),
+        pytest.param((15, 24), 1e3, id="large, late", marks=LONG),
+        pytest.param((15, 24), math.inf, id="non-finite, late"),
+    ],
+)
+def test_resumed_run_publishes_what_the_uninterrupted_one_does(factory, tmp_path, spikes, factor):
+    cuts = [1, 4, 20]
     batches = make_batches(30)
     for place in spikes:
         x, y = batches[place - 1]
@@ -454,18 +463,20 @@ def test_resumed_run_publishes_what_the_uninterrupted_one_does(factory, tmp_path
     trainer.run(batches, max_epochs=1)
 
     trainer, _, to_save = start()
-    saver = Checkpoint(to_save, DiskSaver(tmp_path, create_dir=True, require_empty=False), filename_pattern="c.pt")
-    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=cut), saver)
+    saver = Checkpoint(to_save, DiskSaver(tmp_path), n_saved=None, global_step_transform=lambda e, _: e.state.iteration)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=cuts), saver)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=cuts[-1]), trainer.terminate)
     trainer.run(batches, max_epochs=1)
 
-    trainer, resumed, to_load = start()
-    Checkpoint.load_objects(to_load, torch.load(tmp_path / "c.pt", weights_only=True))
-    trainer.run(batches[cut:] + batches[:cut], max_epochs=1)
-    expected = {iteration: whole[iteration] for iteration in range(cut + 1, 31)}
-    assert sorted(resumed) == sorted(expected)
-    for iteration in expected:
-        assert resumed[iteration].keys() == expected[iteration].keys(), iteration
-        assert same(resumed[iteration], expected[iteration]), (iteration, resumed[iteration], expected[iteration])
+    for cut in cuts:
+        trainer, resumed, to_load = start()
+        Checkpoint.load_objects(to_load, torch.load(tmp_path / f"checkpoint_{cut}.pt", weights_only=True))
+        trainer.run(batches[cut:] + batches[:cut], max_epochs=1)
+        expected = {iteration: whole[iteration] for iteration in range(cut + 1, 31)}
+        assert sorted(resumed) == sorted(expected)
+        for iteration in expected:
+            assert resumed[iteration].keys() == expected[iteration].keys(), (cut, iteration)
+            assert same(resumed[iteration], expected[iteration]), (cut, iteration)
 
 
 def test_what_is_not_known_yet_is_absent_after_non_finite_batches(setup):
@@ -628,8 +639,13 @@ def test_no_tensor_of_the_run_is_kept_after_its_end(setup):
 # Loggers
 
 
-@pytest.mark.parametrize("log_first", [False, True])
-@pytest.mark.parametrize("tag", [None, "train"])
+LOGGED = pytest.mark.parametrize(
+    ("log_first", "tag"),
+    [(False, None), (True, "train"), pytest.param(False, "train", marks=LONG), pytest.param(True, None, marks=LONG)],
+)
+
+
+@LOGGED
 @pytest.mark.parametrize(
     ("event", "written_at"),
     [
@@ -693,8 +709,7 @@ def spied(kind, handler, **attributes):
     return logger
 
 
-@pytest.mark.parametrize("log_first", [False, True])
-@pytest.mark.parametrize("tag", [None, "train"])
+@LOGGED
 @pytest.mark.parametrize("service", ["wandb", "clearml", "neptune", "polyaxon", "mlflow"])
 def test_other_loggers(setup, service, tag, log_first, monkeypatch):
     _, _, trainer, monitor = setup

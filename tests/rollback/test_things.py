@@ -71,6 +71,7 @@ def of_schedule(make, **kwargs):
     return torch.tensor(seen, dtype=torch.float64)
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter")  # SequentialLR gives it in torch 2.6
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_schedules_go_on_or_back_and_are_lowered(kind, caplog):
     caplog.set_level(logging.ERROR)

@@ -297,6 +297,10 @@ def test_bad_input():
         coordinate_check(lambda width: make_model(width)[0], batch, [4, 8])
     with pytest.raises(TypeError, match="make_batch"):
         coordinate_check(make_model, None, [4, 8])
+    with pytest.raises(TypeError, match=r"make_batch should be a function of the width, but .*can't be called so"):
+        coordinate_check(make_model, lambda: batch(1), [4, 8])
+    with pytest.raises(TypeError, match="train_step should be a function of model and optimizer and batch or None"):
+        coordinate_check(make_model, batch, [4, 8], train_step=lambda model, batch: None)
     with pytest.raises(ValueError, match="train_step"):
         coordinate_check(make_model, batch, [4, 8], train_step=lambda model, optimizer, batch: None)
 

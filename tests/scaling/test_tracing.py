@@ -245,6 +245,8 @@ LOST = {
 
 @pytest.mark.parametrize(("match", "between"), LOST.items())
 def test_what_can_not_be_followed_is_named(match, between):
+    if "cond" in match and torch.__version__ < (2, 7):
+        pytest.skip("torch 2.6 allows no dispatch mode around cond")
     with pytest.raises(TracingError, match=match):
         traced(Model(between), X)
 

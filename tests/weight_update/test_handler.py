@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from ignite_monitor import GradMonitor, MonitorEvents, StaticThreshold, WeightUpdateHandler
+from tests._helpers import unset_default_device
 
 KEYS = {
     "grad_median", "grad_p95", "grad_min", "grad_max", "vanishing_count", "exploding_count",
@@ -1392,7 +1393,7 @@ def test_default_device_is_of_no_concern():
         engine.run(batches, max_epochs=1)
         other.load_state_dict(handler.state_dict())
     finally:
-        torch.set_default_device(None)
+        unset_default_device()
     assert all(0 < named["monitor/update_ratio_min"] < 1 for named in logged)
     assert len(logged) == 3
 
