@@ -30,11 +30,7 @@ class GradientHook:
         self.places: list[tuple[Any, dict[Any, Any]]] = []
 
     def register(self, parameters: Iterable[nn.Parameter], hook: Callable[[Tensor], None]) -> None:
-        """Have a hook called whenever a gradient has been accumulated into one of the parameters.
-
-        Args:
-            parameters: the parameters; those that can't have a gradient are left out.
-        """
+        """Have a hook called whenever a gradient has been accumulated into one of those that can have one."""
         self.remove()
         self.places = gradient_hooks(each for each in parameters if each.is_floating_point() or each.is_complex())
         for _, hooks in self.places:
@@ -100,11 +96,7 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def remove_all(handles: list[Any]) -> None:
-    """Remove what handles stand for, and forget them.
-
-    Args:
-        handles: the handles, a list that is empty afterwards.
-    """
+    """Remove what handles stand for, and empty the list."""
     while handles:
         handles.pop().remove()
 

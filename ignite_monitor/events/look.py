@@ -59,13 +59,7 @@ class Look:
             self._waiting.remove(self)
 
     def backward_ended(self, task: int, reached: Set[int], running: Set[int]) -> None:
-        """A backward has ended that may have been it.
-
-        Args:
-            task: its number.
-            reached: ids of the parameters whose gradients it may have changed.
-            running: numbers of those around it, which were there first.
-        """
+        """A backward has ended that may have been it; those around it were there first."""
         if self.grows is None and any(id(parameter) in reached for parameter in self._parameters):
             found = next((grows for each, grows in self._seen.items() if each == task or each in running), None)
             if found is not None:

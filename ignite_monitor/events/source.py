@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from ignite.engine import Engine, Events
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -31,9 +32,9 @@ from ignite_monitor.model._torch import (
 from ignite_monitor.model.eager import out_of_compiler, untraced
 from ignite_monitor.model.modes import users_grad_mode
 
-# How often the callback at the end of backward queues itself anew, so as to run after those of
+# How often the callback at the end of backward queues itself anew, so as to run after those of others, and of
 # DistributedDataParallel: its reduction takes one callback, and with a static graph one that queues another.
-_HOPS = 3
+_HOPS, _HOPS_OF_RANKS = 1, 3
 
 
 class EventSource:
@@ -66,8 +67,8 @@ class EventSource:
         self._prefixes: set[str] = set()
         self.monitored = self.running = self.listened = self._awaits_step = False
         self._monitoring: set[int] = set()  # ids of the monitors that look at this iteration
-        # Number of a backward that is going on -> id of a model -> the parameters of it that it has reached.
-        self._backwards: dict[int, dict[int, list[Tensor]]] = {}
+        # Number of a backward that is going on -> id of a model -> ids of the parameters of it that it has reached.
+        self._backwards: dict[int, dict[int, set[int]]] = {}
         self.stepping: Optimizer | None = None
         self.origin: Origin | None = None
         self._reported_outside = False
@@ -247,9 +248,6 @@ class EventSource:
             self._uninstall()
 
     def _reset(self) -> None:
-        for reached in self._backwards.values():  # of those that raised an error
-            for parameters in reached.values():
-                parameters.clear()  # which hooks hold
         self._backwards.clear()
         self._monitoring.clear()
         for ledger in self._models.values():
@@ -328,7 +326,7 @@ class EventSource:
         current_backward = backward_number
         on_first_gradient = out_of_compiler(EventSource._on_first_gradient)
         last = -1
-        note: Callable[[Tensor], None] = _ignore
+        note: Callable[[int], None] = _ignore
 
         def hook(parameter: Tensor) -> None:
             nonlocal last, note
@@ -336,21 +334,20 @@ class EventSource:
                 last = current_backward()
                 owner = source()
                 note = _ignore if owner is None or not owner.running else on_first_gradient(owner, last, key)
-            note(parameter)
+            note(id(parameter))
 
         return untraced(hook)
 
-    def _on_first_gradient(self, backward: int, key: int) -> Callable[[Tensor], None]:
-        """The first gradient of a model in a backward; what takes in the parameters that it reaches."""
+    def _on_first_gradient(self, backward: int, key: int) -> Callable[[int], None]:
+        """The first gradient of a model in a backward; what takes in the ids of the parameters that it reaches."""
         if backward not in self._backwards:
-            _end_backward(weakref.ref(self), backward, _HOPS)
-        return self._backwards.setdefault(backward, {}).setdefault(key, []).append
+            ranks = dist.is_available() and dist.is_initialized()
+            _end_backward(weakref.ref(self), backward, _HOPS_OF_RANKS if ranks else _HOPS)
+        return self._backwards.setdefault(backward, {}).setdefault(key, set()).add
 
     def _on_gradients_ready(self, backward: int) -> None:
         ready: dict[int, Set[int]] = {}
-        for key, parameters in self._backwards.pop(backward, {}).items():
-            reached = set(map(id, parameters))
-            parameters.clear()
+        for key, reached in self._backwards.pop(backward, {}).items():
             if key in self._models:
                 changed = self._models[key].backward_ended(backward, reached, self._backwards.keys())
                 if changed is not None:
@@ -437,7 +434,7 @@ def check_events(feature: str, engine: Engine, events: Iterable[MonitorEvents]) 
         need(feature, backward_number, queue_callback)
 
 
-def _ignore(_: Tensor) -> None:
+def _ignore(_: int) -> None:
     pass
 
 

@@ -257,7 +257,8 @@ class GradMonitor(GradientTelling, schema=GRADIENT):
     def _on_gradients_ready(self, engine: Engine, backward: GradientsReady) -> None:
         parameters = backward.ledger.own(self.optimizer)
         gradients = _gradients(parameters)
-        if not gradients or not backward.reaches(self.optimizer):  # it reached other parameters of the model
+        is_all = parameters is backward.ledger.parameters
+        if not gradients or not (is_all or backward.reaches(self.optimizer)):  # it reached others of the model
             return
         if self._window.before is not None:
             self._decide_tentative(gradients[0].device)

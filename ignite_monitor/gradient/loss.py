@@ -99,12 +99,7 @@ class LossSignal:
         return self.detector.judge(wide.log().masked_fill(wide <= 0.0, -math.inf))
 
     def observe(self, verdict: Verdict, when: Tensor | None = None) -> None:
-        """Let a judged loss enter.
-
-        Args:
-            verdict: what :meth:`judge` said of it.
-            when: 0-dim bool: whether to; None is true.
-        """
+        """Let a judged loss enter, where a 0-dim bool tensor is True; None is true."""
         judged = verdict.norm != -math.inf
         self.detector.observe(verdict, judged if when is None else judged & when)
 
@@ -129,14 +124,7 @@ class LossSignal:
         return {"detector": self.detector.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a saved state.
-
-        Args:
-            state_dict: what :meth:`state_dict` returned.
-
-        Raises:
-            ValueError: if it is none of a detector with a rule of the same kind.
-        """
+        """Continue from a saved state; that of a rule of another kind is a ValueError."""
         self.detector.load_state_dict(state_dict["detector"])
 
 

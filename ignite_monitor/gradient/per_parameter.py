@@ -92,12 +92,7 @@ class PerParameterJudge:
         self._named, self._given = ((), ()), ()
 
     def observe(self, verdict: Verdict, when: Tensor | None = None) -> None:
-        """Let judged norms enter.
-
-        Args:
-            verdict: what :meth:`judge` said of them.
-            when: 0-dim bool: whether to; None is true.
-        """
+        """Let judged norms enter, where a 0-dim bool tensor is True; None is true."""
         if len(verdict.norm) == len(self.names):  # else another state has been loaded since
             there = verdict.norm != 0
             self._detector.observe(verdict, there if when is None else there & when)
@@ -150,14 +145,7 @@ class PerParameterJudge:
         return {"names": list(self.names), "detector": self._detector.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a saved state.
-
-        Args:
-            state_dict: what :meth:`state_dict` returned.
-
-        Raises:
-            ValueError: if it is not one of these.
-        """
+        """Continue from a saved state; another one is a ValueError."""
         if set(state_dict) != {"names", "detector"}:
             raise ValueError(f"Argument state_dict should hold names and detector, but given {[*state_dict]}")
         names = tuple(state_dict["names"])

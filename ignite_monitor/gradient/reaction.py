@@ -114,11 +114,7 @@ class Reaction:
         self._skipper.restore()
 
     def counts_of(self, state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The counts in a saved state; 0 for those that it does not hold.
-
-        Raises:
-            ValueError: if one is no number.
-        """
+        """The counts in a saved state, 0 for those that it does not hold; what is no number is a ValueError."""
         counts = {
             name: torch.as_tensor(state_dict.get(name, 0.0), dtype=torch.float64, device="cpu") for name in self.counts
         }
@@ -142,11 +138,7 @@ def _ratio(verdict: Verdict) -> Tensor:
 
 
 def scale(gradients: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply gradients in place, which by 1 changes no bit of them.
-
-    Args:
-        factor: 0-dim.
-    """
+    """Multiply gradients in place by a 0-dim tensor; by 1 changes no bit of them."""
     by_device: dict[torch.device, list[Tensor]] = {}
     with torch.no_grad():
         for gradient in gradients:

@@ -30,12 +30,7 @@ class SpikeScore:
         self._recent = torch.zeros(2 * self.WINDOW, dtype=torch.float64, device="cpu")
 
     def observe(self, spike: Tensor, when: Tensor | None = None) -> None:
-        """Count one value.
-
-        Args:
-            spike: 0-dim bool: whether it is a spike.
-            when: 0-dim bool: whether to; None is true.
-        """
+        """Count one value, a spike or not, where a 0-dim bool tensor is True; None is true."""
         if spike.device != self._recent.device:
             self._one, self._recent = move(self._one, spike.device), move(self._recent, spike.device)
         recent = torch.cat((self._recent[2:], spike.view(1), self._one))
@@ -55,14 +50,7 @@ class SpikeScore:
         return {"recent": self._recent}
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Continue from a saved state.
-
-        Args:
-            state_dict: what :meth:`state_dict` returned.
-
-        Raises:
-            ValueError: if it is none of a score.
-        """
+        """Continue from a saved state; another one is a ValueError."""
         recent = torch.as_tensor(state_dict["recent"], dtype=torch.float64) if set(state_dict) == {"recent"} else None
         if recent is None or recent.shape != self._recent.shape:
             raise ValueError(
@@ -130,11 +118,7 @@ class NormJudge:
         return Known(copy.copy(self.detector), self.known, copy.copy(self.score), signals, self._alone)
 
     def go_back(self, before: Known, when: Tensor | None = None) -> None:
-        """Take back what has entered since.
-
-        Args:
-            when: 0-dim bool tensor: whether to; None is true.
-        """
+        """Take back what has entered since, where a 0-dim bool tensor is True; None is true."""
         for name, signal in self.signals.items():
             signal.go_back(before.signals[name], when)
         if when is None:

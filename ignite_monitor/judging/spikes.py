@@ -173,12 +173,7 @@ class SpikeDetector:
         return Verdict(norm, threshold, limit, mean, std, *flags, kind, self._state, counted, clip, after, norm)
 
     def observe(self, verdict: Verdict, when: Tensor | None = None) -> None:
-        """Let a judged value enter the counts and the statistics.
-
-        Args:
-            verdict: what :meth:`judge` said of it.
-            when: bool tensor: whether to; None is true.
-        """
+        """Let a judged value enter the counts and the statistics, where a bool tensor is True; None is true."""
         state, counted, clip, level_changed = verdict.after, verdict.counted, verdict.clip, verdict.level_changed
         if verdict.state is not self._state:
             state, counted, raised, *_, level_changed = self._outcome(verdict.kind)
@@ -234,12 +229,7 @@ class SpikeDetector:
         self._state = torch.zeros_like(self._state)
 
     def go_back(self, earlier: SpikeDetector, when: Tensor) -> None:
-        """Forget what has been observed since a copy was made.
-
-        Args:
-            earlier: the copy.
-            when: 0-dim bool: whether to.
-        """
+        """Forget what has been observed since a copy was made, where a 0-dim bool tensor is True."""
         if not may_be_true(when):
             return
         self.counts = torch.where(when, earlier.counts.to(self.counts), self.counts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import sys
@@ -24,12 +25,12 @@ NARROW = (torch.bfloat16, torch.float16)
 _MEASURABLE = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 _KEPT = 16
 
-# On an accelerator parameters of at most so many elements are sampled from a copy of all of them, in one operation,
-# which takes less than one for each does. So long may the samples be, and so many elements the copy.
+# Parameters of at most so many elements are sampled from a copy of all of them, in one operation, which takes less than
+# one for each does; on the CPU those of one length. So long may the samples be, and so many elements the copy.
 _COPIED = 1 << 18
+_COPIED_ON_CPU = 1 << 12
 _SHORT = 1 << 11
 _ROOM = 1 << 23
-_FROM_COPY = 0  # in place of a length
 
 
 class ParameterSamples:
@@ -68,7 +69,7 @@ class ParameterSamples:
         self._identity = self._identify()
         self._scales: list[float] = []
         counts: list[float] = []
-        members: dict[tuple[torch.device, torch.dtype, int, bool], list[_Member]] = {}
+        members: dict[tuple[torch.device, torch.dtype, int, str], list[_Member]] = {}
         meshes: dict[tuple[Any, tuple[int, ...]], list[int]] = {}
         room = _ROOM
         parameter: Any
@@ -97,13 +98,18 @@ class ParameterSamples:
             local = _local(parameter)
             width = local.numel() if sampled is None else len(sampled)
             if width:
-                key = (local.device, _work_dtype(local.dtype), width, sampled is None)
-                if local.device.type != "cpu" and width <= _SHORT and local.numel() <= min(_COPIED, room):
-                    key = (local.device, _work_dtype(local.dtype), _FROM_COPY, False)
+                on_cpu = local.device.type == "cpu"
+                length, kind = width, "whole" if sampled is None else "sampled"
+                most = min(room, _COPIED_ON_CPU if on_cpu else _COPIED)
+                if width <= _SHORT and local.numel() <= most and not (on_cpu and sampled is None):
+                    length, kind = width if on_cpu else 0, "copied"
                     room -= local.numel()
+                key = (local.device, _work_dtype(local.dtype), length, kind)
                 members.setdefault(key, []).append(_Member(index, parameter, sampled, weight))
+        # Those of one device and dtype side by side.
         self.groups = [
-            Group(device, dtype, each, width == _FROM_COPY) for (device, dtype, width, _), each in members.items()
+            Group(device, dtype, each, kind == "copied")
+            for (device, dtype, _, kind), each in sorted(members.items(), key=lambda item: str(item[0][:2]))
         ]
         self._with_elements = {index for group in self.groups for index in group.indices}
         self._factors, self._taken = (
@@ -269,15 +275,15 @@ class Group:
 
     Args:
         members: all with as long a sample, or all with all of their elements, unless ``from_copy``.
-        from_copy: whether to take the samples from a copy of all of them; rows end in zeros.
+        from_copy: whether to take the samples from a copy of all of them; shorter ones end in zeros.
 
     Attributes:
         indices: those of the parameters.
         index: the same, as a tensor.
-        weights: what each sampled element weighs, of shape (rows or 1, columns); None for 1.
+        kind: their device, and the dtype of what is copied of them.
+        shape: of room for that, (rows, columns).
+        weights: the root of what each sampled element weighs, of shape (rows or 1, columns); None for 1.
         elements: where rows hold elements and not the zeros at their ends, a bool tensor; None for everywhere.
-        before: room for elements.
-        now: more of it.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, members: list[_Member], from_copy: bool) -> None:
@@ -298,6 +304,7 @@ class Group:
                 for start, part, member in zip(starts, parts, members, strict=True)
             ]
             width = max(map(len, sampled))
+            is_padded = any(len(each) < width for each in sampled)
             sampled = [F.pad(each, (0, width - len(each)), value=end) for each in sampled]
         self._sampled = upload(torch.stack(sampled) if sampled else torch.empty(0, device="cpu"), device)
         self._sampled_of_row = list(self._sampled.unbind())
@@ -310,34 +317,39 @@ class Group:
             of_members = [ones[:0] if member.weight is None else member.weight for member in weighing]
             weights = torch.stack([torch.cat([each, ones[len(each) :]]) for each in of_members])
             self.weights = upload(weights.to(dtype.to_real()), device)
-        self.elements = self._sampled != len(self._copy) - 1 if from_copy else None
+        self.elements = self._sampled != len(self._copy) - 1 if from_copy and is_padded else None
         self._shapes = [None if sampled else part.shape for part in parts]
         self._are_alike = device.type == "cpu" and len(set(self._shapes)) == 1 and parts[0].ndim > 0
-        self._rooms: dict[str, Tensor] = {}
+        self._rooms: list[Tensor] = []
         self._targets: dict[int, list[Tensor]] = {}
-        self._like = torch.empty(0, dtype=dtype, device=device), (len(members), width)
-        self.before, self.now = self.room("before"), self.room("now")
+        self.kind, self.shape = (device, dtype), (len(members), width)
         self._is_sharded = any(is_sharded(member.parameter) for member in members)
         self._narrow = {row for row, part in enumerate(parts) if part.dtype in NARROW}
         # Which elements of narrow parameters have had a gradient other than 0.
-        self.with_gradient = torch.zeros_like(self.now, dtype=torch.bool) if self._narrow else None
+        self.with_gradient: Tensor | None = None
+        if self._narrow:
+            self.with_gradient = torch.zeros(self.shape, dtype=torch.bool, device=device)
 
-    def room(self, name: str) -> Tensor:
-        """Room for elements, of shape (rows, columns), made when it is first asked for by that name."""
-        if name not in self._rooms:
-            self.rooms(name)
-        return self._rooms[name]
+    @functools.cached_property
+    def before(self) -> Tensor:
+        """Room for elements."""
+        return self.room()
 
-    def rooms(self, *names: str) -> Tensor:
-        """New room for each of the names, of shape (names, rows, columns)."""
-        like, shape = self._like
-        together = like.new_zeros(len(names), *shape)
-        for name, rows in zip(names, together, strict=True):
-            self._rooms[name] = rows
-            # In the shapes of what is copied to them.
-            shaped = zip(rows, self._shapes, strict=True)
-            self._targets[id(rows)] = [row if shape is None else row.view(shape) for row, shape in shaped]
-        return together
+    @functools.cached_property
+    def now(self) -> Tensor:
+        """More of it."""
+        return self.room()
+
+    def room(self, rows: Tensor | None = None) -> Tensor:
+        """Room for elements, of shape (rows, columns): new, or what is given for it."""
+        if rows is None:
+            device, dtype = self.kind
+            rows = torch.zeros(self.shape, dtype=dtype, device=device)
+        self._rooms.append(rows)
+        # In the shapes of what is copied to them.
+        shaped = zip(rows, self._shapes, strict=True)
+        self._targets[id(rows)] = [row if shape is None else row.view(shape) for row, shape in shaped]
+        return rows
 
     def keep_gradients(self, rows: Sequence[int]) -> None:
         """Keep where the gradients that have been copied are other than 0, in those of the rows that are narrow."""
@@ -367,12 +379,12 @@ class Group:
         """Copy sampled elements to rows of a :meth:`room`, of each parameter from a tensor of its shape, or of none."""
         targets = self._targets[id(rows)]
         found: list[Any] = [sources[index] for index in self.indices]
-        if all(source is None for source in found):
+        present = [row for row, source in enumerate(found) if source is not None]
+        if not present:
             return
         if self._is_sharded:
             found = [_local(source) for source in found]
         if self._copies:
-            present = [row for row, source in enumerate(found) if source is not None]
             foreach_copy([self._copies[row] for row in present], [found[row] for row in present])
             if len(present) == len(found) or rows is not self.before:  # of which nobody reads the other rows
                 torch.take(self._copy, self._sampled, out=rows)
@@ -389,9 +401,8 @@ class Group:
                 else:
                     target.copy_(torch.take(source, sampled))
             return
-        if any(source is None for source in found):
-            pairs = [pair for pair in zip(targets, found, strict=True) if pair[1] is not None]
-            targets, found = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        if len(present) < len(found):
+            targets, found = [targets[row] for row in present], [found[row] for row in present]
         if self._are_alike and len(found) == len(rows):  # a third of the time that single copies take there
             torch.cat(found, out=rows.view(-1, *found[0].shape[1:]))
         else:

@@ -21,21 +21,22 @@ _RANKS = torch.tensor([[1, 1, 95, 0, 1], [-1, 0, -1, 0, -1], [2, 2, 100, 1, 1]],
 
 
 def row_norms(rows: Tensor) -> Tensor:
-    """The l2 norm of every row of a real or complex matrix, summed in float64 (float32 on devices without it)."""
+    """The l2 norm of every row of a real or complex tensor, summed in float64 (float32 on devices without it)."""
     dtype = wide_dtype(rows.device)
     if rows.is_complex():
-        rows = torch.view_as_real(rows).flatten(1)
-    if rows.dtype == dtype:
-        return _norm_of_any_size(rows)
-    if rows.device.type != "cpu" or rows.shape[1] <= _SHORT:
+        rows = torch.view_as_real(rows).flatten(-2)
+    if rows.dtype != dtype and (rows.device.type != "cpu" or rows.shape[-1] <= _SHORT):
         return _norm(rows, dtype)
+    shape, rows = rows.shape[:-1], rows.reshape(-1, rows.shape[-1])
+    if rows.dtype == dtype:
+        return _norm_of_any_size(rows).view(shape)
     whole = rows.shape[1] // _BLOCK * _BLOCK
     blocks = torch.linalg.vector_norm(rows[:, :whole].unflatten(1, (-1, _BLOCK)), dim=2)
     norms = _norm(torch.cat([blocks, rows[:, whole:]], dim=1), dtype)
     outside = _outside(norms, *_SAFE)
     if len(outside):
         norms[outside] = _norm(rows[outside], dtype)
-    return norms
+    return norms.view(shape)
 
 
 def row_norms_of_each(tables: Iterable[Tensor]) -> list[Tensor]:

@@ -22,11 +22,7 @@ class DeferredFlag:
         return self._is_set or self._flag is not None or self._sent is not None
 
     def set(self, flag: Tensor) -> None:
-        """Something may have happened.
-
-        Args:
-            flag: 0-dim bool tensor: whether it has.
-        """
+        """Something may have happened: whether it has, a 0-dim bool tensor."""
         if flag.device.type == "cpu":
             self._is_set |= torch.is_nonzero(flag)
             return

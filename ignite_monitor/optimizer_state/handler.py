@@ -8,7 +8,6 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from ignite.engine import Engine
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -159,8 +158,7 @@ class OptimizerStateHandler(Monitor, schema=OPTIMIZER_STATE):
         if self._measured is None:
             return
         self._published += 1
-        *columns, update_norm = self._measured
-        rms, eps, cosine = order_statistics(torch.stack(columns)).unbind()
+        rms, eps, cosine = order_statistics(self._measured.statistics).unbind()
         median, p95, least, most = range(4)
         self.publish(
             rms_median=rms[median],
@@ -170,13 +168,13 @@ class OptimizerStateHandler(Monitor, schema=OPTIMIZER_STATE):
             eps_share_max=eps[most],
             momentum_cosine_median=cosine[median],
             momentum_cosine_min=cosine[least],
-            update_norm=update_norm,
+            update_norm=self._measured.update_norm,
         )
 
     # Values on the host
 
     def extra_transfer(self) -> list[Tensor]:
-        return [] if self._measured is None or not self.metrics else [self._measured.rms]
+        return [] if self._measured is None or not self.metrics else [self._measured.statistics[0]]
 
     def on_transfer(self, extra: list[list[float]]) -> dict[str, float]:
         rms = extra[0] if extra else []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -14,24 +16,21 @@ from ignite_monitor.model.optimizers import held_by
 from ignite_monitor.model.samples import ParameterSamples, reshard
 from ignite_monitor.monitor.stepped import HostMasks, SteppedParameters
 from ignite_monitor.optimizer_state.moments import Moments, is_real, kind_of
-from ignite_monitor.optimizer_state.rows import row_sums, statistics_of
+from ignite_monitor.optimizer_state.rows import Kind, StateRows, statistics_of
 
 _strided = torch.strided
+_sampled_as = attrgetter("shape", "device", "dtype")
 
 
 class Measured(NamedTuple):
-    """Statistics of each parameter, NaN where there is none.
+    """What is known of a step.
 
     Attributes:
-        rms: the root mean square of gradient over root of second moment.
-        eps_share: of which part of the elements eps is larger than that root.
-        momentum_cosine: the cosine of gradient and momentum.
+        statistics: what :func:`statistics_of` gives, NaN where a parameter has none: of shape (3, parameters).
         update_norm: the norm of what the step has changed in all of them, 0-dim.
     """
 
-    rms: Tensor
-    eps_share: Tensor
-    momentum_cosine: Tensor
+    statistics: Tensor
     update_norm: Tensor
 
 
@@ -48,10 +47,9 @@ class SampledStep:
 
     def __init__(self, model: nn.Module, sample_size: int | None, optimizer: Optimizer) -> None:
         reshard(model)
-        self._model = model
         self.samples = ParameterSamples(model, sample_size, rows=0.5)
-        self._rows = [group.rooms("gradient", "momentum", "change", "square") for group in self.samples.groups]
-        self._held = held_by(optimizer)
+        self._rows = [StateRows([*of]) for _, of in itertools.groupby(self.samples.groups, lambda group: group.kind)]
+        self._held, self._sampled = held_by(optimizer), [*map(_sampled_as, self.samples.parameters)]
         self._indices = {
             id(parameter): index
             for index, parameter in enumerate(self.samples.parameters)
@@ -71,13 +69,8 @@ class SampledStep:
         self._with_gradient: set[int] = set()
 
     def fits(self, optimizer: Optimizer) -> bool:
-        """Whether the model's parameters, and those that the optimizer holds, are still the same."""
-        if held_by(optimizer) != self._held:
-            return False
-        if self.samples.fit():
-            return True
-        reshard(self._model)
-        return self.samples.fit()
+        """Whether the optimizer holds the same parameters as ever, and they are where and what they were."""
+        return held_by(optimizer) == self._held and [*map(_sampled_as, self.samples.parameters)] == self._sampled
 
     @torch.no_grad()
     def started(self, optimizer: Optimizer, scale: Tensor | None) -> None:
@@ -99,12 +92,11 @@ class SampledStep:
                 gradients[index] = samples.placed(index, gradient) if index in samples.sharded else gradient
                 weights[index] = parameter
                 self._with_gradient.add(index)
-        samples.keep_weights(weights)
-        for group in samples.groups:
-            rows = group.room("gradient")
-            group.copy(gradients, rows)
+        for rows in self._rows:
+            rows.copy(Kind.BEFORE, weights)
+            rows.copy(Kind.GRADIENT, gradients)
             if scale is not None:
-                rows.div_(scale.to(rows, non_blocking=True))
+                rows.unscale(scale)
 
     @torch.no_grad()
     def completed(self, optimizer: Optimizer) -> tuple[bool, Measured | None]:
@@ -118,31 +110,19 @@ class SampledStep:
         weights: list[Tensor | None] = [
             each if index in self._with_gradient else None for index, each in enumerate(samples.parameters)
         ]
-        sums = []
-        for group, rows in zip(samples.groups, self._rows, strict=True):
-            if rows.is_complex():  # of which nothing is said
-                nothing = torch.full((6, len(group.indices)), math.nan, device=rows.device)
-                sums.append(nothing.to(samples.dtype))
-                continue
-            for name, sources in (("change", weights), ("square", moments.square), ("momentum", moments.momentum)):
-                group.copy(sources, group.room(name))
-            group.room("change").sub_(group.before)
-            factors = moments.correction[group.index], moments.eps[group.index]
-            sums.append(row_sums(rows, group.weights, group.elements, *factors))
-        found = statistics_of(samples.means(sums))
-        stepped = self._stepped.mask(self._masks)
-        made, adapted, moving = (
-            stepped & self._masks.of(self._with_gradient & indices)
-            for indices in (self._with_gradient, moments.with_square, moments.with_momentum)
-        )
-        total = torch.where(made, found.change * self._numels, 0.0).sum().sqrt()
-        return True, Measured(
-            _known(found.rms, adapted),
-            _known(found.eps_share, adapted & found.rms.isfinite() & ~moments.eps.isnan()),
-            _known(found.momentum_cosine, moving),
-            torch.where(made.any(), total, math.nan),
-        )
-
-
-def _known(values: Tensor, known: Tensor) -> Tensor:
-    return torch.where(known & values.isfinite(), values, math.nan)
+        for rows in self._rows:
+            for kind, sources in (
+                (Kind.AFTER, weights),
+                (Kind.SQUARE, moments.square),
+                (Kind.MOMENTUM, moments.momentum),
+            ):
+                rows.copy(kind, sources)
+        least = moments.eps / moments.correction
+        means = samples.means([rows.sums(least) for rows in self._rows] or [torch.empty(6, 0)])
+        statistics = statistics_of(means, moments.correction)
+        of_rows = (self._with_gradient, moments.with_square, moments.with_eps, moments.with_momentum)
+        masks = torch.stack([self._masks.of(self._with_gradient & indices) for indices in of_rows])
+        made, known = (masks & self._stepped.mask(self._masks)).tensor_split([1])
+        total = torch.where(made[0], means[Kind.CHANGE], 0.0).dot(self._numels).sqrt()
+        # 0 / 0 where there was no step
+        return True, Measured(torch.where(known, statistics, math.nan), total / made.any())

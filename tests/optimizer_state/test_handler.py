@@ -431,6 +431,41 @@ def test_it_reads_no_more_than_weight_update_handler():
     assert ours.sample_size * 5 <= theirs.sample_size * 3
 
 
+@pytest.mark.parametrize("scale", [1e-30, 1e-140, 1e-160])
+def test_a_cosine_of_tiny_numbers_is_right_or_absent(scale):
+    model = nn.Linear(3, 3, bias=False).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def train_step(engine, _):
+        model.weight.grad = scale * torch.randn(3, 3, dtype=torch.float64, generator=generator)
+        optimizer.step()
+        momentum = optimizer.state[model.weight]["momentum_buffer"]
+        true.append(float(F.cosine_similarity(*((each / scale).view(1, -1) for each in (model.weight.grad, momentum)))))
+
+    generator, true = torch.Generator().manual_seed(0), []
+    trainer = Engine(train_step)
+    OptimizerStateHandler(optimizer, model).attach(trainer)
+    for _ in range(3):
+        trainer.run([None], max_epochs=len(true) + 1)
+        found = trainer.state.metrics.get("optimizer/momentum_cosine_min")
+        assert (found is None) if scale == 1e-160 else found == pytest.approx(true[-1], rel=1e-9)
+
+
+def test_a_second_moment_that_is_not_a_number_says_nothing():
+    model = nn.Linear(3, 3, bias=False)
+    optimizer = torch.optim.Adam(model.parameters())
+    trainer = Engine(make_step(model, optimizer))
+    seen = []
+    OptimizerStateHandler(optimizer, model, prefix="o").attach(trainer)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: seen.append(dict(engine.state.metrics)))
+    batch = (torch.randn(4, 3), torch.randn(4, 3))
+    trainer.run([batch], max_epochs=1)
+    optimizer.state[model.weight]["exp_avg_sq"][0, 0] = math.nan
+    trainer.run([batch], max_epochs=2)
+    assert {"o/rms_max", "o/eps_share_max"} <= seen[0].keys()
+    assert seen[1].keys() == {"o/momentum_cosine_median", "o/momentum_cosine_min"}
+
+
 def test_complex_parameters_are_left_out():
     model = nn.ParameterDict(
         {"z": nn.Parameter(torch.ones(3, dtype=torch.complex64)), "w": nn.Parameter(torch.ones(3))}
