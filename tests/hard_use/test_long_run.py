@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import sys
@@ -101,11 +102,10 @@ def heap_in_use() -> int:
 def alive_tensors() -> tuple[int, int]:
     """How many tensors there are, and the bytes of their storages."""
     tensors = [each for each in gc.get_objects() if issubclass(type(each), Tensor) and not is_lazy(each)]
-    storages = {
-        each.untyped_storage()._cdata: each.untyped_storage().nbytes()
-        for each in tensors
-        if each.layout == torch.strided
-    }
+    storages = {}
+    for each in tensors:
+        with contextlib.suppress(NotImplementedError):  # sparse ones, and those that torch has left undefined
+            storages[each.untyped_storage()._cdata] = each.untyped_storage().nbytes()
     return len(tensors), sum(storages.values())
 
 
