@@ -19,8 +19,8 @@ from ignite_monitor.model.samples import ParameterSamples, is_measurable, local
 # Of the momentum and of the mean of squares; AMSGrad divides by the largest so far.
 _NAMES = (("exp_avg", "momentum_buffer"), ("max_exp_avg_sq", "exp_avg_sq"))
 
-# With these an optimizer keeps the mean of squares in a basis of its own (SOAP, GaLore): it is not of the gradient.
 _REAL = {torch.bfloat16, torch.float16, torch.float32, torch.float64}
+# With these an optimizer keeps the mean of squares in a basis of its own (SOAP, GaLore): it is not of the gradient.
 _OTHER_BASIS = frozenset({"Q", "GG", "projector", "ortho_matrix"})
 
 
