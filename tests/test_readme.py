@@ -41,7 +41,7 @@ def accuracies(output):
     return [float(each) for each in re.findall(r"test accuracy ([\d.]+)", output)]
 
 
-@pytest.mark.parametrize(("arguments", "harmless"), [((), True), (("--ignore-spikes",), False)])
+@pytest.mark.parametrize(("arguments", "harmless"), [((), True), pytest.param(("--ignore-spikes",), False, marks=LONG)])
 def test_custom_step_example(tmp_path, arguments, harmless):
     done = run_example("spikes_custom_step.py", tmp_path, *arguments)
     output = done.stdout + done.stderr
