@@ -95,16 +95,16 @@ class ParameterSamples:
                     weight = None if weight is None else weight[held]
                 dims = tuple(i for i, placed in enumerate(parameter.placements) if not placed.is_replicate())
                 meshes.setdefault((parameter.device_mesh, dims), []).append(index)
-            local = _local(parameter)
-            width = local.numel() if sampled is None else len(sampled)
+            own = local(parameter)
+            width = own.numel() if sampled is None else len(sampled)
             if width:
-                on_cpu = local.device.type == "cpu"
+                on_cpu = own.device.type == "cpu"
                 length, kind = width, "whole" if sampled is None else "sampled"
                 most = min(room, _COPIED_ON_CPU if on_cpu else _COPIED)
-                if width <= _SHORT and local.numel() <= most and not (on_cpu and sampled is None):
+                if width <= _SHORT and own.numel() <= most and not (on_cpu and sampled is None):
                     length, kind = width if on_cpu else 0, "copied"
-                    room -= local.numel()
-                key = (local.device, _work_dtype(local.dtype), length, kind)
+                    room -= own.numel()
+                key = (own.device, _work_dtype(own.dtype), length, kind)
                 members.setdefault(key, []).append(_Member(index, parameter, sampled, weight))
         # Those of one device and dtype side by side.
         self.groups = [
@@ -289,7 +289,7 @@ class Group:
     def __init__(self, device: torch.device, dtype: torch.dtype, members: list[_Member], from_copy: bool) -> None:
         self.indices = [member.number for member in members]
         self.index = upload(torch.tensor(self.indices, device="cpu"), device)
-        parts = [_local(member.parameter) for member in members]
+        parts = [local(member.parameter) for member in members]
         sampled = [member.elements for member in members if member.elements is not None]
         width = len(sampled[0]) if sampled else parts[0].numel()
         self._copies: list[Tensor] = []
@@ -383,7 +383,7 @@ class Group:
         if not present:
             return
         if self._is_sharded:
-            found = [_local(source) for source in found]
+            found = [local(source) for source in found]
         if self._copies:
             foreach_copy([self._copies[row] for row in present], [found[row] for row in present])
             if len(present) == len(found) or rows is not self.before:  # of which nobody reads the other rows
@@ -425,9 +425,10 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def _local(tensor: Any) -> Tensor:
-    local: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
-    return local
+def local(tensor: Any) -> Tensor:
+    """The part of a tensor that this rank holds."""
+    own: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
+    return own
 
 
 def _local_offsets(parameter: Any, offsets: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,14 +14,13 @@ from torch.optim import Optimizer
 
 from ignite_monitor.model.devices import move, upload
 from ignite_monitor.model.modes import is_plain
-from ignite_monitor.model.norms import is_sharded
-from ignite_monitor.model.samples import ParameterSamples, is_measurable
+from ignite_monitor.model.samples import ParameterSamples, is_measurable, local
 
 # Of the momentum and of the mean of squares; AMSGrad divides by the largest so far.
 _NAMES = (("exp_avg", "momentum_buffer"), ("max_exp_avg_sq", "exp_avg_sq"))
 
-# With these an optimizer keeps the mean of squares in a basis of its own (SOAP, GaLore): it is not of the gradient.
 _REAL = {torch.bfloat16, torch.float16, torch.float32, torch.float64}
+# With these an optimizer keeps the mean of squares in a basis of its own (SOAP, GaLore): it is not of the gradient.
 _OTHER_BASIS = frozenset({"Q", "GG", "projector", "ortho_matrix"})
 
 
@@ -105,15 +104,10 @@ def _first(state: Mapping[Any, Any], names: Sequence[str], parameter: Any, kind:
                 return value
         elif isinstance(value, Tensor) and value.shape == parameter.shape and value.dtype in _REAL:
             # Both may be DTensors; what has no elements of its own, as packed ones, is left out.
-            own = _local(value)
-            if is_plain(own) and own.device == _local(parameter).device:
+            own = local(value)
+            if is_plain(own) and own.device == local(parameter).device:
                 return value
     return None
-
-
-def _local(tensor: Any) -> Tensor:
-    own: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
-    return own
 
 
 def is_real(tensor: Tensor) -> bool:

@@ -16,12 +16,12 @@ from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import REPLICAS
 from ignite_monitor.model.devices import device_of, upload
 from ignite_monitor.model.optimizers import check_optimizer
-from ignite_monitor.model.samples import reshard
+from ignite_monitor.model.samples import local, reshard
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.deferred_flag import DeferredFlag
 from ignite_monitor.monitor.ranks import all_take_part, from_every_rank, own_rank, sum_over_ranks, world_size
 from ignite_monitor.replicas.fingerprints import fingerprints
-from ignite_monitor.replicas.items import Items, first_holders, items_of, local, random_items
+from ignite_monitor.replicas.items import Items, first_holders, items_of, random_items
 
 _OTHERS = "what has come since the last look"
 _NAMED = 8

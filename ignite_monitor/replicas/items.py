@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from ignite_monitor.model.modes import is_plain
 from ignite_monitor.model.names import named_modules, named_parameters
 from ignite_monitor.model.norms import is_sharded
+from ignite_monitor.model.samples import local
 from ignite_monitor.replicas.fingerprints import fingerprint_of
 
 Items = dict[str, Tensor | int]
@@ -44,7 +45,7 @@ def items_of(model: nn.Module, optimizer: Optimizer | None) -> tuple[Items, set[
             name = names.get(parameter, f"parameter {i} of group {number}")
             state = optimizer.state.get(parameter) if optimizer is not None else None
             found |= _split(f"{name} in the optimizer", dict(state or {}))
-    return {name: value for name, value in found.items() if isinstance(value, int) or _is_whole(value)}, buffers
+    return {name: value for name, value in found.items() if isinstance(value, int) or is_plain(local(value))}, buffers
 
 
 def random_items(device: torch.device) -> Items:
@@ -74,16 +75,6 @@ def _is_written(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
         return all(map(_is_written, value))
     return value is None or isinstance(value, (bool, int, float, str))
-
-
-def _is_whole(tensor: Any) -> bool:
-    return is_plain(local(tensor))
-
-
-def local(tensor: Any) -> Tensor:
-    """The part of a tensor that this rank holds."""
-    own: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
-    return own
 
 
 def first_holders(tensor: Any, world: int) -> list[int]:

@@ -34,6 +34,7 @@ class FrozenParameters:
         self._threshold = threshold
         self._patience = patience
         self._reported: set[str] = set()
+        self._rounded: set[str] = set()
         self._changed = DeferredFlag()
 
     def rename(self, names: Sequence[str], like: Tensor) -> None:
@@ -72,18 +73,21 @@ class FrozenParameters:
         return on_host(self.still >= self._patience)
 
     def report(self, logger: logging.Logger, prefix: str, is_still: Sequence[bool], is_rounded: Sequence[bool]) -> None:
-        """Warn of parameters that have frozen since the last time, and of which rounding may be why."""
+        """Warn of parameters that have frozen since the last time, and once of each that rounding may freeze."""
         frozen = {
             name: rounded for name, still, rounded in zip(self._names, is_still, is_rounded, strict=True) if still
         }
         new = [name for name in frozen if name not in self._reported]
         self._reported = set(frozen)
-        rounded = [name for name in new if frozen[name]]
+        others = [name for name in new if not frozen[name]]
+        # Now and then one element of such a parameter moves.
+        rounded = [name for name in new if frozen[name] and name not in self._rounded]
+        self._rounded.update(rounded)
         rounding = (
             "; they have gradients, but rounding to their low precision leaves nothing of an update: "
             "keep float32 weights, or float32 copies of them"
         )
-        for names, cause in (([name for name in new if name not in rounded], ""), (rounded, rounding)):
+        for names, cause in ((others, ""), (rounded, rounding)):
             if names:
                 logger.warning(
                     "%s: frozen, since %d monitored steps or more have not moved them: %s%s",

@@ -86,8 +86,8 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
     weight in its state, under a key with "master" or "fp32" in it, the ratio is that of the copy.
     ``lost_update_fraction`` is the share of the elements with a gradient other than 0 that the train step left bit for
     bit what they were, over all weights of low precision without such a copy, estimated by the sample: for bfloat16
-    weights of a usual size under Adam about 0.3, 0.9 and 0.99 at learning rates of 1e-3, 1e-4 and 1e-5. A warning says
-    once that most updates are lost. Parameters are left out whose optimizer makes up for rounding, with a key with
+    weights of a usual size under Adam 0.3 to 0.9, 0.6 to 0.8 and 0.95 to 0.98 at learning rates of 1e-3, 1e-4 and 1e-5
+    after 100 steps, and less at first. A warning says once that most updates are lost. Parameters are left out whose optimizer makes up for rounding, with a key with
     "kahan" or "compensation" in its state.
 
     **Untrained parameters.** After ``frozen_patience_steps`` monitored steps those are named that no optimizer holds

@@ -162,3 +162,16 @@ def test_what_reaches_a_model_after_its_own_step_is_another_model_s():
     engine.add_event_handler(Events.ITERATION_COMPLETED, lambda _: published.append(engine.state.metrics[KEY]))
     engine.run([torch.randn(8, 8).bfloat16() for _ in range(3)])
     assert published == pytest.approx(true, abs=1e-12)
+
+
+def test_parameters_that_rounding_freezes_are_named_once(caplog):
+    """One element or another of theirs moves now and then, and they freeze anew."""
+    model = make_model(width=16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.0)
+    with caplog.at_level(logging.WARNING, "ignite_monitor"):
+        run = Run(model, optimizer, iterations=40, frozen_patience_steps=2)
+    assert sum(fraction < 1 for fraction in run.true) > 5
+    texts = [record.getMessage() for record in caplog.records if "frozen" in record.getMessage()]
+    named = [name for text in texts for name in text.split("moved them: ")[1].split(";")[0].split(", ")]
+    assert named
+    assert len(named) == len(set(named))
