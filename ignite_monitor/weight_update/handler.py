@@ -87,8 +87,8 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
     ``lost_update_fraction`` is the share of the elements with a gradient other than 0 that the train step left bit for
     bit what they were, over all weights of low precision without such a copy, estimated by the sample: for bfloat16
     weights of a usual size under Adam 0.3 to 0.9, 0.6 to 0.8 and 0.95 to 0.98 at learning rates of 1e-3, 1e-4 and 1e-5
-    after 100 steps, and less at first. A warning says once that most updates are lost. Parameters are left out whose optimizer makes up for rounding, with a key with
-    "kahan" or "compensation" in its state.
+    after 100 steps, and less at first. A warning says once that most updates are lost. Parameters are left out whose
+    optimizer makes up for rounding, with a key with "kahan" or "compensation" in its state.
 
     **Untrained parameters.** After ``frozen_patience_steps`` monitored steps those are named that no optimizer holds
     whose step was seen, and those of the others that have not had a gradient so far, ``requires_grad=False`` included.
