@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests._helpers import grad_norm
+from tests._helpers import LONG, grad_norm
 from tests._trainers import Judge
 from tests.distributed._launch import WORLD, launch, launched
 from tests.distributed._worker import (
@@ -284,7 +284,7 @@ def test_dropped_run_frees_its_reducer_by_reference_counting(results):
         assert result["watched"] == result["bare"] == [False] * 3
 
 
-@pytest.mark.parametrize("name", ["dropped", "detached"])
+@pytest.mark.parametrize("name", ["dropped", pytest.param("detached", marks=LONG)])
 def test_processes_end_cleanly(tmp_path, name):
     """A reducer that outlives its process group aborts the process at its exit, one time in four."""
     ends = launch("_worker", tmp_path, [name])
