@@ -16,7 +16,7 @@ endef
 export HYPOTHESIS_STORAGE_DIRECTORY := .cache/hypothesis
 
 .DEFAULT_GOAL := help
-.PHONY: help test zoo demo lint format bench docs dist test-oldest test-newest gpu clean
+.PHONY: help test compatibility demo lint format bench docs dist test-oldest test-newest gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,10 +24,10 @@ help: ## list the targets
 test: $(READY) ## run the tests; PYTEST_ARGS is handed on to pytest
 	$(BIN)/python $(PYTEST) $(PYTEST_ARGS)
 
-zoo: ## check every monitor on models and train steps of other packages; writes docs/zoo.md
-	$(call environment,$(VENV)-zoo)
-	$(VENV)-zoo/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[zoo]'
-	$(VENV)-zoo/bin/python $(PYTEST) -m zoo tests/zoo $(PYTEST_ARGS)
+compatibility: ## check every monitor on models and train steps of other packages; writes docs/compatibility.md
+	$(call environment,$(VENV)-compatibility)
+	$(VENV)-compatibility/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[compatibility]'
+	$(VENV)-compatibility/bin/python $(PYTEST) -m compatibility tests/compatibility $(PYTEST_ARGS)
 
 demo: $(READY) ## train a small model with a spike in it, and see it found
 	$(BIN)/ignite-monitor demo
@@ -72,7 +72,7 @@ gpu: $(READY) ## run the tests and benchmarks of a GPU, and print one table
 	$(BIN)/python -m tests.accelerator._report
 
 clean: ## remove the environment, caches and builds
-	rm -rf $(VENV) $(VENV)-oldest $(VENV)-newest $(VENV)-zoo .cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) $(VENV)-oldest $(VENV)-newest $(VENV)-compatibility .cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml setup.cfg constraints.txt

@@ -85,9 +85,9 @@ def train(name: str, seed: int, grows: bool) -> Run:
     @trainer.on(Events.ITERATION_COMPLETED(every=EVERY))
     def look(engine: Engine) -> None:
         values = {key.rpartition("/")[2]: float(value) for key, value in monitor.metrics.items()}
-        largest = values.get("largest_preconditioned", values.get("largest"))
-        if largest is not None and "limit" in values:
-            shares[engine.state.iteration] = largest / values["limit"]
+        largest = values.get("hessian_max_eigenvalue_preconditioned", values.get("hessian_max_eigenvalue"))
+        if largest is not None and "stability_threshold" in values:
+            shares[engine.state.iteration] = largest / values["stability_threshold"]
 
     trainer.run(range(1, LAST + 1), max_epochs=1)
     return Run(trainer.state.iteration - 10 if above > 10 else None, shares)

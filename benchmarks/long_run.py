@@ -241,10 +241,10 @@ def judged(name: str, iterations: list[int], values: list[float], at_first: int)
         grows = max(last) > max(second) or (name.startswith("hooks") and max(values) > at_first)
     else:
         grows = rise > 3 * error and max(rise, change) > 100 * tolerance
-    verdict = "" if tolerance is None else "grows" if grows else "flat"
+    detection = "" if tolerance is None else "grows" if grows else "flat"
     digits = 2 if unit or middle < 100 else 0
     numbers = [f"{middle:.{digits}f} {unit}".strip(), f"{mean(last):.{digits}f} {unit}".strip()]
-    return [name, *numbers, f"{change:+.3f} %", f"{rise:+.3f} ± {error:.3f} %", verdict], grows
+    return [name, *numbers, f"{change:+.3f} %", f"{rise:+.3f} ± {error:.3f} %", detection], grows
 
 
 def plot(sampler: Sampler, path: Path) -> None:

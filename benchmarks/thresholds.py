@@ -28,11 +28,11 @@ import numpy as np
 import torch
 from record_harm import record_all
 
+from ignite_monitor.detection.robust import RobustThreshold
+from ignite_monitor.detection.spikes import SpikeDetector
+from ignite_monitor.detection.thresholds import MeanStdThreshold, ThresholdRule
 from ignite_monitor.gradient.loss import LossSignal
 from ignite_monitor.gradient.per_parameter import PerParameterJudge
-from ignite_monitor.judging.robust import RobustThreshold
-from ignite_monitor.judging.spikes import SpikeDetector
-from ignite_monitor.judging.thresholds import MeanStdThreshold, ThresholdRule
 
 SHORT = ["gpt_adamw", "cnn", "mlp_sgd", "gan", "gpt_fall"]
 WARMUP = 20
@@ -83,9 +83,9 @@ def by_norm(rule: Callable[[], ThresholdRule]) -> Callable[[Recording], Flags]:
     def run(recording: Recording) -> Flags:
         detector, flags = SpikeDetector(rule()), []
         for norm in tensors_of(recording.norms):
-            verdict = detector.judge(norm)
-            detector.observe(verdict)
-            flags.append(verdict.spike)
+            detection = detector.judge(norm)
+            detector.observe(detection)
+            flags.append(detection.spike)
         return torch.stack(flags).tolist()
 
     return run
@@ -94,9 +94,9 @@ def by_norm(rule: Callable[[], ThresholdRule]) -> Callable[[Recording], Flags]:
 def by_loss(recording: Recording) -> Flags:
     signal, flags = LossSignal(), []
     for loss in tensors_of(recording.losses):
-        verdict = signal.judge(loss)
-        signal.observe(verdict)
-        flags.append(verdict.spike)
+        detection = signal.judge(loss)
+        signal.observe(detection)
+        flags.append(detection.spike)
     return torch.stack(flags).tolist()
 
 
@@ -106,9 +106,9 @@ def by_tensor(recording: Recording) -> Flags:
     judge, flags = PerParameterJudge(), []
     names = tuple(str(i) for i in range(recording.tensors.shape[1]))
     for norms in torch.tensor(recording.tensors).unbind():
-        verdict = judge.judge(names, norms)
-        judge.observe(verdict)
-        flags.append(verdict.spike.any())
+        detection = judge.judge(names, norms)
+        judge.observe(detection)
+        flags.append(detection.spike.any())
     return torch.stack(flags).tolist()
 
 
@@ -267,9 +267,9 @@ def planted(recording: Recording, times: float = 10.0, every: int = 11) -> tuple
             for tensor in norms.nonzero().flatten().tolist():
                 spoilt = norms.clone()
                 spoilt[tensor] *= times
-                verdict = judge.judge(names, spoilt)
-                found.append(bool(verdict.spike[tensor]))
-                culprits = judge.named(judge.culprits(verdict).tolist())
+                detection = judge.judge(names, spoilt)
+                found.append(bool(detection.spike[tensor]))
+                culprits = judge.named(judge.culprits(detection).tolist())
                 first += [next(iter(culprits), "") == names[tensor]] * found[-1]
         judge.observe(judge.judge(names, norms))
     return found, first

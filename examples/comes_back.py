@@ -115,7 +115,7 @@ def train(iterations, seed, disturbed=True, helped=True):
 
         @trainer.on(MonitorEvents.ROLLED_BACK)
         def note_rollback(engine):
-            run.rollbacks.append((engine.state.iteration, int(engine.state.metrics["rollback/iteration"])))
+            run.rollbacks.append((engine.state.iteration, int(engine.state.metrics["rollback/restored_iteration"])))
 
     @trainer.on(Events.ITERATION_COMPLETED(every=10))
     def examine(engine):

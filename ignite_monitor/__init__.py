@@ -11,22 +11,22 @@ _MODULE_OF = {
     "GradientNoiseScaleHandler": "noise_scale.handler",
     "HDF5Logger": "hdf5.logger",
     "HistogramHandler": "histograms.handler",
-    "MeanStdThreshold": "judging.thresholds",
+    "MeanStdThreshold": "detection.thresholds",
     "Metric": "activation.metric",
     "MonitorEvents": "events.monitor_events",
     "OptimizerStateHandler": "optimizer_state.handler",
     "ParameterDiagnostics": "weight_update.handler",
     "RCCHandler": "rcc.handler",
     "ReplicaCheckHandler": "replicas.handler",
-    "RobustThreshold": "judging.robust",
+    "RobustThreshold": "detection.robust",
     "RollbackHandler": "rollback.handler",
     "SpectralNormHandler": "spectral.handler",
     "SpikeMonitor": "spike.handler",
     "SpikeRecord": "spike_recorder.record",
     "SpikeRecorder": "spike_recorder.handler",
-    "StaticThreshold": "judging.thresholds",
+    "StaticThreshold": "detection.thresholds",
     "StepStatsHandler": "step_stats.handler",
-    "ThresholdRule": "judging.thresholds",
+    "ThresholdRule": "detection.thresholds",
     "WeightUpdateHandler": "weight_update.handler",
     "attach_monitors": "attaching",
     "load_spike": "spike_recorder.record",
@@ -41,15 +41,15 @@ if TYPE_CHECKING:  # the same for those who read and do not run: a test compares
     from ignite_monitor.activation.record import record as record
     from ignite_monitor.attaching import attach_monitors as attach_monitors
     from ignite_monitor.curvature.handler import CurvatureHandler as CurvatureHandler
+    from ignite_monitor.detection.robust import RobustThreshold as RobustThreshold
+    from ignite_monitor.detection.thresholds import MeanStdThreshold as MeanStdThreshold
+    from ignite_monitor.detection.thresholds import StaticThreshold as StaticThreshold
+    from ignite_monitor.detection.thresholds import ThresholdRule as ThresholdRule
     from ignite_monitor.events.monitor_events import MonitorEvents as MonitorEvents
     from ignite_monitor.gradient.handler import GradMonitor as GradMonitor
     from ignite_monitor.hdf5.logger import HDF5Logger as HDF5Logger
     from ignite_monitor.hdf5.reader import read_hdf5 as read_hdf5
     from ignite_monitor.histograms.handler import HistogramHandler as HistogramHandler
-    from ignite_monitor.judging.robust import RobustThreshold as RobustThreshold
-    from ignite_monitor.judging.thresholds import MeanStdThreshold as MeanStdThreshold
-    from ignite_monitor.judging.thresholds import StaticThreshold as StaticThreshold
-    from ignite_monitor.judging.thresholds import ThresholdRule as ThresholdRule
     from ignite_monitor.noise_scale.handler import GradientNoiseScaleHandler as GradientNoiseScaleHandler
     from ignite_monitor.optimizer_state.handler import OptimizerStateHandler as OptimizerStateHandler
     from ignite_monitor.rcc.handler import RCCHandler as RCCHandler

@@ -16,11 +16,11 @@ from torch.optim import Optimizer
 
 from ignite_monitor.activation.handler import ActivationHandler
 from ignite_monitor.checks import check_choice, check_count, check_type
+from ignite_monitor.detection.thresholds import ThresholdRule
 from ignite_monitor.gradient.handler import GradMonitor
 from ignite_monitor.gradient.loss import LossSource
 from ignite_monitor.hdf5.logger import HDF5Logger
 from ignite_monitor.histograms.handler import HistogramHandler
-from ignite_monitor.judging.thresholds import ThresholdRule
 from ignite_monitor.model.names import named_modules, tags
 from ignite_monitor.model.optimizers import check_optimizer
 from ignite_monitor.monitor.base import Monitor

@@ -182,7 +182,7 @@ def _train(model: nn.Module, text: Tensor, iterations: int, damaged: Damaged, lo
     def report_rollback(engine: Engine) -> None:
         _say(
             f"iteration {engine.state.iteration:4d}: STILL A SPIKE: back to the state after iteration "
-            f"{int(engine.state.metrics['rollback/iteration'])}"
+            f"{int(engine.state.metrics['rollback/restored_iteration'])}"
         )
 
     @trainer.on(Events.ITERATION_COMPLETED(every=max(1, iterations // 5)))

@@ -174,10 +174,10 @@ SPIKE = Schema("spike", "spike", (
 
 ROLLBACK = Schema("rollback", "rollback", (
     Key("count", "how often the training has gone back so far", chart="going back"),
-    Key("iteration", "the iteration after which the state was that is put back",
+    Key("restored_iteration", "the iteration after which the state was that is put back",
         when="in iterations that go back or are undone"),
-    Key("undone_count", "iterations undone so far while it got well", chart="going back"),
-), signs=frozenset({"count", "undone_count"}))
+    Key("discarded_count", "iterations undone so far while it got well", chart="going back"),
+), signs=frozenset({"count", "discarded_count"}))
 
 SPIKE_RECORD = Schema("spike_record", "grad_record", (
     Key("recorded_count", "files of spikes written so far"),
@@ -216,17 +216,19 @@ CURVATURE = Schema("curvature", "curvature", (
     Key("along_gradient", "curvature of the loss along its gradient", chart=_CURVATURE),
     Key("along_gradient_preconditioned", "that of the preconditioned Hessian along its own", when=_PRECONDITIONED,
         chart=_CURVATURE),
-    Key("limit", "curvature above which steps of SGD or Adam grow: 2 / learning rate, with momentum more",
+    Key("stability_threshold", "curvature above which steps of SGD or Adam grow: 2 / learning rate, with momentum more",
         chart=_CURVATURE),
-    Key("largest", "the largest eigenvalue of the Hessian; absent where its error exceeds 10 %", chart=_CURVATURE),
-    Key("largest_error", "how far from it, for its size, an eigenvalue is at most"),
-    Key("largest_preconditioned", "that of the preconditioned Hessian, which limit is about then", when=_PRECONDITIONED,
+    Key("hessian_max_eigenvalue", "the largest eigenvalue of the Hessian; not reported where its error exceeds 10 %",
         chart=_CURVATURE),
-    Key("largest_preconditioned_error", "its error", when=_PRECONDITIONED),
+    Key("hessian_max_eigenvalue_error", "bound of its relative error"),
+    Key("hessian_max_eigenvalue_preconditioned",
+        "that of the preconditioned Hessian, which is about the stability threshold then", when=_PRECONDITIONED,
+        chart=_CURVATURE),
+    Key("hessian_max_eigenvalue_preconditioned_error", "its error", when=_PRECONDITIONED),
 ))
 
 REPLICAS = Schema("replicas", "replicas", (
-    Key("agree", "1 if all ranks hold the same, else 0", chart="do the ranks agree"),
+    Key("in_sync", "1 if all ranks hold the same, else 0", chart="do the ranks agree"),
     Key("differing_count", "how many tensors, and other things, are not the same on all ranks"),
 ))
 

@@ -94,7 +94,7 @@ LAYERS = (
     {"model"},
     {"events"},
     {"monitor"},
-    {"judging"},
+    {"detection"},
     {"reference"},
     {"nonfinite"},
     {
@@ -251,7 +251,7 @@ def public_callables():
 
 
 # What a monitor overrides is for those who write one: its docstring says what its signature does not.
-FOR_MONITORS = {"publish", "publish_table", "clear", "on_transfer", "start_iteration"}
+FOR_MONITORS = {"publish", "publish_table", "clear", "resolve_deferred", "start_iteration"}
 
 
 def test_public_docstrings_document_every_argument():

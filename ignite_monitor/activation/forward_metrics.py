@@ -30,7 +30,7 @@ from ignite_monitor.model.names import tags
 from ignite_monitor.model.tensors import floating_tensors, tagged_tensors
 from ignite_monitor.monitor.publisher import NamedValues
 from ignite_monitor.reference.call import Call, Comparison, NotComparableError
-from ignite_monitor.reference.unnoticed import here
+from ignite_monitor.reference.isolation import here
 
 _RECORDED = "activation (recorded)"
 
@@ -88,7 +88,7 @@ class ForwardMetrics:
         self.skipped.clear()
         self.complex.clear()
 
-    def contexts(self) -> list[AbstractContextManager[Any]]:
+    def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
         """What to have around a train step, for it to be looked at."""
         around: list[AbstractContextManager[Any]] = [recording(self._record)]
         if self._metrics:

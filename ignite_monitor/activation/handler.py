@@ -25,7 +25,7 @@ from ignite_monitor.activation.measurement import Measurement
 from ignite_monitor.activation.metric import Aggregate, MetricSet, check_aggregate
 from ignite_monitor.activation.statistics import STATISTICS, WITHOUT_STATISTICS
 from ignite_monitor.checks import check_type
-from ignite_monitor.events.ledger import GradientsReady, OptimizerStep
+from ignite_monitor.events.gradient_tracker import GradientsReady, OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import ACTIVATION
 from ignite_monitor.model.devices import device_of, move_like
@@ -225,7 +225,7 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
         ]
         return [*(of_gradients if self._metrics["gradient"] else []), *super().handlers()]
 
-    def contexts(self) -> list[AbstractContextManager[Any]]:
+    def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
         if not self._is_running:
             return []
         self._look_at_model()
@@ -241,11 +241,11 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
             self._gradients = GradientMetrics(self._parameters, self._metrics["gradient"])
         self._forward.start()
         with contextlib.ExitStack() as stack:
-            for context in [self._eager(), *self._forward.contexts(), *super().contexts()]:
+            for context in [self._eager(), *self._forward.train_step_contexts(), *super().train_step_contexts()]:
                 stack.enter_context(context)
             yield
 
-    def release(self) -> None:
+    def reset_run_state(self) -> None:
         self._known = self._forward = self._differences = self._comparison = self._passes = self._gradients = None
         self._parameters = {}
         self._of_parameters = []
@@ -256,7 +256,7 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
             self._gradients.gradients_ready(backward.scale(self.scaler), backward.reached)
 
     def _on_step_started(self, engine: Engine, step: OptimizerStep) -> None:
-        if self._gradients is not None and step.ledger.reduced:
+        if self._gradients is not None and step.tracker.reduced:
             self._gradients.step_started(parameters_of(step.optimizer), step.scale)
 
     def _on_train_step_completed(self, engine: Engine) -> None:

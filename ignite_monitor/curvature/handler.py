@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from ignite_monitor.checks import check_count, check_function, check_type
 from ignite_monitor.curvature.hessian import Hessian, Tridiagonal, lanczos, largest_eigenvalue
 from ignite_monitor.curvature.preconditioner import adam_preconditioner, is_kind, stability_limit
-from ignite_monitor.events.ledger import GradientsReady, OptimizerStep
+from ignite_monitor.events.gradient_tracker import GradientsReady, OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import CURVATURE
 from ignite_monitor.model._torch import buffers_of_each
@@ -35,8 +35,8 @@ from ignite_monitor.model.sharding import check_whole
 from ignite_monitor.monitor import publisher
 from ignite_monitor.monitor.base import Handlers, Monitor, MonitorHandle
 from ignite_monitor.monitor.ranks import all_take_part, sum_over_ranks, world_size
-from ignite_monitor.reference.rng import drawn_again
-from ignite_monitor.reference.unnoticed import marked, put_back
+from ignite_monitor.reference.isolation import marked, put_back
+from ignite_monitor.reference.rng import preserved_rng_state
 
 _REMEDY = "; attention can under torch.nn.attention.sdpa_kernel(SDPBackend.MATH), which the argument loss is run under"
 _WORST = 0.1  # how far from an eigenvalue, for its size, what is published may be
@@ -127,7 +127,7 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
         self._values: dict[str, Tensor] = {}
         self._warned = False
         self._looks = 0
-        self.release()
+        self.reset_run_state()
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """How many looks there have been: each starts in a direction of its own."""
@@ -162,10 +162,10 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
         ]
 
     def start_iteration(self, engine: Engine) -> None:
-        self.release()
+        self.reset_run_state()
         self._looks += 1
 
-    def contexts(self) -> list[AbstractContextManager[Any]]:
+    def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
         engine = self._attached_to()
         if not self._is_running or engine is None:
             return []
@@ -174,7 +174,7 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
             return []
         return [Eager(self.model), _BackwardCalls(weakref.WeakMethod(self._measure_call))]
 
-    def release(self) -> None:
+    def reset_run_state(self) -> None:
         self._found, self._values = {}, {}
         self._kept: Tensor | None = None
         self._is_done = False
@@ -196,8 +196,8 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
                 for name, found in self._found.items()
             }
         self.publish(**self._values)
-        if publisher.is_on_host(self._found["largest"].diagonal):
-            self.publish(**self.on_transfer([each.tolist() for found in self._found.values() for each in found]))
+        if publisher.is_on_host(self._found["hessian_max_eigenvalue"].diagonal):
+            self.publish(**self.resolve_deferred([each.tolist() for found in self._found.values() for each in found]))
 
     # The loss
 
@@ -233,7 +233,7 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
         modules = list(self.model.modules())
         devices = {each.device for each in self.model.parameters()}
         # Checkpointed parts run once more.
-        with drawn_again(devices), put_back(modules, buffers_of_each(modules)), torch.enable_grad():
+        with preserved_rng_state(devices), put_back(modules, buffers_of_each(modules)), torch.enable_grad():
             parameters = [each for each in parameters_of(self.optimizer) if each.requires_grad]
             hessian = Hessian(loss, parameters, factor, self._mean_over_ranks)
             if hessian.reached or hessian.error:  # else the loss is another model's
@@ -255,21 +255,25 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
         for kind, scale in scales.items():
             direction, product = gradient / scale, partial(_product, hessian, scale)
             self._values[f"along_gradient{kind}"] = direction @ product(direction) / (direction @ direction)
-            self._found[f"largest{kind}"] = lanczos(product, _start_of(direction, self._looks), self.lanczos_steps)
+            self._found[f"hessian_max_eigenvalue{kind}"] = lanczos(
+                product, _start_of(direction, self._looks), self.lanczos_steps
+            )
         knows = preconditioner is not None or is_kind(self.optimizer, "SGD")
         limit = stability_limit(self.optimizer, hessian.parameters) if knows else None
         if limit is not None:
-            self._values["limit"] = limit.to(gradient) if isinstance(limit, Tensor) else gradient.new_full((), limit)
+            self._values["stability_threshold"] = (
+                limit.to(gradient) if isinstance(limit, Tensor) else gradient.new_full((), limit)
+            )
 
     def _mean_over_ranks(self, vector: Tensor) -> Tensor:
         return sum_over_ranks(vector) / world_size() if self._over_ranks else vector
 
     # Values on the host
 
-    def extra_transfer(self) -> list[Tensor]:
+    def deferred_tensors(self) -> list[Tensor]:
         return [each for found in self._found.values() for each in found] if self._values else []
 
-    def on_transfer(self, extra: list[list[float]]) -> dict[str, float]:
+    def resolve_deferred(self, extra: list[list[float]]) -> dict[str, float]:
         values: dict[str, float] = {}
         for name, diagonal, beside in zip(self._found, extra[::2], extra[1::2], strict=False):
             if all(map(math.isfinite, (*diagonal, *beside))):

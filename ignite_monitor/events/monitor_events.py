@@ -25,7 +25,7 @@ class MonitorEvents(EventEnum):
       checkpointed segment, the last time with the whole gradient.
     - SPIKE_DETECTED : a value exceeded its threshold, a gradient norm for one. ``engine.state.spike`` tells of it while
       the handlers run: monitor, name, value, threshold, culprits, origin.
-    - LEVEL_CHANGED : so many spikes came in a row that the threshold rule starts afresh from the last one, of which
+    - THRESHOLD_RESET : so many spikes came in a row that the threshold rule starts afresh from the last one, of which
       ``engine.state.spike`` tells; fired before the train step's end is. On an accelerator a listener waits for it.
     - ROLLED_BACK : the training has gone back to an earlier state; before other handlers of ITERATION_COMPLETED run.
     - OPTIMIZER_STEP_STARTED : an optimizer that holds parameters of a monitored model is about to make its step; where
@@ -38,7 +38,7 @@ class MonitorEvents(EventEnum):
     """triggered when a backward has ended and the gradients are reduced."""
     SPIKE_DETECTED = "spike_detected"
     """triggered when a value exceeds its threshold."""
-    LEVEL_CHANGED = "level_changed"
+    THRESHOLD_RESET = "threshold_reset"
     """triggered when a threshold rule starts afresh."""
     ROLLED_BACK = "rolled_back"
     """triggered when the training has gone back to an earlier state."""
@@ -57,7 +57,7 @@ def register_events(engine: Engine) -> None:
         engine.register_events(*events, event_to_attr=dict.fromkeys(events, "iteration"))
 
 
-class Origin(NamedTuple):
+class NonFiniteSource(NamedTuple):
     """What has produced the first number that is not finite.
 
     Attributes:
@@ -76,7 +76,7 @@ class Origin(NamedTuple):
 
 
 class Spike(NamedTuple):
-    """``engine.state.spike`` while handlers of SPIKE_DETECTED and LEVEL_CHANGED run.
+    """``engine.state.spike`` while handlers of SPIKE_DETECTED and THRESHOLD_RESET run.
 
     Attributes:
         monitor: the monitor that has found it.
@@ -92,7 +92,7 @@ class Spike(NamedTuple):
     value: float
     threshold: float
     culprits: Mapping[str, float]
-    origin: Origin | None = None
+    origin: NonFiniteSource | None = None
 
 
 _ATTRIBUTE = "spike"

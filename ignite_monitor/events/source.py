@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ignite_monitor.events.gradient_tracker import GradientsReady, GradientTracker, OptimizerStep
 from ignite_monitor.events.hooks import Patch, is_nested, remove_all
-from ignite_monitor.events.ledger import GradientLedger, GradientsReady, OptimizerStep
-from ignite_monitor.events.monitor_events import MonitorEvents, Origin, register_events
+from ignite_monitor.events.monitor_events import MonitorEvents, NonFiniteSource, register_events
 from ignite_monitor.model._torch import (
     EVENT_HANDLERS,
     HANDLE_EXCEPTION,
@@ -58,7 +58,7 @@ class EventSource:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)
-        self._models: dict[int, GradientLedger] = {}
+        self._models: dict[int, GradientTracker] = {}
         self._handles: list[Any] = []
         weakref.finalize(self, remove_all, self._handles).atexit = False
         self._installed = False
@@ -70,7 +70,7 @@ class EventSource:
         # Number of a backward that is going on -> id of a model -> ids of the parameters of it that it has reached.
         self._backwards: dict[int, dict[int, set[int]]] = {}
         self.stepping: Optimizer | None = None
-        self.origin: Origin | None = None
+        self.origin: NonFiniteSource | None = None
         self._reported_outside = False
 
     # Who takes part
@@ -107,7 +107,7 @@ class EventSource:
         self._monitors.add(monitor)
         entry = self._models.get(id(model))
         if entry is None:
-            entry = self._models[id(model)] = GradientLedger(model)
+            entry = self._models[id(model)] = GradientTracker(model)
             if self._installed:  # attached while a run is going on
                 self._handles.append(entry.hook)
             if self.running:
@@ -166,7 +166,7 @@ class EventSource:
         """The monitors attached to the engine."""
         return list(self._monitors)
 
-    def ledger(self, model: nn.Module) -> GradientLedger:
+    def tracker(self, model: nn.Module) -> GradientTracker:
         """What is known of the gradients of a model."""
         return self._models[id(model)]
 
@@ -230,7 +230,7 @@ class EventSource:
         if monitor is not None:
             self._monitoring.add(id(monitor))
 
-    def _register(self, entry: GradientLedger) -> None:
+    def _register(self, entry: GradientTracker) -> None:
         changed = entry.refresh()
         if not (self._listeners[MonitorEvents.GRADIENTS_READY] or self.has_handlers(MonitorEvents.GRADIENTS_READY)):
             entry.hook.remove()
@@ -239,7 +239,7 @@ class EventSource:
 
     def _end(self, engine: Engine | None = None) -> None:
         for monitor in self._monitors:
-            monitor.ended()
+            monitor.on_run_end()
         self._uninstall()
 
     def _interrupt(self, engine: Engine) -> None:
@@ -250,8 +250,8 @@ class EventSource:
     def _reset(self) -> None:
         self._backwards.clear()
         self._monitoring.clear()
-        for ledger in self._models.values():
-            ledger.reduced = True
+        for tracker in self._models.values():
+            tracker.reduced = True
         self.stepping = self.origin = None
         self.monitored = self.running = self._awaits_step = False
 
@@ -297,7 +297,7 @@ class EventSource:
         with ExitStack() as around:
             if self.running:
                 for monitor in [each for each in self._monitors if id(each) in self._monitoring]:
-                    for context in monitor.contexts():
+                    for context in monitor.train_step_contexts():
                         around.enter_context(context)
             EventSource._train_steps += 1
             try:
@@ -316,11 +316,11 @@ class EventSource:
             entry.run_ended()
         self._reset()
         for monitor in self._monitors:
-            monitor.release()
+            monitor.reset_run_state()
 
     # Backward
 
-    def _gradient_hook(self, entry: GradientLedger) -> Callable[[Tensor], None]:
+    def _gradient_hook(self, entry: GradientTracker) -> Callable[[Tensor], None]:
         source = weakref.ref(self)
         key = id(entry.model)
         current_backward = backward_number
@@ -353,14 +353,14 @@ class EventSource:
                 if changed is not None:
                     ready[key] = changed
         if ready:
-            ledgers = {key: self._models[key] for key in ready}
+            trackers = {key: self._models[key] for key in ready}
             self.fire(
                 MonitorEvents.GRADIENTS_READY,
                 {
                     key: GradientsReady(
-                        ledger, ready[key], len(ready) > 1 and ledger.lacks_any(ready.values()), self.stepping
+                        tracker, ready[key], len(ready) > 1 and tracker.lacks_any(ready.values()), self.stepping
                     )
-                    for key, ledger in ledgers.items()
+                    for key, tracker in trackers.items()
                 },
             )
 
@@ -420,7 +420,7 @@ class EventSource:
             self.stepping = None
 
     def _fire_step(self, event: MonitorEvents, optimizer: Optimizer) -> None:
-        self.fire(event, {key: OptimizerStep(ledger, optimizer) for key, ledger in self._models.items()})
+        self.fire(event, {key: OptimizerStep(tracker, optimizer) for key, tracker in self._models.items()})
 
 
 def check_events(feature: str, engine: Engine, events: Iterable[MonitorEvents]) -> None:

@@ -17,8 +17,10 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from ignite_monitor.checks import check_count, check_function, check_real, check_type
-from ignite_monitor.events.ledger import GradientsReady, OptimizerStep
-from ignite_monitor.events.look import Look
+from ignite_monitor.detection.spikes import Detection, SpikeDetector, may_be_true
+from ignite_monitor.detection.thresholds import ThresholdRule, as_rule
+from ignite_monitor.events.accumulation_probe import Look
+from ignite_monitor.events.gradient_tracker import GradientsReady, OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.gradient.judge import GradientJudge
 from ignite_monitor.gradient.loss import LossSource
@@ -26,13 +28,11 @@ from ignite_monitor.gradient.reaction import Reaction
 from ignite_monitor.gradient.telling import GradientTelling
 from ignite_monitor.gradient.unstepped import Unstepped
 from ignite_monitor.gradient.window import GradientWindow
-from ignite_monitor.judging.spikes import SpikeDetector, Verdict, may_be_true
-from ignite_monitor.judging.thresholds import ThresholdRule, as_rule
 from ignite_monitor.keys import GRADIENT
 from ignite_monitor.model.modes import in_backward
 from ignite_monitor.model.optimizers import check_holds, check_optimizer
 from ignite_monitor.monitor.base import Handlers, check_flag
-from ignite_monitor.nonfinite.origin import OriginSearch
+from ignite_monitor.nonfinite.locator import NonFiniteLocator
 
 
 class GradMonitor(GradientTelling, schema=GRADIENT):
@@ -41,7 +41,7 @@ class GradMonitor(GradientTelling, schema=GRADIENT):
     The norm is :math:`\lVert g \rVert_p` over all gradients that the coming step would use, reduced over ranks,
     unscaled and not yet clipped; with gradient accumulation, of what has been accumulated. It is compared with a
     threshold that a rule derives from earlier norms alone: by default their mean plus six standard deviations, both
-    exponentially weighted with 0.99. (``docs/judging.md`` has what that finds, and how often it is wrong.)
+    exponentially weighted with 0.99. (``docs/detection.md`` has what that finds, and how often it is wrong.)
     As soon as ``loss.backward()`` returns, ``engine.state.unhealthy_spike`` and ``engine.state.grad_norm`` speak of
     the gradients it left:
 
@@ -63,7 +63,7 @@ class GradMonitor(GradientTelling, schema=GRADIENT):
     whose output is not; if forward is finite, the module whose backward makes the gradient non-finite, or the loss
     (with a ``scaler`` this is an overflow, of which nothing is said). ``engine.state.spike.origin`` has it too. Nothing
     of the training is changed by that, but for functions of your own that hooks call once more. It is looked for where
-    the verdict is known on the host: on the CPU, and on an accelerator where ``on_spike`` or a handler of
+    the detection is known on the host: on the CPU, and on an accelerator where ``on_spike`` or a handler of
     SPIKE_DETECTED waits for it.
 
     Args:
@@ -104,7 +104,7 @@ class GradMonitor(GradientTelling, schema=GRADIENT):
             other model every backward takes a collective, so all ranks have to make as many.
         prefix: what the values' names start with. Also names ``engine.state.grad_norm``: ``{prefix}_norm``.
         flag: the attribute of ``engine.state`` that says whether the gradient is a spike: False when an iteration
-            starts, and the verdict from the end of backward on: a bool on the CPU, else a 0-dim bool tensor.
+            starts, and the detection from the end of backward on: a bool on the CPU, else a 0-dim bool tensor.
 
     Raises:
         TypeError: if an argument is of another type.
@@ -191,7 +191,7 @@ class GradMonitor(GradientTelling, schema=GRADIENT):
         self._look: Look | None = None  # what decides on its tentative entry
         self._seen = False  # whether there was a gradient in this iteration
         self._unstepped = Unstepped(optimizer)
-        self._origins = OriginSearch(model)
+        self._origins = NonFiniteLocator(model)
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Statistics and counts: tensors, dicts of tensors and a number."""
@@ -224,7 +224,7 @@ class GradMonitor(GradientTelling, schema=GRADIENT):
         self._seen = self._stepped = False
         self._scale = self._shown = None
 
-    def contexts(self) -> list[AbstractContextManager[Any]]:
+    def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
         if self._source is None:
             return []
         contexts: list[AbstractContextManager[Any]] = [self._origins.calls]
@@ -234,7 +234,7 @@ class GradMonitor(GradientTelling, schema=GRADIENT):
             contexts.append(self._judge.losses.listening())
         # It may have looked already, in a backward under no_sync().
         if self._window.before is not None and (self._look is None or self._look.grows is None):
-            self._look = self._source.ledger(self.model).look(self.optimizer)
+            self._look = self._source.tracker(self.model).look(self.optimizer)
             contexts.append(self._look)
         return contexts
 
@@ -243,7 +243,7 @@ class GradMonitor(GradientTelling, schema=GRADIENT):
         super().detach()
         self._window, self._look = GradientWindow(), None
 
-    def release(self) -> None:
+    def reset_run_state(self) -> None:
         self._origins.calls.release()
         # What is accumulated in the gradients stays there.
         self._iteration = -1
@@ -252,12 +252,12 @@ class GradMonitor(GradientTelling, schema=GRADIENT):
         if self._reaction.kind is not None:
             self._reaction.restore()
         self._judge.forget()
-        super().release()
+        super().reset_run_state()
 
     def _on_gradients_ready(self, engine: Engine, backward: GradientsReady) -> None:
-        parameters = backward.ledger.own(self.optimizer)
+        parameters = backward.tracker.own(self.optimizer)
         gradients = _gradients(parameters)
-        is_all = parameters is backward.ledger.parameters
+        is_all = parameters is backward.tracker.parameters
         if not gradients or not (is_all or backward.reaches(self.optimizer)):  # it reached others of the model
             return
         if self._window.before is not None:
@@ -265,8 +265,8 @@ class GradMonitor(GradientTelling, schema=GRADIENT):
         if self._judge.losses.source is not None:
             self._judge.losses.backward_ended(engine)
         self._scale = None if self.scaler is None else backward.scale(self.scaler)
-        verdict = self._verdict(parameters, gradients, self._scale)
-        self._judged(engine, verdict, announce=self._window.backward(verdict, backward.shared))
+        detection = self._detection(parameters, gradients, self._scale)
+        self._judged(engine, detection, announce=self._window.backward(detection, backward.shared))
 
     def _on_step_started(self, engine: Engine, step: OptimizerStep) -> Callable[[], None] | None:
         reacts = self._reaction.kind is not None
@@ -274,31 +274,31 @@ class GradMonitor(GradientTelling, schema=GRADIENT):
             self._reaction.restore()  # from a step that raised an error
         is_own = step.is_of(self.optimizer)
         if not self._unstepped.over:
-            self._unstepped.step(step.optimizer, is_own, step.ledger.shares)
+            self._unstepped.step(step.optimizer, is_own, step.tracker.shares)
         if not is_own:
             if self._window.others_step_started():
                 self._show_last(engine)
             return None
-        ledger = step.ledger
+        tracker = step.tracker
         # Where optimizers make their steps inside of backward there is never a whole gradient.
-        is_whole = ledger.reduced and not (self.optimizer is None and in_backward())
-        parameters = ledger.own(self.optimizer) if is_whole else []
+        is_whole = tracker.reduced and not (self.optimizer is None and in_backward())
+        parameters = tracker.own(self.optimizer) if is_whole else []
         if all(each.grad is None for each in parameters):
             self._window.close()
             self._show_last(engine)
             return None
         taken = self._window.step_started(lambda: self._judge_by_hand(parameters, step.scale))
-        if taken.verdict is not self._shown or not self._is_calm:
-            self._show(engine, taken.verdict, announce=taken.enters)
+        if taken.detection is not self._shown or not self._is_calm:
+            self._show(engine, taken.detection, announce=taken.enters)
         if not reacts:
             return None
         return functools.partial(
             self._reaction.start,
             step.optimizer,
             _gradients(parameters),
-            taken.verdict,
+            taken.detection,
             taken.enters,
-            lambda: self._is_known_spike(taken.verdict),
+            lambda: self._is_known_spike(taken.detection),
         )
 
     def _on_step_completed(self, engine: Engine, step: OptimizerStep) -> Callable[[], None] | None:
@@ -308,17 +308,17 @@ class GradMonitor(GradientTelling, schema=GRADIENT):
         if self._judge.losses.source is not None:
             self._judge.losses.forget()
         if taken is not None:
-            made = self._reaction.made(step.optimizer, taken.verdict)
+            made = self._reaction.made(step.optimizer, taken.detection)
             self._stepped = made if self._stepped is False else self._stepped | made
             if self.optimizer is not None and taken.enters:
-                self._judge.observe(taken.verdict)
+                self._judge.observe(taken.detection)
         return None if self._reaction.kind is None else self._reaction.restore
 
     def _on_train_step_completed(self, engine: Engine) -> None:
         if self._source is None:
             return
         if not self._seen:
-            if self._source.ledger(self.model).reduced:
+            if self._source.tracker(self.model).reduced:
                 self._report_missing(engine)
             return
         if not self._unstepped.over:
@@ -326,12 +326,12 @@ class GradMonitor(GradientTelling, schema=GRADIENT):
             if text is not None:
                 self.logger.warning("%s: %s", self.prefix, text)
         newest, last = self._window.returned(), self._window.last
-        verdict = newest if last is None else last.verdict
+        detection = newest if last is None else last.detection
         where: Tensor | None = None  # whether there is anything to publish
         if newest is not None:
             flagged = newest.spike if last is not None or self.optimizer is None else newest.spike | newest.nonfinite
             if last is not None:
-                verdict = newest.where(flagged, last.verdict)
+                detection = newest.where(flagged, last.detection)
             elif self.optimizer is not None:
                 where = flagged
             if self.optimizer is not None and may_be_true(flagged):
@@ -339,27 +339,27 @@ class GradMonitor(GradientTelling, schema=GRADIENT):
                 self._judge.losses.set_aside()
                 self._judge.observe(newest, flagged)
             self._announce(engine, newest)
-        if verdict is None:
+        if detection is None:
             self._publish_unstepped()
             return
         if self.optimizer is None:
-            self._judge.observe(verdict)
+            self._judge.observe(detection)
             self._window.close()
             self._judge.losses.forget()
-        self._conclude(engine, verdict, where)
+        self._conclude(engine, detection, where)
 
-    def _verdict(self, parameters: list[nn.Parameter], gradients: list[Tensor], scale: Tensor | None) -> Verdict:
+    def _detection(self, parameters: list[nn.Parameter], gradients: list[Tensor], scale: Tensor | None) -> Detection:
         self._seen = True
-        verdict = self._judge.judge(parameters, gradients, scale)
-        if self._reaction.device != verdict.norm.device:
-            self._reaction.to(verdict.norm)
-        return verdict
+        detection = self._judge.judge(parameters, gradients, scale)
+        if self._reaction.device != detection.norm.device:
+            self._reaction.to(detection.norm)
+        return detection
 
-    def _judge_by_hand(self, parameters: list[nn.Parameter], scale: Tensor | None) -> Verdict:
+    def _judge_by_hand(self, parameters: list[nn.Parameter], scale: Tensor | None) -> Detection:
         if self._window.before is not None:  # the norm enters in place of the tentative entry
             self._judge.go_back(self._window.before)
             self._window.before = None
-        return self._verdict(parameters, _gradients(parameters), scale)
+        return self._detection(parameters, _gradients(parameters), scale)
 
     def _decide_tentative(self, device: torch.device) -> None:
         look, self._look = self._look, None

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ignite_monitor.checks import check_type
+from ignite_monitor.detection.judge import NormJudge
+from ignite_monitor.detection.spikes import Detection, SpikeDetector
 from ignite_monitor.gradient.loss import Losses, LossSignal, LossSource
 from ignite_monitor.gradient.per_parameter import PerParameterJudge
-from ignite_monitor.judging.judge import NormJudge
-from ignite_monitor.judging.spikes import SpikeDetector, Verdict
 from ignite_monitor.model.norms import norm_of_each
 from ignite_monitor.monitor.ranks import (
     all_take_part,
@@ -67,15 +67,15 @@ class GradientJudge(NormJudge):
             signals["per_parameter"] = self.tensors
         super().__init__(detector, signals)
 
-    def judge(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], scale: Tensor | None) -> Verdict:
-        """A verdict on gradients, which nobody waits for.
+    def judge(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], scale: Tensor | None) -> Detection:
+        """A detection on gradients, which nobody waits for.
 
         Args:
             parameters: those that are looked at, the same list as long as they are the same.
             gradients: of those that have one, at least one.
             scale: what they are scaled by, 0-dim; None for 1.
         """
-        others: list[Verdict] = []
+        others: list[Detection] = []
         spikes: list[Tensor] = []
         if self.tensors is None:
             norm = _divided(gradient_norm(gradients, self._norm_type, self._reduction), scale)
@@ -88,10 +88,10 @@ class GradientJudge(NormJudge):
         if self._loss_signal is not None:
             of_loss = self._loss_signal.judge(self.losses.mean(norm.device))
             others, spikes = [of_loss, *others], [of_loss.spike, *spikes]
-        verdict = self.detector.judge(norm)
+        detection = self.detector.judge(norm)
         for spike in spikes:
-            verdict = verdict._replace(spike=verdict.spike | spike)
-        return verdict._replace(others=tuple(others)) if others else verdict
+            detection = detection._replace(spike=detection.spike | spike)
+        return detection._replace(others=tuple(others)) if others else detection
 
     def has_grown(self, found: Tensor | None, device: torch.device) -> Tensor:
         """Whether a backward has added to a gradient on any rank, a 0-dim bool tensor.
@@ -105,12 +105,12 @@ class GradientJudge(NormJudge):
         self.losses.decided(grows)
         return grows
 
-    def of_spike(self, verdict: Verdict) -> Tensor:
+    def of_spike(self, detection: Detection) -> Tensor:
         """What there is to tell of a spike, in a vector that :meth:`told` takes, without waiting."""
-        others = list(verdict.others)
+        others = list(detection.others)
         loss = None if self._loss_signal is None else others.pop(0)
-        seen = torch.stack([verdict.counted[0] > 0, *(other.spike.any() for other in others)]).any()
-        numbers, by_loss = torch.stack((verdict.norm, verdict.threshold)), torch.zeros_like(seen)
+        seen = torch.stack([detection.counted[0] > 0, *(other.spike.any() for other in others)]).any()
+        numbers, by_loss = torch.stack((detection.norm, detection.threshold)), torch.zeros_like(seen)
         if loss is not None:
             by_loss, seen = loss.spike & ~seen, loss.spike | seen
             numbers = torch.where(by_loss, torch.stack((loss.norm, loss.threshold)).exp(), numbers)

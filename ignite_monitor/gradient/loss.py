@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ignite_monitor.checks import check_function
-from ignite_monitor.judging.spikes import SpikeDetector, Verdict
-from ignite_monitor.judging.thresholds import MeanStdThreshold, State
+from ignite_monitor.detection.spikes import Detection, SpikeDetector
+from ignite_monitor.detection.thresholds import MeanStdThreshold, State
 from ignite_monitor.model.devices import move, wide_dtype
 from ignite_monitor.model.modes import users_grad_mode
 from ignite_monitor.monitor.ranks import all_take_part, sum_over_ranks, world_size
@@ -52,11 +52,11 @@ class LossSignal:
     """A loss is a spike where its logarithm is, by the :class:`TrendThreshold` of the logarithms before it.
 
     A spike enters as in every :class:`SpikeDetector`. Together with the norm it finds more harm at nearly the same
-    false alarms. (``docs/judging.md`` has how much.)
+    false alarms. (``docs/detection.md`` has how much.)
 
     A loss of zero or less has no logarithm: it is no spike, and does not enter. A non-finite one is a spike, unless a
     GradScaler looks after it, and does not enter either. Where losses fall to the rounding of their dtype (1e-7 in
-    float32) their logarithms vary so much that nothing is a spike any more; the norm goes on judging.
+    float32) their logarithms vary so much that nothing is a spike any more; the norm goes on detection.
 
     Args:
         k: how many deviations above what the trend leads to expect.
@@ -85,7 +85,7 @@ class LossSignal:
             overflow_is_spike=overflow_is_spike,
         )
 
-    def judge(self, loss: Tensor) -> Verdict:
+    def judge(self, loss: Tensor) -> Detection:
         """Compare a loss with those before it; changes nothing.
 
         Args:
@@ -98,10 +98,10 @@ class LossSignal:
         # -inf is below any limit. The logarithm of a negative number would be NaN, and so count as an overflow.
         return self.detector.judge(wide.log().masked_fill(wide <= 0.0, -math.inf))
 
-    def observe(self, verdict: Verdict, when: Tensor | None = None) -> None:
+    def observe(self, detection: Detection, when: Tensor | None = None) -> None:
         """Let a judged loss enter, where a 0-dim bool tensor is True; None is true."""
-        judged = verdict.norm != -math.inf
-        self.detector.observe(verdict, judged if when is None else judged & when)
+        judged = detection.norm != -math.inf
+        self.detector.observe(detection, judged if when is None else judged & when)
 
     def go_back(self, earlier: LossSignal, when: Tensor | None = None) -> None:
         """Forget the losses since a copy was made, where a 0-dim bool tensor is True; None is true."""
@@ -110,9 +110,9 @@ class LossSignal:
         else:
             self.detector.go_back(earlier.detector, when)
 
-    def start_afresh(self) -> None:
+    def reset_threshold(self) -> None:
         """Forget the level; the counts go on."""
-        self.detector.start_afresh()
+        self.detector.reset_threshold()
 
     def __copy__(self) -> LossSignal:
         twin = object.__new__(type(self))

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from ignite_monitor.judging.robust import RobustThreshold
-from ignite_monitor.judging.spikes import SpikeDetector, Verdict
+from ignite_monitor.detection.robust import RobustThreshold
+from ignite_monitor.detection.spikes import Detection, SpikeDetector
 from ignite_monitor.model.devices import move_like, upload
 from ignite_monitor.model.names import named_parameters, tags
 
@@ -22,7 +22,7 @@ class PerParameterJudge:
 
     What all tensors share is no sign of a fault in one of them, and is judged by the norm of all. So where most norms
     are above their means, each is divided by :math:`\max(1, m)^{0.7}`, with the median m of norm / mean, before it is
-    judged and enters. (``docs/judging.md`` has what this gains.)
+    judged and enters. (``docs/detection.md`` has what this gains.)
 
     A tensor is known by its name. A norm of zero, as that of a tensor without a gradient, is not judged and does not
     enter: it says nothing of how large the next one may be. The number of operations does not depend on the number of
@@ -48,7 +48,7 @@ class PerParameterJudge:
         self._named: tuple[Sequence[nn.Parameter], tuple[str, ...]] = ((), ())  # the last ones, and theirs
         self._detector = self._make(torch.zeros(0, dtype=torch.float64, device="cpu"))
 
-    def judge(self, names: tuple[str, ...], norms: Tensor) -> Verdict:
+    def judge(self, names: tuple[str, ...], norms: Tensor) -> Detection:
         """Compare norms with what earlier ones of the same tensors allow.
 
         Args:
@@ -72,7 +72,7 @@ class PerParameterJudge:
         common = ratios.nanmedian().nan_to_num(1.0).clamp(min=1.0)
         return self._detector.judge(norms / common**self._SHARED)._replace(given=norms)
 
-    def judge_gradients(self, model: nn.Module, parameters: Sequence[nn.Parameter], norms: Tensor) -> Verdict:
+    def judge_gradients(self, model: nn.Module, parameters: Sequence[nn.Parameter], norms: Tensor) -> Detection:
         """As :meth:`judge`, of the gradients of a model's parameters.
 
         Args:
@@ -91,23 +91,23 @@ class PerParameterJudge:
         """Let go of the parameters."""
         self._named, self._given = ((), ()), ()
 
-    def observe(self, verdict: Verdict, when: Tensor | None = None) -> None:
+    def observe(self, detection: Detection, when: Tensor | None = None) -> None:
         """Let judged norms enter, where a 0-dim bool tensor is True; None is true."""
-        if len(verdict.norm) == len(self.names):  # else another state has been loaded since
-            there = verdict.norm != 0
-            self._detector.observe(verdict, there if when is None else there & when)
+        if len(detection.norm) == len(self.names):  # else another state has been loaded since
+            there = detection.norm != 0
+            self._detector.observe(detection, there if when is None else there & when)
 
-    def culprits(self, verdict: Verdict, told: Tensor | bool = True) -> Tensor:
+    def culprits(self, detection: Detection, told: Tensor | bool = True) -> Tensor:
         """Which tensors hold most of the excess, without waiting.
 
         Args:
-            verdict: of an iteration with a spike.
+            detection: of an iteration with a spike.
             told: 0-dim bool: whether to tell of any.
 
         Returns:
             A vector: the largest shares of the excess, then the tensors' indices, what :meth:`named` takes.
         """
-        shares, indices = excess_shares(verdict).topk(min(self._MOST, len(verdict.norm)))
+        shares, indices = excess_shares(detection).topk(min(self._MOST, len(detection.norm)))
         return torch.cat((shares * told, indices))
 
     def named(self, culprits: Sequence[float]) -> dict[str, float]:
@@ -131,9 +131,9 @@ class PerParameterJudge:
         else:
             self._detector.go_back(earlier._detector, when)
 
-    def start_afresh(self) -> None:
+    def reset_threshold(self) -> None:
         """Forget the level; the counts go on."""
-        self._detector.start_afresh()
+        self._detector.reset_threshold()
 
     def __copy__(self) -> PerParameterJudge:
         twin = object.__new__(type(self))
@@ -178,18 +178,20 @@ class PerParameterJudge:
         self._detector.load_state_dict({name: arranged(value) for name, value in state.items()} | {"rule": rule})
 
 
-def excess_shares(verdict: Verdict) -> Tensor:
+def excess_shares(detection: Detection) -> Tensor:
     """Each tensor's share of what all norms, as they came, are above their thresholds, without waiting for the device.
 
     Norms that are not finite share it among them. Where all norms are within their thresholds, the share of what they
     are above their means. NaN where that is nothing.
 
     Args:
-        verdict: of a vector of norms.
+        detection: of a vector of norms.
     """
-    huge = torch.finfo(verdict.norm.dtype).max ** 0.5
-    allowed = torch.stack((verdict.threshold, verdict.mean.nan_to_num(math.inf)))  # of a new tensor nothing is known
-    excess, beyond = (verdict.given - allowed).nan_to_num(nan=huge, posinf=huge).clamp(min=0.0).unbind()
+    huge = torch.finfo(detection.norm.dtype).max ** 0.5
+    allowed = torch.stack(
+        (detection.threshold, detection.mean.nan_to_num(math.inf))
+    )  # of a new tensor nothing is known
+    excess, beyond = (detection.given - allowed).nan_to_num(nan=huge, posinf=huge).clamp(min=0.0).unbind()
     excess = torch.where(excess.any(), excess, beyond)
     return excess / excess.sum()
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ignite_monitor.checks import check_type
+from ignite_monitor.detection.spikes import Detection, may_be_true
 from ignite_monitor.gradient.skip import StepSkipper, check_hooks, check_skippable, hides_gradients, skips_on_device
-from ignite_monitor.judging.spikes import Verdict, may_be_true
 from ignite_monitor.model._torch import foreach_scale, sparse_parts
 from ignite_monitor.model.devices import move, move_like
 from ignite_monitor.model.norms import is_sharded
@@ -73,7 +73,7 @@ class Reaction:
         self,
         optimizer: Optimizer,
         gradients: Sequence[Tensor],
-        verdict: Verdict,
+        detection: Detection,
         is_first: bool,
         read: Callable[[], bool],
     ) -> None:
@@ -81,19 +81,19 @@ class Reaction:
 
         Args:
             gradients: those that it is about to use.
-            verdict: on them.
+            detection: on them.
             is_first: whether it is the first step that uses them.
             read: reads on the host whether they are a spike.
         """
         if self.kind == "skip":
-            self._skip(optimizer, verdict.spike, read)
+            self._skip(optimizer, detection.spike, read)
         elif self.kind == "clip":
-            factor = clip_factor(verdict)
+            factor = clip_factor(detection)
             clipped = factor < 1.0
             if is_first and may_be_true(clipped):
                 scale(gradients, factor)
                 self.counts["clipped_count"] = self.counts["clipped_count"] + clipped
-            lost = verdict.spike & verdict.nonfinite
+            lost = detection.spike & detection.nonfinite
             on_device = skips_on_device(optimizer)
             if may_be_true(lost) and (on_device or (lost.is_cpu and hides_gradients(optimizer))):
                 self._skip(optimizer, lost, lambda: True)
@@ -102,12 +102,12 @@ class Reaction:
         self._skipped = self._skipper.skip(optimizer, flag, read)
         self.counts["skipped_count"] = self.counts["skipped_count"] + self._skipped
 
-    def made(self, optimizer: Optimizer, verdict: Verdict) -> bool | Tensor:
+    def made(self, optimizer: Optimizer, detection: Detection) -> bool | Tensor:
         """Whether the step that is completed has been made, a 0-dim bool tensor where only the device may know."""
         skipped, self._skipped = self._skipped, None
         made = True if skipped is None else ~skipped
         found_inf = getattr(optimizer, "found_inf", None)  # which tells fused optimizers to make none
-        return made if found_inf is None else (found_inf == 0).to(verdict.spike.device) & made
+        return made if found_inf is None else (found_inf == 0).to(detection.spike.device) & made
 
     def restore(self) -> None:
         """Put back what leaving out a step has changed."""
@@ -124,17 +124,17 @@ class Reaction:
         return counts
 
 
-def clip_factor(verdict: Verdict) -> Tensor:
+def clip_factor(detection: Detection) -> Tensor:
     """What to multiply a gradient by so that no norm is above its threshold, 0-dim; 1 where one is not finite."""
-    factor = _ratio(verdict)
-    for other in verdict.others:
+    factor = _ratio(detection)
+    for other in detection.others:
         if other.norm.ndim:  # and no loss
             factor = torch.minimum(factor, _ratio(other).amin())
-    return torch.where(verdict.nonfinite, 1.0, factor)
+    return torch.where(detection.nonfinite, 1.0, factor)
 
 
-def _ratio(verdict: Verdict) -> Tensor:
-    return torch.where(verdict.norm > verdict.threshold, verdict.threshold / verdict.norm, 1.0)
+def _ratio(detection: Detection) -> Tensor:
+    return torch.where(detection.norm > detection.threshold, detection.threshold / detection.norm, 1.0)
 
 
 def scale(gradients: Sequence[Tensor], factor: Tensor) -> None:

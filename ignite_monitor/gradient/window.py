@@ -1,7 +1,7 @@
-"""Which verdict speaks of the gradient that an optimizer's step uses.
+"""Which detection speaks of the gradient that an optimizer's step uses.
 
 A window opens with the first backward that reaches the monitor's parameters after its last optimizer step, and closes
-when its next one has completed. Every backward in it is judged when it ends, and the newest verdict is the window's,
+when its next one has completed. Every backward in it is judged when it ends, and the newest detection is the window's,
 whatever becomes of the gradient before the step. In an iteration a window is in one of these states:
 
 - CLOSED: there was no backward since the last step;
@@ -24,19 +24,19 @@ own step              judge or last (3)  judge or last (3)  take the newest     
 train step returned   publish the last   publish the last   publish newest (5)   publish the last
 ====================  =================  =================  ===================  ================
 
-1. In an own step that has taken its verdict: what a closure evaluates after its first time.
+1. In an own step that has taken its detection: what a closure evaluates after its first time.
 2. If the newest backward reached other monitored models too.
-3. The verdict that the last own step of this iteration took, if that was of a backward; it does not enter again. Else
+3. The detection that the last own step of this iteration took, if that was of a backward; it does not enter again. Else
    the step uses gradients set by hand, or left from an earlier iteration, and they are judged, each time.
-4. The verdict that the step took enters the statistics, in place of a tentative entry. A monitor that is given no
-   optimizer has every optimizer that shares parameters for its own, and one verdict per iteration enters, when the
+4. The detection that the step took enters the statistics, in place of a tentative entry. A monitor that is given no
+   optimizer has every optimizer that shares parameters for its own, and one detection per iteration enters, when the
    train step returns: that which is published.
-5. If there was no own step in this iteration, or the newest verdict is a spike and of a backward that reached no other
+5. If there was no own step in this iteration, or the newest detection is a spike of a backward that reached no other
    monitored model, else the last. It enters tentatively if it is a spike or not finite, and is else not published: it
    is of a gradient that more is to be added to.
 
-"The last" is the verdict of this iteration's last own step; where there was none nothing is published. A tentative
-entry stands until the next own step, in whose place its verdict enters, or the next backward. That decides by whether
+"The last" is the detection of this iteration's last own step; where there was none nothing is published. A tentative
+entry stands until the next own step, in whose place its detection enters, or the next backward. That decides by whether
 it found any gradient other than zero: then it has added to it, and the entry is taken back.
 """
 
@@ -60,19 +60,19 @@ class State(enum.Enum):
 
 
 class Taken(NamedTuple, Generic[V]):
-    """The verdict that a step takes; whether it is of a backward, and whether it enters the statistics."""
+    """The detection that a step takes; whether it is of a backward, and whether it enters the statistics."""
 
-    verdict: V
+    detection: V
     of_backward: bool
     enters: bool
 
 
 class GradientWindow(Generic[V, B]):
-    """Follows the verdicts on one monitor's gradient, of a type V, from iteration to iteration.
+    """Follows the detections on one monitor's gradient, of a type V, from iteration to iteration.
 
     Attributes:
         state: where it is.
-        newest: the verdict of the newest backward in the window.
+        newest: the detection of the newest backward in the window.
         last: what the last own step of this iteration took; None if there was none.
         before: what was known before a tentative entry, of a type B; None if there is none.
         announced: whether the gradient has been announced as a spike.
@@ -101,15 +101,15 @@ class GradientWindow(Generic[V, B]):
         self.announced &= not is_new
         return before
 
-    def backward(self, verdict: V, shared: bool) -> bool:
+    def backward(self, detection: V, shared: bool) -> bool:
         """A backward has been judged, which reached other monitored models too or not: whether to announce it now."""
         if self._taken is not None:
             return False
-        self.state, self.newest, self._shared = State.OPEN, verdict, shared
+        self.state, self.newest, self._shared = State.OPEN, detection, shared
         return not shared
 
     def others_step_started(self) -> bool:
-        """Another optimizer is about to make its step: whether the newest verdict is no longer to be shown."""
+        """Another optimizer is about to make its step: whether the newest detection is no longer to be shown."""
         if self.state is not State.OPEN or not self._shared:
             return False
         self.state = State.ASIDE
@@ -134,7 +134,7 @@ class GradientWindow(Generic[V, B]):
         return taken
 
     def returned(self) -> V | None:
-        """The train step has returned: the newest verdict if it is to be published, where it is a spike at least."""
+        """The train step has returned: the newest detection if it is to be published, where it is a spike at least."""
         if self.state is State.OPEN and (self.last is None or not self._shared):
             return self.newest
         return None

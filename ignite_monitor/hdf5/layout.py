@@ -11,7 +11,7 @@
 =========== ==================================================================================================
 
 All are chunked, compressed with deflate and checksummed. Every file is complete and closed when it gets its name:
-see :mod:`ignite_monitor.hdf5.swap`.
+see :mod:`ignite_monitor.hdf5.double_buffer`.
 
 What is read holds exactly that, or a ValueError names it. HDF5 files can point to other files, compute their data by
 filters from plugins, and claim any size. So links, layouts, filters and sizes are looked at before anything is read,

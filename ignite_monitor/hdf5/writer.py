@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ignite_monitor.hdf5.double_buffer import Patch, SwappedFile
 from ignite_monitor.hdf5.layout import EXACT, ROW, load, needs_float64, one_line
 from ignite_monitor.hdf5.runs import EarlierRuns, Gap, Position, TakenBack
-from ignite_monitor.hdf5.swap import Patch, SwappedFile
 from ignite_monitor.report.series import printable
 
 REMEMBERED = 64  # lists of names

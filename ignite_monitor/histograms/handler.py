@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from ignite_monitor.checks import check_count, check_type
-from ignite_monitor.events.ledger import GradientsReady, OptimizerStep
+from ignite_monitor.events.gradient_tracker import GradientsReady, OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.histograms.buckets import Counts, as_histogram, count
 from ignite_monitor.keys import HISTOGRAMS
@@ -36,7 +36,7 @@ from ignite_monitor.monitor.loggers import AddedHandlers
 from ignite_monitor.monitor.publisher import NamedValues
 from ignite_monitor.monitor.rank_reduction import RankReduction, Rows
 from ignite_monitor.monitor.ranks import all_take_part, world_size
-from ignite_monitor.reference.unnoticed import is_reference_run
+from ignite_monitor.reference.isolation import is_reference_run
 
 Found = dict[str, Counts]
 
@@ -165,7 +165,7 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
         at_end: Handlers = [(MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed)]
         return (of_gradients if self.gradients else []) + at_end
 
-    def contexts(self) -> list[AbstractContextManager[Any]]:
+    def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
         if not self._is_running:
             return []
         self._parameters = self._chosen_parameters()
@@ -181,7 +181,7 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
         super().clear(engine)
         self._names, self._counted, self._drawn = [], [], {}
 
-    def release(self) -> None:
+    def reset_run_state(self) -> None:
         self._parameters, self._found = {}, {}
         self._stepped.clear()
         self._over_ranks = RankReduction()
@@ -193,7 +193,7 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
 
     @torch.no_grad()
     def _on_step_started(self, engine: Engine, step: OptimizerStep) -> None:
-        if step.ledger.reduced:
+        if step.tracker.reduced:
             own = [each for each in parameters_of(step.optimizer) if each in self._parameters]
             by_hand = [each for each in own if self._parameters[each] not in self._found["gradients"]]
             self._count_gradients(by_hand, step.scale)
@@ -226,10 +226,10 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
 
     # Values on the host
 
-    def extra_transfer(self) -> list[Tensor]:
+    def deferred_tensors(self) -> list[Tensor]:
         return self._counted
 
-    def on_transfer(self, extra: list[list[float]]) -> dict[str, float]:
+    def resolve_deferred(self, extra: list[list[float]]) -> dict[str, float]:
         if extra:
             count = len(self._names)
             sums, extremes = (

@@ -66,11 +66,11 @@ class Monitor(Publisher):
         self.attributes: dict[str, Any] = {}
         self.logger = logging.getLogger(f"{type(self).__module__}.{type(self).__name__}")
         # Keys of its state that stay as they are where the training goes back: a reference does not change.
-        self.goes_on: tuple[str, ...] = ("reference",)
+        self.kept_on_rollback: tuple[str, ...] = ("reference",)
         self._source: EventSource | None = None
         self._filters: list[Callable[[Engine, int], bool] | None] = []
         self._log_handlers: list[AddedHandlers] = []
-        self._said: set[str] = set()
+        self._warned_texts: set[str] = set()
         self._monitored = False
 
     # What a monitor overrides
@@ -86,19 +86,19 @@ class Monitor(Publisher):
     def start_iteration(self, engine: Engine) -> None:
         """Get ready for a monitored iteration."""
 
-    def contexts(self) -> list[AbstractContextManager[Any]]:
+    def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
         """What to have around the train step that is about to start, where the monitor is armed."""
         return []
 
-    def ended(self) -> None:
+    def on_run_end(self) -> None:
         """The run has ended: say what it lacked."""
 
-    def release(self) -> None:
+    def reset_run_state(self) -> None:
         """Let go of everything that belongs to the run that has ended, or is interrupted."""
 
     def clear(self, engine: Engine) -> None:
         """Take this monitor's values out of the engine's state."""
-        self.retract()
+        self.clear_metrics()
         for name, value in self.attributes.items():
             setattr(engine.state, name, value)
 
@@ -106,7 +106,7 @@ class Monitor(Publisher):
         """Spikes, values that are not finite and fresh starts of its rule so far; None of who judges nothing."""
         return None
 
-    def start_afresh(self) -> None:
+    def reset_threshold(self) -> None:
         """Forget the level that values are judged by; counts go on."""
 
     # What users call
@@ -176,8 +176,8 @@ class Monitor(Publisher):
         engine.remove_event_handler(self._start, Events.ITERATION_STARTED)
         for name, handler in self.engine_handlers():
             engine.remove_event_handler(handler, name)
-        self.ended()
-        self.release()
+        self.on_run_end()
+        self.reset_run_state()
         self.clear(engine)
         self._monitored = False
         self._source.remove(self, self.model, self.families)
@@ -235,8 +235,8 @@ class Monitor(Publisher):
 
     def _warn_once(self, text: str, *values: object) -> None:
         """Log a warning, unless there has been one of this text, if with other values in it."""
-        if text not in self._said:
-            self._said.add(text)
+        if text not in self._warned_texts:
+            self._warned_texts.add(text)
             self.logger.warning(f"%s: {text}", self.prefix, *values)
 
     @property

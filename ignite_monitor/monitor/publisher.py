@@ -96,15 +96,15 @@ class Publisher(Serializable):
 
     # What a monitor overrides
 
-    def extra_transfer(self) -> list[Tensor]:
+    def deferred_tensors(self) -> list[Tensor]:
         """Tensors of any shape that come to the host together with what is published, when someone asks for it."""
         return []
 
-    def on_transfer(self, extra: list[list[float]]) -> dict[str, float]:
+    def resolve_deferred(self, extra: list[list[float]]) -> dict[str, float]:
         """Someone has asked for what is published, and it has come to the host.
 
         Args:
-            extra: the elements of the tensors that :meth:`extra_transfer` gave.
+            extra: the elements of the tensors that :meth:`deferred_tensors` gave.
 
         Returns:
             More values, name, without the prefix, -> number, that are known only now.
@@ -113,7 +113,7 @@ class Publisher(Serializable):
 
     # What a monitor calls
 
-    def retract(self) -> None:
+    def clear_metrics(self) -> None:
         """Take back what has been published in this iteration."""
         self._take_from_engine(self.metrics)
         self.metrics.clear()
@@ -195,11 +195,11 @@ class Publisher(Serializable):
 
 
 def _bring_to_host(publishers: Sequence[Publisher]) -> None:
-    groups = [[*(values for _, values in each._waiting), *each.extra_transfer()] for each in publishers]
+    groups = [[*(values for _, values in each._waiting), *each.deferred_tensors()] for each in publishers]
     for publisher, numbers in zip(publishers, transfer(groups), strict=True):
         waiting = [names for names, _ in publisher._waiting]
         publisher._waiting.clear()
         publisher._is_complete = True
         for names, own in zip(waiting, numbers, strict=False):
             publisher._put_numbers(dict(zip(names, own, strict=True)))
-        publisher._put_numbers(publisher.on_transfer(numbers[len(waiting) :]))
+        publisher._put_numbers(publisher.resolve_deferred(numbers[len(waiting) :]))

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ignite_monitor.checks import check_count, check_function, check_real
-from ignite_monitor.events.ledger import GradientsReady, OptimizerStep
+from ignite_monitor.events.gradient_tracker import GradientsReady, OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import NOISE_SCALE
 from ignite_monitor.model._torch import current_backward, foreach_norm
@@ -147,10 +147,10 @@ class GradientNoiseScaleHandler(Monitor, schema=NOISE_SCALE):
         batch = engine.state.batch
         self._items = count_items(batch) if self.items is None else self.items(batch)
 
-    def contexts(self) -> list[AbstractContextManager[Any]]:
+    def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
         return [self._hooks()] if self._is_running else []
 
-    def release(self) -> None:
+    def reset_run_state(self) -> None:
         self._window, self._closed = [], []
         self._iteration = -1
 
@@ -159,16 +159,16 @@ class GradientNoiseScaleHandler(Monitor, schema=NOISE_SCALE):
         """Hooks that see what a backward is about to add to each gradient, before ranks put theirs together."""
         if self._source is None:
             return
-        ledger = self._source.ledger(self.model)
-        parameters = [each for each in ledger.own(self.optimizer) if each.requires_grad and not each.is_inference()]
+        tracker = self._source.tracker(self.model)
+        parameters = [each for each in tracker.own(self.optimizer) if each.requires_grad and not each.is_inference()]
         increments = _Increments(weakref.WeakMethod(self._add), parameters)
         hook = functools.partial(out_of_compiler(_Increments.before_adding), increments)
         handles = [each.register_hook(hook) for each in parameters]
-        ledger.looks.append(increments)
+        tracker.looks.append(increments)
         try:
             yield
         finally:
-            ledger.looks.remove(increments)
+            tracker.looks.remove(increments)
             for handle in handles:
                 handle.remove()
 

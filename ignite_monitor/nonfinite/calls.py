@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ignite_monitor.model._torch import in_backward, is_compiled_in_place, is_compilers_wrapper, version
 from ignite_monitor.model.forward import ModuleHook, before_forward
 from ignite_monitor.model.names import named_modules
-from ignite_monitor.reference.unnoticed import is_reference_run
+from ignite_monitor.reference.isolation import is_reference_run
 
 _MOST = 64
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ignite_monitor.checks import check_count
-from ignite_monitor.events.ledger import OptimizerStep
+from ignite_monitor.events.gradient_tracker import OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import OPTIMIZER_STATE
 from ignite_monitor.model.names import tags
@@ -118,7 +118,7 @@ class OptimizerStateHandler(Monitor, schema=OPTIMIZER_STATE):
         if isinstance(self.model, _Held):
             self.model.hold(self.optimizer)
 
-    def ended(self) -> None:
+    def on_run_end(self) -> None:
         if self._monitored_count and not self._published:
             why = "its state holds no exp_avg, exp_avg_sq or momentum_buffer of a parameter's shape, element by element"
             self.logger.warning(
@@ -130,7 +130,7 @@ class OptimizerStateHandler(Monitor, schema=OPTIMIZER_STATE):
             )
         self._monitored_count = self._stepped = self._published = 0
 
-    def release(self) -> None:
+    def reset_run_state(self) -> None:
         self._step = self._measured = None
 
     def _on_step_started(self, engine: Engine, step: OptimizerStep) -> Callable[[], Callable[[], None]] | None:
@@ -173,10 +173,10 @@ class OptimizerStateHandler(Monitor, schema=OPTIMIZER_STATE):
 
     # Values on the host
 
-    def extra_transfer(self) -> list[Tensor]:
+    def deferred_tensors(self) -> list[Tensor]:
         return [] if self._measured is None or not self.metrics else [self._measured.statistics[0]]
 
-    def on_transfer(self, extra: list[list[float]]) -> dict[str, float]:
+    def resolve_deferred(self, extra: list[list[float]]) -> dict[str, float]:
         rms = extra[0] if extra else []
         largest = heapq.nlargest(
             self.top_k, [index for index, each in enumerate(rms) if each >= 0], key=rms.__getitem__

@@ -94,7 +94,7 @@ class ReferenceMonitor(Monitor):
     def handlers(self) -> Handlers:
         return [(MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed)]
 
-    def contexts(self) -> list[AbstractContextManager[Any]]:
+    def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
         if not self._is_running or self._passes is None:
             return []
         self._compared_count += 1
@@ -107,7 +107,7 @@ class ReferenceMonitor(Monitor):
     def start_iteration(self, engine: Any) -> None:
         self._forget()
 
-    def ended(self) -> None:
+    def on_run_end(self) -> None:
         if self._passes is not None:
             if self._compared_count and not self._passes.seen and not self._passes.warned:
                 self._warn(
@@ -117,7 +117,7 @@ class ReferenceMonitor(Monitor):
             self._passes.seen = False
         self._compared_count = 0
 
-    def release(self) -> None:
+    def reset_run_state(self) -> None:
         self._forget()
 
     def _on_train_step_completed(self, engine: Any) -> None:

@@ -19,8 +19,8 @@ from ignite_monitor.model.forward import ModuleHook, after_forward, before_forwa
 from ignite_monitor.model.norms import any_sharded
 from ignite_monitor.model.structure import modules_by_name
 from ignite_monitor.reference.call import Call, Comparison, FailedFunctionError, NotComparableError
+from ignite_monitor.reference.isolation import TrainingModelUsedError, here
 from ignite_monitor.reference.reference import Reference
-from ignite_monitor.reference.unnoticed import TrainingModelUsedError, here
 from ignite_monitor.reference.user_hooks import noticed
 
 _ATTEMPTS = 3

@@ -19,8 +19,8 @@ from ignite_monitor.model._torch import buffers_in, counts_changes, move, need, 
 from ignite_monitor.model.names import named_modules, unwrapped
 from ignite_monitor.model.structure import first_difference, first_difference_of_states, modules_by_name
 from ignite_monitor.reference.copies import detached_copy, separate_copy
-from ignite_monitor.reference.rng import drawn_again, generators_of, set_alike
-from ignite_monitor.reference.unnoticed import Fence, marked, put_back
+from ignite_monitor.reference.isolation import Fence, marked, put_back
+from ignite_monitor.reference.rng import copy_generator_state, generators_of, preserved_rng_state
 
 _logger = logging.getLogger(__name__)
 
@@ -196,13 +196,13 @@ class Reference:
             for path, held, copied in self._generators.get(theirs, ())
         ]
         with (
-            drawn_again(devices, [mine for mine, _ in generators]),
+            preserved_rng_state(devices, [mine for mine, _ in generators]),
             put_back([theirs for _, theirs in within], registries),
             marked(),
             contextlib.nullcontext() if name else self._fence.around(),
         ):
             for mine, copied in generators:
-                set_alike(copied, mine)
+                copy_generator_state(copied, mine)
             for ours, theirs in within:
                 if theirs.training != ours.training:
                     theirs.training = ours.training

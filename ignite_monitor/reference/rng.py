@@ -21,7 +21,7 @@ _DEEPEST = 5  # a trainer or a data set may be behind an attribute
 
 
 @contextlib.contextmanager
-def drawn_again(devices: Iterable[torch.device], generators: Iterable[Any] = ()) -> Iterator[None]:
+def preserved_rng_state(devices: Iterable[torch.device], generators: Iterable[Any] = ()) -> Iterator[None]:
     """Random numbers drawn while it lasts are drawn once more afterwards: by torch, Python and NumPy.
 
     Those of torch come from the generators given, and from the default ones of the devices and the CPU.
@@ -59,7 +59,7 @@ def cuda_devices() -> list[torch.device]:
     return [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if torch.cuda.is_initialized() else []
 
 
-def set_alike(generator: Any, other: Any) -> None:
+def copy_generator_state(generator: Any, other: Any) -> None:
     """Have a generator draw what another one of its kind is about to draw."""
     if generator is not other:
         _set_state(generator, _state(other))

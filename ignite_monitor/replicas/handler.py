@@ -104,7 +104,7 @@ class ReplicaCheckHandler(Monitor, schema=REPLICAS):
     def start_iteration(self, engine: Engine) -> None:
         self._warn(wait=False)
 
-    def release(self) -> None:
+    def reset_run_state(self) -> None:
         self._warn(wait=True)
         self._names, self._holders, self._table = [], None, None
         self._news = DeferredFlag()

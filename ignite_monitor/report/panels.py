@@ -12,7 +12,7 @@ from ignite_monitor.keys import SCHEMAS
 from ignite_monitor.report.families import KINDS, PER_LAYER, Group, groups
 from ignite_monitor.report.finding import Finding
 from ignite_monitor.report.series import Series, natural
-from ignite_monitor.report.summary import find, verdict
+from ignite_monitor.report.summary import detection, find
 from ignite_monitor.report.training import rollback_steps
 
 TWO_STYLES = 6
@@ -71,7 +71,7 @@ class Picture:
     spikes: tuple[int, ...] = ()  # the iterations that had a gradient spike
     rollbacks: tuple[int, ...] = ()  # those after which training went back
     last: int = 0  # the run's last iteration
-    verdict: str = ""  # the run in a few words, empty where metrics were selected
+    detection: str = ""  # the run in a few words, empty where metrics were selected
     findings: tuple[Finding, ...] = ()
     left_out: int = 0  # how many panels it does not show
 
@@ -94,7 +94,7 @@ def picture(run: Mapping[str, Series], selection: re.Pattern[str] | None = None,
         return Picture(panels, spikes, rollback_steps(run), last)
     findings = find(run)
     shown = panels if every else _that_matter(panels, findings)
-    words = verdict(findings, bool(monitored))
+    words = detection(findings, bool(monitored))
     return Picture(shown, spikes, rollback_steps(run), last, words, tuple(findings), len(panels) - len(shown))
 
 

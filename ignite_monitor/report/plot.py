@@ -83,7 +83,7 @@ def draw(picture: Picture, path: str | Path, title: str = "", log: bool = False)
 def _head(picture: Picture, title: str, length: int) -> list[tuple[str, str, str]]:
     """The lines above the panels: their words, colours and weights."""
     left_out = f"   ({picture.left_out} more panels with --all)" if picture.left_out else ""
-    first = f"{title}{': ' * bool(title and picture.verdict)}{picture.verdict}{left_out}"
+    first = f"{title}{': ' * bool(title and picture.detection)}{picture.detection}{left_out}"
     lines = [(first, "black", "bold")] if first else []
     findings = picture.findings
     for finding in findings if len(findings) <= MOST_FINDINGS else findings[: MOST_FINDINGS - 1]:

@@ -79,7 +79,7 @@ def healthy(findings: list[Finding]) -> bool | None:
     return None if any(finding.kind == "not_judged" for finding in findings) else True
 
 
-def verdict(findings: list[Finding], monitored: bool) -> str:
+def detection(findings: list[Finding], monitored: bool) -> str:
     """A run in a few words; ``monitored``: whether there is a monitor's metric in the file."""
     counts = {kind: sum(finding.severity == kind for finding in findings) for kind in ("problem", "warning")}
     told = [plural(count, kind) for kind, count in counts.items() if count]

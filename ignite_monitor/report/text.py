@@ -12,7 +12,7 @@ from typing import Any, TextIO
 from ignite_monitor.report.compare import Comparison, Difference
 from ignite_monitor.report.finding import Finding
 from ignite_monitor.report.series import Statistics, listed, number, plural, printable
-from ignite_monitor.report.summary import Summary, verdict
+from ignite_monitor.report.summary import Summary, detection
 
 try:
     from rich import box
@@ -46,7 +46,7 @@ def summary_text(summary: Summary, every: bool = False) -> list[RenderableType]:
 
 def findings_text(summary: Summary) -> list[RenderableType]:
     """What happened in a run, to be printed."""
-    parts = [_verdict(summary), *(_finding(finding) for finding in summary.findings)]
+    parts = [_detection(summary), *(_finding(finding) for finding in summary.findings)]
     if summary.looked_at:
         parts.append(Text(f"Looked at: {printable('; '.join(summary.looked_at))}.", style="dim"))
     return parts
@@ -101,10 +101,10 @@ def show(parts: Iterable[RenderableType], stream: TextIO | None = None, width: i
     stream.write("\n".join(lines) + "\n")
 
 
-def _verdict(summary: Summary) -> RenderableType:
+def _detection(summary: Summary) -> RenderableType:
     worst = {finding.severity for finding in summary.findings}
     style = "bold red" if "problem" in worst else "bold green" if summary.healthy else "bold yellow"
-    return Text(verdict(summary.findings, bool(summary.looked_at)), style=style)
+    return Text(detection(summary.findings, bool(summary.looked_at)), style=style)
 
 
 def _finding(finding: Finding) -> RenderableType:

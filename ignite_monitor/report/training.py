@@ -32,16 +32,20 @@ def noise_scale(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
 
 def curvature(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
     """Whether the loss bends more sharply than the steps stand, or nearly so, at most looks lately."""
-    metric = "largest_preconditioned" if "largest_preconditioned" in group.scalars else "largest"
-    largest, limit = group.get(metric), group.get("limit")
+    metric = (
+        "hessian_max_eigenvalue_preconditioned"
+        if "hessian_max_eigenvalue_preconditioned" in group.scalars
+        else "hessian_max_eigenvalue"
+    )
+    largest, limit = group.get(metric), group.get("stability_threshold")
     shares = largest.finite.values / limit.at(largest.finite.steps)
     if not limit or len(shares) < limits.CURVATURE_LOOKS:
         return
     lately = sorted(shares[-limits.CURVATURE_LOOKS :])[limits.CURVATURE_LOOKS // 2]
-    names = group.name(metric), group.name("limit")
+    names = group.name(metric), group.name("stability_threshold")
     what = f"The loss bends {times(float(lately))} as sharply as steps at this learning rate stand ({names[0]} "
     what += f"{number(largest.last, 3)}, {names[1]} {number(limit.last, 3)})"
-    values = {"largest": largest.last, "limit": limit.last}
+    values = {"hessian_max_eigenvalue": largest.last, "limit": limit.last}
     if lately > limits.CURVATURE:
         yield Finding("large_curvature", "warning", f"{what}.", names, values=values)
     elif lately > limits.CURVATURE_NEAR:
@@ -61,7 +65,7 @@ def stale(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
     where = f"; largest in {listed(map(printable, largest))}" if largest else ""
     what = f"Gradients {number(worst, 3)} times as large as the root of their second moments expects "
     what += f"({name}, usual is 1), in {iterations(at)}{where}."
-    metrics, values = (name, *(names[each][0] for each in largest)), {"largest": worst, "count": len(at)}
+    metrics, values = (name, *(names[each][0] for each in largest)), {"hessian_max_eigenvalue": worst, "count": len(at)}
     yield Finding("stale_moments", "warning" if lasts else "note", what, metrics, steps(at), values)
 
 
@@ -77,7 +81,7 @@ def eps_rules(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
 
 def disagreement(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
     """Ranks that no longer hold the same."""
-    name, series, counts = group.name("agree"), group.get("agree"), group.get("differing_count").finite
+    name, series, counts = group.name("in_sync"), group.get("in_sync"), group.get("differing_count").finite
     if (series.finite.values == 1).all():
         return
     at = series.where(series.values == 0)
@@ -97,7 +101,7 @@ def waiting(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
 
 def went_back(group: Group) -> list[tuple[int, int, int]]:
     """Each time: the iteration, the one after which the state was, and how many were undone before the next time."""
-    count, back, undone = (group.get(name) for name in ("count", "iteration", "undone_count"))
+    count, back, undone = (group.get(name) for name in ("count", "restored_iteration", "discarded_count"))
     if group.kind != "rollback" or not count or not back or not undone:
         return []
     at = np.intersect1d(count.steps[np.diff(count.values, prepend=0.0) > 0], back.steps)

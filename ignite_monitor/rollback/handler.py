@@ -20,10 +20,10 @@ from ignite_monitor.keys import ROLLBACK
 from ignite_monitor.model.devices import device_of
 from ignite_monitor.monitor.base import Handlers, Monitor, NoModel
 from ignite_monitor.monitor.ranks import all_take_part, sum_over_ranks, world_size
-from ignite_monitor.rollback.course import Action, Course, Event
 from ignite_monitor.rollback.parts import Training, lower
-from ignite_monitor.rollback.signs import Watch
+from ignite_monitor.rollback.policy import Action, Event, RecoveryPolicy
 from ignite_monitor.rollback.snapshots import Snapshot, Snapshots
+from ignite_monitor.rollback.triggers import Watch
 
 _UNSEEN = 20  # iterations without any sign to judge by, or overdue without a step, after which it says so
 
@@ -48,7 +48,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
     one, and where none is good to the oldest. If it comes again before that one has proved good once more, it is so no
     longer. Trouble is
 
-    - LEVEL_CHANGED of any monitor on the engine: of a ``GradMonitor``, ten spikes in a row;
+    - THRESHOLD_RESET of any monitor on the engine: of a ``GradMonitor``, ten spikes in a row;
     - a loss more than two deviations and a factor of 1.5 above its level (of its logarithm, exponentially weighted with
       0.95) ``patience`` times in a row; of several ranks it is the mean;
     - a parameter, buffer or optimizer state that is not finite, and was at the first snapshot; looked at where a loss
@@ -113,8 +113,8 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
             to_save |= {"trainer": trainer, "rollback": rollback}  # what a Checkpoint saves
     """
 
-    _state_dict_all_req_keys = ("course", "snapshots", "levels", "count", "undone_count")
-    _NUMBERS = ("count", "undone_count", "factor", "iteration", "healthy", "stepped")
+    _state_dict_all_req_keys = ("course", "snapshots", "levels", "count", "discarded_count")
+    _NUMBERS = ("count", "discarded_count", "factor", "iteration", "healthy", "stepped")
 
     def __init__(
         self,
@@ -148,13 +148,13 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         self.schedule = schedule
         self.lr_factor = lr_factor
         self.on_exhausted = on_exhausted
-        self._course = Course(
+        self._course = RecoveryPolicy(
             **_counts(patience=patience, probation=probation, hold=hold, max_rollbacks=max_rollbacks, window=window)
         )
         self._snapshots = Snapshots(**_counts(every=every, keep=keep, quiet=quiet), on_host=where == "host")
         self._training = Training(self.to_save, rewind=schedule == "rewind")
         self._watch = Watch(self._course.patience, self._training.modules)
-        self._count = self._undone_count = 0
+        self._count = self._discarded_count = 0
         self._factor = 1.0
         self._iteration = 0  # the last one
         self._healthy = self._stepped = True  # that one
@@ -234,7 +234,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         if not self._any_rank(bool(self._new_nonfinite())):
             self._snapshots.take(iteration, {"parts": self._training.state(), **self._thresholds()}, self._factor)
 
-    def contexts(self) -> list[AbstractContextManager[Any]]:
+    def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
         engine = self._attached_to()
         if not self._is_running or engine is None or self._snapshots.overdue(engine.state.iteration) < 0:
             return []
@@ -275,17 +275,17 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         if action != Action.NONE and self._snapshots:
             snapshot = self._snapshots.current if was_healing else self._snapshots.choose(action == Action.GO_BACK)
             self._count += action == Action.GO_BACK
-            self._undone_count += was_healing
+            self._discarded_count += was_healing
             self._put_back(snapshot, lower_rates=action == Action.GO_BACK)
             self._tell(iteration, action, snapshot, reason)
             if action == Action.ACCEPT:
                 self._accept(snapshot)
             if action == Action.END or (action == Action.ACCEPT and self.on_exhausted == "terminate"):
                 engine.terminate()
-            values["iteration"] = snapshot.iteration
+            values["restored_iteration"] = snapshot.iteration
         elif was_healing and not self._course.healing:
             self.logger.info("%s: well again at iteration %d, %d undone", self.prefix, iteration, self._course.undone)
-        self.publish(count=self._count, undone_count=self._undone_count, **values)
+        self.publish(count=self._count, discarded_count=self._discarded_count, **values)
         if action == Action.GO_BACK and self._source is not None:
             self._source.fire(MonitorEvents.ROLLED_BACK)
 
@@ -329,8 +329,8 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
 
     def _accept(self, snapshot: Snapshot) -> None:
         for monitor in self._others():
-            monitor.start_afresh()
-        self._watch.start_afresh()
+            monitor.reset_threshold()
+        self._watch.reset_threshold()
         self._snapshots.start_from(snapshot, self._thresholds())
 
     def _tell(self, iteration: int, action: Action, snapshot: Snapshot, reason: str) -> None:

@@ -128,7 +128,7 @@ class MonitorPart(Part):
     """A monitor's thresholds; its counts go on, and what it says that goes on."""
 
     def state(self) -> dict[str, Any]:
-        return {key: value for key, value in self.thing.state_dict().items() if key not in self.thing.goes_on}
+        return {key: value for key, value in self.thing.state_dict().items() if key not in self.thing.kept_on_rollback}
 
     def put_back(self, state: Any, scheduled: bool) -> None:
         if state:

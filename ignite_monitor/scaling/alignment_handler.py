@@ -128,8 +128,8 @@ class AlignmentHandler(ReferenceMonitor, schema=ALIGNMENT):
         if self._seeded is not None:
             self._seeded.load(state_dict["seeds"])
 
-    def contexts(self) -> list[AbstractContextManager[Any]]:
-        around = super().contexts()
+    def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
+        around = super().train_step_contexts()
         return [self._seeded.drawn(), *around] if around and self._seeded is not None else around
 
     def _compared(self, incomplete: set[str]) -> None:

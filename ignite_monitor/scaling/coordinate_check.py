@@ -28,7 +28,7 @@ from ignite_monitor.rcc.terms import output_change
 from ignite_monitor.reference.call import Call, Comparison, NotComparableError
 from ignite_monitor.reference.passes import ReferencePasses
 from ignite_monitor.reference.reference import Reference
-from ignite_monitor.reference.rng import cuda_devices, drawn_again, generators_of
+from ignite_monitor.reference.rng import cuda_devices, generators_of, preserved_rng_state
 from ignite_monitor.scaling.coordinate_result import QUANTITIES, CoordinateCheck, Record
 from ignite_monitor.scaling.module import layer_name, multiplier_of
 
@@ -109,7 +109,7 @@ def coordinate_check(
     rates: dict[str, float] = {}
     drifts: dict[str, float] = {}
     sizes: dict[int, int] = {}
-    with drawn_again(cuda_devices()), _progress(len(widths) * seeds * (steps + 1)) as advance:
+    with preserved_rng_state(cuda_devices()), _progress(len(widths) * seeds * (steps + 1)) as advance:
         for width, seed in itertools.product(widths, range(seeds)):
             _seed(seed, 0)
             model, optimizer = _made(make_model, width)
@@ -129,7 +129,7 @@ def coordinate_check(
             training = _train(model, optimizer, make_batch, train_step or _cross_entropy_step, width, seed)
             # A generator that the model holds may be the user's, and other models' too.
             held = [each for module in model.modules() for each in generators_of(module).values()]
-            with drawn_again([], held):
+            with preserved_rng_state([], held):
                 for step, values in zip(range(steps + 1), training, strict=False):
                     records += [
                         Record(width, seed, step, layer, quantity, measured[QUANTITIES.index(quantity)])

@@ -180,8 +180,8 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
 
     # What it listens to
 
-    def contexts(self) -> list[AbstractContextManager[Any]]:
-        return super().contexts() if self._is_due() else []
+    def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
+        return super().train_step_contexts() if self._is_due() else []
 
     def _is_due(self) -> bool:
         steps = self._steps - self._warmup_steps

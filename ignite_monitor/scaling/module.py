@@ -14,8 +14,8 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 from ignite_monitor.checks import check_count, check_real
 from ignite_monitor.model._torch import buffers_of_each, known_forward_hooks, need, parameters_in, pytree
 from ignite_monitor.model.eager import Eager
-from ignite_monitor.reference.rng import cuda_devices, drawn_again, generators_of
-from ignite_monitor.reference.unnoticed import put_back
+from ignite_monitor.reference.isolation import put_back
+from ignite_monitor.reference.rng import cuda_devices, generators_of, preserved_rng_state
 from ignite_monitor.scaling.graph import LAYER_TYPES
 
 
@@ -193,7 +193,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
     attributes = [dict(vars(module)) for module in modules]
     generators = [each for module in modules for each in generators_of(module).values()]
     multipliers = [(hook, hook.value) for module in modules if (hook := multiplier_of(module)) is not None]
-    buffers, numbers = put_back(modules, buffers_of_each(modules)), drawn_again(cuda_devices(), generators)
+    buffers, numbers = put_back(modules, buffers_of_each(modules)), preserved_rng_state(cuda_devices(), generators)
     try:
         with buffers, numbers, torch.no_grad(), Eager(model):
             model.eval()

@@ -47,7 +47,7 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 
 from ignite_monitor.checks import check_count, check_type
 from ignite_monitor.model.names import named_modules, named_parameters
-from ignite_monitor.reference.rng import cuda_devices, drawn_again
+from ignite_monitor.reference.rng import cuda_devices, preserved_rng_state
 from ignite_monitor.scaling.graph import PRESETS, Node
 from ignite_monitor.scaling.labels import FLAT, TracingError
 from ignite_monitor.scaling.layers import FoundLayers, ParametrizedLayer, as_node, layers_by_hand
@@ -115,7 +115,7 @@ def parametrize(
         raise TypeError(f"Argument widths should be a small and a large width, but given {widths!r}")
     if check_count("widths", widths[0], least=1) >= check_count("widths", widths[1]):
         raise ValueError(f"Argument widths should be a small and a large width, but given {widths!r}")
-    with drawn_again(cuda_devices()):
+    with preserved_rng_state(cuda_devices()):
         small = make_model(widths[0])
     model = make_model(widths[1])
     growing = _growing_weights(small, model)

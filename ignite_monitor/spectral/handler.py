@@ -13,7 +13,7 @@ from ignite.engine import Engine
 from torch import Tensor, nn
 
 from ignite_monitor.checks import check_choice, check_count, check_type
-from ignite_monitor.events.ledger import GradientsReady, OptimizerStep
+from ignite_monitor.events.gradient_tracker import GradientsReady, OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import SPECTRAL
 from ignite_monitor.model.devices import upload
@@ -24,7 +24,7 @@ from ignite_monitor.model.sharding import check_whole
 from ignite_monitor.model.updates import order_statistics
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.stepped import HostMasks, SteppedParameters
-from ignite_monitor.spectral.acting_weights import ActingWeight, Weight, acting_weights, as_weights
+from ignite_monitor.spectral.effective_weights import EffectiveWeight, Weight, as_weights, effective_weights
 from ignite_monitor.spectral.norm import METHODS
 from ignite_monitor.spectral.spectra import Spectra, SpectralMeter
 
@@ -184,7 +184,7 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
             for weight in as_weights(each, self._updates.is_whole)
         }
 
-    def release(self) -> None:
+    def reset_run_state(self) -> None:
         self._weights.warn(wait=True)
         self._before = {}
         self._stepped = SteppedParameters({})
@@ -234,7 +234,7 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
             "iterations": torch.full_like(mean, self._weights.steps),
         }
 
-    def _update_values(self, acting: list[ActingWeight]) -> dict[str, Tensor]:
+    def _update_values(self, acting: list[EffectiveWeight]) -> dict[str, Tensor]:
         # What makes no step on this rank may make one on another, and takes collectives there.
         if not self._stepped and not any_sharded(part for each in acting for part in each.parameters):
             return {}
@@ -259,16 +259,16 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
             **_conditions("update", norms, changes),
         }
 
-    def _acting(self) -> list[ActingWeight]:
+    def _acting(self) -> list[EffectiveWeight]:
         reshard(self.model)
-        return [each for each in acting_weights(self.model) if each.name in self._selection]
+        return [each for each in effective_weights(self.model) if each.name in self._selection]
 
     # Values on the host
 
-    def extra_transfer(self) -> list[Tensor]:
+    def deferred_tensors(self) -> list[Tensor]:
         return [] if self._norms is None or not self.top_k or not self.metrics else [self._norms]
 
-    def on_transfer(self, extra: list[list[float]]) -> dict[str, float]:
+    def resolve_deferred(self, extra: list[list[float]]) -> dict[str, float]:
         if not extra:
             return {}
         known = [(norm, tag) for tag, norm in zip(tags(self._names), extra[0], strict=True) if not math.isnan(norm)]

@@ -14,8 +14,8 @@ from ignite_monitor.model._torch import foreach_copy
 from ignite_monitor.model.devices import move_like, upload
 from ignite_monitor.model.sampling import fnv1a_64
 from ignite_monitor.monitor.deferred_flag import DeferredFlag
-from ignite_monitor.spectral.acting_weights import Weight
 from ignite_monitor.spectral.block_lanczos import WARM
+from ignite_monitor.spectral.effective_weights import Weight
 from ignite_monitor.spectral.matrices import Matrices, work_dtype
 from ignite_monitor.spectral.norm import TOLERANCE, SpectralNorms, newton_schulz, power, svd
 

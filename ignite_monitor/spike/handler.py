@@ -12,11 +12,11 @@ from ignite.engine import Engine
 from torch import Tensor
 
 from ignite_monitor.checks import check_count, check_function
+from ignite_monitor.detection.judge import NormJudge
+from ignite_monitor.detection.monitor import JudgingMonitor
+from ignite_monitor.detection.spikes import Detection, SpikeDetector
+from ignite_monitor.detection.thresholds import ThresholdRule, as_rule
 from ignite_monitor.events.monitor_events import MonitorEvents, Spike
-from ignite_monitor.judging.judge import NormJudge
-from ignite_monitor.judging.monitor import JudgingMonitor
-from ignite_monitor.judging.spikes import SpikeDetector, Verdict
-from ignite_monitor.judging.thresholds import ThresholdRule, as_rule
 from ignite_monitor.keys import SPIKE
 from ignite_monitor.model.devices import wide_dtype
 from ignite_monitor.monitor.base import Handlers, NoModel, check_flag
@@ -30,7 +30,7 @@ class SpikeMonitor(JudgingMonitor[NormJudge], schema=SPIKE):
     ITERATION_COMPLETED; one value per iteration enters the statistics. It is a spike if it exceeds the threshold that
     the rule derives from earlier values, or if it is not finite. A spike enters clipped to the threshold, the further
     ones in a row not at all; after ``max_consecutive_spikes`` of them the rule starts afresh. SPIKE_DETECTED and
-    LEVEL_CHANGED are fired, with ``engine.state.spike`` telling of it.
+    THRESHOLD_RESET are fired, with ``engine.state.spike`` telling of it.
 
     {keys}
 
@@ -46,7 +46,7 @@ class SpikeMonitor(JudgingMonitor[NormJudge], schema=SPIKE):
         max_consecutive_spikes: how many spikes in a row mean a new level, from which the rule then starts afresh.
         prefix: what the values' names start with.
         flag: the attribute of ``engine.state`` that says whether the value is a spike: False when an iteration starts,
-            and the verdict from the end of the train step on: a bool on the CPU, else a 0-dim bool tensor.
+            and the detection from the end of the train step on: a bool on the CPU, else a 0-dim bool tensor.
 
     Raises:
         TypeError: if an argument is of another type; in a run if the function returns anything but one number.
@@ -104,16 +104,16 @@ class SpikeMonitor(JudgingMonitor[NormJudge], schema=SPIKE):
         self._missing = self._PATIENCE
         number = _as_number(value)
         # A detector knows no number below all others.
-        verdict = self._judge.detector.judge(number.masked_fill(number.isneginf(), torch.inf))._replace(given=number)
-        self._judge.observe(verdict)
-        setattr(engine.state, self.flag, as_published(verdict.spike))
-        values = self._judge.statistics(verdict)
+        detection = self._judge.detector.judge(number.masked_fill(number.isneginf(), torch.inf))._replace(given=number)
+        self._judge.observe(detection)
+        setattr(engine.state, self.flag, as_published(detection.spike))
+        values = self._judge.statistics(detection)
         names = ("threshold", "spike", "spike_count", "spike_score")
         self.publish(value=number, **{name: values[name] for name in names if name in values})
-        if self._is_awaited(MonitorEvents.SPIKE_DETECTED) and self._is_known_spike(verdict):
-            self._tell(engine, MonitorEvents.SPIKE_DETECTED, verdict)
+        if self._is_awaited(MonitorEvents.SPIKE_DETECTED) and self._is_known_spike(detection):
+            self._tell(engine, MonitorEvents.SPIKE_DETECTED, detection)
         if self._judge.restarts:
-            self._tell_of_new_level(engine, verdict)
+            self._tell_of_new_level(engine, detection)
 
     def _report_missing(self) -> None:
         self._missing += 1
@@ -125,8 +125,8 @@ class SpikeMonitor(JudgingMonitor[NormJudge], schema=SPIKE):
                 self._PATIENCE,
             )
 
-    def _spike(self, verdict: Verdict) -> Spike:
-        value, threshold = torch.stack((verdict.given, verdict.threshold)).tolist()
+    def _spike(self, detection: Detection) -> Spike:
+        value, threshold = torch.stack((detection.given, detection.threshold)).tolist()
         origin = None if self._source is None or math.isfinite(value) else self._source.origin
         return Spike(self, f"{self.prefix}/value", value, threshold, {}, origin)
 

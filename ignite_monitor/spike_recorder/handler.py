@@ -21,7 +21,7 @@ from ignite_monitor.events.monitor_events import MonitorEvents, Spike
 from ignite_monitor.keys import SPIKE_RECORD
 from ignite_monitor.model.modes import in_backward, users_grad_mode
 from ignite_monitor.monitor.base import Handlers, Monitor, NoModel
-from ignite_monitor.reference.unnoticed import is_reference_run
+from ignite_monitor.reference.isolation import is_reference_run
 from ignite_monitor.spike_recorder.batch import CannotBeSavedError, KeptBatch, plain
 from ignite_monitor.spike_recorder.random_state import RandomState, saved
 from ignite_monitor.spike_recorder.record import ENDING, write
@@ -48,7 +48,7 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
     goes on writing. A file that can't be written is one warning, and training goes on.
 
     Before a spike it keeps the batch, as Ignite does, and looks at the random number generators. On an accelerator the
-    verdict of every iteration is waited for, as it is for any handler of SPIKE_DETECTED.
+    detection of every iteration is waited for, as it is for any handler of SPIKE_DETECTED.
 
     {keys}
 
@@ -104,7 +104,7 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
             raise ValueError(f"Argument directory should be a directory, but {os.fspath(directory)!r} is a file")
         check_function("ids", ids, "the batch")
         check_type("batch", batch, bool, "bool")
-        self.goes_on = self._state_dict_all_req_keys
+        self.kept_on_rollback = self._state_dict_all_req_keys
         self.monitor = monitor
         self.directory = Path(directory)
         self.keep = check_count("keep", keep, least=1)
@@ -134,7 +134,7 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
             (MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed),
         ]
 
-    def contexts(self) -> list[AbstractContextManager[Any]]:
+    def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
         engine = self._attached_to()
         if not self._is_running or engine is None:
             return []
@@ -142,7 +142,7 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
         self._kept = KeptBatch(engine.state.batch) if self.batch else None
         return [recording(self._record)]
 
-    def release(self) -> None:
+    def reset_run_state(self) -> None:
         self._forget()
 
     def _forget(self, engine: Engine | None = None) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ignite_monitor.checks import check_function, check_real, check_type
-from ignite_monitor.events.ledger import OptimizerStep
+from ignite_monitor.events.gradient_tracker import OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import STEP_STATS
 from ignite_monitor.model._torch import Gone, dispatch_mode, need
@@ -141,9 +141,9 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
         ]
 
     def start_iteration(self, engine: Engine) -> None:
-        self.release()
+        self.reset_run_state()
 
-    def contexts(self) -> list[AbstractContextManager[Any]]:
+    def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
         if not self._is_running:
             return []
         device = self._device
@@ -158,7 +158,7 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
         self._clock = StepClock(device)
         return [self._clock]
 
-    def release(self) -> None:
+    def reset_run_state(self) -> None:
         self._clock = self._count = self._eager = self._items = None
         self._rates = []
 
@@ -271,10 +271,10 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
 
     # Values on the host
 
-    def extra_transfer(self) -> list[Tensor]:
+    def deferred_tensors(self) -> list[Tensor]:
         return [self._items] if isinstance(self._items, Tensor) else []
 
-    def on_transfer(self, extra: list[list[float]]) -> dict[str, float]:
+    def resolve_deferred(self, extra: list[list[float]]) -> dict[str, float]:
         return self._times(extra[0][0] if extra else self._items)
 
 

@@ -15,7 +15,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from ignite_monitor.checks import check_count, check_real, check_type
-from ignite_monitor.events.ledger import GradientsReady, OptimizerStep
+from ignite_monitor.events.gradient_tracker import GradientsReady, OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import WEIGHT_UPDATE
 from ignite_monitor.model.names import named_parameters, tags
@@ -241,7 +241,7 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
         if self._step is not None:
             self._step.start()
 
-    def ended(self) -> None:
+    def on_run_end(self) -> None:
         if self._monitored_count and not self._stepped:
             self.logger.warning(
                 "%s: none of %d monitored iterations had an optimizer step with a gradient of the model, so no update "
@@ -252,7 +252,7 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
             )
         self._monitored_count = self._stepped = 0
 
-    def release(self) -> None:
+    def reset_run_state(self) -> None:
         self._step = None
         if self._frozen.changed(wait=True):
             self._warn()
@@ -266,7 +266,7 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
 
     def _on_step_started(self, engine: Engine, step: OptimizerStep) -> None:
         if self._step is not None:
-            self._step.step_started(step.optimizer, step.scale, step.ledger.reduced)
+            self._step.step_started(step.optimizer, step.scale, step.tracker.reduced)
             self._untrained.gradients_found(self._step.trainable)
             self._untrained.step_made(self._step.trainable, held_by(step.optimizer))
 
@@ -344,10 +344,10 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
 
     # Values on the host
 
-    def extra_transfer(self) -> list[Tensor]:
+    def deferred_tensors(self) -> list[Tensor]:
         return [] if self._table is None or not self.metrics else [self._table]
 
-    def on_transfer(self, extra: list[list[float]]) -> dict[str, float]:
+    def resolve_deferred(self, extra: list[list[float]]) -> dict[str, float]:
         if not extra:
             return {}
         (flat,) = extra
@@ -379,7 +379,7 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
         if self._rows is None and self._table is not None:
             self.on_host()
             if self._rows is None:  # nothing is published, as after the run
-                self.on_transfer([self._table.flatten().tolist()])
+                self.resolve_deferred([self._table.flatten().tolist()])
         return self._rows
 
 

@@ -69,7 +69,7 @@ def test_it_goes_back_to_the_last_bit(kind, where, device):
     assert kept == {"cpu" if where == "host" else torch.device(device.name).type}
 
 
-def test_a_recorder_waits_for_the_verdict_alone(device, tmp_path):
+def test_a_recorder_waits_for_the_detection_alone(device, tmp_path):
     training = Training(device)
     monitor = GradMonitor(training.model, training.optimizer, threshold=StaticThreshold(20.0))
     monitor.attach(training.trainer)

@@ -77,7 +77,7 @@ def train(
 
     @engine.on(Events.ITERATION_COMPLETED)
     def record(_: Engine) -> None:
-        agree.append(float(check.metrics["replicas/agree"]))
+        agree.append(float(check.metrics["replicas/in_sync"]))
         differing.append(float(check.metrics["replicas/differing_count"]))
 
     made = 0

@@ -26,7 +26,7 @@ from tests.distributed._worker import (
     noise_scale,
     train,
 )
-from tests.hard_use._judge import mean_of
+from tests.stress._judge import mean_of
 
 K, DECAY = 6.0, 0.99  # of the default rule
 
@@ -239,7 +239,7 @@ def test_curvature_is_that_of_the_ranks_batches_together(results, name):
 def test_a_rank_whose_curvature_fails_stops_nobody(results):
     alone = curvature(net(), None)
     for result in results("curvature where a rank fails"):
-        assert set().union(*result["seen"]) <= {"curvature/limit"}  # which is right all the same
+        assert set().union(*result["seen"]) <= {"curvature/stability_threshold"}  # which is right all the same
         for ours, theirs in zip(result["weights"], alone["weights"], strict=True):
             torch.testing.assert_close(ours, theirs)
 

@@ -20,7 +20,7 @@ from torch._dynamo.utils import counters
 from ignite_monitor import GradMonitor, MeanStdThreshold, MonitorEvents, StaticThreshold, WeightUpdateHandler
 from tests._helpers import footprint, grad_norm, hooks_only, make_batches, make_model, make_step, make_trainer
 from tests._trainers import mean_of
-from tests.hard_use._judge import std_of
+from tests.stress._judge import std_of
 
 INSIDE = [
     MonitorEvents.GRADIENTS_READY,

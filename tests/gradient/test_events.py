@@ -70,7 +70,7 @@ def test_a_new_level_is_told_of_once_where_the_rule_starts_afresh(caplog):
     monitor.attach(trainer)
     trainer.add_event_handler(MonitorEvents.SPIKE_DETECTED, lambda engine: told.append(engine.state.iteration))
 
-    @trainer.on(MonitorEvents.LEVEL_CHANGED)
+    @trainer.on(MonitorEvents.THRESHOLD_RESET)
     def level(engine):
         levels.append((engine.state.iteration, engine.state.spike, engine.state.metrics["grad/spike_count"]))
 
@@ -103,7 +103,7 @@ def test_a_new_level_of_the_loss_or_of_one_tensor_is_told_of_too(how, caplog):
     monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(1e9), max_consecutive_spikes=4, **signal)
     monitor.attach(trainer)
     trainer.add_event_handler(
-        MonitorEvents.LEVEL_CHANGED, lambda engine: levels.append((engine.state.iteration, engine.state.spike))
+        MonitorEvents.THRESHOLD_RESET, lambda engine: levels.append((engine.state.iteration, engine.state.spike))
     )
     with caplog.at_level(logging.WARNING):
         trainer.run(make_batches(60))

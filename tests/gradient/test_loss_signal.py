@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from ignite_monitor.detection.spikes import SpikeDetector
+from ignite_monitor.detection.thresholds import MeanStdThreshold
 from ignite_monitor.gradient.loss import LossSignal
-from ignite_monitor.judging.spikes import SpikeDetector
-from ignite_monitor.judging.thresholds import MeanStdThreshold
 
 
 def losses_of(n, seed=0):
@@ -22,11 +22,11 @@ def losses_of(n, seed=0):
 def judge_all(signal, losses, dtype=torch.float64, limits=None):
     spikes = []
     for loss in losses:
-        verdict = signal.judge(torch.tensor(loss, dtype=dtype))
-        signal.observe(verdict)
-        spikes.append(bool(verdict.spike))
+        detection = signal.judge(torch.tensor(loss, dtype=dtype))
+        signal.observe(detection)
+        spikes.append(bool(detection.spike))
         if limits is not None:
-            limits.append(float(verdict.limit))
+            limits.append(float(detection.limit))
     return spikes
 
 

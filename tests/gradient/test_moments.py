@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from ignite_monitor.judging.thresholds import Moments
+from ignite_monitor.detection.thresholds import Moments
 
 
 def included(numbers, decay=1.0):

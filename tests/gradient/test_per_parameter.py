@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from ignite_monitor.detection.robust import RobustThreshold
+from ignite_monitor.detection.spikes import SpikeDetector
 from ignite_monitor.gradient.per_parameter import PerParameterJudge, excess_shares
-from ignite_monitor.judging.robust import RobustThreshold
-from ignite_monitor.judging.spikes import SpikeDetector
 
 NAMES = ("embed", "qkv", "bias", "head")
 
@@ -28,7 +28,7 @@ def shared(row, means):
 
 
 def each_alone(rows):
-    """The verdicts of a scalar detector per tensor; NaN in rows is a tensor without a gradient, 0 a zero one."""
+    """The detections of a scalar detector per tensor; NaN in rows is a tensor without a gradient, 0 a zero one."""
     detectors = [SpikeDetector(RobustThreshold(k=8.0)) for _ in NAMES]
     said = []
     for row in rows:
@@ -36,11 +36,11 @@ def each_alone(rows):
         means = [float(detector.rule.moments.mean) for detector in detectors]
         row = row / shared(row, means)
         for detector, value in zip(detectors, row, strict=True):
-            verdict = detector.judge(torch.tensor(value, dtype=torch.float64))
+            detection = detector.judge(torch.tensor(value, dtype=torch.float64))
             there = value != 0 and value is not None and not np.isnan(value)
-            said[-1].append((bool(verdict.spike) and there, verdict.threshold.item()))
+            said[-1].append((bool(detection.spike) and there, detection.threshold.item()))
             if there:
-                detector.observe(verdict)
+                detector.observe(detection)
     return said
 
 
@@ -48,17 +48,17 @@ def judged(rows, judge=None):
     judge, said = judge or PerParameterJudge(), []
     for row in rows:
         names = tuple(name for name, value in zip(NAMES, row, strict=True) if not np.isnan(value))
-        verdict = judge.judge(names, torch.tensor([value for value in row if not np.isnan(value)]))
-        judge.observe(verdict)
+        detection = judge.judge(names, torch.tensor([value for value in row if not np.isnan(value)]))
+        judge.observe(detection)
         by_name = dict(
-            zip(judge.names, zip(verdict.spike.tolist(), verdict.threshold.tolist(), strict=True), strict=True)
+            zip(judge.names, zip(detection.spike.tolist(), detection.threshold.tolist(), strict=True), strict=True)
         )
         said.append([by_name.get(name, (False, math.inf)) for name in NAMES])
     return said
 
 
-def named(judge, verdict, most=3):
-    return dict([*judge.named(judge.culprits(verdict).tolist()).items()][:most])
+def named(judge, detection, most=3):
+    return dict([*judge.named(judge.culprits(detection).tolist()).items()][:most])
 
 
 def same(one, other):
@@ -94,10 +94,10 @@ def test_non_finite_norms_are_spikes_of_their_tensors_and_leave_no_trace(bad):
     rows, judge = norms_of(60), PerParameterJudge()
     judged(rows, judge)
     limits = judge.judge(NAMES, torch.ones(4, dtype=torch.float64)).limit.tolist()
-    verdict = judge.judge(NAMES, torch.tensor([1.0, bad, 1e-5, bad], dtype=torch.float64))
-    judge.observe(verdict)
-    assert verdict.spike.tolist() == [False, True, False, True]
-    assert named(judge, verdict) == {"qkv": 0.5, "head": 0.5}
+    detection = judge.judge(NAMES, torch.tensor([1.0, bad, 1e-5, bad], dtype=torch.float64))
+    judge.observe(detection)
+    assert detection.spike.tolist() == [False, True, False, True]
+    assert named(judge, detection) == {"qkv": 0.5, "head": 0.5}
     after = judge.judge(NAMES, torch.ones(4, dtype=torch.float64)).limit.tolist()
     assert [one == other for one, other in zip(limits, after, strict=True)] == [False, True, False, True]
 
@@ -108,15 +108,15 @@ def test_the_shares_of_the_excess():
     threshold = judge.judge(NAMES, torch.ones(4, dtype=torch.float64)).threshold.tolist()
     mean = judge.judge(NAMES, torch.ones(4, dtype=torch.float64)).mean.tolist()
     over = torch.tensor([threshold[0] + 3.0, threshold[1] + 1.0, mean[2] * 0.9, mean[3] * 0.5])
-    verdict = judge.judge(NAMES, over.double())  # most are below their means, so nothing is shared
-    np.testing.assert_allclose(excess_shares(verdict).tolist(), [0.75, 0.25, 0, 0], atol=1e-6)
-    assert [*named(judge, verdict)] == ["embed", "qkv"]
-    assert [*named(judge, verdict, 1)] == ["embed"]
+    detection = judge.judge(NAMES, over.double())  # most are below their means, so nothing is shared
+    np.testing.assert_allclose(excess_shares(detection).tolist(), [0.75, 0.25, 0, 0], atol=1e-6)
+    assert [*named(judge, detection)] == ["embed", "qkv"]
+    assert [*named(judge, detection, 1)] == ["embed"]
     # All within their thresholds: what is above the means.
-    mean = verdict.mean
-    verdict = judge.judge(NAMES, mean * torch.tensor([1.2, 1.0, 1.0, 0.9]) + torch.tensor([0.0, 0.25, 0.0, 0.0]))
+    mean = detection.mean
+    detection = judge.judge(NAMES, mean * torch.tensor([1.2, 1.0, 1.0, 0.9]) + torch.tensor([0.0, 0.25, 0.0, 0.0]))
     excess = [0.2 * mean[0].item(), 0.25, 0.0, 0.0]
-    np.testing.assert_allclose(excess_shares(verdict).tolist(), np.array(excess) / sum(excess), atol=1e-6)
+    np.testing.assert_allclose(excess_shares(detection).tolist(), np.array(excess) / sum(excess), atol=1e-6)
 
 
 def test_a_planted_tensor_is_named_first():
@@ -128,9 +128,9 @@ def test_a_planted_tensor_is_named_first():
         place = random.integers(4)
         spoilt = row.copy()
         spoilt[place] *= 10
-        verdict = judge.judge(NAMES, torch.tensor(spoilt))
-        assert bool(verdict.spike[place])
-        right += next(iter(named(judge, verdict))) == NAMES[place]
+        detection = judge.judge(NAMES, torch.tensor(spoilt))
+        assert bool(detection.spike[place])
+        right += next(iter(named(judge, detection))) == NAMES[place]
         judge.observe(judge.judge(NAMES, torch.tensor(row)))
     assert right == 300
 
@@ -146,8 +146,8 @@ def test_state_continues_in_whatever_order_the_names_come():
     order = [2, 0, 3, 1]
     third = PerParameterJudge()
     third.load_state_dict(first.state_dict())
-    verdict = third.judge(tuple(NAMES[i] for i in order), torch.tensor(rows[70][order]))
-    assert dict(zip(third.names, verdict.spike.tolist(), strict=True))["embed"]
+    detection = third.judge(tuple(NAMES[i] for i in order), torch.tensor(rows[70][order]))
+    assert dict(zip(third.names, detection.spike.tolist(), strict=True))["embed"]
 
 
 def test_a_copy_has_a_state_of_its_own():
@@ -177,9 +177,9 @@ def test_nothing_is_read_on_the_host_and_operations_do_not_grow_with_the_tensors
         for _ in range(3):
             counted.clear()
             with Count():
-                verdict = judge.judge(names, torch.zeros(n, dtype=torch.float64, device="meta"))
-                excess_shares(verdict)
-                judge.observe(verdict)
+                detection = judge.judge(names, torch.zeros(n, dtype=torch.float64, device="meta"))
+                excess_shares(detection)
+                judge.observe(detection)
         return len(counted)
 
     assert operations(3) == operations(300)

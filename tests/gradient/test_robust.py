@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from ignite_monitor.judging.robust import RobustThreshold
-from ignite_monitor.judging.spikes import SpikeDetector
+from ignite_monitor.detection.robust import RobustThreshold
+from ignite_monitor.detection.spikes import SpikeDetector
 
 # The sums are the same up to the order of operations; 1e-12 leaves room for thousands of roundings of 1e-16.
 RTOL = 1e-12
@@ -24,11 +24,11 @@ class Judged(NamedTuple):
 def judge(norms, detector=None, **arguments):
     """What a SpikeDetector says of norms one after the other."""
     detector = detector or SpikeDetector(RobustThreshold(**arguments))
-    verdicts = []
+    detections = []
     for norm in torch.as_tensor(np.asarray(norms), dtype=torch.float64).unbind():
-        verdicts.append(detector.judge(norm))
-        detector.observe(verdicts[-1])
-    return Judged(*(np.array([getattr(v, name).item() for v in verdicts]) for name in ("threshold", "spike")))
+        detections.append(detector.judge(norm))
+        detector.observe(detections[-1])
+    return Judged(*(np.array([getattr(v, name).item() for v in detections]) for name in ("threshold", "spike")))
 
 
 def weighted_mean(values, decay):

@@ -16,7 +16,7 @@ from ignite_monitor.gradient.per_parameter import described
 from tests._trainers import Judge as MeanStd
 from tests._trainers import assert_same, loss_of, make_batches, make_model, norm_of, train, training_state
 from tests.gradient.test_per_parameter import shared
-from tests.hard_use._judge import Judge, mean_of, robust
+from tests.stress._judge import Judge, mean_of, robust
 
 COUNT, BAD, NAME = 45, 40, "0.bias"
 EACH = robust(8.0, 20, 0.99, 2.0)
@@ -52,7 +52,7 @@ class Training:
 
 
 def judged_by(judges, norms):
-    """The verdicts on one step's tensors, each divided by what all of them share."""
+    """The detections on one step's tensors, each divided by what all of them share."""
     means = {n: mean_of(judges.setdefault(n, Judge(EACH)).history, 0.99) for n in norms}
     factor = shared([*norms.values()], [*means.values()])
     return {n: judges[n].judge(x / factor, False) for n, x in norms.items() if x > 0}
@@ -240,9 +240,9 @@ def test_tensors_that_freeze_come_later_or_get_no_gradient():
     recorder = train(step, batches, monitor)
     judges, spikes = {}, []
     for of_step in norms:
-        verdicts = judged_by(judges, of_step)
-        spikes.append(float(any(v.spike for v in verdicts.values())))
-        for n, v in verdicts.items():
+        detections = judged_by(judges, of_step)
+        spikes.append(float(any(v.spike for v in detections.values())))
+        for n, v in detections.items():
             judges[n].observe(v)
     # What comes in the middle of a train step is seen in the next one.
     assert recorder.of("grad/spike") == spikes

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from ignite_monitor.judging.judge import SpikeScore
+from ignite_monitor.detection.judge import SpikeScore
 
 
 def test_the_share_of_spikes_among_the_last_thousand_values():

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from ignite_monitor.judging.spikes import SpikeDetector
-from ignite_monitor.judging.thresholds import MeanStdThreshold, StaticThreshold
+from ignite_monitor.detection.spikes import SpikeDetector
+from ignite_monitor.detection.thresholds import MeanStdThreshold, StaticThreshold
 
 
 def judge_all(detector, norms):
     spikes = []
     for norm in norms:
-        verdict = detector.judge(torch.tensor(norm, dtype=torch.float64))
-        spikes.append(bool(verdict.spike))
-        detector.observe(verdict)
+        detection = detector.judge(torch.tensor(norm, dtype=torch.float64))
+        spikes.append(bool(detection.spike))
+        detector.observe(detection)
     return spikes
 
 
@@ -86,11 +86,11 @@ def test_of_spikes_in_a_row_only_the_first_enters(decay, patience):
     for norm in norms.tolist():
         before = oracle.restarts
         limit, said = oracle.limit(), oracle.spike(norm)
-        verdict = detector.judge(torch.tensor(norm, dtype=torch.float64))
-        detector.observe(verdict)
-        np.testing.assert_allclose(verdict.limit.item(), limit, rtol=1e-9)
-        assert bool(verdict.spike) == said
-        assert bool(verdict.level_changed) == (oracle.restarts > before)
+        detection = detector.judge(torch.tensor(norm, dtype=torch.float64))
+        detector.observe(detection)
+        np.testing.assert_allclose(detection.limit.item(), limit, rtol=1e-9)
+        assert bool(detection.spike) == said
+        assert bool(detection.threshold_reset) == (oracle.restarts > before)
         assert detector.rule.moments.count.item() == len(oracle.history)
     assert oracle.restarts > 0
     assert detector.counts[2].item() == oracle.restarts
@@ -103,12 +103,12 @@ def test_a_row_does_not_widen_its_own_threshold():
     assert detector.counts[2].item() == 1
 
 
-def test_a_verdict_tells_where_the_level_changes():
+def test_a_detection_tells_where_the_level_changes():
     detector, told = SpikeDetector(StaticThreshold(2.0), max_consecutive_spikes=3), []
     for norm in [5.0, 5.0, 5.0, 5.0, 1.0, 5.0, 1.0, 5.0, math.nan, 5.0, 5.0, 5.0]:
-        verdict = detector.judge(torch.tensor(norm, dtype=torch.float64))
-        detector.observe(verdict)
-        told.append(bool(verdict.level_changed))
+        detection = detector.judge(torch.tensor(norm, dtype=torch.float64))
+        detector.observe(detection)
+        told.append(bool(detection.threshold_reset))
     assert [i for i, changed in enumerate(told) if changed] == [2, 10]
 
 
@@ -122,20 +122,20 @@ def test_values_side_by_side_are_judged_like_each_alone():
     together = SpikeDetector(MeanStdThreshold(k=4.0))
     when = random.random((300, 5)) < 0.9
     for row, use in zip(columns, when, strict=True):
-        verdict = together.judge(torch.tensor(row))
-        together.observe(verdict, torch.tensor(use))
+        detection = together.judge(torch.tensor(row))
+        together.observe(detection, torch.tensor(use))
         for i, (detector, value) in enumerate(zip(alone, row, strict=True)):
             own = detector.judge(torch.tensor(value))
-            assert bool(verdict.spike[i]) == bool(own.spike)
-            np.testing.assert_allclose(verdict.threshold[i].item(), own.threshold.item(), rtol=1e-12)
+            assert bool(detection.spike[i]) == bool(own.spike)
+            np.testing.assert_allclose(detection.threshold[i].item(), own.threshold.item(), rtol=1e-12)
             detector.observe(own, torch.tensor(bool(use[i])))
     assert together.counts[0].tolist() == [detector.counts[0].item() for detector in alone]
     assert together.counts[2].tolist() == [0, 0, 1, 0, 0]
     saved = SpikeDetector(MeanStdThreshold(k=4.0))
     saved.to(torch.zeros(5, dtype=torch.float64))
     saved.load_state_dict(together.state_dict())
-    verdicts = [each.judge(torch.tensor(columns[7])) for each in (saved, together)]
-    assert torch.equal(verdicts[0].threshold, verdicts[1].threshold)
+    detections = [each.judge(torch.tensor(columns[7])) for each in (saved, together)]
+    assert torch.equal(detections[0].threshold, detections[1].threshold)
 
 
 def test_one_spike_does_not_hide_the_next():

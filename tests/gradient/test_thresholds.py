@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from ignite_monitor.judging.robust import RobustThreshold
-from ignite_monitor.judging.thresholds import CallableThreshold, MeanStdThreshold, StaticThreshold, ThresholdRule
+from ignite_monitor.detection.robust import RobustThreshold
+from ignite_monitor.detection.thresholds import CallableThreshold, MeanStdThreshold, StaticThreshold, ThresholdRule
 
 
 def feed(rule, norms):

@@ -1,4 +1,4 @@
-"""Which gradient a verdict speaks of: the state machine by itself, and GradMonitor in the train steps it is for."""
+"""Which gradient a detection speaks of: the state machine by itself, and GradMonitor in the train steps it is for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from ignite_monitor import ActivationHandler, GradMonitor, MeanStdThreshold, StaticThreshold, WeightUpdateHandler
 from ignite_monitor.gradient.window import GradientWindow, State
 from tests._trainers import Recorder, grad_norm, loss_of, make_batches, make_model, mean_of, norm_of, train, true_norm
-from tests.hard_use._steps import PUT
+from tests.stress._steps import PUT
 
 CLOSE = {"rel": 1e-5}
 
@@ -28,13 +28,13 @@ def observations(monitor):
 # The state machine
 
 
-def in_state(state, verdict="old"):
+def in_state(state, detection="old"):
     """A window in which an iteration has started, and what leads to the state has happened."""
     window = GradientWindow()
     window.iteration_started(unseen=False)
     if state is State.CLOSED:
         return window
-    window.backward(verdict, shared=state is State.ASIDE)
+    window.backward(detection, shared=state is State.ASIDE)
     if state is State.LEFT:
         window.iteration_started(unseen=False)
     elif state is State.ASIDE:
@@ -62,14 +62,14 @@ def test_an_iteration_starts(state, seen, unseen):
 
 @pytest.mark.parametrize("state", State)
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_backward_opens_the_window_and_its_verdict_is_the_newest(state, shared):
+def test_a_backward_opens_the_window_and_its_detection_is_the_newest(state, shared):
     window = in_state(state)
     assert window.backward("new", shared) is not shared
     assert (window.state, window.newest, window.returned()) == (State.OPEN, "new", "new")
 
 
 @pytest.mark.parametrize("state", State)
-def test_a_step_takes_the_newest_verdict_or_judges_what_it_is_about_to_use(state):
+def test_a_step_takes_the_newest_detection_or_judges_what_it_is_about_to_use(state):
     window = in_state(state)
     taken = window.step_started(lambda: "judged")
     expected = ("old", True, True) if state in (State.OPEN, State.ASIDE) else ("judged", False, True)
@@ -79,7 +79,7 @@ def test_a_step_takes_the_newest_verdict_or_judges_what_it_is_about_to_use(state
 
 
 @pytest.mark.parametrize("of_backward", [True, False])
-def test_another_step_of_an_iteration_takes_the_verdict_of_a_backward_again(of_backward):
+def test_another_step_of_an_iteration_takes_the_detection_of_a_backward_again(of_backward):
     window = in_state(State.OPEN if of_backward else State.CLOSED)
     first = window.step_started(lambda: "judged")
     window.step_completed()
@@ -103,7 +103,7 @@ def test_what_a_closure_evaluates_after_its_first_time_opens_no_window():
     window = in_state(State.OPEN)
     window.step_started(lambda: "judged")
     assert not window.backward("later", shared=False)
-    assert window.step_completed().verdict == "old"
+    assert window.step_completed().detection == "old"
     assert window.state is State.CLOSED
 
 
@@ -114,7 +114,7 @@ def test_a_backward_after_a_step_may_be_published_unless_it_reached_other_models
     window.step_completed()
     window.backward("later", shared)
     assert window.returned() == (None if shared else "later")
-    assert window.last.verdict == "old"
+    assert window.last.detection == "old"
 
 
 @pytest.mark.parametrize("is_new", [True, False])
@@ -139,7 +139,7 @@ def test_a_tentative_entry_outlives_iterations_that_are_not_seen():
 @pytest.mark.parametrize("factor", [0.0, 0.1, 1.0, 3.0])
 @pytest.mark.parametrize("how", [*PUT])
 @pytest.mark.parametrize("skip_step", [False, True])
-def test_a_gradient_replaced_after_its_backward_is_one_verdict_one_event_and_one_observation(factor, how, skip_step):
+def test_a_gradient_replaced_after_its_backward_is_one_detection_one_event_and_one_observation(factor, how, skip_step):
     model, truth, flags, told, moved = make_model(), [], [], [], []
     optimizer = sgd(model)
 

@@ -262,8 +262,8 @@ def test_a_full_disk_is_told_with_what_was_needed_and_free(path, caplog, monkeyp
         raise OSError(errno.ENOSPC, "No space left on device")
 
     free = shutil.disk_usage(path.parent)._replace(free=393_216)
-    monkeypatch.setattr("ignite_monitor.hdf5.swap.shutil.disk_usage", lambda _: free)
-    train_with(path, lambda: monkeypatch.setattr("ignite_monitor.hdf5.swap.os.posix_fallocate", is_full), 101)
+    monkeypatch.setattr("ignite_monitor.hdf5.double_buffer.shutil.disk_usage", lambda _: free)
+    train_with(path, lambda: monkeypatch.setattr("ignite_monitor.hdf5.double_buffer.os.posix_fallocate", is_full), 101)
     told = failed_to_the_end(caplog, path)
     assert re.search(r"No space left on device: a write may need \d+ kB of room, and 393 kB are free\.", told)
 

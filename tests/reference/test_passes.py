@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from ignite_monitor.model.structure import modules_by_name
 from ignite_monitor.reference.call import Comparison
+from ignite_monitor.reference.isolation import is_reference_run
 from ignite_monitor.reference.passes import ReferencePasses
 from ignite_monitor.reference.reference import Reference
-from ignite_monitor.reference.unnoticed import is_reference_run
 
 
 class Recorder(Comparison):

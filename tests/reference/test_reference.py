@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
+from ignite_monitor.reference.isolation import is_reference_run
 from ignite_monitor.reference.reference import Reference
-from ignite_monitor.reference.rng import drawn_again
-from ignite_monitor.reference.unnoticed import is_reference_run
+from ignite_monitor.reference.rng import preserved_rng_state
 
 
 class Awkward(nn.Module):
@@ -96,7 +96,7 @@ def test_draws_again_after_an_error():
     seed()
     expected = draws()
     seed()
-    with contextlib.suppress(ZeroDivisionError), drawn_again([torch.device("cpu")]):
+    with contextlib.suppress(ZeroDivisionError), preserved_rng_state([torch.device("cpu")]):
         draws()
         raise ZeroDivisionError
     now = draws()

@@ -631,9 +631,9 @@ def test_scores_of_attention_that_are_too_large():
 
 def test_ranks_that_differ_and_steps_that_wait_for_data():
     values = np.ones(20)
-    assert found({"replicas/agree": runs.series(values, 5)}) == []
+    assert found({"replicas/in_sync": runs.series(values, 5)}) == []
     values[7:] = 0
-    run = {"replicas/agree": runs.series(values, 5), "replicas/differing_count": runs.series(3 * (1 - values), 5)}
+    run = {"replicas/in_sync": runs.series(values, 5), "replicas/differing_count": runs.series(3 * (1 - values), 5)}
     finding = only(run, "ranks_differ")
     assert (finding.severity, finding.iterations[0]) == ("problem", 40)
     assert "up to 3 tensors" in finding.text

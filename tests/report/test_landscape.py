@@ -28,7 +28,7 @@ def test_the_batch_is_judged_by_the_whole_interval(interval, kind):
     assert "a step uses 32" in finding.what
 
 
-@pytest.mark.parametrize("metric", ["largest", "largest_preconditioned"])
+@pytest.mark.parametrize("metric", ["hessian_max_eigenvalue", "hessian_max_eigenvalue_preconditioned"])
 @pytest.mark.parametrize(
     ("shares", "kind"),
     [
@@ -40,7 +40,9 @@ def test_the_batch_is_judged_by_the_whole_interval(interval, kind):
     ],
 )
 def test_most_looks_lately_tell_of_a_large_curvature(metric, shares, kind):
-    names = ["curvature/limit", f"curvature/{metric}"] + ["curvature/largest"] * (metric != "largest")
+    names = ["curvature/stability_threshold", f"curvature/{metric}"] + ["curvature/hessian_max_eigenvalue"] * (
+        metric != "hessian_max_eigenvalue"
+    )
     rows = [(40.0, 40 * share, 1e9)[: len(names)] for share in shares]
     found = findings(names, rows, "near_curvature", "large_curvature")
     assert [each.kind for each in found] == ([kind] if kind else [])

@@ -155,7 +155,7 @@ def test_one_screen_shows_what_matters_and_says_what_is_left_out():
     assert every.left_out == 0
     titles = [panel.title for panel in shown.panels]
     assert titles[:3] == ["grad: gradient norm", "train/loss", "monitor: update ratio over parameters"]
-    assert shown.verdict == "Needs attention: 1 warning."
+    assert shown.detection == "Needs attention: 1 warning."
     assert [finding.kind for finding in shown.findings] == ["spikes"]
 
 

@@ -21,9 +21,9 @@ def make_run(root="rollback", went_back=((80, 50, 20), (150, 120, 0))):
         undone[at + left :] += left
         iterations |= dict.fromkeys(range(at, at + left + 1), target)
     values = np.array([*iterations.values()], dtype=np.float64)
-    own = {"count": series(counts), "undone_count": series(undone)}
+    own = {"count": series(counts), "discarded_count": series(undone)}
     if iterations:
-        own["iteration"] = (np.array([*iterations]), values)
+        own["restored_iteration"] = (np.array([*iterations]), values)
     return tidy(grad(calm_norms(200)) | {f"{root}/{name}": value for name, value in own.items()})
 
 

@@ -152,6 +152,6 @@ def train(
     return {
         "accuracy": accuracy(model, shift=int(not after)),
         "rollbacks": rollback._count if rollback else 0,
-        "undone": rollback._undone_count if rollback else 0,
+        "undone": rollback._discarded_count if rollback else 0,
         "iteration": trainer.state.iteration,
     }

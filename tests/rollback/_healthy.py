@@ -162,7 +162,7 @@ def rollbacks(kind: str, seed: int, count: int) -> list[int]:
 
     @trainer.on(Events.ITERATION_COMPLETED)
     def note(engine: Engine) -> None:
-        if "rollback/iteration" in engine.state.metrics:
+        if "rollback/restored_iteration" in engine.state.metrics:
             seen.append(engine.state.iteration)
 
     trainer.run(data(kind, seed, count), max_epochs=1, epoch_length=count)

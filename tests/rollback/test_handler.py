@@ -61,8 +61,8 @@ def test_everything_is_bitwise_that_of_the_snapshot(optimizer, scaler, where):
     training.trainer.add_event_handler(MonitorEvents.ROLLED_BACK, lambda engine: back.append(training.state()))
     training.run(make_batches(60), request=[34, 55])
     # Those after 30 and 50 are not good yet.
-    assert training.of("iteration") == {34: 20, 55: 40}
-    for state, iteration in zip(back, training.of("iteration").values(), strict=True):
+    assert training.of("restored_iteration") == {34: 20, 55: 40}
+    for state, iteration in zip(back, training.of("restored_iteration").values(), strict=True):
         assert_same(state, training.before[iteration])
     assert training.of("count")[60] == 2
 
@@ -74,7 +74,7 @@ def test_state_that_has_come_since_is_gone_again():
         MonitorEvents.ROLLED_BACK, lambda engine: counts.append(len(training.optimizer.state))
     )
     training.run(make_batches(8), request=[3])
-    assert training.of("iteration") == {3: 0}
+    assert training.of("restored_iteration") == {3: 0}
     assert counts == [0]
     assert len(training.optimizer.state) == len(list(training.model.parameters()))
 
@@ -150,7 +150,7 @@ def test_schedule_free_optimizers(optimizer):
 
     training.run(make_batches(40), request=[34])
     [(state, group)] = states
-    assert training.of("iteration") == {34: 20}
+    assert training.of("restored_iteration") == {34: 20}
     assert group == groups[20] | {"lr": 7e-4, "weight_decay": 0.25}
     assert_same(state["model"], training.before[20]["model"])
     assert_same(state["optimizer"]["state"], training.before[20]["optimizer"]["state"])
@@ -174,7 +174,7 @@ def test_thresholds_are_those_of_the_snapshot_and_counts_go_on():
     training.run(make_batches(60, bad=range(42, 60)))
     assert training.of("count")[60] == 1
     [first] = [i for i, count in training.of("count").items() if count == 1][:1]
-    iteration = training.of("iteration")[first]
+    iteration = training.of("restored_iteration")[first]
     assert first == 51
     assert iteration == 30
     for name in monitors:
@@ -184,7 +184,7 @@ def test_thresholds_are_those_of_the_snapshot_and_counts_go_on():
         assert now["spike_count"] == then["spike_count"] + 10
         assert now["restarts"] == 1
     # The rule of that time judges what comes: all of it is undone.
-    assert training.of("undone_count")[60] == 8
+    assert training.of("discarded_count")[60] == 8
     assert training.metrics[59]["grad/spike_count"] == 18
     assert float(value.state_dict()["detector"]["spike_count"]) == 18
 
@@ -215,7 +215,7 @@ def test_random_numbers_and_iterations_go_on_and_gradients_are_dropped():
 def test_accumulation_snapshots_lie_between_steps(request_at, expected):
     training = Training(accumulate=4, every=5, quiet=1)
     training.run(make_batches(20), request=[request_at])
-    assert training.of("iteration") == {request_at: expected}
+    assert training.of("restored_iteration") == {request_at: expected}
 
 
 # When
@@ -224,22 +224,22 @@ def test_accumulation_snapshots_lie_between_steps(request_at, expected):
 def test_trouble_before_the_first_good_one_goes_to_the_oldest():
     training = Training(every=5, quiet=50)
     training.run(make_batches(30), request=[18, 27])
-    assert training.of("iteration") == {18: 5, 27: 5}  # at most three are kept that are not good
+    assert training.of("restored_iteration") == {18: 5, 27: 5}  # at most three are kept that are not good
 
 
 def test_trouble_right_after_a_snapshot_goes_to_the_one_before():
     training = Training(every=10, quiet=5)
     training.run(make_batches(40), request=[21])
-    assert training.of("iteration") == {21: 10}
+    assert training.of("restored_iteration") == {21: 10}
 
 
 def test_a_snapshot_is_not_taken_after_an_unhealthy_iteration_and_a_spike_starts_the_count_anew():
     training = Training(every=10, quiet=5, monitor={"skip_step": True})
     training.run(make_batches(80, bad=[40, 54]), request=[47, 70])
     # 40 is unhealthy: the snapshot is taken after 41. It is good at 46.
-    assert training.of("iteration")[47] == 41
+    assert training.of("restored_iteration")[47] == 41
     # After the healing, at 52, there is one more; 54 is a spike, so it is good at 59, as is that after 62 at 67.
-    assert training.of("iteration")[70] == 62
+    assert training.of("restored_iteration")[70] == 62
 
 
 @pytest.mark.parametrize("resumed", [False, True])
@@ -251,7 +251,7 @@ def test_trouble_again_before_another_is_good_takes_an_earlier_one(resumed):
             lambda _: training.rollback.load_state_dict(training.rollback.state_dict()),
         )
     training.run(make_batches(60), request=[39, 42, 45, 48])
-    assert list(training.of("iteration").values()) == [30, 20, 10, 10]
+    assert list(training.of("restored_iteration").values()) == [30, 20, 10, 10]
 
 
 def test_one_bad_batch_is_left_alone():
@@ -284,7 +284,7 @@ def test_nan_in_the_inputs_once(skip_step):
     batches[39][0][0, 0] = math.nan
     training = Training(monitor={"skip_step": skip_step})
     training.run(batches)
-    assert training.of("iteration") == {40: 0}
+    assert training.of("restored_iteration") == {40: 0}
     assert training.of("count")[60] == 1
     assert all(torch.isfinite(each).all() for each in training.model.parameters())
 
@@ -294,9 +294,9 @@ def test_so_many_nonfinite_losses_in_a_row_go_back():
     step = training.train_step
     training.trainer._process_function = lambda e, b: math.nan if 30 <= e.state.iteration < 40 else step(e, b)
     training.run(make_batches(60))
-    assert training.of("iteration")[33] == 0
+    assert training.of("restored_iteration")[33] == 0
     assert training.of("count")[60] == 1
-    assert training.of("undone_count")[60] == 6
+    assert training.of("discarded_count")[60] == 6
 
 
 @pytest.mark.parametrize("monitor", [None, {}, {"skip_step": True}])
@@ -356,7 +356,7 @@ def test_a_ruined_state_is_seen_where_a_gradient_is_not_finite(what, caplog):
 
     training.run(make_batches(60))
     # Statistics are not used in training, and moments show in the next loss.
-    assert training.of("iteration") == {41 if what == "optimizer" else 40: 0}
+    assert training.of("restored_iteration") == {41 if what == "optimizer" else 40: 0}
     [warning] = [text for text in messages(caplog) if "Back to" in text]
     assert {"parameter": "parameters", "buffer": "running_var", "optimizer": "optimizer"}[
         what
@@ -367,8 +367,8 @@ def test_sixty_bad_batches_are_survived():
     training = Training(monitor={})
     training.run(make_batches(130, bad=range(41, 101)))
     assert training.of("count")[130] == 1
-    assert training.of("undone_count")[130] == 50
-    assert training.of("iteration") == dict.fromkeys(range(50, 101), 0)
+    assert training.of("discarded_count")[130] == 50
+    assert training.of("restored_iteration") == dict.fromkeys(range(50, 101), 0)
     assert_same(training.before[100], training.before[0])
 
 
@@ -379,13 +379,13 @@ def test_a_new_level_is_accepted_once_after_hold_and_patience(how, caplog):
     warnings = [text for text in messages(caplog) if "new level" in text and "rollback" in text]
     assert len(warnings) == 1
     assert "iteration 101" in warnings[0]
-    assert training.of("undone_count")[101] == 51
+    assert training.of("discarded_count")[101] == 51
     if how == "terminate":
         assert training.trainer.state.iteration == 101
         return
     assert training.of("count")[180] == 1
-    assert training.of("undone_count")[180] == 51
-    assert max(training.of("iteration")) == 101
+    assert training.of("discarded_count")[180] == 51
+    assert max(training.of("restored_iteration")) == 101
 
 
 RULES = {
@@ -436,7 +436,7 @@ def test_schedules_over_a_rollback(kind, schedule, lr_factor):
     training.run(make_batches(60), request=[34])
     bare = Training(scheduler=make, handler=False)
     bare.run(make_batches(60))
-    assert training.of("iteration") == {34: 20}
+    assert training.of("restored_iteration") == {34: 20}
     assert training.rates[:33] == bare.rates[:33]
     # After iteration 34 the schedule is where it was, or that after iteration 20 comes again.
     expected = bare.rates[33:] if schedule == "keep" else bare.rates[19:46]
@@ -478,7 +478,8 @@ def test_one_warning_and_one_event_per_rollback(caplog):
     training = Training(every=10, quiet=5)
     events = []
     training.trainer.add_event_handler(
-        MonitorEvents.ROLLED_BACK, lambda e: events.append((e.state.iteration, e.state.metrics["rollback/iteration"]))
+        MonitorEvents.ROLLED_BACK,
+        lambda e: events.append((e.state.iteration, e.state.metrics["rollback/restored_iteration"])),
     )
     training.run(make_batches(60, bad=range(44, 60)), request=[34])
     assert events == [(34, 20.0), (53, 20.0)]
@@ -494,7 +495,7 @@ def test_without_trouble_training_is_bitwise_the_same(kind):
     expected, _ = _healthy.run(kind, seed=0, count=70, handler=False)
     got, rollback = _healthy.run(kind, seed=0, count=70)
     assert_same(got, expected)
-    assert rollback.metrics == {"rollback/count": 0.0, "rollback/undone_count": 0.0}
+    assert rollback.metrics == {"rollback/count": 0.0, "rollback/discarded_count": 0.0}
 
 
 def test_memory_is_allocated_once_and_as_large_as_promised():
@@ -565,8 +566,8 @@ def test_killed_and_resumed(cut, uninterrupted):
     resumed.model.steps.copy_(steps[cut])
     resumed.run(batches[cut:] + batches[:cut])
     assert whole.of("count")[80] == 1
-    assert whole.of("undone_count")[80] == 9
-    for name in ("count", "undone_count", "iteration"):
+    assert whole.of("discarded_count")[80] == 9
+    for name in ("count", "discarded_count", "restored_iteration"):
         assert resumed.of(name) == {i: value for i, value in whole.of(name).items() if i > cut}
     assert_same(resumed.state(), whole.state())
 
@@ -643,7 +644,7 @@ def test_it_says_so_where_the_optimizer_makes_no_step(caplog):
 
 
 def test_a_monitor_of_every_value_can_ask(caplog):
-    """LEVEL_CHANGED of any monitor on the engine, whatever it judges."""
+    """THRESHOLD_RESET of any monitor on the engine, whatever it judges."""
     training = Training(every=10, quiet=5)
     watched = SpikeMonitor(
         lambda engine: 2.0 if 40 <= engine.state.iteration < 47 else 1.0,
@@ -653,7 +654,7 @@ def test_a_monitor_of_every_value_can_ask(caplog):
     )
     watched.attach(training.trainer)
     training.run(make_batches(46))
-    assert training.of("iteration") == dict.fromkeys((43, 44, 45, 46), 30)
+    assert training.of("restored_iteration") == dict.fromkeys((43, 44, 45, 46), 30)
     assert "share" in messages(caplog)[-1]
 
 

@@ -117,7 +117,7 @@ def test_a_spike_and_a_new_level_tell_of_themselves(caplog):
     monitor = SpikeMonitor(output, threshold=MeanStdThreshold(warmup=5), max_consecutive_spikes=3, prefix="loss")
     handlers = [
         (MonitorEvents.SPIKE_DETECTED, lambda engine: told.append((engine.state.iteration, engine.state.spike))),
-        (MonitorEvents.LEVEL_CHANGED, lambda engine: levels.append((engine.state.iteration, engine.state.spike))),
+        (MonitorEvents.THRESHOLD_RESET, lambda engine: levels.append((engine.state.iteration, engine.state.spike))),
     ]
     with caplog.at_level(logging.WARNING):
         run([*values_of(20), *[100.0] * 10], monitor, handlers)

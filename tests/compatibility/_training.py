@@ -1,0 +1,149 @@
+"""A training of a model of the zoo, with all monitors or with what records the truth."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from ignite.engine import Engine, Events
+
+from ignite_monitor import (
+    ActivationHandler,
+    CurvatureHandler,
+    GradientNoiseScaleHandler,
+    GradMonitor,
+    HistogramHandler,
+    MeanStdThreshold,
+    OptimizerStateHandler,
+    RCCHandler,
+    ReplicaCheckHandler,
+    RollbackHandler,
+    SpectralNormHandler,
+    SpikeMonitor,
+    SpikeRecorder,
+    StepStatsHandler,
+    WeightUpdateHandler,
+)
+from ignite_monitor.scaling import AlignmentHandler
+from tests.compatibility._cases import Case
+from tests.compatibility._truth import Calls, Iteration, call
+from tests.stress._truth import copies
+
+ITERATIONS = 4
+CURVED = 3
+"""In which iteration the curvature is looked at: Adam knows second moments then."""
+RATE = 3e-3
+MICRO_BATCHES = 2
+
+
+class Training:
+    """Four iterations of a model, each step of two micro-batches."""
+
+    def __init__(self, case: Case) -> None:
+        torch.manual_seed(0)
+        self.case = case
+        self.model = case.make().train()
+        self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=RATE)
+        self.engine = Engine(self._step)
+        torch.manual_seed(1)
+        self.batches = [[case.batch() for _ in range(MICRO_BATCHES)] for _ in range(ITERATIONS)]
+
+    def _step(self, engine: Engine, batch: list[dict[str, Any]]) -> float:
+        self.optimizer.zero_grad()
+        total = 0.0
+        for part in batch:
+            loss = self.case.loss(call(self.model, part)) / len(batch)
+            loss.backward()
+            self.after_backward()
+            total += loss.item()
+        self.optimizer.step()
+        return total
+
+    def after_backward(self) -> None: ...
+
+    def run(self) -> dict[str, Any]:
+        """All that monitors must not touch."""
+        torch.manual_seed(2)
+        losses: list[float] = []
+        self.engine.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: losses.append(engine.state.output))
+        self.engine.run(self.batches)
+        return {
+            "losses": losses,
+            "model": dict(self.model.state_dict()),
+            "gradients": [each.grad for each in self.model.parameters()],
+            "optimizer": self.optimizer.state_dict(),
+            "random": torch.get_rng_state(),
+        }
+
+
+class Recorded(Training):
+    """Without monitors, and recorded."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.initial = copy.deepcopy(self.model)
+        self.held = {name for name, each in self.model.named_parameters() if each.requires_grad}
+        self.iterations: list[Iteration] = []
+
+    def _step(self, engine: Engine, batch: list[dict[str, Any]]) -> float:
+        iteration = Iteration(torch.get_rng_state(), batch, copies(self.model))
+        self.iterations.append(iteration)
+        calls = Calls(self.model)
+        try:
+            iteration.loss = super()._step(engine, batch)
+        finally:
+            iteration.calls, iteration.attention = calls.close(), calls.attention
+        iteration.after = copies(self.model)
+        return iteration.loss
+
+    def after_backward(self) -> None:
+        iteration = self.iterations[-1]
+        named = self.model.named_parameters()
+        iteration.gradients = {name: each.grad.clone() for name, each in named if each.grad is not None}
+        iteration.accumulated.append(iteration.gradients)
+
+
+class Monitored(Training):
+    """With all monitors; what they publish in each iteration."""
+
+    def __init__(self, case: Case, directory: Path) -> None:
+        super().__init__(case)
+        of, optimizer = self.model, self.optimizer
+        everything = dict.fromkeys(
+            ("activations", "parameters", "gradients", "activation_differences", "parameter_differences"), True
+        )
+        losses = SpikeMonitor(
+            lambda engine: engine.state.output, threshold=MeanStdThreshold(k=3.0, warmup=2), prefix="loss"
+        )
+        curvature = CurvatureHandler(
+            of, optimizer, micro_batches=MICRO_BATCHES, loss=lambda model, batch: case.loss(call(model, batch[0]))
+        )
+        for monitor in (
+            GradMonitor(of, optimizer),
+            losses,
+            SpikeRecorder(losses, directory),
+            RollbackHandler({"model": of, "optimizer": optimizer}, every=1),
+            GradientNoiseScaleHandler(of, optimizer, micro_batches=MICRO_BATCHES, items=count_items),
+            WeightUpdateHandler(of, optimizer, sample_size=None),
+            OptimizerStateHandler(optimizer, of, sample_size=None),
+            ReplicaCheckHandler(of, optimizer),
+            HistogramHandler(of),
+            ActivationHandler(of, **everything, reference="init", attention=True),
+            RCCHandler(of),
+            SpectralNormHandler(of, updates=True, per_parameter=True, method="svd"),
+            StepStatsHandler(of, optimizer),
+            AlignmentHandler(of, sample_size=10**6),
+        ):
+            monitor.attach(self.engine)
+        curvature.attach(self.engine, Events.ITERATION_STARTED(once=CURVED))
+        self.published: list[dict[str, float]] = []
+        self.engine.add_event_handler(
+            Events.ITERATION_COMPLETED,
+            lambda engine: self.published.append({name: float(each) for name, each in engine.state.metrics.items()}),
+        )
+
+
+def count_items(batch: list[dict[str, Any]]) -> int:
+    return sum(len(next(iter(part.values()))) for part in batch)

@@ -1,0 +1,483 @@
+"""The producer of the first number that is not finite is named, and training is none the wiser."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import math
+import os
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from ignite.engine import Engine
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ignite_monitor import GradMonitor, MonitorEvents, SpikeMonitor, StaticThreshold
+from ignite_monitor.monitor import publisher
+from tests._helpers import same
+from tests.nonfinite._models import GPT, IN_BACKWARD, MODELS, loss_of, nan_in_output
+
+
+def called(kind):
+    """The names of the modules that are called."""
+    make, batches = MODELS[kind]
+    model, names = make(), []
+    for name, module in model.named_modules():
+        module.register_forward_hook(lambda *_, name=name: names.append(name))
+    loss_of(model, batches(1)[0])
+    return list(dict.fromkeys(names))
+
+
+def planted(kind, plants, make=None):
+    """Plant in every second iteration, and leave its step out: what is found each time, None for nothing."""
+    make_model, batches = MODELS[kind]
+    torch.manual_seed(0)
+    model = (make or make_model)()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    found = [[] for _ in plants]
+
+    def step(engine, batch):
+        optimizer.zero_grad()
+        place, is_planted = divmod(engine.state.iteration - 1, 2)
+        undo = plants[place](model) if is_planted else None
+        loss = loss_of(model, batch)
+        loss.backward()
+        if undo is not None:
+            undo()
+        if not is_planted:
+            assert loss.isfinite()
+            optimizer.step()
+
+    def note(engine):
+        assert engine.state.iteration % 2 == 0
+        found[engine.state.iteration // 2 - 1].append(engine.state.spike.origin)
+
+    engine = Engine(step)
+    GradMonitor(model, optimizer, threshold=StaticThreshold(1e30)).attach(engine)
+    engine.add_event_handler(MonitorEvents.SPIKE_DETECTED, note)
+    engine.run(batches(2 * len(plants)))
+    assert all(len(each) == 1 for each in found)
+    return [each[0] for each in found]
+
+
+def hook_on(name, hook):
+    return lambda model: model.get_submodule(name).register_forward_hook(hook).remove
+
+
+def fill(name):
+    def plant(model):
+        weight = model.get_parameter(name)
+        kept = weight.detach().clone()
+        weight.data.fill_(math.nan)
+        return lambda: weight.data.copy_(kept)
+
+    return plant
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_nan_in_each_activation(kind):
+    names = called(kind)
+    found = planted(kind, [hook_on(name, nan_in_output) for name in names])
+    assert [(each.kind, each.name) for each in found] == [("forward", name or "_root_") for name in names]
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_nan_in_each_weight(kind):
+    names = [name for name, _ in MODELS[kind][0]().named_parameters()]
+    found = planted(kind, [fill(name) for name in names])
+    assert [(each.kind, each.name) for each in found] == [("forward", name.rpartition(".")[0]) for name in names]
+    assert all(each.text.endswith(f"its parameter {name}") for each, name in zip(found, names, strict=True))
+
+
+@pytest.mark.parametrize("first", range(3) if os.environ.get("FULL_MATRIX") == "1" else [0])
+@pytest.mark.parametrize("kind", MODELS)
+def test_nan_in_each_backward(kind, first):
+    """One way after the other; in the whole matrix, each way in each module."""
+    names, ways = called(kind), list(IN_BACKWARD.values())
+    found = planted(kind, [hook_on(name, ways[(first + i) % 3]) for i, name in enumerate(names)])
+    assert [(each.kind, each.name) for each in found] == [("backward", name or "_root_") for name in names]
+
+
+def trained(model, batches, loss_of=loss_of, *, monitored=True, plant=None, at=2, **options):
+    """What is found, and all that training is made of, when something is planted before an iteration."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    found, losses, gradients = [], [], []
+
+    def step(engine, batch):
+        optimizer.zero_grad()
+        undo = plant(model) if plant is not None and engine.state.iteration == at else None
+        loss = loss_of(model, batch)
+        loss.backward()
+        gradients.append([None if each.grad is None else each.grad.clone() for each in model.parameters()])
+        if undo is not None:
+            undo()
+        if loss.isfinite() and all(each is None or each.isfinite().all() for each in gradients[-1]):
+            optimizer.step()
+        losses.append(loss.detach())
+
+    engine = Engine(step)
+    if monitored:
+        GradMonitor(model, optimizer, threshold=StaticThreshold(1e30), **options).attach(engine)
+        engine.add_event_handler(MonitorEvents.SPIKE_DETECTED, lambda engine: found.append(engine.state.spike.origin))
+    torch.manual_seed(7)
+    random.seed(7)
+    np.random.seed(7)
+    engine.run(batches)
+    return found, {
+        "losses": losses,
+        "gradients": gradients,
+        "model": {name: each.clone() for name, each in model.state_dict().items()},
+        "optimizer": optimizer.state_dict(),
+        "random": (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()),
+    }
+
+
+class Careless(nn.Module):
+    """Keeps all kinds of state, and draws all kinds of random numbers."""
+
+    def __init__(self, others=True):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)
+        self.calls, self.seen, self.by_name, self.mean = 0, [], {}, torch.zeros(4)
+        self.others = others
+        self.generator = torch.Generator().manual_seed(3)
+
+    def forward(self, x):
+        self.calls += 1
+        x = self.norm(self.first(x))
+        self.seen.append(x.detach().sum().item())
+        self.by_name["newest"] = self.calls
+        self.mean.mul_(0.9).add_(x.detach().mean(0))
+        if self.others:
+            x = x + random.random() * 1e-3 + float(np.random.rand()) * 1e-3
+            x = x + torch.rand(4, generator=self.generator) * 1e-3
+        self.newest = x
+        return self.last(F.dropout(x, 0.5, self.training))
+
+
+def vectors(count, width=4, classes=3):
+    generator = torch.Generator().manual_seed(2)
+    return [
+        (torch.randn(8, width, generator=generator), torch.randint(classes, (8,), generator=generator))
+        for _ in range(count)
+    ]
+
+
+def make(kind, *args, **kwargs):
+    torch.manual_seed(0)
+    return kind(*args, **kwargs)
+
+
+@pytest.mark.parametrize("others", [False, True])
+@pytest.mark.parametrize("plant", [fill("last.bias"), hook_on("norm", IN_BACKWARD["sqrt_at_zero"])])
+def test_training_is_the_same_after_the_second_look(plant, others):
+    outcomes = []
+    for monitored in (False, True):
+        model = make(Careless, others)
+        found, outcome = trained(model, vectors(5), monitored=monitored, plant=plant)
+        outcome["attributes"] = [model.calls, model.seen, model.by_name, model.mean, model.newest.detach()]
+        outcome["random"] += (model.generator.get_state(),)
+        outcomes.append(outcome)
+    assert same(*outcomes)
+    # What has been drawn by others than torch can't be drawn again.
+    assert [origin is None for origin in found] == [others]
+
+
+def test_nan_in_the_data_is_no_modules():
+    batches = vectors(3)
+    batches[1][0][2, 1] = math.nan
+    assert [(each.kind, each.name) for each in trained(make(Careless, False), batches)[0]] == [("input", "")]
+    batches[1][0][2, 1] = -math.inf
+    assert [(each.kind, each.name) for each in trained(make(Careless, False), batches)[0]] == [("input", "")]
+
+
+@pytest.mark.parametrize("of_loss", [lambda loss: loss * math.nan, lambda loss: (loss * 0).sqrt() + loss])
+def test_what_begins_in_the_loss(of_loss):
+    counter = iter(range(9))
+    found, _ = trained(
+        make(nn.Linear, 4, 3),
+        vectors(4),
+        lambda model, batch: of_loss(loss_of(model, batch)) if next(counter) == 1 else loss_of(model, batch),
+    )
+    assert [(each.kind, each.name) for each in found] == [("loss", "")]
+
+
+def test_what_a_hook_on_a_weight_makes():
+    def plant(model):
+        return model.get_parameter("norm.bias").register_hook(lambda gradient: gradient * math.nan).remove
+
+    found, _ = trained(make(Careless, False), vectors(3), plant=plant)
+    assert [(each.kind, each.name) for each in found] == [("backward", "norm")]
+
+
+def test_what_only_the_training_gradient_makes_is_told_of_the_first_parameter():
+    def plant(model):
+        def fill_gradient(parameter):
+            parameter.grad.fill_(math.nan)
+
+        return model.norm.bias.register_post_accumulate_grad_hook(fill_gradient).remove
+
+    found, _ = trained(make(Careless, False), vectors(3), plant=plant)
+    assert [(each.kind, each.name) for each in found] == [("gradient", "norm.bias")]
+
+
+@pytest.mark.parametrize("name", ["tokens", "blocks.1.attention", "head"])
+def test_tied_weights(name):
+    plant = hook_on(name, IN_BACKWARD["sqrt_at_zero"])
+    found, _ = trained(make(GPT, tied=True), MODELS["gpt"][1](3), plant=plant)
+    assert [(each.kind, each.name) for each in found] == [("backward", name)]
+
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(4, 8)
+        self.layers = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2, enable_nested_tensor=False
+        )
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x, mask):
+        return self.head(self.layers(self.embed(x).unsqueeze(0), mask).squeeze(0))
+
+
+@pytest.mark.parametrize("name", ["layers.layers.0.linear1", "layers.layers.1.norm1", "layers", "head"])
+def test_a_mask_of_minus_infinity_is_nothing_bad(name):
+    mask = nn.Transformer.generate_square_subsequent_mask(8)
+    found, _ = trained(
+        make(Masked),
+        vectors(3),
+        lambda model, batch: F.cross_entropy(model(batch[0], mask), batch[1]),
+        plant=hook_on(name, nan_in_output),
+    )
+    assert [(each.kind, each.name) for each in found] == [("forward", name)]
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_the_call_that_makes_it_is_looked_into(which):
+    """Several calls before one backward, each with random numbers of its own."""
+
+    def plant(model):
+        count = iter(range(99))
+
+        def hook(module, args, output):
+            return output * math.nan if next(count) % 3 == which else None
+
+        return model.norm.register_forward_hook(hook).remove
+
+    def loss(model, batch):
+        return sum(loss_of(model, (batch[0] * factor + torch.randn(4), batch[1])) for factor in (1, 2, 3))
+
+    outcomes = [trained(make(Careless, False), vectors(4), loss, monitored=each, plant=plant) for each in (False, True)]
+    assert [(each.kind, each.name) for each in outcomes[1][0]] == [("forward", "norm")]
+    assert same(outcomes[0][1], outcomes[1][1])
+
+
+def test_several_backwards_of_one_forward():
+    def loss(model, batch):
+        output = model(batch[0])
+        first = F.cross_entropy(output, batch[1])
+        first.backward(retain_graph=True)
+        return first
+
+    found, _ = trained(make(Careless, False), vectors(3), loss, plant=hook_on("norm", nan_in_output))
+    assert [(each.kind, each.name) for each in found] == [("forward", "norm")]
+
+
+def test_dropout_is_that_of_the_training():
+    """Where the mask of dropout decides, a second look with others would find nothing, or something else."""
+
+    class Deciding(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.paths = nn.ModuleList(nn.Linear(4, 3) for _ in range(16))
+
+        def forward(self, x):
+            self.taken = int(torch.randint(16, ()))
+            return self.paths[self.taken](x)
+
+    def plant(model):
+        taken = []
+
+        def hook(module, args, output):
+            taken.append(module)
+            return output * math.nan
+
+        for path in model.paths:
+            path.register_forward_hook(hook)
+        return lambda: chosen.append(model.paths[model.taken])
+
+    chosen = []
+    model = make(Deciding)
+    found, _ = trained(model, vectors(2), plant=plant)
+    assert [model.get_submodule(each.name) for each in found] == chosen
+
+
+def test_a_row_is_looked_into_once(caplog):
+    model = make(nn.Linear, 4, 3)
+    batches = vectors(6)
+    for place in (1, 2, 3, 5):
+        batches[place][0][:] = math.nan
+    with caplog.at_level(logging.WARNING):
+        found, _ = trained(model, batches)
+    assert [each.kind for each in found] == ["input"] * 4
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line.split(":")[1].strip() for line in lines] == ["iteration 2", "iteration 6"]
+    assert all("what the model is called with, which is not finite" in line for line in lines)
+
+
+def test_an_overflow_is_told_of_only_where_forward_is_not_finite(caplog):
+    def train_scaled(plant):
+        model = make(Careless, False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+        scaler = torch.amp.GradScaler("cpu", init_scale=3e38)
+
+        def step(engine, batch):
+            optimizer.zero_grad()
+            undo = plant(model) if engine.state.iteration == 4 else None
+            scaler.scale(loss_of(model, batch) * 100).backward()
+            scaler.step(optimizer)
+            scaler.update(1.0)
+            if undo is not None:
+                undo()
+
+        engine = Engine(step)
+        monitor = GradMonitor(model, optimizer, scaler=scaler)
+        monitor.attach(engine)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            engine.run(vectors(5))
+        return monitor.metrics["grad/nonfinite_count"], [record.getMessage() for record in caplog.records]
+
+    assert train_scaled(lambda model: None) == (1.0, [])
+    count, lines = train_scaled(hook_on("norm", nan_in_output))
+    assert count == 2.0
+    assert [line.split(":")[1].strip() for line in lines] == ["iteration 4"]
+    assert "It comes from norm" in lines[0]
+
+
+def test_what_cannot_be_run_again_is_said_to_be_so(caplog):
+    class InPlace(nn.Linear):
+        def forward(self, x):
+            return super().forward(x.mul_(2))
+
+    with caplog.at_level(logging.WARNING):
+        found, _ = trained(make(InPlace, 4, 3), vectors(3), plant=fill("bias"))
+    assert found == [None]
+    assert "can't be told: what the model was called with has been changed in place" in caplog.text
+
+
+def test_a_loss_that_is_judged_elsewhere_has_the_origin_too():
+    model = make(Careless, False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    found = []
+
+    def step(engine, batch):
+        undo = hook_on("norm", nan_in_output)(model) if engine.state.iteration == 2 else None
+        loss = loss_of(model, batch)
+        loss.backward()
+        if undo is not None:
+            undo()
+        return loss.item()
+
+    engine = Engine(step)
+    SpikeMonitor(lambda engine: engine.state.output, prefix="loss", flag="loss_spike").attach(engine)
+    GradMonitor(model, optimizer).attach(engine)
+    engine.add_event_handler(MonitorEvents.SPIKE_DETECTED, lambda engine: found.append(engine.state.spike))
+    engine.run(vectors(2))
+    assert [(each.name, each.origin.name) for each in found] == [("grad/norm", "norm"), ("loss/value", "norm")]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("hook", [nan_in_output, IN_BACKWARD["sqrt_at_zero"]])
+def test_activation_checkpointing(hook, reentrant):
+    class Checkpointed(GPT):
+        def forward(self, ids):
+            x = self.drop(self.tokens(ids) + self.positions(torch.arange(ids.shape[1])))
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=reentrant)
+            return self.head(self.norm(x))
+
+    plant = hook_on("blocks.1.mlp.1", hook)
+    data = MODELS["gpt"][1](3)
+    (_, plain), (found, outcome) = [
+        trained(make(Checkpointed), data, plant=plant, monitored=monitored) for monitored in (False, True)
+    ]
+    assert same(outcome, plain)
+    if hook is nan_in_output:
+        assert [(each.kind, each.name) for each in found] == [("forward", "blocks.1.mlp.1")]
+    elif reentrant:  # no gradient can be computed without leaving it in the parameters
+        assert {(each.kind, each.name) for each in found} == {("gradient", "blocks.1.mlp.0.bias")}
+    else:
+        assert {(each.kind, each.name) for each in found} == {("backward", "blocks.1.mlp.1")}
+
+
+def test_compiled():
+    model = make(GPT)
+    used = torch.compile(model, backend="eager")
+    batches = MODELS["gpt"][1](3)
+    found, _ = trained(used, batches, plant=lambda _: fill("blocks.1.attention.qkv.weight")(model))
+    assert [(each.kind, each.name) for each in found] == [("forward", "blocks.1.attention.qkv")]
+
+
+def test_recurrent_layers():
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.head = nn.LSTM(4, 6, 2, batch_first=True, dropout=0.1), nn.Linear(6, 3)
+
+        def forward(self, x):
+            return self.head(self.layer(x.unsqueeze(1))[0].squeeze(1))
+
+    def hook(module, args, output):
+        return nan_in_output(module, args, output[0]), output[1]
+
+    found, _ = trained(make(Recurrent), vectors(3), plant=hook_on("layer", hook))
+    assert [(each.kind, each.name) for each in found] == [("forward", "layer")]
+
+
+def test_a_model_saved_and_copied_in_the_train_step_is_not_followed():
+    def loss(model, batch):
+        torch.save(model, io.BytesIO())
+        value = loss_of(model, batch)
+        loss_of(copy.deepcopy(model), batch).backward()
+        return value
+
+    found, _ = trained(make(nn.Linear, 4, 3), vectors(3), loss, plant=fill("bias"))
+    assert [(each.kind, each.name) for each in found] == [("forward", "_root_")]
+
+
+def test_a_model_of_which_parts_alone_are_called(caplog):
+    model = make(nn.Sequential, nn.Linear(4, 4), nn.Linear(4, 3))
+    with caplog.at_level(logging.WARNING):
+        found, _ = trained(
+            model,
+            vectors(3),
+            lambda model, batch: F.cross_entropy(model[1](model[0](batch[0])), batch[1]),
+            plant=fill("0.bias"),
+        )
+    assert found == [None]
+    assert "can't be told: the model was not called as a whole" in caplog.text
+
+
+def test_without_a_reader_an_accelerator_is_not_waited_for(monkeypatch, caplog):
+    """Where the detection is on a device, only a listener has the model looked at."""
+    monkeypatch.setattr(publisher, "is_on_host", lambda values: False)
+    for listens in (False, True):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            options = {"on_spike": lambda engine, norm: None} if listens else {}
+            model = make(nn.Linear, 4, 3)
+            engine = Engine(lambda engine, batch, model=model: loss_of(model, batch).backward())
+            GradMonitor(model, **options).attach(engine)
+            data = vectors(2)
+            data[1][0].fill_(math.nan)
+            engine.run(data)
+        assert [("can't be told" in text, "not finite" in text) for text in caplog.messages] == [
+            (False, True)
+        ] * listens

@@ -1,0 +1,162 @@
+"""The contract's threshold rules and statistics, in Python floats over the whole history of norms."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+from ignite_monitor import MeanStdThreshold, RobustThreshold, StaticThreshold
+
+# Squares and cubes of deviations this small, or of norms this large, leave float64's range.
+SMALLEST, LARGEST = 1e-100, 1e92
+
+
+@dataclasses.dataclass
+class Rule:
+    """A threshold rule of the package, and what it is defined as, over the norms that have entered."""
+
+    make: Callable[[], Any]
+    limit: Callable[[list[float], float, float], float]
+    warmup: int
+    decay: float = 1.0
+    halves: bool = False  # whether a spike enters halfway between mean and threshold
+
+
+def mean_std(k: float, warmup: int, decay: float | None) -> Rule:
+    return Rule(
+        lambda: MeanStdThreshold(k=k, warmup=warmup, decay=decay),
+        lambda history, mean, std: mean + k * std,
+        warmup,
+        decay or 1.0,
+    )
+
+
+def static(value: float) -> Rule:
+    return Rule(lambda: StaticThreshold(value), lambda history, mean, std: value, 0)
+
+
+def function(factor: float) -> Rule:
+    def limit(mean: Any, std: Any, count: Any) -> Any:
+        return factor * mean + std
+
+    return Rule(lambda: limit, lambda history, mean, std: limit(mean, std, len(history)), 2)
+
+
+def robust(k: float, warmup: int, decay: float | None, least: float) -> Rule:
+    def upper(history: list[float]) -> float:
+        """The cube root of the upper partial moment, each norm measured from the mean of those before it."""
+        d = decay or 1.0
+        excess = [max(x - mean_of(history[:i], d), 0.0) ** 3 if i else 0.0 for i, x in enumerate(history)]
+        return weighted(excess, d) ** (1 / 3)
+
+    def limit(history: list[float], mean: float, std: float) -> float:
+        value = max(mean + k * upper(history), least * mean)
+        return value if value > 0 else math.inf
+
+    make = lambda: RobustThreshold(k=k, warmup=warmup, decay=decay, least=least)  # noqa: E731
+    return Rule(make, limit, warmup, decay or 1.0, halves=True)
+
+
+def weighted(values: list[float], decay: float) -> float:
+    weights = [decay ** (len(values) - 1 - i) for i in range(len(values))]
+    return math.fsum(w * x for w, x in zip(weights, values, strict=True)) / math.fsum(weights)
+
+
+def mean_of(history: list[float], decay: float) -> float:
+    return weighted(history, decay) if history else math.nan
+
+
+def std_of(history: list[float], decay: float) -> float:
+    if len(history) < 2:
+        return math.nan
+    if decay == 1.0:
+        return statistics.stdev(history)
+    weights = [decay ** (len(history) - 1 - i) for i in range(len(history))]
+    mean, total = weighted(history, decay), math.fsum(weights)
+    spread = math.fsum(w * (x - mean) ** 2 for w, x in zip(weights, history, strict=True))
+    return math.sqrt(spread / (total - math.fsum(w * w for w in weights) / total))
+
+
+@dataclasses.dataclass
+class Detection:
+    """What is to be published of one norm."""
+
+    norm: float
+    mean: float
+    std: float
+    limit: float  # the rule's
+    threshold: float  # what the norm is compared with
+    spike: bool
+
+    def statistics(self) -> dict[str, float]:
+        """By name, without those that there are not yet."""
+        values = {"mean": self.mean, "std": self.std, "threshold": self.threshold}
+        return {"norm": self.norm, "spike": float(self.spike)} | {
+            name: value for name, value in values.items() if math.isfinite(value)
+        }
+
+
+class Judge:
+    """Judges norms one after the other, and lets them enter.
+
+    Attributes:
+        unsure: whether rounding decides what has entered, so that nothing is known from here on.
+    """
+
+    def __init__(self, rule: Rule, max_consecutive: int = 10, overflow_is_spike: bool = True) -> None:
+        self.rule = rule
+        self.max_consecutive = max_consecutive
+        self.overflow_is_spike = overflow_is_spike
+        self.history: list[float] = []
+        self.consecutive = self.spike_count = self.nonfinite_count = self.observed = 0
+        self.suspended = self.unsure = False
+
+    def copy(self) -> Judge:
+        twin = copy.copy(self)
+        twin.history = list(self.history)
+        return twin
+
+    def judge(self, norm: float, said: bool) -> Detection:
+        """Where norm and threshold are equal but for rounding either detection is right, and what is said is taken."""
+        mean, std = mean_of(self.history, self.rule.decay), std_of(self.history, self.rule.decay)
+        limit = self.rule.limit(self.history, mean, std) if len(self.history) >= self.rule.warmup else math.inf
+        limit = math.inf if math.isnan(limit) else limit
+        threshold = math.inf if self.suspended else limit
+        spike = norm > threshold or not math.isfinite(norm)
+        if not math.isfinite(norm):
+            spike = self.overflow_is_spike
+        elif math.isclose(norm, threshold, rel_tol=1e-9, abs_tol=SMALLEST):
+            spike = said
+        return Detection(norm, mean, std, limit, threshold, spike)
+
+    @property
+    def spike_score(self) -> float:
+        """The share of spikes; of less than a thousand values those of all."""
+        assert 0 < self.observed <= 1000
+        return self.spike_count / self.observed
+
+    def observe(self, detection: Detection) -> None:
+        norm, limit, spike = detection.norm, detection.limit, detection.spike
+        self.spike_count += spike
+        self.observed += 1
+        if not math.isfinite(norm):
+            self.nonfinite_count += 1
+            return
+        self.unsure |= 0 < max(norm, limit) < SMALLEST
+        if limit < math.inf and (norm <= limit or math.isclose(norm, limit)):
+            self.suspended = False
+        self.consecutive = self.consecutive + 1 if spike else 0
+        entering = min(norm, detection.threshold) if spike else norm
+        if self.rule.halves and spike:
+            entering = (detection.mean + entering) / 2
+        if self.consecutive >= self.max_consecutive:
+            self.history, self.consecutive, self.suspended = [], 0, True
+            entering = norm
+        elif self.consecutive > 1:  # a row must not widen its own threshold
+            return
+        if entering <= LARGEST:
+            self.history.append(entering)

@@ -1,0 +1,276 @@
+"""What monitors should have published of a run, in float64 and Python, from what the train step has kept of it."""
+
+from __future__ import annotations
+
+import copy
+import math
+import statistics
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests._trainers import Judge, norm_of
+from tests.rcc._truth import truth_of_calls
+from tests.stress._matrix import RULE, Case, net, optimizers_of
+
+SKIPPED = "skipped_count"
+# Known to be right by tests of their own; here it is enough that they are there.
+OF_THE_MACHINE = {
+    "step/data_wait_ms",
+    "step/data_wait_share",
+    "step/time_ms",
+    "step/items_per_s",
+    "step/peak_memory_mb",
+    "step/resident_memory_mb",
+}
+BOUNDS = {"spectral/error_max", "spectral/update_error_max", "spectral/iterations"}
+SPECTRAL = 2e-3  # what a norm may be off by, which its own error bound says too
+
+
+def check(case: Case, results: list[dict[str, Any]]) -> None:
+    """Compare a run's numbers with the truth.
+
+    Args:
+        case: how was trained.
+        results: of each rank.
+    """
+    truth = Truth(case)
+    for i in range(len(results[0]["facts"])):
+        expected = truth.of_iteration([result["facts"][i] for result in results])
+        for rank, result in enumerate(results):
+            where = f"iteration {i + 1}, rank {rank}"
+            published = dict(result["published"][i])
+            fact = result["facts"][i]
+            assert fact["flags"] == truth.flags, where
+            missing, unexpected = expected.keys() - published.keys(), published.keys() - expected.keys()
+            assert not missing, (where, sorted(missing))
+            assert unexpected <= OF_THE_MACHINE | BOUNDS, (where, sorted(unexpected))
+            assert unexpected >= OF_THE_MACHINE, where
+            for name, value in expected.items():
+                assert published[name] == _close(name, value), (where, name)
+
+
+def _close(name: str, value: float) -> Any:
+    if math.isnan(value):
+        return pytest.approx(value, nan_ok=True)
+    if name.startswith("spectral/"):
+        return pytest.approx(value, rel=SPECTRAL)
+    if name.startswith("rcc/"):
+        return pytest.approx(value, rel=1e-4, abs=1e-6)
+    # A mean of what nearly cancels is as good as the float32 numbers it is of.
+    return pytest.approx(value, rel=1e-4 if "std" in name or "threshold" in name else 1e-5, abs=1e-7)
+
+
+class Truth:
+    """What there is to be published, iteration after iteration.
+
+    Args:
+        case: how is trained.
+
+    Attributes:
+        flags: of the last iteration: prefix -> whether the gradient is a spike.
+    """
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self._optimizers = optimizers_of(case, dict(net().named_parameters()))
+        self._judges = {prefix: Judge(**RULE) for prefix in self._optimizers}
+        self._counts = {prefix: dict.fromkeys(("spike", "skipped", "nonfinite"), 0) for prefix in self._optimizers}
+        self.flags: dict[str, bool] = {}
+
+    def of_iteration(self, facts: list[dict[str, Any]]) -> dict[str, float]:
+        """All values by name.
+
+        Args:
+            facts: what each rank's train step has kept.
+        """
+        fact = facts[0]  # what there is of parameters is whole on every rank
+        values: dict[str, float] = {}
+        made: set[str] = set()  # parameters for which a step was made
+        entered: set[str] = set()  # and those of optimizers that were called at all
+        self.flags = dict.fromkeys(self._optimizers, False)
+        for prefix, (_, names) in self._optimizers.items():
+            if fact["gradients"]:
+                values |= self._judged(prefix, fact)
+            if fact["steps"]:
+                overflow = self._overflows(prefix, fact)
+                entered.update([] if overflow and self.case.optimizer != "fused AdamW" else names)
+                made.update([] if overflow or (self.case.skip and self.flags[prefix]) else names)
+        values |= self._updates(fact, made) | self._gradients(fact, entered) | self._spectra(fact, made)
+        values |= self._step(fact)
+        values |= {
+            f"parameter/{name}/l2": float(weight.double().norm())
+            for name, weight in fact["before"].items()
+            if fact["looked at"]
+        }
+        if fact["looked at"]:
+            values |= _activations([each["calls"][0] for each in facts])
+            values |= _changes(fact["before"], [each["calls"] for each in facts])
+        return values
+
+    def _overflows(self, prefix: str, fact: dict[str, Any]) -> bool:
+        gradients = [fact["gradients"][name] for name in self._optimizers[prefix][1]]
+        return self.case.precision == "scaler" and not math.isfinite(norm_of(gradients))
+
+    def _judged(self, prefix: str, fact: dict[str, Any]) -> dict[str, float]:
+        """One norm enters the statistics per step; what is still accumulating is judged, and does not enter.
+
+        That is published only where it is flagged, or not finite.
+        """
+        norm = norm_of(fact["gradients"][name] for name in self._optimizers[prefix][1])
+        judge, counts = self._judges[prefix], self._counts[prefix]
+        if not fact["steps"]:
+            judge, counts = copy.deepcopy(judge), dict(counts)
+        values = judge.expect(norm)
+        overflow = not math.isfinite(norm)
+        if overflow and self.case.precision == "scaler":
+            values["spike"] = 0.0
+        self.flags[prefix] = values["spike"] == 1
+        counts["spike"] += self.flags[prefix]
+        counts["nonfinite"] += overflow
+        skipped = fact["steps"] and self.case.skip and self.flags[prefix]
+        counts["skipped"] += skipped
+        counts["judged"] = counts.get("judged", 0) + 1
+        if not (fact["steps"] or self.flags[prefix] or overflow):
+            return {f"{prefix}/stepped": 0.0}
+        values["stepped"] = float(fact["steps"] and not skipped and not (overflow and self.case.precision == "scaler"))
+        values |= {"norm": norm} | {f"{name}_count": float(counts[name]) for name in ("spike", "nonfinite", "skipped")}
+        values["spike_score"] = counts["spike"] / counts["judged"]
+        if self.case.precision == "scaler":
+            values["scale"] = fact["scale"]
+        return {f"{prefix}/{name}": value for name, value in values.items()}
+
+    def _updates(self, fact: dict[str, Any], made: set[str]) -> dict[str, float]:
+        values: dict[str, float] = {}
+        norms = {name: norm_of([each]) for name, each in fact["gradients"].items()}
+        if self.case.precision == "scaler":  # which looks after overflows
+            norms = {name: norm for name, norm in norms.items() if math.isfinite(norm)}
+        if fact["gradients"]:
+            values |= _order("monitor/grad", [*norms.values()])
+            values["monitor/vanishing_count"] = float(sum(norm < 1e-7 for norm in norms.values()))
+            values["monitor/exploding_count"] = float(sum(norm > 1e2 for norm in norms.values()))
+            largest = sorted(norms, key=lambda name: -norms[name])[:5]
+            values |= {f"monitor/topk_grad/{name}": norms[name] for name in largest}
+        if made:
+            values |= _order("monitor/update_ratio", [_ratio(fact, name) for name in made])
+            values["monitor/frozen_count"] = 0.0
+        return values
+
+    def _gradients(self, fact: dict[str, Any], entered: set[str]) -> dict[str, float]:
+        if not fact["looked at"]:
+            return {}
+        values = {}
+        for name, gradient in fact["gradients"].items():
+            before = _of_gradient(gradient)
+            values |= {f"gradient/{name}/{metric}": value for metric, value in _finite(before).items()}
+            if name in entered and name in fact.get("clipped", {}):
+                after = _of_gradient(fact["clipped"][name])
+                if str(after) != str(before):  # where NaN is NaN
+                    values |= {
+                        f"gradient_after_clip/{name}/{metric}": value for metric, value in _finite(after).items()
+                    }
+        return values
+
+    def _spectra(self, fact: dict[str, Any], made: set[str]) -> dict[str, float]:
+        weights = {name: each.double() for name, each in fact["after"].items() if each.ndim > 1}
+        singular = {name: torch.linalg.svdvals(each).tolist() for name, each in weights.items()}
+        norms = {name: max(each) for name, each in singular.items()}
+        ranks = [sum(x * x for x in each) / max(each) ** 2 for each in singular.values()]
+        scales = {name: math.sqrt(len(each) / each.shape[1]) for name, each in weights.items()}
+        conditions = [norms[name] / scales[name] for name in norms]
+        values = {
+            "norm_max": max(norms.values()),
+            "norm_mean": statistics.fmean(norms.values()),
+            "norm_std": statistics.pstdev(norms.values()),
+            "stable_rank_min": min(ranks),
+            "stable_rank_median": statistics.median(ranks),
+            "weight_condition_max": max(conditions),
+            "weight_condition_median": statistics.median(conditions),
+        }
+        for name, norm in norms.items():
+            values |= {f"norm/{name}": norm, f"topk/{name}": norm}
+        moved = [name for name in weights if name in made]
+        if moved:
+            changes = {
+                name: float(torch.linalg.matrix_norm(weights[name] - fact["before"][name].double(), ord=2))
+                for name in moved
+            }
+            values |= {
+                "update_norm_max": max(changes.values()),
+                "update_condition_max": max(changes[name] / scales[name] for name in moved),
+                "update_condition_median": statistics.median(changes[name] / scales[name] for name in moved),
+            }
+        return {f"spectral/{name}": value for name, value in values.items()}
+
+    def _step(self, fact: dict[str, Any]) -> dict[str, float]:
+        rates = [group["lr"] for group in self._optimizers["grad"][0].param_groups]
+        return {f"step/lr/group_{i}": rate for i, rate in enumerate(rates)} | {
+            "step/parameter_norm": norm_of(fact["after"].values())
+        }
+
+
+def _ratio(fact: dict[str, Any], name: str) -> float:
+    before, after = fact["before"][name].double(), fact["after"][name].double()
+    return float((after - before).norm()) / (float(before.norm()) + 1e-12)
+
+
+def _order(name: str, values: list[float]) -> dict[str, float]:
+    if not values:
+        return {}
+    ordered = sorted(values)
+    return {
+        f"{name}_median": statistics.median(ordered),
+        f"{name}_p95": ordered[math.ceil(0.95 * len(ordered)) - 1],
+        f"{name}_min": ordered[0],
+        f"{name}_max": ordered[-1],
+    }
+
+
+def _statistics(tensors: list[Tensor]) -> dict[str, float]:
+    """The built-in metrics of what makes one tensor together; where anything is not finite, the number of such."""
+    whole = torch.cat([each.double().flatten(0, -2) if each.ndim > 1 else each.double() for each in tensors])
+    nonfinite = int((~whole.isfinite()).sum())
+    values = {"nonfinite_count": float(nonfinite)}
+    if nonfinite:
+        return values
+    values |= {"mean": float(whole.mean()), "max_abs": float(whole.abs().max())}
+    values["l2_norm"] = float(whole.norm(dim=-1).mean())
+    if whole.numel() > 1:
+        values["std"] = float(whole.std())
+    if whole.ndim > 1:
+        values["dead_fraction"] = float((whole == 0).all(0).double().mean())
+    return values
+
+
+def _of_gradient(gradient: Tensor) -> dict[str, float]:
+    """All metrics of a gradient, those too that are not finite, and thus not published."""
+    values = _statistics([gradient]) | {"abs": float(gradient.double().abs().mean())}
+    return {name: values[name] for name in ("mean", "std", "max_abs", "nonfinite_count", "abs") if name in values}
+
+
+def _finite(values: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in values.items() if math.isfinite(value)}
+
+
+def _activations(ranks: list[dict[str, Any]]) -> dict[str, float]:
+    values = {}
+    for name in ranks[0]:
+        outputs = [output for calls in ranks for _, output in calls[name]]
+        found = _statistics(outputs)
+        values |= {f"activation/{name or '_root_'}/{metric}": value for metric, value in found.items()}
+    return values
+
+
+def _changes(weights: dict[str, Tensor], ranks: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, float]:
+    model, reference = net(), net().double()
+    model.load_state_dict(weights)
+    ours, theirs = (
+        {
+            name: [(((x.double(),), {}), y.double()) for calls in ranks for x, y in calls[which][name]]
+            for name in ranks[0][which]
+        }
+        for which in (0, 1)
+    )
+    return truth_of_calls(model.double(), reference, ours, theirs)

@@ -1,0 +1,263 @@
+"""Any module tree under every handler: right numbers and an untouched training, or a refusal that names the argument.
+
+``HARD_USE_EXAMPLES=50`` tries 50 times as many models, see :mod:`tests.stress._profile`.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from ignite.engine import Engine, Events
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from ignite_monitor import (
+    ActivationHandler,
+    GradMonitor,
+    RCCHandler,
+    SpectralNormHandler,
+    StepStatsHandler,
+    WeightUpdateHandler,
+    attach_monitors,
+)
+from ignite_monitor.scaling import AlignmentHandler
+from tests._helpers import footprint, hooks_only
+from tests._trainers import assert_same
+from tests.stress._judge import Judge, mean_std
+from tests.stress._models import ROWS, WIDTH, Model, Plan, plans
+from tests.stress._profile import examples
+from tests.stress._truth import Iteration, Recorder, Truth, copies, dense, norm
+
+HANDLERS = {
+    "grad": lambda model, optimizer: GradMonitor(model, optimizer),
+    "update": lambda model, optimizer: WeightUpdateHandler(model, optimizer, sample_size=None, top_k=0),
+    "activation": lambda model, optimizer: ActivationHandler(
+        model,
+        activations=True,
+        parameters=True,
+        gradients=True,
+        activation_differences=True,
+        parameter_differences=True,
+        reference="init",
+        attention=True,
+    ),
+    "rcc": lambda model, optimizer: RCCHandler(model),
+    "spectral": lambda model, optimizer: SpectralNormHandler(model, updates=True, per_parameter=True, top_k=0),
+    "alignment": lambda model, optimizer: AlignmentHandler(model),
+    "stats": lambda model, optimizer: StepStatsHandler(model, optimizer, peak_flops=1e12),
+}
+# What clocks and the operating system say, how "power" has got there, and what it says of its error.
+UNCHECKED = (
+    *("time_ms", "items_per_s", "mfu", "data_wait_ms", "data_wait_share", "peak_memory_mb", "resident_memory_mb"),
+    *("spectral/error_max", "spectral/iterations", "spectral/update_error_max"),
+)
+ITERATIONS = 3
+
+
+class Training:
+    """A model, and a trainer that counts on nothing but a loss."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.model: Model = plan.build()
+        self.optimizer = plan.make_optimizer(self.model)
+        self.engine = Engine(self._step)
+        self.states: list[Any] = []
+
+    def _step(self, engine: Engine, x: Tensor) -> float:
+        self.optimizer.zero_grad()
+        loss = self.model(x).square().mean()
+        loss.backward()
+        self.after_backward()
+        self.optimizer.step()
+        return loss.item()
+
+    def after_backward(self) -> None: ...
+
+    def run(self) -> None:
+        generator = torch.Generator().manual_seed(3)
+        torch.manual_seed(5)
+        batches = [torch.randn(ROWS, WIDTH, generator=generator) for _ in range(ITERATIONS)]
+        self.engine.add_event_handler(Events.ITERATION_COMPLETED, lambda _: self.states.append(self._state()))
+        self.engine.run(batches, max_epochs=1)
+
+    def footprint(self) -> dict[str, Any]:
+        return hooks_only(footprint(self.engine, self.model, self.optimizer))
+
+    def _state(self) -> dict[str, Any]:
+        gradients = [each.grad for each in self.model.parameters()]
+        return {
+            "model": {name: each.clone() for name, each in self.model.state_dict().items()},
+            "gradients": [None if each is None else dense(each).clone() for each in gradients],
+            "optimizer": copy.deepcopy(self.optimizer.state_dict()),
+            "output": self.engine.state.output,
+            "random": torch.get_rng_state(),
+        }
+
+
+class Recorded(Training):
+    """The same without monitors, recorded."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        # What can't be copied has no reference either.
+        self.initial = self.model if any(map(is_lazy, self.model.buffers())) else copy.deepcopy(self.model)
+        self.iterations: list[Iteration] = []
+        self.held = {name for name, each in self.model.named_parameters() if each.requires_grad}
+
+    def _step(self, engine: Engine, x: Tensor) -> float:
+        recorder = Recorder(self.model)
+        self.iterations.append(Iteration(torch.get_rng_state(), x.clone(), copies(self.model), recorder.calls))
+        loss = super()._step(engine, x)
+        recorder.close()
+        self.iterations[-1].after = copies(self.model)
+        return loss
+
+    def after_backward(self) -> None:
+        named = self.model.named_parameters()
+        self.iterations[-1].gradients = {name: each.grad.clone() for name, each in named if each.grad is not None}
+
+
+def is_refused(kind: str, plan: Plan, model: nn.Module) -> bool:
+    """Whether a handler has to refuse a model."""
+    parameters = list(model.parameters())
+    if any(map(is_lazy, parameters)):
+        return True
+    if any(map(is_lazy, model.buffers())):
+        return kind in ("activation", "rcc", "alignment")  # it can't be copied
+    if kind == "spectral":
+        return not any(each.ndim > 1 and each.numel() and each.is_floating_point() for each in parameters)
+    return False
+
+
+def expected(kinds: list[str], recorded: Recorded, top_k: int = 0) -> list[dict[str, float]]:
+    judge, still = Judge(mean_std(6.0, 20, 0.99)), dict[str, int]()
+    every = []
+    for iteration in recorded.iterations:
+        truth = Truth(recorded.initial, iteration, recorded.held)
+        values: dict[str, float] = {}
+        if "grad" in kinds and iteration.gradients:
+            detection = judge.judge(norm([dense(each) for each in iteration.gradients.values()]), said=False)
+            judge.observe(detection)
+            values |= {f"grad/{name}": value for name, value in detection.statistics().items()}
+            values |= {f"grad/{name}_count": 0.0 for name in ("spike", "skipped", "nonfinite")} | {
+                "grad/stepped": 1.0,
+                "grad/spike_score": 0.0,
+            }
+        if "update" in kinds:
+            values |= truth.update(still, top_k)
+        if "activation" in kinds:
+            values |= truth.activations()
+        if "rcc" in kinds:
+            values |= truth.rcc()
+        if "spectral" in kinds:
+            values |= truth.spectral()
+        if "alignment" in kinds:
+            values |= truth.alignment()
+        if "stats" in kinds:
+            values |= truth.stats(recorded.optimizer.param_groups[0]["lr"])
+        every.append(values)
+    return every
+
+
+def tolerance(name: str) -> tuple[float, float]:
+    """Relative and absolute, of a value."""
+    if name.startswith("spectral/"):
+        return 1e-3, 1e-6  # what power iteration is content with
+    if name.startswith(("alignment/", "rcc/weight_share/")):
+        return 1e-4, 1e-3  # where a change is one of the last digits
+    if name.startswith("rcc/"):
+        return 1e-4, 2e-6  # the rounding of float32 numbers around 1
+    if name in ("grad/std", "grad/threshold") or "_difference/" in name:
+        return 1e-5, 1e-6  # that of norms and of differences
+    return 1e-5, 1e-8
+
+
+def assert_close(said: dict[str, float], truth: dict[str, float], where: str) -> None:
+    assert said.keys() == truth.keys(), where
+    for name, value in truth.items():
+        rel, least = tolerance(name)
+        if name == "grad/std":  # of norms that are rounded to float32
+            least += torch.finfo(torch.float32).eps * truth["grad/mean"]
+        assert said[name] == pytest.approx(value, rel=rel, abs=least), f"{where}: {name}"
+
+
+def published_by(training: Training) -> list[dict[str, float]]:
+    """Runs a training; what stands in its metrics after each iteration."""
+    published: list[dict[str, float]] = []
+
+    @training.engine.on(Events.ITERATION_COMPLETED)
+    def note(engine: Engine) -> None:
+        values = {name: float(value) for name, value in engine.state.metrics.items()}
+        published.append({name: value for name, value in values.items() if not name.endswith(UNCHECKED)})
+
+    before = training.footprint()
+    training.run()
+    assert training.footprint() | of_modules(training) == before | of_modules(training)
+    return published
+
+
+def of_modules(training: Training) -> dict[str, Any]:
+    """What is on a model's modules; lazy ones lose hooks of their own in their first pass."""
+    return {key: value for key, value in training.footprint().items() if key in ("hooks", "module")}
+
+
+def recorded_like(training: Training, plan: Plan) -> Recorded:
+    """The same without monitors, which has to be the same to the last bit."""
+    recorded = Recorded(plan)
+    recorded.run()
+    assert of_modules(training) == of_modules(recorded)
+    assume(all(bool(each.isfinite().all()) for each in recorded.iterations[-1].after.values()))
+    for place, (ours, theirs) in enumerate(zip(training.states, recorded.states, strict=True)):
+        assert_same(ours, theirs, f"iteration {place + 1}")
+    return recorded
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors is a no-op:UserWarning")
+@given(plans(), st.permutations([*HANDLERS]), st.integers(1, len(HANDLERS)))
+@examples(40)
+def test_any_model(plan, order, count):
+    training = Training(plan)
+    kinds = []
+    for kind in order[:count]:
+        if is_refused(kind, plan, training.model):
+            with pytest.raises(ValueError, match="model"):
+                HANDLERS[kind](training.model, training.optimizer)
+        else:
+            kinds.append(kind)
+            HANDLERS[kind](training.model, training.optimizer).attach(training.engine)
+    if not kinds:
+        return
+    published = published_by(training)
+    truths = expected(kinds, recorded_like(training, plan))
+    for place, (said, truth) in enumerate(zip(published, truths, strict=True)):
+        assert_close(said, truth, f"iteration {place + 1}")
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors is a no-op:UserWarning")
+@given(plans())
+@examples(10)
+def test_the_handlers_most_trainings_want(plan):
+    training = Training(plan)
+    if is_refused("grad", plan, training.model):
+        with pytest.raises(ValueError, match="model"):
+            attach_monitors(training.engine, training.model, training.optimizer)
+        return
+    attach_monitors(training.engine, training.model, training.optimizer, every=1)
+    published = published_by(training)
+    truths = expected(["grad", "update", "activation"], recorded_like(training, plan), top_k=5)
+    wanted = ("std", "max_abs", "dead_fraction", "nonfinite_count")
+    for place, (said, truth) in enumerate(zip(published, truths, strict=True)):
+        chosen = {
+            name: value
+            for name, value in truth.items()
+            if name.startswith(("grad/", "monitor/", "attention_"))
+            or (name.startswith("activation/") and name.endswith(wanted))
+        }
+        of_others = ("step/", "optimizer/")  # which have tests of their own
+        said = {name: value for name, value in said.items() if not name.startswith(of_others)}
+        assert_close(said, chosen, f"iteration {place + 1}")

@@ -1,0 +1,211 @@
+"""Any sequence of norms through a real GradMonitor, beside the contract's rules over the whole history in Python.
+
+``HARD_USE_EXAMPLES=50`` tries 50 times as many sequences, see :mod:`tests.stress._profile`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from ignite.engine import Engine, Events
+from torch import nn
+from torch.amp import GradScaler
+
+from ignite_monitor import GradMonitor
+from tests.stress._judge import LARGEST, SMALLEST, Judge, Rule, function, mean_std, robust, static
+from tests.stress._profile import examples
+
+SPECIAL = [0.0, 5e-324, 1e-310, 1e-45, 1e-38, 1.0, 1e38, math.inf, math.nan]
+DTYPES = {torch.float32: [*SPECIAL, 3e38], torch.float64: [*SPECIAL, 1e60, 1e120, 1e160, 1e300]}
+
+
+RATES = st.sampled_from([0.5, 1.0, 3.0, 10.0])
+WARMUPS = st.integers(2, 6)
+DECAYS = st.sampled_from([None, 0.5, 0.9, 0.99])
+RULES = st.one_of(
+    st.builds(mean_std, RATES, WARMUPS, DECAYS),
+    st.builds(static, st.sampled_from([1e-40, 0.5, 1.0, 1e30, 1e200])),
+    st.builds(robust, RATES, WARMUPS, DECAYS, st.sampled_from([0.5, 1.0, 2.0])),
+    st.builds(function, st.sampled_from([0.5, 1.0, 4.0])),
+)
+
+
+@st.composite
+def sequences(draw: Any, dtype: torch.dtype) -> list[float]:
+    """Norms in stretches: of anything, of one number, of two in turn, and of a level with noise."""
+    number = st.sampled_from(DTYPES[dtype]) | st.floats(0, 1e4, width=32)
+    norms: list[float] = []
+    for _ in range(draw(st.integers(1, 4))):
+        length = draw(st.integers(1, 12))
+        kind = draw(st.sampled_from(["any", "constant", "alternating", "level"]))
+        if kind == "any":
+            norms += draw(st.lists(number, min_size=length, max_size=length))
+        elif kind == "level":
+            level = draw(st.sampled_from([1e-42, 1e-10, 1.0, 1e30]))
+            noise = draw(st.lists(st.floats(0.5, 2), min_size=length, max_size=length))
+            norms += [level * each for each in noise]
+        else:
+            pair = [draw(number), draw(number)] if kind == "alternating" else [draw(number)]
+            norms += (pair * length)[:length]
+    return norms
+
+
+@dataclasses.dataclass
+class Run:
+    """What is drawn."""
+
+    dtype: torch.dtype
+    norms: list[float]
+    rule: Rule
+    reaction: str  # to a spike: "step", "skip_step", or the train step itself "leaves out" the optimizer's
+    max_consecutive: int
+    with_optimizer: bool
+    scaled: bool
+    resume_at: int
+
+
+@st.composite
+def runs(draw: Any) -> Run:
+    dtype = draw(st.sampled_from([*DTYPES]))
+    norms = draw(sequences(dtype))
+    reaction = draw(st.sampled_from(["step", "skip_step", "leaves out"]))
+    return Run(
+        dtype,
+        norms,
+        draw(RULES),
+        reaction,
+        draw(st.integers(1, 4)),
+        reaction == "skip_step" or draw(st.booleans()),
+        draw(st.booleans()),
+        draw(st.integers(0, len(norms))),
+    )
+
+
+class Weights(nn.Module):
+    """Weights of which a train step chooses the gradient: the derivative of their product with it."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, dtype=dtype))
+
+    def forward(self, gradient: torch.Tensor) -> torch.Tensor:
+        return (self.weight * gradient).sum()
+
+
+class Observed:
+    """A training whose gradients have the norms that are drawn, and what its monitor says of each."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.model = Weights(run.dtype)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
+        self.scaler = GradScaler("cpu", init_scale=1.0) if run.scaled else None
+        self.scales: list[float] = []
+        self.truth: list[float] = []
+        self.said: list[dict[str, float]] = []
+        self.flags: list[bool] = []
+        self.moved: list[bool] = []
+        self.spikes: list[float] = []
+
+    def monitor(self) -> GradMonitor:
+        return GradMonitor(
+            self.model,
+            self.optimizer if self.run.with_optimizer else None,
+            scaler=self.scaler,
+            threshold=self.run.rule.make(),
+            skip_step=self.run.reaction == "skip_step",
+            on_spike=lambda engine, norm: self.spikes.append(float(norm)),
+            max_consecutive_spikes=self.run.max_consecutive,
+        )
+
+    def train(self, monitor: GradMonitor, norms: list[float]) -> None:
+        directions = torch.tensor([0.6, 0.0, -0.8], dtype=torch.float64)
+        # Not a product of inf and 0, which is NaN.
+        batches = [torch.full((3,), n) if not math.isfinite(n) else n * directions for n in norms]
+        engine = Engine(self._step)
+        monitor.attach(engine)
+        engine.add_event_handler(Events.ITERATION_COMPLETED, self._note)
+        if batches:
+            engine.run(batches, max_epochs=1)
+        monitor.detach()
+
+    def _step(self, engine: Engine, batch: torch.Tensor) -> None:
+        assert engine.state.unhealthy_spike is False
+        assert engine.state.grad_norm is None
+        self.optimizer.zero_grad()
+        with torch.no_grad():
+            self.model.weight.fill_(0.0)
+        loss = self.model(batch.to(self.run.dtype))
+        scale = 1.0 if self.scaler is None else self.scaler.get_scale()
+        self.scales.append(scale)
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        self.truth.append(math.hypot(*(each / scale for each in self.model.weight.grad.tolist())))
+        if any(map(math.isnan, self.model.weight.grad.tolist())):
+            self.truth[-1] = math.nan
+        flag = bool(engine.state.unhealthy_spike)
+        self.flags.append(flag)
+        if not (flag and self.run.reaction == "leaves out"):
+            if self.scaler is None:
+                self.optimizer.step()
+            else:
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+        self.moved.append(bool(self.model.weight.any()))
+
+    def _note(self, engine: Engine) -> None:
+        self.said.append({name: float(value) for name, value in engine.state.metrics.items()})
+        assert bool(engine.state.unhealthy_spike) is self.flags[-1]
+
+
+@given(runs())
+@examples(120)
+def test_what_is_said_of_any_sequence_of_norms(run):
+    observed = Observed(run)
+    monitor = observed.monitor()
+    observed.train(monitor, run.norms[: run.resume_at])
+    file = io.BytesIO()
+    torch.save(dict(monitor.state_dict()), file)
+    file.seek(0)
+    resumed = observed.monitor()
+    resumed.load_state_dict(torch.load(file, weights_only=True))
+    observed.train(resumed, run.norms[run.resume_at :])
+
+    judge = Judge(run.rule, run.max_consecutive, overflow_is_spike=not run.scaled)
+    skipped = 0
+    tolerance = 1e-12 if run.dtype == torch.float64 else 1e-6
+    for place, (truth, said, flag) in enumerate(zip(observed.truth, observed.said, observed.flags, strict=True)):
+        norm = said["grad/norm"]
+        # Subnormal numbers have few digits, and scaled ones fewer.
+        least = 1e-305 if run.scaled else 1e-321 if truth > 1e-315 else 0.0
+        assert norm == pytest.approx(truth, rel=tolerance, abs=least, nan_ok=True), place
+        detection = judge.judge(norm, flag)
+        overflow = run.scaled and not math.isfinite(norm)
+        stepped = not overflow and not (detection.spike and run.reaction == "leaves out")
+        if stepped or not run.with_optimizer or detection.spike or overflow:
+            judge.observe(detection)
+        skipped += detection.spike and stepped and run.reaction == "skip_step"
+        counts = {
+            "spike_count": judge.spike_count,
+            "spike_score": judge.spike_score,
+            "skipped_count": skipped,
+            "nonfinite_count": judge.nonfinite_count,
+            "stepped": float(stepped and not (detection.spike and run.reaction == "skip_step")),
+        } | ({"scale": observed.scales[place]} if run.scaled else {})
+        expected = {f"grad/{name}": value for name, value in (detection.statistics() | counts).items()}
+        # Of equal norms the mean is rounded, and the deviation from it is of that size.
+        rounding = 1e-9 * max((each for each in observed.truth[:place] if each <= LARGEST), default=0.0)
+        assert said == pytest.approx(expected, rel=1e-9, abs=SMALLEST + rounding, nan_ok=True), place
+        assert flag == bool(said["grad/spike"])
+        if math.isfinite(norm) and norm > 0:
+            assert observed.moved[place] is not (flag and run.reaction != "step"), place
+        if judge.unsure:
+            return
+    spiked = [norm["grad/norm"] for norm, flag in zip(observed.said, observed.flags, strict=True) if flag]
+    assert observed.spikes == pytest.approx(spiked, rel=0, abs=0, nan_ok=True)

@@ -1,0 +1,275 @@
+"""All monitors, loggers and handlers of Ignite on one trainer: training is as without, every value as alone."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import math
+import random
+import tempfile
+import weakref
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ignite.engine import Events
+from ignite.handlers import ProgressBar
+from ignite.handlers.tensorboard_logger import TensorboardLogger
+
+from ignite_monitor import HDF5Logger, MonitorEvents, read_hdf5
+from tests._helpers import LONG, footprint, hooks_only, same, scalars
+from tests.stress._training import EPOCHS, LENGTH, MONITORS, PROBLEMS, SPIKE, UNSTEADY, Training
+
+# What each one watches, where it is not every iteration; the damaged batch is in one that all of them do.
+SPREAD = {"update": 2, "moments": 2, "activation": 5, "rcc": 2, "spectral": 5, "alignment": 2}
+ALL = tuple(MONITORS)
+
+
+class Monitored:
+    """A training that was watched, and what has been written of it."""
+
+    def __init__(
+        self,
+        problem: str,
+        folder: Path,
+        names: tuple[str, ...] = ALL,
+        spread: bool = False,
+        order: int | None = None,
+        leaves: str | None = None,
+        at: Any = None,
+        on_board: bool = True,
+        listens: bool = False,
+    ) -> None:
+        # Where nothing else leaves the damaged step out, the train step does.
+        self.training = training = Training(problem, skips=[] if "grad" in names and leaves != "grad" else [SPIKE])
+        trainer = training.trainer
+        self.monitors = {name: MONITORS[name](training.model, training.optimizer) for name in names}
+        self.heard = {event: [] for event in (MonitorEvents.GRADIENTS_READY, MonitorEvents.SPIKE_DETECTED) if listens}
+        with ExitStack() as stack:
+            loggers = {"file": stack.enter_context(HDF5Logger(folder / "run.h5"))}
+            if on_board:
+                loggers["board"] = stack.enter_context(TensorboardLogger(log_dir=folder / "board"))
+            attaching = training.surroundings(folder / "checkpoints", **self.monitors)
+            for name, monitor in self.monitors.items():
+                every = SPREAD.get(name, 1) if spread else 1
+                event = Events.ITERATION_STARTED(every=every) if every > 1 else Events.ITERATION_STARTED
+                attaching[f"attach {name}"] = functools.partial(monitor.attach, trainer, event)
+                for kind, logger in loggers.items():
+                    attaching[f"{kind} {name}"] = functools.partial(monitor.log_to, logger, trainer)
+            keys = list(attaching)
+            if order is not None:
+                random.Random(order).shuffle(keys)
+            for key in keys:
+                attaching[key]()
+            if leaves is not None:
+                trainer.add_event_handler(at, self.monitors[leaves].detach)
+            for event in self.heard:
+                trainer.add_event_handler(
+                    event, lambda engine, event: self.heard[event].append(engine.state.iteration), event
+                )
+            training.note()
+            training.run()
+        self.board = scalars(folder / "board") if on_board else {}
+        self.file = read_hdf5(folder / "run.h5")
+
+
+def monitored(problem: str, **kwargs: Any) -> Monitored:
+    with tempfile.TemporaryDirectory() as folder:
+        return Monitored(problem, Path(folder), **kwargs)
+
+
+@functools.cache
+def alone(problem: str, name: str, spread: bool = False) -> dict[int, dict[str, float]]:
+    """What a monitor publishes with no other beside it: iteration -> name -> value."""
+    if spread and name not in SPREAD:
+        return alone(problem, name)
+    return monitored(problem, names=(name,), spread=spread, on_board=False).training.published
+
+
+@functools.cache
+def unwatched(problem: str) -> dict[str, Any]:
+    """The outcome of the training without monitors."""
+    training = Training(problem, skips=[SPIKE])
+    with tempfile.TemporaryDirectory() as folder:
+        for attach in training.surroundings(Path(folder)).values():
+            attach()
+        training.run()
+    return training.outcome()
+
+
+def check_published(ours: dict[str, float], theirs: dict[str, float], iteration: int) -> None:
+    assert ours.keys() == theirs.keys(), iteration
+    for name, value in ours.items():
+        assert value == theirs[name] or name in UNSTEADY, (iteration, name, value, theirs[name])
+        assert math.isfinite(value), (iteration, name)
+
+
+def check_written(run: Monitored) -> None:
+    """Each published value stands in both loggers' files, once, at its step; and nothing else does."""
+    expected: dict[str, list[tuple[int, float]]] = {}
+    for iteration, named in run.training.published.items():
+        for name, value in named.items():
+            expected.setdefault(name, []).append((iteration, value))
+    in_float32 = {
+        name: [(step, float(np.float32(value))) for step, value in points] for name, points in expected.items()
+    }
+    assert run.board == in_float32
+    assert set(run.file) == set(expected)
+    for name, (steps, values) in run.file.items():
+        written = list(zip(steps.tolist(), values.tolist(), strict=True))
+        for got, whole, rounded in zip(written, expected[name], in_float32[name], strict=True):
+            assert got in (whole, rounded), name
+
+
+@pytest.mark.parametrize(
+    ("spread", "order"), [(False, 0), pytest.param(False, 1, marks=LONG), (True, 2), pytest.param(True, 3, marks=LONG)]
+)
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_in_any_order(problem, spread, order):
+    run = monitored(problem, spread=spread, order=order, listens=True)
+    published = run.training.published
+    assert [iteration for iteration, named in published.items() if named["grad/spike"]] == [SPIKE]
+    assert published[EPOCHS * LENGTH]["grad/skipped_count"] == 1
+    outcome, expected = run.training.outcome(), unwatched(problem)
+    for part in expected:
+        assert same(outcome[part], expected[part]), part
+    for iteration in range(1, EPOCHS * LENGTH + 1):
+        theirs: dict[str, float] = {}
+        for name in ALL:
+            theirs |= alone(problem, name, spread)[iteration]
+        check_published(published[iteration], theirs, iteration)
+    check_written(run)
+
+
+def test_what_was_watched():
+    """None of the comparisons above is one of nothing with nothing."""
+    families = {
+        "grad": {"grad/norm", "grad/threshold"},
+        "update": {"monitor/update_ratio_median", "monitor/topk_grad/first.0.weight"},
+        "activation": {
+            "activation/first.1/std", "gradient/readout.weight/l2_norm", "parameter/readout.bias/mean_abs",
+            "activation_difference/second/cosine", "parameter_difference/readout.weight/max_abs",
+        },
+        "rcc": {"rcc/weight_update/first.0", "rcc/input_drift/second.0"},
+        "spectral": {"spectral/norm_max", "spectral/update_norm_max", "spectral/topk/second.0.weight"},
+        "stats": {"step/lr/group_0", "step/mfu", "step/parameter_norm"},
+        "alignment": {"alignment/z0_dW/second.0", "alignment/dZ_dW/readout"},
+    }  # fmt: skip
+    for name, keys in families.items():
+        assert keys <= alone("net", name)[LENGTH].keys()
+    entropies = [key for key in alone("llama", "activation")[LENGTH] if key.startswith("attention_entropy/")]
+    assert len(entropies) == 2 * 4
+    # An iteration whose step is left out moves no weight.
+    assert "monitor/update_ratio_median" not in alone("net", "update")[SPIKE]
+    assert "spectral/update_norm_max" not in alone("net", "spectral")[SPIKE]
+
+
+EVENTS = {
+    "before an iteration": Events.ITERATION_STARTED(once=7),
+    "in a train step": MonitorEvents.GRADIENTS_READY(once=7),
+    "after an iteration": Events.ITERATION_COMPLETED(once=7),
+}
+
+
+@pytest.mark.parametrize(
+    ("leaves", "at"),
+    [
+        *((name, "in a train step") for name in ALL),
+        ("grad", "before an iteration"),
+        ("activation", "before an iteration"),
+        ("update", "after an iteration"),
+        ("rcc", "after an iteration"),
+    ],
+)
+def test_one_leaves_in_the_middle(leaves, at):
+    run = monitored("net", leaves=leaves, at=EVENTS[at], on_board=False)
+    outcome, expected = run.training.outcome(), unwatched("net")
+    for part in expected:
+        assert same(outcome[part], expected[part]), part
+    last = 7 if at.startswith("after") else 6
+    for iteration, published in run.training.published.items():
+        theirs: dict[str, float] = {}
+        for name in ALL:
+            if name != leaves or iteration <= last:
+                theirs |= alone("net", name)[iteration]
+        # What leaves before `note` looks takes its values along, after the loggers have them.
+        if last == iteration == 7:
+            theirs = {key: value for key, value in theirs.items() if key not in alone("net", leaves)[7]}
+        check_published(published, theirs, iteration)
+    for name, (steps, _) in run.file.items():
+        if name in alone("net", leaves)[LENGTH]:
+            assert steps.tolist() == [step for step in range(1, last + 1) if name in alone("net", leaves)[step]]
+
+
+@pytest.mark.parametrize(
+    ("joins", "at"),
+    [("activation", at) for at in EVENTS] + [("grad", "in a train step"), ("rcc", "before an iteration")],
+)
+def test_one_joins_in_the_middle(joins, at, tmp_path):
+    training = Training("net", skips=[SPIKE] if joins == "grad" else [])
+    trainer = training.trainer
+    monitors = {name: MONITORS[name](training.model, training.optimizer) for name in ALL}
+    late = monitors.pop(joins)
+    for monitor in monitors.values():
+        monitor.attach(trainer)
+        monitor.log_to(ProgressBar(disable=True), trainer)
+    late.log_to(ProgressBar(disable=True), trainer)
+    for attach in training.surroundings(tmp_path).values():
+        attach()
+    trainer.add_event_handler(EVENTS[at], lambda: late.attach(trainer))
+    training.note()
+    training.run()
+    outcome, expected = training.outcome(), unwatched("net")
+    for part in expected:
+        assert same(outcome[part], expected[part]), part
+    keys = alone("net", joins)[LENGTH].keys()
+    first = 7 if at.startswith("before") else 8
+    for iteration, published in training.published.items():
+        theirs: dict[str, float] = {}
+        for name in monitors:
+            theirs |= alone("net", name)[iteration]
+        check_published({key: value for key, value in published.items() if key in theirs}, theirs, iteration)
+        assert bool(published.keys() & keys) is (iteration >= first)
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_nothing_is_left(problem, tmp_path):
+    training = Training(problem)
+    trainer, model, optimizer = training.trainer, training.model, training.optimizer
+    for attach in training.surroundings(tmp_path / "checkpoints").values():
+        attach()
+    training.run(max_epochs=1)
+    before = footprint(trainer, model, optimizer)
+    monitors = {name: make(model, optimizer) for name, make in MONITORS.items()}
+    with TensorboardLogger(log_dir=tmp_path) as board, HDF5Logger(tmp_path / "run.h5") as file:
+        for monitor in monitors.values():
+            monitor.attach(trainer)
+            monitor.log_to(board, trainer)
+            monitor.log_to(file, trainer)
+        attached = hooks_only(footprint(trainer, model, optimizer))
+        training.run()
+        assert hooks_only(footprint(trainer, model, optimizer)) == attached
+        for monitor in monitors.values():
+            monitor.detach()
+    assert footprint(trainer, model, optimizer) == before
+    held = [*monitors.values(), *(monitors[name].reference for name in ("activation", "rcc", "alignment"))]
+    references = [weakref.ref(each) for each in held]
+    gc.collect()
+    gc.disable()
+    try:
+        del monitor, monitors, held
+        assert [type(each()) for each in references if each() is not None] == []
+    finally:
+        gc.enable()
+
+
+def test_a_dropped_training_is_freed(tmp_path):
+    run = Monitored("net", tmp_path)
+    model, trainer = run.training.model, run.training.trainer
+    held = [model, trainer, run.training.ema.ema_model, *run.monitors.values(), *model.parameters()]
+    references = [weakref.ref(each) for each in held]
+    del run, model, trainer, held
+    gc.collect()
+    assert [type(each()) for each in references if each() is not None] == []

@@ -1,0 +1,359 @@
+"""Trainings that break off: what is published and written after all is what the unbroken training says.
+
+Attached is everything there is: all monitors, both kinds of files, and Ignite's own handlers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import multiprocessing
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from ignite.engine import Events
+
+import ignite_monitor
+from ignite_monitor import MonitorEvents
+from tests._helpers import LONG, footprint, hooks_only, same
+from tests.stress._resumed import END, SAVED, ResumedTraining, Series, train_until_killed, written
+from tests.stress._training import UNSTEADY, digits, seed_all
+
+EVENTS = {
+    "every iteration": lambda: Events.ITERATION_STARTED,
+    "every third": lambda: Events.ITERATION_STARTED(every=3),
+}
+EVERY = pytest.mark.parametrize("event", EVENTS)
+
+
+@functools.cache
+def unbroken(event: str, accumulate: int = 1) -> tuple[ResumedTraining, Series, Series]:
+    """A training that runs from its beginning to its end, and what its files hold."""
+    with tempfile.TemporaryDirectory() as folder:
+        training = ResumedTraining(Path(folder), EVENTS[event](), accumulate)
+        training.train()
+        return training, *written(Path(folder))
+
+
+def steady(published):
+    return {
+        iteration: {name: value for name, value in named.items() if name not in UNSTEADY}
+        for iteration, named in published.items()
+    }
+
+
+def check_files(folder: Path, *expected: Series) -> None:
+    """What stands in the HDF5 file, and in TensorBoard's."""
+    for ours, theirs in zip(written(folder), expected, strict=False):
+        assert ours.keys() == theirs.keys()
+        for name in theirs:
+            assert ours[name] == theirs[name], name
+
+
+def check(training: ResumedTraining, event: str, accumulate: int = 1, boards: bool = True) -> None:
+    """Parameters and all else that training makes, what was published, and what was written.
+
+    TensorBoard's writer takes nothing back: it has to be made anew after a step back.
+    """
+    whole, *files = unbroken(event, accumulate)
+    outcome, expected = training.outcome(), whole.outcome()
+    for part in ("model", "optimizer", "ema", "scheduler"):
+        assert same(outcome[part], expected[part]), part
+    published = steady(whole.published)
+    for iteration, named in steady(training.published).items():
+        assert same(named, published[iteration]), iteration
+    check_files(training.folder, *files[: 1 + boards])
+
+
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=LONG), 2])
+@EVERY
+def test_interrupted_and_gone_on_with(event, accumulate, tmp_path, caplog):
+    training = ResumedTraining(tmp_path, EVENTS[event](), accumulate)
+    trainer = training.trainer
+    stops = [
+        Events.STARTED,
+        Events.ITERATION_STARTED(once=2),
+        Events.ITERATION_COMPLETED(once=[3, 5, 9]),
+        Events.GET_BATCH_STARTED(once=6),
+        Events.GET_BATCH_COMPLETED(once=7),
+        Events.EPOCH_COMPLETED(once=2),
+        Events.EPOCH_STARTED(once=3),
+        MonitorEvents.GRADIENTS_READY(once=12),
+    ]
+    pauses = []
+
+    def steps():
+        for stop in stops:
+            trainer.add_event_handler(stop, trainer.interrupt)
+        training.run()
+        while trainer.state.iteration < END:
+            pauses.append((trainer.state.iteration, trainer.last_event_name))
+            training.validate()
+            training.run()
+
+    training.train(steps)
+    assert caplog.messages == []  # nothing is said to be missing before the end
+    assert len(pauses) == len(stops) + 2
+    check(training, event, accumulate)
+
+
+def fail_once(training, place, error, iteration):
+    """Raise an error at a place of the train step, once; what is to be back to normal after it is compared."""
+    failed = []
+
+    def disturb(now):
+        if now == place and training.trainer.state.iteration == iteration and not failed:
+            failed.append(True)
+            raise error
+
+    training.disturb = disturb
+
+
+@pytest.mark.parametrize("same_process", [True, False], ids=["same process", "new process"])
+@pytest.mark.parametrize(
+    ("place", "error", "iteration", "event", "accumulate"),
+    [
+        ("forward", ZeroDivisionError, 6, "every third", 1),
+        ("forward", KeyboardInterrupt, 11, "every iteration", 1),
+        ("backward", ZeroDivisionError, 10, "every iteration", 1),
+        ("backward", KeyboardInterrupt, 9, "every third", 2),
+        ("step", KeyboardInterrupt, 14, "every iteration", 2),
+    ],
+)
+def test_an_error_and_back_to_the_last_checkpoint(place, error, iteration, event, accumulate, same_process, tmp_path):
+    training = ResumedTraining(tmp_path, EVENTS[event](), accumulate)
+    start = (iteration - 1) // SAVED * SAVED
+
+    def steps():
+        before = hooks_only(footprint(training.trainer, training.model, training.optimizer))
+        fail_once(training, place, error, iteration)
+        with pytest.raises(error):
+            training.go_on()
+        assert hooks_only(footprint(training.trainer, training.model, training.optimizer)) == before
+        if same_process:
+            assert training.load() == start
+            training.go_on()
+
+    training.train(steps)
+    if not same_process:
+        training = ResumedTraining(tmp_path, EVENTS[event](), accumulate)
+        assert training.load() == start
+        training.train()
+    check(training, event, accumulate, boards=not same_process)
+
+
+@contextlib.contextmanager
+def interrupted_at_call(number):
+    """KeyboardInterrupt, as from Ctrl-C, when that many functions of the package have been entered."""
+    package, calls, before = str(Path(ignite_monitor.__file__).parent), itertools.count(1), sys.gettrace()
+
+    def trace(frame, event, _):
+        code = frame.f_code
+        # In a generator expression it may get lost in what consumes it, and in the end of torch's no_grad it leaves
+        # gradients off; neither is the package's doing.
+        lost = code.co_name == "<genexpr>" or frame.f_back.f_code.co_filename.endswith("grad_mode.py")
+        if code.co_filename.startswith(package) and not lost and next(calls) == number:
+            sys.settrace(before)
+            raise KeyboardInterrupt
+
+    sys.settrace(trace)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            yield
+    finally:
+        sys.settrace(before)
+
+
+def test_interrupted_at_any_moment_and_back_to_the_last_checkpoint(tmp_path):
+    training = ResumedTraining(tmp_path)
+
+    def steps():
+        before = hooks_only(footprint(training.trainer, training.model, training.optimizer))
+        fail_once(training, "forward", KeyboardInterrupt, 5)
+        with pytest.raises(KeyboardInterrupt):
+            training.go_on()
+        for number in (*range(1, 24), 80, 700, 1500, 3000, 6000, 10000):
+            training.load()
+            with interrupted_at_call(number):
+                training.go_on()
+            assert hooks_only(footprint(training.trainer, training.model, training.optimizer)) == before, number
+        training.load()
+        training.go_on()
+
+    training.train(steps)
+    check(training, "every iteration", boards=False)
+
+
+# Without a checkpoint: an iteration that broke off is one that was never watched
+
+
+class Breaking(ResumedTraining):
+    """A training in whose iteration 7 the train step gets as far as a place, and no further."""
+
+    def __init__(self, folder, event, place, how=None):
+        super().__init__(folder, event)
+        self.place, self.how = place, how
+
+    def train_step(self, engine, batch):
+        if engine.state.iteration != 7:
+            return super().train_step(engine, batch)
+        self.disturb = self.stop
+        try:
+            self.disturb("start")
+            return super().train_step(engine, batch)
+        except StopIteration:
+            return None
+
+    def stop(self, place):
+        if place == self.place:
+            self.disturb = lambda _: None
+            raise self.how or StopIteration
+
+
+@functools.cache
+def twin_of(event: str, place: str) -> tuple[dict[int, dict[str, float]], Series, Series]:
+    """The same without an error, and without a monitor in iteration 7: what is published, and the files."""
+    watches = EVENTS[event]().filter or (lambda engine, iteration: True)
+    with tempfile.TemporaryDirectory() as folder:
+        event = Events.ITERATION_STARTED(lambda engine, iteration: iteration != 7 and watches(engine, iteration))
+        training = Breaking(Path(folder), event, place)
+        training.train()
+        return steady(training.published), *written(Path(folder))
+
+
+@pytest.mark.parametrize(
+    ("event", "place", "how"),
+    [
+        ("every iteration", "forward", KeyboardInterrupt),
+        ("every iteration", "backward", ZeroDivisionError),
+        ("every third", "backward", KeyboardInterrupt),
+    ],
+)
+def test_an_error_and_on_with_the_next_iteration(event, place, how, tmp_path):
+    training = Breaking(tmp_path, EVENTS[event](), place, how)
+
+    def steps():
+        with pytest.raises(how):
+            training.go_on()
+        # All that there is to see is the norm of the gradient that was made.
+        assert all(name.startswith("grad/") for name in training.trainer.state.metrics)
+        training.go_on()
+
+    training.train(steps)
+    published, *files = twin_of(event, place)
+    assert published[7] == {}
+    assert same(steady(training.published) | {7: {}}, published)
+    check_files(tmp_path, *files)
+
+
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_an_error_that_a_handler_swallows(place, tmp_path):
+    """Ignite ends the epoch, and goes on with the next."""
+    event = "every iteration"
+    training = Breaking(tmp_path, EVENTS[event](), place, ZeroDivisionError)
+    training.trainer.add_event_handler(Events.EXCEPTION_RAISED, lambda *_: None)
+    training.train()
+    published, *files = twin_of(event, place)
+    assert same(steady(training.published) | {7: {}}, published)
+    check_files(tmp_path, *files)
+
+
+@pytest.mark.parametrize(
+    ("event", "what", "skip_completed"),
+    [
+        ("every iteration", "terminate", True),
+        ("every iteration", "terminate_epoch", False),
+        ("every third", "terminate", False),
+        ("every third", "terminate_epoch", True),
+    ],
+)
+def test_terminated_after_an_iteration_and_run_again(event, what, skip_completed, tmp_path):
+    training = ResumedTraining(tmp_path, EVENTS[event]())
+    for iteration in (2, 8, 9):
+        at = Events.ITERATION_COMPLETED(once=iteration)
+        training.trainer.add_event_handler(at, lambda: getattr(training.trainer, what)(skip_completed))
+    training.train()
+    check(training, event)
+
+
+@pytest.mark.parametrize(("event", "what"), [("every iteration", "terminate"), ("every third", "terminate_epoch")])
+def test_terminated_before_a_train_step_and_run_again(event, what, tmp_path):
+    training = ResumedTraining(tmp_path, EVENTS[event]())
+    trainer = training.trainer
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=7), lambda: getattr(trainer, what)())
+    training.train()
+    published, *files = twin_of(event, "start")
+    assert published[7] == {}
+    assert same(steady(training.published) | {7: {}}, published)
+    check_files(tmp_path, *files)
+
+
+# Its processes have imported everything already.
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["tests.stress._resumed"])
+
+
+def test_killed_and_resumed_from_the_last_checkpoint(tmp_path):
+    for turn, (iteration, place) in enumerate([(6, "backward"), (7, "step"), (13, "forward")]):
+        process = PROCESSES.Process(target=train_until_killed, args=(tmp_path, iteration, place, turn > 0))
+        process.start()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        process.close()
+    training = ResumedTraining(tmp_path)
+    assert training.load() == 12
+    training.train()
+    check(training, "every iteration")
+
+
+class Counted(ResumedTraining):
+    """A training whose random numbers depend on how many iterations there were, in all its runs."""
+
+    def __init__(self, folder, event):
+        super().__init__(folder, event)
+        self.count = self.damaged = 0
+
+    def train_step(self, engine, batch):
+        self.count += 1
+        seed_all(self.count)
+        return super().train_step(engine, batch)
+
+
+@EVERY
+def test_run_again_with_another_loader(event, tmp_path):
+    """Ignite counts from 1 again: two series, of which the second goes on with what the first has learnt."""
+    lengths = {"first": 8, "second": 7}
+    watches = EVENTS[event]().filter or (lambda engine, iteration: True)
+    batches = digits(sum(lengths.values()), first=7)
+    parts = {"first": batches[:8], "second": batches[8:]}
+
+    whole = Counted(
+        tmp_path / "whole", Events.ITERATION_STARTED(lambda _, count: watches(_, count - 8 if count > 8 else count))
+    )
+    whole.train(lambda: whole.trainer.run(batches))
+    training = Counted(tmp_path / "parts", EVENTS[event]())
+    published = {}
+
+    def steps():
+        training.trainer.run(parts["first"][:4], max_epochs=1)
+        training.trainer.run(parts["first"][4:], max_epochs=2)
+        published["first"] = steady(training.published)
+        training.published.clear()
+        training.trainer.state.max_epochs = None
+        training.trainer.run(parts["second"], max_epochs=1)
+        published["second"] = steady(training.published)
+
+    training.train(steps)
+    expected = steady(whole.published)
+    assert same(published["first"], {step: expected[step] for step in range(1, 9)})
+    assert same(published["second"], {step: expected[step + 8] for step in range(1, 8)})
+    for ours, theirs in zip(written(tmp_path / "parts"), written(tmp_path / "whole"), strict=True):
+        steps_and_values = {
+            name: ([step - 8 if step > 8 else step for step in steps], values)
+            for name, (steps, values) in theirs.items()
+        }
+        assert ours == steps_and_values

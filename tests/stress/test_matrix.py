@@ -1,0 +1,65 @@
+"""Ways to train, crossed: all monitors publish the float64 truth of each run, and leave the training bitwise alone.
+
+The axes are the precision, accumulation, the optimizer, ``torch.compile``, the ranks (in test_matrix_ranks.py),
+clipping, skipping, and whether GradMonitor is attached first or last; every run has a spike, and one with a GradScaler
+an overflow. By default there are cases in which every two values of two axes meet. With ``FULL_MATRIX=1`` in the
+environment it is the product of the first five axes, with the other three spread over it:
+
+    FULL_MATRIX=1 python -m pytest tests/stress/test_matrix.py tests/stress/test_matrix_ranks.py
+
+The truth is computed from what the train step keeps by itself: gradients after backward, weights before and after the
+step, and the inputs and outputs of a plain model that is run with the same weights and random numbers. The twin leaves
+out those steps that a float64 threshold rule says are spikes.
+
+A compiled model runs eagerly in iterations that hooks watch, which rounds otherwise than compiled code: its twin is
+told to run these iterations eagerly too, and the others compiled. Then the two are bitwise the same.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import pytest
+import torch
+
+from ignite_monitor import GradMonitor
+from tests._trainers import assert_same, make_model
+from tests.stress._matrix import AXES, both, cases
+from tests.stress._matrix_truth import check
+
+FULL = bool(int(os.environ.get("FULL_MATRIX", "0")))
+CASES = {case.name: case for case in cases(["alone"], full=FULL)}
+COMPILED = next(case for case in cases(["alone"], full=True) if case.mode == "compiled" and case.skip)
+
+
+def compare(case, results):
+    for result in results:
+        assert_same(result["state"], result["twin"])
+    check(case, results)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_number_is_the_float64_truth_and_training_is_bitwise_the_same(name):
+    compare(CASES[name], [both(CASES[name])])
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+def test_with_inductor():
+    compare(COMPILED, [both(COMPILED, backend="inductor")])
+
+
+def test_every_two_values_of_two_axes_meet():
+    chosen = cases(AXES["world"], full=False)
+    for first, one in enumerate(AXES.values()):
+        for second, other in list(enumerate(AXES.values()))[first + 1 :]:
+            met = {(case[first], case[second]) for case in chosen}
+            assert met == {(a, b) for a in one for b in other}
+
+
+def test_what_skip_step_cannot_skip_is_refused_by_name():
+    model = make_model()
+    with pytest.raises(ValueError, match=r"skip_step.*LBFGS"):
+        GradMonitor(model, torch.optim.LBFGS(model.parameters()), skip_step=True)
+    with pytest.raises(ValueError, match=r"skip_step.*optimizer"):
+        GradMonitor(model, skip_step=True)
