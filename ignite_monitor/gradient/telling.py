@@ -19,6 +19,7 @@ from ignite_monitor.gradient.per_parameter import described
 from ignite_monitor.gradient.reaction import Reaction
 from ignite_monitor.gradient.window import GradientWindow
 from ignite_monitor.model.modes import users_grad_mode
+from ignite_monitor.monitor import publisher
 from ignite_monitor.monitor.publisher import as_published
 from ignite_monitor.monitor.ranks import world_size
 from ignite_monitor.nonfinite.locator import NonFiniteLocator
@@ -74,7 +75,7 @@ class GradientTelling(JudgingMonitor[GradientJudge]):
             self._publish_detection(detection, where, log=True)
         else:
             self._publish_unstepped()
-        if self._reaction.kind is not None and detection.norm.is_cpu:
+        if self._reaction.kind is not None and publisher.is_on_host(detection.norm):
             self._log_action([float(count) for count in self._reaction.counts.values()], detection)
         if self._judge.restarts:
             self._tell_of_new_level(engine, detection)
