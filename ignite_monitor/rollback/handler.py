@@ -136,6 +136,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         """Drop all snapshots; call it after loading other weights. A new ``run()`` does it by itself."""
         self._snapshots.clear()
         self._policy.reset()
+        self._triggers.reset_threshold()
         self._healthy = self._stepped = True
 
     def detach(self) -> None:
@@ -185,10 +186,10 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         before = engine.state.iteration - 1
         parameters = self._training.parameters()
         if parameters != self._parameters:
-            self._snapshots.clear()  # no snapshot fits the model any more
+            self.forget()  # no snapshot fits the model any more
             self._parameters = parameters
         overdue = self._snapshots.overdue(before)
-        if overdue >= 0 and self._healthy and not self._policy.recovering:
+        if not self._snapshots.all or (overdue >= 0 and self._healthy and not self._policy.recovering):
             if self._stepped or not self._snapshots.all:
                 if not self._any_rank(bool(self._nonfinite())):
                     self._snapshots.take(before, self._training.state(), self._thresholds(), self._lr_scale)
@@ -236,6 +237,15 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
             self._accept()
             findings = Findings()
         event, reason = self._classify(engine, findings)
+        if event == Event.UNSTABLE and not self._policy.recovering and self._triggers.is_known_level():
+            self.logger.warning(
+                "%s: iteration %d: %s, as before the last recovery; assuming a regime change, all thresholds are reset",
+                self.prefix,
+                iteration,
+                reason,
+            )
+            self._accept()
+            event = Event.HEALTHY
         was_recovering, action = self._policy.recovering, self._policy.next(event, iteration)
         self._iteration, self._healthy = iteration, event == Event.HEALTHY
         self._snapshots.note(self._healthy)
@@ -246,6 +256,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
             values["restored_iteration"] = snapshot.iteration
         elif was_recovering and not self._policy.recovering:
             self._snapshots.drop_newer()
+            self._triggers.recovered()
             self.logger.info(
                 "%s: iteration %d: recovered; %d iterations discarded", self.prefix, iteration, self._policy.discarded
             )
@@ -290,7 +301,9 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
             snapshot = self._snapshots.choose()
         else:
             snapshot = self._snapshots.newest if accepting else self._snapshots.choose_again()
-        self._discarded_count += was_recovering
+        if was_recovering:
+            self._discarded_count += 1
+            self._triggers.note_discarded()
         self._training.restore(snapshot.state)
         if self._lr_scale != snapshot.lr_scale:
             scale_learning_rates(self._training.things, self._lr_scale / snapshot.lr_scale)

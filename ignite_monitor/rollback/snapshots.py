@@ -12,7 +12,7 @@ CONFIRMED_AFTER = 20
 """Number of consecutive healthy iterations after which a snapshot is confirmed."""
 _UNCONFIRMED = 3  # number of unconfirmed snapshots at most
 _SPACING = 5  # distance of older confirmed snapshots, in units of ``every``
-_TRIES = 3  # number of discarded iterations after which an unconfirmed snapshot gives way to an older one
+_PROBE = 4  # of so many discarded iterations one is tried from a confirmed snapshot
 
 
 @dataclass(eq=False)
@@ -84,17 +84,15 @@ class Snapshots:
     def choose_again(self) -> Snapshot:
         """Choose the snapshot to restore when an iteration of a recovery is discarded.
 
-        After three discarded iterations an unconfirmed snapshot gives way to the next older one.
+        Every fourth time it is the newest confirmed one, in case that the newest is damaged; otherwise the newest.
         """
-        restored = self.restored or self.newest
         self._failed += 1
-        if self._failed >= _TRIES and not restored.confirmed and restored is not self.all[0]:
-            restored, self._failed = self.all[self.all.index(restored) - 1], 0
-        self.restored = restored
-        return restored
+        confirmed = [snapshot for snapshot in self.all if snapshot.confirmed] or self.all[:1]
+        self.restored = confirmed[-1] if self._failed % _PROBE == 0 else self.newest
+        return self.restored
 
     def drop_newer(self) -> None:
-        """Drop the snapshots that a recovery has tried without success."""
+        """Drop the snapshots newer than the one that the recovery ended with."""
         if self.restored is not None:
             self.all = self.all[: self.all.index(self.restored) + 1]
 

@@ -21,18 +21,32 @@ from ignite_monitor.monitor.ranks import sum_over_ranks
 _FAR = 10.0  # times the threshold: so far above it, _FAR_PATIENCE iterations in a row are decisive
 _FAR_PATIENCE = 3
 _STATISTICS_PATIENCE = 3
+_RECURRING = 20  # iterations discarded in a recovery, from which on its level is remembered
 _DECAY = 0.95
 
 
 class LossRule(ThresholdRule):
-    r"""Threshold of the loss: :math:`\mu + \max(2\sigma, \mu / 2)`, or :math:`\mu + 4\sigma` of a signed loss."""
+    r"""Threshold of the loss, the smaller one of a threshold for jumps and one for slow growth.
+
+    Jumps: :math:`\mu + \max(2\sigma, \mu/2)`, or :math:`\mu + 4\sigma` of a loss that has been negative. Growth:
+    a quarter of the descent from the first mean to the lowest one, at least :math:`4\sigma`, above the lowest mean.
+    """
 
     def __init__(self) -> None:
         super().__init__(decay=_DECAY)
         self.is_signed = False
+        self.first = self.lowest = math.nan  # means
 
     def __call__(self, mean: Tensor, std: Tensor, count: Tensor) -> Tensor:
-        return mean + (4.0 * std if self.is_signed else torch.maximum(2.0 * std, 0.5 * mean))
+        jump = mean + (4.0 * std if self.is_signed else torch.maximum(2.0 * std, 0.5 * mean))
+        if math.isnan(self.lowest):
+            return jump
+        least = (self.first - self.lowest) / 4.0 if self.is_signed else max(self.first / 4.0, 0.5 * self.lowest)
+        return torch.minimum(jump, self.lowest + (4.0 * std).clamp(min=least))
+
+    def note(self, mean: float) -> None:
+        """Note the mean after the warm-up."""
+        self.first, self.lowest = (mean, mean) if math.isnan(self.lowest) else (self.first, min(self.lowest, mean))
 
 
 class Statistics:
@@ -60,21 +74,23 @@ class Statistics:
 
 @dataclass
 class Signal:
-    """One number that is compared with a threshold, and the largest value that was accepted as a regime."""
+    """One number that is compared with a threshold, and the values that turned out to be healthy."""
 
     far: int = 0  # consecutive iterations far above the threshold
+    value: float = -math.inf  # of this iteration, if it is unhealthy
     peak: float = -math.inf  # largest value since the last healthy iteration
+    discarded: float = -math.inf  # largest value in this recovery, with restored weights
+    recurring: float = -math.inf  # the same in an earlier recovery, which ended
     accepted: float = -math.inf
 
     def note(self, value: float, threshold: float, is_spike: bool) -> bool:
         """Whether the value is unhealthy: a spike above everything that was accepted."""
-        if not is_spike or value <= self.accepted:
-            self.far = 0
-            return False
-        if math.isfinite(value):
+        is_unhealthy = is_spike and value > self.accepted
+        self.value = value if is_unhealthy else -math.inf
+        self.far = self.far + 1 if is_unhealthy and value > _FAR * threshold > 0.0 else 0
+        if is_unhealthy and math.isfinite(value):
             self.peak = max(self.peak, value)
-        self.far = self.far + 1 if value > _FAR * threshold > 0.0 else 0
-        return True
+        return is_unhealthy
 
 
 @dataclass
@@ -111,7 +127,7 @@ class Triggers:
         self._patience = patience
         self._counts: dict[str, list[float]] = {}  # of each monitor, at the last iteration
         self._signals: dict[str, Signal] = {}
-        self._loss_rule = LossRule()
+        self._discarded = 0  # iterations in this recovery
         self.request: str | None = None
         self.has_any = False  # whether there has ever been anything to judge by
         self.reset_threshold()
@@ -125,6 +141,26 @@ class Triggers:
         """Accept the largest values since the last healthy iteration as those of a healthy regime."""
         for signal in self._signals.values():
             signal.accepted = max(signal.accepted, signal.peak)
+
+    def note_discarded(self) -> None:
+        """Note the values of an iteration with restored weights: the data are the cause."""
+        self._discarded += 1
+        for signal in self._signals.values():
+            if math.isfinite(signal.value):
+                signal.discarded = max(signal.discarded, signal.value)
+
+    def recovered(self) -> None:
+        """Remember the level of a long recovery: if the data cause it again, it is a regime."""
+        for signal in self._signals.values():
+            if self._discarded >= _RECURRING:
+                signal.recurring = max(signal.recurring, signal.discarded)
+            signal.discarded = -math.inf
+        self._discarded = 0
+
+    def is_known_level(self) -> bool:
+        """Whether every unhealthy signal is at a level that an earlier recovery ended at."""
+        unhealthy = [signal for signal in self._signals.values() if signal.value > -math.inf]
+        return bool(unhealthy) and all(signal.value <= signal.recurring for signal in unhealthy)
 
     def healthy(self) -> None:
         """Forget the peaks: no instability is going on."""
@@ -195,8 +231,12 @@ class Triggers:
         rule.is_signed |= loss < 0.0
         detection = self._loss.judge(torch.tensor(loss, dtype=torch.float64, device="cpu"))
         self._loss.observe(detection)
+        if math.isfinite(float(detection.threshold)):
+            rule.note(float(detection.mean))
         signal = self._signals.setdefault("loss", Signal())
         findings.is_unhealthy |= signal.note(loss, float(detection.threshold), bool(detection.spike))
+        if bool(detection.threshold_reset):
+            rule.first = rule.lowest = math.nan
         if bool(detection.threshold_reset) and loss > signal.accepted:
             findings.reasons.append(f"the loss exceeded its threshold {self._patience} times in a row")
         elif signal.far >= _FAR_PATIENCE:
@@ -208,7 +248,8 @@ class Triggers:
         return {
             "loss": self._loss.state_dict(),
             "statistics": vars(self._statistics) | {"means": self._statistics.means.clone()},
-            "is_signed": rule.is_signed,
+            "rule": {"is_signed": rule.is_signed, "first": rule.first, "lowest": rule.lowest},
+            "discarded": self._discarded,
             "signals": {name: dict(vars(signal)) for name, signal in self._signals.items()},
         }
 
@@ -217,8 +258,9 @@ class Triggers:
         self._loss.load_state_dict(state_dict["loss"])
         vars(self._statistics).update(state_dict["statistics"], means=state_dict["statistics"]["means"].clone())
         rule: Any = self._loss.rule
-        rule.is_signed = state_dict["is_signed"]
+        vars(rule).update(state_dict["rule"])
         if not baselines_only:
+            self._discarded = state_dict["discarded"]
             self._signals = {name: Signal(**saved) for name, saved in state_dict["signals"].items()}
 
 

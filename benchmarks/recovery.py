@@ -1,0 +1,231 @@
+"""Recovery from faults: held-out loss minus that of the undisturbed run, and steps lost, with and without handlers.
+
+    python benchmarks/recovery.py [--seeds 3] [--models mlp cnn gpt] [--faults ...] [--healthy]
+
+Three models are trained on the same batches with one fault each, which begins at iteration 300 of 600. "Handlers" are
+``GradMonitor(on_spike="skip")`` and ``RollbackHandler``. A step is lost if its update is not in the final weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import statistics
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from ignite.engine import Engine, Events
+from torch import Tensor, nn
+
+from ignite_monitor import GradMonitor, RollbackHandler
+
+START, LENGTH = 300, 600
+FAULTS = (
+    "one bad batch", "forty bad batches", "rate x 100 for 3 steps", "rate 1e6 and left", "rate grows by 2 %",
+    "exponent bit of a weight", "weight = 1000", "NaN batch", "NaN in the weights", "BatchNorm statistics ruined",
+    "alternating data",
+)  # fmt: skip
+Batch = tuple[Tensor, Tensor]
+
+
+class GPT(nn.Module):
+    """Two pre-norm blocks over 28 characters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(28, 32), nn.Parameter(0.02 * torch.randn(32, 32))
+        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True, norm_first=True)
+        self.blocks = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 28))
+        self.register_buffer("mask", torch.full((32, 32), -math.inf).triu(1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        hidden = self.tokens(x) + self.places[:length]
+        return self.head(self.blocks(hidden, mask=self.mask[:length, :length])).transpose(1, 2)
+
+
+def digits() -> tuple[Batch, Batch]:
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    order = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(0))
+    x, y = torch.tensor(data.data, dtype=torch.float32)[order] / 16.0, torch.tensor(data.target)[order]
+    return (x[:1397], y[:1397]), (x[1397:], y[1397:])
+
+
+def text() -> tuple[Batch, Batch]:
+    """Characters of a second-order Markov chain."""
+    generator = torch.Generator().manual_seed(0)
+    table = torch.softmax(3.0 * torch.randn(28, 28, 28, generator=generator), -1).cumsum(-1)
+    noise, sequence = torch.rand(40_000, generator=generator), [0, 1]
+    for number in noise.tolist():
+        sequence.append(min(int(torch.searchsorted(table[sequence[-2], sequence[-1]], number)), 27))
+    rows = torch.tensor(sequence[:39_600]).view(-1, 33)
+    return (rows[:1000, :-1], rows[:1000, 1:]), (rows[1000:, :-1], rows[1000:, 1:])
+
+
+def make(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    if name == "mlp":
+        model: nn.Module = nn.Sequential(nn.Linear(64, 48), nn.BatchNorm1d(48), nn.ReLU(), nn.Linear(48, 10))
+        return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    if name == "cnn":
+        layers = [nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 16, 3)]
+        model = nn.Sequential(*layers, nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(256, 10))
+        return model, torch.optim.AdamW(model.parameters(), lr=2e-3)
+    model = GPT()
+    return model, torch.optim.AdamW(model.parameters(), lr=2e-3)
+
+
+@torch.no_grad()
+def damage(model: nn.Module, fault: str) -> None:
+    """Damage the model itself."""
+    weight = [p for p in model.parameters() if p.ndim > 1][-1].view(-1)[3:4]
+    if fault == "exponent bit of a weight":
+        weight.view(torch.int32).bitwise_xor_(1 << 30)
+    elif fault == "weight = 1000":
+        weight.fill_(1000.0)
+    elif fault == "NaN in the weights":
+        weight.fill_(math.nan)
+    elif fault == "BatchNorm statistics ruined":
+        for module in model.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                module.running_mean.add_(30.0)
+                module.running_var.mul_(1000.0)
+
+
+def bad(batch: Batch, iteration: int, fault: str) -> Batch:
+    """Damage the batch."""
+    x, y = batch
+    if fault in ("one bad batch", "forty bad batches"):
+        lasts = 1 if fault.startswith("one") else 40
+        if START <= iteration < START + lasts:
+            generator = torch.Generator().manual_seed(iteration)
+            y = y[torch.randperm(len(y), generator=generator)]
+            return (x * 30.0, y) if x.is_floating_point() else (x.flip(1), y.flip(0))
+    if fault == "NaN batch" and iteration == START and x.is_floating_point():
+        return torch.full_like(x, math.nan), y
+    return batch
+
+
+def train(
+    name: str, seed: int, fault: str, handlers: bool, schedule: Callable[..., Any] | None = None
+) -> dict[str, float]:
+    """Train once: held-out loss, steps in the final weights, rollbacks."""
+    (x, y), (test_x, test_y) = text() if name == "gpt" else digits()
+    torch.manual_seed(seed)
+    model, optimizer = make(name)
+    model.register_buffer("steps_made", torch.zeros(()))
+    rate = optimizer.param_groups[0]["lr"]
+    generator = torch.Generator().manual_seed(100 + seed)
+
+    def train_step(engine: Engine, place: Tensor) -> float:
+        iteration = engine.state.iteration
+        group = optimizer.param_groups[0]
+        if fault == "rate x 100 for 3 steps" and iteration in (START, START + 3):
+            group["lr"] = rate * (100.0 if iteration == START else 1.0)
+        if fault == "rate 1e6 and left" and iteration == START:
+            group["lr"] = 1e6
+        if fault == "rate grows by 2 %" and iteration >= START:
+            group["lr"] *= 1.02
+        if iteration == START:
+            damage(model, fault)
+        batch = bad((x[place], y[place]), iteration, fault)
+        loss = F.cross_entropy(model(batch[0]), batch[1])
+        if fault == "NaN batch" and iteration == START and name == "gpt":
+            loss = loss * math.nan
+        if fault == "alternating data" and (iteration // 50) % 2:
+            loss = loss + 1.0
+        optimizer.zero_grad()
+        loss.backward()
+        weight = next(model.parameters())
+        before = weight.detach().clone()
+        optimizer.step()
+        model.steps_made += not torch.equal(weight, before)
+        return loss.item()
+
+    trainer = Engine(train_step)
+    rollback = None
+    if schedule is not None:
+        trainer.add_event_handler(Events.ITERATION_STARTED, schedule(optimizer, rate))
+    if handlers:
+        GradMonitor(model, optimizer, on_spike="skip").attach(trainer)
+        rollback = RollbackHandler({"model": model, "optimizer": optimizer})
+        rollback.attach(trainer)
+    trainer.run(batches(generator, len(x)), max_epochs=1, epoch_length=LENGTH)
+    model.eval()
+    with torch.no_grad():
+        loss = float(F.cross_entropy(model(test_x), test_y))
+    return {
+        "loss": loss,
+        "lost": LENGTH - float(model.steps_made),
+        "rollbacks": 0.0 if rollback is None else trainer.state.metrics["rollback/count"],
+        "spikes": trainer.state.metrics.get("grad/spike_count", 0.0),
+    }
+
+
+def batches(generator: torch.Generator, count: int) -> Iterator[Tensor]:
+    while True:
+        yield torch.randint(count, (64,), generator=generator)
+
+
+SCHEDULES: dict[str, Callable[[Any, float], Callable[[Engine], None]]] = {
+    "one cycle": lambda optimizer, rate: (
+        lambda e: set_rate(optimizer, 3 * rate * math.sin(math.pi * min(e.state.iteration / LENGTH, 0.999)) ** 2 + 1e-5)
+    ),
+    "warm restarts": lambda optimizer, rate: (
+        lambda e: set_rate(optimizer, rate * 0.5 * (1 + math.cos(math.pi * (e.state.iteration % 150) / 150)))
+    ),
+    "cyclic": lambda optimizer, rate: (
+        lambda e: set_rate(optimizer, rate * (1 + 2 * abs(e.state.iteration % 100 - 50) / 50))
+    ),
+}
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--models", nargs="+", default=["mlp", "cnn", "gpt"])
+    parser.add_argument("--faults", nargs="+", default=list(FAULTS))
+    parser.add_argument("--healthy", action="store_true", help="only the healthy runs: rollbacks and spikes")
+    parser.add_argument("--verbose", action="store_true")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO if args.verbose else logging.CRITICAL)
+    logging.getLogger("ignite").setLevel(logging.CRITICAL)
+    torch.set_num_threads(1)
+    if args.healthy:
+        for name in args.models:
+            for schedule in (None, *SCHEDULES):
+                made = [train(name, seed, "", True, SCHEDULES.get(schedule or "")) for seed in range(args.seeds)]
+                lost, back = sum(m["lost"] for m in made), sum(m["rollbacks"] for m in made)
+                print(
+                    f"{name} {schedule or 'constant'}: {back:.0f} rollbacks, {lost:.0f} of {LENGTH * len(made)} steps lost",
+                    flush=True,
+                )
+        return
+    print("| fault | model | without | with handlers | steps lost | rollbacks |\n|---|---|---|---|---|---|")
+    for name in args.models:
+        clean = [train(name, seed, "", False)["loss"] for seed in range(args.seeds)]
+        for fault in args.faults:
+            if "BatchNorm" in fault and name == "gpt":
+                continue
+            bare, kept = ([train(name, seed, fault, flag) for seed in range(args.seeds)] for flag in (False, True))
+            above = [
+                "%+.3f" % statistics.fmean(m["loss"] - c for m, c in zip(made, clean, strict=True))
+                for made in (bare, kept)
+            ]
+            back = " ".join(f"{m['rollbacks']:.0f}" for m in kept)
+            lost = " ".join(f"{m['lost']:.0f}" for m in kept)
+            print(f"| {fault} | {name} | {above[0]} | {above[1]} | {lost} | {back} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
