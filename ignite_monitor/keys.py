@@ -25,9 +25,9 @@ GRADIENT = Schema("grad", "grad", (
     Key("stepped", "1 if the optimizer made a step in this iteration, else 0"),
     Key("spike_count", "spikes so far", chart=_COUNTS),
     Key("spike_score", _SCORE, chart=_RECENT),
-    Key("skipped_count", "optimizer steps that ``skip_step`` has left out so far", chart=_COUNTS),
+    Key("skipped_count", 'optimizer steps skipped by ``on_spike="skip"`` so far', chart=_COUNTS),
     Key("clipped_count", "optimizer steps whose gradient has been scaled down to its threshold so far",
-        when='with ``reaction="clip"``', chart=_COUNTS),
+        when='with ``on_spike="clip"``', chart=_COUNTS),
     Key("nonfinite_count", "norms that were inf or NaN so far", chart=_COUNTS),
 ), signs=frozenset({"norm", "spike"}))
 
