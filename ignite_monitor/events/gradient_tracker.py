@@ -14,7 +14,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ignite_monitor.events.accumulation_probe import Look
+from ignite_monitor.events.accumulation_probe import AccumulationProbe
 from ignite_monitor.events.hooks import GradientHook
 from ignite_monitor.model._torch import registries
 
@@ -36,7 +36,7 @@ class GradientsReady(NamedTuple):
 
     def reaches(self, optimizer: Optimizer | None) -> bool:
         """Whether it may have changed gradients of the model that an optimizer uses; None for any."""
-        own = self.tracker.own(optimizer)
+        own = self.tracker.parameters_of(optimizer)
         return own is self.tracker.parameters or any(id(parameter) in self.reached for parameter in own)
 
     def scale(self, scaler: GradScaler | None) -> Tensor | None:
@@ -84,7 +84,7 @@ class GradientTracker:
         hook: the hook that is on its parameters in monitored iterations.
         parameters: those that it had when the train step started.
         reduced: whether this iteration's last backward that reached it has left its gradients reduced.
-        looks: what is told of each backward that has reached the model, by its ``backward_ended``.
+        observers: objects whose ``backward_ended`` is called after each backward that has reached the model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -93,7 +93,7 @@ class GradientTracker:
         self.hook = GradientHook()
         self.parameters: list[nn.Parameter] = []
         self.reduced = True
-        self.looks: list[Any] = []
+        self.observers: list[Any] = []
         # The dictionaries that its modules keep parameters and submodules in, what was in them at the last look, and
         # those that were empty.
         self._registries: list[dict[str, Any]] = []
@@ -123,7 +123,7 @@ class GradientTracker:
         """Forget what optimizers hold."""
         self._own.clear()
 
-    def own(self, optimizer: Optimizer | None) -> list[nn.Parameter]:
+    def parameters_of(self, optimizer: Optimizer | None) -> list[nn.Parameter]:
         """The model's parameters that an optimizer holds; for None all of them."""
         if optimizer is None:
             return self.parameters
@@ -143,7 +143,7 @@ class GradientTracker:
 
     def shares(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer holds parameters of the model."""
-        return bool(self.own(optimizer))
+        return bool(self.parameters_of(optimizer))
 
     def backward_ended(self, task: int, reached: Set[int], running: Set[int]) -> Set[int] | None:
         """A backward has reached parameters of the model.
@@ -160,8 +160,8 @@ class GradientTracker:
         self.reduced = all(replica.require_backward_grad_sync for replica in self._replicas)
         # DistributedDataParallel gives a rank gradients of what only others have reached.
         changed = {id(parameter) for parameter in self.parameters} if self._replicas else reached
-        for look in self.looks:
-            look.backward_ended(task, changed, running)
+        for observer in self.observers:
+            observer.backward_ended(task, changed, running)
         return changed if self.reduced else None
 
     def lacks_any(self, reached: Iterable[Set[int]]) -> bool:
@@ -169,9 +169,9 @@ class GradientTracker:
         own = {id(parameter) for parameter in self.parameters}
         return not all(each <= own for each in reached)
 
-    def look(self, optimizer: Optimizer | None) -> Look:
-        """What finds out, entered as a context, how the next backward finds the gradients that an optimizer uses."""
-        return Look(self.model, self.own(optimizer), self.looks)
+    def accumulation_probe(self, optimizer: Optimizer | None) -> AccumulationProbe:
+        """A probe of the gradients that an optimizer uses; None for all of the model's."""
+        return AccumulationProbe(self.model, self.parameters_of(optimizer), self.observers)
 
 
 class _Holding(NamedTuple):
