@@ -99,7 +99,6 @@ NEEDED_BY = {
     "_version": REFERENCES,
     "_forward_hooks": REFERENCES,
     "_forward_pre_hooks": REFERENCES,
-    "_event_handlers": {"log_to"},
 }
 ALL = "_process_function"
 
