@@ -136,7 +136,7 @@ def batches(iterations: int) -> Iterator[tuple[Tensor, float]]:
 
 def monitors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
     return [
-        GradMonitor(model, optimizer, skip_step=True),
+        GradMonitor(model, optimizer, on_spike="skip"),
         WeightUpdateHandler(model, optimizer),
         ActivationHandler(
             model,

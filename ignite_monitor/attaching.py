@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from ignite_monitor.activation.handler import ActivationHandler
 from ignite_monitor.checks import check_choice, check_count, check_type
-from ignite_monitor.detection.thresholds import ThresholdRule
+from ignite_monitor.detection.thresholds import Threshold
 from ignite_monitor.gradient.handler import GradMonitor
 from ignite_monitor.gradient.loss import LossSource
 from ignite_monitor.hdf5.logger import HDF5Logger
@@ -80,9 +80,8 @@ def attach_monitors(
     loggers: BaseLogger | Iterable[BaseLogger] = (),
     every: int = 100,
     also: Iterable[str] = (),
-    threshold: ThresholdRule | Callable[[Tensor, Tensor, Tensor], Tensor | float] | None = None,
-    reaction: str | None = None,
-    skip_step: bool = False,
+    threshold: Threshold = None,
+    on_spike: str | Callable[[Engine, float | Tensor], Any] | None = None,
     loss: LossSource | None = None,
     prefix: str = "",
     flag: str | None = None,
@@ -112,8 +111,8 @@ def attach_monitors(
     the members of lists of modules, of more than six the first, the middle and the last one. Of a GPT with 6 blocks of
     4 heads that is about 80 tags of 600. Of RCCHandler they get what is of all layers, and each layer's share.
 
-    ``engine.state.unhealthy_spike`` says when a step should be left out; with a ``reaction`` the monitor does
-    something about it.
+    ``engine.state.unhealthy_spike`` says when a step should be skipped; with ``on_spike`` the monitor skips or clips
+    it.
 
     Attached once more to the same engine with the same prefix, new monitors replace those of before. Two models that
     train on one engine, as those of a GAN, take a call each, with a prefix of their own.
@@ -126,9 +125,8 @@ def attach_monitors(
         loggers: an Ignite logger or several, to write to.
         every: in which iterations the costlier ones watch, at least 1.
         also: names of more monitors.
-        threshold: the rule of ``GradMonitor``; None for its default.
-        reaction: what ``GradMonitor`` does at a spike: None, ``"skip"`` or ``"clip"``.
-        skip_step: True means ``reaction="skip"``.
+        threshold: the rule of ``GradMonitor``, or a number; None for its default.
+        on_spike: what ``GradMonitor`` does at a spike: None, ``"skip"``, ``"clip"`` or a function ``(engine, norm)``.
         loss: a second sign of a spike for ``GradMonitor``: the criterion, or a function of the engine.
         prefix: what to put before all names: with ``"generator"`` they are ``generator/grad/norm``, and so on.
         flag: the attribute of ``engine.state`` that says whether the gradient is a spike; None for
@@ -169,7 +167,7 @@ def attach_monitors(
         flag = re.sub(r"\W", "_", f"{prefix}_unhealthy_spike") if prefix else "unhealthy_spike"
     start = f"{prefix}/" if prefix else ""
 
-    rules: dict[str, Any] = {"threshold": threshold, "reaction": reaction, "skip_step": skip_step, "loss": loss}
+    rules: dict[str, Any] = {"threshold": threshold, "on_spike": on_spike, "loss": loss}
     health = dict.fromkeys(("std", "max_abs", "dead_fraction", "nonfinite_count"), True)
     monitors: dict[str, Monitor] = {
         "grad": GradMonitor(model, optimizer, scaler=scaler, prefix=f"{start}grad", flag=flag, **rules),

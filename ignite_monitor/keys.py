@@ -24,9 +24,9 @@ GRADIENT = Schema("grad", "grad", (
     Key("stepped", "1 if the optimizer made a step in this iteration, else 0"),
     Key("spike_count", "number of spikes so far", chart=_COUNTS),
     Key("spike_score", _SCORE, chart=_RECENT),
-    Key("skipped_count", "number of optimizer steps skipped so far", chart=_COUNTS),
+    Key("skipped_count", 'number of optimizer steps skipped by ``on_spike="skip"`` so far', chart=_COUNTS),
     Key("clipped_count", "number of optimizer steps with gradients clipped to their threshold so far",
-        when='with ``reaction="clip"``', chart=_COUNTS),
+        when='with ``on_spike="clip"``', chart=_COUNTS),
     Key("nonfinite_count", "number of non-finite norms so far", chart=_COUNTS),
 ), signs=frozenset({"norm", "spike"}))
 

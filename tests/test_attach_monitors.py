@@ -193,7 +193,7 @@ def test_gan():
 def test_rule_and_skipping_are_those_of_the_gradient_monitor(parts):
     model, optimizer, trainer = parts
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    attach_monitors(trainer, model, optimizer, threshold=StaticThreshold(1e-9), skip_step=True, flag="too_large")
+    attach_monitors(trainer, model, optimizer, threshold=StaticThreshold(1e-9), on_spike="skip", flag="too_large")
     trainer.run(make_batches(3))
     assert all(map(torch.equal, before, model.parameters()))
     assert bool(trainer.state.too_large)
@@ -238,8 +238,8 @@ def test_what_fails_half_way_leaves_nothing(parts):
         ({"loggers": [print]}, TypeError, "Argument loggers"),
         ({"every": 0}, ValueError, "Argument every"),
         ({"every": 2.0}, TypeError, "Argument every"),
-        ({"threshold": 3}, TypeError, "threshold"),
-        ({"skip_step": 1}, TypeError, "Argument skip_step"),
+        ({"threshold": "3"}, TypeError, "threshold"),
+        ({"on_spike": 1}, TypeError, "Argument on_spike"),
         ({"prefix": None}, TypeError, "Argument prefix"),
         ({"flag": "no flag"}, ValueError, "Argument flag"),
     ],
@@ -287,7 +287,7 @@ def test_resumes_from_a_checkpoint(tmp_path):
 
 def test_reaction_and_loss_are_handed_on():
     model, optimizer, trainer = make_trainer()
-    attach_monitors(trainer, model, optimizer, reaction="clip", loss=lambda engine: engine.state.iteration)
+    attach_monitors(trainer, model, optimizer, on_spike="clip", loss=lambda engine: engine.state.iteration)
     seen = []
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: seen.append(dict(engine.state.metrics)))
     trainer.run(make_batches(3))

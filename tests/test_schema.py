@@ -105,7 +105,7 @@ def make_all():
         return math.inf if engine.state.iteration == 5 else 1.0
 
     return model, optimizer, [
-        GradMonitor(model, optimizer, threshold=MeanStdThreshold(warmup=2), reaction="clip", loss=loss,
+        GradMonitor(model, optimizer, threshold=MeanStdThreshold(warmup=2), on_spike="clip", loss=loss,
                     per_parameter=True),
         WeightUpdateHandler(model, optimizer, frozen_update_ratio_threshold=1.0, frozen_patience_steps=1),
         OptimizerStateHandler(optimizer, model),

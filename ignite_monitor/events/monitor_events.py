@@ -24,7 +24,7 @@ class MonitorEvents(EventEnum):
       backward, before ``backward()`` returns. Under ``checkpoint(use_reentrant=True)`` once more for every
       checkpointed segment, the last time with the whole gradient.
     - SPIKE_DETECTED : a value exceeded its threshold, a gradient norm for one. ``engine.state.spike`` tells of it while
-      the handlers run: monitor, name, value, threshold, culprits, origin.
+      the handlers run: monitor, name, value, threshold, culprits, source.
     - THRESHOLD_RESET : so many spikes came in a row that the threshold rule starts afresh from the last one, of which
       ``engine.state.spike`` tells; fired before the train step's end is. On an accelerator a listener waits for it.
     - ROLLED_BACK : the training has gone back to an earlier state; before other handlers of ITERATION_COMPLETED run.
@@ -84,7 +84,7 @@ class Spike(NamedTuple):
         value: the value.
         threshold: what it was compared with; inf where nothing is judged by size yet.
         culprits: parameter -> its share of the excess, where single tensors are judged too; else empty.
-        origin: where a value that is not finite comes from, as far as a ``GradMonitor`` has found it; else None.
+        source: where a value that is not finite comes from, as far as a ``GradMonitor`` has found it; else None.
     """
 
     monitor: Any
@@ -92,7 +92,7 @@ class Spike(NamedTuple):
     value: float
     threshold: float
     culprits: Mapping[str, float]
-    origin: NonFiniteSource | None = None
+    source: NonFiniteSource | None = None
 
 
 _ATTRIBUTE = "spike"

@@ -50,7 +50,7 @@ class EventSource:
         running: whether its train step is going on. What happens in handlers, or on other engines, is not watched.
         listened: whether anyone but the monitors listened to any event when it started.
         stepping: while an optimizer makes its step, the optimizer.
-        origin: where what is not finite in this iteration comes from, if that has been found.
+        nonfinite_source: where what is not finite in this iteration comes from, if that has been found.
     """
 
     _ATTRIBUTE = "_ignite_monitor_events"  # of the engine, which owns its source
@@ -70,7 +70,7 @@ class EventSource:
         # Number of a backward that is going on -> id of a model -> ids of the parameters of it that it has reached.
         self._backwards: dict[int, dict[int, set[int]]] = {}
         self.stepping: Optimizer | None = None
-        self.origin: NonFiniteSource | None = None
+        self.nonfinite_source: NonFiniteSource | None = None
         self._reported_outside = False
 
     # Who takes part
@@ -252,7 +252,7 @@ class EventSource:
         self._monitoring.clear()
         for tracker in self._models.values():
             tracker.reduced = True
-        self.stepping = self.origin = None
+        self.stepping = self.nonfinite_source = None
         self.monitored = self.running = self._awaits_step = False
 
     def _install(self, engine: Engine) -> None:

@@ -133,7 +133,7 @@ def test_skipped_steps_of_a_compiled_train_step(backend):
     torch._dynamo.reset()
     rule = StaticThreshold(norms[0] / 2)  # every norm is greater
     model, _, flags, metrics = train(
-        backend, lambda model, optimizer: [GradMonitor(model, optimizer, threshold=rule, skip_step=True)], whole=True
+        backend, lambda model, optimizer: [GradMonitor(model, optimizer, threshold=rule, on_spike="skip")], whole=True
     )
     start, _ = model_of("", backend)
     assert_same(model, start)

@@ -117,7 +117,7 @@ PROBLEMS: dict[str, tuple[Callable[[], nn.Module], Callable[..., list[Batch]], C
 # name -> (model, optimizer) -> monitor
 MONITORS: dict[str, Callable[..., Any]] = {
     "grad": lambda model, optimizer: GradMonitor(
-        model, optimizer, skip_step=True, threshold=MeanStdThreshold(k=20.0, warmup=2)
+        model, optimizer, on_spike="skip", threshold=MeanStdThreshold(k=20.0, warmup=2)
     ),
     "update": lambda model, optimizer: WeightUpdateHandler(model, optimizer, sample_size=64),
     "activation": lambda model, optimizer: ActivationHandler(
