@@ -19,6 +19,7 @@ from ignite.handlers.base_logger import BaseLogger
 from torch import Tensor, nn
 
 from ignite_monitor.checks import check_type
+from ignite_monitor.events.gradient_tracker import OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.events.source import EventSource, check_events
 from ignite_monitor.model._torch import put_first
@@ -30,6 +31,7 @@ from ignite_monitor.monitor.arguments import check_free, check_model, check_pref
 from ignite_monitor.monitor.handles import MonitorHandle as MonitorHandle
 from ignite_monitor.monitor.handles import forget_last_values
 from ignite_monitor.monitor.loggers import add_logger
+from ignite_monitor.monitor.scaler import check_scaler, lacks_scaler
 from ignite_monitor.monitor.transfer import NamedValues, as_published, bring_to_host
 from ignite_monitor.schema import Schema
 
@@ -86,11 +88,9 @@ class Monitor(Serializable):
         self._filters: list[Callable[[Engine, int], bool] | None] = []
         self._log_handlers: list[RemovableEventHandle] = []
         self._warned_texts: set[str] = set()
-        self._monitored = False
+        self._monitored = self._has_seen_step = False
         self._waiting: list[NamedValues] = []  # published tensors on a device
         self._is_complete = True  # False until deferred values have been resolved
-
-    # Overridden by monitors
 
     def handlers(self) -> Handlers:
         """Return the events the monitor listens to in monitored iterations, with its methods."""
@@ -157,8 +157,6 @@ class Monitor(Serializable):
         """
         super().load_state_dict(state_dict)
 
-    # Called by users
-
     def attach(
         self, engine: Engine, event: CallableEventWithFilter | EventsList = Events.ITERATION_STARTED
     ) -> MonitorHandle:
@@ -175,12 +173,6 @@ class Monitor(Serializable):
             TypeError: if ``engine`` is no Engine, or ``event`` no event.
             ValueError: if ``event`` is another event, the monitor is attached already, or a name is taken.
             RuntimeError: if the installed torch or Ignite lacks a private name that the monitor needs.
-
-        Examples:
-            .. code-block:: python
-
-                with monitor.attach(trainer, Events.ITERATION_STARTED(every=10)):
-                    trainer.run(loader, max_epochs=5)
         """
         check_type("engine", engine, Engine, "ignite.engine.Engine")
         events = iteration_events(event)
@@ -190,15 +182,14 @@ class Monitor(Serializable):
         check_events(type(self).__name__, engine, [event for event, _ in self.handlers()])
         source = EventSource.of(engine)
         source.add(self, self.model, self.families)
-        self._source = source
-        self._engine = weakref.ref(engine)
+        self._source, self._engine = source, weakref.ref(engine)
         self._filters = [getattr(single, "filter", None) for single in events]
         engine.add_event_handler(Events.ITERATION_STARTED, self._start)
         for name, handler in self.engine_handlers():
             engine.add_event_handler(name, handler)
             if name == Events.ITERATION_STARTED:
                 put_first(engine, name)
-        for event_name, listener in self.handlers():
+        for event_name, listener in self._all_handlers():
             source.listen(event_name, listener)
         forget_last_values(engine)
         self.clear(engine)
@@ -211,7 +202,7 @@ class Monitor(Serializable):
         engine = self._attached_to()
         if engine is None or self._source is None:
             return
-        for event_name, listener in self.handlers():
+        for event_name, listener in self._all_handlers():
             self._source.unlisten(event_name, listener)
         engine.remove_event_handler(self._start, Events.ITERATION_STARTED)
         for name, handler in self.engine_handlers():
@@ -258,8 +249,6 @@ class Monitor(Serializable):
             monitors: Sequence[Monitor] = [self] if self._source is None else self._source.monitors
             bring_to_host([monitor for monitor in monitors if not monitor._is_complete])
         return self.metrics
-
-    # Called by monitors
 
     def publish(self, **values: Tensor | float) -> None:
         """Publish values in ``metrics`` and in ``engine.state.metrics``.
@@ -308,6 +297,13 @@ class Monitor(Serializable):
         if text not in self._warned_texts:
             self._warned_texts.add(text)
             self.logger.warning(f"%s: {text}", self._title, *values)
+
+    def _all_handlers(self) -> Handlers:
+        check = [(MonitorEvents.OPTIMIZER_STEP_STARTED, self._check_scaler)]
+        return self.handlers() + (check if lacks_scaler(self) else [])
+
+    def _check_scaler(self, engine: Engine, step: OptimizerStep) -> None:
+        check_scaler(self, step)
 
     @property
     def _title(self) -> str:
