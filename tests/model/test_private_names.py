@@ -95,7 +95,6 @@ NEEDED_BY = {
     "_pop_mode": {"attention"},
     "_len_torch_function_stack": {"attention"},
     "DeviceContext": {"attention"},
-    "TorchDispatchMode": {"operations"},
     "_version": REFERENCES,
     "_forward_hooks": REFERENCES,
     "_forward_pre_hooks": REFERENCES,
