@@ -133,7 +133,7 @@ MONITORS: dict[str, Callable[..., Any]] = {
     "moments": lambda model, optimizer: OptimizerStateHandler(optimizer, model),
     "rcc": lambda model, optimizer: RCCHandler(model),
     "spectral": lambda model, optimizer: SpectralNormHandler(model, updates=True, per_parameter=True),
-    "stats": lambda model, optimizer: StepStatsHandler(model, optimizer, peak_flops=1e12),
+    "stats": lambda model, optimizer: StepStatsHandler(model, optimizer, peak_flops=1e12, flops_per_item=1e3),
     "alignment": lambda model, optimizer: AlignmentHandler(model),
 }
 # What clocks and operating systems say is not the same twice.
