@@ -98,7 +98,7 @@ def attach_monitors(
                     std, max_abs, dead_fraction and nonfinite_count,
                     and attention
     ``step``        ``StepStatsHandler(model, optimizer)``             one in ``every``
-    ``optimizer``   ``OptimizerStateHandler(optimizer, model)``,       one in ``every``
+    ``optimizer``   ``OptimizerStateHandler(model, optimizer)``,       one in ``every``
                     where the optimizer has ``betas`` or momentum
     ==============  =================================================  ====================
 
@@ -178,7 +178,7 @@ def attach_monitors(
         "step": StepStatsHandler(model, optimizer, prefix=f"{start}step"),
     }
     if any("betas" in group or group.get("momentum") for group in optimizer.param_groups):
-        monitors["optimizer"] = OptimizerStateHandler(optimizer, model, prefix=f"{start}optimizer")
+        monitors["optimizer"] = OptimizerStateHandler(model, optimizer, prefix=f"{start}optimizer")
     monitors |= {name: _MORE[name](model, optimizer, scaler, f"{start}{name}") for name in also}
     handle = AttachedMonitors(monitors)
     shares = rf"^{re.escape(start)}rcc/(?:(?!weight_share/)\w+/.+|.+\.weight)$"

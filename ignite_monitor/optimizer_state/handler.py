@@ -54,9 +54,8 @@ class OptimizerStateHandler(Monitor, schema=OPTIMIZER_STATE):
     rank looks at its part, and one collective per mesh and sharded dimension puts these together.
 
     Args:
-        optimizer: the optimizer.
-        model: the model whose parameters it holds, as the train step uses it, to name them by; None for the optimizer's
-            own names, where it was given any, or else ``group_0.3`` and the like.
+        model: the model, as the train step uses it (wrapped, where it is wrapped).
+        optimizer: the optimizer whose state is measured.
         sample_size: how many elements of a parameter to look at; None for all.
         top_k: how many tensors at most to publish by name.
         prefix: what the values' names start with.
@@ -69,7 +68,7 @@ class OptimizerStateHandler(Monitor, schema=OPTIMIZER_STATE):
     Examples:
         .. code-block:: python
 
-            handler = OptimizerStateHandler(optimizer, model)
+            handler = OptimizerStateHandler(model, optimizer)
             handler.attach(trainer, Events.ITERATION_STARTED(every=100))
             handler.log_to(tensorboard_logger, trainer)
     """
@@ -78,19 +77,15 @@ class OptimizerStateHandler(Monitor, schema=OPTIMIZER_STATE):
 
     def __init__(
         self,
+        model: nn.Module,
         optimizer: Optimizer,
-        model: nn.Module | None = None,
         *,
         sample_size: int | None = 256,
         top_k: int = 5,
         prefix: str = "optimizer",
     ) -> None:
-        check_optimizer(optimizer)
-        if model is None:
-            model = _Held(optimizer)
-            if all(parameter.is_meta for parameter in model.parameters()):
-                raise ValueError("Argument optimizer holds no parameters with data")
         super().__init__(model, prefix)
+        check_optimizer(optimizer)
         check_whole(model)
         check_holds(optimizer, model)
         self.optimizer = optimizer
@@ -115,8 +110,6 @@ class OptimizerStateHandler(Monitor, schema=OPTIMIZER_STATE):
 
     def start_iteration(self, engine: Engine) -> None:
         self._measured, self._is_going_on = None, False
-        if isinstance(self.model, _Held):
-            self.model.hold(self.optimizer)
 
     def on_run_end(self) -> None:
         if self._monitored_count and not self._published:
@@ -140,7 +133,7 @@ class OptimizerStateHandler(Monitor, schema=OPTIMIZER_STATE):
     def _begin(self, step: OptimizerStep) -> None:
         if self._step is None or not self._step.fits(step.optimizer):
             self._step = SampledStep(self.model, self.sample_size, step.optimizer)
-            self._tags = tags(self.model.names if isinstance(self.model, _Held) else self._step.samples.names)
+            self._tags = tags(self._step.samples.names)
         self._step.started(step.optimizer, step.scale)
         self._is_going_on = True
 
@@ -182,26 +175,3 @@ class OptimizerStateHandler(Monitor, schema=OPTIMIZER_STATE):
             self.top_k, [index for index, each in enumerate(rms) if each >= 0], key=rms.__getitem__
         )
         return {f"topk_rms/{self._tags[index]}": rms[index] for index in largest}
-
-
-class _Held(nn.Module):
-    """The parameters that an optimizer holds.
-
-    Attributes:
-        names: what the optimizer calls them.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        super().__init__()
-        self.names: list[str] = []
-        self.hold(optimizer)
-
-    def hold(self, optimizer: Optimizer) -> None:
-        """Take in the parameters that the optimizer has got since."""
-        known = set(map(id, self.parameters()))
-        for number, group in enumerate(optimizer.param_groups):
-            names = group.get("param_names") or [f"group_{number}.{i}" for i in range(len(group["params"]))]
-            for name, parameter in zip(names, group["params"], strict=True):
-                if isinstance(parameter, nn.Parameter) and id(parameter) not in known:
-                    self.register_parameter(str(len(self.names)), parameter)
-                    self.names.append(name)
