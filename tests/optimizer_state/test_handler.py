@@ -56,7 +56,7 @@ OPTIMIZERS = {
 
 def truth(optimizer, before, gradients):
     """Of every parameter of an optimizer that has had a step, in float64."""
-    rms, eps_share, cosines, change = [], [], [], 0.0
+    rms, epsilon_dominated, cosines, change = [], [], [], 0.0
     for group in optimizer.param_groups:
         for p in group["params"]:
             if p not in gradients:
@@ -70,19 +70,19 @@ def truth(optimizer, before, gradients):
                 root = (v.double() / (1 - float(group["betas"][1]) ** steps)).sqrt()
                 ratio = torch.where(g == 0, 0.0, g / root.clamp(min=eps))
                 rms.append(float(ratio.square().mean().sqrt()))
-                eps_share.append(float((root < eps).double().mean()))
+                epsilon_dominated.append(float((root < eps).double().mean()))
             m = state.get("exp_avg", state.get("momentum_buffer"))
             if m is not None:
                 cosines.append(float(F.cosine_similarity(g.flatten(), m.double().flatten(), dim=0, eps=0.0)))
     found = {"update_norm": math.sqrt(change)}
-    for name, values in (("rms", rms), ("eps_share", eps_share), ("momentum_cosine", cosines)):
+    for name, values in (("rms", rms), ("epsilon_dominated", epsilon_dominated), ("momentum_cosine", cosines)):
         values = sorted(each for each in values if math.isfinite(each))
         if values:
             middle = len(values) // 2
             median = values[middle] if len(values) % 2 else (values[middle - 1] + values[middle]) / 2
             found |= {f"{name}_median": median, f"{name}_max": values[-1], f"{name}_min": values[0]}
             found[f"{name}_p95"] = values[math.ceil(0.95 * len(values)) - 1]
-    wanted = ("update_norm", "rms_median", "rms_p95", "rms_max", "eps_share_median", "eps_share_max")
+    wanted = ("update_norm", "rms_median", "rms_p95", "rms_max", "epsilon_dominated_median", "epsilon_dominated_max")
     wanted += ("momentum_cosine_median", "momentum_cosine_min")
     return {f"optimizer/{name}": found[name] for name in wanted if name in found}
 
@@ -125,9 +125,9 @@ def test_values_are_those_of_float64(name):
     for ours, theirs in zip(published, true, strict=True):
         assert ours == pytest.approx(theirs, rel=2e-4, abs=1e-7)
     has = {name.partition("/")[2].partition("_")[0] for name in true[-1]}
-    assert has >= ({"update", "momentum"} if name in ("SGD", "RMSprop", "Adamax") else {"rms", "eps", "momentum"})
+    assert has >= ({"update", "momentum"} if name in ("SGD", "RMSprop", "Adamax") else {"rms", "epsilon", "momentum"})
     if name == "NAdam, large eps":
-        assert 0 < true[1]["optimizer/eps_share_median"] < 1
+        assert 0 < true[1]["optimizer/epsilon_dominated_median"] < 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -426,7 +426,7 @@ def test_a_second_moment_that_is_not_a_number_says_nothing():
     trainer.run([batch], max_epochs=1)
     optimizer.state[model.weight]["exp_avg_sq"][0, 0] = math.nan
     trainer.run([batch], max_epochs=2)
-    assert {"o/rms_max", "o/eps_share_max"} <= seen[0].keys()
+    assert {"o/rms_max", "o/epsilon_dominated_max"} <= seen[0].keys()
     assert seen[1].keys() == {"o/momentum_cosine_median", "o/momentum_cosine_min"}
 
 
