@@ -72,11 +72,12 @@ class ParameterSamples:
 
         A complex element gives two.
         """
+        tensor = tensor.detach()
         if is_sharded(tensor):
             placements = self.parameters[index].placements
             tensor = local(tensor if tensor.placements == placements else tensor.redistribute(placements=placements))
         elements = self._elements[index]
-        values: Tensor = tensor.detach().reshape(-1) if elements is None else torch.take(tensor, elements)
+        values: Tensor = tensor.reshape(-1) if elements is None else torch.take(tensor, elements)
         if values.is_complex():
             values = torch.view_as_real(values.resolve_conj()).flatten()
         if values.dtype in NARROW:

@@ -42,7 +42,7 @@ def expected(recorded: Recorded) -> list[Values]:
         if number == CURVED:
             values |= curvature(recorded, iteration, moments)
         values |= moments.values(iteration)
-        values |= truth.update(still, 5)
+        values |= truth.update(still)
         for part in (truth.activations, truth.attention_inputs, truth.rcc, truth.spectral, truth.alignment):
             values |= part()
         every.append(values | truth.stats(RATE))
