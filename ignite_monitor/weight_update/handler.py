@@ -61,7 +61,7 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
     .. math:: \frac{\lVert w' - w\rVert_2}{\lVert w\rVert_2 + \epsilon}
 
     with w the weight before the train step and w' after it. Around 1e-3 is usual. The gradient norm is that of the last
-    backward before the parameter's step: unscaled, reduced over ranks, not clipped.
+    backward before the parameter's last step: unscaled, reduced over ranks, not clipped.
 
     {keys}
 
@@ -231,13 +231,13 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
 
     def _on_step_started(self, engine: Engine, step: OptimizerStep) -> Callable[[], Callable[[], None]] | None:
         # After the other monitors, which may hide gradients.
-        return lambda: functools.partial(self._start_step, step.optimizer)
+        return lambda: functools.partial(self._start_step, step)
 
-    def _start_step(self, optimizer: Optimizer) -> None:
+    def _start_step(self, step: OptimizerStep) -> None:
         if self._step is not None:
-            self._step.step_started(optimizer)
+            self._step.measured_step_started(step)
             self._untrained.gradients(self._step.samples.parameters)
-            self._untrained.step(optimizer)
+            self._untrained.step(step.optimizer)
 
     def _on_step_completed(self, engine: Engine, step: OptimizerStep) -> None:
         if self._step is not None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ignite_monitor.events.gradient_tracker import OptimizerStep
 from ignite_monitor.model.devices import upload
 from ignite_monitor.model.norms import summed_values
 from ignite_monitor.monitor.sampled_step import SampledStep
@@ -38,33 +39,33 @@ class StepResult(NamedTuple):
 class MeasuredStep(SampledStep):
     """Measures the train steps of a run, one after the other.
 
-    The gradient norm of a parameter is that of the last backward before its own last step is completed, or without a
-    step of the last backward. A gradient that is not made by a backward of this iteration, or used up before the
-    backward ends, has no norm.
+    The gradient norm of a parameter is that of the last backward before its own last step, or without a step of the
+    last backward. A gradient that no backward has left in this iteration is measured when a step starts.
     """
 
     def __init__(self, model: nn.Module, sample_size: int | None, optimizer: Optimizer | None) -> None:
         super().__init__(model, sample_size, optimizer)
         self._latest: dict[int, Tensor] = {}
         self._used: dict[int, Tensor | None] = {}
-        self._stepping: list[int] = []
+        self._taken: dict[int, Tensor | None] = {}
         # Of low-precision parameters, which elements had a gradient.
         self._nonzero: dict[int, Tensor] = {}
 
     def start(self) -> None:
         """Prepare for a train step."""
         super().start()
-        self._latest, self._used, self._nonzero, self._stepping = {}, {}, {}, []
+        self._latest, self._taken, self._used, self._nonzero = {}, {}, {}, {}
 
-    @torch.no_grad()
     def gradients_ready(self, reached: Set[int], scale: Tensor | None) -> None:
         """Measure the gradients that a backward may have changed, by ids of parameters; they are scaled."""
+        self._measure((index for index in self.own if id(self.samples.parameters[index]) in reached), scale)
+
+    @torch.no_grad()
+    def _measure(self, indices: Iterable[int], scale: Tensor | None) -> None:
         gradients = {
             index: parameter.grad
-            for index in self.own
-            if id(parameter := self.samples.parameters[index]) in reached
-            and parameter.requires_grad
-            and parameter.grad is not None
+            for index in indices
+            if (parameter := self.samples.parameters[index]).requires_grad and parameter.grad is not None
         }
         if not gradients:
             return
@@ -80,15 +81,18 @@ class MeasuredStep(SampledStep):
         norms = norms if scale is None else norms / scale.to(norms)
         self._latest |= zip(gradients, norms.unbind(), strict=True)
 
-    def step_started(self, optimizer: Optimizer) -> list[int]:
-        """Note an optimizer's step that is about to be made."""
-        self._stepping = super().step_started(optimizer)
-        return self._stepping
+    def measured_step_started(self, step: OptimizerStep) -> None:
+        """Note an optimizer's step that is about to be made, and the gradients that it is made with."""
+        parameters = self.samples.parameters
+        indices = [index for index in self.step_started(step.optimizer) if parameters[index].grad is not None]
+        if step.tracker.reduced:  # else it is another gradient on each rank
+            self._measure((index for index in indices if index not in self._latest), step.scale)
+        self._taken = {index: self._latest.get(index) for index in indices}
 
     def step_completed(self) -> None:
-        """Take the latest norms of the parameters that had a step: later ones are of other optimizers."""
-        self._used |= {index: self._latest.get(index) for index in self._stepping}
-        self._stepping = []
+        """Keep the norms of the gradients that a step was made with: later ones are of other optimizers."""
+        self._used |= self._taken
+        self._taken = {}
 
     def rounds(self, names: Iterable[str]) -> bool:
         """Whether rounding may keep a parameter, by name, from moving."""
