@@ -192,7 +192,7 @@ OPTIMIZER_STATE = Schema("optimizer", "optimizer", (
     Key("rms_median", "median of the tensors' RMS", chart=_MOMENTS),
     Key("rms_p95", "95th percentile (nearest rank) of the RMS", chart=_MOMENTS),
     Key("rms_max", "largest RMS", chart=_MOMENTS),
-    Key("epsilon_dominated_median", r"median of the tensors' fraction of elements with :math:`\sqrt{\hat v} < \epsilon`",
+    Key("epsilon_dominated_median", r"tensors' median fraction of elements with :math:`\sqrt{\hat v} < \epsilon`",
         chart=_EPSILON),
     Key("epsilon_dominated_max", "largest epsilon-dominated fraction of a tensor", chart=_EPSILON),
     Key("update_norm", "l2 norm of the step's update of all tensors, weight decay included",
