@@ -239,7 +239,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         event, reason = self._classify(engine, findings)
         if event == Event.UNSTABLE and not self._policy.recovering and self._triggers.is_known_level():
             self.logger.warning(
-                "%s: iteration %d: %s, as before the last recovery; assuming a regime change, all thresholds are reset",
+                "RollbackHandler (%s): iteration %d: %s, as before; assuming a regime change, all thresholds are reset",
                 self.prefix,
                 iteration,
                 reason,
@@ -251,14 +251,17 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         self._snapshots.note(self._healthy)
         values: dict[str, float] = {}
         if action != Action.NONE and self._snapshots.all:
-            snapshot = self._restore(action, was_recovering)
+            snapshot = self._restore(action, was_recovering, findings.is_decisive or event == Event.RUINED)
             self._report(engine, action, snapshot, reason)
             values["restored_iteration"] = snapshot.iteration
         elif was_recovering and not self._policy.recovering:
             self._snapshots.drop_newer()
             self._triggers.recovered()
             self.logger.info(
-                "%s: iteration %d: recovered; %d iterations discarded", self.prefix, iteration, self._policy.discarded
+                "RollbackHandler (%s): iteration %d: recovered; %d iterations discarded",
+                self.prefix,
+                iteration,
+                self._policy.discarded,
             )
         if self._healthy and not self._policy.recovering:
             self._triggers.healthy()
@@ -292,13 +295,13 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
             raise TypeError(f"Argument loss should return one number or None, but it returned {value!r}")
         return None
 
-    def _restore(self, action: Action, was_recovering: bool) -> Snapshot:
+    def _restore(self, action: Action, was_recovering: bool, decisive: bool) -> Snapshot:
         accepting = action == Action.ACCEPT
         if action == Action.ROLL_BACK:
             self._baseline = self._snapshots.newest.thresholds
             self._count += 1
             self._lr_scale *= self.lr_factor if len(self._policy.rollbacks) > 1 else 1.0
-            snapshot = self._snapshots.choose()
+            snapshot = self._snapshots.choose(decisive)
         else:
             snapshot = self._snapshots.newest if accepting else self._snapshots.choose_again()
         if was_recovering:
@@ -327,7 +330,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
             snapshot.thresholds = thresholds
 
     def _report(self, engine: Engine, action: Action, snapshot: Snapshot, reason: str) -> None:
-        start = f"{self.prefix}: iteration {engine.state.iteration}: {reason}; "
+        start = f"RollbackHandler ({self.prefix}): iteration {engine.state.iteration}: {reason}; "
         to = f"rolled back to iteration {snapshot.iteration}"
         if action == Action.ROLL_BACK:
             rates = f", learning rates multiplied by {self._lr_scale:g}" if self._lr_scale != 1.0 else ""

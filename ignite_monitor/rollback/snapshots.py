@@ -9,7 +9,7 @@ from typing import Any
 from ignite_monitor.rollback.copying import clone
 
 CONFIRMED_AFTER = 20
-"""Number of consecutive healthy iterations after which a snapshot is confirmed."""
+"""Number of healthy iterations after which a snapshot is confirmed."""
 _UNCONFIRMED = 3  # number of unconfirmed snapshots at most
 _SPACING = 5  # distance of older confirmed snapshots, in units of ``every``
 _PROBE = 4  # of so many discarded iterations one is tried from a confirmed snapshot
@@ -23,7 +23,7 @@ class Snapshot:
     state: Any  # nested copies
     thresholds: Any  # of the monitors and of the handler, at the same time
     lr_scale: float  # product of the factors that learning rates had been multiplied by
-    quiet: int = 0  # consecutive healthy iterations since it was taken or restored
+    quiet: int = 0  # healthy iterations since it was taken or restored
     confirmed: bool = False
 
 
@@ -40,6 +40,7 @@ class Snapshots:
         self.all: list[Snapshot] = []
         self.restored: Snapshot | None = None  # the one restored last, until it has been confirmed again
         self._failed = 0  # discarded iterations since it was chosen
+        self._unhealthy = 0  # consecutive unhealthy iterations
 
     def overdue(self, iteration: int) -> int:
         """Number of iterations since a snapshot has been due; negative before."""
@@ -59,9 +60,13 @@ class Snapshots:
         self.all.append(Snapshot(iteration, clone(state, self.on_host), clone(thresholds), lr_scale))
 
     def note(self, healthy: bool) -> None:
-        """Count an iteration, confirm snapshots, and drop those that are not needed any more."""
+        """Count an iteration, confirm snapshots, and drop those that are not needed any more.
+
+        A single unhealthy iteration between healthy ones is noise; two in a row restart the counts.
+        """
+        self._unhealthy = 0 if healthy else self._unhealthy + 1
         for snapshot in self.all:
-            snapshot.quiet = snapshot.quiet + 1 if healthy else 0
+            snapshot.quiet = snapshot.quiet + healthy if self._unhealthy < 2 else 0
             snapshot.confirmed |= snapshot.quiet >= CONFIRMED_AFTER
         if self.restored is not None and self.restored.quiet >= CONFIRMED_AFTER:
             self.restored = None
@@ -71,14 +76,16 @@ class Snapshots:
         if len(confirmed) > self.keep:
             self.all.remove(confirmed[0])
 
-    def choose(self) -> Snapshot:
-        """Choose the snapshot to restore when a recovery begins: the newest.
+    def choose(self, decisive: bool) -> Snapshot:
+        """Choose the snapshot to restore when a recovery begins.
 
-        If the snapshot that the last recovery restored has not been confirmed again since, it is one older than that.
+        It is the newest after a ``decisive`` trigger, and the newest confirmed one after others, which may have begun
+        earlier. If the snapshot that the last recovery restored has not been confirmed again since, it is older.
         """
         if self.restored in self.all:
             self.all = self.all[: self.all.index(self.restored)] or [self.restored]
-        self.restored, self._failed = self.newest, 0
+        self.restored, self._failed = self.newest if decisive else self._confirmed(), 0
+        self.restored.quiet = 0
         return self.restored
 
     def choose_again(self) -> Snapshot:
@@ -87,9 +94,11 @@ class Snapshots:
         Every fourth time it is the newest confirmed one, in case that the newest is damaged; otherwise the newest.
         """
         self._failed += 1
-        confirmed = [snapshot for snapshot in self.all if snapshot.confirmed] or self.all[:1]
-        self.restored = confirmed[-1] if self._failed % _PROBE == 0 else self.newest
+        self.restored = self._confirmed() if self._failed % _PROBE == 0 else self.newest
         return self.restored
+
+    def _confirmed(self) -> Snapshot:
+        return ([snapshot for snapshot in self.all if snapshot.confirmed] or self.all[:1])[-1]
 
     def drop_newer(self) -> None:
         """Drop the snapshots newer than the one that the recovery ended with."""
@@ -108,11 +117,12 @@ class Snapshots:
             "taken": self.taken,
             "restored": -1 if self.restored is None else needed.index(self.restored),
             "failed": self._failed,
+            "unhealthy": self._unhealthy,
             "all": [vars(snapshot) | {"state": clone(snapshot.state)} for snapshot in needed],
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a saved state."""
-        self.taken, self._failed = int(state_dict["taken"]), int(state_dict["failed"])
+        self.taken, self._failed, self._unhealthy = (int(state_dict[name]) for name in ("taken", "failed", "unhealthy"))
         self.all = [Snapshot(**{**saved, "state": clone(saved["state"], self.on_host)}) for saved in state_dict["all"]]
         self.restored = self.all[state_dict["restored"]] if state_dict["restored"] >= 0 else None

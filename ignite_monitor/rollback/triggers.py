@@ -66,7 +66,7 @@ class Statistics:
         self.row = self.row + 1 if is_judged and largest > 1.0 else 0
         if self.row == 0:
             self.count += 1
-            self.means.lerp_(moments, max(1.0 - _DECAY, 1.0 / self.count))
+            self.means.lerp_(moments, (1.0 - _DECAY) / (1.0 - _DECAY**self.count))
         return largest if is_judged else 0.0
 
     _WARMUP = 20
@@ -103,10 +103,19 @@ class Findings:
     is_unhealthy: bool = False
     is_nonfinite: bool = False  # the loss or a gradient, and no GradScaler handles it
     check_state: bool = False  # something is not finite: is the state?
+    is_decisive: bool = False  # a reason leaves no doubt when the instability began
 
     def over_ranks(self, device: torch.device) -> Findings:
         """Combine the findings of all ranks in one sum."""
-        own = [self.loss, self.losses, bool(self.reasons), self.is_unhealthy, self.is_nonfinite, self.check_state]
+        own = [
+            self.loss,
+            self.losses,
+            bool(self.reasons),
+            self.is_unhealthy,
+            self.is_nonfinite,
+            self.check_state,
+            self.is_decisive,
+        ]
         loss, losses, unstable, *flags = sum_over_ranks(
             torch.tensor(own, dtype=wide_dtype(device), device=device)
         ).tolist()
@@ -186,6 +195,7 @@ class Triggers:
             self._judge_monitor(findings, monitor, counts[i], pairs[2 * i][0], pairs[2 * i + 1][0])
         self._judge_statistics(findings, [moment for group in moments for moment in group])
         if self.request is not None:
+            findings.is_decisive = True
             findings.reasons.append(self.request)
             self.request = None
         if ranks > 1:
@@ -209,6 +219,7 @@ class Triggers:
         if resets and value > signal.accepted:
             findings.reasons.append(f"the threshold of {name} was reset after consecutive spikes")
         elif signal.far >= _FAR_PATIENCE and not nonfinite:
+            findings.is_decisive = True
             findings.reasons.append(f"{name} exceeded {_FAR:g} times its threshold {signal.far} times in a row")
 
     def _judge_statistics(self, findings: Findings, moments: list[float]) -> None:
@@ -221,6 +232,7 @@ class Triggers:
         signal = self._signals.setdefault("statistics", Signal())
         findings.is_unhealthy |= signal.note(ratio, math.inf, ratio > 1.0)
         if self._statistics.row >= _STATISTICS_PATIENCE and ratio > signal.accepted:
+            findings.is_decisive = True
             findings.reasons.append("running statistics of a normalization exceed three times their baseline")
 
     def _judge_loss(self, findings: Findings, loss: float) -> None:
@@ -240,6 +252,7 @@ class Triggers:
         if bool(detection.threshold_reset) and loss > signal.accepted:
             findings.reasons.append(f"the loss exceeded its threshold {self._patience} times in a row")
         elif signal.far >= _FAR_PATIENCE:
+            findings.is_decisive = True
             findings.reasons.append(f"the loss exceeded {_FAR:g} times its threshold {signal.far} times in a row")
 
     def state_dict(self) -> dict[str, Any]:

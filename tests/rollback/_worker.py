@@ -47,7 +47,7 @@ def one_rank_asks(kind: str, how: str) -> Any:
         torch.manual_seed(0)
         model = WRAPS[kind](_faults.make_model(0))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        rollback = RollbackHandler({"model": model, "optimizer": optimizer}, every=10, quiet=5)
+        rollback = RollbackHandler({"model": model, "optimizer": optimizer}, every=10)
         before: dict[int, Any] = {}
         after: dict[str, Any] = {}
 
@@ -79,7 +79,12 @@ def one_rank_asks(kind: str, how: str) -> Any:
                 getattr(weight, "_local_tensor", weight).data.view(-1)[0] = float("nan")
 
         trainer.run(_faults.batches(0, 36, 16), max_epochs=1)
-        return {"at": after["at"], "state": after["state"], "expected": before[10], "count": rollback._count}
+        return {
+            "at": after["at"],
+            "state": after["state"],
+            "expected": before[30 if how == "loss" else 20],
+            "count": rollback._count,
+        }
 
     return scenario
 

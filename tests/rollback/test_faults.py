@@ -43,17 +43,18 @@ def undisturbed(mode, seed, fault):
 @pytest.mark.parametrize(("fault", "mode", "skip_step", "seed"), CASES)
 def test_training_comes_back(fault, mode, skip_step, seed):
     result = train(mode, seed, fault, skip_step=skip_step)
-    assert result["rollbacks"] == 1
+    assert result["rollbacks"] >= 1
     assert result["accuracy"] >= undisturbed(mode, seed, fault) - 0.02
 
 
 @pytest.mark.parametrize("mode", ["sgd", "adamw"] if FULL else ["sgd"])
 @pytest.mark.parametrize("seed", range(3) if FULL else [0])
 def test_a_new_level_for_good_ends_as_well_as_without(mode, seed):
-    """Other labels from one iteration on: accepted once, sixty iterations later, and learnt as well by the end."""
+    """Other labels from one iteration on are accepted once, and learnt as well by the end."""
     without = train(mode, seed, "labels", length=200, after=0, handler=False)
     result = train(mode, seed, "labels", length=200, after=0)
-    assert (result["rollbacks"], result["undone"]) == (1, 51)
+    assert result["rollbacks"] == 1
+    assert result["undone"] <= 50
     assert without["accuracy"] > 0.9
     assert result["accuracy"] >= without["accuracy"] - 0.02
 

@@ -1,192 +1,168 @@
-"""What counts as trouble, against plain arithmetic; and no rule learns from a row of spikes."""
+"""Triggers of a rollback, compared with plain arithmetic over the whole history."""
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
 import torch
 from torch import nn
 
-from ignite_monitor import MeanStdThreshold, RobustThreshold
-from ignite_monitor.detection.spikes import SpikeDetector
-from ignite_monitor.detection.thresholds import CallableThreshold, ThresholdRule
-from ignite_monitor.rollback.triggers import Signs, Watch, loss_levels, second_moments, statistics_in, statistics_levels
-
-RULES = {
-    "mean and deviation": MeanStdThreshold,
-    "plain mean and deviation": lambda: MeanStdThreshold(k=3.0, decay=None),
-    "robust": RobustThreshold,
-    "function": lambda: CallableThreshold(lambda mean, std, count: mean + 4 * std),
-}
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_a_row_does_not_widen_its_own_threshold(rule):
-    """Of consecutive spikes only the first enters, clipped: after it nothing moves, whatever comes."""
-    detector = SpikeDetector(RULES[rule](), max_consecutive_spikes=1000)
-    generator = torch.Generator().manual_seed(0)
-    for value in 5 + torch.rand(300, generator=generator, dtype=torch.float64):
-        detector.observe(detector.judge(value))
-    before = detector.judge(torch.tensor(5.5, dtype=torch.float64)).limit
-    thresholds = []
-    for i in range(100):
-        detection = detector.judge(torch.tensor(100.0 * (i + 1), dtype=torch.float64))
-        assert detection.spike
-        detector.observe(detection)
-        thresholds.append(float(detection.threshold))
-    assert thresholds[0] == before
-    assert len(set(thresholds[1:])) == 1
-    assert thresholds[1] < 1.3 * before
-
-
-@pytest.mark.parametrize("levels", [loss_levels, statistics_levels])
-def test_neither_does_a_row_widen_a_level(levels):
-    levels = levels(1000) if levels is loss_levels else levels()
-    for i in range(60):
-        assert levels.observe([5.0 + 0.1 * (i % 3)]) == (False, False)
-    known = []
-    for i in range(2):
-        levels.observe([100.0 * (i + 1)])
-        known.append(levels.state()[0, :5].clone())
-    assert torch.equal(*known)
-    assert known[0][3] < 6.0
+from ignite_monitor.rollback.triggers import Findings, Signal, Triggers, second_moments
 
 
 def expected_losses(losses, patience):
-    """The contract's words in Python floats, over the whole history."""
-    history, row, told = [], 0, []
+    """(unhealthy, unstable) of every loss, from the documented threshold in Python floats."""
+    history, row, answers, lowest, first = [], 0, [], math.nan, math.nan
     for loss in losses:
         weights = [0.95 ** (len(history) - 1 - i) for i in range(len(history))]
-        total, limit, x = math.fsum(weights), math.inf, math.log(loss)
+        total, limit = math.fsum(weights), math.inf
         if len(history) >= 20:
             mean = math.fsum(w * v for w, v in zip(weights, history, strict=True)) / total
             spread = math.fsum(w * (v - mean) ** 2 for w, v in zip(weights, history, strict=True))
             std = math.sqrt(spread / (total - math.fsum(w * w for w in weights) / total))
-            limit = max(mean + 2 * std, mean + math.log(1.5))
-        row = row + 1 if x > limit else 0
-        told.append((row > 0, row == patience))
+            limit = mean + max(2 * std, mean / 2)
+            if not math.isnan(lowest):
+                limit = min(limit, lowest + max(4 * std, first / 4, lowest / 2))
+            first, lowest = (mean, mean) if math.isnan(lowest) else (first, min(lowest, mean))
+        row = row + 1 if loss > limit else 0
+        answers.append((row > 0, row == patience))
         if row < 2:
-            history.append(min(x, limit))
-    return told
+            history.append(min(loss, limit))
+    return answers
 
 
-class NoMonitors:
-    """A watch of the loss, and of modules' running statistics."""
-
+class Watch:
     def __init__(self, *modules, patience=10):
-        self.watch = Watch(patience, modules)
+        self.triggers = Triggers(patience, modules)
 
     def __call__(self, loss=None):
-        return self.watch.signs(loss, [])
-
-    def told(self, loss=None):
-        signs = self(loss)
-        return signs.spike, bool(signs.trouble)
+        findings = self.triggers.collect(loss, [])
+        return findings.is_unhealthy, bool(findings.reasons)
 
 
-def test_loss_level():
+def test_threshold_of_the_loss():
     generator = torch.Generator().manual_seed(0)
-    losses = (0.5 * torch.randn(120, generator=generator, dtype=torch.float64)).exp()
-    losses[60:65] *= 20  # a row shorter than the patience
-    losses[100:112] *= 20
-    watch = NoMonitors()
-    told = [watch.told(loss) for loss in losses[:110].tolist()]
-    assert told == expected_losses(losses[:110].tolist(), 10)
-    assert [i for i, (_, trouble) in enumerate(told) if trouble] == [109]
+    losses = (0.3 * torch.randn(120, generator=generator, dtype=torch.float64)).exp()
+    losses[60:65] *= 4  # a row shorter than the patience
+    losses[100:112] *= 4
+    watch = Watch()
+    answers = [watch(loss) for loss in losses[:110].tolist()]
+    assert answers == expected_losses(losses[:110].tolist(), 10)
+    assert [i for i, (_, unstable) in enumerate(answers) if unstable] == [109]
 
 
-@pytest.mark.parametrize("resumed", [False, True])
-def test_levels_are_those_of_a_detector(resumed):
-    """A new level, what is not finite, and numbers side by side: as the judge of tensors has it."""
+def test_slow_growth_is_noticed_before_a_quarter_of_the_descent_is_lost_twice():
+    """A loss that falls from 2.3 to 0.1 and then grows by 1 % an iteration, which no threshold for jumps notices."""
+    watch = Watch()
+    losses = [2.3 * 0.97**i + 0.1 for i in range(200)]
+    losses += [losses[-1] * 1.01**i for i in range(300)]
+    unstable = [i for i, loss in enumerate(losses) if watch(loss)[1]]
+    assert unstable[0] > 200
+    assert losses[unstable[0]] < 0.1 + 2 * 2.3 / 4
 
-    class Rule(ThresholdRule):
-        def __call__(self, mean, std, count):
-            return torch.maximum(mean + 2 * std, mean + math.log(1.5))
 
+@pytest.mark.parametrize("shift", [-100.0, 0.0, 100.0])
+def test_signed_losses(shift):
     generator = torch.Generator().manual_seed(0)
-    values = torch.randn(200, 3, generator=generator, dtype=torch.float64)
-    values[60:64, 0] += 9
-    values[100:, 1] += 20  # for good
-    values[140, 2], values[150:155, 2] = math.inf, math.nan
-    detector = SpikeDetector(Rule(decay=0.95), max_consecutive_spikes=4, overflow_is_spike=False)
-    levels = loss_levels(4)
-    for i, row in enumerate(values):
-        detection = detector.judge(row)
-        detector.observe(detection)
-        if resumed and i % 7 == 0:
-            levels, before = loss_levels(4), levels
-            levels.load(before.state())
-        assert levels.observe(row.tolist()) == (bool(detection.spike.any()), bool(detection.threshold_reset.any()))
-    assert detector.counts[2].tolist() == [1, 1, 0]
-    moments = torch.stack([*detector.rule.moments], 1)
-    torch.testing.assert_close(levels.state()[:, :5], moments, rtol=1e-12, atol=0)
+    watch = Watch()
+    for noise in torch.randn(60, generator=generator).tolist():
+        assert not watch(shift - 1000.0 + 0.1 * noise)[1]
+    assert [watch(shift - 990.0) for _ in range(10)] == [(True, False)] * 9 + [(True, True)]
 
 
-@pytest.mark.parametrize("loss", [0.0, -1.0, math.inf, math.nan])
-def test_a_loss_without_a_logarithm_is_not_judged(loss):
-    watch = NoMonitors(patience=2)
+def test_far_above_the_threshold_three_times_in_a_row_is_decisive():
+    watch = Watch()
+    for i in range(40):
+        watch(1.0 + 0.01 * (i % 3))
+    assert [watch(loss)[1] for loss in (100.0, 2.0, 100.0, 100.0, 100.0)] == [False] * 4 + [True]
+
+
+@pytest.mark.parametrize("loss", [math.inf, math.nan])
+def test_a_nonfinite_loss_updates_nothing(loss):
+    watch = Watch(patience=2)
     for _ in range(30):
         watch(1.0)
-    state = watch.watch.state_dict()["loss"]
-    signs = watch(loss)
-    assert (signs.look, signs.nonfinite) == (not math.isfinite(loss),) * 2
-    assert not signs.spike
-    assert torch.equal(watch.watch.state_dict()["loss"], state)
+    state = copy.deepcopy(watch.triggers.state_dict())
+    findings = watch.triggers.collect(loss, [])
+    assert (findings.check_state, findings.is_nonfinite, findings.is_unhealthy) == (True, True, False)
+    torch.testing.assert_close(watch.triggers.state_dict()["loss"], state["loss"], rtol=0, atol=0, equal_nan=True)
 
 
-def test_factor_and_deviations_both_have_to_be_exceeded():
-    even, noisy = NoMonitors(patience=3), NoMonitors(patience=3)
-    for i in range(40):
-        even(1.0 + 1e-4 * (i % 2))
-        noisy(math.exp(2.0 * (-1) ** i))
-    assert even.told(1.4) == (False, False)
-    assert even.told(1.6) == (True, False)
-    assert noisy.told(1.6) == (False, False)
+def test_accepted_values_are_healthy_and_larger_ones_are_not():
+    signal = Signal()
+    assert signal.note(5.0, 1.0, is_spike=True)
+    signal.accepted = signal.peak
+    assert [signal.note(value, 1.0, is_spike=True) for value in (5.0, 4.0, 5.1, math.inf)] == [False, False, True, True]
+
+
+def test_a_level_that_the_data_caused_for_long_is_known_when_it_returns():
+    watch = Watch(patience=3)
+    for _ in range(30):
+        watch(1.0)
+    for _ in range(20):
+        watch(3.0)
+        watch.triggers.note_discarded()
+    watch.triggers.recovered()
+    watch.triggers.reset_threshold()
+    for _ in range(30):
+        watch(1.0)
+    assert [watch(3.0)[1] for _ in range(3)] == [False, False, True]
+    assert watch.triggers.is_known_level()
+    watch(3.5)
+    assert not watch.triggers.is_known_level()
 
 
 @pytest.mark.parametrize("factor", [30.0, 1.2])
 def test_running_statistics(factor):
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Sequential(nn.BatchNorm1d(8, momentum=0.01)))
-    frozen = nn.BatchNorm1d(8, track_running_stats=False)
-    watch = NoMonitors(model, frozen)
+    watch = Watch(model, nn.BatchNorm1d(8, track_running_stats=False))
     generator = torch.Generator().manual_seed(0)
-    told = []
+    answers = []
     for i in range(60):
-        scale = factor if i >= 50 else 1.0
-        model(scale * torch.randn(16, 6, generator=generator))
-        told.append(watch.told())
-    spikes = [i for i, (spike, _) in enumerate(told) if spike]
-    trouble = [i for i, (_, trouble) in enumerate(told) if trouble]
-    if factor == 30.0:
-        assert spikes[:3] == [50, 51, 52]
-        assert trouble[0] == 52
-    else:
-        assert spikes == trouble == []
+        model((factor if i >= 50 else 1.0) * torch.randn(16, 6, generator=generator))
+        answers.append(watch())
+    assert [i for i, (_, unstable) in enumerate(answers) if unstable][:1] == ([52] if factor == 30.0 else [])
+    assert not any(unhealthy for unhealthy, _ in answers[:50])
     model[1].running_var[3] = math.nan
-    assert watch().look
+    assert watch.triggers.collect(None, []).check_state
 
 
-def test_what_running_statistics_stand_for():
+def test_second_moments():
     model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(2).double(), nn.BatchNorm1d(2).bfloat16())
     for i, norm in enumerate(model):
         norm.running_mean.fill_(i + 0.5)
         norm.running_var.fill_(2.0**i)
-    (moments,) = second_moments(statistics_in([model, model[0]]))
+    (moments,) = second_moments([model, model[0]])
     assert moments.tolist() == pytest.approx([3.75, 8.5, 20.5])
 
 
 def test_a_mean_near_zero_may_vary():
-    """A batch norm of one channel whose mean is noise: three times its level is nothing against its deviation."""
+    """A mean that is noise beside its deviation: three times its baseline means nothing."""
     norm = nn.BatchNorm1d(1)
-    watch = NoMonitors(norm)
+    watch = Watch(norm)
     generator = torch.Generator().manual_seed(0)
     for _ in range(2000):
         norm(torch.randn(8, 1, generator=generator))
-        assert watch.told() == (False, False)
+        assert watch() == (False, False)
 
 
-def test_without_running_statistics_there_is_nothing_to_say():
-    watch = NoMonitors(nn.Linear(2, 2), nn.BatchNorm1d(2, track_running_stats=False))
-    assert watch() == Signs(0.0, 0.0)
-    assert not watch.watch.has_signs
+def test_without_anything_to_judge_there_are_no_findings():
+    watch = Watch(nn.Linear(2, 2), nn.BatchNorm1d(2, track_running_stats=False))
+    assert watch.triggers.collect(None, []) == Findings()
+    assert not watch.triggers.has_any
+
+
+def test_state_continues():
+    generator = torch.Generator().manual_seed(0)
+    losses = torch.rand(60, generator=generator).tolist() + [9.0] * 12
+    whole, resumed = Watch(), Watch()
+    expected = [whole(loss) for loss in losses]
+    answers = []
+    for i, loss in enumerate(losses):
+        if i % 7 == 0:
+            state, resumed = copy.deepcopy(resumed.triggers.state_dict()), Watch()
+            resumed.triggers.load_state_dict(state)
+        answers.append(resumed(loss))
+    assert answers == expected
