@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from ignite_monitor.checks import check_count, check_real, check_type
 from ignite_monitor.detection.spikes import Detection, SpikeDetector, may_be_true
 from ignite_monitor.detection.thresholds import Threshold, as_rule
-from ignite_monitor.events.accumulation_probe import Look
+from ignite_monitor.events.accumulation_probe import AccumulationProbe
 from ignite_monitor.events.gradient_tracker import GradientsReady, OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.gradient.judge import GradientJudge
@@ -184,7 +184,7 @@ class GradMonitor(GradientTelling, schema=GRADIENT):
             model, detector, loss=loss, per_parameter=per_parameter, norm_type=self.norm_type, reduction=reduction
         )
         self._window = GradientWindow()
-        self._look: Look | None = None  # what decides on its tentative entry
+        self._look: AccumulationProbe | None = None  # what decides on its tentative entry
         self._seen = False  # whether there was a gradient in this iteration
         self._unstepped = Unstepped(optimizer)
         self._origins = NonFiniteLocator(model)
@@ -229,8 +229,8 @@ class GradMonitor(GradientTelling, schema=GRADIENT):
         if self._judge.losses.source is not None:
             contexts.append(self._judge.losses.listening())
         # It may have looked already, in a backward under no_sync().
-        if self._window.before is not None and (self._look is None or self._look.grows is None):
-            self._look = self._source.tracker(self.model).look(self.optimizer)
+        if self._window.before is not None and (self._look is None or self._look.accumulates is None):
+            self._look = self._source.tracker(self.model).accumulation_probe(self.optimizer)
             contexts.append(self._look)
         return contexts
 
@@ -252,7 +252,7 @@ class GradMonitor(GradientTelling, schema=GRADIENT):
         super().reset_run_state()
 
     def _on_gradients_ready(self, engine: Engine, backward: GradientsReady) -> None:
-        parameters = backward.tracker.own(self.optimizer)
+        parameters = backward.tracker.parameters_of(self.optimizer)
         gradients = _gradients(parameters)
         is_all = parameters is backward.tracker.parameters
         if not gradients or not (is_all or backward.reaches(self.optimizer)):  # it reached others of the model
@@ -279,7 +279,7 @@ class GradMonitor(GradientTelling, schema=GRADIENT):
         tracker = step.tracker
         # Where optimizers make their steps inside of backward there is never a whole gradient.
         is_whole = tracker.reduced and not (self.optimizer is None and in_backward())
-        parameters = tracker.own(self.optimizer) if is_whole else []
+        parameters = tracker.parameters_of(self.optimizer) if is_whole else []
         if all(each.grad is None for each in parameters):
             self._window.close()
             self._show_last(engine)
@@ -360,7 +360,7 @@ class GradMonitor(GradientTelling, schema=GRADIENT):
 
     def _decide_tentative(self, device: torch.device) -> None:
         look, self._look = self._look, None
-        grows = self._judge.has_grown(None if look is None else look.grows, device)
+        grows = self._judge.has_grown(None if look is None else look.accumulates, device)
         # Only who has been told of a spike, and has thus waited for it, waits here.
         known = grows.device.type == "cpu" or self._window.announced
         before = self._window.decided(is_new=known and not bool(grows))

@@ -76,7 +76,7 @@ def features():
             )
         ),
         "HistogramHandler": on(lambda model, _: im.HistogramHandler(model)),
-        "OptimizerStateHandler": on(lambda model, optimizer: im.OptimizerStateHandler(optimizer, model)),
+        "OptimizerStateHandler": on(lambda model, optimizer: im.OptimizerStateHandler(model, optimizer)),
         "ReplicaCheckHandler": on(im.ReplicaCheckHandler),
         "RCCHandler": on(lambda model, _: im.RCCHandler(model)),
         "SpectralNormHandler": on(lambda model, _: im.SpectralNormHandler(model)),
