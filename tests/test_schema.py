@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from ignite.engine import Engine, Events
 from torch import nn
 
+import ignite_monitor
 from ignite_monitor import (
     ActivationHandler,
     CurvatureHandler,
@@ -23,6 +24,7 @@ from ignite_monitor import (
     GradMonitor,
     HistogramHandler,
     MeanStdThreshold,
+    Monitor,
     OptimizerStateHandler,
     RCCHandler,
     ReplicaCheckHandler,
@@ -34,6 +36,7 @@ from ignite_monitor import (
     StepStatsHandler,
     WeightUpdateHandler,
     record,
+    scaling,
 )
 from ignite_monitor.keys import ACTIVATION, SCHEMAS
 from ignite_monitor.report.families import groups
@@ -41,25 +44,14 @@ from ignite_monitor.report.series import Series
 from ignite_monitor.scaling import AlignmentHandler, MaxPScheduler, Parametrization, ParametrizedModule
 from ignite_monitor.schema import Key, Schema
 from ignite_monitor.tensorboard import tensorboard_layout
-from tests._helpers import make_batches
+from tests._helpers import make_batches, make_trainer
+from tests.monitor.test_contract import HANDLERS
 
 KINDS = [
-    GradMonitor,
-    GradientNoiseScaleHandler,
-    CurvatureHandler,
-    WeightUpdateHandler,
-    OptimizerStateHandler,
-    ReplicaCheckHandler,
-    HistogramHandler,
-    RCCHandler,
-    ActivationHandler,
-    SpectralNormHandler,
-    SpikeMonitor,
-    RollbackHandler,
-    SpikeRecorder,
-    StepStatsHandler,
-    AlignmentHandler,
-    MaxPScheduler,
+    value
+    for package in (ignite_monitor, scaling)
+    for name in package.__all__
+    if inspect.isclass(value := getattr(package, name)) and issubclass(value, Monitor) and value is not Monitor
 ]
 
 
@@ -167,6 +159,10 @@ def published():
     rollback.request("to see it")
     run(model, optimizer, [rollback], clip=1.0)
     run(model, optimizer, [MaxPScheduler(parametrization, optimizer)], clip=1.0)
+    for make in HANDLERS.values():
+        model, optimizer, _ = make_trainer()
+        if type(monitor := make(model, optimizer)) in set(KINDS) - found.keys():
+            run(model, optimizer, [monitor], clip=1.0)
     return found
 
 
