@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ignite_monitor.model.devices import upload, wide_dtype
 from ignite_monitor.monitor.deferred_flag import DeferredFlag
-from ignite_monitor.monitor.publisher import NamedValues
 from ignite_monitor.monitor.ranks import from_every_rank, max_over_ranks, sum_over_ranks
+from ignite_monitor.monitor.transfer import NamedValues
 
 # By what they are of: kind -> names and a row of numbers for each. A kind's rows are of one length.
 Rows = dict[Any, NamedValues]
