@@ -12,8 +12,8 @@ from matplotlib import image
 
 from ignite_monitor.report.panels import picture
 from ignite_monitor.report.plot import draw
-from ignite_monitor.report.series import tidy
 from tests.report import _runs as runs
+from tests.report._runs import tidy
 
 AWKWARD = {
     "one point": {name: (steps[:1], values[:1]) for name, (steps, values) in runs.weights().items()},
