@@ -41,7 +41,7 @@ KINDS: dict[str, tuple[str, int]] = {
     "small_updates": ("Raise the learning rate, and check that gradients arrive.", RAISE),
     "eps_rules": ("Lower eps, or scale the loss up.", 0),
     "lost_updates": ("Keep the weights in float32 under torch.autocast, or keep a float32 copy of them.", 0),
-    "weight_update_outlier": ("Give these layers a learning rate of their own (ignite-monitor coord-check).", 0),
+    "weight_update_outlier": ("Give these layers a learning rate of their own.", 0),
     "spectral_growth": ("Lower the learning rate, or use more weight decay.", LOWER),
     "loss_rose": ("Restore a checkpoint from before, with a lower learning rate.", LOWER),
     "loss_rose_again": ("Restore a checkpoint from before, with a lower learning rate.", LOWER),

@@ -12,8 +12,6 @@ from ignite_monitor.report.finding import Finding, steps
 from ignite_monitor.report.series import Series, iterations, listed, number, printable, times
 from ignite_monitor.report.weights import persists
 
-EPSILON = ("epsilon_dominated_median", "eps_share_median")
-
 
 def noise_scale(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
     """Batch size against the noise scale, where its interval decides."""
@@ -75,8 +73,7 @@ def stale(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
 
 def eps_rules(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
     """Steps that are not adapted to the gradient, which is small against eps."""
-    metric = next((each for each in EPSILON if each in group.scalars), EPSILON[0])
-    name, series = group.name(metric), group.get(metric).finite
+    name, series = group.name("epsilon_dominated_median"), group.get("epsilon_dominated_median").finite
     if persists(series, limits.EPS_SHARE):
         share = series.last_quarter.end(1.0)
         what = f"{100 * share:.0f} % of the median parameter's elements have a second moment below eps, to the end "
