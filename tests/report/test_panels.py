@@ -33,7 +33,7 @@ def test_spikes_are_marked_at_their_norms():
     assert picture(tidy(run)).spikes == (50,)
     marked = panels(run)["grad: norm against its threshold"].marked
     assert (marked.steps.tolist(), marked.values.tolist()) == ([50], [60])
-    assert "grad: spikes, skipped steps, non-finite norms so far" in panels(run)
+    assert any(title.startswith("grad: spikes, skipped steps") for title in panels(run))
 
 
 def test_what_a_spike_monitor_judges_stands_with_its_threshold():
