@@ -47,7 +47,8 @@ def _nonfinite(name: str, series: Series) -> Iterator[Finding]:
     if not len(bad):
         return
     stays = not np.isfinite(series.values[-1])
-    since = int(bad[bad > good[-1]][0]) if stays and len(good) else int(bad[0])
+    finite = np.flatnonzero(np.isfinite(series.values))
+    since = int(series.steps[finite[-1] + 1]) if stays and len(good) else int(bad[0])
     where = f"from iteration {since} to the end" if stays else f"in {iterations(bad)}"
     found = "NaN" if np.isnan(series.values[~np.isfinite(series.values)]).all() else "inf or NaN"
     what = f"{printable(name)} is {found} {where} ({len(bad)} of {len(series.steps)} values)."
