@@ -99,3 +99,11 @@ def test_without_matplotlib_the_error_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'ignite-monitor\[cli\]'"):
         draw(picture(tidy(runs.grad(runs.calm_norms()))), tmp_path / "run.png")
+
+
+def test_a_dark_ground(tmp_path):
+    draw(picture(tidy(runs.healthy())), tmp_path / "run.png", title="run.h5", dark=True)
+    pixels = image.imread(tmp_path / "run.png")
+    assert (pixels[..., 3] == 1).all()
+    assert (pixels[0, 0, :3] < 0.2).all()
+    assert np.median(pixels[..., :3]) < 0.2
