@@ -40,7 +40,7 @@ from ignite_monitor import (
 )
 from ignite_monitor.keys import ACTIVATION, SCHEMAS
 from ignite_monitor.report.families import groups
-from ignite_monitor.report.series import Series
+from ignite_monitor.report.series import Run, Series
 from ignite_monitor.scaling import AlignmentHandler, MaxPScheduler, Parametrization, ParametrizedModule
 from ignite_monitor.schema import Key, Schema
 from ignite_monitor.tensorboard import tensorboard_layout
@@ -252,14 +252,19 @@ def test_every_chart_is_of_keys_that_are_published(published):
 @pytest.mark.parametrize("kind", KINDS)
 def test_reports_know_whose_a_name_is(kind, tag, published):
     line = Series(np.arange(3), np.ones(3))
-    everything = {f"{tag}{name}": line for _, names in published.values() for name in names}
+    everything, monitors = {}, {}
+    for monitor, (_, names) in published.items():
+        everything |= {f"{tag}{name}": line for name in names}
+        root = f"{tag}{monitor.schema.prefix}".rstrip("/")
+        monitors |= {f"{tag}{name}": (monitor.schema.kind, root) for name in names}
     own = {f"{tag}{name}" for name in published[kind][1]}
     families = set(ACTIVATION.families) if kind is ActivationHandler else {kind.schema.kind}
-    for group in groups(everything | {"mine/norm": line, "step/mine": line}):
+    run = Run(everything | {"mine/norm": line, "step/mine": line}, monitors)
+    for group in groups(run):
         names = {name for name, _ in group.scalars.values()}
         names |= {name for items in group.items.values() for name, _ in items.values()}
         if names & own:
-            assert group.kind in families or "first_norm" in str(names)
+            assert group.kind in families
             assert group.root.startswith(tag)
         if group.kind == "other":
             assert names == {"mine/norm", "step/mine"}
