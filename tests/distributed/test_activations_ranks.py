@@ -21,7 +21,7 @@ def results(tmp_path_factory):
 
 def of_forward(published):
     # Of a module that only one rank calls the loss of the whole is another one.
-    start = ("activation/", "parameter/")
+    start = ("activation/", "recorded/", "parameter/")
     return {name: value for name, value in published.items() if name.startswith(start) and not name.startswith(LATE)}
 
 
@@ -31,8 +31,8 @@ def test_both_ranks_publish_what_one_process_does(results, name, model):
     for result in results(name):
         for i in range(COUNT):
             found, wanted = of_forward(result["published"][i]), of_forward(whole[i])
-            rows = found.pop("activation/_root_/rows", None)
-            wanted.pop("activation/_root_/rows", None)
+            rows = found.pop("recorded/_root_/rows", None)
+            wanted.pop("recorded/_root_/rows", None)
             assert rows in (None, 4.0)
             if i >= 3:  # the first rank's output is without the second expert's
                 found, wanted = ({k: v for k, v in each.items() if "_root_" not in k} for each in (found, wanted))
