@@ -107,7 +107,7 @@ class AttentionCalls(TorchFunctionMode):
         self._states.enabled = enabled
         modes = [mode for mode in [pop_mode() for _ in range(modes_on())][::-1] if mode is not self]
         if enabled:
-            # Below the others, so that whoever pops the innermost mode pops his own; torch wants a default device first.
+            # Below the others, so that whoever pops a mode pops his own; torch requires a default device to be first.
             modes.insert(bool(modes) and isinstance(modes[0], device_mode), self)
         for mode in modes:
             push_mode(mode)
