@@ -66,7 +66,7 @@ def _moments(tensors: Tensor, unit: int | None) -> Moments:
     flat, norms = wide.flatten(1), torch.linalg.vector_norm(wide, dim=-1).reshape(len(wide), -1)
     mean = flat.mean(1)
     nonfinite = torch.zeros_like(mean)
-    if wide.device.type != "cpu" or not math.isfinite(mean.sum()):  # reading a value is free on the CPU
+    if wide.device.type != "cpu" or len(mean.isfinite().logical_not_().nonzero()):  # synchronizes, but for the CPU
         nonfinite = flat.isfinite().logical_not_().sum(1).to(wide.dtype)
     largest = _largest(wide if tensors.itemsize == 1 else tensors, unit).to(wide.dtype)
     squares = torch.linalg.vector_norm(flat.sub_(mean.unsqueeze(1)), dim=1).square_()
