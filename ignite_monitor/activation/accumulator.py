@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ignite_monitor.activation.statistics import PIECE, WITHOUT_STATISTICS, Moments, as_sums, merged, moments
 from ignite_monitor.model.devices import move, upload
-from ignite_monitor.monitor.publisher import NamedValues
+from ignite_monitor.monitor.transfer import NamedValues
 
 # Tensors of at most so many elements are measured together: an operation on one takes longer than its arithmetic.
 SMALL = 2**16

@@ -11,7 +11,7 @@ from ignite_monitor.activation.measurement import Measurement
 from ignite_monitor.activation.metric import MetricSet
 from ignite_monitor.model.modes import is_plain
 from ignite_monitor.model.tensors import floating_tensors, tagged_tensors
-from ignite_monitor.monitor.publisher import NamedValues
+from ignite_monitor.monitor.transfer import NamedValues
 from ignite_monitor.reference.call import Call, Comparison, NotComparableError
 
 

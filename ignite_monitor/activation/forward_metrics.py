@@ -25,11 +25,11 @@ from ignite_monitor.model._torch import (
 )
 from ignite_monitor.model.devices import device_of, move_like
 from ignite_monitor.model.forward import ModuleHook, after_forward, outputs_to, running_module
+from ignite_monitor.model.isolation import is_reference_run
 from ignite_monitor.model.modes import aside, is_plain
 from ignite_monitor.model.tensors import tagged_tensors
-from ignite_monitor.monitor.publisher import NamedValues
 from ignite_monitor.monitor.rank_reduction import Rows
-from ignite_monitor.reference.isolation import is_reference_run
+from ignite_monitor.monitor.transfer import NamedValues
 
 COMPLEX = "complex numbers have no built-in metrics and are not recorded"
 FAST_PATH = "a hook would take a frozen nn.TransformerEncoderLayer off its fast path, which rounds differently"

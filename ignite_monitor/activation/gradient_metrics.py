@@ -12,7 +12,7 @@ from ignite_monitor.activation.measurement import Measurement, rows_of, values_o
 from ignite_monitor.activation.metric import MetricSet
 from ignite_monitor.model.devices import upload
 from ignite_monitor.model.norms import is_sharded, whole_tensor
-from ignite_monitor.monitor.publisher import NamedValues, joined
+from ignite_monitor.monitor.transfer import NamedValues, joined
 
 
 class GradientMetrics:

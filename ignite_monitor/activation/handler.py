@@ -30,9 +30,9 @@ from ignite_monitor.model.optimizers import parameters_of
 from ignite_monitor.model.sharding import check_whole
 from ignite_monitor.model.structure import hookable, modules_by_name
 from ignite_monitor.monitor.base import Handlers
-from ignite_monitor.monitor.publisher import NamedValues, joined
 from ignite_monitor.monitor.rank_reduction import RankReduction
 from ignite_monitor.monitor.ranks import world_size
+from ignite_monitor.monitor.transfer import NamedValues, joined
 from ignite_monitor.reference.monitor import ReferenceMonitor
 
 _WITHOUT_UNITS = tuple(name for name in STATISTICS if name != "dead_fraction")

@@ -13,8 +13,8 @@ from ignite_monitor.activation.accumulator import Accumulator
 from ignite_monitor.activation.metric import MetricSet, call_metric
 from ignite_monitor.activation.statistics import STATISTICS, WITHOUT_STATISTICS, statistics
 from ignite_monitor.model.devices import move_like, upload
-from ignite_monitor.monitor.publisher import NamedValues
 from ignite_monitor.monitor.rank_reduction import Rows
+from ignite_monitor.monitor.transfer import NamedValues
 
 
 class Measurement:
