@@ -38,7 +38,6 @@ NOT_A_NUMBER = "recorded values should be numbers, or tensors or arrays of numbe
 _MOST_OUTPUTS = 256
 
 NOT_A_NAME = "recorded names should consist of letters, digits, '-', '_', '.' and '/'"
-NO_ATTENTION_CALL = "attention=True saw no attention call"
 
 
 class Layer(NamedTuple):
@@ -80,6 +79,7 @@ class ForwardMetrics:
         activation: measures outputs and attention heads.
         recorded: measures recorded values.
         outputs: outputs that wait to be measured.
+        saw_attention: False if attention is measured and there was no call so far.
         skipped: pairs of a layer's tag and the reason why something of it is not measured.
     """
 
@@ -101,7 +101,7 @@ class ForwardMetrics:
         self.outputs: list[tuple[Layer, Tensor]] = []
         self.skipped: set[tuple[str, str]] = set()
         self._attention = attention
-        self._seen_attention = False
+        self.saw_attention = not attention
         self._entropies: dict[tuple[str, ...], HeadEntropy] = {}
         # The unit dimension of what convolutions return, by number of dimensions and first two sizes.
         self._channels: dict[tuple[int, ...], int] = {}
@@ -145,11 +145,6 @@ class ForwardMetrics:
         total, rows, largest = (torch.cat([move_like(each, first) for each in part]) for part in parts)
         entropies, maxima = NamedValues(keys, torch.stack([total, rows], 1)), NamedValues(keys, largest.unsqueeze(1))
         return {("attention_entropy", "mean"): entropies}, {("attention_logit_max", "max"): maxima}
-
-    def check_attention(self) -> None:
-        """Note a run in which no attention was seen."""
-        if self._attention and not self._seen_attention:
-            self.skipped.add(("", NO_ATTENTION_CALL))
 
     # Outputs of modules
 
@@ -223,7 +218,7 @@ class ForwardMetrics:
         return None if module is None else self._layers.get(id(module))
 
     def _measure_attention(self, layer: Layer, call: AttentionArguments | str) -> None:
-        self._seen_attention = True
+        self.saw_attention = True
         if isinstance(call, str):
             self.skipped.add((layer.tag, call))
             return

@@ -229,12 +229,16 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
         if self._gradients is not None:
             found += self._gradients.values()
         self._gradients = None
-        self._forward.check_attention()
         for reason in sorted({reason for _, reason in self._forward.skipped}):
             self._report_skipped(reason, [tag for tag, other in sorted(self._forward.skipped) if other == reason])
+        if not self._forward.saw_attention:
+            self._warn_once(
+                "attention=True saw no attention call: scaled_dot_product_attention and nn.MultiheadAttention are "
+                "measured"
+            )
         if any(values.names for values in found):
             self.publish_table(*joined(found))
-        elif self.families == [self._named("recorded")]:
+        elif self.families == [self._named("recorded")] and not self._forward.skipped:
             self._warn_once(
                 "nothing is measured: no metrics are chosen, and the model calls no record(). Give activations=True "
                 "for the built-in ones, or attention=True"
