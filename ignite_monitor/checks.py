@@ -1,4 +1,4 @@
-"""Checks of arguments: TypeError for another type, ValueError for a number out of its range."""
+"""Checks of arguments: TypeError for another type, ValueError for another value."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numbers import Integral, Real
 def check_real(
     name: str, value: object, *, above: float = -math.inf, below: float = math.inf, least: float = -math.inf
 ) -> float:
-    """The argument as a float: a TypeError if it is no number, a ValueError if it is NaN or not between the bounds."""
+    """Return the argument as a float; ValueError if it is NaN or out of its bounds."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"Argument {name} should be a number, but given {type(value)}")
     number = float(value)
@@ -23,7 +23,7 @@ def check_real(
 
 
 def check_count(name: str, value: object, *, least: int = 0) -> int:
-    """The argument as an int: a TypeError if it is none, a ValueError if it is smaller than ``least``."""
+    """Return the argument as an int; ValueError if it is smaller than ``least``."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"Argument {name} should be an integer, but given {type(value)}")
     if value < least:
@@ -32,20 +32,20 @@ def check_count(name: str, value: object, *, least: int = 0) -> int:
 
 
 def check_type(name: str, value: object, kind: type, described: str) -> None:
-    """Refuse an argument of another type with a TypeError."""
+    """Refuse an argument of another type."""
     if not isinstance(value, kind):
         raise TypeError(f"Argument {name} should be of type {described}, but given {type(value)}")
 
 
 def check_choice(name: str, value: object, *allowed: str) -> None:
-    """Refuse what is no string with a TypeError, and what is none of those allowed with a ValueError."""
+    """Refuse an argument that is none of the allowed strings."""
     check_type(name, value, str, "str")
     if value not in allowed:
         raise ValueError(f"Argument {name} should be {' or '.join(map(repr, allowed))}, but given {value!r}")
 
 
 def check_function(name: str, function: object, *of: str, described: str = "", optional: bool = True) -> None:
-    """Refuse, with a TypeError, what can't be called with one argument for each of ``of``, as far as that is known."""
+    """Refuse an argument that can't be called with the positional arguments named by ``of``, if that is known."""
     described = described or f"a function of {' and '.join(of)}{' or None' * optional}"
     if optional and function is None:
         return

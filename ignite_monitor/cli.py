@@ -1,4 +1,4 @@
-"""ignite-monitor: looking at a run from the command line."""
+"""ignite-monitor: inspect a run on the command line."""
 
 from __future__ import annotations
 
@@ -8,25 +8,23 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
-    from ignite_monitor.report.series import Series
+    from ignite_monitor.report.series import Run
 
 PROGRAM = "ignite-monitor"
-MANY = 500
-"""From how many metrics on reading them takes long enough for a progress bar."""
 
 EXAMPLES = """\
 examples:
-  ignite-monitor demo                               train a small model and see what is recorded
+  ignite-monitor demo                               train a small model and record it
   ignite-monitor summary runs/demo/run.h5           what happened, in words
   ignite-monitor plot runs/demo/run.h5 -o run.png   and in a picture
   ignite-monitor compare first.h5 second.h5         two runs side by side
-  ignite-monitor spike spikes/                      what was in the batch when a spike came
+  ignite-monitor spike spikes/                      what was in the batch at a spike
 
 A run's file is written by HDF5Logger, a spike's by SpikeRecorder. ignite-monitor COMMAND --help says more."""
 
@@ -44,12 +42,12 @@ examples:
   ignite-monitor summary runs/demo/run.h5 --json | jq '.findings[].text'
 
 --json prints one object:
-  version      1; raised when a key changes
+  version      2; raised when a key changes
   file         the run's file
   iterations   {first, last}
-  healthy      true, false, or null where no monitor's metric is in the file
-  looked_at    what there was to judge by, in words
-  findings     [{kind, severity (problem, warning, note), text, metrics, iterations, values}], most important first
+  healthy      true, false, or null where the gradients were not judged
+  looked_at    what was judged, in words
+  findings     [{kind, severity (problem, warning, note), text, metrics, iterations, values}], what happened first first
   metrics      {name: {first, last, min, max, values, nonfinite, first_step, last_step}}
 A number that is NaN or infinite is null.
 """
@@ -68,7 +66,7 @@ examples:
 Where one run is longer, each metric is compared up to the last step that both have.
 
 --json prints one object:
-  version          1; raised when a key changes
+  version          2; raised when a key changes
   compared_until   the last iteration that both have
   runs             [A, B], each {file, last_iteration, findings, only_here}; findings as in summary --json
   metrics          {name: {a, b, best_a, best_b, relative, matters}} of those in both, what differs most first
@@ -85,11 +83,11 @@ to make the step again."""
 
 
 class BadInput(Exception):  # noqa: N818
-    """What the user gave can't be used; its text is one line."""
+    """Unusable input; the text is one line."""
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that says what is wrong in one line."""
+    """Parser with errors of one line."""
 
     def error(self, message: str) -> NoReturn:
         message = _printable(message)
@@ -117,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 chosen.command(chosen)
             sys.stdout.flush()
     except BrokenPipeError:
-        _give_up_output()  # whoever read has seen enough
+        _give_up_output()  # the reader has closed the pipe
     except BadInput as error:
         _give_up_output()
         print(f"{PROGRAM}: error: {_printable(str(error))}", file=sys.stderr)
@@ -129,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _give_up_output() -> None:
-    """Let nothing be left that is flushed at exit, which would fail once more."""
+    """Discard output that would be flushed at exit and fail again."""
     with contextlib.suppress(OSError, ValueError):  # a stream that is no file
         try:
             sys.stdout.flush()
@@ -152,23 +150,24 @@ def _parser() -> Parser:
         return added.add_argument
 
     a_run = "a run's file, as HDF5Logger writes it"
-    does = "train a small model on real data, some batches of which are damaged, with handlers that watch and go back"
+    does = "train a small model on real data with damaged batches, monitored and with rollbacks"
     option = add("demo", _demo, does, DEMO)
     option("-o", "--output", default="runs/demo", metavar="DIR", help="where to write (default: runs/demo)")
     option("--iterations", type=int, default=400, metavar="N", help="for how long to train (default: 400)")
 
-    option = add("summary", _summary, "say what happened in a run, most important first", SUMMARY)
+    option = add("summary", _summary, "what happened in a run, causes before consequences", SUMMARY)
     option("run", metavar="RUN.h5", help=a_run)
     option("--all", action="store_true", help="every metric in the table")
     option("--json", action="store_true", help="for machines")
 
-    option = add("plot", _plot, "draw a run: panels by family, spikes marked", PLOT)
+    option = add("plot", _plot, "draw a run, with spikes marked", PLOT)
     option("run", metavar="RUN.h5", help=a_run)
     to = "where to write: .png, .pdf or .svg (default: RUN.png beside RUN.h5)"
     option("-o", "--output", metavar="FILE", help=to)
     option("--metrics", metavar="REGEX", help="only metrics whose name matches somewhere")
     option("--log", action="store_true", help="a logarithmic scale in every panel")
-    option("--all", action="store_true", help="every panel, and not the nine that matter most")
+    option("--dark", action="store_true", help="a dark background")
+    option("--all", action="store_true", help="every panel, and not only the eight that matter most")
 
     option = add("compare", _compare, "two runs side by side, what differs most first", COMPARE)
     option("first", metavar="A.h5", help=a_run)
@@ -176,8 +175,9 @@ def _parser() -> Parser:
     option("--all", action="store_true", help="every metric in the table")
     option("--json", action="store_true", help="for machines")
 
-    option = add("spike", _spike, "show what there was when spikes came, as SpikeRecorder keeps it", SPIKE)
+    option = add("spike", _spike, "show what SpikeRecorder saved at spikes", SPIKE)
     option("path", metavar="DIR", help="a SpikeRecorder's directory, or a file in it")
+
     return parser
 
 
@@ -218,7 +218,7 @@ def _plot(chosen: argparse.Namespace) -> None:
     if not shown.panels:
         raise BadInput(f"none of the {len(run)} metrics in {chosen.run} matches {chosen.metrics!r}")
     with _one_line(str(output)):
-        draw(shown, output, title=Path(chosen.run).name, log=chosen.log)
+        draw(shown, output, title=Path(chosen.run).name, log=chosen.log, dark=chosen.dark)
     print(_printable(f"{output}: {plural(len(shown.panels), 'panel')}"))
 
 
@@ -245,34 +245,24 @@ def _print_json(value: dict[str, Any]) -> None:
     print(json.dumps(value, indent=2, allow_nan=False))
 
 
-def _read(path: str) -> dict[str, Series]:
+def _read(path: str) -> Run:
     with _one_line(path):
         from ignite_monitor.hdf5.reader import read_hdf5
         from ignite_monitor.report.series import tidy
 
-        run = read_hdf5(path)
-        tidied = tidy({name: run[name] for name in _progress(list(run))})
-        if not tidied:
+        run = tidy(read_hdf5(path))
+        if not run:
             raise BadInput(f"{path} holds no metrics: nothing was written to it yet")
-        return tidied
-
-
-def _progress(names: list[str]) -> Iterable[str]:
-    if len(names) < MANY or not sys.stderr.isatty():
-        return names
-    from rich.console import Console
-    from rich.progress import track
-
-    return track(names, "Reading", console=Console(stderr=True), transient=True)
+        return run
 
 
 @contextlib.contextmanager
 def _one_line(path: str) -> Iterator[None]:
-    """Turn what bad input raises into one line that names the file.
+    """Turn errors of bad input into one line that names the file.
 
     Raises:
-        BadInput: if that is what was raised.
-        BrokenPipeError: if the reader of the output has gone.
+        BadInput: for an error of the input.
+        BrokenPipeError: if the reader of the output has closed it.
     """
     try:
         yield

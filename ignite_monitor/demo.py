@@ -1,4 +1,4 @@
-"""A small training to look at: a GPT learns Python, some batches are damaged, and handlers watch."""
+"""Demo: a small GPT learns Python, some batches are damaged, and monitors are attached."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ from ignite_monitor.rollback.handler import RollbackHandler
 from ignite_monitor.tensorboard import tensorboard_layout
 
 LEAST = 200
-"""With fewer iterations the damaged batches would come in the threshold's warm-up."""
+"""With fewer iterations the damaged batches would be in the threshold's warm-up."""
 CHARACTERS, CONTEXT, BATCH, WIDTH, HEADS, BLOCKS = 128, 64, 16, 64, 4, 2
 MOST_BYTES = 2**20
 
 ROW = 30
-"""How many batches in a row are damaged: more than leaving them out survives."""
+"""Number of consecutive damaged batches: more than skipping them survives."""
 
 Batch = tuple[Tensor, Tensor]
 
-_say = functools.partial(print, flush=True)
+_print = functools.partial(print, flush=True)
 
 
 class Damaged(NamedTuple):
-    """Which batches are damaged, and how."""
+    """Damaged batches: one of zeros, and a range with permuted characters."""
 
     zeros: int = -1
     permuted: range = range(0)
 
 
 class Block(nn.Module):
-    """A transformer's block: causal attention and a perceptron, each beside a residual connection."""
+    """Transformer block: causal attention and an MLP, with residual connections."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,11 +86,11 @@ class TinyGPT(nn.Module):
 
 
 def run_demo(directory: Path, iterations: int) -> None:
-    """Train, and say what happens, where the results are and what to do with them.
+    """Train, and print what happens and the commands that show the results.
 
     Args:
-        directory: where to write; files that are there stay.
-        iterations: for how long to train, :data:`LEAST` at least.
+        directory: the output folder; existing files are kept.
+        iterations: the number of iterations, :data:`LEAST` at least.
 
     Raises:
         ModuleNotFoundError: if h5py or rich is not installed.
@@ -104,12 +104,12 @@ def run_demo(directory: Path, iterations: int) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     file = _free_name(directory)
     torch.manual_seed(0)
-    torch.set_num_threads(1)  # threads that wait for each other cost such a small model more than they add
+    torch.set_num_threads(1)  # synchronizing threads costs such a small model more than they add
     text = _text()
     model = TinyGPT()
     size = sum(parameter.numel() for parameter in model.parameters())
     damaged = Damaged(iterations // 2 + 1, range(2 * iterations // 3, 2 * iterations // 3 + ROW))
-    _say(
+    _print(
         f"A GPT of {BLOCKS} blocks and {size:,} parameters learns {len(text) / 1e6:.1f} MB of Python's own\n"
         f"sources, for {iterations} iterations. Batch {damaged.zeros} is nothing but zeros, and in the batches\n"
         f"{damaged.permuted.start} to {damaged.permuted[-1]} every letter stands for another one.\n"
@@ -117,16 +117,16 @@ def run_demo(directory: Path, iterations: int) -> None:
     with HDF5Logger(file, "x") as logger:
         _train(model, text, iterations, damaged, [logger, *_tensorboard(directory / "tensorboard" / file.stem)])
     summary = summarise(str(file), tidy(read_hdf5(file)))
-    _say("\nWhat the file says of the run:")
+    _print("\nSummary of the file:")
     show(findings_text(summary), width=80)
     picture = file.with_suffix(".png")
-    _say(f"\nEverything is in {directory}. Look at it:")
-    _say(f"    {_program()} summary {shlex.quote(str(file))}")
-    _say(f"    {_program()} plot {shlex.quote(str(file))} -o {shlex.quote(str(picture))}")
+    _print(f"\nEverything is in {directory}. To inspect it:")
+    _print(f"    {_program()} summary {shlex.quote(str(file))}")
+    _print(f"    {_program()} plot {shlex.quote(str(file))} -o {shlex.quote(str(picture))}")
     if importlib.util.find_spec("tensorboard"):
-        _say(f"    {_beside('tensorboard')} --logdir {shlex.quote(str(directory / 'tensorboard'))}")
+        _print(f"    {_beside('tensorboard')} --logdir {shlex.quote(str(directory / 'tensorboard'))}")
     else:
-        _say("    (with TensorBoard too: pip install 'ignite-monitor[tensorboard]', and run the demo again)")
+        _print("    (with TensorBoard too: pip install 'ignite-monitor[tensorboard]', and run the demo again)")
 
 
 def _train(model: nn.Module, text: Tensor, iterations: int, damaged: Damaged, loggers: list[BaseLogger]) -> None:
@@ -138,7 +138,7 @@ def _train(model: nn.Module, text: Tensor, iterations: int, damaged: Damaged, lo
         optimizer.zero_grad()
         loss = _loss(model, batch)
         loss.backward()
-        optimizer.step()  # at a spike GradMonitor makes it do nothing
+        optimizer.step()  # skipped by GradMonitor at a spike
         engine.state.metrics["loss"] = loss.item()
 
     def evaluate(engine: Engine, batch: Batch) -> None:
@@ -171,17 +171,17 @@ def _train(model: nn.Module, text: Tensor, iterations: int, damaged: Damaged, lo
     def report_spike(engine: Engine) -> None:
         spikes.append(engine.state.iteration)
         if spikes[-1] - 1 in spikes:
-            return  # the first of a row is enough
+            return  # the first of several consecutive spikes is enough
         norm, threshold = (float(engine.state.metrics[f"grad/{name}"]) for name in ("norm", "threshold"))
-        _say(
+        _print(
             f"iteration {spikes[-1]:4d}: SPIKE, gradient norm {number(norm, 3)} exceeds "
             f"{number(threshold, 3)}: the step is skipped"
         )
 
     @trainer.on(MonitorEvents.ROLLED_BACK)
     def report_rollback(engine: Engine) -> None:
-        _say(
-            f"iteration {engine.state.iteration:4d}: STILL A SPIKE: back to the state after iteration "
+        _print(
+            f"iteration {engine.state.iteration:4d}: rolled back to iteration "
             f"{int(engine.state.metrics['rollback/restored_iteration'])}"
         )
 
@@ -189,11 +189,11 @@ def _train(model: nn.Module, text: Tensor, iterations: int, damaged: Damaged, lo
     def report(engine: Engine) -> None:
         evaluator.run([test_batch])
         losses = [each.state.metrics["loss"] for each in (engine, evaluator)]
-        _say(f"iteration {engine.state.iteration:4d}: loss {losses[0]:.3f}, on unseen code {losses[1]:.3f}")
+        _print(f"iteration {engine.state.iteration:4d}: loss {losses[0]:.3f}, on unseen code {losses[1]:.3f}")
 
     warnings_too = logging.getLogger("ignite_monitor")
     level = warnings_too.level
-    warnings_too.setLevel(logging.ERROR)  # the lines above say it
+    warnings_too.setLevel(logging.ERROR)  # printed above
     try:
         trainer.run(_batches(train_text, damaged), max_epochs=1, epoch_length=iterations)
     finally:
@@ -210,7 +210,7 @@ def _loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def _text() -> Tensor:
-    """The numbers of the characters of the standard library's sources; FileNotFoundError if there are none."""
+    """Characters of the standard library's sources as integers; FileNotFoundError if there are none."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     found, size = [], 0
     for path in sorted(folder.glob("*.py")):
@@ -245,20 +245,20 @@ def _tensorboard(directory: Path) -> list[BaseLogger]:
 
 
 def _free_name(directory: Path) -> Path:
-    """The first of run.h5, run_2.h5, … that is not there."""
+    """The first of run.h5, run_2.h5, … that does not exist."""
     files = (directory / (f"run_{i}.h5" if i > 1 else "run.h5") for i in count(1))
     return next(file for file in files if not file.exists())
 
 
 def _program() -> str:
-    """How this program was called, to be called again."""
+    """The command by which this program was called."""
     if Path(sys.argv[0]).name == "__main__.py":
         return "python -m ignite_monitor"
     return _beside("ignite-monitor")
 
 
 def _beside(program: str) -> str:
-    """A program of this environment, as one types it."""
+    """The command of a program of this environment."""
     path = Path(sys.executable).with_name(program)
     found = shutil.which(program)
     if found and (not path.exists() or os.path.samefile(found, path)):

@@ -66,10 +66,9 @@ ACTIVATION = Schema("activation", "", (
         when=_GIVEN("activations"), chart="dead units"),
     Key("activation/{module}/max_abs", "largest absolute value", when=_GIVEN("activations"),
         chart="largest activations"),
-    Key("activation/{module}/{name}", "value given to :func:`record`; ``{name}_2`` if the name is taken",
-        when="if the model calls it"),
     Key("activation/{module}/head_{i}/query/{metric}", "metric of a head's queries; also ``key`` and ``value``",
         when=_GIVEN("activations") + " and ``attention``"),
+    Key("recorded/{module}/{name}", "value given to :func:`record`", when="if the model calls it"),
     Key("attention_entropy/{module}/head_{i}", "entropy of the attention weights", unit="nats",
         when=_GIVEN("attention"), chart="attention entropy per head"),
     Key("attention_logit_max/{module}/head_{i}", "largest attention logit", when=_GIVEN("attention"),
@@ -221,7 +220,7 @@ CURVATURE = Schema("curvature", "curvature", (
 
 REPLICAS = Schema("replicas", "replicas", (
     Key("in_sync", "1 if everything compared is the same on all ranks, else 0", chart="replicas in sync"),
-    Key("differing_count", "number of tensors and other items that differ between ranks"),
+    Key("differing_count", "number of tensors and other items that differ; not reported if ranks hold other items"),
 ))
 
 HISTOGRAMS = Schema("histograms", "histograms", (

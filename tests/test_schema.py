@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from ignite.engine import Engine, Events
 from torch import nn
 
+import ignite_monitor
 from ignite_monitor import (
     ActivationHandler,
     CurvatureHandler,
@@ -23,6 +24,7 @@ from ignite_monitor import (
     GradMonitor,
     HistogramHandler,
     MeanStdThreshold,
+    Monitor,
     OptimizerStateHandler,
     RCCHandler,
     ReplicaCheckHandler,
@@ -34,32 +36,22 @@ from ignite_monitor import (
     StepStatsHandler,
     WeightUpdateHandler,
     record,
+    scaling,
 )
 from ignite_monitor.keys import ACTIVATION, SCHEMAS
 from ignite_monitor.report.families import groups
-from ignite_monitor.report.series import Series
+from ignite_monitor.report.series import Run, Series
 from ignite_monitor.scaling import AlignmentHandler, MaxPScheduler, Parametrization, ParametrizedModule
 from ignite_monitor.schema import Key, Schema
 from ignite_monitor.tensorboard import tensorboard_layout
-from tests._helpers import make_batches
+from tests._helpers import make_batches, make_trainer
+from tests.monitor.test_contract import HANDLERS
 
 KINDS = [
-    GradMonitor,
-    GradientNoiseScaleHandler,
-    CurvatureHandler,
-    WeightUpdateHandler,
-    OptimizerStateHandler,
-    ReplicaCheckHandler,
-    HistogramHandler,
-    RCCHandler,
-    ActivationHandler,
-    SpectralNormHandler,
-    SpikeMonitor,
-    RollbackHandler,
-    SpikeRecorder,
-    StepStatsHandler,
-    AlignmentHandler,
-    MaxPScheduler,
+    value
+    for package in (ignite_monitor, scaling)
+    for name in package.__all__
+    if inspect.isclass(value := getattr(package, name)) and issubclass(value, Monitor) and value is not Monitor
 ]
 
 
@@ -167,6 +159,10 @@ def published():
     rollback.request("to see it")
     run(model, optimizer, [rollback], clip=1.0)
     run(model, optimizer, [MaxPScheduler(parametrization, optimizer)], clip=1.0)
+    for make in HANDLERS.values():
+        model, optimizer, _ = make_trainer()
+        if type(monitor := make(model, optimizer)) in set(KINDS) - found.keys():
+            run(model, optimizer, [monitor], clip=1.0)
     return found
 
 
@@ -256,14 +252,19 @@ def test_every_chart_is_of_keys_that_are_published(published):
 @pytest.mark.parametrize("kind", KINDS)
 def test_reports_know_whose_a_name_is(kind, tag, published):
     line = Series(np.arange(3), np.ones(3))
-    everything = {f"{tag}{name}": line for _, names in published.values() for name in names}
+    everything, monitors = {}, {}
+    for monitor, (_, names) in published.items():
+        everything |= {f"{tag}{name}": line for name in names}
+        root = f"{tag}{monitor.schema.prefix}".rstrip("/")
+        monitors |= {f"{tag}{name}": (monitor.schema.kind, root) for name in names}
     own = {f"{tag}{name}" for name in published[kind][1]}
     families = set(ACTIVATION.families) if kind is ActivationHandler else {kind.schema.kind}
-    for group in groups(everything | {"mine/norm": line, "step/mine": line}):
+    run = Run(everything | {"mine/norm": line, "step/mine": line}, monitors)
+    for group in groups(run):
         names = {name for name, _ in group.scalars.values()}
         names |= {name for items in group.items.values() for name, _ in items.values()}
         if names & own:
-            assert group.kind in families or "first_norm" in str(names)
+            assert group.kind in families
             assert group.root.startswith(tag)
         if group.kind == "other":
             assert names == {"mine/norm", "step/mine"}

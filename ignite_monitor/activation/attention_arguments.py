@@ -1,4 +1,4 @@
-"""What attention is computed from, read from the arguments of the functions that compute it."""
+"""Queries, keys, values and masks of calls to the functions that compute attention."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
 
 
 class AttentionArguments(NamedTuple):
-    """What :func:`torch.nn.functional.scaled_dot_product_attention` is given, or would be, dropout apart.
+    """Arguments of :func:`torch.nn.functional.scaled_dot_product_attention`, without dropout.
 
     Attributes:
         query: of shape (batch ..., heads, L, E).
         key: of shape (batch ..., heads, S, E).
         value: of shape (batch ..., heads, S, any).
         mask: boolean, True where a key takes part, or floating-point and added to the scores.
-        is_causal: whether a query sees the keys up to its own position alone.
-        scale: what products are multiplied by, None for ``E ** -0.5``.
+        is_causal: whether query i attends to the keys 0 to i only.
+        scale: the factor of the products, None for ``E ** -0.5``.
         enable_gqa: whether each head of key and value serves several heads of the query.
     """
 
@@ -37,6 +37,10 @@ class AttentionArguments(NamedTuple):
     enable_gqa: bool
 
 
+class NotReadableError(Exception):
+    """Attention with arguments that are not supported."""
+
+
 def read_scaled_dot_product(
     query: Tensor,
     key: Tensor,
@@ -47,34 +51,36 @@ def read_scaled_dot_product(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> AttentionArguments:
-    """Those of ``scaled_dot_product_attention``, as they are."""
+    """Arguments of ``scaled_dot_product_attention``, as they are."""
     return AttentionArguments(query, key, value, attn_mask, is_causal, scale, enable_gqa)
 
 
 def read_multi_head(*args: Any, **kwargs: Any) -> AttentionArguments:
-    """Those that ``multi_head_attention_forward`` computes on its way, per head."""
+    """Arguments per head that ``multi_head_attention_forward`` computes: its inputs are projected once more.
+
+    Raises:
+        NotReadableError: if keys are given or added by bias_k, bias_v, static_k, static_v or add_zero_attn, or there
+            is no batch dimension.
+    """
     bound = _MULTI_HEAD.bind(*args, **kwargs)
     bound.apply_defaults()
     call = SimpleNamespace(**bound.arguments)
-    if call.query.ndim == 2:
-        call.query, call.key, call.value = (each.unsqueeze(1) for each in (call.query, call.key, call.value))
-        call.key_padding_mask = None if call.key_padding_mask is None else call.key_padding_mask.unsqueeze(0)
+    added = (call.bias_k, call.bias_v, call.static_k, call.static_v)
+    if call.add_zero_attn or any(each is not None for each in added) or call.query.ndim == 2:
+        raise NotReadableError(
+            "attention with bias_k, bias_v, static_k, static_v or add_zero_attn, or without a batch, is not measured"
+        )
     weights = (call.q_proj_weight, call.k_proj_weight, call.v_proj_weight)
     if not call.use_separate_proj_weight:
         weights = call.in_proj_weight.chunk(3)
     biases = (None,) * 3 if call.in_proj_bias is None else call.in_proj_bias.chunk(3)
-    query = _split_heads(F.linear(call.query, weights[0], biases[0]), call.num_heads)
-    key, value = (
-        _project(call, inputs, weight, bias, row, static)
-        for inputs, weight, bias, row, static in (
-            (call.key, weights[1], biases[1], call.bias_k, call.static_k),
-            (call.value, weights[2], biases[2], call.bias_v, call.static_v),
-        )
+    query, key, value = (
+        _split_heads(F.linear(inputs, weight, bias), call.num_heads)
+        for inputs, weight, bias in zip((call.query, call.key, call.value), weights, biases, strict=True)
     )
-    # Here alone torch goes by the hint; elsewhere the mask is applied, which the hint only describes.
+    # With both torch uses the hint is_causal in place of the mask; otherwise the hint only describes the mask.
     is_causal = call.is_causal and call.key_padding_mask is None and not call.need_weights
-    mask = None if is_causal else _merge_masks(call, key.shape[-2])
-    return AttentionArguments(query, key, value, mask, is_causal, None, False)
+    return AttentionArguments(query, key, value, None if is_causal else _merged_mask(call), is_causal, None, False)
 
 
 READERS: dict[Callable[..., Any], Callable[..., AttentionArguments]] = {
@@ -83,42 +89,20 @@ READERS: dict[Callable[..., Any], Callable[..., AttentionArguments]] = {
 }
 
 
-def _project(
-    call: SimpleNamespace,
-    inputs: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    row: Tensor | None,
-    static: Tensor | None,
-) -> Tensor:
-    """Key or value per head, with what is appended to the sequence."""
-    if static is not None:
-        heads: Tensor = static.unflatten(0, (-1, call.num_heads))
-    else:
-        sequence = F.linear(inputs, weight, bias)
-        if row is not None:
-            sequence = torch.cat([sequence, row.expand(1, *sequence.shape[1:])])
-        heads = _split_heads(sequence, call.num_heads)
-    if call.add_zero_attn:
-        heads = F.pad(heads, (0, 0, 0, 1))
-    return heads
-
-
 def _split_heads(sequence: Tensor, heads: int) -> Tensor:
     """From (sequence, batch, heads * E) to (batch, heads, sequence, E)."""
     length, batch, width = sequence.shape
     return sequence.reshape(length, batch, heads, width // heads).permute(1, 2, 0, 3)
 
 
-def _merge_masks(call: SimpleNamespace, keys: int) -> Tensor | None:
-    """The two masks, in which True is left out, as one in which True takes part, or one to add."""
+def _merged_mask(call: SimpleNamespace) -> Tensor | None:
+    """The two masks, in which True excludes a key, as one in which True includes it, or one to add."""
     masks: list[Tensor] = []
     if call.attn_mask is not None:
         per_head = call.attn_mask.ndim == 3
         masks.append(call.attn_mask.unflatten(0, (-1, call.num_heads)) if per_head else call.attn_mask[None, None])
     if call.key_padding_mask is not None:
         masks.append(call.key_padding_mask[:, None, None])
-    masks = [F.pad(mask, (0, keys - mask.shape[-1])) for mask in masks]  # what was appended to the keys takes part
     if not masks:
         return None
     if all(mask.dtype == torch.bool for mask in masks):

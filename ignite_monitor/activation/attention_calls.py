@@ -1,4 +1,4 @@
-"""Seeing the attention calls of a model's forward without editing the model."""
+"""Detection of the attention calls in a model's forward."""
 
 from __future__ import annotations
 
@@ -11,145 +11,110 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ignite_monitor.activation.attention_arguments import READERS, AttentionArguments
-from ignite_monitor.model._torch import device_mode, in_backward, modes_on, need, pop_mode, push_mode
+from ignite_monitor.activation.attention_arguments import READERS, AttentionArguments, NotReadableError
+from ignite_monitor.model._torch import device_mode, modes_on, need, pop_mode, push_mode
 from ignite_monitor.model.forward import ModuleHook, after_forward, before_forward
-from ignite_monitor.model.modes import aside, is_plain
+from ignite_monitor.model.modes import aside, in_backward, is_plain
 
-_PRODUCTS = {torch.matmul, torch.bmm, torch.baddbmm, torch.einsum}
-_PRODUCTS |= {Tensor.matmul, Tensor.bmm, Tensor.baddbmm, Tensor.__matmul__}
-_SOFTMAXES = {torch.softmax, Tensor.softmax, torch.nn.functional.softmax}
+NOT_PLAIN = "DTensors, nested, sparse and meta tensors, and tensors in torch.func transforms, are not measured"
 
 
 class AttentionCalls(TorchFunctionMode):
-    """Hands every attention call of a forward, detached, to a function.
+    """Reports every attention call, detached, to a function, under ``no_grad`` and without autocast.
 
-    Seen are ``torch.nn.functional.scaled_dot_product_attention``, by whatever name it is called, that is also
-    transformers' models with ``attn_implementation="sdpa"``, and ``torch.nn.functional.multi_head_attention_forward``,
-    that is ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer``. Not seen are attention that a module computes
-    by itself from products and a softmax (transformers' ``"eager"``), ``torch.nn.attention.flex_attention``, kernels of
-    other packages (``flash_attn``, xFormers), and attention inside scripted modules.
-
-    It is a mode and not a replacement of the functions in their module: a mode sees a function that was imported by
-    name as well, it is of one thread alone, and compiled code that guards on those functions stays valid.
-
-    In eval mode ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` have a fast path, which rounds otherwise.
-    They leave it while a mode is on, and the latter also if it or a module in it has hooks of its own. For a frozen
-    part of a model in training to compute the same bits, enter with False for modules in eval mode, from hooks on all
-    modules (``torch.nn.modules.module.register_module_forward_pre_hook``).
-
-    What the function raises is raised where the model calls attention. Calls repeated in backward, by activation
-    checkpointing, are not handed on.
+    Detected are ``torch.nn.functional.scaled_dot_product_attention``, by whatever name it is called, and
+    ``torch.nn.functional.multi_head_attention_forward``, that is ``nn.MultiheadAttention`` in training mode. Not
+    detected are products and a softmax, ``flex_attention``, kernels of other packages, and scripted modules. A mode
+    also detects functions that were imported by name, belongs to one thread, and invalidates no compiled code.
 
     Args:
-        current: gives the name of the module that is running, None if its calls don't count.
-        on_call: is called with that name, ``query``, ``key``, ``value``, ``mask``, ``is_causal``, ``scale`` and
-            ``enable_gqa``, as in ``scaled_dot_product_attention``, under ``no_grad`` and without autocast. Of
-            ``multi_head_attention_forward``, which keeps them to itself, they are projected once more from its
-            arguments, three matrix products. Both functions are held as they are given: a method of the owner would
-            close a reference cycle.
-
-    Attributes:
-        skipped: names of modules with calls on tensors that have no values of their own here: DTensors, nested tensors,
-            tensors under ``vmap``.
-        by_hand: names of modules that seem to compute attention by themselves: a product, a softmax, a product.
+        current: returns what is reported with a call made now, None if the call is not reported.
+        report: is called with it and the arguments, or the reason why these are not available. Neither function may
+            hold the owner of this object, which would close a reference cycle.
     """
 
-    def __init__(self, current: Callable[[], str | None], on_call: Callable[..., None]) -> None:
+    def __init__(self, current: Callable[[], Any], report: Callable[[Any, AttentionArguments | str], None]) -> None:
         check_attention()
         super().__init__()
         self._current = current
-        self._on_call = on_call
-        self._thread = _Thread()
-        self.skipped: set[str] = set()
-        self.by_hand: set[str] = set()
-        self._last: tuple[str | None, bool] = (None, False)  # the last product's module, and whether a softmax followed
+        self._report = report
+        self._states = _States()
 
     @contextlib.contextmanager
-    def during(self, modules: Iterable[nn.Module], wanted: Callable[[], bool]) -> Iterator[None]:
-        """While it lasts, see the calls in forward passes of modules, where that is wanted as they begin."""
-        modules = list(modules)
+    def during(self, hookable: Iterable[nn.Module]) -> Iterator[None]:
+        """Detect calls in forward passes, except where a mode would take torch's modules off their fast path.
+
+        Args:
+            hookable: the modules on which hooks do not change what the model computes. In the forward of modules that
+                contain others, calls are not detected.
+        """
+        modules = list(hookable)
+        known = set(map(id, modules))
+        apart = {id(each) for each in modules if any(id(inner) not in known for inner in each.modules())}
         try:
-            with before_forward(modules, _Hook(self, modules, wanted)), after_forward(modules, _Hook(self, modules)):
+            with before_forward(modules, _Enter(self, known, apart)), after_forward(modules, _Leave(self, known)):
                 yield
-        finally:
-            self.close()
-
-    def enter(self, watched: bool = True) -> None:
-        """See calls, or none, from here on, until :meth:`leave`; in pairs, one in the other, each thread for itself."""
-        self._thread.watched.append(watched)
-        self._switch()
-
-    def leave(self) -> None:
-        """Go back to what was before the latest :meth:`enter` of this thread, which there need not have been."""
-        if self._thread.watched:
-            self._thread.watched.pop()
-            self._switch()
-
-    def close(self) -> None:
-        """Leave all that this thread has entered: after an interrupt hooks that should leave may not have run."""
-        self._thread.watched.clear()
-        self._switch()
-
-    def __enter__(self) -> AttentionCalls:
-        self.enter()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.leave()
+        finally:  # after an interrupt hooks may not have run
+            self._states.entered.clear()
+            self._enable(False)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling():  # a part of the model that is compiled by itself, or flex_attention
-            return func(*args, **kwargs)
-        self._thread.inside += 1
-        try:
-            result = func(*args, **kwargs)
-        finally:
-            self._thread.inside -= 1
-        if func in READERS:
-            self._last = None, False
-            self._report(READERS[func], args, kwargs)
-        elif func in _PRODUCTS:
-            name, followed = self._current(), self._last[1]
-            if followed and name is not None and name == self._last[0]:
-                self.by_hand.add(name)
-            self._last = name, False
-        elif func in _SOFTMAXES:
-            self._last = self._last[0], True
+        result = func(*args, **kwargs)
+        # Calls in backward are recomputations by activation checkpointing; compiled parts of the model are only traced.
+        if func in READERS and not in_backward() and not torch.compiler.is_compiling():
+            reported = self._current()
+            if reported is not None:
+                self._read(reported, READERS[func], args, kwargs)
         return result
 
-    def _switch(self) -> None:
-        thread = self._thread
-        on = bool(thread.watched) and thread.watched[-1]
-        # While a function runs that the mode was asked about, torch keeps the mode off the stack, and puts it back.
-        if on != thread.on and not thread.inside:
-            thread.on = on
-            _take_off(self)
-            if on:
-                _put_on(self)
-
-    def _report(self, read: Callable[..., AttentionArguments], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if in_backward():
-            return
-        name = self._current()
-        if name is None:
-            return
+    def _read(
+        self,
+        reported: Any,
+        read: Callable[..., AttentionArguments],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
         if not all(is_plain(each) for each in (*args, *kwargs.values()) if isinstance(each, Tensor)):
-            self.skipped.add(name)
+            self._report(reported, NOT_PLAIN)
             return
         with aside():
-            # Autocast is still the user's, for the projections. It keeps its copies of weights that require a
-            # gradient, and those made here would have none to give.
-            call = read(*map(_detach, args), **{key: _detach(each) for key, each in kwargs.items()})
+            try:
+                # The projections run in the user's autocast. It caches copies of weights that require gradients, and
+                # those made here would have none, so arguments are detached.
+                call = read(*map(_detached, args), **{name: _detached(each) for name, each in kwargs.items()})
+            except NotReadableError as error:
+                self._report(reported, str(error))
+                return
             with torch.autocast(call.query.device.type, enabled=False):
-                self._on_call(name, *call)
+                self._report(reported, call)
+
+    def enter(self, enabled: bool) -> None:
+        """Turn detection on or off until :meth:`leave`, for this thread; pairs may be nested."""
+        self._states.entered.append(self._states.enabled)
+        self._enable(enabled)
+
+    def leave(self) -> None:
+        """Return to what was before the latest :meth:`enter`."""
+        if self._states.entered:
+            self._enable(self._states.entered.pop())
+
+    def _enable(self, enabled: bool) -> None:
+        if enabled == self._states.enabled:
+            return
+        self._states.enabled = enabled
+        modes = [mode for mode in [pop_mode() for _ in range(modes_on())][::-1] if mode is not self]
+        if enabled:
+            # Below the others, so that whoever pops a mode pops his own; torch requires a default device to be first.
+            modes.insert(bool(modes) and isinstance(modes[0], device_mode), self)
+        for mode in modes:
+            push_mode(mode)
 
 
 def check_attention() -> None:
-    """Refuse what can't be done without torch's private functions for its stack of modes.
+    """Refuse what needs torch's private functions for its stack of modes.
 
     Raises:
         RuntimeError: if one of them is gone.
@@ -157,52 +122,32 @@ def check_attention() -> None:
     need("attention=True", push_mode, pop_mode, modes_on, device_mode)
 
 
-class _Hook(ModuleHook):
-    """Enters where it is given what says whether that is wanted, and leaves where it is not."""
-
-    def __init__(
-        self, calls: AttentionCalls, modules: Iterable[nn.Module], wanted: Callable[[], bool] | None = None
-    ) -> None:
-        self._calls, self._wanted = calls, wanted
-        self._modules = set(map(id, modules))
-
-    def __call__(self, module: nn.Module, *_: Any) -> None:
-        if id(module) not in self._modules:
-            return
-        if self._wanted is None:
-            self._calls.leave()
-        else:
-            self._calls.enter(self._wanted())
-
-
-class _Thread(threading.local):
-    """What one thread has entered, whether the mode is on its stack, and in how many calls of it the thread is."""
+class _States(threading.local):
+    """Whether detection is enabled in a thread, and was before each module that is running."""
 
     def __init__(self) -> None:
-        self.watched: list[bool] = []
-        self.on = False
-        self.inside = 0
+        self.enabled = False
+        self.entered: list[bool] = []
 
 
-def _detach(value: Any) -> Any:
+class _Enter(ModuleHook):
+    def __init__(self, calls: AttentionCalls, modules: set[int], apart: set[int]) -> None:
+        self._calls, self._modules, self._apart = calls, modules, apart
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        if id(module) in self._modules and not in_backward():  # where checkpointing leaves modules half-way
+            has_fast_path = isinstance(module, (nn.TransformerEncoder, nn.MultiheadAttention)) and not module.training
+            self._calls.enter(not has_fast_path and id(module) not in self._apart)
+
+
+class _Leave(ModuleHook):
+    def __init__(self, calls: AttentionCalls, modules: set[int]) -> None:
+        self._calls, self._modules = calls, modules
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        if id(module) in self._modules and not in_backward():
+            self._calls.leave()
+
+
+def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
-
-
-def _put_on(mode: TorchFunctionMode) -> None:
-    """Put a mode below all that others have put on the stack.
-
-    Whoever takes the topmost mode off, in the belief that it is his, then gets his own, in whatever order hooks run.
-    A default device alone stands further below: torch insists on that.
-    """
-    others = [pop_mode() for _ in range(modes_on())]
-    while others and isinstance(others[-1], device_mode):
-        push_mode(others.pop())
-    for each in (mode, *reversed(others)):
-        push_mode(each)
-
-
-def _take_off(mode: TorchFunctionMode) -> None:
-    """Take a mode off the stack wherever it is, and leave the others as they are."""
-    for each in reversed([pop_mode() for _ in range(modes_on())]):
-        if each is not mode:
-            push_mode(each)

@@ -1,4 +1,4 @@
-"""Logging from inside a model."""
+"""Recording of values from inside a model."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ignite_monitor.model.forward import running_module
 
-# What takes values in, while a monitored train step is going on.
+# Called with each recorded value while a monitored train step runs.
 _receivers: list[Callable[[nn.Module | None, str, Any], None]] = []
 
 
-def record(name: str, value: float | Tensor, module: nn.Module | None = None) -> None:
-    """Publish a value from inside a model's forward as ``activation/{module}/{name}``, where it is being monitored.
+def record(name: str, value: Any, module: nn.Module | None = None) -> None:
+    """Publish a value from inside a model's forward as ``recorded/{module}/{name}``, in monitored iterations.
 
-    Outside of a monitored train step it returns at once, and ``torch.compile`` leaves it out without a graph break.
+    Outside of a monitored train step it returns at once; ``torch.compile`` removes it without a graph break. It never
+    raises an error: what cannot be recorded is skipped with one warning, also inside of ``torch.func`` transforms.
 
     Args:
-        name: what the value is called.
-        value: a number, or a tensor, of which the mean counts.
+        name: the name: letters, digits, ``-``, ``_``, ``.`` and ``/``.
+        value: a number, or a tensor, a NumPy array or a list of numbers, whose mean is taken.
         module: the module it belongs to; None for the one whose forward is running.
 
     Examples:
@@ -43,7 +44,7 @@ def record(name: str, value: float | Tensor, module: nn.Module | None = None) ->
 
 @contextlib.contextmanager
 def recording(receive: Callable[[nn.Module | None, str, Any], None]) -> Iterator[None]:
-    """While it lasts, hands on what is recorded: module, None outside of any, name and value."""
+    """Call a function with what is recorded: the module, None outside of any, the name and the value."""
     _receivers.append(receive)
     try:
         yield

@@ -63,11 +63,12 @@ class Clock:
     def position(self, engine: Engine) -> Position:
         """Position of a value that comes from an engine now."""
         outermost = self._outermost() or engine
-        run = self._runs.get(outermost)
-        if run is None:  # its start was not seen
-            run = self._begin(outermost, max(0, outermost.state.iteration - 1))
+        run, iteration = self._runs.get(outermost), outermost.state.iteration
+        if run is None or iteration < run.last:  # an engine that is not followed
+            run = self._begin(outermost, max(0, iteration - 1))
+        run.last = iteration
         self._latest = run
-        return Position(run.number, run.start, outermost.state.iteration, outermost is not engine)
+        return Position(run.number, run.start, iteration, outermost is not engine)
 
     def is_time(self) -> bool:
         """Whether to write now: after enough iterations or seconds, and at once after the end of a run."""
@@ -79,11 +80,12 @@ class Clock:
         """Count from now on."""
         self._iterations, self._written = 0, time.monotonic()
 
-    def _outermost(self) -> Engine | None:
-        """The outermost engine with a run whose ``run()`` is on the stack."""
+    @staticmethod
+    def _outermost() -> Engine | None:
+        """The outermost engine whose ``run()`` is on the stack, attached to the logger or not."""
         outermost, frame = None, sys._getframe(1)
         while frame is not None:
-            if frame.f_code is Engine.run.__code__ and frame.f_locals["self"] in self._runs:
+            if frame.f_code is Engine.run.__code__:
                 outermost = frame.f_locals["self"]
             frame = frame.f_back  # type: ignore[assignment]
         return outermost

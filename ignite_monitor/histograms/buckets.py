@@ -5,77 +5,67 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from itertools import accumulate, chain, repeat, takewhile
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ignite_monitor.model.devices import upload, wide_dtype
 
-# As ``SummaryWriter`` has them: 1e-12, 1.1 times that, and so on, on either side of 0.
+# Those of ``SummaryWriter``: 1e-12, 1.1 times that, and so on, on either side of 0.
 _POSITIVE = list(takewhile(lambda edge: edge < 1e20, accumulate(chain([1e-12], repeat(1.1)), float.__mul__)))
 EDGES = [*(-edge for edge in reversed(_POSITIVE)), 0.0, *_POSITIVE]
 
-# So many elements are counted at a time.
+# Elements counted at a time.
 _PIECE = 1 << 22
 
 
-class Counts(NamedTuple):
-    """What a histogram is drawn from.
-
-    Attributes:
-        sums: how many elements each bucket has, their sum, and that of their squares: of shape (buckets + 2,).
-        extremes: the largest element, and the smallest one with its sign changed, minus infinity where there is none.
-    """
-
-    sums: Tensor
-    extremes: Tensor
-
-    def plus(self, other: Counts) -> Counts:
-        """Those of two tensors together."""
-        return Counts(self.sums + other.sums, torch.maximum(self.extremes, other.extremes))
-
-
-def count(tensor: Tensor, scale: Tensor | None = None) -> Counts:
-    """Count the finite elements of a tensor; those beyond 1e20 are in the outermost buckets.
+def count(tensor: Tensor, scale: Tensor | None = None) -> Tensor:
+    """Count the finite elements of a tensor; elements beyond 1e20 are in the outermost buckets.
 
     Args:
-        tensor: of floating point, without a gradient.
-        scale: what the elements are to be divided by, 0-dim; None for 1.
+        tensor: of floating point, without a graph.
+        scale: what the elements are divided by, 0-dim; None for 1.
+
+    Returns:
+        The number of elements in each bucket, their sum, the sum of their squares, the largest element, and the
+        smallest one with its sign changed (-inf if there are none): of shape (buckets + 4,).
     """
-    with torch.inference_mode(False):
-        edges = _edges(tensor.device)
-        nothing = torch.zeros(len(EDGES) + 1, dtype=edges.dtype, device=edges.device)
-        found = Counts(nothing, torch.full((2,), -torch.inf, dtype=edges.dtype, device=edges.device))
+    edges = _edges(tensor.device)
+    sums = torch.zeros(len(EDGES) + 1, dtype=edges.dtype, device=edges.device)
+    extremes = torch.full_like(sums[:2], -torch.inf)
     for piece in tensor.reshape(-1).split(_PIECE) if tensor.numel() else ():
         values = piece.to(edges.dtype)
         if scale is not None:
             values = values / scale.to(values, non_blocking=True)
         finite = values.isfinite()
-        largest = torch.where(finite, torch.stack([values, -values]), -torch.inf).amax(1)
+        signed = torch.where(finite, torch.stack([values, -values]), -torch.inf)
+        extremes = torch.maximum(extremes, signed.amax(1))
         values = torch.where(finite, values, 0.0)
         bucket = torch.bucketize(values, edges, right=True).clamp_(1, len(EDGES) - 1) - 1
-        sums = torch.zeros_like(nothing).index_add_(0, bucket, finite.to(values.dtype))
-        sums[-2:] = torch.stack([values.sum(), values.square().sum()])
-        found = found.plus(Counts(sums, largest))
-    return found
+        more = torch.zeros_like(sums).index_add_(0, bucket, finite.to(values.dtype))
+        more[-2:] = torch.stack([values.sum(), values.square().sum()])
+        sums = sums + more
+    return torch.cat([sums, extremes])
 
 
-def as_histogram(sums: Sequence[float], extremes: Sequence[float]) -> dict[str, Any] | None:
-    """What ``SummaryWriter.add_histogram_raw`` takes, without the empty buckets at the ends; None of no elements.
+def as_histogram(counted: Sequence[float]) -> dict[str, Any] | None:
+    """Arguments of ``SummaryWriter.add_histogram_raw``, without the empty buckets at the ends.
 
     Args:
-        sums: as in :class:`Counts`.
-        extremes: likewise.
+        counted: what :func:`count` returned, on the host.
+
+    Returns:
+        The arguments; None for no elements.
     """
-    *counts, total, squares = sums
+    *counts, total, squares, largest, smallest = counted
     filled = [bucket for bucket, number in enumerate(counts) if number]
     if not filled:
         return None
     first, end = filled[0], filled[-1] + 1
     return {
-        "min": -extremes[1],
-        "max": extremes[0],
+        "min": -smallest,
+        "max": largest,
         "num": int(sum(counts)),
         "sum": total,
         "sum_squares": squares,
@@ -87,4 +77,5 @@ def as_histogram(sums: Sequence[float], extremes: Sequence[float]) -> dict[str, 
 
 @functools.lru_cache(8)
 def _edges(device: torch.device) -> Tensor:
-    return upload(torch.tensor(EDGES, dtype=wide_dtype(device), device="cpu"), device)
+    with torch.inference_mode(False):
+        return upload(torch.tensor(EDGES, dtype=wide_dtype(device), device="cpu"), device)

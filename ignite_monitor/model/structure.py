@@ -80,12 +80,16 @@ def _kinds(modules: dict[str, nn.Module]) -> dict[str, str]:
 
 
 def hookable_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The :func:`modules_by_name` on which a forward hook does not change the model's result.
+    """The :func:`modules_by_name` on which a forward hook does not change the model's result."""
+    return hookable(modules_by_name(model))
+
+
+def hookable(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Those of a model's modules on which a forward hook does not change the model's result.
 
     ``nn.TransformerEncoderLayer`` leaves its fast path, whose result differs in the last bits and at padded positions,
     where it or a module inside has a forward hook. Frozen layers in evaluation mode are excluded, with all inside.
     """
-    modules = modules_by_name(model)
     inside = {
         id(each)
         for layer in modules.values()

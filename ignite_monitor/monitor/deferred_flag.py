@@ -1,4 +1,4 @@
-"""Learning on the host, without waiting for it, that something has happened on a device."""
+"""Flags of a device that reach the host without synchronization."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 class DeferredFlag:
-    """A flag that comes to the host at once from the CPU, and from a CUDA device when it gets there.
+    """Flag that the host knows at once on the CPU, and on CUDA as soon as its asynchronous copy has arrived.
 
-    From other devices, which can't be asked whether a copy has arrived, only :meth:`take` with ``wait`` learns it.
+    On other devices, whose copies can't be queried, only :meth:`take` with ``wait`` reads it.
     """
 
     def __init__(self) -> None:
@@ -18,11 +18,11 @@ class DeferredFlag:
         self._sent: tuple[Tensor, torch.cuda.Event] | None = None
 
     def __bool__(self) -> bool:
-        """Whether it may be set."""
+        """Return True if the flag may be set."""
         return self._is_set or self._flag is not None or self._sent is not None
 
     def set(self, flag: Tensor) -> None:
-        """Something may have happened: whether it has, a 0-dim bool tensor."""
+        """Set the flag if a 0-dim bool tensor is True."""
         if flag.device.type == "cpu":
             self._is_set |= torch.is_nonzero(flag)
             return
@@ -31,12 +31,12 @@ class DeferredFlag:
             self._send()
 
     def take(self, wait: bool = False) -> bool:
-        """Whether the flag has been set since it was last taken, as far as is known by now."""
+        """Return and reset the flag, as far as the host knows it; with ``wait`` synchronize first."""
         self._receive(wait)
         if wait and self._flag is not None:
             self._send()
             self._receive(wait)
-        if wait and self._flag is not None:  # on a device that nothing can be sent from
+        if wait and self._flag is not None:  # on a device without asynchronous copies
             self._is_set |= bool(self._flag)
             self._flag = None
         is_set, self._is_set = self._is_set, False

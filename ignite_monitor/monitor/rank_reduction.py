@@ -1,4 +1,4 @@
-"""Putting together what several ranks have observed, each in its own batches."""
+"""Reduction over ranks of named rows that not every rank has."""
 
 from __future__ import annotations
 
@@ -9,22 +9,20 @@ from torch import Tensor
 
 from ignite_monitor.model.devices import upload, wide_dtype
 from ignite_monitor.monitor.deferred_flag import DeferredFlag
-from ignite_monitor.monitor.publisher import NamedValues
 from ignite_monitor.monitor.ranks import from_every_rank, max_over_ranks, sum_over_ranks
+from ignite_monitor.monitor.transfer import NamedValues
 
-# By what they are of: kind -> names and a row of numbers for each. A kind's rows are of one length.
+# kind -> names and their rows; the rows of a kind have one length
 Rows = dict[Any, NamedValues]
 
-Slot = tuple[str, Any, str, int]  # how ranks are put together, kind, name, length
+Slot = tuple[str, Any, str, int]  # reduction, kind, name, length
 
 
 class RankReduction:
-    """Adds up rows over ranks, or takes the larger numbers, where not every rank need have the same rows.
+    """Sum or maximum over ranks of rows that not every rank has.
 
-    The ranks agree on the rows there are in their first iteration. What a rank meets later is left out until they
-    have agreed anew, in the next iteration, so that every iteration takes two collectives, whatever a rank has seen,
-    and nothing waits for the device. What a rank has not seen this time takes no part; where none has, the numbers are
-    0 and minus infinity.
+    The ranks agree on the names in the first iteration. New names are skipped until the ranks agree again in the next
+    iteration, so every iteration has two collectives, whatever a rank has. Missing rows count as 0 and minus infinity.
     """
 
     def __init__(self) -> None:
@@ -34,12 +32,12 @@ class RankReduction:
         self._index: dict[tuple[str, tuple[Slot, ...]], Tensor] = {}
 
     def __call__(self, sums: Rows, maxima: Rows, device: torch.device) -> tuple[Rows, Rows]:
-        """The rows of all ranks.
+        """Return the rows of all ranks.
 
         Args:
-            sums: rows to be added up.
-            maxima: rows of which to take the largest numbers.
-            device: where they are, or are to be where there are none.
+            sums: rows to sum.
+            maxima: rows to take the elementwise maximum of.
+            device: device of the result.
         """
         own = [_slots("sum", sums), _slots("max", maxima)]
         if not self._agreed or self._news.take(wait=True):
@@ -66,7 +64,7 @@ class RankReduction:
         self._index.clear()
 
     def _arranged(self, how: str, own: list[Slot], rows: Rows, missing: float, device: torch.device) -> Tensor:
-        """This rank's numbers, flat, where all ranks have them."""
+        """Return this rank's numbers, flat, in the common order."""
         wide = wide_dtype(device)
         slots = [slot for slot in self._slots if slot[0] == how]
         flat = [each.to(device, wide).flatten() for _, each in rows.values()]

@@ -1,17 +1,13 @@
-"""Sums, norms and lists over ranks.
+"""Sums, norms and lists over the ranks of torch's process group.
 
-The ranks are those of torch's process group, or of another backend that Ignite knows; without either there is one, and
-nothing is communicated. Under ``join()`` of DistributedDataParallel some may be gone: who adds up what not every rank
-may have, asks :func:`all_take_part` first.
+Under ``join()`` of DistributedDataParallel some ranks may be gone: ask :func:`all_take_part` before a collective.
 """
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-import ignite.distributed as idist
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -25,13 +21,13 @@ T = TypeVar("T")
 
 
 def reduction_of(model: nn.Module, reduction: str) -> str | None:
-    """What :func:`gradient_norm` has to do for a model.
+    """Return the reduction that :func:`gradient_norm` needs for a model; None if gradients are the same on all ranks.
 
     Args:
-        reduction: what the user wants: ``"mean"`` or ``"sum"``.
+        reduction: the user's choice, ``"mean"`` or ``"sum"``.
 
     Raises:
-        ValueError: if a wrapper of the model leaves something else to be reduced.
+        ValueError: if it does not fit the model's wrapper.
     """
     sharding = flat_sharding(model)
     if sharding == "hybrid":
@@ -51,17 +47,16 @@ def reduction_of(model: nn.Module, reduction: str) -> str | None:
             "Argument reduction should be 'mean' with DistributedDataParallel, which leaves the same gradient on every "
             "rank, but given 'sum'"
         )
-    return None  # the same to the last bit, and its join() bears no collective of ours
+    return None  # bitwise the same, and join() does not allow for a collective of ours
 
 
 def gradient_norm(gradients: Sequence[Tensor], norm_type: float, reduction: str | None) -> Tensor:
-    """The p-norm of a gradient over all ranks, the same on every rank.
+    """Return the p-norm of a gradient over all ranks, the same on every rank.
 
     Args:
-        gradients: this rank's gradients, at least one.
-        reduction: what the ranks' plain gradients are to each other: ``"mean"`` replicas, of whose norms the root
-            mean square is taken; ``"sum"`` parts of one; None the same to the last bit, so that nothing is
-            communicated. DTensors are exact in any.
+        gradients: this rank's gradients, at least one; for DTensors the norm is exact with any reduction.
+        reduction: ``"mean"`` for the root mean square of the ranks' norms, ``"sum"`` if the ranks have parts of one
+            gradient, None if their gradients are bitwise the same.
     """
     plain, sharded = gradients, list[Any]()
     if any_sharded(gradients):
@@ -75,14 +70,14 @@ def gradient_norm(gradients: Sequence[Tensor], norm_type: float, reduction: str 
 def norm_of_parts(
     gradients: Sequence[Tensor], norms: Tensor, norm_type: float, reduction: str | None, flag: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The norm of a gradient over all ranks where those of its tensors are known; the same collectives.
+    """Return the norm of a gradient over all ranks from the norms of its tensors, by the same collectives.
 
     Args:
-        norms: the norm of each gradient, of DTensors over all their ranks: a vector.
+        norms: vector of the norms of the gradients, of DTensors over all their ranks.
         flag: 0-dim bool tensor.
 
     Returns:
-        The norm, and whether the flag is set on any rank.
+        The norm, and the flag of any rank.
     """
     if reduction is None or world_size() == 1:
         return combine(norms, norm_type), flag
@@ -103,59 +98,44 @@ def _over_ranks(norm: Tensor, norm_type: float, reduction: str | None) -> Tensor
     if ranks == 1:
         return norm
     if reduction == "mean":
-        return (_all_reduce(norm**2) / ranks).sqrt()
-    return reduce_norm(norm, norm_type, _all_reduce)
+        return (all_reduce(norm**2) / ranks).sqrt()
+    return reduce_norm(norm, norm_type, all_reduce)
 
 
 def world_size() -> int:
-    """How many ranks train."""
-    if _has_group():
-        return dist.get_world_size()
-    # Ignite remembers a process group of torch's beyond its end.
-    return 1 if idist.model_name() in ("serial", "native-dist") else idist.get_world_size()
+    """Return the number of ranks of torch's process group; 1 without one."""
+    return dist.get_world_size() if _has_group() else 1
 
 
 def own_rank() -> int:
-    """The number of this rank."""
-    if _has_group():
-        return dist.get_rank()
-    return 0 if idist.model_name() in ("serial", "native-dist") else idist.get_rank()
+    """Return the number of this rank."""
+    return dist.get_rank() if _has_group() else 0
 
 
 def all_take_part(model: nn.Module) -> bool:
-    """Whether every rank is known to be where this one is, so that they may communicate."""
+    """Return True if all ranks are known to be at this point, so that they may communicate."""
     if world_size() == 1:
         return True
     return not any(isinstance(each, DistributedDataParallel) and is_in_join(each) for each in model.modules())
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
-    """The sum of the ranks' tensors, of one shape on all of them, in one collective."""
-    return values if world_size() == 1 else _all_reduce(values)
+    """Return the sum of the ranks' tensors, of one shape on all ranks, in one collective."""
+    return values if world_size() == 1 else all_reduce(values)
 
 
 def max_over_ranks(values: Tensor) -> Tensor:
-    """The largest of the ranks' numbers, element by element, in one collective."""
-    return values if world_size() == 1 else _all_reduce(values, largest=True)
+    """Return the elementwise maximum of the ranks' tensors, in one collective."""
+    return values if world_size() == 1 else all_reduce(values, largest=True)
 
 
 def from_every_rank(value: T) -> list[T]:
-    """What each rank has, anything that pickle knows, in the order of the ranks."""
+    """Return every rank's value, any object that can be pickled, in the order of ranks."""
     if world_size() == 1:
         return [value]
-    if _has_group():
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, value)
-        return everyone
-    # Other backends know text.
-    texts: Any = idist.all_gather(pickle.dumps(value).hex())
-    return [pickle.loads(bytes.fromhex(text)) for text in texts]
-
-
-def _all_reduce(values: Tensor, largest: bool = False) -> Tensor:
-    if _has_group():
-        return all_reduce(values, largest)
-    return torch.as_tensor(idist.all_reduce(values.clone(), op="MAX" if largest else "SUM"))
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def _has_group() -> bool:

@@ -1,76 +1,121 @@
-"""Finding: one thing that happened in a run, and what to do about it."""
+"""Finding: one event or condition of a run, and what to do about it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 SEVERITIES = ("problem", "warning", "note")
 
-KINDS = {
-    "nonfinite_metric": "Find what overflowed: the first module and the first gradient that are not finite tell where.",
-    "nonfinite_gradients": "Lower the learning rate, or leave these steps out: GradMonitor(on_spike='skip').",
-    "no_step": "Give GradMonitor the optimizer whose step() the train step calls.",
-    "ranks_differ": "Go back to a checkpoint from before, and look at that rank's hardware and its random seeds.",
-    "spikes": "Look at these batches, or leave the steps out: GradMonitor(on_spike='skip').",
-    "went_back": "Look at the batches that were left out, and at the learning rate there.",
-    "early_norms": "Warm the learning rate up, and look at these batches: no rule judges the first norms.",
-    "loss_rose": "Lower the learning rate, and go back to a checkpoint from before.",
-    "loss_rose_again": "Go back to a checkpoint from before, with a lower learning rate.",
-    "nonfinite_activations": "Look at that module first, and at what it is given.",
-    "frozen_parameters": "See that the loss depends on them, and that their learning rate is not 0.",
-    "attention_collapse": "Normalise queries and keys, or lower the learning rate and the initial weights of both.",
-    "large_logits": "Normalise queries and keys (QK-norm), clip them (QK-clip), or lower their learning rate.",
-    "dead_units": "Lower the learning rate or the bias, or use an activation that is nowhere flat.",
-    "activation_outlier": "If it is raw inputs, scale them; else lower the initial weights or the learning rate there.",
-    "level_change": "See what changed there (data, learning rate); if nothing did, treat it as a spike.",
-    "overflows": "Give the GradScaler a larger growth_interval, or use bfloat16.",
-    "large_curvature": "Lower the learning rate, or warm it up for longer.",
-    "large_updates": "Lower the learning rate.",
-    "small_updates": "Raise the learning rate, and see whether gradients arrive.",
-    "stale_moments": "Lower beta2 (0.95), or clip updates as StableAdamW does.",
-    "eps_rules": "Lower eps, or scale the loss up.",
-    "lost_updates": "Keep the weights in float32 under torch.autocast, or have float32 copies of them.",
-    "update_ratio_outlier": "handler.diagnostics tells which one; give it a learning rate of its own.",
-    "weight_update_outlier": "Give these layers a learning rate of their own: ignite-monitor coord-check says which.",
-    "exploding_gradients": "Clip the gradient, or scale loss and targets down.",
-    "vanishing_gradients": "handler.diagnostics tells which; see that the loss depends on them.",
-    "spectral_growth": "Lower the learning rate, or use more weight decay.",
-    "not_judged": "",
-    "small_batch": "Use larger batches if there are devices for it, with a learning rate to match.",
-    "large_batch": "Use smaller batches if time on devices is what counts.",
-    "batch_size": "",
-    "near_curvature": "Do not raise the learning rate any further.",
-    "untrained": "If that is not on purpose, set requires_grad and give them to the optimizer.",
-    "frozen_for_a_while": "If that is not on purpose, see what the learning rate and the data were there.",
-    "data_wait": "Give the loader more workers, or let it prepare batches ahead (prefetch_factor, pin_memory).",
-    "gap": "Nothing to do if the run was resumed there.",
-    "input_drift": "Usual of norms; of other layers, raise the learning rate, or lower that of the layers before them.",
+LOWER, RAISE = -1, 1
+
+KINDS: dict[str, tuple[str, int]] = {
+    # causes
+    "not_judged": ("", 0),
+    "group_rate": ("Give this group a learning rate nearer to the others', or check that its updates are intended.", 0),
+    "untrained": ("If this is not intended, set requires_grad and pass the parameters to the optimizer.", 0),
+    "no_step": ("Give GradMonitor the optimizer whose step() the train step calls.", 0),
+    "dead_units": ("Lower the learning rate, or use an activation without a flat part (GELU, LeakyReLU).", LOWER),
+    "activation_outlier": ("If the module gets raw inputs, scale them; else scale its initial weights down.", 0),
+    "large_updates": ("Lower the learning rate.", LOWER),
+    "update_ratio_outlier": ("Give that parameter a learning rate of its own; handler.diagnostics names it.", 0),
+    "large_curvature": ("Lower the learning rate, or use a longer warm-up.", LOWER),
+    "early_norms": ("Use a learning rate warm-up, and inspect these batches.", 0),
+    "stale_moments": ("Lower beta2 (0.95), or clip updates as StableAdamW does.", 0),
+    "large_logits": ("Normalize queries and keys (QK-norm), or clip the logits (QK-clip).", 0),
+    "ranks_differ": ("Restore a checkpoint from before, and check that rank's hardware and random seeds.", 0),
+    # events
+    "spikes": ('Inspect these batches; GradMonitor(on_spike="skip") skips such steps.', 0),
+    "loss_spikes": ("Inspect these batches.", 0),
+    "nonfinite_activations": ("Inspect that module and its input first.", 0),
+    "nonfinite_gradients": ('Lower the learning rate, or skip these steps: GradMonitor(on_spike="skip").', LOWER),
+    "nonfinite_metric": ("Find the first non-finite value: the log names the module and the iteration.", 0),
+    "level_change": ("Check what changed there (data, learning rate); if nothing did, treat it as a spike.", 0),
+    "went_back": ("Inspect the batches that were skipped, and the learning rate there.", 0),
+    "overflows": ("Give the GradScaler a larger growth_interval, or use bfloat16.", 0),
+    # consequences
+    "attention_collapse": ("Normalize queries and keys, or scale their initial weights down.", 0),
+    "exploding_gradients": ("Clip the gradient, or scale loss and targets down.", 0),
+    "vanishing_gradients": ("Check that the loss depends on these parameters; handler.diagnostics names them.", 0),
+    "frozen_parameters": ("Check that the loss depends on them, and that their learning rate is not 0.", 0),
+    "small_updates": ("Raise the learning rate, and check that gradients arrive.", RAISE),
+    "eps_rules": ("Lower eps, or scale the loss up.", 0),
+    "lost_updates": ("Keep the weights in float32 under torch.autocast, or keep a float32 copy of them.", 0),
+    "weight_update_outlier": ("Give these layers a learning rate of their own.", 0),
+    "spectral_growth": ("Lower the learning rate, or use more weight decay.", LOWER),
+    "loss_rose": ("Restore a checkpoint from before, with a lower learning rate.", LOWER),
+    "loss_rose_again": ("Restore a checkpoint from before, with a lower learning rate.", LOWER),
+    # good to know
+    "small_batch": ("Use larger batches if devices allow it, with a learning rate to match.", 0),
+    "large_batch": ("Use smaller batches if device time matters.", 0),
+    "batch_size": ("", 0),
+    "near_curvature": ("Do not raise the learning rate any further.", LOWER),
+    "frozen_for_a_while": ("If this is not intended, check the learning rate and the data there.", 0),
+    "data_wait": ("Give the loader more workers, or let it prefetch (prefetch_factor, pin_memory).", 0),
+    "gap": ("No action needed if the run was resumed there.", 0),
+    "input_drift": ("Expected for normalization layers. For others, raise their learning rate.", RAISE),
 }
-"""The kinds of findings, what matters most first, and what to do about each."""
+"""Kinds of findings, causes before consequences: the advice, and whether it lowers or raises the learning rate."""
+
+FOLLOWS = {
+    "frozen_parameters": {"dead_units", "no_step", "untrained", "nonfinite_gradients"},
+    "vanishing_gradients": {"dead_units", "frozen_parameters"},
+    "small_updates": {"dead_units", "frozen_parameters", "no_step"},
+    "eps_rules": {"dead_units", "frozen_parameters"},
+    "nonfinite_metric": {"nonfinite_gradients", "nonfinite_activations"},
+    "loss_rose": {"group_rate", "spikes", "loss_spikes", "no_step", "nonfinite_gradients", "large_updates"},
+    "loss_rose_again": {"group_rate", "spikes", "loss_spikes", "no_step", "nonfinite_gradients", "large_updates"},
+}
+"""Kind -> the kinds that explain it, where they precede it."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that happened in a run."""
+    """One event or condition of a run."""
 
     kind: str  # one of KINDS
     severity: str  # "problem" (the run is damaged), "warning" (it may be) or "note" (good to know)
     what: str  # what happened, in words
-    metrics: tuple[str, ...] = ()  # the names of those that tell it
+    metrics: tuple[str, ...] = ()  # names of the metrics that show it
     iterations: tuple[int, ...] = ()  # where it happened
     values: dict[str, float] = field(default_factory=dict)  # the numbers in the words
-    advice: str = ""  # what to do about it, where it is not what KINDS says
+    advice: str = ""  # what to do about it, if not what KINDS says
 
     @property
     def action(self) -> str:
         """What to do about it."""
-        return self.advice or KINDS[self.kind]
+        return self.advice or KINDS[self.kind][0]
 
     @property
     def text(self) -> str:
         """What happened, and what to do about it."""
-        return f"{self.what} {self.action}"
+        return f"{self.what} {self.action}".rstrip()
+
+
+def in_order(findings: Iterable[Finding]) -> list[Finding]:
+    """Findings in the order of what happened, causes before consequences, notes last; no advice contradicts another.
+
+    A finding without iterations holds from the beginning.
+    """
+    kinds = list(KINDS)
+
+    def place(finding: Finding) -> tuple[bool, int, int]:
+        onset = finding.iterations[0] if finding.iterations else 0
+        return finding.severity == "note", onset, kinds.index(finding.kind)
+
+    ordered: list[Finding] = []
+    direction = 0
+    for finding in sorted(findings, key=place):
+        own = 0 if finding.advice else KINDS[finding.kind][1]
+        causes = FOLLOWS.get(finding.kind, set()) & {each.kind for each in ordered if each.severity != "note"}
+        if causes and finding.severity != "note":
+            finding = replace(finding, advice="Probably a consequence of what comes before.")
+        elif own and direction and own != direction:
+            finding = replace(finding, advice="Follow the advice above first.")
+        elif own:
+            direction = direction or own
+        ordered.append(finding)
+    return ordered
 
 
 def steps(of: Iterable[int]) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""What GradMonitor's series say: spikes, what was skipped, what came after, overflows."""
+"""Findings of GradMonitor and SpikeMonitor: spikes, how they were handled, what followed, overflows."""
 
 from __future__ import annotations
 
@@ -9,146 +9,141 @@ import numpy as np
 
 from ignite_monitor.report import limits
 from ignite_monitor.report.families import Group
-from ignite_monitor.report.finding import KINDS, Finding, steps
-from ignite_monitor.report.series import Array, Series, iterations, listed, number, plural, times
+from ignite_monitor.report.finding import Finding, steps
+from ignite_monitor.report.series import Array, Series, iterations, listed, number, plural, printable, times
 from ignite_monitor.report.training import went_back
 
 
 class Norms(NamedTuple):
-    """What one GradMonitor has judged."""
+    """The series of one GradMonitor."""
 
-    each: Series  # the norms, one per optimizer step (and per step that was left out at a spike)
+    each: Series  # the norms, one per optimizer step (and per step that was skipped at a spike)
     threshold: Series  # what they were compared with
-    spikes: Array  # where they were spikes, NaN and infinities among them
-    missing: int  # how many spikes were in iterations that are not in the file
-    left_out: Array  # of which spikes the step is known to have been left out
-    written: Array  # the iterations that are in the file
-    stepped: Series  # 1 where the optimizer made its step, 0 where not; empty in files that do not tell
+    spikes: Array  # iterations with a spike of the norm, NaN and infinities among them
+    loss_spikes: Array  # iterations with a spike of the loss alone
+    missing: int  # number of spikes in iterations that are not in the file
+    skipped: Array  # iterations whose step the handler skipped
+    clipped: Array  # iterations whose gradient the handler clipped
+    stepped: Series  # 1 where the optimizer made its step, 0 where not
 
 
-def norms(group: Group, run: Sequence[Group]) -> Norms | None:
-    """What a GradMonitor has judged, None if the file does not hold it."""
-    norm, flags = group.get("norm"), group.get("spike")
+def norms(group: Group) -> Norms | None:
+    """The series of a GradMonitor, None if the file does not hold them."""
+    norm, flags, stepped = group.get("norm"), group.get("spike"), group.get("stepped")
     if not norm or not flags:
         return None
-    own = (each.get(f"{group.root}/stepped") for each in run if each.kind == "other")
-    stepped = group.get("stepped") or next(own, Series())
+    spikes, missing = _counted(flags, group.get("spike_count"))
     flagged = flags.where(flags.values > 0)
-    spikes, missing = _counted(flagged, group.get("spike_count"))
-    if (stepped.values > 0).any():  # of a partial gradient, or of one that grew, only spikes
+    if (stepped.values > 0).any():  # of accumulated gradients only the last norm, unless it is a spike
         keep = ~(stepped.at(norm.steps) == 0) | np.isin(norm.steps, spikes)
         keep |= ~np.isfinite(norm.values) & ~np.isin(norm.steps, flagged)  # an overflow
         norm = norm.part(keep)
-    left_out = _skipped(group, spikes) | (stepped.at(spikes) == 0)
-    return Norms(norm, group.get("threshold"), spikes, missing, left_out, flags.steps, stepped)
+    threshold = group.get("threshold")
+    of_loss = (group.get("loss_spike").at(spikes) > 0) & ~(norm.at(spikes) > threshold.at(spikes))
+    of_loss &= np.isfinite(norm.at(spikes))
+    skipped, clipped = (_rises(group.get(f"{what}_count")) for what in ("skipped", "clipped"))
+    if group.get("skipped_count").last >= group.get("spike_count").last > 0:
+        skipped = spikes
+    return Norms(norm, threshold, spikes[~of_loss], spikes[of_loss], missing, skipped, clipped, stepped)
 
 
-def _counted(flagged: Array, counts: Series) -> tuple[Array, int]:
-    """Of the flagged iterations those that GradMonitor's counter has kept, and how many it counts beside them.
+def _counted(flags: Series, counts: Series) -> tuple[Array, int]:
+    """Flagged iterations that the monitor's counter has kept, and the number that it counts beyond them.
 
-    A spike in a gradient that goes on growing is taken back at the next look: the counter falls by one there, or stays
-    if that is a spike too. Any other fall is a counter that began anew.
+    A spike in a gradient that is still accumulated is retracted by the next detection: the counter falls by one, or
+    stays if that is a spike too. Any other fall is a counter that was reset.
     """
+    flagged = flags.values > 0
     if not counts:
-        return flagged, 0
-    counted: list[int | None] = []
-    before, last_rise = 0, -1
-    for index, (step, count) in enumerate(zip(*counts.finite, strict=True)):
-        rise, is_flagged = int(count) - before, bool(np.isin(step, flagged))
-        if last_rise == index - 1 and rise == is_flagged - 1:  # with its own spike, or without one
-            counted[-1:] = [int(step)] * is_flagged
-            last_rise = index if is_flagged else last_rise
-        elif rise:
-            rise = rise if rise > 0 else int(count)
-            is_flagged = is_flagged and rise > 0
-            counted += [None] * (rise - is_flagged) + [int(step)] * is_flagged
-            last_rise = index
-        before = int(count)
-    kept = [step for step in counted if step is not None]
-    return np.asarray(kept, dtype=flagged.dtype), len(counted) - len(kept)
+        return flags.steps[flagged], 0
+    rises = np.diff(counts.at(flags.steps), prepend=0.0)
+    following = np.append(rises[1:] == flagged[1:].astype(float) - 1, False)
+    kept = flagged & ~following
+    retracted = np.append(False, (flagged & following)[:-1])
+    total = np.nansum(np.where((rises < 0) & ~retracted, counts.at(flags.steps), rises))
+    return flags.steps[kept], max(0, int(total) - int(kept.sum()))
 
 
-def _skipped(group: Group, at: Array) -> Array:
-    """Of which spikes the handler is known to have skipped the step."""
-    skips, spikes = group.get("skipped_count"), group.get("spike_count")
-    if skips.last >= spikes.last > 0:
-        return np.ones(len(at), bool)
-    rises = [Series(each.steps, np.diff(each.values, prepend=0.0)).at(at) for each in (skips, spikes)]
-    return np.asarray((rises[0] >= rises[1]) & (rises[0] > 0))
+def _rises(counts: Series) -> Array:
+    return counts.where(np.diff(counts.values, prepend=0.0) > 0)
 
 
 def gradient_findings(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
     """Findings about gradient norms."""
-    known = norms(group, run)
+    known = norms(group)
+    yield from _steps(group, known)
     if known is not None:
-        for rule in (_judged, _nonfinite, _overflows, _spikes, _early, _gaps):
+        for rule in (_nonfinite, _overflows, _spikes, _loss_spikes, _early, _gaps):
             yield from rule(group, known)
-        yield from _new_levels(group, known, {at for each in run for at, *_ in went_back(each)})
+        yield from _new_levels(group, known, [at for each in run for at, *_ in went_back(each)])
 
 
-def _judged(group: Group, known: Norms) -> Iterator[Finding]:
-    """Whether there was anything to judge by."""
-    name, count = group.name("norm"), len(known.each.steps)
-    calm = np.setdiff1d(known.each.finite.steps, known.spikes)
-    if known.stepped:
-        stepless = len(calm) > 0 and not (known.stepped.values > 0).any()
-    else:  # norms enter the mean with the optimizer's steps
-        stepless = len(calm) > 1 and not group.get("mean") and not known.threshold.finite
-    if stepless:
-        yield no_step(name, count)
-    elif not known.threshold.finite:
-        what = f"Of {plural(count, 'gradient norm')} ({name}) none was judged: the threshold's warm-up was not over."
+def _steps(group: Group, known: Norms | None) -> Iterator[Finding]:
+    """Steps that were never made, or no longer; and norms of which none was judged."""
+    stepped, name = group.get("stepped"), group.name("stepped")
+    made = stepped.where(stepped.values > 0)
+    since = stepped.steps[stepped.steps > made[-1]] if len(made) else stepped.steps
+    handled = known is not None and len(np.setdiff1d(since, known.spikes)) == 0
+    if len(since) >= limits.STEPLESS and not handled and len(made):
+        what = f"The optimizer made no step after iteration {int(made[-1])}: {plural(len(since), 'iteration')} without "
+        what += f"one, to the end ({name})."
+        advice = "If the train step returns at a spike, call optimizer.zero_grad() first: gradients keep accumulating."
+        yield Finding("no_step", "problem", what, (name,), steps(since[:1]), {"count": len(since)}, advice)
+    elif len(since) and not handled and not len(made):
+        yield _no_step(name, len(since), int(since[0]))
+    elif known is not None and not known.threshold.finite:
+        what = f"None of {plural(len(known.each.steps), 'gradient norm')} ({group.name('norm')}) was judged: the "
+        what += "threshold's warm-up was not over."
         advice = "Train for longer, or give the threshold rule a shorter warmup."
-        yield Finding("not_judged", "note", what, (name,), values={"count": count}, advice=advice)
+        yield Finding("not_judged", "note", what, (group.name("norm"),), advice=advice)
 
 
-def no_step(name: str, count: int) -> Finding:
-    """That nothing was seen of the optimizer's steps; with accumulation a short run may hold none."""
+def _no_step(name: str, count: int, first: int) -> Finding:
+    """With accumulation a short run may hold no step."""
     kind, severity = ("no_step", "warning") if count >= limits.STEPLESS else ("not_judged", "note")
-    looks = plural(count, "monitored iteration")
-    what = f"No gradient was judged: GradMonitor's optimizer made no step in {looks} ({name})."
-    return Finding(kind, severity, what, (name,), values={"count": count}, advice=KINDS["no_step"])
+    what = f"No gradient was judged: the optimizer made no step in {plural(count, 'monitored iteration')} ({name})."
+    advice = "Give GradMonitor the optimizer whose step() the train step calls."
+    return Finding(kind, severity, what, (name,), (first,), {"count": count}, advice)
 
 
 def _nonfinite(group: Group, known: Norms) -> Iterator[Finding]:
-    """Gradients that are inf or NaN, and no scaler looks after them."""
-    bad = known.each.where(~np.isfinite(known.each.values))
-    at = np.intersect1d(bad, known.spikes)
+    """Gradients that are inf or NaN, without a scaler that handles them."""
+    at = np.intersect1d(known.each.where(~np.isfinite(known.each.values)), known.spikes)
     if not len(at):
         return
-    what = f"{plural(len(at), 'gradient')} with inf or NaN in {'it' if len(at) == 1 else 'them'} "
-    what += f"({group.name('norm')}): {iterations(at)}."
+    what = f"{plural(len(at), 'gradient')} with inf or NaN ({group.name('norm')}): {iterations(at)}{_period(at)}."
     severity, advice = "warning", ""
     if not np.isfinite(known.each.values[-1]):
         last_good = known.each.finite.steps
         since = f" since iteration {int(last_good[-1])}" if len(last_good) else ""
-        what += f" It stays so to the end: no finite norm{since}."
-        severity, advice = "problem", "Go back to a checkpoint from before, with a lower learning rate."
+        what += f" No finite norm{since}, to the end."
+        severity, advice = "problem", "Restore a checkpoint from before, with a lower learning rate."
     else:
-        what += f" {_handled(group, known, at)}".rstrip()
-    count = {"count": float(len(at))}
-    yield Finding("nonfinite_gradients", severity, what, (group.name("norm"),), steps(at), count, advice)
+        handled, unhandled = _handled(known, at)
+        what += f" {handled}"
+        advice = "" if unhandled else "Inspect these batches."
+    yield Finding("nonfinite_gradients", severity, what, (group.name("norm"),), steps(at), {"count": len(at)}, advice)
 
 
 def _overflows(group: Group, known: Norms) -> Iterator[Finding]:
-    """Gradients that are inf or NaN, which a GradScaler looks after."""
+    """Gradients that are inf or NaN, and handled by a GradScaler."""
     at = np.setdiff1d(known.each.where(~np.isfinite(known.each.values)), known.spikes)
     if not len(at):
         return
     rate = len(at) / len(known.each.steps)
     many = rate > limits.OVERFLOW_RATE and len(at) > limits.OVERFLOW_ALLOWANCE
-    judgement = "far more than a GradScaler needs to find its scale" if many else "as a GradScaler makes them"
+    judgement = "far more than a GradScaler needs to find its scale" if many else "as expected of a GradScaler"
     what = f"{plural(len(at), 'overflow')} of the scaled gradient, {judgement} ({100 * rate:.2g} % of "
     what += f"{len(known.each.steps)}): {iterations(at)}."
     names, values = (group.name("norm"), group.name("nonfinite_count")), {"count": len(at), "share": rate}
-    severity, advice = ("warning", "") if many else ("note", "Nothing to do.")
+    severity, advice = ("warning", "") if many else ("note", "No action needed.")
     yield Finding("overflows", severity, what, names, steps(at), values, advice)
 
 
 def _spikes(group: Group, known: Norms) -> Iterator[Finding]:
-    """Norms above their threshold."""
-    finite = np.isfinite(known.each.at(known.spikes))
-    at, missing, total = known.spikes[finite], known.missing, int(finite.sum()) + known.missing
+    """Finite norms above their threshold."""
+    at = known.spikes[np.isfinite(known.each.at(known.spikes))]
+    missing, total = known.missing, len(at) + known.missing
     if not total:
         return
     sizes, thresholds = known.each.at(at), known.threshold.at(at)
@@ -158,80 +153,125 @@ def _spikes(group: Group, known: Norms) -> Iterator[Finding]:
     rate = total / max(1, len(known.each.steps))
     few = factor < limits.SPIKE_FACTOR and rate <= limits.SPIKE_RATE and not missing
     small = factor < limits.SMALL_EXCESS and rate <= limits.SMALL_EXCESS_RATE and not missing
-    after = _aftermath(known.each, at[(factors >= limits.SPIKE_FACTOR) & ~known.left_out[finite]], at)
-    values = {"count": float(total), "worst_factor": factor, "aftermath_factor": after}
+    made = ~np.isin(at, known.skipped) & ~(known.stepped.at(at) == 0)
+    after = _aftermath(known.each, at[(factors >= limits.SPIKE_FACTOR) & made], at)
+    lately = known.each.steps[-limits.RECENT :]
+    recent = int((at >= lately[0]).sum()) / len(lately) if len(lately) else 0.0
+    values = {"count": float(total), "aftermath_factor": after, "recent_share": recent}
     severity = "problem" if after > limits.AFTERMATH_FACTOR else "note" if few or small else "warning"
-    where = [iterations(at)] * bool(len(at))
+    where = [f"{iterations(at)}{_period(at)}"] * bool(len(at))
     where += [f"{f'{missing} of them' if len(at) else 'all'} in iterations that are not in the file"] * bool(missing)
     what = f"{plural(total, 'gradient spike')} ({group.name('norm')}): {'; '.join(where)}."
     if worst is not None:
         size, threshold = float(sizes[worst]), float(thresholds[worst])
         which = f"The largest, in iteration {int(at[worst])}," if len(at) > 1 else "It"
         above = "just above" if factor < 1.05 else times(factor)
-        what += f" {which} was {number(size)}, {above} its threshold of {number(threshold)}."
-        values |= {"worst_norm": size, "worst_threshold": threshold}
-    advice = ""
+        what += f" {which} was {number(size)}, {above} its threshold of {number(threshold)}{_excess(group, at[worst])}."
+        values |= {"worst_norm": size, "worst_threshold": threshold, "worst_factor": factor}
+    if severity != "note" and recent > limits.SPIKE_RATE and len(known.each.steps) > limits.RECENT:
+        what += f" Of the last {limits.RECENT} norms {100 * recent:.2g} % are spikes."
+    handled, unhandled = _handled(known, at, missing, int(group.get("skipped_count").finite.values.max(initial=0)))
+    advice = "" if unhandled else "Inspect these batches."
     if severity == "note":
         noise = "So few, so near the threshold, are noise." if few else "So near the threshold, they are hardly spikes."
         what += f" {noise}"
-        advice = "Nothing to do." if few else "With threshold=RobustThreshold() there may be fewer."
-    what = f"{what} {_handled(group, known, at, missing)}".rstrip()
+        advice = "No action needed." if few else "With threshold=RobustThreshold() there may be fewer."
+    what = f"{what} {handled}".rstrip()
     if severity == "problem":
-        what += f" Afterwards the norm stayed {times(after)} as large as before: it has done damage."
-        advice = "Go back to a checkpoint from before; GradMonitor(on_spike='skip') leaves such steps out."
-    elif severity == "warning" and total == _total(group, "skipped_count"):
-        advice = "Look at these batches; there is nothing else to do."
-    yield Finding("spikes", severity, what, (group.name("spike"), group.name("norm")), steps(at), values, advice)
+        what += f" Afterwards the norm stayed {times(after)} as large as before: the spike did damage."
+        advice = 'Restore a checkpoint from before; GradMonitor(on_spike="skip") skips such steps.'
+    yield Finding("spikes", severity, what, (group.name("norm"), group.name("spike")), steps(at), values, advice)
+
+
+def _period(at: Array) -> str:
+    """The period of a fault that recurs."""
+    distances, counts = np.unique(np.diff(at), return_counts=True)
+    if len(at) < limits.PERIODIC or counts.max() < limits.PERIODIC_SHARE * (len(at) - 1):
+        return ""
+    period = int(distances[counts.argmax()])
+    return f", every {period} iterations: look for a batch or event with this period" if period > 1 else ""
+
+
+def _excess(group: Group, step: int) -> str:
+    """The parameters with the largest excess over their thresholds at a spike."""
+    shares = {item: float(series.at(np.array([step]))[0]) for item, series in group.each("culprit").items()}
+    known = sorted((item for item in shares if np.isfinite(shares[item])), key=lambda item: -shares[item])
+    named = [f"{printable(item)} {100 * shares[item]:.0f} %" for item in known[:3]]
+    return f" (share of the excess: {listed(named)})" if named else ""
+
+
+def _loss_spikes(group: Group, known: Norms) -> Iterator[Finding]:
+    at = known.loss_spikes
+    if len(at):
+        handled, _ = _handled(known, at)
+        what = f"{plural(len(at), 'loss spike')} ({group.name('loss_spike')}): {iterations(at)}{_period(at)}. {handled}"
+        yield Finding("loss_spikes", "warning", what, (group.name("loss_spike"),), steps(at), {"count": len(at)})
+
+
+def value_spikes(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
+    """Spikes of a SpikeMonitor's value."""
+    at, _ = _counted(group.get("spike"), group.get("spike_count"))
+    if len(at):
+        few = len(at) <= limits.SPIKE_RATE * len(group.get("value").steps)
+        what = f"{plural(len(at), 'spike')} ({group.name('value')}): {iterations(at)}{_period(at)}."
+        names = (group.name("value"), group.name("spike"))
+        yield Finding("loss_spikes", "note" if few else "warning", what, names, steps(at), {"count": len(at)})
 
 
 def _aftermath(norm: Series, made: Array, spikes: Array) -> float:
     """The largest ratio of the norms after a spike to those before it.
 
-    A norm that is back soon, or at the end, has not stayed: both the norms right after and all that follow count.
+    A norm that returns soon, or at the end, has not stayed: both the norms right after and all that follow count.
 
     Args:
         made: the spikes whose step was made, and that are far above the threshold.
     """
-    finite = norm.finite
+    finite, window = norm.finite, limits.AFTERMATH_WINDOW
     calm = finite.part(~np.isin(finite.steps, spikes))
-    ratios, least = [0.0], limits.AFTERMATH_WINDOW // 2
+    largest, least, left = 0.0, window // 2, limits.AFTERMATHS
     for spike in made:
-        before = calm.values[calm.steps < spike][-limits.AFTERMATH_WINDOW :]
-        after = calm.values[calm.steps > spike]
+        place = int(np.searchsorted(calm.steps, spike))
+        before, after = calm.values[max(0, place - window) : place], calm.values[place:]
         if len(after) < least:  # it spikes to the end
-            after = finite.values[finite.steps > spike]
+            after = finite.values[np.searchsorted(finite.steps, spike, side="right") :]
         if min(len(before), len(after)) >= least:
-            stayed = min(np.median(after[: limits.AFTERMATH_WINDOW]), np.median(after))
-            ratios.append(float(stayed / max(np.median(before), np.finfo(float).tiny)))
-    return max(ratios)
+            usual = max(float(np.median(before)), np.finfo(float).tiny)
+            ratio = float(np.median(after[:window])) / usual
+            if ratio > largest and left:
+                left -= 1
+                largest = max(largest, min(ratio, float(np.median(after)) / usual))
+    return largest
 
 
-def _handled(group: Group, known: Norms, at: Array, missing: int = 0) -> str:
-    """What became of the steps at spikes, as far as it is known."""
-    skipped, count = _total(group, "skipped_count"), len(at) + missing
-    told = {1: "the step", 2: "both steps"}.get(skipped, f"all {skipped} steps")
-    said = [f"The handler skipped {told if skipped >= count else f'{skipped} steps'}."] * bool(skipped)
-    if not known.stepped:
-        return " ".join(said) or "The handler skipped no step (a train step that looks at the flag may have)."
-    made = at[known.stepped.at(at) > 0]
-    left_out = at[(known.stepped.at(at) == 0) & ~_skipped(group, at)]
-    said += [f"The step was made all the same in {iterations(made)}."] * bool(len(made))
-    said += [f"The train step left the step out in {iterations(left_out)}."] * bool(len(left_out))
-    return " ".join(said)
+def _handled(known: Norms, at: Array, missing: int = 0, skipped_in_all: int = 0) -> tuple[str, bool]:
+    """What became of the steps at these spikes, in words, and whether some were made without handling."""
+    count = len(at) + missing
+    skipped = int(np.isin(at, known.skipped).sum())
+    if missing and not len(at):
+        skipped = min(skipped_in_all, count)
+    clipped = int(np.isin(at, known.clipped).sum())
+    told = []
+    for verb, number_of in (("skipped", skipped), ("clipped", clipped)):
+        which = "The step was" if number_of == count == 1 else f"All {count} steps were" if number_of == count else ""
+        told += [f"{which or f'{number_of} of {count} steps were'} {verb}."] * bool(number_of)
+    rest = at[~np.isin(at, known.skipped) & ~np.isin(at, known.clipped)]
+    made, omitted = (rest[known.stepped.at(rest) == value] for value in (1, 0))
+    told += [f"The step was made in {iterations(made)}."] * bool(len(made))
+    told += [f"The train step made no step in {iterations(omitted)}."] * bool(len(omitted))
+    return " ".join(told) or "No step was skipped or clipped by the handler.", skipped + clipped + len(omitted) < count
 
 
-def _new_levels(group: Group, known: Norms, rollbacks: set[int]) -> Iterator[Finding]:
-    """Spikes in a row, at which a rule starts afresh, unless the training went back there."""
-    begins, length = [], 0
-    for step, norm in zip(*known.each, strict=True):
-        length = length + 1 if np.isin(step, known.spikes) and np.isfinite(norm) else 0
-        if length == limits.SPIKES_IN_A_ROW and step not in rollbacks:
-            begins.append(step)
-    if begins:
+def _new_levels(group: Group, known: Norms, rollbacks: Sequence[int]) -> Iterator[Finding]:
+    """Consecutive spikes, at which a rule resets, unless the run was rolled back there."""
+    spiked = np.isin(known.each.steps, known.spikes) & np.isfinite(known.each.values)
+    lengths = np.arange(1, len(spiked) + 1)
+    lengths = lengths - np.maximum.accumulate(np.where(spiked, 0, lengths))
+    resets = np.setdiff1d(known.each.steps[lengths == limits.SPIKES_IN_A_ROW], rollbacks)
+    if len(resets):
         name = group.name("spike")
-        what = f"{limits.SPIKES_IN_A_ROW} spikes in a row or more ({name}), up to {iterations(begins)}: "
-        what += "the norm's level has changed, and a rule of GradMonitor's starts afresh there."
-        yield Finding("level_change", "warning", what, (name,), steps(begins))
+        what = f"{limits.SPIKES_IN_A_ROW} or more consecutive spikes ({name}), up to {iterations(resets)}: "
+        what += "the norm's baseline has changed, and GradMonitor resets the threshold statistics there."
+        yield Finding("level_change", "warning", what, (name,), steps(resets))
 
 
 def _early(group: Group, known: Norms) -> Iterator[Finding]:
@@ -249,17 +289,12 @@ def _early(group: Group, known: Norms) -> Iterator[Finding]:
 
 
 def _gaps(group: Group, known: Norms) -> Iterator[Finding]:
-    """Where values are missing that were otherwise written at even distances."""
-    at, name = known.written, group.name("norm")
+    """Iterations without values between values that were otherwise written at equal distances."""
+    at, name = group.get("spike").steps, group.name("norm")
     distances = np.diff(at)
     usual = np.median(distances) if len(distances) else 0
     gaps = np.flatnonzero(distances > usual)
     if len(gaps) and np.mean(distances != usual) <= limits.GAPS:
         named = [f"{int(at[gap])} and {int(at[gap + 1])}" for gap in gaps]
-        what = f"Nothing is in the file between iterations {listed(named)} ({name}): "
-        what += "a run that was killed and resumed, perhaps."
+        what = f"No values between iterations {listed(named)} ({name}): the run may have been killed and resumed."
         yield Finding("gap", "note", what, (name,), steps(at[gaps]), {"count": len(gaps)})
-
-
-def _total(group: Group, metric: str) -> int:
-    return int(group.get(metric).finite.values.max(initial=0))

@@ -1,4 +1,4 @@
-"""What is told layer by layer: activations, attention, the coordinate check, spectral norms."""
+"""Findings per layer: activations, attention, the coordinate check, spectral norms."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def nonfinite(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
     lasting = any(series.values[-1] != 0 for series in counts.values())
     more = f", and in {plural(len(bad) - 1, 'more module')}" if len(bad) > 1 else ""
     what = f"Activations that are inf or NaN ({group.root}), first in {printable(first)}{more}: {iterations(at)}."
-    what += " They stay so to the end." * lasting
+    what += " They stay non-finite to the end." * lasting
     severity, names = "problem" if lasting else "warning", group.names("nonfinite_count", bad)
     yield Finding("nonfinite_activations", severity, what, names, steps(at), {"modules": len(bad)})
 
@@ -43,21 +43,28 @@ def _innermost(modules: Sequence[str]) -> str:
 
 
 def dead(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
-    """Units that are 0 over the whole batch."""
+    """Units that are 0 over the whole batch.
+
+    Units that were dead from the beginning are a matter of initialization, those that died of the learning rate.
+    """
     fractions = group.finite("dead_fraction")
     ends = _ends(fractions)
     worst = sorted((module for module in ends if ends[module] >= limits.DEAD_FRACTION), key=lambda each: -ends[each])
     if not worst:
         return
-    named = []
+    named, onsets = [], []
     for module in worst:
         onset = _onset(fractions[module], above=False, limit=limits.DEAD_FRACTION)
+        onsets.append(int(fractions[module].steps[0]) if onset is None else onset)
         since = " from the beginning" if onset is None else f" (half of them since iteration {onset})"
         named.append(f"module {printable(module)}: {100 * ends[module]:.0f} %{since}")
     severity = "problem" if ends[worst[0]] >= limits.MOSTLY_DEAD_FRACTION else "warning"
     what = f"Units that are 0 over the whole batch, at the end ({group.root}/…/dead_fraction): {listed(named)}."
     values = {"modules": len(worst), "largest": ends[worst[0]]}
-    yield Finding("dead_units", severity, what, group.names("dead_fraction", worst), values=values)
+    advice = "Raise the biases before the activation, or re-initialize that layer; a lower learning rate does not help."
+    advice = advice if onsets[0] == fractions[worst[0]].steps[0] else ""
+    names, at = group.names("dead_fraction", worst), tuple(sorted(set(onsets)))
+    yield Finding("dead_units", severity, what, names, at, values, advice)
 
 
 def outliers(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
@@ -65,13 +72,13 @@ def outliers(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
     deviations = group.finite("std")
     if not deviations:
         return
-    first_look = {module: float(series.values[0]) for module, series in deviations.items()}
-    for when, ends in (("at the end", _ends(deviations)), ("at the first look", first_look)):
+    first_values = {module: float(series.values[0]) for module, series in deviations.items()}
+    for when, ends in (("at the end", _ends(deviations)), ("in the first measurement", first_values)):
         usual = float(np.median(list(ends.values())))
         limit = max(limits.USUAL_ACTIVATION, min(limits.ACTIVATION_SPREAD * usual, max(limits.LARGE_ACTIVATION, usual)))
         far = sorted((module for module in ends if ends[module] > limit), key=lambda each: -ends[each])
         if far and usual > 0:
-            since = "from the first look on" if when == "at the end" and first_look[far[0]] > limit else when
+            since = "from the first measurement on" if when == "at the end" and first_values[far[0]] > limit else when
             named = listed(f"{printable(each)} ({number(ends[each], 3)})" for each in far)
             what = f"Outputs whose standard deviation is far above the median module's {number(usual, 3)}, {since} "
             what += f"({group.root}/…/std): {named}."
@@ -82,7 +89,7 @@ def outliers(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
 
 
 def collapsed(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
-    """Attention heads that look at one place alone."""
+    """Attention heads that attend to a single position."""
     heads = group.finite("entropy")
     modules: dict[str, list[str]] = defaultdict(list)
     for head in sorted(heads, key=natural):
@@ -102,17 +109,17 @@ def collapsed(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
         if its:
             begins = [onsets[head] for head in its]
             known = [begin for begin in begins if begin is not None]
-            since = "from the first look on" if len(known) < len(begins) else f"since iteration {min(known)}"
+            since = "from the first measurement on" if len(known) < len(begins) else f"since iteration {min(known)}"
             of = listed([head.rpartition("/head_")[2] for head in its], 8)
             named.append(f"{printable(module)} head{'s' * (len(its) > 1)} {of} ({since})")
     largest = max(ends[head] for head in sharp)
     severity = "note" if single else "problem" if 2 * len(sharp) >= len(heads) else "warning"
-    what = f"{len(sharp)} of {len(heads)} attention heads look at a single place, their entropy {number(largest, 2)} "
-    what += f"nats or less ({group.root}): {listed(named)}."
+    what = f"{len(sharp)} of {len(heads)} attention heads attend to a single position, with an entropy of "
+    what += f"{number(largest, 2)} nats or less ({group.root}): {listed(named)}."
     names = group.names("entropy", (head for head in heads if head in sharp))
     at = tuple(sorted({int(heads[head].steps[0]) if onset is None else onset for head, onset in onsets.items()}))
     values = {"count": len(sharp), "heads": len(heads), "largest": largest}
-    advice = "Nothing to do if there is but one place to look at." if single else ""
+    advice = "No action needed if there is a single position." if single else ""
     yield Finding("attention_collapse", severity, what, names, at, values, advice)
 
 
@@ -154,14 +161,14 @@ def drift(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
 
 
 def updates_and_drifts(group: Group) -> dict[str, tuple[float, float]]:
-    """Of each layer of a coordinate check what its weights changed of its output at the end, and what its input."""
+    """Layer -> the changes of its output at the end by its weights and by its input."""
     update, drifts = group.each("weight_update"), group.each("input_drift")
     both = {layer: (update[layer].end(), drifts[layer].end()) for layer in update if layer in drifts}
     return {layer: pair for layer, pair in both.items() if np.isfinite(pair).all() and max(pair) > 0}
 
 
 def weight_share(both: Mapping[str, tuple[float, float]]) -> float:
-    """What share of the layers' changes is their own weights' doing, in the median."""
+    """Median over the layers of the share of their own weights in the change of their output."""
     return float(np.median([own / (own + from_below) for own, from_below in both.values()]))
 
 
@@ -170,7 +177,7 @@ def untrained(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
     update = {layer: each for layer, each in group.finite("weight_update").items() if len(each.values) > 1}
     still = [layer for layer, series in update.items() if not series.values.any()]
     if 0 < len(still) < len(update):
-        what = f"{plural(len(still), 'layer')} whose weights are what they were at the start, to the end "
+        what = f"{plural(len(still), 'layer')} whose weights did not change, to the end "
         what += f"({group.root}/weight_update): {together(still)}."
         names = group.names("weight_update", still)
         yield Finding("untrained", "note", what, names, values={"count": len(still)})

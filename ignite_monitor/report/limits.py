@@ -18,8 +18,24 @@ SMALL_EXCESS_RATE = 0.1
 a tenth is too much to lose, be the norms large or not."""
 
 GAPS = 0.05
-"""What share of the distances between norms may differ from the usual one for the others to be gaps: a run is resumed a
-few times, and one that measures at odd iterations has no usual distance."""
+"""What share of the distances between norms may differ from the usual one for the others to be gaps."""
+
+RECENT = 1000
+"""The number of latest norms of which the share of spikes is reported."""
+
+PERIODIC, PERIODIC_SHARE = 4, 0.8
+"""From how many spikes on, and from which share of equal distances on, a fault is periodic."""
+
+GROUP_RATE, GROUP_RATIO = 30.0, 4.0
+"""How many times the median learning rate one of a parameter group is far from it, and how many times the median update
+ratio the largest then has to be. Groups of healthy runs (biases, embeddings, layer-wise decay) differ by up to 20."""
+
+LOST_FACTOR, LOST_NOISE = 3.0, 8.0
+"""How many times its best a positive loss has to end, and how many times its step-to-step noise above it, to be far
+above its best whatever it had gained."""
+
+AFTERMATHS = 50
+"""How many spikes' aftermaths are compared with all that follows."""
 
 SPIKES_IN_A_ROW = 10
 """GradMonitor's default of ``max_consecutive_spikes``: that many in a row are a new level and no outlier."""

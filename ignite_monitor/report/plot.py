@@ -1,44 +1,62 @@
-"""A figure of a run: panels by family, with the spikes marked."""
+"""Figure of a run: panels with the spikes marked."""
 
 from __future__ import annotations
 
 import math
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
 from ignite_monitor.report.panels import Line, Panel, Picture
-from ignite_monitor.report.series import Array, Series, decades, printable, short, shortened, thinned
+from ignite_monitor.report.series import Array, Series, decades, printable, short, shortened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-SEVERITY = {"problem": "#d1242f", "warning": "#9a5b00", "note": "#4b5563"}
-GREY = "#c3c8cf"
-COLOURS = ("#0b5fa5", "#e07b00", "#2a8f4b", "#8b4fb3", "#8a5a44", "#c2468f")
-SPIKE = "#d1242f"
-ROLLBACK = "#1a7f37"
-FEW = len(COLOURS)
-MOST_LINES = 400
+
+class Style(NamedTuple):
+    """Colours of a figure."""
+
+    ground: str
+    text: str
+    grid: str
+    lines: tuple[str, ...]
+    severities: dict[str, str]
+    spike: str
+    rollback: str
+
+
+LIGHT = Style(
+    *("white", "#1f2328", "#e6e8eb"),
+    ("#0b5fa5", "#e07b00", "#2a8f4b", "#8b4fb3", "#8a5a44", "#c2468f"),
+    {"problem": "#d1242f", "warning": "#9a5b00", "note": "#4b5563"},
+    *("#d1242f", "#1a7f37"),
+)
+DARK = Style(
+    *("#131416", "#e6edf3", "#30343a"),
+    ("#58a6ff", "#f0a04b", "#56d364", "#bc8cff", "#d2a48c", "#ff7bbd"),
+    {"problem": "#ff7b72", "warning": "#e3b341", "note": "#9aa4af"},
+    *("#ff6a69", "#56d364"),
+)
+FEW = len(LIGHT.lines)
 MOST_FINDINGS = 8
-POINTS = 1500
-"""How many stretches a line is drawn from: more than a panel has pixels across."""
 LARGEST = 1e100
-"""What is larger, or smaller than its inverse, is drawn there: matplotlib's ticks leave float64's range beyond."""
+"""Larger sizes, and smaller ones than the inverse, are drawn there: matplotlib's ticks would exceed float64's range."""
 LOG_DECADES = 1.5
 """From how many decades on the scale of positive values is logarithmic."""
 SIGNED_RANGE = 1e4
-"""How many times the median size the largest has to be, for values of both signs to be drawn on a logarithmic scale."""
+"""Ratio of largest to median size from which on values of both signs are drawn on a logarithmic scale."""
 
 
-def draw(picture: Picture, path: str | Path, title: str = "", log: bool = False) -> None:
+def draw(picture: Picture, path: str | Path, title: str = "", log: bool = False, dark: bool = False) -> None:
     """Write a figure of a run.
 
     Args:
-        path: where to; the ending says in which format (png, pdf, svg).
-        log: whether every panel has a logarithmic scale, and not those alone whose values span decades.
+        path: the file; its ending selects the format (png, pdf, svg).
+        log: whether every panel has a logarithmic scale, and not only those whose values span decades.
+        dark: whether the background is dark.
 
     Raises:
         ModuleNotFoundError: if matplotlib is not installed.
@@ -60,68 +78,63 @@ def draw(picture: Picture, path: str | Path, title: str = "", log: bool = False)
         raise ModuleNotFoundError(
             "A figure needs matplotlib: pip install 'ignite-monitor[cli]'", name="matplotlib"
         ) from error
-    count = len(picture.panels)
+    style, count = DARK if dark else LIGHT, len(picture.panels)
     columns = min(count, 2 if count <= 8 else 3 if count <= 24 else 4)
     rows = math.ceil(count / columns)
-    style: Any = {"font.size": 8.5, "axes.titlesize": 9.5, "axes.spines.top": False, "axes.spines.right": False}
-    with context("default"), matplotlib.rc_context(style), warnings.catch_warnings():
+    settings: Any = {"font.size": 9.5, "axes.titlesize": 10.5, "axes.spines.top": False, "axes.spines.right": False}
+    settings |= dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color"), style.text)
+    settings |= {"ytick.color": style.text, "axes.facecolor": style.ground, "savefig.facecolor": style.ground}
+    settings |= {"path.simplify": True, "path.simplify_threshold": 0.5, "agg.path.chunksize": 20_000}
+    with context("default"), matplotlib.rc_context(settings), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a font without a letter of a name
-        head = _head(picture, printable(title), 82 * columns)
-        width, heights = 0.4 + 5.2 * columns, (0.1 + 0.19 * len(head), 0.3 + 2.75 * rows)
-        figure = Figure(figsize=(width, sum(heights)), dpi=110, layout="constrained")
+        head = _head(picture, printable(title), 68 * columns, style)
+        width, heights = 0.4 + 4.6 * columns, (0.1 + 0.2 * len(head), 0.3 + 2.2 * rows)
+        figure = Figure(figsize=(width, sum(heights)), dpi=110, layout="constrained", facecolor=style.ground)
         above, body = cast(Any, figure.subfigures(2, 1, height_ratios=heights))
+        for part in (above, body):
+            part.set_facecolor(style.ground)
         for row, (text, colour, weight) in enumerate(head):
             y = 1 - (row + 0.7) / (len(head) + 0.5)
             above.text(0.1 / width, y, text, color=colour, fontweight=weight, fontsize=9, parse_math=False, va="center")
         for index, panel in enumerate(picture.panels, 1):
             axes = body.add_subplot(rows, columns, index)
             with np.errstate(all="ignore"):
-                _panel(axes, panel, picture, log)
+                _panel(axes, panel, picture, log, style)
         figure.savefig(path, format=Path(path).suffix[1:].lower() or "png")
 
 
-def _head(picture: Picture, title: str, length: int) -> list[tuple[str, str, str]]:
-    """The lines above the panels: their words, colours and weights."""
+def _head(picture: Picture, title: str, length: int, style: Style) -> list[tuple[str, str, str]]:
+    """The lines above the panels: text, colour and weight."""
     left_out = f"   ({picture.left_out} more panels with --all)" if picture.left_out else ""
     first = f"{title}{': ' * bool(title and picture.detection)}{picture.detection}{left_out}"
-    lines = [(first, "black", "bold")] if first else []
+    lines = [(first, style.text, "bold")] if first else []
     findings = picture.findings
     for finding in findings if len(findings) <= MOST_FINDINGS else findings[: MOST_FINDINGS - 1]:
         text = f"{finding.severity}: {finding.text}"
-        lines.append((text if len(text) <= length else f"{text[: length - 1]}…", SEVERITY[finding.severity], "normal"))
+        text = text if len(text) <= length else f"{text[: length - 1]}…"
+        lines.append((text, style.severities[finding.severity], "normal"))
     if len(findings) > MOST_FINDINGS:
-        lines.append((f"{len(findings) - MOST_FINDINGS + 1} more: ignite-monitor summary", SEVERITY["note"], "normal"))
+        more = f"{len(findings) - MOST_FINDINGS + 1} more: ignite-monitor summary"
+        lines.append((more, style.severities["note"], "normal"))
     return lines
 
 
-def _panel(axes: Axes, panel: Panel, picture: Picture, log: bool) -> None:
-    axes.set_title(shortened(printable(panel.title), 60), loc="left", parse_math=False)
-    lines = [line._replace(series=_drawable(line.series)) for line in _chosen(panel.lines)]
-    left_out = len(panel.lines) - len(lines)
+def _panel(axes: Axes, panel: Panel, picture: Picture, log: bool, style: Style) -> None:
+    axes.set_title(shortened(printable(panel.title), 52), loc="left", parse_math=False)
+    lines = [line._replace(series=_drawable(line.series)) for line in panel.lines]
     steps = np.concatenate([line.series.steps for line in lines])
     values = np.concatenate([line.series.finite.values for line in lines])
-    _scale(axes, values, log, panel.limits)
-    colours = max(line.colour for line in panel.lines) + 1
-    if panel.band is not None:
-        low, high = (each.values for each in panel.band)
-        visible = np.isfinite(low) & np.isfinite(high) & ((low > 0) | (axes.get_yscale() != "log"))
-        axes.fill_between(panel.band[0].steps, low, high, where=visible, color=COLOURS[0], alpha=0.1, linewidth=0)
-    told = [line.colour for line in lines if line.told]
-    crowd = colours > FEW and 0 < len(told) <= len(lines) / 2  # those that a finding speaks of stand out
-    lines.sort(key=lambda line: crowd and line.told)
-    handles = []
-    for line in lines:
-        spoken_of = COLOURS[told.index(line.colour) % FEW] if line.told else GREY
-        handles.append(_line(axes, line, spoken_of if crowd else _colour(line.colour, colours), len(lines)))
-    _bad_values(axes, lines)
-    _spikes(axes, panel, picture, steps)
-    _legend(axes, panel, lines, handles, colours)
-    notes = [panel.note] * bool(panel.note)
-    notes += [f"{colours} in order, dark to light" if not crowd else "the others in grey"] * (colours > FEW)
-    notes += [f"{left_out} lines left out"] * bool(left_out)
-    notes += ["no finite value"] * (not len(values))
-    axes.set_xlabel(f"{panel.x}{'   (' + '; '.join(notes) + ')' if notes else ''}", fontsize=8)
-    axes.grid(visible=True, color="#e6e8eb", linewidth=0.6)
+    _scale(axes, values, log)
+    handles = [_line(axes, line, place, len(lines), style) for place, line in enumerate(lines)]
+    bad = np.unique(np.concatenate([line.series.where(~np.isfinite(line.series.values)) for line in lines]))
+    if len(bad):
+        top: Any = {"transform": axes.get_xaxis_transform(), "label": "inf or NaN"}
+        axes.plot(bad, np.full(len(bad), 0.985), "v", color=style.spike, markersize=4, **top)
+    _marks(axes, panel, picture, style)
+    _legend(axes, panel, lines, handles)
+    notes = [f"{len(lines)} in order, dark to light"] * (len(lines) > FEW) + ["no finite value"] * (not len(values))
+    axes.set_xlabel(f"iteration{'   (' + '; '.join(notes) + ')' if notes else ''}", fontsize=8.5)
+    axes.grid(visible=True, color=style.grid, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.margins(x=0.02)
     if len(np.unique(steps)) == 1:
@@ -135,15 +148,13 @@ def _drawable(series: Series) -> Series:
     return series._replace(values=np.where(np.isfinite(sizes), clipped, series.values))
 
 
-def _scale(axes: Axes, values: Array, log: bool, limits: tuple[float, float] | None) -> None:
+def _scale(axes: Axes, values: Array, log: bool) -> None:
     from matplotlib.ticker import LogFormatterSciNotation, MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]))
     sizes = np.abs(values[values != 0])
     if not len(values):
         axes.set_yticks([])
-    elif limits is not None and not log:
-        axes.set_ylim(*limits)
     elif not len(sizes):
         axes.set_ylim(-0.05, 1)
         axes.set_yticks([0, 1])
@@ -157,25 +168,15 @@ def _scale(axes: Axes, values: Array, log: bool, limits: tuple[float, float] | N
         axes.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
 
 
-def _chosen(lines: list[Line]) -> list[Line]:
-    """Not more lines than a panel bears: evenly chosen ones, and the highest and the lowest."""
-    if len(lines) <= MOST_LINES:
-        return lines
-    ends = np.array([line.series.last for line in lines])
-    keep = set(np.linspace(0, len(lines) - 1, MOST_LINES - 10).astype(int).tolist())
-    order = np.argsort(np.where(np.isfinite(ends), ends, np.inf))
-    keep |= set(order[:5].tolist()) | set(order[-5:].tolist())
-    return [lines[at] for at in sorted(keep)]
+def _line(axes: Axes, line: Line, place: int, count: int, style: Style) -> Any:
+    from matplotlib import colormaps
 
-
-def _line(axes: Axes, line: Line, colour: Any, count: int) -> Any:
-    steps, values = thinned(line.series, POINTS if count <= 20 else POINTS // 5)
-    values = np.where(np.isfinite(values), values, np.nan)
+    steps, values = line.series
     alone = line.style == "points" or len(line.series.finite.steps) <= 2
     return axes.plot(
         steps,
-        values,
-        color=colour,
+        np.where(np.isfinite(values), values, np.nan),
+        color=style.lines[place] if count <= FEW else colormaps["viridis"](0.1 + 0.85 * place / (count - 1)),
         linestyle="none" if line.style == "points" else "--" if line.style == "dashed" else "-",
         marker="o" if alone else "." if np.isnan(values).any() and len(steps) < 300 else None,
         markersize=3.5,
@@ -184,51 +185,32 @@ def _line(axes: Axes, line: Line, colour: Any, count: int) -> Any:
     )[0]
 
 
-def _colour(at: int, count: int) -> Any:
-    from matplotlib import colormaps
-
-    return COLOURS[at] if count <= FEW else colormaps["viridis"](0.92 * at / (count - 1))
-
-
-def _bad_values(axes: Axes, lines: list[Line]) -> None:
-    bad = np.unique(np.concatenate([line.series.where(~np.isfinite(line.series.values)) for line in lines]))
-    if len(bad):
-        bad = bad[np.linspace(0, len(bad) - 1, min(len(bad), 200)).astype(int)]
-        at_the_top: Any = {"transform": axes.get_xaxis_transform(), "label": "inf or NaN"}
-        axes.plot(bad, np.full(len(bad), 0.985), "v", color=SPIKE, markersize=4, **at_the_top)
-
-
-def _spikes(axes: Axes, panel: Panel, picture: Picture, steps: Array) -> None:
+def _marks(axes: Axes, panel: Panel, picture: Picture, style: Style) -> None:
     if panel.marked is not None and len(panel.marked.steps):
-        steps_marked, values = panel.marked.finite
-        axes.plot(steps_marked, values, "x", color=SPIKE, markersize=6, markeredgewidth=1.6, label="spike")
-    if panel.x != "iteration" and steps.max() <= picture.last / 2:  # another clock
-        return
+        steps, values = panel.marked.finite
+        axes.plot(steps, values, "x", color=style.spike, markersize=6, markeredgewidth=1.6, label="spike")
     low, high = axes.get_xlim()
     for at in picture.spikes if len(picture.spikes) <= 30 else ():
         if low <= at <= high:
-            axes.axvline(at, color=SPIKE, linewidth=0.8, alpha=0.25, zorder=0.5)
+            axes.axvline(at, color=style.spike, linewidth=0.8, alpha=0.25, zorder=0.5)
     for at in picture.rollbacks:
         if low <= at <= high:
-            label = "_" if at > picture.rollbacks[0] else "went back"
-            axes.axvline(at, color=ROLLBACK, linewidth=1.0, linestyle="--", zorder=0.6, label=label)
+            label = "_" if at > picture.rollbacks[0] else "rollback"
+            axes.axvline(at, color=style.rollback, linewidth=1.0, linestyle="--", zorder=0.6, label=label)
 
 
-def _legend(axes: Axes, panel: Panel, lines: list[Line], handles: list[Any], colours: int) -> None:
+def _legend(axes: Axes, panel: Panel, lines: list[Line], handles: list[Any]) -> None:
     marks, words = axes.get_legend_handles_labels()
-    if len(panel.lines) == 1 and not marks and lines[0].label in panel.title:
+    if len(lines) == 1 and not marks and lines[0].label in panel.title:
         return
-    first_of = {line.colour: at for at, line in reversed(list(enumerate(lines)))}
-    firsts = sorted(first_of.values())
-    remarks = dict.fromkeys(firsts, "") if colours <= FEW else _telling(lines, firsts)
-    every = list(dict.fromkeys(printable(line.label) for line in panel.lines))
-    names = dict(zip(every, short(every), strict=True))
-    labels = [f"{names[printable(lines[at].label)]}{remark}" for at, remark in sorted(remarks.items())]
+    remarks = dict.fromkeys(range(len(lines)), "") if len(lines) <= FEW else _extremes(lines)
+    names = short([printable(line.label) for line in lines])
+    labels = [f"{names[at]}{remark}" for at, remark in sorted(remarks.items())]
     shown = [*(handles[at] for at in sorted(remarks)), *marks]
-    style: Any = {"fontsize": 7, "framealpha": 0.75, "edgecolor": "none", "labelspacing": 0.25, "borderpad": 0.2}
+    look: Any = {"fontsize": 7.5, "framealpha": 0.75, "edgecolor": "none", "labelspacing": 0.25, "borderpad": 0.2}
     place: Any = "best" if sum(len(line.series.steps) for line in lines) < 5000 else "upper right"
-    # Texts are set afterwards: matplotlib leaves out labels that begin with an underscore.
-    legend = axes.legend(shown, ["x"] * len(shown), loc=place, handlelength=1.6, **style)
+    # Texts are set afterwards: matplotlib skips labels that begin with an underscore.
+    legend = axes.legend(shown, ["x"] * len(shown), loc=place, handlelength=1.6, **look)
     for text, label in zip(legend.get_texts(), [*labels, *words], strict=True):
         text.set_parse_math(False)
         text.set_text(label)
@@ -237,14 +219,11 @@ def _legend(axes: Axes, panel: Panel, lines: list[Line], handles: list[Any], col
         handle.set_alpha(1)
 
 
-def _telling(lines: list[Line], indices: list[int]) -> dict[int, str]:
+def _extremes(lines: list[Line]) -> dict[int, str]:
     """Of many lines the first and the last, and with a remark those that end highest and lowest."""
-    ends = {at: lines[at].series.last for at in indices}
-    told = [at for at in indices if lines[at].told]
-    if 0 < len(told) <= len(lines) / 2:
-        return dict.fromkeys(told[:FEW], "")
-    known = [at for at in indices if math.isfinite(ends[at])] or indices
-    remarks = {indices[0]: "", indices[-1]: ""}
-    remarks[max(known, key=lambda at: ends[at])] = " (ends highest)"
-    remarks[min(known, key=lambda at: ends[at])] = " (ends lowest)"
+    ends = [line.series.last for line in lines]
+    known = [at for at, end in enumerate(ends) if math.isfinite(end)] or [0]
+    remarks = {0: "", len(lines) - 1: ""}
+    remarks[max(known, key=ends.__getitem__)] = " (ends highest)"
+    remarks[min(known, key=ends.__getitem__)] = " (ends lowest)"
     return remarks

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -16,9 +15,9 @@ Array: TypeAlias = npt.NDArray[Any]
 
 
 class Series(NamedTuple):
-    """A metric over the run; one that was not recorded has no values, and is false."""
+    """A metric over the run; without values, and false, if it was not recorded."""
 
-    steps: Array = np.empty(0, int)  # the iterations at which it was written, in ascending order
+    steps: Array = np.empty(0, int)  # the iterations in which it was written, ascending
     values: Array = np.empty(0)  # its values there, in float64; NaN and infinities as they were written
 
     def __bool__(self) -> bool:
@@ -92,22 +91,34 @@ def statistics(series: Series) -> Statistics:
     return Statistics(float(values[0]), float(values[-1]), least, most, len(values), bad, int(steps[0]), int(steps[-1]))
 
 
-def tidy(run: Mapping[str, Sequence[Any]]) -> dict[str, Series]:
-    """A run's metrics as series in ascending order of steps, without those that have no value.
+class Run(dict[str, Series]):
+    """A run's metrics by name.
+
+    Attributes:
+        monitors: name -> (kind of the monitor that published it, what precedes the monitor's key in it).
+    """
+
+    def __init__(self, series: Mapping[str, Series], monitors: Mapping[str, tuple[str, str]]) -> None:
+        super().__init__(series)
+        self.monitors = monitors
+
+
+def tidy(recording: Any) -> Run:
+    """A run's metrics over iterations, in ascending order, without those that have no value.
 
     Names stay in the order in which they were first recorded.
 
     Args:
-        run: name -> (steps, values, …), as :func:`~ignite_monitor.hdf5.read_hdf5` returns it.
+        recording: as :func:`~ignite_monitor.hdf5.reader.read_hdf5` returns it.
     """
-    tidied = {}
-    for name in run:
-        series = Series(np.asarray(run[name][0]), np.asarray(run[name][1], dtype=np.float64))
-        if (np.diff(series.steps) < 0).any():
-            series = series.part(np.argsort(series.steps, kind="stable"))
-        if series:
-            tidied[name] = series
-    return tidied
+    series, monitors = {}, {}
+    for name in recording:
+        each = Series(recording.iterations(name), recording[name][1])
+        if (np.diff(each.steps) < 0).any():
+            each = each.part(np.argsort(each.steps, kind="stable"))
+        if each:
+            series[name], monitors[name] = each, recording.monitor(name)
+    return Run(series, monitors)
 
 
 def natural(name: str) -> list[tuple[int, int, str]]:
@@ -137,11 +148,15 @@ def printable(name: str) -> str:
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in name)
 
 
-def listed(words: Iterable[str], at_most: int = 5) -> str:
-    """Words in a sentence: ``a, b and 3 more``."""
+def listed(words: Iterable[str], at_most: int = 5, hidden: int = 0) -> str:
+    """Words in a sentence: ``a, b and 3 more``.
+
+    Args:
+        hidden: how many more there are.
+    """
     words = list(words)
-    named = words[:at_most] if len(words) > at_most + 1 else words
-    left = len(words) - len(named)
+    named = words[:at_most] if len(words) + hidden > at_most + 1 else words
+    left = len(words) + hidden - len(named)
     if left:
         return f"{', '.join(named)} and {left} more"
     return f"{', '.join(named[:-1])} and {named[-1]}" if len(named) > 1 else "".join(named)
@@ -149,30 +164,18 @@ def listed(words: Iterable[str], at_most: int = 5) -> str:
 
 def iterations(steps: Iterable[int], at_most: int = 6) -> str:
     """Ascending steps in a sentence: ``iteration 7``, ``iterations 7, 20-25 and 90``."""
-    ranges: list[list[int]] = []
-    for step in map(int, steps):
-        if ranges and step == ranges[-1][1] + 1:
-            ranges[-1][1] = step
-        else:
-            ranges.append([step, step])
-    words = [str(first) if first == last else f"{first}-{last}" for first, last in ranges]
-    plural = len(ranges) > 1 or any(first != last for first, last in ranges)
-    return f"iteration{'s' * plural} {listed(words, at_most)}"
-
-
-def thinned(series: Series, points: int) -> Series:
-    """A series with fewer points that looks the same: of each stretch the smallest and the largest value."""
-    count = len(series.steps)
-    if count <= 2 * points:
-        return series
-    edges = np.linspace(0, count, points + 1).astype(int)
-    keep: list[int] = []
-    for first, end in pairwise(edges):
-        values = series.values[first:end]
-        good, bad = np.flatnonzero(np.isfinite(values)), np.flatnonzero(~np.isfinite(values))
-        ends = [good[values[good].argmin()], good[values[good].argmax()]] if len(good) else []
-        keep += [int(first + index) for index in (*ends, *bad[:1])]
-    return series.part(np.unique(keep))
+    at = np.asarray(list(steps) if not isinstance(steps, np.ndarray) else steps)
+    if not len(at):
+        return "no iteration"
+    starts = np.flatnonzero(np.diff(at, prepend=at[:1] - 2) != 1)
+    firsts, lasts = at[starts], at[np.append(starts[1:], len(at)) - 1]
+    shown = [
+        str(first) if first == last else f"{first}-{last}"
+        for first, last in zip(firsts[: at_most + 1].tolist(), lasts[: at_most + 1].tolist(), strict=True)
+    ]
+    hidden = len(starts) - len(shown)
+    many = len(at) > 1
+    return f"iteration{'s' * many} {listed(shown, at_most, hidden)}"
 
 
 def decades(values: Array) -> float:

@@ -1,4 +1,4 @@
-"""What happened in a run, and what there was to judge it by; as JSON for machines."""
+"""What happened in a run, and what was judged; as JSON for machines."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from ignite_monitor.report import layers, training, weights
-from ignite_monitor.report.curves import curves
+from ignite_monitor.report.curves import curves, lost_value
 from ignite_monitor.report.families import Group, groups
-from ignite_monitor.report.finding import KINDS, SEVERITIES, Finding
-from ignite_monitor.report.gradients import gradient_findings, no_step, norms
+from ignite_monitor.report.finding import Finding, in_order
+from ignite_monitor.report.gradients import gradient_findings, norms, value_spikes
 from ignite_monitor.report.series import Series, Statistics, natural, number, plural, statistics
 
-VERSION = 1
+VERSION = 2
 """Of the JSON: raised when a key changes its meaning or goes."""
 
 Rule = Callable[[Group, Sequence[Group]], Iterator[Finding]]
 
 RULES: dict[str, tuple[Rule, ...]] = {
     "grad": (gradient_findings,),
+    "spike": (value_spikes, lost_value),
     "rollback": (training.rollbacks,),
     "weights": (
         weights.frozen,
@@ -33,18 +34,18 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "attention_logit_max": (layers.large_logits,),
     "optimizer": (training.stale, training.eps_rules),
     "replicas": (training.disagreement,),
-    "step": (training.waiting,),
+    "step": (training.waiting, weights.group_rates),
     "rcc": (layers.drift, layers.untrained, layers.far_layers),
     "spectral": (layers.spectral,),
     "noise scale": (training.noise_scale,),
     "curvature": (training.curvature,),
     "other": (curves,),
 }
-"""What is asked of the metrics of each kind."""
+"""Kind of group -> the rules for its metrics."""
 
 
 def find(run: Mapping[str, Series]) -> list[Finding]:
-    """What happened in a run, most important first.
+    """What happened in a run, in this order; notes last.
 
     Examples:
         .. code-block:: python
@@ -54,25 +55,14 @@ def find(run: Mapping[str, Series]) -> list[Finding]:
     """
     every = groups(run)
     findings = [each for group in every for rule in RULES.get(group.kind, ()) for each in rule(group, every)]
-    if not any(group.kind == "grad" for group in every):
-        findings.append(_no_gradients(every))
-    kinds = list(KINDS)
-    return sorted(findings, key=lambda finding: (SEVERITIES.index(finding.severity), kinds.index(finding.kind)))
-
-
-def _no_gradients(every: Sequence[Group]) -> Finding:
-    """That no norms are there, be it that there is no monitor, or that it saw no step."""
-    own = {name: series for group in every if group.kind == "other" for name, series in group.scalars.values()}
-    for name, series in own.items():
-        if name.endswith("/stepped") and not series.values.any():
-            return no_step(name, len(series.steps))
-    what = "The gradients were not judged: no GradMonitor's metrics are in the file."
-    how = "Attach GradMonitor and log_to the logger; if it is, give it the optimizer whose step() the train step calls."
-    return Finding("not_judged", "note", what, advice=how)
+    if not any(group.kind == "grad" and (group.get("norm") or group.get("stepped")) for group in every):
+        what = "The gradients were not judged: no GradMonitor's metrics are in the file."
+        findings.append(Finding("not_judged", "note", what, advice="Attach a GradMonitor and log_to the logger."))
+    return in_order(findings)
 
 
 def healthy(findings: list[Finding]) -> bool | None:
-    """Whether nothing is among them but notes; None if nothing is, and the gradients were not judged."""
+    """Whether all of them are notes; None if so, and the gradients were not judged."""
     if any(finding.severity != "note" for finding in findings):
         return False
     return None if any(finding.kind == "not_judged" for finding in findings) else True
@@ -92,13 +82,13 @@ def detection(findings: list[Finding], monitored: bool) -> str:
 
 
 def looked_at(run: Mapping[str, Series]) -> list[str]:
-    """What a run's file lets one judge, in words."""
+    """What was judged, in words."""
     every = groups(run)
     return [words for group in every if (words := _words(group, every))]
 
 
 def _words(group: Group, run: Sequence[Group]) -> str:
-    known = norms(group, run) if group.kind == "grad" else None
+    known = norms(group) if group.kind == "grad" else None
     if known is not None:
         values = known.each.finite.values
         between = f", {number(float(values.min()), 3)} to {number(float(values.max()), 3)}" if len(values) else ""
@@ -112,9 +102,7 @@ def _words(group: Group, run: Sequence[Group]) -> str:
         return f"{plural(len(group.each('entropy')), 'attention head')} ({group.root}/*)"
     if group.kind == "rcc":
         both = layers.updates_and_drifts(group)
-        share = (
-            f", {100 * layers.weight_share(both):.0f} % of whose changes is their own weights' doing" if both else ""
-        )
+        share = f", {100 * layers.weight_share(both):.0f} % of whose change is due to their own weights" if both else ""
         return f"the coordinate check of {plural(len(group.each('weight_update')), 'layer')}{share} ({group.root}/*)"
     return f"spectral norms ({group.root}/*)" if group.kind == "spectral" else ""
 
@@ -126,7 +114,7 @@ class Summary:
     file: str
     first: int  # iteration
     last: int
-    findings: list[Finding]  # most important first
+    findings: list[Finding]  # in the order of what happened
     looked_at: list[str]  # what the file lets one judge
     metrics: dict[str, Statistics]  # the user's own first, those of single layers last
 
@@ -138,7 +126,7 @@ class Summary:
 
 def summarise(file: str, run: Mapping[str, Series]) -> Summary:
     """What happened in a run, which has one series at least."""
-    own: list[str] = []  # they may count epochs
+    own: list[str] = []
     monitored: list[str] = []
     parts: list[str] = []  # of layers, parameters, heads
     for group in groups(run):
@@ -146,7 +134,7 @@ def summarise(file: str, run: Mapping[str, Series]) -> Summary:
         whole += sorted((name for name, _ in group.scalars.values()), key=natural)
         parts += sorted((name for items in group.items.values() for name, _ in items.values()), key=natural)
     monitored += parts
-    counting = [run[name].steps for name in monitored or own]
+    counting = [run[name].steps for name in (*own, *monitored)]
     return Summary(
         file,
         min(int(steps[0]) for steps in counting),

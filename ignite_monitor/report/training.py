@@ -1,4 +1,4 @@
-"""What is said of batch, step and optimizer state, of ranks, of waiting for data, and of going back."""
+"""Findings about batch, optimizer state, ranks, data loading and rollbacks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 from ignite_monitor.report import limits
 from ignite_monitor.report.families import Group, groups
 from ignite_monitor.report.finding import Finding, steps
-from ignite_monitor.report.series import Series, iterations, listed, number, plural, printable, times
+from ignite_monitor.report.series import Series, iterations, listed, number, printable, times
 from ignite_monitor.report.weights import persists
 
 
 def noise_scale(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
-    """Whether the batch is far below or above the noise scale, beyond what its interval leaves open."""
+    """Batch size against the noise scale, where its interval decides."""
     numbers = {metric: group.get(metric).last for metric in ("value", "low", "high", "batch")}
     value, low, high, batch = numbers.values()
     if not (low > 0 and batch > 0):
@@ -31,7 +31,7 @@ def noise_scale(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
 
 
 def curvature(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
-    """Whether the loss bends more sharply than the steps stand, or nearly so, at most looks lately."""
+    """Sharpness above the stability threshold of the learning rate, or near it, in most recent measurements."""
     metric = (
         "hessian_max_eigenvalue_preconditioned"
         if "hessian_max_eigenvalue_preconditioned" in group.scalars
@@ -43,18 +43,20 @@ def curvature(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
         return
     lately = sorted(shares[-limits.CURVATURE_LOOKS :])[limits.CURVATURE_LOOKS // 2]
     names = group.name(metric), group.name("stability_threshold")
-    what = f"The loss bends {times(float(lately))} as sharply as steps at this learning rate stand ({names[0]} "
+    what = f"Sharpness is {times(float(lately))} the stability threshold of this learning rate ({names[0]} "
     what += f"{number(largest.last, 3)}, {names[1]} {number(limit.last, 3)})"
     values = {"hessian_max_eigenvalue": largest.last, "limit": limit.last}
     if lately > limits.CURVATURE:
-        yield Finding("large_curvature", "warning", f"{what}.", names, values=values)
+        yield Finding(
+            "large_curvature", "warning", f"{what}.", names, steps(largest.steps[-limits.CURVATURE_LOOKS :]), values
+        )
     elif lately > limits.CURVATURE_NEAR:
         what += ": with small batches, with momentum and with Adam the loss rises not much later."
         yield Finding("near_curvature", "note", what, names, values=values)
 
 
 def stale(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
-    """Gradients that have become too large for the second moments that they are divided by."""
+    """Gradients that are too large for the second moments by which they are divided."""
     name, series = group.name("rms_p95"), group.get("rms_p95").finite
     at, lasts = series.where(series.values > limits.STALE_RMS), persists(series, limits.STALE_RMS)
     if not lasts and len(at) <= limits.STALE_SHARE * len(series.steps):
@@ -65,29 +67,30 @@ def stale(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
     where = f"; largest in {listed(map(printable, largest))}" if largest else ""
     what = f"Gradients {number(worst, 3)} times as large as the root of their second moments expects "
     what += f"({name}, usual is 1), in {iterations(at)}{where}."
-    metrics, values = (name, *(names[each][0] for each in largest)), {"hessian_max_eigenvalue": worst, "count": len(at)}
+    metrics, values = (name, *(names[each][0] for each in largest)), {"largest": worst, "count": len(at)}
     yield Finding("stale_moments", "warning" if lasts else "note", what, metrics, steps(at), values)
 
 
 def eps_rules(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
-    """Steps that are not adapted to the gradient, since it is small beside eps."""
+    """Steps that are not adapted to the gradient, which is small against eps."""
     name, series = group.name("epsilon_dominated_median"), group.get("epsilon_dominated_median").finite
     if persists(series, limits.EPS_SHARE):
         share = series.last_quarter.end(1.0)
-        what = f"Of the median parameter's elements {100 * share:.0f} % have a second moment below eps, to the end "
+        what = f"{100 * share:.0f} % of the median parameter's elements have a second moment below eps, to the end "
         what += f"({name}): their steps are smaller than the learning rate says."
-        yield Finding("eps_rules", "warning", what, (name,), values={"share": share})
+        at = steps(series.where(series.values > limits.EPS_SHARE)[:1])
+        yield Finding("eps_rules", "warning", what, (name,), at, {"share": share})
 
 
 def disagreement(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
-    """Ranks that no longer hold the same."""
+    """Ranks that are no longer in sync."""
     name, series, counts = group.name("in_sync"), group.get("in_sync"), group.get("differing_count").finite
     if (series.finite.values == 1).all():
         return
     at = series.where(series.values == 0)
     most = f", in up to {int(counts.values.max())} tensors" if counts else ""
-    what = f"The ranks do not hold the same ({name}) in {iterations(at)}{most}; the log names them."
-    yield Finding("ranks_differ", "problem", what, (name,), steps(at), {"looks": len(at)})
+    what = f"The ranks are not in sync ({name}) in {iterations(at)}{most}; the log names them."
+    yield Finding("ranks_differ", "problem", what, (name,), steps(at), {"measurements": len(at)})
 
 
 def waiting(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
@@ -100,7 +103,7 @@ def waiting(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
 
 
 def went_back(group: Group) -> list[tuple[int, int, int]]:
-    """Each time: the iteration, the one after which the state was, and how many were undone before the next time."""
+    """Rollbacks: the iteration, the restored one, and the number of iterations discarded before the next rollback."""
     count, back, undone = (group.get(name) for name in ("count", "restored_iteration", "discarded_count"))
     if group.kind != "rollback" or not count or not back or not undone:
         return []
@@ -111,15 +114,14 @@ def went_back(group: Group) -> list[tuple[int, int, int]]:
 
 
 def rollbacks(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
-    """A finding for each time that the training went back."""
+    """One finding per rollback."""
     name = group.name("count")
     for at, target, undone in went_back(group):
-        more = f", and {plural(undone, 'iteration')} undone until it was well again" if undone else ""
-        what = f"In iteration {at} the training went back to the state after iteration {target} ({name}): "
-        what += f"{at - target} batches are left out{more}."
+        more = f", {undone} more discarded during recovery" if undone else ""
+        what = f"Rolled back to iteration {target} at iteration {at} ({name}): {at - target} batches skipped{more}."
         yield Finding("went_back", "warning", what, (name,), (at,), {"target": target, "undone": undone})
 
 
 def rollback_steps(run: Mapping[str, Series]) -> tuple[int, ...]:
-    """The iterations at which a run went back."""
+    """The iterations in which a run was rolled back."""
     return tuple(at for group in groups(run) for at, *_ in went_back(group))

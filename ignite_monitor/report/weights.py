@@ -25,11 +25,9 @@ def without_gradient(run: Sequence[Group]) -> dict[str, str]:
         names = [item for items in group.items.values() for item in items]
         if group.kind in ("weights", "parameter", "gradient"):
             biases |= dict.fromkeys(name for name in names if name.endswith(".bias"))
-        elif group.kind == "rcc":  # a layer with a bias is there without it too
-            twins = {name for name in names if name.endswith(".weight")}
-            biases |= dict.fromkeys(f"{name.removesuffix('.weight')}.bias" for name in twins)
         if group.kind in ("activation", "rcc"):
-            follows |= pairwise(dict.fromkeys(name.removesuffix(".weight") for name in names))
+            follows |= pairwise(dict.fromkeys(names))
+            biases |= dict.fromkeys(f"{name}.bias" for name in names if KEY.fullmatch(f"{name}.bias"))
     causes = {}
     for name in biases:
         if KEY.fullmatch(name):
@@ -58,9 +56,9 @@ def small_or_large_gradients(group: Group, run: Sequence[Group]) -> Iterator[Fin
         what = f"{plural(count, 'parameter')} with a gradient norm {where} the {metric} threshold ({name}), "
         what += "from the beginning, while the rest learn" if harmless else "to the end"
         if explained:
-            what += f", as many as {'is' if len(known) == 1 else 'are'} expected: {_because(known)}"
-        severity, advice = "note" if harmless else "warning", "Nothing to do." if explained else ""
-        at = steps(counts.where(counts.values > 0)[-1:])
+            what += f", as expected: {_because(known)}"
+        severity, advice = "note" if harmless else "warning", "No action needed." if explained else ""
+        at = steps(counts.where(counts.values > 0)[:1])
         yield Finding(f"{metric}_gradients", severity, f"{what}.", (name,), at, {"count": count}, advice)
 
 
@@ -110,19 +108,55 @@ def frozen(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
     why = f" It is so by the model's make: {_because(expected)}." if expected else ""
     why += " They are biases whose weights move." if harmless and len(expected) < count else ""
     what = f"{plural(count, 'parameter')} no longer move{'s' * (count == 1)} ({name}){where}.{why}"
-    severity, advice = ("note", "Nothing to do.") if harmless else ("problem", "")
+    severity, advice = ("note", "No action needed.") if harmless else ("problem", "")
     names, begins = (name, *group.names("topk_frozen", since)), tuple(sorted(set(since.values()))) or steps(at[:1])
     yield Finding("frozen_parameters", severity, what, names, begins, {"count": count}, advice)
 
 
 def _since(series: Series, counts: Series) -> int:
-    """The first iteration of the still stand that lasts to the end.
+    """The first iteration of the period without a move that lasts to the end.
 
-    A value says in how many monitored steps the parameter has not moved, so each tells where the stand began.
+    A value is the number of monitored steps since; their distance follows from two values, or from the log.
     """
-    step, still = int(series.steps[-1]), int(series.values[-1])
-    begin = int(np.searchsorted(counts.steps, step)) - still + 1
-    return int(counts.steps[max(0, begin)])
+    step, still = int(series.steps[-1]), series.values[-1]
+    distance = float(np.median(np.diff(counts.steps))) if len(counts.steps) > 1 else 1.0
+    if len(series.values) > 1 and still > series.values[-2]:
+        distance = (step - series.steps[-2]) / (still - series.values[-2])
+    return max(int(counts.steps[0]), round(float(step - (still - 1) * distance)))
+
+
+def group_rates(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
+    """A parameter group whose learning rate is far above the others', and whose updates are far larger."""
+    metric = "lr"
+    rates = {item: series.finite for item, series in group.each(metric).items()}
+    rates |= {name[3:]: series.finite for name, (_, series) in group.scalars.items() if name.startswith("lr/")}
+    largest = {item: float(series.values.max()) for item, series in rates.items() if series and series.values.max() > 0}
+    weights = next((each for each in run if each.kind == "weights"), None)
+    ratio = Series() if weights is None else weights.get("update_ratio_max").finite
+    factors = _factors(ratio, weights.get("update_ratio_median").finite) if weights is not None else ratio
+    for item, rate in largest.items():
+        others = [value for other, value in largest.items() if other != item]
+        usual = float(np.median(others)) if others else rate
+        if rate < limits.GROUP_RATE * usual:
+            continue
+        part = max(1, len(factors.values) // 4)
+        quarters = [float(np.median(factors.values[at : at + part])) for at in range(0, len(factors.values), part)]
+        factor = max(quarters, default=0.0)
+        what = (
+            f"Parameter {item.replace('_', ' ')} has a learning rate of {number(rate, 3)} ({group.name(metric)}/{item}"
+        )
+        what += f"), {times(rate / usual)} that of the other groups"
+        severity = "note"
+        if factor >= limits.GROUP_RATIO and weights is not None:
+            severity = "warning"
+            named = weights.each("topk_update_ratio")
+            worst = sorted(named, key=lambda name: -float(np.nanmax(named[name].values)))[:3]
+            where = f"; largest in {listed(map(printable, worst))}" if worst else ""
+            what += f", and the largest update ratio is up to {times(factor)} the median one{where}"
+        at = steps(rates[item].steps[:1])
+        yield Finding(
+            "group_rate", severity, f"{what}.", group.names(metric, [item]), at, {"rate": rate, "usual": usual}
+        )
 
 
 def ratios(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
@@ -130,14 +164,14 @@ def ratios(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
     name, median = group.name("update_ratio_median"), group.get("update_ratio_median").finite
     if not median:
         return
-    usual = float(np.median(median.values))
+    usual, since = float(np.median(median.values)), steps(median.steps[:1])
     for kind, unusual, share, norm in (
         ("large_updates", usual > limits.LARGE_UPDATE, f"{100 * usual:.2g} %", "0.1 %"),
-        ("small_updates", usual < limits.SMALL_UPDATE, number(usual, 2), "1e-3"),
+        ("small_updates", 0 < usual < limits.SMALL_UPDATE, number(usual, 2), "1e-3"),
     ):
         if unusual:
             what = f"A step moves the median parameter by {share} of its size ({name}); {norm} is usual."
-            yield Finding(kind, "warning", what, (name,), values={"median": usual})
+            yield Finding(kind, "warning", what, (name,), since, {"median": usual})
     for metric, words in (("update_ratio_max", "more"), ("update_ratio_min", "less")):
         end = group.get(metric).finite
         factors = _factors(end, median) if words == "more" else _factors(median, end)
@@ -152,7 +186,7 @@ def ratios(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
         if severity:
             what = f"One parameter moves {times(far)} {words} for its size than the median one, to the end "
             what += f"({group.name(metric)}, about {number(end.last_quarter.end(1.0), 3)})."
-            names, at = (group.name(metric), name), steps(factors.steps[-1:])
+            names, at = (group.name(metric), name), steps(factors.steps[:1])
             yield Finding("update_ratio_outlier", severity, what, names, at, {"factor": far})
 
 
@@ -176,7 +210,8 @@ def lost_updates(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
     if persists(series, limits.LOST_UPDATES):
         share = float(np.median(series.last_quarter.values))
         what = f"Rounding to low precision takes {100 * share:.0f} % of the updates ({name}), to the end."
-        yield Finding("lost_updates", "warning", what, (name,), values={"share": share})
+        at = steps(series.where(series.values > limits.LOST_UPDATES)[:1])
+        yield Finding("lost_updates", "warning", what, (name,), at, {"share": share})
 
 
 def together(names: Mapping[str, int] | Iterable[str]) -> str:

@@ -33,10 +33,10 @@ MONITORS: dict[str, tuple[int, Make]] = {
     "GradMonitor, RobustThreshold": (40, lambda m, o: GradMonitor(m, o, threshold=RobustThreshold())),
     "WeightUpdateHandler": (90, WeightUpdateHandler),
     "OptimizerStateHandler": (70, lambda m, o: OptimizerStateHandler(m, o)),
-    "ActivationHandler": (50, lambda m, o: ActivationHandler(m, activations=True)),
-    "ActivationHandler, attention": (60, lambda m, o: ActivationHandler(m, activations=True, attention=True)),
+    "ActivationHandler": (90, lambda m, o: ActivationHandler(m, activations=True)),
+    "ActivationHandler, attention": (110, lambda m, o: ActivationHandler(m, activations=True, attention=True)),
     "ActivationHandler, gradients and parameters": (
-        300,
+        900,
         lambda m, o: ActivationHandler(m, activations=True, attention=True, gradients=True, parameters=True),
     ),
     "RCCHandler": (800, lambda m, o: RCCHandler(m)),

@@ -277,6 +277,6 @@ def test_memory(how, dtype, tmp_path):
     masks = {"boolean": torch.ones(2048, 2048, dtype=torch.bool).tril(), "additive": torch.zeros(2048, 2048)}
     kwargs = {"is_causal": how == "causal", "enable_gqa": how == "grouped"}
     extra = peak(tmp_path, lambda: attention_entropy(query, key, masks.get(how), **kwargs))
-    assert 2048 * 4 < extra < whole / 10
+    assert 2048 * 4 < extra < whole / 8
     if how == "plain":
         assert peak(tmp_path, lambda: (query @ key.mT).softmax(-1)) >= 2 * whole  # what this measures is there

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import gc
 import threading
-import weakref
-from functools import partial
 
 import pytest
 import torch
@@ -20,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from transformers import BertConfig, BertModel, GPT2Config, GPT2Model, LlamaConfig, LlamaModel
 
 from ignite_monitor.activation.attention import attention_entropy
-from ignite_monitor.activation.attention_calls import AttentionCalls
+from ignite_monitor.activation.attention_calls import NOT_PLAIN, AttentionCalls
 from tests._helpers import unset_default_device
 
 
@@ -44,13 +42,13 @@ class Seen:
         self.watch.leave()
         self.names.pop()
 
-    def on_call(self, name, query, key, value, mask, is_causal, scale, enable_gqa):
+    def on_call(self, name, call):
+        query, key, _, mask, is_causal, scale, enable_gqa = call
         assert not torch.is_grad_enabled()
         assert not torch.is_autocast_enabled("cpu")
-        tensors = [query, key, value] if mask is None else [query, key, value, mask]
-        assert not any(each.requires_grad for each in tensors)
+        assert not any(each.requires_grad for each in call[:4] if each is not None)
         self.calls.append(name)
-        self.arguments.append((query, key, value, mask, is_causal, scale, enable_gqa))
+        self.arguments.append(call)
         found = attention_entropy(query, key, mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
         self.total[name] = self.total.get(name, 0) + found.total
         self.rows[name] = self.rows.get(name, 0) + found.rows
@@ -70,6 +68,15 @@ def watch():
     yield lambda model: watched.append(Seen(model)) or watched[-1]
     for seen in watched:
         seen.remove()
+
+
+@contextlib.contextmanager
+def running(calls):
+    calls.enter(True)
+    try:
+        yield calls
+    finally:
+        calls.leave()
 
 
 def clean():
@@ -202,11 +209,7 @@ OPTIONS = {
     "plain": {},
     "batch first": {"batch_first": True},
     "no bias": {"bias": False},
-    "bias_kv": {"add_bias_kv": True},
-    "zero": {"add_zero_attn": True},
-    "both": {"add_bias_kv": True, "add_zero_attn": True},
     "separate": {"kdim": 10, "vdim": 6},
-    "separate, both": {"kdim": 10, "vdim": 6, "add_bias_kv": True, "add_zero_attn": True, "bias": False},
     "dropout": {"dropout": 0.3},
 }
 MASKED = {
@@ -247,22 +250,12 @@ def test_multihead_attention(options, masked, need_weights, watch):
     if attention.batch_first:
         args = [each.transpose(0, 1) for each in args]
     arguments = dict(MASKED[masked])
-    # Without weights torch hands the hint alone to the kernel, and what was appended to the keys is then in the future.
-    hint = masked == "causal" and not need_weights and ("both" in options or options in {"bias_kv", "zero"})
-    if hint:
-        arguments["attn_mask"] = torch.ones(6, 6, dtype=torch.bool)
     model = Multi(attention, **arguments, need_weights=need_weights)
     seen = watch(model)
     model(*args)
     assert seen.calls == ["attention"]
-    if hint:
-        _, key, *_, mask, is_causal, _, _ = seen.arguments[0]
-        assert mask is None
-        assert is_causal
-        assert key.shape[-2] > 6
-    else:
-        expected = probabilities_of(attention, args, arguments)
-        torch.testing.assert_close(seen.mean("attention"), of(expected), rtol=1e-4, atol=1e-4)
+    expected = probabilities_of(attention, args, arguments)
+    torch.testing.assert_close(seen.mean("attention"), of(expected), rtol=1e-4, atol=1e-4)
     if not attention.dropout:
         query, key, value, mask, is_causal, scale, _ = seen.arguments[0]
         heads = F.scaled_dot_product_attention(query, key, value, mask, 0.0, is_causal, scale=scale)
@@ -270,37 +263,22 @@ def test_multihead_attention(options, masked, need_weights, watch):
         torch.testing.assert_close(output if attention.batch_first else output.transpose(0, 1), model(*args))
 
 
-@pytest.mark.parametrize("arguments", [{}, {"attn_mask": CAUSAL}, {"attn_mask": inputs(4, 6, 6)}])
-def test_multihead_attention_without_a_batch(arguments, watch):
-    attention = nn.MultiheadAttention(16, 4)
-    args = [inputs(6, 16)] * 3
-    arguments = {**arguments, "key_padding_mask": torch.zeros(6).index_fill(0, torch.tensor(3), -torch.inf)}
-    if arguments.get("attn_mask") is CAUSAL:
-        arguments["key_padding_mask"] = arguments["key_padding_mask"] < 0
-    seen = watch(model := Multi(attention, **arguments))
-    model(*args)
-    expected = probabilities_of(attention, args, arguments)
-    torch.testing.assert_close(seen.mean("attention"), of(expected[None]), rtol=1e-5, atol=1e-6)
-
-
-def test_static_keys():
-    attention = nn.MultiheadAttention(16, 4)
-    keys, values = inputs(12, 9, 4), inputs(12, 9, 4, seed=2)
-    call = partial(
-        F.multi_head_attention_forward, *[inputs(6, 3, 16)] * 3, 16, 4, attention.in_proj_weight,
-        attention.in_proj_bias, None, None, False, 0.0, attention.out_proj.weight, attention.out_proj.bias,
-        static_k=keys, static_v=values, average_attn_weights=False,
-    )  # fmt: skip
+@pytest.mark.parametrize("added", ["bias_k", "static_k", "add_zero_attn", "unbatched"])
+def test_what_is_not_supported_is_reported(added):
+    attention = nn.MultiheadAttention(16, 4, add_bias_kv=added == "bias_k", add_zero_attn=added == "add_zero_attn")
     found = []
-    with AttentionCalls(lambda: "here", lambda name, *arguments: found.append(arguments)):
-        _, probabilities = call()
-    torch.testing.assert_close(
-        attention_entropy(*found[0][:2]).total,
-        torch.special.entr(probabilities).sum((0, 2, 3)).double(),
-        rtol=1e-5,
-        atol=0.0,
-    )
-    assert torch.equal(found[0][2], values.view(3, 4, 9, 4))
+    with running(AttentionCalls(lambda: "here", lambda name, call: found.append((name, call)))):
+        if added == "static_k":
+            F.multi_head_attention_forward(
+                *[inputs(6, 3, 16)] * 3, 16, 4, attention.in_proj_weight, attention.in_proj_bias, None, None, False,
+                0.0, attention.out_proj.weight, attention.out_proj.bias, static_k=inputs(12, 9, 4),
+                static_v=inputs(12, 9, 4),
+            )  # fmt: skip
+        else:
+            attention(*[inputs(6, 16) if added == "unbatched" else inputs(6, 3, 16)] * 3)
+    ((name, reason),) = found
+    assert name == "here"
+    assert "is not measured" in reason
 
 
 @pytest.mark.parametrize("norm_first", [True, False])
@@ -444,7 +422,7 @@ def test_an_exception_in_the_forward(error, watch):
         model(inputs(2, 6, 16))
     if error is KeyboardInterrupt:  # torch runs no hook then
         assert _get_current_function_mode_stack() == [seen.watch]
-        seen.watch.close()
+        seen.watch.leave(), seen.watch.leave(), seen.watch.leave()
     assert clean()
     seen.watch.leave()
     assert clean()
@@ -464,14 +442,14 @@ def test_modes_of_others_stay_as_they_are():
     calls = AttentionCalls(lambda: "here", ignore)
     first, second, third = Mine(), Mine(), Mine()
     with first:
-        calls.enter()
+        calls.enter(True)
         with second:
             assert _get_current_function_mode_stack() == [calls, first, second]
         third.__enter__()
         calls.leave()
         assert _get_current_function_mode_stack() == [first, third]
         third.__exit__(None, None, None)
-        calls.enter()
+        calls.enter(True)
     assert _get_current_function_mode_stack() == [calls]
     calls.leave()
     assert clean()
@@ -484,7 +462,7 @@ def test_a_default_device_set_and_unset_in_a_forward(inside):
     try:
         if not inside:
             torch.set_default_device("cpu")
-        calls.enter()
+        calls.enter(True)
         with mode:
             torch.set_default_device("meta")
             assert torch.ones(1).is_meta
@@ -501,36 +479,17 @@ def test_a_default_device_set_and_unset_in_a_forward(inside):
 
 def test_a_default_device_does_not_reach_the_function():
     found = []
-    calls = AttentionCalls(lambda: "here", lambda name, query, *_: found.append((query, torch.ones(1))))
+    calls = AttentionCalls(lambda: "here", lambda name, call: found.append((call.query, torch.ones(1))))
     x = inputs(3, 1, 2, 4, 8)
-    with torch.device("meta"), calls:
+    with torch.device("meta"), running(calls):
         F.scaled_dot_product_attention(*x)
     assert not any(each.is_meta for each in found[0])
-
-
-def test_pairs_inside_pairs():
-    calls = AttentionCalls(lambda: "here", ignore)
-    with calls:
-        with calls:
-            assert _get_current_function_mode_stack() == [calls]
-            calls.enter(False)
-            assert clean()
-            with calls:
-                assert _get_current_function_mode_stack() == [calls]
-            assert clean()
-            calls.leave()
-        assert _get_current_function_mode_stack() == [calls]
-    assert clean()
-    for _ in range(3):
-        calls.leave()
-    calls.close()
-    assert clean()
 
 
 def test_two_watchers_each_see_a_call_once():
     found = []
     one, two = (AttentionCalls(lambda name=name: name, lambda name, *_: found.append(name)) for name in ("one", "two"))
-    with one, two:
+    with running(one), running(two):
         F.scaled_dot_product_attention(*inputs(3, 1, 2, 4, 8))
     assert sorted(found) == ["one", "two"]
     assert clean()
@@ -543,51 +502,42 @@ def test_other_threads_are_not_watched():
         assert clean()
         F.scaled_dot_product_attention(*inputs(3, 1, 2, 4, 8))
 
-    with AttentionCalls(lambda: "here", lambda *_: found.append(1)) as calls:
+    with running(AttentionCalls(lambda: "here", lambda *_: found.append(1))) as calls:
         other = threading.Thread(target=attend)
         other.start()
         other.join()
         assert found == []
         calls.leave()
         assert clean()
-        calls.enter()
-
-
-def test_where_no_module_counts_nothing_is_handed_on():
-    with AttentionCalls(lambda: None, pytest.fail):
-        F.scaled_dot_product_attention(*inputs(3, 1, 2, 4, 8))
+        calls.enter(True)
 
 
 def test_errors_of_the_function_reach_the_caller():
     def fail(*args):
         raise ValueError("no")
 
-    with pytest.raises(ValueError, match="no"), AttentionCalls(lambda: "here", fail):
+    with pytest.raises(ValueError, match="no"), running(AttentionCalls(lambda: "here", fail)):
         F.scaled_dot_product_attention(*inputs(3, 1, 2, 4, 8))
     assert clean()
 
 
 def test_calls_that_torch_refuses_are_not_handed_on():
-    with AttentionCalls(lambda: "here", pytest.fail), pytest.raises(RuntimeError):
+    with running(AttentionCalls(lambda: "here", pytest.fail)), pytest.raises(RuntimeError):
         F.scaled_dot_product_attention(inputs(1, 2, 4, 8), inputs(1, 2, 4, 7), inputs(1, 2, 4, 8))
     assert clean()
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-def test_tensors_without_values_are_skipped_and_named():
-    calls = AttentionCalls(lambda: "here", pytest.fail)
+def test_tensors_without_values_are_reported_as_such():
+    found = []
     x = inputs(5, 1, 2, 4, 8)
-    with calls:
+    nested = torch.nested.nested_tensor([inputs(3, 2, 8), inputs(4, 2, 8)], layout=torch.jagged).transpose(1, 2)
+    with running(AttentionCalls(lambda: "here", lambda name, call: found.append(call))):
         torch.vmap(lambda each: F.scaled_dot_product_attention(each, each, each))(x)
-        assert calls.skipped == {"here"}
-        calls.skipped.clear()
-        nested = torch.nested.nested_tensor([inputs(3, 2, 8), inputs(4, 2, 8)], layout=torch.jagged).transpose(1, 2)
         F.scaled_dot_product_attention(nested, nested, nested)
-        assert calls.skipped == {"here"}
-        calls.skipped.clear()
         F.scaled_dot_product_attention(*x[:3].to("meta"))
-        assert calls.skipped == {"here"}
+    assert found == [NOT_PLAIN] * 3
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
@@ -595,21 +545,7 @@ def test_flex_attention_and_compiled_parts_run_as_ever():
     x = inputs(1, 2, 16, 8)
     compiled = torch.compile(lambda x: F.scaled_dot_product_attention(x, x, x) + 1, backend="eager")
     plain = flex_attention(x, x, x), compiled(x)
-    with AttentionCalls(lambda: "here", ignore):
+    with running(AttentionCalls(lambda: "here", ignore)):
         watched = flex_attention(x, x, x), compiled(x)
     assert all(torch.equal(*pair) for pair in zip(plain, watched, strict=True))
     assert clean()
-
-
-def test_nothing_keeps_it_alive():
-    found = []
-    calls = AttentionCalls(lambda: "here", lambda *_: found.append(1))
-    with calls:
-        F.scaled_dot_product_attention(*inputs(3, 1, 2, 4, 8))
-    alive = weakref.ref(calls)
-    gc.disable()
-    try:
-        del calls
-        assert alive() is None
-    finally:
-        gc.enable()

@@ -7,8 +7,9 @@ import copy
 import dataclasses
 import logging
 import math
-import sys
+from functools import partial
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,10 +17,14 @@ from ignite.engine import Engine, Events
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ignite_monitor import ActivationHandler, Metric, MonitorEvents, record
-from tests.activation.test_statistics import expected
+from tests.stress._truth import statistics
+
+
+def expected(parts):
+    return statistics([part.detach() for part in parts], True)
 
 
 def run(model, step=None, batches=1, size=8, event=None, **kwargs):
@@ -81,7 +86,7 @@ def test_own_functions_with_their_own_choice_and_way():
         "std": True,
         "rows": Metric(len, include="^2$", aggregate="sum"),
         "largest": Metric(lambda x: x.max(), exclude="1", aggregate="max"),
-        "spread": Metric(lambda x: x.mean(), include="^0$", aggregate=lambda values: values.max() - values.min()),
+        "least": Metric(lambda x: x.mean(), include="^0$", aggregate="min"),
         "over": lambda x: x > 0,
     }
 
@@ -99,7 +104,7 @@ def test_own_functions_with_their_own_choice_and_way():
     wanted |= {f"activation/{name}/largest": outputs[name].max().item() for name in "02"}
     wanted["activation/2/rows"] = 8
     means = [outputs["0"][:5].mean().item(), outputs["0"][5:].mean().item()]
-    wanted["activation/0/spread"] = max(means) - min(means)
+    wanted["activation/0/least"] = min(means)
     assert published == pytest.approx(wanted, rel=1e-5)
 
 
@@ -108,35 +113,6 @@ def test_a_metric_that_fails_names_itself_module_and_shape(name, wrong):
     with pytest.raises(RuntimeError, match=rf"'{name}'.*activation/1.*\(8, 5\)") as caught:
         run(mlp(), activations={name: Metric(wrong, include="1")})
     assert isinstance(caught.value.__cause__, (RuntimeError, TypeError))
-
-
-@pytest.mark.parametrize("order", [("x", "low/x", "very/low/x"), ("very/low/x", "low/x", "x")])
-def test_a_metric_whose_name_ends_with_anothers_has_its_own_aggregate(order):
-    """Of numbers 1, 2 and 3, whichever is given first; what takes them says which it is."""
-    aggregates = {
-        "x": lambda numbers: numbers.max(),
-        "low/x": lambda numbers: numbers.min(),
-        "very/low/x": lambda numbers: -numbers.sum(),
-    }
-    model = nn.Identity()
-    model.weight = nn.Parameter(torch.ones(1))
-    handler = ActivationHandler(
-        model, activations={name: Metric(torch.mean, aggregate=aggregates[name]) for name in order}
-    )
-    engine = Engine(lambda _, batch: [model(each) for each in batch])
-    handler.attach(engine)
-    engine.run([[torch.full((2,), value) for value in (1.0, 2.0, 3.0)]])
-    published = part(engine.state.metrics, "activation/_root_")
-    assert published == {"x": 3.0, "low/x": 1.0, "very/low/x": -6.0}
-
-
-def test_an_aggregate_that_fails_names_itself():
-    def fails(values):
-        raise ZeroDivisionError
-
-    with pytest.raises(RuntimeError, match="activation/0/m") as caught:
-        run(mlp(), activations={"m": Metric(torch.mean, aggregate=fails)})
-    assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
 @dataclasses.dataclass
@@ -259,16 +235,6 @@ def test_nonfinite_activations_are_counted_and_nothing_else_is_published_of_them
     assert set(part(published, "activation/0")) == {"mean", "std", "nonfinite_count", "m"}
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_low_precision(dtype):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 300), nn.Linear(300, 300)).to(dtype)
-    x = data(400).to(dtype)
-    (published,) = run(model, lambda handler, optimizer, _: model(x), activations=True)
-    with torch.no_grad():
-        assert part(published, "activation/1") == pytest.approx(expected([model(x)]), rel=1e-6)
-
-
 def test_bad_arguments():
     model = mlp()
     for error, kwargs in [
@@ -279,6 +245,7 @@ def test_bad_arguments():
         (ValueError, {"parameters": {"dead_fraction": True}}),
         (ValueError, {"aggregate": "median"}),
         (TypeError, {"aggregate": 3}),
+        (TypeError, {"aggregate": torch.max}),
         (ValueError, {"include": "("}),
         (ValueError, {"activation_differences": True}),
         (ValueError, {"reference": "init"}),
@@ -309,15 +276,15 @@ def test_two_on_one_engine_need_prefixes():
 # Gradients and parameters
 
 
+def expected_of_weights(parts):
+    return statistics([part.detach() for part in parts], False)
+
+
 def gradients_of(model, x, pieces=1):
     double = copy.deepcopy(model).double()
     for piece in x.double().chunk(pieces):
         double(piece).square().mean().backward()
     return {name: parameter.grad for name, parameter in double.named_parameters()}
-
-
-def without_dead(values):
-    return {name: value for name, value in values.items() if name != "dead_fraction"}
 
 
 @pytest.mark.parametrize("clip", [None, 0.01, 1e9])
@@ -337,9 +304,9 @@ def test_gradients_before_and_after_clipping_though_the_step_zeroes_them(clip, p
     (published,) = run(model, step, gradients=True)
     factor = min(1.0, (clip or 1e9) / math.sqrt(sum(g.square().sum().item() for g in gradients.values())))
     for name, gradient in gradients.items():
-        wanted = without_dead(expected([gradient]))
+        wanted = expected_of_weights([gradient])
         assert part(published, f"gradient/{name}") == pytest.approx(wanted, rel=1e-4, abs=1e-9), name
-        after = without_dead(expected([gradient * factor])) if clip == 0.01 else {}
+        after = expected_of_weights([gradient * factor]) if clip == 0.01 else {}
         assert part(published, f"gradient_after_clip/{name}") == pytest.approx(after, rel=1e-4, abs=1e-9), name
 
 
@@ -361,7 +328,7 @@ def test_gradients_that_a_backward_does_not_reach_are_not_measured_for_having_be
         parameter.grad = torch.ones_like(parameter)
     (published,) = run(model, step, gradients=True)
     for name, gradient in truth.items():
-        assert part(published, f"gradient/{name}") == pytest.approx(without_dead(expected([gradient])), rel=1e-4)
+        assert part(published, f"gradient/{name}") == pytest.approx(expected_of_weights([gradient]), rel=1e-4)
         assert part(published, f"gradient_after_clip/{name}")["max_abs"] < 1e-2
 
 
@@ -381,7 +348,7 @@ def test_scaled_gradients_are_unscaled_and_an_overflow_is_counted():
 
     published = run(model, step, batches=2, gradients=True, scaler=scaler)
     for name, gradient in gradients.items():
-        wanted = without_dead(expected([gradient]))
+        wanted = expected_of_weights([gradient])
         assert part(published[0], f"gradient/{name}") == pytest.approx(wanted, rel=1e-4, abs=1e-9)
         assert set(part(published[1], f"gradient/{name}")) == {"nonfinite_count"}
     assert not part(published[0], "gradient_after_clip")
@@ -447,14 +414,13 @@ class Noisy(nn.Module):
         return self.drop(self.norm(self.layer(x)))
 
 
-@pytest.mark.parametrize("offload", [False, True])
-def test_differences_from_the_start_are_0_before_the_first_update(offload):
+def test_differences_from_the_start_are_0_before_the_first_update():
     torch.manual_seed(0)
     model, plain = Noisy(), Noisy()
     plain.load_state_dict(model.state_dict())
     initial = copy.deepcopy(model)
     torch.manual_seed(3)
-    published = run(model, batches=2, activation_differences=True, reference="init", offload=offload)
+    published = run(model, batches=2, activation_differences=True, reference="init")
     drawn = torch.get_rng_state()
     torch.manual_seed(3)
     run(plain, batches=2)
@@ -475,8 +441,8 @@ def test_differences_from_the_start_are_0_before_the_first_update(offload):
     again(first).square().mean().backward()
     optimizer.step()
     with torch.no_grad():
-        wanted = expected([again.layer(second).double() - initial.layer(second).double()])
-    assert part(published[1], "activation_difference/layer") == pytest.approx(without_dead(wanted), rel=1e-3, abs=1e-8)
+        wanted = expected_of_weights([again.layer(second).double() - initial.layer(second).double()])
+    assert part(published[1], "activation_difference/layer") == pytest.approx(wanted, rel=1e-3, abs=1e-8)
 
 
 def test_a_metric_of_differences_that_fails_is_raised():
@@ -530,19 +496,98 @@ def test_the_reference_is_resumed():
 # Recording
 
 
-class Gate(nn.Module):
-    def __init__(self):
+class Recording(nn.Module):
+    """Records a value of some kind, in what a transform, a checkpoint or nothing is around."""
+
+    def __init__(self, around, value):
         super().__init__()
-        self.layer = nn.Linear(6, 4)
+        self.layer, self.last = nn.Linear(6, 8), nn.Linear(8, 1)
+        self.around, self.value = around, value
+
+    def inner(self, x):
+        h = self.layer(x)
+        if self.value is not None:
+            record("value", self.value(h.detach()), module=self)
+        h = h / h.abs().mean()
+        return self.last(h.tanh() * h.square().mean().sqrt())
 
     def forward(self, x):
-        y = self.layer(x)
-        record("open", y > 0)
-        record("bias", 2, module=self.layer)
-        return y
+        return self.around(self.inner, x)
 
 
-def test_record_weighs_by_elements_and_is_nothing_elsewhere():
+def selectively(function, x):
+    """Keep everything but what is cheap, in the order of the operations."""
+    aten = torch.ops.aten
+    cheap = {aten.tanh.default, aten.gt.Scalar, aten.detach.default, aten.t.default, aten.view.default}
+
+    def policy(context, op, *args, **kwargs):
+        return CheckpointPolicy.PREFER_RECOMPUTE if op in cheap else CheckpointPolicy.MUST_SAVE
+
+    context = partial(create_selective_checkpoint_contexts, policy)
+    return checkpoint(function, x, use_reentrant=False, context_fn=context)
+
+
+AROUND = {
+    "nothing": lambda function, x: function(x),
+    "vmap": lambda function, x: torch.func.vmap(function)(x),
+    "checkpoint": lambda function, x: checkpoint(function, x, use_reentrant=False),
+    "selective checkpoint": selectively,
+}
+RECORDED = {
+    "tensor": lambda h: h > 0,
+    "number": lambda h: 3,
+    "numpy": lambda h: numpy.array([1.0, 2.0]),
+    "numpy number": lambda h: numpy.float32(3),
+    "list": lambda h: [1, 2, 4.5],
+    "empty": lambda h: numpy.ones(0),
+    "complex": lambda h: 1j,
+    "text": lambda h: "1.0",
+    "object": lambda h: object(),
+}
+WANTED = {"number": 3.0, "numpy": 1.5, "numpy number": 3.0, "list": 2.5}
+SKIPPED = ("complex", "text", "object")
+
+
+@pytest.mark.parametrize("value", RECORDED)
+@pytest.mark.parametrize("around", AROUND)
+def test_recording_leaves_training_as_it_is(around, value, caplog):
+    def train(recorded, monitored):
+        torch.manual_seed(0)
+        model, gradients = Recording(AROUND[around], RECORDED[value] if recorded else None), []
+
+        def step(handler, optimizer, x):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            gradients.extend(each.grad.clone().view(torch.uint8) for each in model.parameters())
+            optimizer.step()
+
+        published = run(model, step, batches=2, event=None if monitored else Events.ITERATION_STARTED(once=9))
+        return gradients, published, (model.layer(data()) > 0).double().mean().item()
+
+    plain, _, _ = train(False, False)
+    gradients, published, _ = train(True, True)
+    assert all(map(torch.equal, gradients, plain))
+    skipped = value in SKIPPED or (value == "tensor" and around == "vmap")
+    assert [bool(each) for each in published] == [not skipped and value != "empty"] * 2
+    assert sum("skipped _root_: " in message for message in caplog.messages) == skipped
+    if value in WANTED:
+        assert published == [{"recorded/_root_/value": WANTED[value]}] * 2
+
+
+def test_recorded_values_weigh_by_elements_and_names_are_checked(caplog):
+    class Gate(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 4)
+
+        def forward(self, x):
+            y = self.layer(x)
+            record("open", y > 0)
+            record("bias", 2, module=self.layer)
+            record("a b", 1.0)
+            record(3, 1.0)
+            return y
+
     model = Gate()
 
     def step(handler, optimizer, x):
@@ -550,55 +595,11 @@ def test_record_weighs_by_elements_and_is_nothing_elsewhere():
 
     (published,) = run(model, step)
     wanted = (model.layer(data()) > 0).double().mean().item()
-    assert published == pytest.approx({"activation/_root_/open": wanted, "activation/layer/bias": 2.0})
+    assert published == pytest.approx({"recorded/_root_/open": wanted, "recorded/layer/bias": 2.0})
+    assert sum("recorded names" in message for message in caplog.messages) == 1
     assert run(model, step, event=Events.ITERATION_STARTED(every=2)) == [{}]
     model(data())
     record("outside", 1.0)
-
-
-class Colliding(nn.Module):
-    """Returns and records things that are called alike."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(6, 4)
-
-    def forward(self, x):
-        y = self.layer(x)
-        record("mean", 100.0, module=self.layer)
-        record("own", 200.0, module=self.layer)
-        record("a b/mean", 300.0)
-        record("kept", 400.0)
-        record("ke pt", 500.0)
-        record("ke_pt", 600.0)
-        return {"a b": y, "a_b": y + 1, "x": {"y": y + 2}, "x/y": y + 3}
-
-
-def test_names_that_collide_are_told_apart():
-    model = Colliding()
-
-    def step(handler, optimizer, x):
-        model(x)
-
-    metrics = {"mean": True, "own": torch.mean}
-    wanted = model.layer(data()).double().mean().item()
-    expected_means = {"layer": 0, "_root_/a_b": 0, "_root_/a_b_2": 1, "_root_/x/y": 2, "_root_/x/y_2": 3}
-    recorded = {
-        "layer/mean_2": 100.0,
-        "layer/own_2": 200.0,
-        "_root_/a_b/mean_2": 300.0,
-        "_root_/kept": 400.0,
-        "_root_/ke_pt": 500.0,
-        "_root_/ke_pt_2": 600.0,
-    }
-    (published,) = run(model, step, activations=metrics)
-    assert part(published, "activation") == pytest.approx(
-        {f"{place}/{name}": wanted + more for place, more in expected_means.items() for name in metrics} | recorded
-    )
-    (published,) = run(model, step, activation_differences={"max_abs": True}, reference="init")
-    assert {name for name in published if "difference" in name} == {
-        f"activation_difference/{place}/max_abs" for place in expected_means
-    }
 
 
 # Attention
@@ -634,6 +635,29 @@ def test_attention_per_head(kwargs):
         for name, tensor in (("query", q), ("key", k), ("value", v)):
             found = part(published, f"activation/_root_/head_{i}/{name}")
             assert found == pytest.approx(expected([tensor[:, i]]), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["gating", "attention", "bias"])
+def test_one_warning_where_no_attention_is_measured(kind, caplog):
+    class Gating(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate, self.experts = nn.Parameter(torch.randn(6, 4)), nn.Parameter(torch.randn(4, 6, 6))
+            self.attention = nn.MultiheadAttention(6, 2, add_bias_kv=kind == "bias")
+
+        def forward(self, x):
+            gate = torch.softmax(x @ self.gate, -1)
+            x = torch.einsum("be,ebo->bo", gate, torch.einsum("bi,eio->ebo", x, self.experts))
+            return x if kind == "gating" else self.attention(*[x[None]] * 3)[0]
+
+    published = run(Gating(), batches=3, attention=True)
+    assert [bool(each) for each in published] == [kind == "attention"] * 3
+    wanted = {"gating": ["attention=True saw no attention call"], "bias": ["skipped attention: ", "bias_k"]}.get(
+        kind, []
+    )
+    messages = [message for message in caplog.messages if "attention" in message]
+    assert len(messages) == bool(wanted)
+    assert all(text in message for message in messages for text in wanted)
 
 
 # Loggers
@@ -675,39 +699,104 @@ def test_tensorboard_has_every_name_as_it_is(tmp_path):
     }
 
 
+# Units and micro-batches
+
+CONVOLUTIONS = {
+    kind: (getattr(nn, kind), [3, *[7, 6, 5][: int(kind[-2])]])
+    for kind in ("Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d")
+}
+
+
+@pytest.mark.parametrize("batch", [[4], []])
+@pytest.mark.parametrize("kind", CONVOLUTIONS)
+def test_dead_units_of_convolutions_are_channels(kind, batch):
+    convolution, shape = CONVOLUTIONS[kind]
+    torch.manual_seed(0)
+    model = nn.Sequential(convolution(3, 8, 3, padding=1), nn.ReLU(), nn.Identity(), nn.Flatten(0), nn.LazyLinear(1))
+    x = torch.randn(*batch, *shape)
+    with torch.no_grad():
+        model(x)
+        model[0].bias[:4] = -1e3
+        model[0].bias[4:] = 1e3
+    (published,) = run(model, lambda handler, optimizer, _: model(x), activations={"dead_fraction": True})
+    found = [published[f"activation/{name}/dead_fraction"] for name in "012"]
+    assert found == [0.0, 0.5, 0.5]
+
+
+@pytest.mark.parametrize("aggregate", ["mean", "sum", "max", "min"])
+def test_an_empty_micro_batch_has_weight_0(aggregate):
+    class Routed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.expert = nn.Linear(6, 6)
+
+        def forward(self, x):
+            return self.expert(x[x[:, 0] > 0])
+
+    def step(micro_batches):
+        return lambda handler, optimizer, x: [model(each) for each in micro_batches(x.abs())] and None
+
+    model = Routed()
+    metrics = {"mean": True, "large": lambda x: x.abs() > 0.5}
+    (alone,) = run(model, step(lambda x: [x]), activations=metrics, include="expert", aggregate=aggregate)
+    (both,) = run(model, step(lambda x: [x, -x]), activations=metrics, include="expert", aggregate=aggregate)
+    assert set(alone) == {"activation/expert/mean", "activation/expert/large"}
+    assert both == alone
+
+
 # Leaving training as it is
 
 
-def test_selective_checkpointing_is_not_disturbed():
-    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize(
+    "chosen", [{"activations": True}, {"attention": True}, {"activations": True, "attention": True}]
+)
+def test_a_frozen_encoder_keeps_its_fast_path(chosen, nested, caplog, monkeypatch):
+    """The fast path computes other last bits, and zeros where padding is."""
 
-    def policy(context, op, *args, **kwargs):
-        return CheckpointPolicy.MUST_SAVE if op == torch.ops.aten.addmm.default else CheckpointPolicy.PREFER_RECOMPUTE
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(6, 2, 8, batch_first=True)
+            self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=nested).requires_grad_(False).eval()
+            self.head = nn.Linear(6, 1)
 
-    def gradients(**kwargs):
-        model = mlp()
+        def train(self, mode=True):
+            super().train(mode)
+            self.encoder.eval()
+            return self
 
-        def step(handler, optimizer, x):
-            context = lambda: create_selective_checkpoint_contexts(policy)  # noqa: E731
-            checkpoint(model, x, use_reentrant=False, context_fn=context).square().sum().backward()
+        def forward(self, x):
+            padding = torch.arange(4)[None] >= torch.tensor([[4], [3]])
+            return self.head(self.encoder(x.view(2, 4, 6), src_key_padding_mask=padding).mean(1))
 
-        run(model, step, **kwargs)
-        return [parameter.grad for parameter in model.parameters()]
+    fast, calls = torch._transformer_encoder_layer_fwd, []
+    monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", lambda *args: calls.append(1) or fast(*args))
 
-    for ours, theirs in zip(gradients(activations=True, attention=True), gradients(), strict=True):
-        assert torch.equal(ours, theirs)
+    def train(**kwargs):
+        torch.manual_seed(0)
+        calls.clear()
+        model = Model().train()
+        published = run(model, batches=3, **kwargs)
+        return model.head.weight.detach().view(torch.uint8), len(calls), published
+
+    plain, count, _ = train(event=Events.ITERATION_STARTED(once=9))
+    monitored, same_count, published = train(**chosen)
+    assert torch.equal(plain, monitored)
+    assert same_count == count > 0
+    assert not any(".layers." in name for each in published for name in each)
+    assert sum("fast path" in message for message in caplog.messages) == 1
 
 
-def test_vmap_is_left_alone_with_one_warning(caplog):
+def test_tensors_in_transforms_are_skipped_with_one_warning(caplog):
     model = mlp()
 
     def step(handler, optimizer, x):
         torch.func.vmap(model)(x)
 
-    with caplog.at_level(logging.WARNING):
-        published = run(model, step, batches=3, activations=True)
-    assert published == [{}] * 3
-    assert len([each for each in caplog.records if "vmap" in each.getMessage()]) == 1
+    assert run(model, step, batches=3, activations=True) == [{}] * 3
+    assert [("skipped 0, 1, 2, _root_" in message) for message in caplog.messages] == [True]
 
 
 @pytest.mark.skipif(not __import__("shutil").which("g++"), reason="no C++ compiler")
@@ -742,7 +831,7 @@ def test_compiled_with_inductor():
     )
     counters.clear()
     engine.run([data()] * 7)
-    names = {f"activation/{name}/mean" for name in ("_root_", "0", "0.layer", "1")} | {"activation/0/open"}
+    names = {f"activation/{name}/mean" for name in ("_root_", "0", "0.layer", "1")} | {"recorded/0/open"}
     assert seen == {i: names if i % 3 == 0 else set() for i in range(1, 8)}
     assert states[1][0]["unique_graphs"] == 1  # compiled in the first iteration, and never again
     assert states[1] == states[-1]
@@ -784,10 +873,11 @@ def test_complex_parameters_have_no_built_in_statistics(size, caplog):
             "parameter/large/largest",
         }
         assert "gradient/linear.weight/mean" in values
-        assert not {"activation/_root_/phase", "activation/_root_/number"} & set(values)
+        assert not any(name.startswith("recorded/") for name in values)
+    reason = "complex numbers have no built-in metrics and are not recorded"
     assert [each.getMessage() for each in caplog.records if "ActivationHandler" in each.name] == [
-        "built-in metrics are of real numbers, and left out for stored, large",
-        "complex numbers that are recorded are left out: _root_/number, _root_/phase",
+        f"ActivationHandler: skipped stored, large: {reason}",
+        f"ActivationHandler: skipped _root_: {reason}",
     ]
 
 
@@ -828,7 +918,7 @@ def test_float8_is_measured_as_what_it_stands_for(rows):
         activation_differences=True,
         reference=other,
     )
-    stored = without_dead(expected([model.stored.double()]))
+    stored = expected_of_weights([model.stored.double()])
     assert part(values, "parameter/stored") == pytest.approx(stored, rel=1e-6)
     assert part(values, "parameter_difference/stored") == pytest.approx(stored, rel=1e-6)
     cast = expected([data().to(torch.float8_e4m3fn).double()])
@@ -935,36 +1025,6 @@ def test_lost_fractions_of_activations_and_what_is_refused():
         ActivationHandler(model, parameter_differences={"underflow_fraction": True}, reference="init")
 
 
-class ByHand(nn.Module):
-    """Attention as a softmax of a product, before which there may be what is none."""
-
-    def __init__(self, how):
-        super().__init__()
-        self.how, self.router, self.soft = how, nn.Linear(8, 4), nn.Softmax(-1)
-
-    def forward(self, x):
-        weight = self.router(x).softmax(-1).mean()
-        if self.how == "matmul":
-            return weight * (F.dropout(torch.softmax(torch.matmul(x, x.mT), -1), 0.1) @ x)
-        if self.how == "module":
-            return weight * torch.bmm(self.soft(torch.bmm(x, x.mT)), x)
-        if self.how == "einsum":
-            return weight * torch.einsum("blm,bme->ble", torch.einsum("ble,bme->blm", x, x).softmax(-1), x)
-        return weight * F.scaled_dot_product_attention(x, x, x)
-
-
-@pytest.mark.parametrize("how", ["matmul", "module", "einsum", "sdpa"])
-def test_attention_that_is_written_out_is_said_once_with_the_remedy(how, caplog):
-    model = nn.Sequential(nn.Linear(8, 8), ByHand(how))
-    handler = ActivationHandler(model, attention=True)
-    trainer = Engine(lambda _, batch: model(batch).sum().backward())
-    handler.attach(trainer)
-    trainer.run([torch.randn(2, 5, 8)] * 3, max_epochs=2)
-    said = [each for each in caplog.messages if "written out" in each]
-    assert len(said) == (how != "sdpa")
-    assert all(" in 1:" in each and "scaled_dot_product_attention" in each for each in said)
-
-
 @pytest.mark.parametrize("attention", [False, True])
 def test_modes_of_the_users_see_the_model_alone(attention):
     """A mode that keeps or counts what is called would have ours among it."""
@@ -996,28 +1056,3 @@ def test_modes_of_the_users_see_the_model_alone(attention):
 
     run(model, step=step, batches=3, activations=True, attention=attention)
     assert seen == alone
-
-
-def test_what_an_output_costs_in_calls():
-    """Counted, since times differ from one machine to another: a hook, what it does, and a copy in a stack."""
-    calls = []
-
-    def follow(frame, event, argument):
-        if event == "call" and "/ignite_monitor/" in frame.f_code.co_filename.replace("\\", "/"):
-            calls.append(frame.f_code.co_name)
-
-    def of(layers):
-        model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(layers)))
-        counts = []
-
-        def step(handler, optimizer, x):
-            calls.clear()
-            sys.setprofile(follow)
-            model(x)
-            sys.setprofile(None)
-            counts.append(len(calls))
-
-        run(model, step=step, batches=3, activations=True)
-        return counts[-1]
-
-    assert of(40) - of(10) <= 3 * 30

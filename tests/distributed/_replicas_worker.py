@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -50,10 +52,17 @@ def fsdp(mesh_shape: tuple[int, ...] = (WORLD,)) -> nn.Module:
 
 
 def train(
-    model: nn.Module, rank: int, change: Callable[..., None] | None = None, count: int = COUNT, seeds: bool = False
+    model: nn.Module,
+    rank: int,
+    change: Callable[..., None] | None = None,
+    count: int = COUNT,
+    seeds: bool = False,
+    **arguments: Any,
 ) -> dict[str, Any]:
     """Train on other batches on every rank; one of them changes something."""
     torch.manual_seed(rank if seeds else 1)
+    random.seed(1)
+    np.random.seed(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def train_step(engine, batch):
@@ -65,20 +74,20 @@ def train(
             with torch.no_grad():
                 change(model, optimizer, engine)
 
-    check = ReplicaCheckHandler(model, optimizer)
+    check = ReplicaCheckHandler(model, optimizer, **arguments)
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda entry: said.append(entry.getMessage())  # type: ignore[method-assign]
     check.logger.addHandler(handler)
     engine = Engine(train_step)
     check.attach(engine)
-    agree: list[float] = []
-    differing: list[float] = []
+    in_sync: list[Any] = []
+    differing: list[Any] = []
 
     @engine.on(Events.ITERATION_COMPLETED)
     def record(_: Engine) -> None:
-        agree.append(float(check.metrics["replicas/in_sync"]))
-        differing.append(float(check.metrics["replicas/differing_count"]))
+        in_sync.append(check.metrics.get("replicas/in_sync"))
+        differing.append(check.metrics.get("replicas/differing_count"))
 
     made = 0
     original = dist.all_reduce
@@ -94,7 +103,7 @@ def train(
     finally:
         dist.all_reduce = original
         check.logger.removeHandler(handler)
-    return {"agree": agree, "differing": differing, "said": said, "all_reduces": made}
+    return {"in_sync": in_sync, "differing": differing, "said": said, "all_reduces": made}
 
 
 def wait(rank: int) -> dict[str, Any]:
@@ -135,6 +144,18 @@ def exchange(model, optimizer, engine):
     weight[0, 0], weight[3, 2] = weight[3, 2].clone(), weight[0, 0].clone()
 
 
+class Broken(dict[str, Any]):
+    """Optimizer state that raises an error whenever it is read by a check."""
+
+    def items(self):
+        raise RuntimeError("out of memory (a stand-in)")
+
+
+def break_state(model, optimizer, engine):
+    weight = parameter(model, "first.weight")
+    optimizer.state[weight] = Broken(optimizer.state[weight])
+
+
 # what is changed on the second rank -> how, and what the log has to name
 CHANGES: dict[str, tuple[Callable[..., None], str]] = {
     "weight": (lambda m, o, e: flip(parameter(m, "first.weight")), "first.weight (rank 1)"),
@@ -150,19 +171,22 @@ CHANGES: dict[str, tuple[Callable[..., None], str]] = {
         "step of second.weight in the optimizer (rank 1)",
     ),
     "rate": (lambda m, o, e: o.param_groups[0].update(lr=2e-3), "settings of group 0 of the optimizer (rank 1)"),
-    "random": (lambda m, o, e: torch.rand(1), "torch's random state (rank 1)"),
+    "random": (lambda m, o, e: torch.rand(1), "torch's RNG state (rank 1)"),
     "lost": (
         lambda m, o, e: o.state[parameter(m, "second.weight")].pop("exp_avg"),
         "exp_avg of second.weight in the optimizer (rank 1)",
     ),
-    "new": (lambda m, o, e: m.register_buffer("new", torch.ones(2)), "what has come since the last look"),
+    "new": (
+        lambda m, o, e: m.register_buffer("new", torch.ones(2)),
+        "items that are new, or not on all ranks (rank 1)",
+    ),
     "iteration": (lambda m, o, e: setattr(e.state, "epoch", 9), "the epoch (rank 1)"),
 }
 SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = {
     **{
         # Without its moment AdamW makes no further step.
-        f"ddp {name}": lambda rank, change=change, count=AT if name == "lost" else COUNT: train(
-            ddp(), rank, change, count
+        f"ddp {name}": lambda rank, name=name, change=change: train(
+            ddp(), rank, change, AT if name == "lost" else COUNT, random_state=name == "random"
         )
         for name, (change, _) in CHANGES.items()
     },
@@ -172,6 +196,8 @@ SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = {
     },
     "ddp healthy": lambda rank: train(ddp(), rank, count=LOOKS),
     "ddp seeds": lambda rank: train(ddp(), rank, seeds=True),
+    "ddp excluded": lambda rank: train(ddp(), rank, CHANGES["weight"][0], exclude=r"^(module\.)?first\.weight"),
+    "ddp error": lambda rank: train(ddp(), rank, break_state),
     "hybrid healthy": lambda rank: train(fsdp((WORLD, 1)), rank, count=LOOKS // 25),
     "waits": wait,
     "fsdp healthy": lambda rank: train(fsdp(), rank),

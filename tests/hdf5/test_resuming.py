@@ -297,3 +297,18 @@ def test_sessions_and_iterations(path):
     assert recording.iterations("valid/accuracy").tolist() == [10, 20, 30]
     assert recording.iterations("train/loss").tolist() == [5, 10, 15, 20, 25, 30]
     assert recording.sessions("train/loss").tolist() == [0, 0, 1, 1, 1, 1]
+
+
+def test_an_evaluator_of_a_trainer_that_is_not_attached(path):
+    """As validation is usually logged: the steps are epochs, the iterations are the trainer's."""
+    trainer, evaluator = engine_of(), engine_of(lambda _: {"accuracy": 0.5})
+    trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run([0]))
+    with HDF5Logger(path) as logger:
+        step = global_step_from_engine(trainer)
+        log_output(logger, evaluator, Events.EPOCH_COMPLETED, tag="valid", global_step_transform=step)
+        trainer.run(range(10), max_epochs=4)
+        trainer.load_state_dict({"iteration": 20, "epoch_length": 10, "max_epochs": 4})
+        trainer.run(range(10))
+    recording = read_hdf5(path)
+    assert recording["valid/accuracy"].steps.tolist() == [1, 2, 3, 4]
+    assert recording.iterations("valid/accuracy").tolist() == [10, 20, 30, 40]

@@ -133,11 +133,23 @@ def coverage(count, trials, decay, numerator_noise, denominator_noise):
     return inside / known, known / trials
 
 
-@pytest.mark.parametrize(("count", "noises"), [(5, (1.0, 0.2)), (30, (6.0, 2.0)), (60, (3.0, 4.0))])
+@pytest.mark.parametrize(("count", "noises"), [(21, (1.0, 0.2)), (30, (6.0, 2.0)), (60, (3.0, 4.0))])
 def test_the_interval_holds_the_ratio_as_often_as_it_says(count, noises):
     inside, known = coverage(count, 300, 0.97, *noises)
     assert known > 0.5
     assert 0.91 < inside < 0.985
+
+
+@pytest.mark.parametrize("decay", [0.91, 0.99])
+def test_no_interval_before_twenty_effective_observations(decay):
+    """The effective number of equally weighted observations would be their number; with decay it is smaller."""
+    ratio = RatioOfMeans(decay)
+    generator = torch.Generator().manual_seed(0)
+    for count in range(1, 80):
+        ratio.observe(torch.randn(2, generator=generator, dtype=torch.float64) + 10)
+        weights = [decay**age for age in range(count)]
+        effective = math.fsum(weights) ** 2 / math.fsum(weight**2 for weight in weights)
+        assert ratio.interval().isfinite().all() == (effective >= 20)
 
 
 def test_nothing_is_said_where_the_denominator_may_be_zero():
@@ -208,9 +220,9 @@ def test_a_step_that_is_made_otherwise_is_said_once(caplog):
     monitor = GradientNoiseScaleHandler(model, optimizer, micro_batches=4)
     with monitor.attach(trainer), caplog.at_level(logging.WARNING):
         trainer.run(list(batches(x, y, 16, 120)), max_epochs=1)
-    assert [record.getMessage() for record in caplog.records if "noise_scale" in record.getMessage()] == [
-        "noise_scale: no value after 50 optimizer steps: the last was made from 2 backward passes in monitored "
-        "iterations, and micro_batches is 4"
+    assert [message for message in caplog.messages if "noise_scale" in message] == [
+        "GradientNoiseScaleHandler (noise_scale): no value after 50 optimizer steps: the last was made from 2 backward "
+        "passes in monitored iterations, and micro_batches is 4"
     ]
     assert not monitor.metrics
 
@@ -222,6 +234,7 @@ def test_a_step_that_is_made_otherwise_is_said_once(caplog):
         ({"micro_batches": 0}, ValueError, "micro_batches"),
         ({"micro_batches": 2.5}, TypeError, "micro_batches"),
         ({"micro_batches": 2, "decay": 1.0}, ValueError, "decay"),
+        ({"micro_batches": 2, "decay": 0.9}, ValueError, "decay"),
         ({"micro_batches": 2, "items": 5}, TypeError, "items"),
     ],
 )
@@ -299,8 +312,8 @@ def test_a_step_whose_parts_were_changed_on_the_way_is_left_out(what):
         nn.utils.clip_grad_norm_(model.parameters(), 1e-3)  # which comes after
         optimizer.step()
 
-    found, entered = watched(step, model, optimizer, list(batches(x, y, 64, 12)))
-    assert entered == [True, False] * 6
+    found, entered = watched(step, model, optimizer, list(batches(x, y, 64, 60)))
+    assert entered == [True, False] * 30
     assert found[-2]
     assert not any(found[1::2])
 

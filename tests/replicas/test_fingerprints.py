@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from ignite_monitor.replicas.fingerprints import fingerprint_of, fingerprints
+from ignite_monitor.replicas.items import items_of, rng_items
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.complex64]
@@ -36,7 +39,6 @@ def test_pieces_make_no_difference(monkeypatch):
 
     tensors = [torch.randn(1000), torch.randn(37, 3)]
     whole = fingerprints(tensors, CPU)
-    monkeypatch.setattr(module, "_SMALL", 10)
     monkeypatch.setattr(module, "_PIECE", 64)
     assert torch.equal(fingerprints(tensors, CPU), whole)
 
@@ -61,3 +63,31 @@ def test_every_single_bit_and_every_exchange_is_seen():
 def test_no_tensors_and_plain_values():
     assert fingerprints([], CPU).shape == (0,)
     assert fingerprint_of((1, 0.5, "a")) == fingerprint_of((1, 0.5, "a")) != fingerprint_of((1, 0.25, "a"))
+
+
+@pytest.mark.parametrize("name", ["norm", "group_norm"])
+def test_numbers_of_a_parameter_s_state_are_named_so(name):
+    """Whatever the parameter is called."""
+    model = nn.Sequential()
+    model.add_module(name, nn.GroupNorm(1, 4))
+    optimizer = torch.optim.NAdam(model.parameters())
+    for parameter in model.parameters():
+        optimizer.state[parameter]["count"] = 1
+    names = [each for each in items_of(model, optimizer) if " of " in each]
+    assert names == [
+        "settings of group 0 of the optimizer",
+        f"numbers of {name}.weight in the optimizer",
+        f"numbers of {name}.bias in the optimizer",
+    ]
+
+
+def test_numpy_with_another_bit_generator():
+    before = np.random.get_bit_generator()
+    try:
+        np.random.set_bit_generator(np.random.Philox(3))
+        first = rng_items(CPU)
+        np.random.random()
+        changed = [name for name, value in rng_items(CPU).items() if str(value) != str(first[name])]
+    finally:
+        np.random.set_bit_generator(before)
+    assert changed == ["NumPy's RNG state"]

@@ -4,6 +4,41 @@ from __future__ import annotations
 
 import numpy as np
 
+from ignite_monitor.keys import ACTIVATION, SCHEMAS
+from ignite_monitor.report import series as reported
+
+SIGNS = {
+    "grad": ("spike", "norm"),
+    "spike": ("spike", "value"),
+    "weights": ("frozen_count",),
+    "rollback": ("count", "discarded_count"),
+}
+
+
+class Recorded(dict):
+    """Series by name, as a file holds them; monitors are known by their usual prefix, or by keys that are together."""
+
+    def iterations(self, name):
+        return np.asarray(self[name][0])
+
+    def monitor(self, name):
+        for schema in SCHEMAS:
+            for place in [0, *(at + 1 for at, letter in enumerate(name) if letter == "/")]:
+                root, key = name[:place].rstrip("/"), name[place:]
+                if schema is ACTIVATION:
+                    known = key.partition("/")[0] in schema.families
+                else:
+                    known = f"/{root}".endswith(f"/{schema.prefix}")
+                known |= all(f"{root}/{sign}" in self for sign in SIGNS.get(schema.kind, ("",)))
+                if known and schema.find(key):
+                    return schema.kind, root
+        return "user", ""
+
+
+def tidy(run):
+    series = {name: (np.asarray(steps), np.asarray(values, float)) for name, (steps, values) in run.items()}
+    return reported.tidy(Recorded(series))
+
 
 def series(values, every=1, start=None):
     """(steps, values): one value every so many iterations."""

@@ -11,9 +11,9 @@ import pytest
 
 from ignite_monitor.report.compare import as_json, compare
 from ignite_monitor.report.curves import direction
-from ignite_monitor.report.series import tidy
 from ignite_monitor.report.text import comparison_text, show
 from tests.report import _runs as runs
+from tests.report._runs import tidy
 
 
 def compared(a, b):
@@ -103,7 +103,9 @@ def test_runs_whose_steps_do_not_meet():
     [
         ("train/loss", -1), ("val_loss", -1), ("l1loss", -1), ("nll", -1), ("val/perplexity", -1), ("mse", -1),
         ("accuracy", 1), ("val/acc", 1), ("top5", 1), ("val_f1", 1), ("mAP", 1),
-        ("loss/gizmo", 0), ("lr", 0), ("glossary", 0), ("map_size_x", 1), ("accumulated", 0), ("terror", 0),
+        ("loss/gizmo", 0), ("lr", 0), ("glossary", 0), ("map_size_x", 0),
+        ("loss_scale", 0), ("train/loss_weight", 0), ("num_loss_terms", 0), ("val/rmse", -1),
+        ("loss_mean", -1), ("accumulated", 0), ("terror", 0),
     ],
 )  # fmt: skip
 def test_which_way_is_better(name, better):

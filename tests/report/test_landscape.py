@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ignite_monitor.report.series import tidy
 from ignite_monitor.report.summary import find
-from tests.report._runs import series
+from tests.report._runs import series, tidy
 
 
 def findings(names, values, *kinds):

@@ -12,8 +12,8 @@ from matplotlib import image
 
 from ignite_monitor.report.panels import picture
 from ignite_monitor.report.plot import draw
-from ignite_monitor.report.series import tidy
 from tests.report import _runs as runs
+from tests.report._runs import tidy
 
 AWKWARD = {
     "one point": {name: (steps[:1], values[:1]) for name, (steps, values) in runs.weights().items()},
@@ -99,3 +99,11 @@ def test_without_matplotlib_the_error_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'ignite-monitor\[cli\]'"):
         draw(picture(tidy(runs.grad(runs.calm_norms()))), tmp_path / "run.png")
+
+
+def test_a_dark_ground(tmp_path):
+    draw(picture(tidy(runs.healthy())), tmp_path / "run.png", title="run.h5", dark=True)
+    pixels = image.imread(tmp_path / "run.png")
+    assert (pixels[..., 3] == 1).all()
+    assert (pixels[0, 0, :3] < 0.2).all()
+    assert np.median(pixels[..., :3]) < 0.2

@@ -7,12 +7,11 @@ import pytest
 
 from ignite_monitor.report.panels import picture
 from ignite_monitor.report.plot import draw
-from ignite_monitor.report.series import tidy
 from ignite_monitor.report.summary import find
-from tests.report._runs import calm_norms, grad, series
+from tests.report._runs import calm_norms, grad, series, tidy
 
 
-def make_run(root="rollback", went_back=((80, 50, 20), (150, 120, 0))):
+def make_run(root="rollback", went_back=((80, 50, 20), (150, 120, 0)), norms=None):
     counts, undone = np.zeros(200), np.zeros(200)
     iterations = {}
     for at, target, left in went_back:
@@ -24,7 +23,7 @@ def make_run(root="rollback", went_back=((80, 50, 20), (150, 120, 0))):
     own = {"count": series(counts), "discarded_count": series(undone)}
     if iterations:
         own["restored_iteration"] = (np.array([*iterations]), values)
-    return tidy(grad(calm_norms(200)) | {f"{root}/{name}": value for name, value in own.items()})
+    return tidy((norms or grad(calm_norms(200))) | {f"{root}/{name}": value for name, value in own.items()})
 
 
 @pytest.mark.parametrize("root", ["rollback", "train/rollback", "mine"])
@@ -33,9 +32,9 @@ def test_a_finding_each_time(root):
     first, second = [each for each in find(run) if each.kind == "went_back"]
     assert (first.iterations, second.iterations) == ((80,), (150,))
     assert (first.severity, first.values) == ("warning", {"target": 50, "undone": 20})
-    assert "In iteration 80 the training went back to the state after iteration 50" in first.what
-    assert "30 batches are left out, and 20 iterations undone" in first.what
-    assert second.what.endswith("30 batches are left out.")
+    assert "Rolled back to iteration 50 at iteration 80" in first.what
+    assert "30 batches skipped, 20 more discarded during recovery" in first.what
+    assert second.what.endswith("30 batches skipped.")
 
 
 def test_without_there_is_none():
@@ -47,7 +46,7 @@ def test_without_there_is_none():
 def test_a_new_level_that_was_gone_back_from_is_told_once():
     norms = calm_norms(200)
     norms[70:90] = norms[100:110] = 60
-    run = make_run() | tidy(grad(norms, [*range(71, 91), *range(101, 111)]))
+    run = make_run(norms=grad(norms, [*range(71, 91), *range(101, 111)]))
     assert [each.iterations for each in find(run) if each.kind == "level_change"] == [(110,)]
 
 

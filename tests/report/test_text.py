@@ -7,10 +7,11 @@ import io
 import pytest
 from rich.console import Console
 
-from ignite_monitor.report.series import number, tidy
+from ignite_monitor.report.series import number
 from ignite_monitor.report.summary import summarise
 from ignite_monitor.report.text import summary_text
 from tests.report import _runs as runs
+from tests.report._runs import tidy
 
 
 @pytest.mark.parametrize("width", [24, 40, 60, 80, 120])

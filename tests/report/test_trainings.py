@@ -213,7 +213,7 @@ def test_a_language_model_that_was_wrecked_from_the_start(train):
             getattr(model.blocks[0].attn, layer).weight.mul_(factor)
     summary = train(model, text(), adam(2e-3), iterations=60)
     assert summary.healthy is False
-    assert "blocks.0.attn heads 0, 1, 2 and 3 (from the first look on)" in of(summary, "attention_collapse").text
+    assert "blocks.0.attn heads 0, 1, 2 and 3 (from the first measurement on)" in of(summary, "attention_collapse").text
     assert "blocks.0.attn" in of(summary, "activation_outlier").text
 
 
@@ -221,7 +221,7 @@ def test_a_learning_rate_that_wrecks_the_model_before_the_first_look(train):
     summary = train(GPT(), text(), adam(1.0), every=20, iterations=60)
     assert summary.healthy is False
     finding = of(summary, "activation_outlier")
-    assert "from the first look on" in finding.text
+    assert "from the first measurement on" in finding.text
     assert finding.values["largest"] > 1000
 
 
