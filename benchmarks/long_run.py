@@ -150,7 +150,7 @@ def monitors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
         ),
         RCCHandler(model),
         SpectralNormHandler(model, updates=True, per_parameter=True),
-        StepStatsHandler(model, optimizer, peak_flops=1e12),
+        StepStatsHandler(model, optimizer, peak_flops=1e12, flops_per_item=1e3),
     ]
 
 

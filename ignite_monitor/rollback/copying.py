@@ -1,4 +1,4 @@
-"""Copies of nested states whose memory is used again."""
+"""Copies of nested states."""
 
 from __future__ import annotations
 
@@ -12,62 +12,57 @@ from torch import Tensor
 from ignite_monitor.model._torch import foreach_copy, part_of_rank
 
 
-def refill(kept: Any, given: Any, on_host: bool | None = None) -> Any:
-    """The same as ``given``, with memory of its own: that of tensors in ``kept`` wherever they fit.
+def clone(value: Any, on_host: bool = False) -> Any:
+    """Copy dicts, lists and tuples with the tensors in them; anything else is copied deeply.
 
-    Dicts, lists and tuples are copied with the tensors in them, anything else deeply. The copies lie in the host's
-    memory (pinned where CUDA copies to it) with ``on_host=True``, where the given ones are with False, and with None
-    where those in ``kept`` are.
+    With ``on_host`` the copies are in the memory of the host, pinned where CUDA copies to it.
     """
+    return copy_into(None, value, on_host)
+
+
+def copy_into(current: Any, value: Any, on_host: bool = False) -> Any:
+    """Copy as :func:`clone` does, into the tensors of ``current`` where shape and dtype are the same."""
     pairs: list[tuple[Tensor, Tensor]] = []
-    refilled = _refill(kept, given, on_host, pairs)
-    _copy(pairs)
-    return refilled
+    result = _copy(current, value, on_host, pairs)
+    _assign(pairs)
+    return result
 
 
-def clone(given: Any) -> Any:
-    """A deep copy, every tensor where it is."""
-    return refill(None, given)
-
-
-def _refill(kept: Any, given: Any, on_host: bool | None, pairs: list[tuple[Tensor, Tensor]]) -> Any:
-    if isinstance(given, Tensor):
-        target = kept if isinstance(kept, Tensor) and _fits(kept, given, on_host) else _new(given, on_host)
-        pairs.append((target, given))
+def _copy(current: Any, value: Any, on_host: bool, pairs: list[tuple[Tensor, Tensor]]) -> Any:
+    if isinstance(value, Tensor):
+        target = current if isinstance(current, Tensor) and _fits(current, value) else _new(value, on_host)
+        pairs.append((target, value))
         return target
-    if type(given) in (dict, OrderedDict):
-        known = kept if isinstance(kept, dict) else {}
-        return type(given)((key, _refill(known.get(key), value, on_host, pairs)) for key, value in given.items())
-    if type(given) in (list, tuple):
-        before = kept if isinstance(kept, (list, tuple)) else ()
-        places = [*before, *[None] * (len(given) - len(before))]
-        return type(given)(_refill(old, value, on_host, pairs) for old, value in zip(places, given, strict=False))
-    return copy.deepcopy(given)
+    if type(value) in (dict, OrderedDict):
+        known = current if isinstance(current, dict) else {}
+        return type(value)((key, _copy(known.get(key), item, on_host, pairs)) for key, item in value.items())
+    if type(value) in (list, tuple):
+        olds = current if isinstance(current, (list, tuple)) and len(current) == len(value) else [None] * len(value)
+        return type(value)(_copy(old, item, on_host, pairs) for old, item in zip(olds, value, strict=True))
+    return copy.deepcopy(value)
 
 
-def _new(tensor: Tensor, on_host: bool | None) -> Tensor:
+def _new(tensor: Tensor, on_host: bool) -> Tensor:
     if not on_host or tensor.is_cpu:
         return torch.empty_like(tensor, requires_grad=False)
     pinned = tensor.device.type == "cuda" and type(tensor) in (Tensor, torch.nn.Parameter)
     return torch.empty_like(tensor, device="cpu", requires_grad=False, pin_memory=pinned)
 
 
-def _fits(kept: Tensor, given: Tensor, on_host: bool | None) -> bool:
+def _fits(current: Tensor, value: Tensor) -> bool:
     return (
-        (on_host is None or kept.is_cpu == (on_host or given.is_cpu))
-        and kept.shape == given.shape
-        and kept.dtype == given.dtype
-        and kept.layout == given.layout == torch.strided
-        and (part_of_rank(kept) is kept) == (part_of_rank(given) is given)
-        and all(stride or size < 2 for stride, size in zip(kept.stride(), kept.shape, strict=True))
+        (current.shape, current.dtype, current.layout) == (value.shape, value.dtype, value.layout)
+        and current.layout == torch.strided
+        and (part_of_rank(current) is current) == (part_of_rank(value) is value)
+        and all(stride or size < 2 for stride, size in zip(current.stride(), current.shape, strict=True))
     )
 
 
 @torch.no_grad()
-def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
+def _assign(pairs: list[tuple[Tensor, Tensor]]) -> None:
     groups: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
     for pair in pairs:
-        target, source = (part_of_rank(each).detach() for each in pair)
+        target, source = (part_of_rank(tensor).detach() for tensor in pair)
         if target.device != source.device:
             target.copy_(source)
             continue

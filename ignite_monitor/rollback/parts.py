@@ -1,4 +1,4 @@
-"""What a training is made of: each part with its state and the way back to an earlier one, and learning rates."""
+"""State of the things in ``to_save``: capture, restore, and check for non-finite values."""
 
 from __future__ import annotations
 
@@ -14,70 +14,42 @@ from ignite_monitor.model._torch import part_of_rank
 from ignite_monitor.model.norms import total_norm
 from ignite_monitor.model.tensors import tensors_in
 from ignite_monitor.monitor.base import Monitor
-from ignite_monitor.rollback.copying import clone, refill
-
-# What schedules keep learning rates in: torch's in parameter groups and in lists, Ignite's in numbers and lists.
-_IN_GROUPS = ("lr", "initial_lr", "max_lr", "min_lr")
-_IN_SCHEDULES = ("base_lrs", "max_lrs", "eta_min", "start_value", "end_value", "values")
-_INNER = ("lr_scheduler", "scheduler", "schedulers", "_schedulers")
-# What a schedule sets in parameter groups, and its user.
-SCHEDULED = ("lr", "initial_lr", "momentum", "betas", "weight_decay")
+from ignite_monitor.rollback.copying import clone, copy_into
 
 
 class Part:
-    """Something whose state goes back: here what loads what its ``state_dict()`` returned."""
+    """An object with ``state_dict`` and ``load_state_dict``."""
 
     def __init__(self, thing: Any) -> None:
         self.thing = thing
 
     def state(self) -> Any:
-        """The state as it is, nothing copied: dicts and lists of tensors and of anything else."""
+        """The state itself, nothing copied."""
         return self.thing.state_dict()
 
-    def put_back(self, state: Any, scheduled: bool) -> None:
-        """Have an earlier state again, without keeping its tensors; what schedules set only if ``scheduled``."""
-        groups = [] if scheduled else getattr(self.thing, "param_groups", [])
-        kept = [{key: group[key] for key in SCHEDULED if key in group} for group in groups]
-        if state:  # a GradScaler that is off has nothing to load
+    def restore(self, state: Any) -> None:
+        """Load an earlier state, without keeping its tensors."""
+        if state:  # a disabled GradScaler has nothing to load
             self.thing.load_state_dict(clone(state))
-        for group, now in zip(getattr(self.thing, "param_groups", []), kept, strict=False):
-            group.update(now)
-
-
-def part_of(thing: Any) -> Part:
-    """How something with a ``state_dict`` goes back."""
-    if isinstance(thing, nn.Module):
-        return ModulePart(thing)
-    if isinstance(thing, Optimizer) and type(thing).state_dict is Optimizer.state_dict:
-        return OptimizerPart(thing)
-    return Part(thing)
-
-
-def is_scheduler(thing: Any) -> bool:
-    """Whether something only sets what an optimizer steps with, or what Ignite keeps in an engine's state."""
-    if isinstance(thing, (nn.Module, Optimizer)) or hasattr(thing, "param_groups"):
-        return False
-    return any(hasattr(thing, name) for name in ("optimizer", "get_last_lr", "simulate_values"))
 
 
 class ModulePart(Part):
-    """Parameters, buffers (those that no ``state_dict`` holds as well) and extra state of a module."""
+    """Parameters, all buffers (non-persistent ones included) and extra state of a module."""
 
     def state(self) -> dict[str, Any]:
         base = nn.Module.get_extra_state
-        extra = {n: m.get_extra_state() for n, m in self.thing.named_modules() if type(m).get_extra_state is not base}
+        modules = self.thing.named_modules()
         return {
             "parameters": dict(self.thing.named_parameters()),
             "buffers": dict(self.thing.named_buffers()),
-            "extra": extra,
+            "extra": {name: module.get_extra_state() for name, module in modules if _overrides(module, base)},
         }
 
-    def put_back(self, state: Any, scheduled: bool) -> None:
-        now = self.state()
+    def restore(self, state: Any) -> None:
+        current = self.state()
         for kind in ("parameters", "buffers"):
-            back = refill(now[kind], state[kind])
-            for name, tensor in back.items():
-                if tensor is not now[kind].get(name):  # it has another shape by now, or is gone
+            for name, tensor in copy_into(current[kind], state[kind]).items():
+                if tensor is not current[kind].get(name):  # the shape has changed, or it was removed
                     self._replace(name, tensor)
         for name, extra in clone(state["extra"]).items():
             self.thing.get_submodule(name).set_extra_state(extra)
@@ -93,154 +65,144 @@ class ModulePart(Part):
 
 
 class OptimizerPart(Part):
-    """State and parameter groups of an optimizer of torch's kind, in place."""
+    """State and parameter groups of an optimizer, restored in place."""
 
     def _parameters(self) -> dict[str, Tensor]:
         groups = enumerate(self.thing.param_groups)
-        return {f"{i}.{j}": each for i, group in groups for j, each in enumerate(group["params"])}
+        return {f"{i}.{j}": parameter for i, group in groups for j, parameter in enumerate(group["params"])}
 
     def state(self) -> dict[str, Any]:
-        own = self.thing.state
-        parameters = self._parameters()
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.thing.param_groups]
+        own, parameters = self.thing.state, self._parameters()
         return {
-            "state": {key: own[each] for key, each in parameters.items() if each in own},
+            "state": {key: own[parameter] for key, parameter in parameters.items() if parameter in own},
             "other": {key: value for key, value in own.items() if not isinstance(key, Tensor)},
-            "groups": groups,
+            "groups": [{k: v for k, v in group.items() if k != "params"} for group in self.thing.param_groups],
         }
 
-    def put_back(self, state: Any, scheduled: bool) -> None:
+    def restore(self, state: Any) -> None:
         own: dict[Any, Any] = self.thing.state
         for key, parameter in self._parameters().items():
             if key in state["state"]:
-                own[parameter] = refill(own.get(parameter), state["state"][key])
+                own[parameter] = copy_into(own.get(parameter), state["state"][key])
             else:
                 own.pop(parameter, None)
-        for other in [other for other in own if not isinstance(other, Tensor)]:
-            del own[other]
+        for key in [key for key in own if not isinstance(key, Tensor)]:
+            del own[key]
         own.update(clone(state["other"]))
-        for group, before in zip(self.thing.param_groups, state["groups"], strict=False):
-            kept = () if scheduled else SCHEDULED
-            group.update((k, refill(group.get(k), v)) for k, v in before.items() if k not in kept)
+        for group, saved in zip(self.thing.param_groups, state["groups"], strict=False):
+            group.update((key, copy_into(group.get(key), value)) for key, value in saved.items())
 
 
 class MonitorPart(Part):
-    """A monitor's thresholds; its counts go on, and what it says that goes on."""
+    """A monitor's thresholds; its counts and what it keeps on rollback are not restored."""
 
-    def state(self) -> dict[str, Any]:
-        return {key: value for key, value in self.thing.state_dict().items() if key not in self.thing.kept_on_rollback}
-
-    def put_back(self, state: Any, scheduled: bool) -> None:
+    def restore(self, state: Any) -> None:
         if state:
-            now = self.thing.state_dict()
-            self.thing.load_state_dict(type(now)(now | _with_counts(clone(state), now)))
+            current = self.thing.state_dict()
+            self.thing.load_state_dict(type(current)(current | self._merged(clone(state), current)))
 
-
-def _with_counts(then: Any, now: Any) -> Any:
-    if not isinstance(then, Mapping) or not isinstance(now, Mapping):
-        return then
-    return {
-        key: now[key] if _goes_on(key, value, now.get(key)) else _with_counts(value, now.get(key))
-        for key, value in then.items()
-    }
-
-
-def _goes_on(key: str, then: Any, now: Any) -> bool:
-    # Of parameters that have come since, nothing is known in the state of then.
-    is_count = key.endswith("_count") or key in ("restarts", "score", "alone")
-    return is_count and now is not None and getattr(then, "shape", None) == getattr(now, "shape", None)
-
-
-def _numbers_in(state: Any) -> dict[str, Tensor]:
-    """The tensors of a nested state that may hold what is not finite, by path."""
-    found = ((path.replace("/", "."), each) for path, each in tensors_in(state))
-    return {path: each for path, each in found if each.is_complex() or (each.is_floating_point() and each.itemsize > 1)}
-
-
-def _nonfinite_in(state: Any, exempt: Container[str]) -> set[str]:
-    """The paths of the tensors that are not finite, but those that are exempt; reads the device."""
-    found = ((path, tensor.detach()) for path, tensor in _numbers_in(state).items() if path not in exempt)
-    named = {path: part_of_rank(tensor) for path, tensor in found if not tensor.is_meta}
-    # Elementwise it costs more than the copy.
-    if bool(torch.isfinite(total_norm(named.values()))):
-        return set()
-    return {path for path, tensor in named.items() if not bool(torch.isfinite(tensor).all())}
-
-
-class Training:
-    """What makes up a training; ``rewind`` says whether schedules go back too, and what they set."""
-
-    def __init__(self, to_save: Mapping[str, Any], rewind: bool) -> None:
-        self.rewind = rewind
-        things = [*to_save.values()]
-        self.monitors = [each for each in things if isinstance(each, Monitor)]
-        self.modules = [each for each in things if isinstance(each, nn.Module)]
-        self.optimizers = [each for each in things if hasattr(each, "register_step_post_hook")]
-        self.parts = {
-            name: part_of(thing)
-            for name, thing in to_save.items()
-            if not isinstance(thing, Monitor) and (rewind or not is_scheduler(thing))
+    def _merged(self, saved: Any, current: Any) -> Any:
+        if not isinstance(saved, Mapping) or not isinstance(current, Mapping):
+            return saved
+        return {
+            key: current[key] if self._is_kept(key) and key in current else self._merged(value, current.get(key))
+            for key, value in saved.items()
         }
-        self.exempt: set[str] = set()  # the paths of what was not finite when it was first seen
+
+    def _is_kept(self, key: str) -> bool:
+        return key.endswith("_count") or key in self.thing.kept_on_rollback
+
+
+class TrainingState:
+    """Everything that a rollback restores.
+
+    Args:
+        to_save: name -> object.
+
+    Attributes:
+        exempt: paths of tensors that were not finite from the first.
+    """
+
+    def __init__(self, to_save: Mapping[str, Any]) -> None:
+        things = {name: unwrapped(thing) for name, thing in to_save.items()}
+        self.things = [*things.values()]
+        self.monitors = [thing for thing in self.things if isinstance(thing, Monitor)]
+        self.modules = [thing for thing in self.things if isinstance(thing, nn.Module)]
+        self.optimizers = [thing for thing in self.things if hasattr(thing, "register_step_post_hook")]
+        self.parts = {name: part_of(thing) for name, thing in things.items() if not isinstance(thing, Monitor)}
+        self.exempt: set[str] = set()
 
     def state(self) -> dict[str, Any]:
-        """The state as it is, nothing copied."""
+        """The state itself, nothing copied."""
         return {name: part.state() for name, part in self.parts.items()}
 
-    def state_of(self, monitors: Iterable[Monitor]) -> dict[str, Any]:
-        """That of monitors, by name."""
-        return {name: part.state() for name, part in self._parts_of(monitors).items()}
-
-    def put_back(self, state: Mapping[str, Any], monitors: Iterable[Monitor], of_monitors: Mapping[str, Any]) -> None:
-        """Have an earlier state again, and no gradients."""
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore an earlier state, and drop all gradients."""
         for name, part in self.parts.items():
-            part.put_back(state[name], self.rewind)
-        for name, part in self._parts_of(monitors).items():
-            if name in of_monitors:
-                part.put_back(of_monitors[name], self.rewind)
+            part.restore(state[name])
         groups = [group["params"] for optimizer in self.optimizers for group in optimizer.param_groups]
         for parameter in chain(*(module.parameters() for module in self.modules), *groups):
             parameter.grad = None
 
-    def new_nonfinite(self, before: Mapping[str, Any] | None) -> list[str]:
-        """The paths of what is not finite now, and was at the newest snapshot, if there is any; reads the device.
+    def parameters(self) -> list[int]:
+        """Identities of all parameters; other ones are parameters that no snapshot knows."""
+        return [id(parameter) for module in self.modules for parameter in module.parameters()]
 
-        Masks of attention are not, and may be made later.
+    def nonfinite(self, earlier: Mapping[str, Any] | None) -> list[str]:
+        """Paths of tensors that are not finite, and were in an earlier state; synchronizes with the device.
+
+        Buffers that appear with non-finite values, attention masks for instance, are exempt.
         """
-        nonfinite = _nonfinite_in(self.state(), self.exempt)
-        if nonfinite:
-            known = _numbers_in(before).keys()
-            self.exempt |= {path for path in nonfinite - known if ".buffers." in path or not known}
-        return sorted(nonfinite - self.exempt)
-
-    def _parts_of(self, monitors: Iterable[Monitor]) -> dict[str, MonitorPart]:
-        named = {each.prefix or each.families[0]: each for each in monitors}
-        # Who has parameter groups sets learning rates, as schedules do.
-        kept = {n: m for n, m in named.items() if self.rewind or not hasattr(m, "param_groups")}
-        return {name: MonitorPart(monitor) for name, monitor in kept.items()}
+        paths = _nonfinite_in(self.state(), self.exempt)
+        if paths:
+            known = _numbers_in(earlier).keys()
+            self.exempt |= {path for path in paths - known if ".buffers." in path or not known}
+        return sorted(paths - self.exempt)
 
 
-def lower(things: Iterable[Any], factor: float) -> None:
-    """Multiply the learning rates of optimizers and schedulers of torch and Ignite; all else is left alone."""
-    waiting, seen = list(things), set[int]()
-    while waiting:
-        thing = waiting.pop()
-        if id(thing) in seen:
-            continue
-        seen.add(id(thing))
-        for group in getattr(thing, "param_groups", ()):
-            group.update({name: _times(group[name], factor) for name in _IN_GROUPS if name in group})
-        if is_scheduler(thing):
-            own = vars(thing)
-            if getattr(thing, "param_name", "lr") == "lr":
-                own.update({name: _times(own[name], factor) for name in _IN_SCHEDULES if name in own})
-            for inner in map(own.get, _INNER):
-                waiting += inner if isinstance(inner, (list, tuple)) else [inner]
+def unwrapped(thing: Any) -> Any:
+    """The torch optimizer inside of a wrapper that has no step hooks of its own, such as accelerate's."""
+    inner = getattr(thing, "optimizer", None)
+    has_hooks = "_optimizer_step_post_hooks" in vars(thing) if hasattr(thing, "__dict__") else True
+    return inner if isinstance(thing, Optimizer) and isinstance(inner, Optimizer) and not has_hooks else thing
 
 
-def _times(value: Any, factor: float) -> Any:
-    if isinstance(value, (list, tuple)):
-        return type(value)(_times(each, factor) for each in value)
-    if isinstance(value, Tensor):
-        return value.mul_(factor)  # whoever has compiled a step with it goes on with this one
-    return value * factor
+def part_of(thing: Any) -> Part:
+    """Wrap an object by its kind."""
+    if isinstance(thing, nn.Module):
+        return ModulePart(thing)
+    if isinstance(thing, Optimizer) and type(thing).state_dict is Optimizer.state_dict:
+        return OptimizerPart(thing)
+    return Part(thing)
+
+
+def states_of(monitors: Iterable[Monitor]) -> dict[str, Any]:
+    """States of monitors by name."""
+    return {_name_of(monitor): monitor.state_dict() for monitor in monitors}
+
+
+def restore_monitors(monitors: Iterable[Monitor], states: Mapping[str, Any]) -> None:
+    """Restore the thresholds of the monitors whose state is known."""
+    for monitor in monitors:
+        MonitorPart(monitor).restore(states.get(_name_of(monitor)))
+
+
+def _name_of(monitor: Monitor) -> str:
+    return monitor.prefix or monitor.families[0]
+
+
+def _overrides(module: nn.Module, method: Any) -> bool:
+    return getattr(type(module), method.__name__) is not method
+
+
+def _numbers_in(state: Any) -> dict[str, Tensor]:
+    tensors = ((path.replace("/", "."), tensor) for path, tensor in tensors_in(state))
+    return {path: t for path, t in tensors if t.is_complex() or (t.is_floating_point() and t.itemsize > 1)}
+
+
+def _nonfinite_in(state: Any, exempt: Container[str]) -> set[str]:
+    tensors = ((path, tensor.detach()) for path, tensor in _numbers_in(state).items() if path not in exempt)
+    named = {path: part_of_rank(tensor) for path, tensor in tensors if not tensor.is_meta}
+    if bool(torch.isfinite(total_norm(named.values()))):  # cheaper than an elementwise check
+        return set()
+    return {path for path, tensor in named.items() if not bool(torch.isfinite(tensor).all())}

@@ -1,4 +1,4 @@
-"""When to go back, when to leave a batch undone, and when to give in: one small state machine."""
+"""Recovery policy: when to roll back, discard an iteration, accept a new regime or end the run."""
 
 from __future__ import annotations
 
@@ -8,101 +8,109 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+PROBATION = 5
+"""Number of consecutive healthy iterations that end a recovery."""
+HOLD = 50
+"""Number of iterations since the first sign of instability after which it is accepted as a new regime."""
+WINDOW = 1000
+"""Number of iterations within which rollbacks are counted."""
+
 
 class Event(Enum):
-    """What an iteration was."""
+    """Classification of an iteration."""
 
     HEALTHY = "healthy"
-    UNHEALTHY = "unhealthy"  # something exceeds its threshold, and all is finite
-    NONFINITE = "nonfinite"  # the loss or a gradient is not finite, the state is: that is the batch's
-    TROUBLE = "trouble"  # a level has changed, or somebody asks to go back
+    UNHEALTHY = "unhealthy"  # a signal exceeds its threshold, and everything is finite
+    NONFINITE = "nonfinite"  # the loss or a gradient is not finite, but the state is: the batch is the cause
+    UNSTABLE = "unstable"  # a signal stayed above its threshold, or request() was called
     RUINED = "ruined"  # the state is not finite
 
 
 class Action(Enum):
-    """What to do after it."""
+    """Reaction to an iteration."""
 
     NONE = "none"
-    GO_BACK = "go back"
-    UNDO = "undo"  # put the same snapshot back: the iteration is left out
-    ACCEPT = "accept"  # put it back a last time, and let all rules start afresh
-    END = "end"  # put it back, and end the run
+    ROLL_BACK = "roll back"
+    DISCARD = "discard"  # restore the same snapshot: the iteration has no effect
+    ACCEPT = "accept"  # restore it a last time, and reset all thresholds
+    END = "end"  # restore it, and end the run
 
 
-WATCHING, HEALING = False, True
+WATCHING, RECOVERING = False, True
 
-# What to do; and what instead, once that has been done for too long. What is not finite is never accepted.
+# (state, event) -> the action, and the action in its place once the first one has been taken for too long.
+# A state that is not finite is never accepted.
 _ACTIONS: dict[tuple[bool, Event], tuple[Action, Action]] = {
     (WATCHING, Event.HEALTHY): (Action.NONE, Action.NONE),
     (WATCHING, Event.UNHEALTHY): (Action.NONE, Action.NONE),
-    (WATCHING, Event.NONFINITE): (Action.NONE, Action.NONE),  # so many in a row are RUINED
-    (WATCHING, Event.TROUBLE): (Action.GO_BACK, Action.ACCEPT),
-    (WATCHING, Event.RUINED): (Action.GO_BACK, Action.END),
-    (HEALING, Event.HEALTHY): (Action.NONE, Action.NONE),
-    (HEALING, Event.UNHEALTHY): (Action.UNDO, Action.ACCEPT),
-    (HEALING, Event.TROUBLE): (Action.UNDO, Action.ACCEPT),
-    (HEALING, Event.NONFINITE): (Action.UNDO, Action.END),
-    (HEALING, Event.RUINED): (Action.UNDO, Action.END),
+    (WATCHING, Event.NONFINITE): (Action.NONE, Action.NONE),  # ``patience`` of them in a row are RUINED
+    (WATCHING, Event.UNSTABLE): (Action.ROLL_BACK, Action.ACCEPT),
+    (WATCHING, Event.RUINED): (Action.ROLL_BACK, Action.END),
+    (RECOVERING, Event.HEALTHY): (Action.NONE, Action.NONE),
+    (RECOVERING, Event.UNHEALTHY): (Action.DISCARD, Action.ACCEPT),
+    (RECOVERING, Event.UNSTABLE): (Action.DISCARD, Action.ACCEPT),
+    (RECOVERING, Event.NONFINITE): (Action.DISCARD, Action.END),
+    (RECOVERING, Event.RUINED): (Action.DISCARD, Action.END),
 }
 
 
 @dataclass
 class RecoveryPolicy:
-    """Decides after every iteration, by a table of state and event.
+    """State machine that chooses an :class:`Action` after every iteration.
 
-    While it watches, too long means ``max_rollbacks`` in ``window`` iterations. While it heals, it means ``hold``
-    iterations, and to end the run that the last ``patience`` were not finite. Going back begins the healing, and
-    ``probation`` healthy iterations in a row end it. What was too long ends it too, and what was counted is forgotten.
+    "Too long" means ``max_rollbacks`` within ``WINDOW`` iterations while watching, and ``HOLD`` iterations since the
+    first sign while recovering; the run ends only if the last ``patience`` iterations were not finite as well.
+
+    Args:
+        patience: number of consecutive non-finite batches that count as a ruined state.
+        max_rollbacks: number of rollbacks within ``WINDOW`` iterations.
     """
 
     patience: int
-    probation: int
-    hold: int
     max_rollbacks: int
-    window: int
 
-    _STATE = ("healing", "undone", "age", "healthy", "nonfinite", "went_back")
+    _STATE = ("recovering", "age", "healthy", "nonfinite", "discarded", "rollbacks")
 
     def __post_init__(self) -> None:
-        self.forget()
+        self.reset()
 
-    def forget(self) -> None:
-        """Start as at the beginning."""
-        self.healing = WATCHING
-        self.undone = 0  # iterations that have been left out since it went back
-        self.age = 0  # iterations of healing
-        self.healthy = 0  # in a row
-        self.nonfinite = 0  # in a row
-        self.went_back: list[int] = []  # in which iterations
+    def reset(self) -> None:
+        """Return to the initial state."""
+        self.recovering = WATCHING
+        self.age = 0  # iterations since the first sign of the current instability
+        self.healthy = 0  # consecutive healthy iterations
+        self.nonfinite = 0  # consecutive non-finite iterations
+        self.discarded = 0  # iterations discarded in the current recovery
+        self.rollbacks: list[int] = []  # iterations of the rollbacks within WINDOW
 
     def next(self, event: Event, iteration: int) -> Action:
-        """What to do after an iteration, of which it is known what it was."""
+        """Choose the action for an iteration."""
         self.nonfinite = self.nonfinite + 1 if event in (Event.NONFINITE, Event.RUINED) else 0
         self.healthy = self.healthy + 1 if event == Event.HEALTHY else 0
-        self.age += 1
+        self.age = self.age + 1 if self.recovering or event != Event.HEALTHY else 0
         if event == Event.NONFINITE and self.nonfinite >= self.patience:
             event = Event.RUINED
-        action, instead = _ACTIONS[self.healing, event]
-        if action != instead and self._is_too_long(instead, iteration):
-            self.forget()
+        self.rollbacks = [at for at in self.rollbacks if 0 <= iteration - at < WINDOW]
+        action, instead = _ACTIONS[self.recovering, event]
+        if action != instead and self._is_too_long(instead):
+            self.reset()
             return instead
-        if action == Action.GO_BACK:
-            self.went_back.append(iteration)
-            self.healing, self.undone, self.age = HEALING, 0, 0
-        elif action == Action.UNDO:
-            self.undone += 1
-        elif self.healthy >= self.probation:
-            self.healing = WATCHING
+        if action == Action.ROLL_BACK:
+            self.rollbacks.append(iteration)
+            self.recovering, self.discarded = RECOVERING, 0
+        elif action == Action.DISCARD:
+            self.discarded += 1
+        elif self.healthy >= PROBATION:
+            self.recovering = WATCHING
         return action
 
-    def _is_too_long(self, instead: Action, iteration: int) -> bool:
-        if self.healing == HEALING:
-            return self.age > self.hold and (instead == Action.ACCEPT or self.nonfinite >= self.patience)
-        self.went_back = [each for each in self.went_back if 0 <= iteration - each < self.window]
-        return len(self.went_back) >= self.max_rollbacks
+    def _is_too_long(self, instead: Action) -> bool:
+        if self.recovering:
+            return self.age > HOLD and (instead == Action.ACCEPT or self.nonfinite >= self.patience)
+        return len(self.rollbacks) >= self.max_rollbacks
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it is: numbers and a list of numbers."""
+        """Numbers and a list of numbers."""
         return {name: copy(getattr(self, name)) for name in self._STATE}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -1,135 +1,120 @@
-"""Snapshots of a training in memory that is allocated once: which are good, and which to go back to."""
+"""In-memory snapshots: which are confirmed, and which one to restore."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ignite_monitor.rollback.copying import clone, refill
+from ignite_monitor.rollback.copying import clone
+
+CONFIRMED_AFTER = 20
+"""Number of consecutive healthy iterations after which a snapshot is confirmed."""
+_UNCONFIRMED = 3  # number of unconfirmed snapshots at most
+_SPACING = 5  # distance of older confirmed snapshots, in units of ``every``
+_TRIES = 3  # number of discarded iterations after which an unconfirmed snapshot gives way to an older one
 
 
 @dataclass(eq=False)
 class Snapshot:
-    """A state, and how well training went after it."""
+    """State after an iteration."""
 
-    iteration: int  # the state is that after this iteration
+    iteration: int
     state: Any  # nested copies
-    factor: float  # what learning rates had been lowered to by then, of their schedule
-    young: bool  # whether rules had not seen enough by then to judge anything
-    quiet: int = 0  # for how many iterations nothing has been unhealthy since
-
-    def state_dict(self) -> dict[str, Any]:
-        """All of it, copied."""
-        return vars(self) | {"state": clone(self.state)}
+    thresholds: Any  # of the monitors and of the handler, at the same time
+    lr_scale: float  # product of the factors that learning rates had been multiplied by
+    quiet: int = 0  # consecutive healthy iterations since it was taken or restored
+    confirmed: bool = False
 
 
 @dataclass
 class Snapshots:
-    """Those that have proved good, oldest first, and those that have not yet."""
+    """Snapshots in order of their iterations, of which at most ``keep`` are confirmed."""
 
-    every: int  # in which distance they are taken, in iterations
-    keep: int  # how many good ones are kept, and how many others at most
-    quiet: int  # after how many healthy iterations in a row one is good
-    on_host: bool  # whether to keep them in the host's memory, pinned where a device copies from it
+    every: int
+    keep: int
+    on_host: bool
 
     def __post_init__(self) -> None:
-        self.taken = 0  # the iteration after which the last one was taken
-        self.good: list[Snapshot] = []
-        self.pending: list[Snapshot] = []
-        self._free: list[Any] = []  # states whose memory can be used again
-        self._in_doubt: Snapshot | None = None  # gone back to, and not proved good again since
-
-    def __len__(self) -> int:
-        return len(self.good) + len(self.pending)
+        self.taken = 0  # the iteration of the newest one
+        self.all: list[Snapshot] = []
+        self.restored: Snapshot | None = None  # the one restored last, until it has been confirmed again
+        self._failed = 0  # discarded iterations since it was chosen
 
     def overdue(self, iteration: int) -> int:
-        """For how many iterations one should have been there, after this one; less than 0 as long as none is due."""
-        return iteration - self.taken - self.every if len(self) else 0
+        """Number of iterations since a snapshot has been due; negative before."""
+        return iteration - self.taken - self.every if self.all else 0
 
     @property
     def newest(self) -> Snapshot:
-        """The one taken last; there has to be one."""
-        return (self.pending or self.good)[-1]
+        """The newest snapshot; there has to be one."""
+        return self.all[-1]
 
-    def take(self, iteration: int, state: Any, factor: float) -> None:
-        """Copy the state after an iteration."""
+    def take(self, iteration: int, state: Any, thresholds: Any, lr_scale: float) -> None:
+        """Copy a state."""
         self.taken = iteration
-        if len(self.pending) == self.keep:
-            self._drop(self.pending[:1])
-        self.pending.append(Snapshot(iteration, self._copy(state), factor, young=not len(self)))
+        unconfirmed = [snapshot for snapshot in self.all if not snapshot.confirmed]
+        if len(unconfirmed) == _UNCONFIRMED:
+            self.all.remove(unconfirmed[0])
+        self.all.append(Snapshot(iteration, clone(state, self.on_host), clone(thresholds), lr_scale))
 
-    def _copy(self, state: Any) -> Any:
-        return refill(self._free.pop() if self._free else None, state, self.on_host)
+    def note(self, healthy: bool) -> None:
+        """Count an iteration, confirm snapshots, and drop those that are not needed any more."""
+        for snapshot in self.all:
+            snapshot.quiet = snapshot.quiet + 1 if healthy else 0
+            snapshot.confirmed |= snapshot.quiet >= CONFIRMED_AFTER
+        if self.restored is not None and self.restored.quiet >= CONFIRMED_AFTER:
+            self.restored = None
+        confirmed = [snapshot for snapshot in self.all if snapshot.confirmed]
+        if len(confirmed) > 2 and confirmed[-2].iteration - confirmed[-3].iteration < _SPACING * self.every:
+            self.all.remove(confirmed.pop(-2))
+        if len(confirmed) > self.keep:
+            self.all.remove(confirmed[0])
 
-    def _drop(self, unwanted: Sequence[Snapshot]) -> None:
-        self._free += [each.state for each in unwanted]
-        self.good = [each for each in self.good if each not in unwanted]
-        self.pending = [each for each in self.pending if each not in unwanted]
+    def choose(self) -> Snapshot:
+        """Choose the snapshot to restore when a recovery begins: the newest.
 
-    def update(self, snapshot: Snapshot, state: Mapping[str, Any]) -> None:
-        """Copy parts of a state into a snapshot anew."""
-        snapshot.state |= refill({key: snapshot.state[key] for key in state}, dict(state), self.on_host)
-
-    def note(self, healthy: bool) -> list[Snapshot]:
-        """An iteration has passed; the snapshots that have proved good by it."""
-        for each in [*self.pending, *self.good[-1:]]:
-            each.quiet = each.quiet + 1 if healthy else 0
-            if each is self._in_doubt and each.quiet >= self.quiet:
-                self._in_doubt = None
-        proved = [each for each in self.pending if each.quiet >= self.quiet]
-        self.pending = [each for each in self.pending if each not in proved]
-        self.good += proved
-        self._drop(self.good[: -self.keep])
-        return proved
-
-    @property
-    def current(self) -> Snapshot:
-        """The one that was chosen last."""
-        return self.good[-1] if self.good else self.pending[0]
-
-    def choose(self, anew: bool) -> Snapshot:
-        """What to go back to: the newest good one, and where none is good the oldest.
-
-        At another trouble (``anew``) the one that was gone back to at the last is not good any more if it has not
-        proved so again since, unless there is no other.
+        If the snapshot that the last recovery restored has not been confirmed again since, it is one older than that.
         """
-        if anew and len(self.good) > 1 and self.good[-1] is self._in_doubt:
-            self._drop(self.good[-1:])
-        chosen = self._in_doubt = self.current
-        self._drop([each for each in self.pending if each is not chosen])  # they may be of the trouble
-        chosen.quiet = 0
-        return chosen
+        if self.restored in self.all:
+            self.all = self.all[: self.all.index(self.restored)] or [self.restored]
+        self.restored, self._failed = self.newest, 0
+        return self.restored
 
-    def start_from(self, snapshot: Snapshot, thresholds: Mapping[str, Any]) -> None:
-        """Forget all others; this one has to prove itself again, with other thresholds."""
-        self._drop([each for each in [*self.good, *self.pending] if each is not snapshot])
-        self.good, self.pending, self._in_doubt = [], [snapshot], None
-        snapshot.young, snapshot.quiet = True, 0
-        self.update(snapshot, thresholds)
+    def choose_again(self) -> Snapshot:
+        """Choose the snapshot to restore when an iteration of a recovery is discarded.
+
+        After three discarded iterations an unconfirmed snapshot gives way to the next older one.
+        """
+        restored = self.restored or self.newest
+        self._failed += 1
+        if self._failed >= _TRIES and not restored.confirmed and restored is not self.all[0]:
+            restored, self._failed = self.all[self.all.index(restored) - 1], 0
+        self.restored = restored
+        return restored
+
+    def drop_newer(self) -> None:
+        """Drop the snapshots that a recovery has tried without success."""
+        if self.restored is not None:
+            self.all = self.all[: self.all.index(self.restored) + 1]
 
     def clear(self) -> None:
-        """Forget all of them."""
-        self._drop([*self.good, *self.pending])
-        self._in_doubt = None
-
-    def release(self) -> None:
-        """Let the memory go that is not in use."""
-        self._free.clear()
+        """Drop all snapshots."""
+        self.all, self.restored, self._failed = [], None, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """What going back may need, copied: the newest good one, all if it is in doubt, and those not yet good."""
-        in_doubt = len(self) > 0 and self._in_doubt is self.current
-        good = [each.state_dict() for each in (self.good if in_doubt else self.good[-1:])]
-        pending = [each.state_dict() for each in self.pending]
-        return {"taken": self.taken, "in_doubt": in_doubt, "good": good, "pending": pending}
+        """The snapshots that a recovery may need: the newest confirmed one and all newer ones."""
+        first = max((place for place, snapshot in enumerate(self.all) if snapshot.confirmed), default=0)
+        needed = self.all if self.restored is not None else self.all[first:]
+        return {
+            "taken": self.taken,
+            "restored": -1 if self.restored is None else needed.index(self.restored),
+            "failed": self._failed,
+            "all": [vars(snapshot) | {"state": clone(snapshot.state)} for snapshot in needed],
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a saved state."""
-        self.clear()
-        self.taken = int(state_dict["taken"])
-        self.good, self.pending = (
-            [Snapshot(**{**saved, "state": self._copy(saved["state"])}) for saved in state_dict[name]]
-            for name in ("good", "pending")
-        )
-        self._in_doubt = self.current if state_dict["in_doubt"] else None
+        self.taken, self._failed = int(state_dict["taken"]), int(state_dict["failed"])
+        self.all = [Snapshot(**{**saved, "state": clone(saved["state"], self.on_host)}) for saved in state_dict["all"]]
+        self.restored = self.all[state_dict["restored"]] if state_dict["restored"] >= 0 else None

@@ -1,227 +1,244 @@
-"""The signs of trouble: the level of the loss, running statistics, what monitors count, and requests."""
+"""Triggers of a rollback: the loss, running statistics, the monitors' spikes, and requests."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from ignite_monitor.detection.spikes import Kind, outcome
-from ignite_monitor.model._torch import buffers_of_each, foreach_norm, part_of_rank
+from ignite_monitor.detection.spikes import SpikeDetector
+from ignite_monitor.detection.thresholds import ThresholdRule
+from ignite_monitor.model._torch import foreach_norm, part_of_rank
 from ignite_monitor.model.devices import device_of, wide_dtype
 from ignite_monitor.monitor.base import Monitor
 from ignite_monitor.monitor.publisher import transfer
 from ignite_monitor.monitor.ranks import sum_over_ranks
 
-_MEAN, _VARIANCE = "running_mean", "running_var"
+_FAR = 10.0  # times the threshold: so far above it, _FAR_PATIENCE iterations in a row are decisive
+_FAR_PATIENCE = 3
+_STATISTICS_PATIENCE = 3
+_DECAY = 0.95
 
 
-class Levels:
-    """Which of some numbers exceed their levels: a ``SpikeDetector`` for each, in Python's floats.
+class LossRule(ThresholdRule):
+    r"""Threshold of the loss: :math:`\mu + \max(2\sigma, \mu / 2)`, or :math:`\mu + 4\sigma` of a signed loss."""
 
-    ``limit`` gives, of the mean and deviation of the earlier ones, exponentially weighted with 0.95, the largest that
-    is no spike. ``patience`` spikes in a row mean trouble.
-    """
+    def __init__(self) -> None:
+        super().__init__(decay=_DECAY)
+        self.is_signed = False
 
-    _WARMUP, _DECAY = 20, 0.95
-    _START = (0.0,) * 6  # count, weight, squared weight, mean, spread (see ``Moments``), and the state of ``outcome``
-
-    def __init__(self, limit: Callable[[float, float], float], patience: int) -> None:
-        self._limit = limit
-        self.patience = patience
-        self._rows: list[tuple[float, ...]] = []
-
-    def observe(self, values: Sequence[float]) -> tuple[bool, bool]:
-        """Whether any is above its level, and whether any has been so often enough in a row; takes all of them in."""
-        if len(values) != len(self._rows):
-            self._rows = [self._START] * len(values)
-        spike = trouble = False
-        for place, value in enumerate(values):
-            *moments, state = self._rows[place]
-            limit = self._limit_of(moments)
-            found = outcome(int(state), _kind(value, limit), self.patience, overflow_is_spike=False)
-            spike, trouble = spike or bool(found.spike), trouble or bool(found.threshold_reset)
-            if found.threshold_reset:
-                moments = [0.0] * 5
-            if not math.isnan(found.entry):
-                moments = self._with(moments, min(value, limit + found.entry))
-            self._rows[place] = (*moments, found.state)
-        return spike, trouble
-
-    def _limit_of(self, moments: list[float]) -> float:
-        count, weight, weight_squared, mean, spread = moments
-        if count < self._WARMUP:
-            return math.inf
-        return self._limit(mean, math.sqrt(spread / (weight - weight_squared / weight)))
-
-    def _with(self, moments: list[float], value: float) -> list[float]:
-        count, weight, weight_squared, mean, spread = moments
-        weight, weight_squared = self._DECAY * weight + 1.0, self._DECAY**2 * weight_squared + 1.0
-        delta = value - mean
-        mean += delta / weight
-        return [count + 1.0, weight, weight_squared, mean, self._DECAY * spread + delta * (value - mean)]
-
-    def reset_threshold(self) -> None:
-        """Forget the levels."""
-        self._rows = [self._START] * len(self._rows)
-
-    def state(self) -> Tensor:
-        """What is known of each number, a row of a tensor."""
-        return torch.tensor(self._rows, dtype=torch.float64, device="cpu").view(-1, len(self._START))
-
-    def load(self, state: Tensor) -> None:
-        """Continue from a saved state."""
-        self._rows = [tuple(row) for row in state.tolist()]
+    def __call__(self, mean: Tensor, std: Tensor, count: Tensor) -> Tensor:
+        return mean + (4.0 * std if self.is_signed else torch.maximum(2.0 * std, 0.5 * mean))
 
 
-def _kind(value: float, limit: float) -> Kind:
-    if not math.isfinite(value):
-        return Kind.NONFINITE
-    if limit == math.inf:
-        return Kind.WITHOUT_LIMIT
-    return Kind.ABOVE if value > limit else Kind.WITHIN
+class Statistics:
+    """Second moments of running statistics beside their exponentially weighted means."""
 
+    def __init__(self) -> None:
+        self.count = 0  # iterations that have updated the means
+        self.row = 0  # consecutive iterations above three times a mean
+        self.means = torch.zeros(0, dtype=torch.float64, device="cpu")
 
-def loss_levels(patience: int) -> Levels:
-    """Of a loss's logarithm: it may be two deviations, or log 1.5, above its mean."""
-    return Levels(lambda mean, std: mean + max(2.0 * std, math.log(1.5)), patience)
+    def observe(self, moments: Tensor) -> float:
+        """The largest ratio of a moment to three times its mean; 0 during the warm-up."""
+        if self.means.shape != moments.shape:
+            self.means, self.count = moments.clone(), 0
+        largest = float((moments / (3.0 * self.means)).nan_to_num(math.inf).max())
+        is_judged = self.count >= self._WARMUP
+        self.row = self.row + 1 if is_judged and largest > 1.0 else 0
+        if self.row == 0:
+            self.count += 1
+            self.means.lerp_(moments, max(1.0 - _DECAY, 1.0 / self.count))
+        return largest if is_judged else 0.0
 
-
-def statistics_levels() -> Levels:
-    """Of second moments: they may be three times their mean, and are trouble three times in a row above."""
-    return Levels(lambda mean, std: 3.0 * mean, patience=3)
-
-
-def statistics_in(modules: Iterable[nn.Module]) -> list[dict[str, Any]]:
-    """The buffers of those modules in them that keep running statistics."""
-    inner = {id(inner): inner for module in modules for inner in module.modules()}
-    return [each for each in buffers_of_each(inner.values()) if each.keys() >= {_MEAN, _VARIANCE}]
-
-
-def second_moments(statistics: Iterable[Mapping[str, Any]]) -> list[Tensor]:
-    r"""What running statistics stand for, :math:`\lVert\mu\rVert_2^2 + \lVert\sigma^2\rVert_1`, on each device.
-
-    A mean is not large where it is small against the deviation.
-    """
-    found = []
-    kept = [each for each in statistics if each[_MEAN] is not None and each[_VARIANCE] is not None]
-    for device in dict.fromkeys(each[_MEAN].device for each in kept):
-        here = [each for each in kept if each[_MEAN].device == device]
-        means, variances = ([part_of_rank(each[name]) for each in here] for name in (_MEAN, _VARIANCE))
-        dtype = max(torch.float32, *(each.dtype for each in means), key=lambda dtype: dtype.itemsize)
-        norms = [*foreach_norm(means, 2.0, dtype=dtype), *foreach_norm(variances, 1.0, dtype=dtype)]
-        mean, variance = torch.stack(norms).to(wide_dtype(device)).chunk(2)
-        found.append(torch.addcmul(variance, mean, mean))
-    return found
+    _WARMUP = 20
 
 
 @dataclass
-class Signs:
-    """What an iteration's signs are, on one rank or on all of them."""
+class Signal:
+    """One number that is compared with a threshold, and the largest value that was accepted as a regime."""
 
-    loss: float  # the sum of the ranks' losses
-    losses: float  # how many there are
-    trouble: list[str] = field(default_factory=list)  # what is trouble by itself
-    look: bool = False  # something is not finite: is the state?
-    nonfinite: bool = False  # a loss or gradient is not finite, and nobody looks after it
-    spike: bool = False  # something is above its threshold
+    far: int = 0  # consecutive iterations far above the threshold
+    peak: float = -math.inf  # largest value since the last healthy iteration
+    accepted: float = -math.inf
 
-    def summed(self, device: torch.device) -> Signs:
-        """The signs of all ranks."""
-        own = [self.loss, self.losses, bool(self.trouble), self.look, self.nonfinite, self.spike]
-        all_ranks = sum_over_ranks(torch.tensor(own, dtype=wide_dtype(device), device=device))
-        loss, losses, trouble, *flags = all_ranks.tolist()
-        words = self.trouble or ["another rank has trouble"] * bool(trouble)
-        return Signs(loss, losses, words, *map(bool, flags))
+    def note(self, value: float, threshold: float, is_spike: bool) -> bool:
+        """Whether the value is unhealthy: a spike above everything that was accepted."""
+        if not is_spike or value <= self.accepted:
+            self.far = 0
+            return False
+        if math.isfinite(value):
+            self.peak = max(self.peak, value)
+        self.far = self.far + 1 if value > _FAR * threshold > 0.0 else 0
+        return True
 
 
-class Watch:
-    """Collects the signs of every iteration, in one transfer from each device.
+@dataclass
+class Findings:
+    """Findings of an iteration, on one rank or on all of them."""
 
-    The running statistics of the modules are looked at; the first of them lies where ranks communicate.
+    loss: float = 0.0  # sum over ranks
+    losses: float = 0.0  # number of ranks that have one
+    reasons: list[str] = field(default_factory=list)  # of instability
+    is_unhealthy: bool = False
+    is_nonfinite: bool = False  # the loss or a gradient, and no GradScaler handles it
+    check_state: bool = False  # something is not finite: is the state?
+
+    def over_ranks(self, device: torch.device) -> Findings:
+        """Combine the findings of all ranks in one sum."""
+        own = [self.loss, self.losses, bool(self.reasons), self.is_unhealthy, self.is_nonfinite, self.check_state]
+        loss, losses, unstable, *flags = sum_over_ranks(
+            torch.tensor(own, dtype=wide_dtype(device), device=device)
+        ).tolist()
+        reasons = self.reasons or ["another rank is unstable"] * bool(unstable)
+        return Findings(loss, losses, reasons, *map(bool, flags))
+
+
+class Triggers:
+    """Collects the findings of every iteration, in one transfer from each device.
+
+    Args:
+        patience: number of consecutive losses above the threshold that count as unstable.
+        modules: modules whose running statistics are measured; the first is on the device that communicates.
     """
 
     def __init__(self, patience: int, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
-        self.look_for_statistics()
-        self._levels = {"loss": loss_levels(patience), "statistics": statistics_levels()}
-        self._counts: WeakKeyDictionary[Monitor, list[float]] = WeakKeyDictionary()
-        self.request: str | None = None  # why somebody asks to go back in this iteration, or the next
-        self.has_signs = False  # whether there has ever been anything to judge by
-
-    def meet(self, monitors: Iterable[Monitor]) -> None:
-        """What monitors who are new have counted so far is no sign."""
-        for monitor in monitors:
-            if monitor not in self._counts and (counts := monitor.counts()) is not None:
-                self._counts[monitor] = counts.tolist()
-
-    def look_for_statistics(self) -> None:
-        """Modules may have come, or gone."""
-        self._statistics = statistics_in(self._modules)
-
-    def signs(self, loss: float | Tensor | None, monitors: Iterable[Monitor], ranks: int = 1) -> Signs:
-        """Of the iteration that ends, the same on every rank but for the reasons; a loss has one element."""
-        counts = {each: counts for each in monitors if (counts := each.counts()) is not None}
-        asked = [[loss] if isinstance(loss, Tensor) else [], [*counts.values()], second_moments(self._statistics)]
-        losses, numbers, moments = transfer(asked) if any(asked) else [[], [], []]
-        number = losses[0][0] if isinstance(loss, Tensor) else loss
-        self.has_signs = self.has_signs or number is not None or any(asked)
-        signs = Signs(0.0 if number is None else number, number is not None)
-        self._look_at_counts(signs, dict(zip(counts, numbers, strict=True)))
-        self._look_at_statistics(signs, [*chain.from_iterable(moments)])
-        if self.request is not None:
-            signs.trouble.append(self.request)
-            self.request = None
-        if ranks > 1:
-            signs = signs.summed(device_of(self._modules[0]))
-        if signs.losses:
-            self._look_at_loss(signs, signs.loss / signs.losses)
-        return signs
-
-    def _look_at_counts(self, signs: Signs, counts: Mapping[Monitor, list[float]]) -> None:
-        for monitor, now in counts.items():
-            spikes, nonfinite, restarts = (a > b for a, b in zip(now, self._counts.get(monitor, now), strict=True))
-            self._counts[monitor] = now
-            signs.spike |= spikes
-            signs.look |= nonfinite
-            signs.nonfinite |= nonfinite and spikes  # what a GradScaler looks after is no spike
-            if restarts:
-                signs.trouble.append(f"{monitor.prefix} has had so many spikes in a row that its level has changed")
-
-    def _look_at_statistics(self, signs: Signs, found: list[float]) -> None:
-        if not all(map(math.isfinite, found)):
-            signs.look = True
-        spike, trouble = self._levels["statistics"].observe(found)
-        signs.spike |= spike
-        if trouble:
-            signs.trouble.append("running statistics are far above their level")
-
-    def _look_at_loss(self, signs: Signs, loss: float) -> None:
-        if not math.isfinite(loss):
-            signs.look = signs.nonfinite = True
-        if not 0.0 < loss < math.inf:  # it has no logarithm
-            return
-        spike, trouble = self._levels["loss"].observe([math.log(loss)])
-        signs.spike |= spike
-        if trouble:
-            signs.trouble.append(f"the loss has been above its level {self._levels['loss'].patience} times in a row")
+        self._patience = patience
+        self._counts: dict[str, list[float]] = {}  # of each monitor, at the last iteration
+        self._signals: dict[str, Signal] = {}
+        self._loss_rule = LossRule()
+        self.request: str | None = None
+        self.has_any = False  # whether there has ever been anything to judge by
+        self.reset_threshold()
 
     def reset_threshold(self) -> None:
-        """Forget the levels."""
-        for levels in self._levels.values():
-            levels.reset_threshold()
+        """Forget the baselines of loss and running statistics; what was accepted stays accepted."""
+        self._loss = SpikeDetector(LossRule(), max_consecutive_spikes=self._patience, overflow_is_spike=False)
+        self._statistics = Statistics()
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """The levels."""
-        return {name: levels.state() for name, levels in self._levels.items()}
+    def accept(self) -> None:
+        """Accept the largest values since the last healthy iteration as those of a healthy regime."""
+        for signal in self._signals.values():
+            signal.accepted = max(signal.accepted, signal.peak)
 
-    def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Continue from a saved state."""
-        for name, levels in self._levels.items():
-            levels.load(state_dict[name])
+    def healthy(self) -> None:
+        """Forget the peaks: no instability is going on."""
+        for signal in self._signals.values():
+            signal.peak = -math.inf
+
+    def collect(self, loss: float | Tensor | None, monitors: Sequence[Monitor], ranks: int = 1) -> Findings:
+        """Findings of the iteration that ends, the same on every rank but for the reasons."""
+        judging = [monitor for monitor in monitors if monitor.counts() is not None]
+        values = [_value_and_threshold(monitor) for monitor in judging]
+        tensors = [
+            [loss] if isinstance(loss, Tensor) else [],
+            [own for monitor in judging if (own := monitor.counts()) is not None],
+            [number for pair in values for number in pair],
+            second_moments(self._modules),
+        ]
+        none: list[list[list[float]]] = [[], [], [], []]
+        losses, counts, pairs, moments = transfer(tensors) if any(tensors) else none
+        number = losses[0][0] if isinstance(loss, Tensor) else loss
+        self.has_any = self.has_any or number is not None or any(tensors)
+        findings = Findings(0.0 if number is None else number, number is not None)
+        for i, monitor in enumerate(judging):
+            self._judge_monitor(findings, monitor, counts[i], pairs[2 * i][0], pairs[2 * i + 1][0])
+        self._judge_statistics(findings, [moment for group in moments for moment in group])
+        if self.request is not None:
+            findings.reasons.append(self.request)
+            self.request = None
+        if ranks > 1:
+            findings = findings.over_ranks(device_of(self._modules[0]))
+        if findings.losses:
+            self._judge_loss(findings, findings.loss / findings.losses)
+        return findings
+
+    def _judge_monitor(
+        self, findings: Findings, monitor: Monitor, counts: list[float], value: float, threshold: float
+    ) -> None:
+        name = monitor.prefix
+        spikes, nonfinite, resets = (a > b for a, b in zip(counts, self._counts.get(name, counts), strict=True))
+        self._counts[name] = counts
+        signal = self._signals.setdefault(name, Signal())
+        value = math.inf if math.isnan(value) else value
+        unhealthy = signal.note(value, threshold, spikes)
+        findings.is_unhealthy |= unhealthy
+        findings.check_state |= nonfinite
+        findings.is_nonfinite |= nonfinite and spikes  # an overflow that a GradScaler handles is no spike
+        if resets and value > signal.accepted:
+            findings.reasons.append(f"the threshold of {name} was reset after consecutive spikes")
+        elif signal.far >= _FAR_PATIENCE and not nonfinite:
+            findings.reasons.append(f"{name} exceeded {_FAR:g} times its threshold {signal.far} times in a row")
+
+    def _judge_statistics(self, findings: Findings, moments: list[float]) -> None:
+        if not moments:
+            return
+        if not all(map(math.isfinite, moments)):
+            findings.check_state = True
+            return
+        ratio = self._statistics.observe(torch.tensor(moments, dtype=torch.float64, device="cpu"))
+        signal = self._signals.setdefault("statistics", Signal())
+        findings.is_unhealthy |= signal.note(ratio, math.inf, ratio > 1.0)
+        if self._statistics.row >= _STATISTICS_PATIENCE and ratio > signal.accepted:
+            findings.reasons.append("running statistics of a normalization exceed three times their baseline")
+
+    def _judge_loss(self, findings: Findings, loss: float) -> None:
+        if not math.isfinite(loss):
+            findings.check_state = findings.is_nonfinite = True
+            return
+        rule: Any = self._loss.rule
+        rule.is_signed |= loss < 0.0
+        detection = self._loss.judge(torch.tensor(loss, dtype=torch.float64, device="cpu"))
+        self._loss.observe(detection)
+        signal = self._signals.setdefault("loss", Signal())
+        findings.is_unhealthy |= signal.note(loss, float(detection.threshold), bool(detection.spike))
+        if bool(detection.threshold_reset) and loss > signal.accepted:
+            findings.reasons.append(f"the loss exceeded its threshold {self._patience} times in a row")
+        elif signal.far >= _FAR_PATIENCE:
+            findings.reasons.append(f"the loss exceeded {_FAR:g} times its threshold {signal.far} times in a row")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Baselines and accepted values: tensors, numbers and dicts."""
+        rule: Any = self._loss.rule
+        return {
+            "loss": self._loss.state_dict(),
+            "statistics": vars(self._statistics) | {"means": self._statistics.means.clone()},
+            "is_signed": rule.is_signed,
+            "signals": {name: dict(vars(signal)) for name, signal in self._signals.items()},
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], baselines_only: bool = False) -> None:
+        """Continue from a saved state; with ``baselines_only`` the accepted values stay as they are."""
+        self._loss.load_state_dict(state_dict["loss"])
+        vars(self._statistics).update(state_dict["statistics"], means=state_dict["statistics"]["means"].clone())
+        rule: Any = self._loss.rule
+        rule.is_signed = state_dict["is_signed"]
+        if not baselines_only:
+            self._signals = {name: Signal(**saved) for name, saved in state_dict["signals"].items()}
+
+
+def second_moments(modules: Iterable[nn.Module]) -> list[Tensor]:
+    r"""Second moments :math:`\lVert\mu\rVert_2^2 + \lVert\sigma^2\rVert_1` of all running statistics, by device."""
+    inner = {id(module): module for model in modules for module in model.modules()}.values()
+    kept = [m for m in inner if isinstance(getattr(m, "running_mean", None), Tensor) and m.running_var is not None]
+    result = []
+    for device in dict.fromkeys(module.running_mean.device for module in kept):
+        own: list[Any] = [module for module in kept if module.running_mean.device == device]
+        means, variances = ([part_of_rank(getattr(m, f"running_{kind}")) for m in own] for kind in ("mean", "var"))
+        dtype = max(torch.float32, *(mean.dtype for mean in means), key=lambda dtype: dtype.itemsize)
+        norms = [*foreach_norm(means, 2.0, dtype=dtype), *foreach_norm(variances, 1.0, dtype=dtype)]
+        mean, variance = torch.stack(norms).to(wide_dtype(device)).chunk(2)
+        result.append(torch.addcmul(variance, mean, mean))
+    return result
+
+
+def _value_and_threshold(monitor: Monitor) -> list[Tensor]:
+    own = (monitor.metrics.get(f"{monitor.prefix}/{name}") for name in ("norm", "value"))
+    value = next((number for number in own if number is not None), math.nan)
+    threshold = monitor.metrics.get(f"{monitor.prefix}/threshold", math.inf)
+    return [torch.as_tensor(number, dtype=torch.float64) for number in (value, threshold)]

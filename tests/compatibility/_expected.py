@@ -30,7 +30,7 @@ def expected(recorded: Recorded) -> list[Values]:
         truth = Truth(recorded.initial, iteration, recorded.held)
         values = {"grad/norm": norm(list(iteration.gradients.values())), "grad/stepped": 1.0}
         values |= {f"grad/{name}": value for name, value in level(norms).items()}
-        values |= {f"grad/{name}": 0.0 for name in ("spike", "spike_count", "spike_score", "skipped_count")}
+        values |= {f"grad/{name}": 0.0 for name in ("spike", "spike_count", "skipped_count")}
         values |= {"grad/nonfinite_count": 0.0}
         norms.append(values["grad/norm"])
         values |= losses.values(iteration.loss)
@@ -42,7 +42,7 @@ def expected(recorded: Recorded) -> list[Values]:
         if number == CURVED:
             values |= curvature(recorded, iteration, moments)
         values |= moments.values(iteration)
-        values |= truth.update(still, 5)
+        values |= truth.update(still)
         for part in (truth.activations, truth.attention_inputs, truth.rcc, truth.spectral, truth.alignment):
             values |= part()
         every.append(values | truth.stats(RATE))
@@ -75,7 +75,6 @@ class Level:
         self.spikes.append(loss > threshold)
         self.past.append(min(loss, threshold))
         values = {"value": loss, "spike": float(self.spikes[-1]), "spike_count": float(sum(self.spikes))}
-        values |= {"spike_score": sum(self.spikes) / len(self.spikes)}
         values |= {"threshold": threshold} if math.isfinite(threshold) else {}
         return {f"loss/{name}": value for name, value in values.items()}
 
@@ -101,9 +100,9 @@ class Moments:
             length = norm([g]) * norm([self.first[name]])
             cosines += [float((g * self.first[name]).sum()) / length] if length else []
             moved.append(wide(iteration.after[name]) - wide(iteration.weights[name]))
-        values = order_statistics("rms", rms) | order_statistics("eps_share", shares)
+        values = order_statistics("rms", rms) | order_statistics("epsilon_dominated", shares)
         values |= order_statistics("momentum_cosine", cosines) | {"update_norm": norm(moved)}
-        names = ("rms_median", "rms_p95", "rms_max", "eps_share_median", "eps_share_max", "update_norm")
+        names = ("rms_median", "rms_p95", "rms_max", "epsilon_dominated_median", "epsilon_dominated_max", "update_norm")
         names += ("momentum_cosine_median", "momentum_cosine_min")
         return {f"optimizer/{name}": values[name] for name in names}
 

@@ -57,7 +57,7 @@ from ignite_monitor import (
     StepStatsHandler,
     WeightUpdateHandler,
 )
-from ignite_monitor.monitor import publisher
+from ignite_monitor.monitor import transfer
 from ignite_monitor.scaling import AlignmentHandler
 from tests._helpers import (
     LONG,
@@ -98,7 +98,7 @@ HANDLERS = {
     ),
     # Named values appear once others have been written, and are looked at in a test of their own.
     "WeightUpdateHandler": lambda model, optimizer: WeightUpdateHandler(model, optimizer, top_k=0),
-    "OptimizerStateHandler": lambda model, optimizer: OptimizerStateHandler(optimizer, model, top_k=0),
+    "OptimizerStateHandler": lambda model, optimizer: OptimizerStateHandler(model, optimizer, top_k=0),
     "ReplicaCheckHandler": lambda model, optimizer: ReplicaCheckHandler(model, optimizer),
     "HistogramHandler": lambda model, optimizer: HistogramHandler(model),
     "ActivationHandler": lambda model, optimizer: ActivationHandler(model, activations=True),
@@ -118,7 +118,9 @@ HANDLERS = {
     "RollbackHandler": lambda model, optimizer: RollbackHandler(
         {"model": model, "optimizer": optimizer}, every=4, quiet=2
     ),
-    "StepStatsHandler": lambda model, optimizer: StepStatsHandler(model, optimizer, peak_flops=1e12),
+    "StepStatsHandler": lambda model, optimizer: StepStatsHandler(
+        model, optimizer, peak_flops=1e12, flops_per_item=1e3
+    ),
 }
 # What these say is there without a backward as well.
 WITHOUT_BACKWARD = (
@@ -233,16 +235,20 @@ def test_leaves_everything_as_it_was(setup, how, tmp_path):
         monitor.log_to(logger, trainer)
         monitor.log_to(logger, trainer, MonitorEvents.GRADIENTS_READY(every=3), tag="b")
         monitor.log_to(logger, trainer, Events.ITERATION_COMPLETED(every=3) | Events.COMPLETED, tag="c")
+        last = {}
         if how == "with":
             with handle:
                 trainer.run(make_batches(4))
+                last = values(monitor)
+            assert monitor.metrics == last == {key: trainer.state.metrics.pop(key) for key in last}
+            assert last
         elif how != "detach before any run":
             trainer.run(make_batches(4))
         monitor.detach() if how.startswith("detach") else handle.remove()
     after = footprint(trainer, model, optimizer)
     # Ignite gives an engine whose events are registered the attributes that they count by; these were there.
     assert after == before
-    assert monitor.metrics == {}
+    assert monitor.metrics == last
     handle.remove()  # again: nothing to do
     monitor.detach()
     assert footprint(trainer, model, optimizer) == before
@@ -264,6 +270,17 @@ def test_log_to_without_attach_is_undone_by_detach(setup):
     monitor.log_to(ListLogger(), trainer)
     monitor.detach()
     assert footprint(trainer, model, optimizer) == before
+
+
+def test_values_of_a_with_block_stay_until_a_monitor_is_attached_again(setup):
+    _, _, trainer, monitor = setup
+    with monitor.attach(trainer):
+        trainer.run(make_batches(3))
+        last = values(monitor)
+    assert trainer.state.metrics == last
+    assert all(type(value) is float for value in trainer.state.metrics.values())
+    GradMonitor(make_model(), prefix="other", flag="other").attach(trainer)
+    assert trainer.state.metrics == {}
 
 
 def test_attached_again_after_detaching(setup):
@@ -521,7 +538,7 @@ def test_load_state_dict_refuses_what_is_not_its_own_and_stays_as_it_was(setup):
     before = copy.deepcopy(monitor.state_dict())
     with pytest.raises(TypeError):
         monitor.load_state_dict([1])
-    for wrong in ({}, {"nonsense": 1}):
+    for wrong in ({}, {"nonsense": 1}) if monitor._state_dict_all_req_keys else ():
         with pytest.raises(ValueError, match="state"):
             monitor.load_state_dict(wrong)
     assert same(dict(monitor.state_dict()), dict(before))
@@ -895,7 +912,7 @@ def test_a_logger_without_attach_is_said_once(factory, caplog):
     monitor.log_to(logger, trainer)
     trainer.run(make_batches(3))
     assert [each for each in caplog.messages if "attach() was not" in each] == [
-        f"{monitor.prefix}: log_to() was called, but attach() was not, so nothing is measured"
+        f"{monitor._title}: log_to() was called, but attach() was not, so nothing is measured"
     ]
     assert not logger.written
 
@@ -968,7 +985,7 @@ def test_tensors_until_someone_asks_and_floats_from_then_on(setup, on_a_device):
 def test_what_a_device_publishes_is_what_the_cpu_does(factory, monkeypatch):
     published = []
     for on_host in (True, False):
-        monkeypatch.setattr(publisher, "is_on_host", lambda values, on_host=on_host: on_host)
+        monkeypatch.setattr(transfer, "is_on_host", lambda values, on_host=on_host: on_host)
         model, optimizer, trainer = make_trainer(parts=factory.parts)
         monitor = factory(model, optimizer)
         monitor.attach(trainer)

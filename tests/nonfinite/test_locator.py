@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ignite_monitor import GradMonitor, MonitorEvents, SpikeMonitor, StaticThreshold
-from ignite_monitor.monitor import publisher
+from ignite_monitor.monitor import transfer
 from tests._helpers import same
 from tests.nonfinite._models import GPT, IN_BACKWARD, MODELS, loss_of, nan_in_output
 
@@ -467,7 +467,7 @@ def test_a_model_of_which_parts_alone_are_called(caplog):
 
 def test_without_a_reader_an_accelerator_is_not_waited_for(monkeypatch, caplog):
     """Where the detection is on a device, only a listener has the model looked at."""
-    monkeypatch.setattr(publisher, "is_on_host", lambda values: False)
+    monkeypatch.setattr(transfer, "is_on_host", lambda values: False)
     for listens in (False, True):
         caplog.clear()
         with caplog.at_level(logging.WARNING):
