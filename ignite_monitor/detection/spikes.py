@@ -63,7 +63,7 @@ class SpikeDetector:
     Args:
         max_consecutive_spikes: number of consecutive finite spikes that reset the rule.
         overflow_is_spike: whether a non-finite value is a spike; False if a GradScaler handles it.
-        ignored: value that is not compared and updates nothing; for norms 0, the gradient of what was not used.
+        ignored: value that is not compared and updates nothing; for norms 0, as of an unused model; NaN for none.
 
     Raises:
         TypeError: if an argument is of another type.

@@ -33,8 +33,8 @@ class SpikeMonitor(DetectionMonitor, schema=SPIKE):
     ``engine.state.spike`` describing the value.
 
     A value updates the statistics clipped to the threshold, and to as far below the mean. After
-    ``max_consecutive_spikes`` the rule is reset. A value of exactly 0 updates nothing. Every rank uses the value of its
-    own function. A tensor stays on its device, without synchronization.
+    ``max_consecutive_spikes`` the rule is reset. Every rank uses the value of its own function. A tensor stays on its
+    device, without synchronization.
 
     {keys}
 
@@ -85,7 +85,10 @@ class SpikeMonitor(DetectionMonitor, schema=SPIKE):
         self.flag = flag
         self.attributes = {flag: False}
         self.max_consecutive_spikes = check_count("max_consecutive_spikes", max_consecutive_spikes, least=1)
-        self._detector = SpikeDetector(as_rule(threshold), max_consecutive_spikes=self.max_consecutive_spikes)
+        # Unlike a norm, a value of 0 is one like any other.
+        self._detector = SpikeDetector(
+            as_rule(threshold), max_consecutive_spikes=self.max_consecutive_spikes, ignored=math.nan
+        )
         self._counts = torch.zeros(3, dtype=torch.float64, device="cpu")  # as those of :meth:`counts`
         self._missing = 0  # iterations without a value, as long as there was none
 
@@ -132,7 +135,7 @@ class SpikeMonitor(DetectionMonitor, schema=SPIKE):
         too_low = number < -largest_usable(number)
         detection = self._detector.detect(number.masked_fill(too_low, torch.inf))._replace(given=number)
         # As far below the mean as the threshold is above it. Without a threshold NaN, which fmax ignores.
-        lowest = 2.0 * detection.mean - detection.limit
+        lowest = detection.mean - (detection.limit - detection.mean).abs()
         self._detector.observe(detection._replace(value=torch.fmax(detection.value, lowest)))
         flags = torch.stack((detection.spike, detection.nonfinite, detection.threshold_reset))
         self._counts = move_like(self._counts, number) + flags
