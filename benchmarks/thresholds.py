@@ -31,8 +31,8 @@ from record_harm import record_all
 from ignite_monitor.detection.robust import RobustThreshold
 from ignite_monitor.detection.spikes import SpikeDetector
 from ignite_monitor.detection.thresholds import MeanStdThreshold, ThresholdRule
-from ignite_monitor.gradient.loss import LossSignal
-from ignite_monitor.gradient.per_parameter import PerParameterJudge
+from ignite_monitor.gradient.loss import LossDetector
+from ignite_monitor.gradient.per_parameter import PerParameterDetector
 
 SHORT = ["gpt_adamw", "cnn", "mlp_sgd", "gan", "gpt_fall"]
 WARMUP = 20
@@ -83,7 +83,7 @@ def by_norm(rule: Callable[[], ThresholdRule]) -> Callable[[Recording], Flags]:
     def run(recording: Recording) -> Flags:
         detector, flags = SpikeDetector(rule()), []
         for norm in tensors_of(recording.norms):
-            detection = detector.judge(norm)
+            detection = detector.detect(norm)
             detector.observe(detection)
             flags.append(detection.spike)
         return torch.stack(flags).tolist()
@@ -92,9 +92,9 @@ def by_norm(rule: Callable[[], ThresholdRule]) -> Callable[[Recording], Flags]:
 
 
 def by_loss(recording: Recording) -> Flags:
-    signal, flags = LossSignal(), []
+    signal, flags = LossDetector(), []
     for loss in tensors_of(recording.losses):
-        detection = signal.judge(loss)
+        detection = signal.detect(loss)
         signal.observe(detection)
         flags.append(detection.spike)
     return torch.stack(flags).tolist()
@@ -103,10 +103,10 @@ def by_loss(recording: Recording) -> Flags:
 def by_tensor(recording: Recording) -> Flags:
     if recording.tensors is None:
         return [False] * len(recording.norms)
-    judge, flags = PerParameterJudge(), []
+    judge, flags = PerParameterDetector(), []
     names = tuple(str(i) for i in range(recording.tensors.shape[1]))
     for norms in torch.tensor(recording.tensors).unbind():
-        detection = judge.judge(names, norms)
+        detection = judge.detect(names, norms)
         judge.observe(detection)
         flags.append(detection.spike.any())
     return torch.stack(flags).tolist()
@@ -260,18 +260,18 @@ def planted(recording: Recording, times: float = 10.0, every: int = 11) -> tuple
     first: list[bool] = []
     if recording.tensors is None:
         return found, first
-    judge = PerParameterJudge()
+    judge = PerParameterDetector()
     names = tuple(str(i) for i in range(recording.tensors.shape[1]))
     for i, norms in enumerate(torch.tensor(recording.tensors).unbind()):
         if i >= 100 and i % every == 0 and i not in recording.events:
             for tensor in norms.nonzero().flatten().tolist():
                 spoilt = norms.clone()
                 spoilt[tensor] *= times
-                detection = judge.judge(names, spoilt)
+                detection = judge.detect(names, spoilt)
                 found.append(bool(detection.spike[tensor]))
                 culprits = judge.named(judge.culprits(detection).tolist())
                 first += [next(iter(culprits), "") == names[tensor]] * found[-1]
-        judge.observe(judge.judge(names, norms))
+        judge.observe(judge.detect(names, norms))
     return found, first
 
 

@@ -8,7 +8,6 @@ from ignite_monitor.schema import Key, Schema
 
 _COUNTS = "spikes, skipped steps, non-finite norms"
 _NORM = "norm against its threshold"
-_SCORE, _RECENT = "fraction of spikes among the last thousand values", "fraction of recent spikes"
 _VALUE = "value against its threshold"
 
 GRADIENT = Schema("grad", "grad", (
@@ -23,7 +22,6 @@ GRADIENT = Schema("grad", "grad", (
     Key("scale", "loss scale of the ``scaler``", when="with ``scaler``"),
     Key("stepped", "1 if the optimizer made a step in this iteration, else 0"),
     Key("spike_count", "number of spikes so far", chart=_COUNTS),
-    Key("spike_score", _SCORE, chart=_RECENT),
     Key("skipped_count", 'number of optimizer steps skipped by ``on_spike="skip"`` so far', chart=_COUNTS),
     Key("clipped_count", "number of optimizer steps with gradients clipped to their threshold so far",
         when='with ``on_spike="clip"``', chart=_COUNTS),
@@ -161,7 +159,6 @@ SPIKE = Schema("spike", "spike", (
     Key("threshold", "threshold; a larger value is a spike; not reported during the warm-up of the rule", chart=_VALUE),
     Key("spike", "1 if the value is a spike, else 0"),
     Key("spike_count", "number of spikes so far"),
-    Key("spike_score", _SCORE, chart=_RECENT),
 ), signs=frozenset({"value", "spike"}))
 
 ROLLBACK = Schema("rollback", "rollback", (

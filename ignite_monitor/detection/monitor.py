@@ -1,93 +1,72 @@
-"""The base of monitors that judge a value by its own earlier ones, and tell of spikes."""
+"""Base of the monitors that detect spikes: events, flag and log messages."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from typing import Any, Generic, TypeVar
+import logging
+from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
-from ignite_monitor.detection.judge import NormJudge
-from ignite_monitor.detection.spikes import Detection
-from ignite_monitor.events.monitor_events import MonitorEvents, Spike, told
+from ignite_monitor.events.monitor_events import MonitorEvents, Spike, exposed_spike
 from ignite_monitor.monitor.base import Monitor
+from ignite_monitor.monitor.deferred_flag import DeferredFlag
 
-J = TypeVar("J", bound=NormJudge)
 
-
-class JudgingMonitor(Monitor, Generic[J]):
-    """Has a judge, which a subclass makes, and a flag in the engine's state.
+class DetectionMonitor(Monitor):
+    """Reports spikes and resets of a threshold.
 
     Attributes:
-        flag: the attribute of ``engine.state`` that says whether the value is a spike.
+        flag: attribute of ``engine.state`` that holds whether the value is a spike.
+        max_consecutive_spikes: number of consecutive spikes that reset the threshold.
     """
 
     flag: str
-    _judge: J
-    _known_spike: tuple[Detection, bool] | None = None  # read on the host
+    max_consecutive_spikes: int
+    _iteration = -1  # the last monitored one
+    _known_spike: tuple[Tensor, bool] | None = None  # a flag read on the host
 
-    def _spike(self, detection: Detection) -> Spike:
-        """What there is to tell of a spike, waiting for it."""
-        raise NotImplementedError
-
-    def state_dict(self) -> OrderedDict[str, Any]:
-        """Statistics and counts: tensors, dicts of tensors and a number."""
-        return OrderedDict(self._judge.state_dict())
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a saved state.
-
-        Args:
-            state_dict: what :meth:`state_dict` returned.
-
-        Raises:
-            TypeError: if it is no mapping.
-            ValueError: if it was saved by another monitor, or by one with another kind of threshold rule.
-        """
-        super().load_state_dict(state_dict)
-        self._judge.load_state_dict(state_dict)
-
-    def counts(self) -> Tensor:
-        return self._judge.counts()
-
-    def reset_threshold(self) -> None:
-        self._judge.reset_threshold()
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._resets = DeferredFlag()
 
     def reset_run_state(self) -> None:
         self._known_spike = None
-        self._warn_of_new_level(wait=True)
+        self._report_reset(synchronize=True)
 
-    def _is_known_spike(self, detection: Detection) -> bool:
-        """Whether it is a spike, known on the host: the first call waits for the device."""
-        if self._known_spike is None or self._known_spike[0] is not detection:
-            self._known_spike = detection, bool(detection.spike)
+    def _is_known_spike(self, spike: Tensor) -> bool:
+        """Read a flag on the host; the first call synchronizes."""
+        if self._known_spike is None or self._known_spike[0] is not spike:
+            self._known_spike = spike, bool(spike)
         return self._known_spike[1]
 
     def _is_awaited(self, event: MonitorEvents) -> bool:
         return self._source is not None and self._source.is_awaited(event)
 
-    def _tell(
-        self, engine: Any, event: MonitorEvents, detection: Detection, first: Callable[[], Any] | None = None
+    def _fire(
+        self, engine: Any, event: MonitorEvents, spike: Callable[[], Spike], first: Callable[[], Any] | None = None
     ) -> None:
-        """Fire an event of a detection, and call a function before."""
+        """Call a function and fire an event while ``engine.state.spike`` describes a spike."""
         if self._source is not None:
-            with told(engine, self._spike(detection)):
+            with exposed_spike(engine, spike()):
                 if first is not None:
                     first()
                 self._source.fire(event)
 
-    def _tell_of_new_level(self, engine: Any, detection: Detection) -> None:
-        listened = self._is_awaited(MonitorEvents.THRESHOLD_RESET)
-        if self._warn_of_new_level(wait=listened) and listened:
-            self._tell(engine, MonitorEvents.THRESHOLD_RESET, detection)
+    def _fire_reset(self, engine: Any, spike: Callable[[], Spike]) -> None:
+        awaited = self._is_awaited(MonitorEvents.THRESHOLD_RESET)
+        if self._report_reset(synchronize=awaited) and awaited:
+            self._fire(engine, MonitorEvents.THRESHOLD_RESET, spike)
 
-    def _warn_of_new_level(self, wait: bool) -> bool:
-        has_restarted = self._judge.restarts.take(wait)
-        if has_restarted:
-            self.logger.warning(
-                "%s: %d spikes in a row mean a new level: the rule starts afresh from it",
-                self.prefix,
-                self._judge.detector.max_consecutive_spikes,
+    def _report_reset(self, synchronize: bool) -> bool:
+        is_reset = self._resets.take(synchronize)
+        if is_reset:
+            self._log(
+                logging.WARNING,
+                f"iteration {self._iteration}: {self.max_consecutive_spikes} spikes in a short time; assuming a regime "
+                "change, resetting threshold statistics.",
             )
-        return has_restarted
+        return is_reset
+
+    def _log(self, level: int, text: str) -> None:
+        self.logger.log(level, "%s (%s): %s", type(self).__name__, self.prefix, text)

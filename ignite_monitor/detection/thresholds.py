@@ -1,4 +1,4 @@
-"""Threshold rules: from the gradient norms seen so far, how large the next one may be."""
+"""Threshold rules: the largest value that is no spike, estimated from earlier values."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from numbers import Real
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,89 +18,32 @@ from ignite_monitor.model.devices import move_like
 
 State = dict[str, Tensor]
 
-
-class Moments(NamedTuple):
-    r"""Weighted mean and spread of the numbers seen so far, five tensors of one shape.
-
-    The i-th of n numbers weighs :math:`w_i = d^{\,n-i}` with the decay :math:`d \in (0, 1]`; at
-    :math:`d = 1` all weigh the same, and the formulas are Welford's (1962) in West's weighted form
-    (D. H. D. West, "Updating mean and variance estimates: an improved method", CACM 22(9), 1979).
-
-    Attributes:
-        count: n, how many numbers went in.
-        weight: :math:`\sum w_i`.
-        weight_squared: :math:`\sum w_i^2`.
-        mean: :math:`\mu = \sum w_i x_i / \sum w_i`.
-        spread: :math:`\sum w_i (x_i - \mu)^2`.
-    """
-
-    count: Tensor  # type: ignore[assignment]  # in place of tuple.count
-    weight: Tensor
-    weight_squared: Tensor
-    mean: Tensor
-    spread: Tensor
-
-    @classmethod
-    def empty(cls) -> Moments:
-        """The state before the first number, on the CPU."""
-        return cls(*torch.zeros(len(cls._fields), dtype=torch.float64, device="cpu").unbind())
-
-    @classmethod
-    def of(cls, state: Mapping[str, Tensor]) -> Moments:
-        """Those in a rule's state."""
-        return cls(*(state[name] for name in cls._fields))
-
-    def include(self, x: Tensor, decay: float = 1.0, delta: Tensor | None = None) -> Moments:
-        """The state after one more number.
-
-        Args:
-            x: the number, a finite 0-dim tensor; or one number each for as many moments as there are.
-            decay: what the weight of every earlier number is multiplied by.
-            delta: x less the mean, where that is known.
-        """
-        count, weight, weight_squared, mean, spread = self
-        if decay != 1.0:
-            earlier = (weight, weight_squared, spread)
-            weight, weight_squared, spread = foreach_mul(earlier, (decay, decay**2, decay))
-        count, weight, weight_squared = foreach_add((count, weight, weight_squared), 1.0)
-        delta = x - mean if delta is None else delta
-        mean = torch.addcdiv(mean, delta, weight)
-        return Moments(count, weight, weight_squared, mean, torch.addcmul(spread, delta, x - mean))
-
-    def mean_and_std(self) -> tuple[Tensor, Tensor]:
-        r"""The mean, NaN before the first number, and the sample standard deviation, NaN before the second.
-
-        The latter is :math:`\sqrt{\sum w_i (x_i - \mu)^2 / (\sum w_i - \sum w_i^2 / \sum w_i)}`, which for equal
-        weights divides by :math:`n - 1`.
-        """
-        _, weight, weight_squared, mean, spread = self
-        # 0 / 0 where there is no number.
-        freedom, mean = foreach_addcdiv((weight, mean), (weight_squared, mean), (weight, weight), (-1.0, 0.0))
-        return mean, (spread / freedom).sqrt()
-
-    @property
-    def std(self) -> Tensor:
-        """The sample standard deviation, see :meth:`mean_and_std`."""
-        return self.mean_and_std()[1]
+NEGLIGIBLE = 1e-6
+"""A standard deviation below this times the mean is rounding: in float32 norms have a relative error of about 1e-7."""
 
 
 class ThresholdRule:
-    """What every threshold rule shares: the running moments of the norms, warm-up, and a state that checkpoints.
+    r"""Base class of threshold rules: running moments, warm-up, and a state for checkpoints.
 
-    A rule of your own overrides :meth:`__call__`; one that remembers more than the moments also extends
-    :meth:`empty` and :meth:`include`. All of a rule's state is one floating-point tensor on the norms' device, and no
-    method reads it on the host, so that judging a norm never waits for the device.
+    A subclass overrides :meth:`__call__`; one that needs more than the moments also extends :meth:`empty` and
+    :meth:`include`. The state is a dictionary of tensors on the device of the values, and nothing reads it on the host.
+    If all of them are 0-dim, the rule can also follow many values side by side, each with its own statistics; tensors
+    that are 0-dim below then have their shape.
 
-    A rule whose state is numbers alone judges many values at once too, each by its own statistics: every tensor that
-    is 0-dim below then has their shape.
+    The moments weigh the i-th of n values by :math:`w_i = d^{\,n-i}` with the decay d (Welford 1962, in the weighted
+    form of D. H. D. West, "Updating mean and variance estimates: an improved method", CACM 22(9), 1979).
 
     Args:
-        warmup: how many norms go in before any is judged.
-        decay: weight of the past at every new norm, in (0, 1); None weighs all norms the same.
+        warmup: number of values before the first threshold.
+        decay: factor of all earlier weights at every new value, in (0, 1); None gives all values the same weight.
+
+    Attributes:
+        state: ``count`` n, ``weight`` :math:`\sum w_i`, ``weight_squared`` :math:`\sum w_i^2`, ``mean`` :math:`\mu`,
+            ``spread`` :math:`\sum w_i (x_i - \mu)^2`, and what a subclass adds.
 
     Raises:
-        TypeError: if an argument is not a number of the kind it should be.
-        ValueError: if an argument is out of its range.
+        TypeError: if an argument is not a number of the required kind.
+        ValueError: if an argument is out of range.
 
     Examples:
         .. code-block:: python
@@ -112,155 +55,136 @@ class ThresholdRule:
             GradMonitor(model, optimizer, threshold=TwiceTheMean(warmup=50))
     """
 
+    _MOMENTS = ("count", "weight", "weight_squared", "mean", "spread")
+    _gives_infinity = True
+
     def __init__(self, *, warmup: int = 20, decay: float | None = None) -> None:
         self.warmup = check_count("warmup", warmup)
         self.decay = 1.0 if decay is None else check_real("decay", decay, above=0.0, below=1.0)
-        empty = self.empty()
-        self._shapes = {name: value.shape for name, value in empty.items()}
-        self.only_numbers = not any(self._shapes.values())
-        self._empty = self._pack(empty)
-        self._set(self._empty)
+        self.state = self._initial = {name: value.to(torch.float64) for name, value in self.empty().items()}
 
     def __call__(self, mean: Tensor, std: Tensor, count: Tensor) -> Tensor | float:
-        """The largest norm that is no spike.
+        """Compute the largest value that is no spike; NaN or inf for no threshold.
 
         Args:
-            mean: (weighted) mean of the norms so far, 0-dim.
-            std: their (weighted) sample standard deviation, 0-dim; NaN before the second.
-            count: how many they are, 0-dim.
+            mean: weighted mean of the earlier values, 0-dim.
+            std: their weighted sample standard deviation, 0-dim; NaN before the second.
+            count: their number, 0-dim.
 
         Raises:
-            NotImplementedError: if the rule does not override it.
+            NotImplementedError: if a subclass does not override it.
         """
         raise NotImplementedError
 
     def empty(self) -> State:
-        """The state before the first norm: name -> float64 tensor of any shape on the CPU."""
-        return Moments.empty()._asdict()
+        """Create the state before the first value: name -> float64 tensor of any shape on the CPU."""
+        return dict(zip(self._MOMENTS, torch.zeros(len(self._MOMENTS), dtype=torch.float64).unbind(), strict=True))
 
-    def include(self, state: State, norm: Tensor) -> State:
-        """The state after one more norm, as new tensors of the same shapes.
+    def include(self, state: State, value: Tensor) -> State:
+        """Return the state after one more value, as new tensors of the same shapes.
 
         Args:
-            state: the state before it.
-            norm: the norm, 0-dim.
+            state: the state before the value.
+            value: the value, 0-dim.
         """
-        return Moments.of(state).include(norm, self.decay)._asdict()
+        weight, squared, spread = state["weight"], state["weight_squared"], state["spread"]
+        if self.decay != 1.0:
+            weight, squared, spread = foreach_mul((weight, squared, spread), (self.decay, self.decay**2, self.decay))
+        count, weight, squared = foreach_add((state["count"], weight, squared), 1.0)
+        delta = value - state["mean"]
+        mean = torch.addcdiv(state["mean"], delta, weight)
+        spread = torch.addcmul(spread, delta, value - mean)
+        return dict(zip(self._MOMENTS, (count, weight, squared, mean, spread), strict=True))
 
     def entry(self, limit: Tensor) -> Tensor:
-        """The most that enters the statistics of a norm above the limit: the limit.
+        """Return the value that updates the statistics in place of a spike: the limit.
 
         Args:
-            limit: the largest norm that is no spike, 0-dim; inf, of which inf is to become, where a norm enters whole;
-                NaN, of which NaN is to become, where it does not enter.
+            limit: the threshold that the spike exceeded, 0-dim.
         """
         return limit
 
     def statistics(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What a norm is judged by, 0-dim each.
+        """Return threshold, mean and sample standard deviation, 0-dim.
 
-        The largest norm that is no spike, inf as long as nothing is judged; the mean of the norms that went in, NaN
-        before the first; their sample standard deviation, NaN before the second.
+        The threshold is NaN if there is none, the mean before the first value, the deviation before the second.
         """
-        moments = self.moments
-        mean, std = moments.mean_and_std()
-        limit = self(moments.mean, std, moments.count)
+        state = self.state
+        # 0 / 0 before the first value; the divisor is n - 1 for equal weights.
+        freedom, mean = foreach_addcdiv(
+            (state["weight"], state["mean"]),
+            (state["weight_squared"], state["mean"]),
+            (state["weight"], state["weight"]),
+            (-1.0, 0.0),
+        )
+        std = (state["spread"] / freedom).sqrt()
+        limit = self(state["mean"], std, state["count"])
         limit = limit.to(mean) if isinstance(limit, Tensor) else torch.full_like(mean, float(limit))
-        limit = limit.masked_fill(moments.count < self.warmup, math.inf)
-        if "_is_number" not in vars(type(self)):
-            limit = limit.nan_to_num(nan=math.inf, posinf=math.inf)
-        return limit, mean, std
-
-    @property
-    def moments(self) -> Moments:
-        """Running mean and spread of the norms that went in."""
-        return Moments.of(self.state)
+        if self._gives_infinity:
+            limit = limit.masked_fill(limit == math.inf, math.nan)
+        return limit.masked_fill(state["count"] < self.warmup, math.nan), mean, std
 
     def threshold(self) -> Tensor:
-        """The largest norm that is no spike, 0-dim; inf as long as nothing is judged."""
-        return self.statistics()[0]
+        """Return the largest value that is no spike, 0-dim; inf if there is no threshold."""
+        return self.statistics()[0].nan_to_num(math.inf, math.inf, -math.inf)
 
-    def observe(self, norm: Tensor, restart: Tensor | None = None) -> None:
-        """Take in one norm; one that is not finite, or above 1e92 so that powers of it are not, is left out.
-
-        Args:
-            norm: the norm, 0-dim.
-            restart: 0-dim bool: whether to forget all earlier norms first.
-        """
-        before, state = self._values, self.state
-        # What lies on the CPU can be looked at without waiting for anything.
-        if restart is not None and (restart.ndim or not restart.is_cpu or torch.is_nonzero(restart)):
-            before = torch.where(restart, self._empty, self._values)
-            state = self._unpack(before)
-        after = self._pack(self.include(state, norm))
-        self._set(torch.where(norm <= torch.finfo(norm.dtype).max ** 0.3, after, before))
-
-    def go_back(self, earlier: ThresholdRule, when: Tensor) -> None:
-        """Forget the norms that a rule of the same kind has not taken in.
+    def observe(self, value: Tensor, when: Tensor | None = None, reset: Tensor | None = None) -> None:
+        """Update the statistics with one value, unless it is so large that its powers are not finite.
 
         Args:
-            earlier: the rule.
-            when: 0-dim bool: whether to.
+            value: the value, 0-dim.
+            when: 0-dim bool: do so only if it is True; None for True.
+            reset: 0-dim bool: discard all earlier values first; None for False.
         """
-        self._set(torch.where(when, earlier._values.to(self._values), self._values))
+        before = self.state if reset is None else _where(reset, self._initial, self.state)
+        usable = value <= largest_usable(value)
+        when = usable if when is None else when & usable
+        if when.ndim or not when.is_cpu or not torch.is_nonzero(when):
+            self.state = _where(when, self.include(before, value), before)
+        else:
+            self.state = self.include(before, value)
 
-    def forget(self) -> None:
-        """Start afresh, as before the first norm."""
-        self._set(self._empty)
+    def reset(self) -> None:
+        """Discard all values."""
+        self.state = self._initial
 
     def to(self, reference: Tensor) -> None:
-        """Move the state to where a tensor is.
+        """Move the state to another device.
 
         Args:
-            reference: a floating-point tensor of the device and dtype to compute in. If it is not 0-dim, the state
-                becomes that of as many values.
+            reference: tensor of the device and dtype, and if all of the state is 0-dim, of the shape.
         """
-        self._empty, values = move_like(self._empty, reference), move_like(self._values, reference)
-        if self.only_numbers and reference.shape != values.shape[1:]:
-            self._empty, values = (
-                each.reshape(-1, *(1,) * reference.ndim).expand(-1, *reference.shape) for each in (self._empty, values)
-            )
-            self._shapes = dict.fromkeys(self._shapes, reference.shape)
-        self._set(values)
+        scalar = not any(value.ndim for value in self.empty().values())
+
+        def moved(state: State) -> State:
+            values = {name: move_like(value, reference) for name, value in state.items()}
+            return {name: value.expand(reference.shape) for name, value in values.items()} if scalar else values
+
+        self.state, self._initial = moved(self.state), moved(self._initial)
 
     def state_dict(self) -> State:
-        """The state, name -> tensor."""
+        """Return the state, name -> tensor."""
         return {name: value.clone() for name, value in self.state.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
         """Continue from a saved state.
 
         Args:
-            state_dict: what :meth:`state_dict` returned for a rule of the same kind.
+            state_dict: the :meth:`state_dict` of a rule of the same kind.
 
         Raises:
-            ValueError: if names or shapes differ from this rule's own.
+            ValueError: if names or shapes differ from those of this rule.
         """
         if not isinstance(state_dict, Mapping):
             raise ValueError(f"Argument state_dict should be a dictionary of tensors, but given {type(state_dict)}")
-        values = {name: torch.as_tensor(value) for name, value in state_dict.items()}
-        own = {name: tuple(shape) for name, shape in self._shapes.items()}
-        given = {name: tuple(value.shape) for name, value in values.items()}
-        if own != given:
+        given = {name: torch.as_tensor(value) for name, value in state_dict.items()}
+        shapes = [{name: tuple(value.shape) for name, value in state.items()} for state in (self.state, given)]
+        if shapes[0] != shapes[1]:
             raise ValueError(
-                f"Argument state_dict should hold {own} for {type(self).__name__}, but given {given}: "
+                f"Argument state_dict should hold {shapes[0]} for {type(self).__name__}, but given {shapes[1]}: "
                 "was it saved with another threshold rule?"
             )
-        self._set(move_like(self._pack({name: values[name] for name in own}), self._empty))
-
-    def _set(self, values: Tensor) -> None:
-        self._values = values
-        self.state = self._unpack(values)
-
-    def _pack(self, state: State) -> Tensor:
-        values = list(state.values())
-        return torch.stack(values) if self.only_numbers else torch.cat([value.reshape(-1) for value in values])
-
-    def _unpack(self, values: Tensor) -> State:
-        if self.only_numbers:
-            return dict(zip(self._shapes, values.unbind(), strict=True))
-        parts = values.split([shape.numel() for shape in self._shapes.values()])
-        return {name: part.view(shape) for (name, shape), part in zip(self._shapes.items(), parts, strict=True)}
+        self.state = {name: move_like(given[name], value).clone() for name, value in self.state.items()}
 
     def __repr__(self) -> str:
         given = vars(self) | {"decay": None if self.decay == 1.0 else self.decay}
@@ -268,36 +192,48 @@ class ThresholdRule:
         return f"{type(self).__name__}({', '.join(f'{name}={given[name]!r}' for name in names)})"
 
 
+def largest_usable(value: Tensor) -> float:
+    """The largest value whose powers are finite in its dtype."""
+    return float(torch.finfo(value.dtype).max ** 0.3)
+
+
+def _where(flag: Tensor, some: State, others: State) -> State:
+    """Select each tensor of two states by a flag."""
+    if any(value.shape != flag.shape for value in others.values()):
+        return {name: torch.where(flag, some[name], value) for name, value in others.items()}
+    chosen = torch.where(flag, torch.stack([*some.values()]), torch.stack([others[name] for name in some]))
+    return dict(zip(some, chosen.unbind(), strict=True))
+
+
 class MeanStdThreshold(ThresholdRule):
-    r"""A norm above :math:`\mu + k \sigma` is a spike.
+    r"""A value above :math:`\mu + k \sigma` is a spike.
 
-    :math:`\mu` and :math:`\sigma` are the mean and the sample standard deviation of the norms so far (Welford), with
-    ``decay`` exponentially weighted; see :class:`Moments`.
-
-    (``docs/detection.md`` has how often that is wrong, and how much of the harm of faults it finds.)
+    :math:`\mu` and :math:`\sigma` are mean and sample standard deviation of the earlier values, exponentially weighted
+    with ``decay``. There is no threshold while :math:`\sigma \le 10^{-6} |\mu|`: nothing is known of the spread yet.
+    ``docs/detection.md`` reports false alarms and recall.
 
     Args:
-        k: how many standard deviations above the mean.
-        warmup: how many norms go in before any is judged, 2 at least.
-        decay: weight of the past at every new norm, in (0, 1); None weighs all norms the same.
+        k: number of standard deviations above the mean.
+        warmup: number of values before the first threshold, at least 2.
+        decay: factor of all earlier weights at every new value, in (0, 1); None gives all values the same weight.
 
     Raises:
-        TypeError: if an argument is not a number of the kind it should be.
-        ValueError: if an argument is out of its range.
+        TypeError: if an argument is not a number of the required kind.
+        ValueError: if an argument is out of range.
     """
+
+    _gives_infinity = False
 
     def __init__(self, k: float = 6.0, warmup: int = 20, decay: float | None = 0.99) -> None:
         self.k = check_real("k", k, above=0.0)
         super().__init__(warmup=check_count("warmup", warmup, least=2), decay=decay)
 
-    _is_number = True  # after the warm-up; of subclasses nobody knows
-
     def __call__(self, mean: Tensor, std: Tensor, count: Tensor) -> Tensor:
-        return torch.add(mean, std, alpha=self.k)
+        return torch.add(mean, std, alpha=self.k).masked_fill(std <= NEGLIGIBLE * mean.abs(), math.nan)
 
 
 class StaticThreshold(ThresholdRule):
-    """A norm above a fixed number is a spike, from the first one on.
+    """A value above a fixed number is a spike, from the first one on.
 
     Args:
         value: the number, greater than 0.
@@ -316,11 +252,10 @@ class StaticThreshold(ThresholdRule):
 
 
 class CallableThreshold(ThresholdRule):
-    """A norm above ``rule(mean, std, count)`` is a spike.
+    """A value above ``rule(mean, std, count)`` is a spike.
 
-    The function is asked from the third norm on, when a standard deviation exists; a longer warm-up is its own
-    business (it is given ``count``). It may return NaN or inf where it has no opinion. It is tried once, with a mean
-    of 1, a deviation of 0.1 and a count of 100, when the rule is made.
+    The function is called from the third value on. It returns NaN or inf for no threshold. It is tried once, with
+    a mean of 1, a standard deviation of 0.1 and a count of 100, when the rule is made.
 
     Args:
         rule: function of three 0-dim tensors that returns a number or a 0-dim tensor.
@@ -332,9 +267,7 @@ class CallableThreshold(ThresholdRule):
 
     def __init__(self, rule: Callable[[Tensor, Tensor, Tensor], Tensor | float]) -> None:
         if not callable(rule) or isinstance(rule, type):
-            hint = ""
-            if isinstance(rule, type) and issubclass(rule, ThresholdRule):
-                hint = f": give one of these, {rule.__name__}(…)"
+            hint = f": give an instance, {rule.__name__}(…)" if isinstance(rule, type) else ""
             raise TypeError(
                 f"Argument threshold should be a threshold rule, a number or a function, but given {rule}{hint}"
             )

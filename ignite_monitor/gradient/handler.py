@@ -1,8 +1,9 @@
-"""GradMonitor: the gradient's norm, and whether it is a spike, before the optimizer makes its step."""
+"""GradMonitor: gradient norm and spike detection before the optimizer step."""
 
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import re
 from collections import OrderedDict
@@ -16,102 +17,80 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from ignite_monitor.checks import check_count, check_real, check_type
-from ignite_monitor.detection.spikes import Detection, SpikeDetector, may_be_true
+from ignite_monitor.checks import check_choice, check_count, check_real, check_type
+from ignite_monitor.detection.monitor import DetectionMonitor
+from ignite_monitor.detection.spikes import may_be_true
 from ignite_monitor.detection.thresholds import Threshold, as_rule
 from ignite_monitor.events.accumulation_probe import AccumulationProbe
 from ignite_monitor.events.gradient_tracker import GradientsReady, OptimizerStep
-from ignite_monitor.events.monitor_events import MonitorEvents
-from ignite_monitor.gradient.judge import GradientJudge
+from ignite_monitor.events.monitor_events import MonitorEvents, Spike
+from ignite_monitor.gradient.action import SpikeAction
+from ignite_monitor.gradient.detector import GradientDetection, GradientDetector, SpikeNumbers
 from ignite_monitor.gradient.loss import LossSource
-from ignite_monitor.gradient.reaction import Reaction
-from ignite_monitor.gradient.telling import GradientTelling
-from ignite_monitor.gradient.unstepped import Unstepped
+from ignite_monitor.gradient.missing_step import MissingStep
+from ignite_monitor.gradient.per_parameter import described
 from ignite_monitor.gradient.window import GradientWindow
 from ignite_monitor.keys import GRADIENT
-from ignite_monitor.model.modes import in_backward
+from ignite_monitor.model.devices import move_like
+from ignite_monitor.model.modes import in_backward, users_grad_mode
 from ignite_monitor.model.optimizers import check_holds, check_optimizer
+from ignite_monitor.monitor import publisher
 from ignite_monitor.monitor.base import Handlers, check_flag
+from ignite_monitor.monitor.publisher import as_published
+from ignite_monitor.monitor.ranks import world_size
 from ignite_monitor.nonfinite.locator import NonFiniteLocator
 
+_LOSS_PATIENCE = 20
+_NO_GRADIENT = (
+    "iteration %d: no gradient of the model was seen, so nothing is published. Either no backward() reached the "
+    "monitored parameters, and model or optimizer is not the one of the train step; or backward() is called in an "
+    "event handler, which is not monitored; or the model is not trained in every iteration: then attach with a filter."
+)
+_NO_LOSS = (
+    "iteration %d: %d gradients, but no loss was seen, so losses are not compared and loss_spike is not reported. "
+    "Likely cause: the train step computes its loss by another module, by a function, or inside a compiled one: give "
+    "a function of the engine that returns the loss."
+)
 
-class GradMonitor(GradientTelling, schema=GRADIENT):
-    r"""Watches the norm of the gradient, and says before the optimizer's step whether it is a spike.
 
-    The norm is :math:`\lVert g \rVert_p` over all gradients that the coming step would use, reduced over ranks,
-    unscaled and not yet clipped; with gradient accumulation, of what has been accumulated. It is compared with a
-    threshold that a rule derives from earlier norms alone: by default their mean plus six standard deviations, both
-    exponentially weighted with 0.99. (``docs/detection.md`` has what that finds, and how often it is wrong.)
-    As soon as ``loss.backward()`` returns, ``engine.state.unhealthy_spike`` and ``engine.state.grad_norm`` speak of
-    the gradients it left:
+class GradMonitor(DetectionMonitor, schema=GRADIENT):
+    r"""Detect gradient spikes before the optimizer step.
+
+    After each ``backward()``, the norm of the unscaled, unclipped gradient, reduced over ranks, is compared with a
+    threshold estimated from previous norms (default: exponentially weighted mean + 6 standard deviations). The result
+    is in ``engine.state.unhealthy_spike`` and ``engine.state.grad_norm`` when ``backward()`` returns; ``on_spike`` acts
+    on it. With gradient accumulation they describe what has been accumulated.
+
+    One norm per optimizer step updates the statistics, and one per spike whose step the train step skips. A spike
+    updates them clipped to its threshold, a non-finite norm or one of 0 not at all. Changes of the gradient after
+    backward, as by clipping, make no difference. The source of the first non-finite gradient is logged.
 
     {keys}
 
-    With ``optimizer`` one norm per optimizer step enters the statistics, and one per spike whose step the train step
-    itself leaves out; without, one per iteration. A spike enters clipped to the threshold that it exceeded, a
-    non-finite norm not at all. With gradient accumulation over iterations flag and norm speak of each partial gradient,
-    and what is published and counted is one value per optimizer step, and per spike that the train step leaves out.
-
-    What becomes of a gradient between backward and step, clipping for one, makes no difference: the norm is that of
-    what backward has left. Gradients that no backward has made are judged when the step starts.
-
-    A non-finite norm is a spike, unless a ``scaler`` looks after it: then it is an overflow, counted but not
-    flagged, so that ``scaler.step()`` skips the step and ``scaler.update()`` lowers the scale.
-
-    Of the first non-finite gradient in a row the log says, in one line, what has produced it: the model is run once
-    more on the same inputs with the same random numbers, and the first module is named whose inputs are finite and
-    whose output is not; if forward is finite, the module whose backward makes the gradient non-finite, or the loss
-    (with a ``scaler`` this is an overflow, of which nothing is said). ``engine.state.spike.source`` has it too. Nothing
-    of the training is changed by that, but for functions of your own that hooks call once more. It is looked for where
-    the detection is known on the host: on the CPU, and on an accelerator where ``on_spike`` or a handler of
-    SPIKE_DETECTED waits for it.
-
     Args:
-        model: the model, as the train step uses it (wrapped, where it is wrapped).
-        optimizer: the optimizer whose steps are judged. Its parameters alone count, where it does not hold all.
-        scaler: the GradScaler of the train step.
-        threshold: a threshold rule, of which a copy is taken, a function ``(mean, std, count) -> threshold``, or a
-            number for a static threshold. By default ``MeanStdThreshold()``.
-        loss: a second sign of a spike, which finds harm that the norm does not show: a criterion module whose output is
-            the loss, or a function of the engine that returns it when a backward has ended (``engine.state.output`` is
-            still that of the iteration before). A step is then a spike as well where the logarithm of its loss is more
-            than 4.5 standard deviations above where the trend of those before leads, exponentially weighted with 0.99.
-            What counts is the mean over the micro-batches of a step, and over ranks: one small collective per backward,
-            without which the ranks would not agree; none under ``join()``, where losses are not judged.
-        per_parameter: whether to judge every parameter's gradient too, by its own earlier norms
-            (:class:`RobustThreshold` with k = 8). A step is then a spike as well where one of them is above its own
-            threshold, which the norm of all often does not show. At a spike the few tensors are named that hold most
-            of what is above the thresholds, or above the means where no tensor is above its threshold: with their
-            shares in the values, in ``engine.state.spike.culprits``, and in the log once the values are on the host.
-            ``"clip"`` leaves no tensor above its threshold. No collective is added; with ``reduction="sum"`` each rank
-            judges and names what it holds, and all agree on what is a spike.
-        on_spike: the action at a spike. None: report it only. ``"skip"``: the optimizer's ``step()`` does nothing, no
-            update, no weight decay, no momentum, no step count. Fused optimizers skip on the device; for others the
-            flag is read on the host. Of optimizers outside ``torch.optim`` the step is not run, so it has to be called
-            as ``optimizer.step()``, without a closure: a ValueError says so at the first step. ``"clip"``: when the
-            step of any optimizer starts, the gradients are multiplied by threshold / norm in place, whatever has been
-            done with them since backward, on the device without synchronization. (Where a step evaluates its closure
-            again, those gradients are not clipped.) Non-finite gradients can't be clipped: their step is skipped on the
-            CPU and by fused optimizers, if these are of ``torch.optim``, and is made elsewhere. Each skip and clip is
-            logged at INFO: the first ten of a run, then every hundredth. A function ``(engine, norm)`` is called at a
-            spike.
-        max_consecutive_spikes: how many spikes in a row mean a new level, from which the rule then starts afresh.
-        norm_type: p of the norm, greater than 0, ``math.inf`` allowed.
-        reduction: how the norms of several ranks make one. ``"mean"``: every rank has the same gradient (DDP), and
-            the result is the root mean square of the ranks' norms; ``"sum"``: each rank has another part of the
-            gradient, and the result is the norm of all. DTensor gradients (FSDP2, tensor parallel) are exact in
-            either. Without a process group nothing is communicated, and with DistributedDataParallel neither; of any
-            other model every backward takes a collective, so all ranks have to make as many.
-        prefix: what the values' names start with. Also names ``engine.state.grad_norm``: ``{prefix}_norm``.
-        flag: the attribute of ``engine.state`` that says whether the gradient is a spike: False when an iteration
-            starts, and the detection from the end of backward on: a bool on the CPU, else a 0-dim bool tensor.
+        model: the model, as the train step uses it (wrapped, if it is wrapped).
+        optimizer: the optimizer whose steps and parameters count. None for every optimizer of the model's parameters.
+        scaler: the GradScaler of the train step. Overflows are then counted, but are no spikes.
+        threshold: a threshold rule (copied), a function ``(mean, std, count) -> threshold``, or a number. None for
+            ``MeanStdThreshold()``.
+        loss: criterion module, or function of the engine that returns the loss after a backward. A step is then also a
+            spike if the logarithm of its mean loss is 4.5 standard deviations above its trend.
+        per_parameter: compare the gradient of each parameter with its own threshold too, and name the parameters with
+            the largest excess at a spike.
+        on_spike: None to report only. ``"skip"``: the optimizer's ``step()`` does nothing. ``"clip"``: gradients are
+            multiplied by threshold / norm when the step starts. Or a function ``(engine, norm)``.
+        max_consecutive_spikes: number of consecutive spikes that reset the threshold statistics.
+        norm_type: p of the norm: 1, 2 or ``math.inf``.
+        reduction: ``"mean"`` if every rank has the same gradient (DDP): root mean square of the ranks' norms. ``"sum"``
+            if each rank has another part. DTensors (FSDP2, tensor parallel) are exact in either.
+        prefix: prefix of all names, and of ``engine.state.grad_norm``: ``{prefix}_norm``.
+        flag: attribute of ``engine.state`` for the result: False until it is known, then a bool on the CPU, else a
+            0-dim bool tensor.
 
     Raises:
         TypeError: if an argument is of another type.
-        ValueError: if an argument has a value it can't have, the optimizer holds none of the model's parameters,
-            skipping or clipping is requested without an optimizer, skipping with one that needs a closure (LBFGS,
-            SAM), or ``reduction`` is not that of the model's wrapper: "mean" for DistributedDataParallel, "sum" for
-            FullyShardedDataParallel.
+        ValueError: if an argument has a value that is not allowed, the optimizer holds no parameter of the model, its
+            step cannot be skipped or clipped, or ``reduction`` is not that of the model's wrapper.
 
     Examples:
         .. code-block:: python
@@ -121,7 +100,7 @@ class GradMonitor(GradientTelling, schema=GRADIENT):
                 loss = criterion(model(batch[0]), batch[1])
                 loss.backward()
                 if engine.state.unhealthy_spike:
-                    return loss.item()  # leaves the step out
+                    return loss.item()  # skips the step
                 optimizer.step()
                 return loss.item()
 
@@ -131,7 +110,7 @@ class GradMonitor(GradientTelling, schema=GRADIENT):
             monitor.log_to(tensorboard_logger, trainer)
     """
 
-    _state_dict_all_req_keys = ("detector", "skipped_count", "known")
+    _state_dict_all_req_keys = ("detector", "counts", "skipped_count")
 
     def __init__(
         self,
@@ -155,51 +134,72 @@ class GradMonitor(GradientTelling, schema=GRADIENT):
             check_holds(optimizer, model)
         if scaler is not None:
             check_type("scaler", scaler, GradScaler, "torch.amp.GradScaler or None")
-        self._reaction = Reaction(on_spike, optimizer)
-        if norm_type != math.inf:
-            norm_type = check_real("norm_type", norm_type, above=0.0)
-        check_type("reduction", reduction, str, "str")
-        if reduction not in ("mean", "sum"):
-            raise ValueError(f"Argument reduction should be 'mean' or 'sum', but given {reduction!r}")
+        self._action = SpikeAction(on_spike, optimizer)
+        if norm_type != math.inf and check_real("norm_type", norm_type) not in (1.0, 2.0):
+            raise ValueError(f"Argument norm_type should be 1, 2 or math.inf, but given {norm_type}")
+        check_choice("reduction", reduction, "mean", "sum")
         check_flag(flag)
 
         self.optimizer = optimizer
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self._scale = None
         self.on_spike = on_spike
         self.norm_type = float(norm_type)
         self.reduction = reduction
         self.flag = flag
         self._norm_attribute = re.sub(r"\W", "_", prefix) + "_norm"
         if flag == self._norm_attribute:
-            raise ValueError(f"Argument flag should not be {flag!r}, where the norm stands")
+            raise ValueError(f"Argument flag should not be {flag!r}, the attribute of the norm")
         self.attributes = {flag: False, self._norm_attribute: None}
-        detector = SpikeDetector(
+        self.max_consecutive_spikes = check_count("max_consecutive_spikes", max_consecutive_spikes, least=1)
+        self.per_parameter = per_parameter
+        self._detector = GradientDetector(
+            model,
             as_rule(threshold),
-            max_consecutive_spikes=check_count("max_consecutive_spikes", max_consecutive_spikes, least=1),
+            loss=loss,
+            per_parameter=per_parameter,
+            norm_type=self.norm_type,
+            reduction=reduction,
+            max_consecutive_spikes=self.max_consecutive_spikes,
             overflow_is_spike=self.scaler is None,
         )
-        self.per_parameter = per_parameter
-        self._judge = GradientJudge(
-            model, detector, loss=loss, per_parameter=per_parameter, norm_type=self.norm_type, reduction=reduction
-        )
-        self._window = GradientWindow()
-        self._look: AccumulationProbe | None = None  # what decides on its tentative entry
-        self._seen = False  # whether there was a gradient in this iteration
-        self._unstepped = Unstepped(optimizer)
-        self._origins = NonFiniteLocator(model)
+        self._window: GradientWindow[GradientDetection] = GradientWindow()
+        self._probe: AccumulationProbe | None = None  # decides on the pending detection
+        self._locator = NonFiniteLocator(model)
+        self._missing_step = MissingStep(type(optimizer).__name__ if optimizer is not None else "an optimizer")
+        self._without_loss = 0  # gradients, as long as there was no loss
+        self._scale: Tensor | None = None  # of this iteration's last backward
+        self._seen = False  # whether this iteration had a gradient
+        self._stepped: bool | Tensor = False  # whether a step was made
+        self._shown: GradientDetection | None = None  # in the engine's state
+        self._suspect: GradientDetection | None = None  # published on a device: its culprits are read later
+        self._where: Tensor | None = None  # whether anything is published, if only the device knows
+
+    def counts(self) -> Tensor:
+        return self._detector.counts()
+
+    def reset_threshold(self) -> None:
+        self._detector.reset_threshold()
 
     def state_dict(self) -> OrderedDict[str, Any]:
-        """Statistics and counts: tensors, dicts of tensors and a number."""
-        return OrderedDict(**super().state_dict(), **self._reaction.counts)
+        """Return statistics and counts: tensors, and dicts of tensors."""
+        return OrderedDict(**self._detector.state_dict(), **self._action.counts)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        counts = self._reaction.counts_of(state_dict) if isinstance(state_dict, Mapping) else {}
-        super().load_state_dict(state_dict)
-        self._reaction.load(counts)
-        self._window.before = None
+        """Continue from a saved state.
 
-    # What it listens to
+        Args:
+            state_dict: the :meth:`state_dict` of a monitor with the same kind of threshold rule.
+
+        Raises:
+            TypeError: if it is no mapping.
+            ValueError: if it is of something else; nothing has changed then.
+        """
+        super().load_state_dict(state_dict)
+        counts = self._action.counts_of(state_dict)
+        self._detector.load_state_dict(state_dict)
+        self._action.load(counts)
+
+    # Events
 
     def handlers(self) -> Handlers:
         return [
@@ -211,11 +211,11 @@ class GradMonitor(GradientTelling, schema=GRADIENT):
 
     def start_iteration(self, engine: Engine) -> None:
         iteration = engine.state.iteration
-        # Steps go unseen in iterations that are not monitored.
+        # Steps of iterations that are not monitored are not seen.
         unseen = iteration != self._iteration + 1
         self._window.iteration_started(unseen)
         if unseen:
-            self._judge.losses.forget()
+            self._detector.losses.forget()
         self._iteration = iteration
         self._seen = self._stepped = False
         self._scale = self._shown = None
@@ -223,32 +223,31 @@ class GradMonitor(GradientTelling, schema=GRADIENT):
     def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
         if self._source is None:
             return []
-        contexts: list[AbstractContextManager[Any]] = [self._origins.calls]
-        if self._reaction.kind == "skip":
-            contexts += self._reaction.contexts(self._source.step_completed)
-        if self._judge.losses.source is not None:
-            contexts.append(self._judge.losses.listening())
-        # It may have looked already, in a backward under no_sync().
-        if self._window.before is not None and (self._look is None or self._look.accumulates is None):
-            self._look = self._source.tracker(self.model).accumulation_probe(self.optimizer)
-            contexts.append(self._look)
+        contexts: list[AbstractContextManager[Any]] = [self._locator.calls]
+        contexts += self._action.contexts(self._source.step_completed)
+        if self._detector.losses.source is not None:
+            contexts.append(self._detector.losses.listening())
+        # It may have measured already, in a backward under no_sync().
+        if self._detector.pending is not None and (self._probe is None or self._probe.accumulates is None):
+            self._probe = self._source.tracker(self.model).accumulation_probe(self.optimizer)
+            contexts.append(self._probe)
         return contexts
 
     def detach(self) -> None:
         """Undo ``attach`` and ``log_to``; statistics and counts stay."""
         super().detach()
-        self._window, self._look = GradientWindow(), None
+        self._detector.settle()
+        self._window, self._probe = GradientWindow(), None
 
     def reset_run_state(self) -> None:
-        self._origins.calls.release()
-        self._reaction.new_run()
-        # What is accumulated in the gradients stays there.
+        self._locator.calls.release()
+        self._action.new_run()
+        # The gradients may still hold what has been accumulated.
         self._iteration = -1
         self._stepped, self._shown, self._where, self._suspect = False, None, None, None
         self._window.close()
-        if self._reaction.kind is not None:
-            self._reaction.restore()
-        self._judge.forget()
+        self._action.restore()
+        self._detector.forget()
         super().reset_run_state()
 
     def _on_gradients_ready(self, engine: Engine, backward: GradientsReady) -> None:
@@ -257,116 +256,242 @@ class GradMonitor(GradientTelling, schema=GRADIENT):
         is_all = parameters is backward.tracker.parameters
         if not gradients or not (is_all or backward.reaches(self.optimizer)):  # it reached others of the model
             return
-        if self._window.before is not None:
-            self._decide_tentative(gradients[0].device)
-        if self._judge.losses.source is not None:
-            self._judge.losses.backward_ended(engine)
+        if self._detector.pending is not None:
+            probe, self._probe = self._probe, None
+            accumulated = self._detector.resolve(None if probe is None else probe.accumulates, gradients[0].device)
+            # Read it only if the announcement of the spike has synchronized already.
+            if (accumulated.is_cpu or self._window.announced) and not bool(accumulated):
+                self._window.announced = False
+        if self._detector.losses.source is not None:
+            self._detector.losses.backward_ended(engine)
         self._scale = None if self.scaler is None else backward.scale(self.scaler)
-        detection = self._detection(parameters, gradients, self._scale)
-        self._judged(engine, detection, announce=self._window.backward(detection, backward.shared))
+        self._seen = True
+        detection = self._detector.detect(parameters, gradients, self._scale)
+        announce = self._window.backward(detection, backward.shared)
+        self._locate_nonfinite(engine, detection)
+        self._show(engine, detection, announce)
 
     def _on_step_started(self, engine: Engine, step: OptimizerStep) -> Callable[[], None] | None:
-        reacts = self._reaction.kind is not None
-        if reacts:
-            self._reaction.restore()  # from a step that raised an error
-        is_own = step.is_of(self.optimizer)
-        if not self._unstepped.over:
-            self._unstepped.step(step.optimizer, is_own, step.tracker.shares)
-        if not is_own:
-            if self._window.others_step_started():
+        self._action.restore()  # from a step that raised an error
+        if not step.is_of(self.optimizer):
+            if step.tracker.shares(step.optimizer):
+                self._missing_step.other = type(step.optimizer).__name__
+            if self._window.other_step_started():
                 self._show_last(engine)
             return None
         tracker = step.tracker
-        # Where optimizers make their steps inside of backward there is never a whole gradient.
+        # Optimizers that step inside of backward never have a whole gradient.
         is_whole = tracker.reduced and not (self.optimizer is None and in_backward())
         parameters = tracker.parameters_of(self.optimizer) if is_whole else []
-        if all(each.grad is None for each in parameters):
+        gradients = _gradients(parameters)
+        if not gradients:
             self._window.close()
             self._show_last(engine)
             return None
-        taken = self._window.step_started(lambda: self._judge_by_hand(parameters, step.scale))
-        if taken.detection is not self._shown or not self._is_calm:
-            self._show(engine, taken.detection, announce=taken.enters)
-        if not reacts:
+        taken = self._window.step_started(lambda: self._detect_by_hand(parameters, gradients, step.scale))
+        detection = taken.detection
+        self._show(engine, detection, announce=taken.updates)
+        if self._action.kind is None:
             return None
-        return functools.partial(
-            self._reaction.start,
-            step.optimizer,
-            _gradients(parameters),
-            taken.detection,
-            taken.enters,
-            lambda: self._is_known_spike(taken.detection),
-        )
+        read = functools.partial(self._is_known_spike, detection.spike)
+        return lambda: self._action.start(step.optimizer, gradients, detection, taken.updates, read)
+
+    def _detect_by_hand(
+        self, parameters: list[nn.Parameter], gradients: list[Tensor], scale: Tensor | None
+    ) -> GradientDetection:
+        self._detector.pending = None  # the same gradient, or a part of it
+        self._seen = True
+        return self._detector.detect(parameters, gradients, scale)
 
     def _on_step_completed(self, engine: Engine, step: OptimizerStep) -> Callable[[], None] | None:
         if not step.is_of(self.optimizer):
             return None
         taken = self._window.step_completed()
-        if self._judge.losses.source is not None:
-            self._judge.losses.forget()
+        self._detector.losses.forget()
         if taken is not None:
-            made = self._reaction.made(step.optimizer, taken.detection)
+            made = self._action.made(step.optimizer, taken.detection.spike)
             self._stepped = made if self._stepped is False else self._stepped | made
-            if self.optimizer is not None and taken.enters:
-                self._judge.observe(taken.detection)
-        return None if self._reaction.kind is None else self._reaction.restore
+            if taken.updates:
+                self._detector.observe(taken.detection)
+                self._resets.set(taken.detection.threshold_reset)
+        return None if self._action.kind is None else self._action.restore
 
     def _on_train_step_completed(self, engine: Engine) -> None:
         if self._source is None:
             return
         if not self._seen:
             if self._source.tracker(self.model).reduced:
-                self._report_missing(engine)
+                self._warn_once(_NO_GRADIENT, engine.state.iteration)
             return
-        if not self._unstepped.over:
-            text = self._unstepped.gradient(engine.state.iteration, self.scaler is not None)
-            if text is not None:
-                self.logger.warning("%s: %s", self.prefix, text)
+        self._report_missing_step(engine)
         newest, last = self._window.returned(), self._window.last
         detection = newest if last is None else last.detection
         where: Tensor | None = None  # whether there is anything to publish
         if newest is not None:
-            flagged = newest.spike if last is not None or self.optimizer is None else newest.spike | newest.nonfinite
-            if last is not None:
+            flagged = newest.spike
+            if last is None:
+                where = flagged = flagged | newest.norm.nonfinite
+            else:
                 detection = newest.where(flagged, last.detection)
-            elif self.optimizer is not None:
-                where = flagged
-            if self.optimizer is not None and may_be_true(flagged):
-                self._window.before = self._judge.known_now()
-                self._judge.losses.set_aside()
-                self._judge.observe(newest, flagged)
+            if may_be_true(flagged):
+                self._detector.pending = newest, flagged
+                self._detector.losses.set_aside()
+                self._resets.set(newest.threshold_reset & flagged)
             self._announce(engine, newest)
         if detection is None:
-            self._publish_unstepped()
+            self._publish_stepped_only()
             return
-        if self.optimizer is None:
-            self._judge.observe(detection)
-            self._window.close()
-            self._judge.losses.forget()
-        self._conclude(engine, detection, where)
+        self._show(engine, detection)
+        if where is None or may_be_true(where):
+            self._publish_detection(detection, where, log=True)
+        else:
+            self._publish_stepped_only()
+        self._report_action(detection)
+        if self._resets:
+            self._fire_reset(engine, functools.partial(self._spike, detection))
 
-    def _detection(self, parameters: list[nn.Parameter], gradients: list[Tensor], scale: Tensor | None) -> Detection:
-        self._seen = True
-        detection = self._judge.judge(parameters, gradients, scale)
-        if self._reaction.device != detection.norm.device:
-            self._reaction.to(detection.norm)
-        return detection
+    # Published values
 
-    def _judge_by_hand(self, parameters: list[nn.Parameter], scale: Tensor | None) -> Detection:
-        if self._window.before is not None:  # the norm enters in place of the tentative entry
-            self._judge.go_back(self._window.before)
-            self._window.before = None
-        return self._detection(parameters, _gradients(parameters), scale)
+    def _show(self, engine: Any, detection: GradientDetection, announce: bool = False) -> None:
+        """Set flag and norm in the engine's state."""
+        if detection is not self._shown:
+            setattr(engine.state, self.flag, as_published(detection.spike))
+            setattr(engine.state, self._norm_attribute, as_published(detection.norm.value))
+            self._shown = detection
+        if self._source is not None and self._source.listened:  # by handlers that may log values
+            self._publish_detection(detection, None)
+        if announce and may_be_true(detection.spike):
+            self._announce(engine, detection)
 
-    def _decide_tentative(self, device: torch.device) -> None:
-        look, self._look = self._look, None
-        grows = self._judge.has_grown(None if look is None else look.accumulates, device)
-        # Only who has been told of a spike, and has thus waited for it, waits here.
-        known = grows.device.type == "cpu" or self._window.announced
-        before = self._window.decided(is_new=known and not bool(grows))
-        if before is not None:
-            self._judge.go_back(before, grows)
+    def _show_last(self, engine: Any) -> None:
+        """Set flag and norm of this iteration's last step, or those before any gradient."""
+        self.clear(engine)
+        self._shown = None
+        if self._window.last is not None:
+            self._show(engine, self._window.last.detection)
+
+    def _publish_detection(self, detection: GradientDetection, where: Tensor | None, log: bool = False) -> None:
+        norm, stepped, dtype = detection.norm, self._stepped, detection.norm.value.dtype
+        counts = self._detector.counts()
+        values = {"norm": norm.value, "threshold": norm.threshold, "mean": norm.mean, "std": norm.std}
+        values |= {"spike": detection.spike, "spike_count": counts[0], "nonfinite_count": counts[1]}
+        values |= self._action.counts
+        if detection.loss is not None:  # a loss without a logarithm is not compared
+            values["loss_spike"] = detection.loss.spike.to(dtype).masked_fill(detection.loss.value.isneginf(), math.nan)
+        if self._scale is not None:
+            values["scale"] = self._scale
+        if isinstance(stepped, Tensor):
+            values["stepped"] = stepped
+        table = torch.stack([move_like(value, norm.value) for value in values.values()])
+        self.clear_metrics()
+        self._where = self._suspect = None
+        if where is not None and not where.is_cpu:
+            table, self._where = torch.where(where, table, math.nan), where
+        self.publish_table([*values], table)
+        if not isinstance(stepped, Tensor):
+            self.publish(stepped=float(stepped))
+        if self.per_parameter and may_be_true(detection.spike):
+            if detection.spike.is_cpu:
+                spike = self._spike_numbers(detection)
+                self.publish(**self._culprits(spike, log))
+            else:
+                self._suspect = detection
+
+    def _publish_stepped_only(self) -> None:
+        """Publish nothing of this iteration's gradient but that no step was made with it."""
+        self.clear_metrics()
+        self._where = self._suspect = None
+        if self._stepped is False:
+            self.publish(stepped=0.0)
+
+    def _culprits(self, spike: SpikeNumbers, log: bool) -> dict[str, float]:
+        if log:
+            self._log(logging.WARNING, f"iteration {self._iteration}: {self._described(spike)}.")
+        return {} if self._detector.parameters is None else self._detector.parameters.keys(spike.culprits)
+
+    def deferred_tensors(self) -> list[Tensor]:
+        tensors = [] if self._action.kind is None else [*self._action.counts.values()]
+        tensors += [] if self._where is None else [self._where]
+        if self._suspect is not None:
+            tensors += [self._suspect.spike, self._detector.spike_numbers(self._suspect)]
+        return tensors
+
+    def resolve_deferred(self, extra: list[list[float]]) -> dict[str, float]:
+        numbers = iter(extra)
+        if self._action.kind is not None:
+            self._log_action([next(numbers)[0] for _ in self._action.counts])
+        if self._where is not None and not next(numbers)[0]:
+            self._publish_stepped_only()
+        elif self._suspect is not None and next(numbers)[0]:
+            return self._culprits(self._detector.read(next(numbers)), log=True)
+        return {}
+
+    # Events and log messages
+
+    def _spike_numbers(self, detection: GradientDetection) -> SpikeNumbers:
+        """Read the numbers of a spike on the host."""
+        return self._detector.read(self._detector.spike_numbers(detection).tolist())
+
+    def _spike(self, detection: GradientDetection) -> Spike:
+        name, value, threshold, culprits = self._spike_numbers(detection)
+        named = self._detector.named(culprits)
+        return Spike(self, f"{self.prefix}/{name}", value, threshold, named, self._locator.found)
+
+    def _described(self, spike: SpikeNumbers) -> str:
+        what = "loss" if spike.name == "loss" else "gradient norm"
+        return described(what, spike.value, spike.threshold, self._detector.named(spike.culprits))
+
+    def _announce(self, engine: Any, detection: GradientDetection) -> None:
+        def first() -> None:
+            self._window.announced = True
+            if callable(self.on_spike):
+                with users_grad_mode():
+                    self.on_spike(engine, as_published(detection.norm.value))
+
+        awaited = callable(self.on_spike) or self._is_awaited(MonitorEvents.SPIKE_DETECTED)
+        if awaited and not self._window.announced and self._is_known_spike(detection.spike):
+            self._fire(engine, MonitorEvents.SPIKE_DETECTED, functools.partial(self._spike, detection), first)
+
+    def _locate_nonfinite(self, engine: Any, detection: GradientDetection) -> None:
+        if self._source is None:
+            return
+        nonfinite = as_published(detection.norm.nonfinite)
+        if not isinstance(nonfinite, bool):
+            if not callable(self.on_spike) and not self._is_awaited(MonitorEvents.SPIKE_DETECTED):
+                self._locator.calls.backward_ended()
+                return
+            # Without a scaler what is no spike is finite, and needs no further synchronization.
+            known = self.scaler is not None or self._is_known_spike(detection.spike)
+            nonfinite = known and bool(detection.norm.nonfinite)
+        text = self._locator.look(not nonfinite, self.scaler is not None, alone=nonfinite and world_size() == 1)
+        self._source.nonfinite_source = self._locator.found or self._source.nonfinite_source
+        if text is not None:
+            self._log(logging.WARNING, f"iteration {engine.state.iteration}: {text}")
+
+    def _report_action(self, detection: GradientDetection) -> None:
+        """Log a skip or clip, if it is known on the host."""
+        if self._action.kind is not None and publisher.is_on_host(detection.spike):
+            self._log_action([float(count) for count in self._action.counts.values()], detection)
+
+    def _log_action(self, counts: list[float], detection: GradientDetection | None = None) -> None:
+        action = self._action.message(counts)
+        if action is not None:
+            cause = ""
+            if detection is not None and detection.spike:
+                cause = self._described(self._spike_numbers(detection)) + "; "
+            self._log(logging.INFO, f"iteration {self._iteration}: {cause}{action}")
+
+    def _report_missing_step(self, engine: Any) -> None:
+        iteration, flag = engine.state.iteration, getattr(engine.state, self.flag)
+        text = self._missing_step.note(iteration, self._stepped is False, flag is True, self.scaler is not None)
+        if text is not None:
+            self._log(logging.WARNING, f"iteration {iteration}: {text}")
+        losses = self._detector.losses
+        if losses.source is not None and not losses.seen:
+            self._without_loss += 1
+            if self._without_loss == _LOSS_PATIENCE:
+                self._warn_once(_NO_LOSS, iteration, _LOSS_PATIENCE)
 
 
 def _gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
-    return [gradient for each in parameters if (gradient := each.grad) is not None]
+    return [gradient for parameter in parameters if (gradient := parameter.grad) is not None]

@@ -1,10 +1,9 @@
-"""The loss as a second sign of a bad batch, beside the norm of its gradient."""
+"""Loss spikes: a second criterion for a bad step, besides the gradient norm."""
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,119 +23,60 @@ LossSource = nn.Module | Callable[[Any], Any]
 
 
 class TrendThreshold(MeanStdThreshold):
-    r"""A value above :math:`\ell + \mu + k \sigma` is a spike, which a trend does not widen.
+    r"""A value above :math:`\ell + \mu + k \sigma` is a spike; a trend does not widen this threshold.
 
-    :math:`\ell_i` is the exponentially weighted mean of the values so far, and :math:`\mu` and :math:`\sigma` are the
-    mean and the sample standard deviation, weighted alike, of the steps :math:`u_i = x_i - \ell_{i-1}` away from it
-    (:math:`u_1 = 0`). Under a steady trend the steps are as wide as the noise alone, while the deviation around the
-    mean of falling values is mostly that of the fall. :math:`\ell + \mu` is what double exponential smoothing expects
-    next (R. G. Brown, "Smoothing, Forecasting and Prediction of Discrete Time Series", 1963).
+    :math:`\ell_i` is the exponentially weighted mean of the earlier values. :math:`\mu` and :math:`\sigma` are mean and
+    sample standard deviation, with the same weights, of the steps :math:`u_i = x_i - \ell_{i-1}` away from it
+    (:math:`u_1 = 0`). The deviation around the mean of falling values is mostly that of the fall; under a steady trend
+    the steps vary by the noise alone. :math:`\ell + \mu` is the forecast of double exponential smoothing (R. G. Brown,
+    "Smoothing, Forecasting and Prediction of Discrete Time Series", 1963).
     """
 
     def __call__(self, mean: Tensor, std: Tensor, count: Tensor) -> Tensor:
         return super().__call__(self.state["level"] + mean, std, count)
 
-    _is_number = True
-
     def empty(self) -> State:
         return super().empty() | {"level": torch.zeros((), dtype=torch.float64, device="cpu")}
 
-    def include(self, state: State, norm: Tensor) -> State:
-        level = torch.where(state["count"] > 0, state["level"], norm)
-        step = norm - level
+    def include(self, state: State, value: Tensor) -> State:
+        level = torch.where(state["count"] > 0, state["level"], value)
+        step = value - level
         steps = super().include(state, step)
         return steps | {"level": torch.addcdiv(level, step, steps["weight"])}
 
 
-class LossSignal:
-    """A loss is a spike where its logarithm is, by the :class:`TrendThreshold` of the logarithms before it.
+class LossDetector(SpikeDetector):
+    """Detects spikes of the logarithm of a loss, by a :class:`TrendThreshold`.
 
-    A spike enters as in every :class:`SpikeDetector`. Together with the norm it finds more harm at nearly the same
-    false alarms. (``docs/detection.md`` has how much.)
-
-    A loss of zero or less has no logarithm: it is no spike, and does not enter. A non-finite one is a spike, unless a
-    GradScaler looks after it, and does not enter either. Where losses fall to the rounding of their dtype (1e-7 in
-    float32) their logarithms vary so much that nothing is a spike any more; the norm goes on detection.
+    A loss of zero or less has no logarithm: it is not compared and updates nothing. Losses that are rounding errors of
+    their dtype (1e-7 in float32) vary so much that none is a spike.
 
     Args:
-        k: how many deviations above what the trend leads to expect.
-        warmup: how many losses go in before any is judged, 2 at least.
-        decay: weight of the past at every new loss, in (0, 1).
-        max_consecutive_spikes: how many spikes in a row mean a new level.
-        overflow_is_spike: whether a non-finite loss is a spike.
-
-    Raises:
-        TypeError: if an argument is not a number of the kind it should be.
-        ValueError: if an argument is out of its range.
+        k: number of standard deviations above the forecast.
+        warmup: number of losses before the first threshold, at least 2.
+        decay: factor of all earlier weights at every new loss, in (0, 1).
+        options: those of :class:`SpikeDetector`.
     """
 
-    def __init__(
-        self,
-        k: float = 4.5,
-        warmup: int = 20,
-        decay: float = 0.99,
-        *,
-        max_consecutive_spikes: int = 10,
-        overflow_is_spike: bool = True,
-    ) -> None:
-        self.detector = SpikeDetector(
-            TrendThreshold(k, warmup, decay),
-            max_consecutive_spikes=max_consecutive_spikes,
-            overflow_is_spike=overflow_is_spike,
-        )
+    def __init__(self, k: float = 4.5, warmup: int = 20, decay: float = 0.99, **options: Any) -> None:
+        super().__init__(TrendThreshold(k, warmup, decay), ignored=-math.inf, **options)
 
-    def judge(self, loss: Tensor) -> Detection:
-        """Compare a loss with those before it; changes nothing.
-
-        Args:
-            loss: the loss, 0-dim of any floating-point dtype.
-
-        Returns:
-            Of its logarithm; -inf stands for that of a loss of zero or less.
-        """
+    def detect(self, loss: Tensor) -> Detection:
+        """Compare the logarithm of a loss, 0-dim of any floating-point dtype; -inf if there is none."""
         wide = loss.detach().to(wide_dtype(loss.device))
-        # -inf is below any limit. The logarithm of a negative number would be NaN, and so count as an overflow.
-        return self.detector.judge(wide.log().masked_fill(wide <= 0.0, -math.inf))
-
-    def observe(self, detection: Detection, when: Tensor | None = None) -> None:
-        """Let a judged loss enter, where a 0-dim bool tensor is True; None is true."""
-        judged = detection.norm != -math.inf
-        self.detector.observe(detection, judged if when is None else judged & when)
-
-    def go_back(self, earlier: LossSignal, when: Tensor | None = None) -> None:
-        """Forget the losses since a copy was made, where a 0-dim bool tensor is True; None is true."""
-        if when is None:
-            self.detector = earlier.detector
-        else:
-            self.detector.go_back(earlier.detector, when)
-
-    def reset_threshold(self) -> None:
-        """Forget the level; the counts go on."""
-        self.detector.reset_threshold()
-
-    def __copy__(self) -> LossSignal:
-        twin = object.__new__(type(self))
-        twin.detector = copy.copy(self.detector)
-        return twin
-
-    def state_dict(self) -> dict[str, Any]:
-        """That of its detector."""
-        return {"detector": self.detector.state_dict()}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a saved state; that of a rule of another kind is a ValueError."""
-        self.detector.load_state_dict(state_dict["detector"])
+        return super().detect(wide.log().masked_fill(wide <= 0.0, -math.inf))
 
 
-class Losses:
-    """Collects losses from one step of the optimizer to the next.
+class LossCollector:
+    """Collects the losses of an optimizer step.
 
     Attributes:
-        source: a module whose output is the loss, or a function of the engine that is asked when a backward has ended;
-            None where none are collected.
+        source: a module whose output is the loss, or a function of the engine that is called after each backward; None
+            to collect none.
+        seen: whether there ever was a loss on this rank.
 
     Args:
-        model: the model, whose wrapper says whether every rank takes part.
+        model: the model.
 
     Raises:
         TypeError: if the source is neither.
@@ -147,13 +87,13 @@ class Losses:
             raise TypeError(f"Argument loss should be {_SOURCE}, but given {source}")
         if not isinstance(source, nn.Module):
             check_function("loss", source, "the engine", described=_SOURCE)
-        self.source, self._model = source, model
+        self.source, self._model, self.seen = source, model, False
         self._sum_and_count: Tensor | None = None
-        self._earlier: Tensor | None = None  # of a gradient that may have been given up, or may grow
+        self._earlier: Tensor | None = None  # of a gradient that may have been discarded, or may be accumulated into
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """What has to be around a train step."""
+        """Context of a train step: hook the module."""
         if not isinstance(self.source, nn.Module):
             yield
             return
@@ -164,15 +104,15 @@ class Losses:
             handle.remove()
 
     def backward_ended(self, engine: Any) -> None:
-        """A backward has ended: ask the function, if it is one."""
+        """Call the function."""
         if self.source is not None and not isinstance(self.source, nn.Module):
             with users_grad_mode():
                 self._add(self.source(engine))
 
     def mean(self, device: torch.device) -> Tensor:
-        """The mean of what there is, over ranks too, in one collective if there are several; 0 if there is nothing.
+        """Mean of the losses over micro-batches and ranks, in one collective if there are several; 0 without a loss.
 
-        Every rank calls it after every backward. Under ``join()`` some may be gone: then there is nothing.
+        Every rank calls it after every backward. Under ``join()`` some ranks may be gone: then it is 0.
         """
         wide = wide_dtype(device)
         both = torch.zeros(2, dtype=wide, device=device)
@@ -184,27 +124,28 @@ class Losses:
         return torch.where(count > 0, total / count, 0.0)
 
     def forget(self) -> None:
-        """The gradient is used up."""
+        """The gradient has been used."""
         self._sum_and_count = self._earlier = None
 
     def set_aside(self) -> None:
-        """The gradient may have been given up, or may grow."""
+        """The gradient may have been discarded, or may be accumulated into."""
         self._earlier, self._sum_and_count = self._sum_and_count, None
 
-    def decided(self, grows: Tensor) -> None:
-        """Whether it grows is known, a 0-dim bool tensor."""
+    def resolve(self, accumulated: Tensor) -> None:
+        """Count the losses set aside if the gradient was accumulated into, a 0-dim bool tensor."""
         earlier, self._earlier = self._earlier, None
         if earlier is not None:
-            self._include(torch.where(move(grows, earlier.device), earlier, 0.0))
+            self._include(torch.where(move(accumulated, earlier.device), earlier, 0.0))
 
     def _add_output(self, output: Any) -> None:
-        # What is evaluated without gradients belongs to none.
+        # What is evaluated without gradients belongs to no backward.
         if isinstance(output, Tensor) and output.requires_grad:
             self._add(output)
 
     def _add(self, loss: Any) -> None:
         if loss is None:
             return
+        self.seen = True
         value = loss.detach() if isinstance(loss, Tensor) else torch.tensor(float(loss), device="cpu")
         with torch.no_grad():
             value = value.to(wide_dtype(value.device)).mean()

@@ -1,4 +1,4 @@
-"""Judging the gradient of every parameter by its own norms: what the norm of all of them does not show."""
+"""Spikes of single parameters, by their own earlier gradient norms."""
 
 from __future__ import annotations
 
@@ -16,64 +16,57 @@ from ignite_monitor.detection.spikes import Detection, SpikeDetector
 from ignite_monitor.model.devices import move_like, upload
 from ignite_monitor.model.names import named_parameters, tags
 
+_SHARED = 0.7
+_MOST, _LEAST = 3, 0.05  # number of culprits, and the smallest share of one
 
-class PerParameterJudge:
-    r"""Judges one norm per tensor, each by a :class:`RobustThreshold` of its own, all of them in one vector.
 
-    What all tensors share is no sign of a fault in one of them, and is judged by the norm of all. So where most norms
-    are above their means, each is divided by :math:`\max(1, m)^{0.7}`, with the median m of norm / mean, before it is
-    judged and enters. (``docs/detection.md`` has what this gains.)
+class PerParameterDetector:
+    r"""Compares one gradient norm per parameter with its own :class:`RobustThreshold`, all in one vector.
 
-    A tensor is known by its name. A norm of zero, as that of a tensor without a gradient, is not judged and does not
-    enter: it says nothing of how large the next one may be. The number of operations does not depend on the number of
-    tensors, and nothing is read on the host.
+    A change that all parameters share is no fault of one of them, and is left to the norm of all. So if most norms are
+    above their means, each is divided by :math:`\max(1, m)^{0.7}` first, with the median m of norm / mean
+    (``docs/detection.md``). Parameters are identified by name. A norm of zero, as of a parameter without a gradient,
+    updates nothing. The number of operations does not depend on the number of parameters.
 
     Args:
-        k: how many upper spreads above its mean a tensor's norm is a spike.
-        max_consecutive_spikes: how many spikes of one tensor in a row mean that its level has changed.
-        overflow_is_spike: whether a non-finite norm is a spike.
-
-    Raises:
-        TypeError: if an argument is not a number of the kind it should be.
-        ValueError: if an argument is out of its range.
+        k: number of upper spreads above the mean.
+        options: those of :class:`SpikeDetector`.
     """
 
-    _SHARED = 0.7
-    _MOST, _LEAST = 3, 0.05  # tensors are told of, and the smallest share
-
-    def __init__(self, k: float = 8.0, *, max_consecutive_spikes: int = 10, overflow_is_spike: bool = True) -> None:
-        self._k, self._patience, self._overflow_is_spike = k, max_consecutive_spikes, overflow_is_spike
+    def __init__(self, k: float = 8.0, **options: Any) -> None:
         self.names: tuple[str, ...] = ()
-        self._given: tuple[str, ...] = ()  # the last ones
-        self._named: tuple[Sequence[nn.Parameter], tuple[str, ...]] = ((), ())  # the last ones, and theirs
-        self._detector = self._make(torch.zeros(0, dtype=torch.float64, device="cpu"))
+        self._given: tuple[str, ...] = ()  # the last names
+        self._named: tuple[Sequence[nn.Parameter], tuple[str, ...]] = ((), ())  # the last parameters and their names
+        self._options = {"rule": RobustThreshold(k=k), **options}
+        self.detector = self._make(torch.zeros(0, dtype=torch.float64, device="cpu"))
 
-    def judge(self, names: tuple[str, ...], norms: Tensor) -> Detection:
-        """Compare norms with what earlier ones of the same tensors allow.
+    def detect(self, names: tuple[str, ...], norms: Tensor) -> Detection:
+        """Compare norms.
 
         Args:
-            names: of the tensors.
-            norms: the norms of their gradients, one-dimensional; 0 where there is none.
+            names: of the parameters.
+            norms: of their gradients, one-dimensional; 0 for none.
 
         Returns:
-            Of every tensor known, in the order of :attr:`names`, whose first are those given. What is judged, ``norm``,
-            is divided by what all share; ``given`` is not.
+            A detection of all parameters in :attr:`names`, which start with the given ones; ``given`` has the norms
+            before they were divided.
         """
         if names is not self._given:
             if names != self.names[: len(names)]:
                 known = set(names)
                 self._arrange((*names, *(name for name in self.names if name not in known)), norms)
             self._given = names
-            self._detector.to(norms.new_empty(len(self.names)))
         missing = len(self.names) - len(names)
         norms = pad(norms, (0, missing)) if missing else norms
-        means = self._detector.rule.state["mean"]  # 0 before the first
+        if self.detector.rule.state["mean"].device != norms.device:
+            self.detector.to(norms)
+        means = self.detector.rule.state["mean"]  # 0 before the first
         ratios = (norms / means).masked_fill(torch.minimum(norms, means) <= 0.0, math.nan)
         common = ratios.nanmedian().nan_to_num(1.0).clamp(min=1.0)
-        return self._detector.judge(norms / common**self._SHARED)._replace(given=norms)
+        return self.detector.detect(norms / common**_SHARED)._replace(given=norms)
 
-    def judge_gradients(self, model: nn.Module, parameters: Sequence[nn.Parameter], norms: Tensor) -> Detection:
-        """As :meth:`judge`, of the gradients of a model's parameters.
+    def detect_gradients(self, model: nn.Module, parameters: Sequence[nn.Parameter], norms: Tensor) -> Detection:
+        """Compare the norms of the gradients of a model's parameters.
 
         Args:
             parameters: the parameters, the same list as long as they are the same.
@@ -83,87 +76,72 @@ class PerParameterJudge:
             name_of = {id(parameter): name for name, parameter, _ in named_parameters(model)}
             self._named = parameters, tuple(name_of[id(parameter)] for parameter in parameters)
         if len(norms) < len(parameters):
-            each, none = iter(norms.unbind()), torch.zeros_like(norms[0])
-            norms = torch.stack([none if parameter.grad is None else next(each) for parameter in parameters])
-        return self.judge(self._named[1], norms)
+            given, none = iter(norms.unbind()), torch.zeros_like(norms[0])
+            norms = torch.stack([none if parameter.grad is None else next(given) for parameter in parameters])
+        return self.detect(self._named[1], norms)
 
     def forget(self) -> None:
-        """Let go of the parameters."""
+        """Drop the references to parameters."""
         self._named, self._given = ((), ()), ()
 
     def observe(self, detection: Detection, when: Tensor | None = None) -> None:
-        """Let judged norms enter, where a 0-dim bool tensor is True; None is true."""
-        if len(detection.norm) == len(self.names):  # else another state has been loaded since
-            there = detection.norm != 0
-            self._detector.observe(detection, there if when is None else there & when)
+        """Update the statistics, where a 0-dim bool tensor is True; None for True."""
+        if len(detection.value) == len(self.names):  # else another state has been loaded since
+            self.detector.observe(detection, when)
 
-    def culprits(self, detection: Detection, told: Tensor | bool = True) -> Tensor:
-        """Which tensors hold most of the excess, without waiting.
+    def culprits(self, detection: Detection, spike: Tensor | bool = True) -> Tensor:
+        """Find the parameters with the largest excess over their thresholds.
 
         Args:
-            detection: of an iteration with a spike.
-            told: 0-dim bool: whether to tell of any.
+            detection: of a spike.
+            spike: 0-dim bool: whether to report any.
 
         Returns:
-            A vector: the largest shares of the excess, then the tensors' indices, what :meth:`named` takes.
+            A vector for :meth:`named`: the largest shares of the excess, then the parameters' indices.
         """
-        shares, indices = excess_shares(detection).topk(min(self._MOST, len(detection.norm)))
-        return torch.cat((shares * told, indices))
+        shares, indices = excess_shares(detection).topk(min(_MOST, len(detection.value)))
+        return torch.cat((shares * spike, indices))
 
     def named(self, culprits: Sequence[float]) -> dict[str, float]:
-        """Of what :meth:`culprits` gave, name -> share, of those that hold a share worth telling."""
+        """Convert :meth:`culprits`, read on the host, to name -> share; small shares are omitted."""
         half = len(culprits) // 2
         shares = zip(culprits[half:], culprits[:half], strict=True)
-        return {self.names[int(index)]: share for index, share in shares if share >= self._LEAST}
+        return {self.names[int(index)]: share for index, share in shares if share >= _LEAST}
 
     def keys(self, culprits: Sequence[float]) -> dict[str, float]:
-        """As :meth:`named`, by the keys that are published."""
+        """Convert :meth:`culprits`, read on the host, to published key -> share."""
         tag_of = dict(zip(self.names, tags(self.names), strict=True))
         return {f"culprit/{tag_of[name]}": share for name, share in self.named(culprits).items()}
 
-    def go_back(self, earlier: PerParameterJudge, when: Tensor | None = None) -> None:
-        """Forget the norms since a copy was made, where a 0-dim bool tensor is True; None is true."""
-        earlier = copy.copy(earlier)
-        if earlier.names != self.names:
-            earlier._arrange(self.names, self._detector.counts[0])
-        if when is None:
-            self._detector = earlier._detector
-        else:
-            self._detector.go_back(earlier._detector, when)
-
     def reset_threshold(self) -> None:
-        """Forget the level; the counts go on."""
-        self._detector.reset_threshold()
+        """Discard all earlier norms."""
+        self.detector.reset_threshold()
 
-    def __copy__(self) -> PerParameterJudge:
+    def __copy__(self) -> PerParameterDetector:
         twin = object.__new__(type(self))
-        vars(twin).update(vars(self), _detector=copy.copy(self._detector))
+        vars(twin).update(vars(self), detector=copy.copy(self.detector))
         return twin
 
     def state_dict(self) -> dict[str, Any]:
-        """Names, and the state of all tensors: vectors."""
-        return {"names": list(self.names), "detector": self._detector.state_dict()}
+        """Return names and the state of all parameters: vectors."""
+        return {"names": list(self.names), "detector": self.detector.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a saved state; another one is a ValueError."""
+        """Continue from a saved state; a ValueError if it is of something else, and nothing has changed then."""
         if set(state_dict) != {"names", "detector"}:
             raise ValueError(f"Argument state_dict should hold names and detector, but given {[*state_dict]}")
         names = tuple(state_dict["names"])
         detector = self._make(torch.zeros(len(names), dtype=torch.float64, device="cpu"))
         detector.load_state_dict(state_dict["detector"])
-        self._detector, self.names, self._given = detector, names, ()
+        self.detector, self.names, self._given = detector, names, ()
 
     def _make(self, reference: Tensor) -> SpikeDetector:
-        detector = SpikeDetector(
-            RobustThreshold(k=self._k),
-            max_consecutive_spikes=self._patience,
-            overflow_is_spike=self._overflow_is_spike,
-        )
+        detector = SpikeDetector(**copy.deepcopy(self._options))
         detector.to(reference)
         return detector
 
     def _arrange(self, names: tuple[str, ...], reference: Tensor) -> None:
-        """Have the state of tensors of these names, in which nothing is known of those that are new."""
+        """Arrange the state for these names; new ones have an empty state."""
         index_of = {name: i for i, name in enumerate(self.names)}
         index = upload(
             torch.tensor([index_of.get(name, len(index_of)) for name in names], device="cpu"), reference.device
@@ -172,36 +150,34 @@ class PerParameterJudge:
         def arranged(values: Tensor) -> Tensor:
             return pad(move_like(values, reference), (0, 1))[index]
 
-        state = self._detector.state_dict()
+        state = self.detector.state_dict()
         rule = {name: arranged(value) for name, value in state.pop("rule").items()}
-        self._detector, self.names = self._make(reference.new_zeros(len(names))), names
-        self._detector.load_state_dict({name: arranged(value) for name, value in state.items()} | {"rule": rule})
+        self.detector, self.names = self._make(reference.new_zeros(len(names))), names
+        self.detector.load_state_dict({name: arranged(value) for name, value in state.items()} | {"rule": rule})
 
 
 def excess_shares(detection: Detection) -> Tensor:
-    """Each tensor's share of what all norms, as they came, are above their thresholds, without waiting for the device.
+    """Share of each parameter in the excess of all norms, before they were divided, over their thresholds.
 
-    Norms that are not finite share it among them. Where all norms are within their thresholds, the share of what they
-    are above their means. NaN where that is nothing.
+    Norms that are not finite share it equally. If all norms are within their thresholds, it is the share in the excess
+    over the means. NaN if there is no excess.
 
     Args:
         detection: of a vector of norms.
     """
-    huge = torch.finfo(detection.norm.dtype).max ** 0.5
-    allowed = torch.stack(
-        (detection.threshold, detection.mean.nan_to_num(math.inf))
-    )  # of a new tensor nothing is known
-    excess, beyond = (detection.given - allowed).nan_to_num(nan=huge, posinf=huge).clamp(min=0.0).unbind()
+    huge = torch.finfo(detection.value.dtype).max ** 0.5
+    bounds = torch.stack((detection.threshold, detection.mean)).nan_to_num(math.inf)
+    excess, beyond = (detection.given - bounds).nan_to_num(nan=huge, posinf=huge).clamp(min=0.0).unbind()
     excess = torch.where(excess.any(), excess, beyond)
     return excess / excess.sum()
 
 
 def described(what: str, value: float, threshold: float, culprits: Mapping[str, float]) -> str:
-    """A spike in words.
+    """Describe a spike in words.
 
     Args:
-        what: what has been judged.
-        value: its value, the norm of the whole gradient for one.
+        what: name of the value.
+        value: the value, as the norm of the whole gradient.
         threshold: its threshold.
         culprits: name of a parameter -> its share of the excess.
     """

@@ -1,144 +1,116 @@
-"""Which detection speaks of the gradient that an optimizer's step uses.
+"""Which detection describes the gradient that an optimizer step uses.
 
-A window opens with the first backward that reaches the monitor's parameters after its last optimizer step, and closes
-when its next one has completed. Every backward in it is judged when it ends, and the newest detection is the window's,
-whatever becomes of the gradient before the step. In an iteration a window is in one of these states:
+A train step may do anything between backward and step: clip, add noise, replace gradients. So the detection of a
+gradient is that of its newest backward. A window opens with the first backward that reaches the monitor's parameters
+after its optimizer's last step, and closes when the next step has completed. Its state is in the fields of
+:class:`GradientWindow`:
 
-- CLOSED: there was no backward since the last step;
-- LEFT: its backward was in an earlier iteration;
-- OPEN: its newest backward was in this iteration;
-- ASIDE: that backward reached other monitored models too, and another optimizer has made its step with it: it is this
-  one's leftover, unless this one makes its step in the same iteration.
+=========================  ==========================  ===================================  ==========================
+event                      newest is None              newest of an earlier iteration       newest of this iteration
+=========================  ==========================  ===================================  ==========================
+iteration started (1)      -                           keep                                 drop if used_by_other
+backward (2)               detect; newest              detect; newest                       detect; newest
+another optimizer's step   -                           -                                    used_by_other if shared
+own step                   detect, or last (3)         detect, or last (3)                  take newest
+... without a gradient     -                           drop newest                          drop newest
+... completed (4)          -                           drop newest                          drop newest
+train step returned (5)    publish last                publish last                         publish newest, or last
+=========================  ==========================  ===================================  ==========================
 
-====================  =================  =================  ===================  ================
-event                 CLOSED             LEFT               OPEN                 ASIDE
-====================  =================  =================  ===================  ================
-iteration started     CLOSED             LEFT               LEFT                 CLOSED
-… after unseen ones   CLOSED             CLOSED             CLOSED               CLOSED
-backward              judge; OPEN        judge; OPEN        judge; OPEN          judge; OPEN
-… in an own step (1)  judge              judge              judge                judge
-another one's step    CLOSED             LEFT               if shared (2) ASIDE  ASIDE
-own step              judge or last (3)  judge or last (3)  take the newest      take the newest
-… without a gradient  CLOSED             CLOSED             CLOSED               CLOSED
-… completed (4)       CLOSED             CLOSED             CLOSED               CLOSED
-train step returned   publish the last   publish the last   publish newest (5)   publish the last
-====================  =================  =================  ===================  ================
+1. After iterations that were not monitored, newest is dropped.
+2. Inside the own step, after it took its detection, a closure is evaluated again: detect only.
+3. ``last`` if an own step of this iteration took the detection of a backward; it does not update the statistics again.
+   Else the gradients were set by hand, or are of an earlier iteration: they are detected at each step.
+4. The detection that the step took updates the statistics.
+5. ``newest`` is published if it is not ``used_by_other``, and there was no own step or it is a spike that is not
+   shared. If it is a spike or not finite, it is postponed: the next backward decides whether the gradient was discarded
+   (then it updates the statistics) or accumulated into. If it is not, and there was no own step, it is not published:
+   its gradient is incomplete.
 
-1. In an own step that has taken its detection: what a closure evaluates after its first time.
-2. If the newest backward reached other monitored models too.
-3. The detection that the last own step of this iteration took, if that was of a backward; it does not enter again. Else
-   the step uses gradients set by hand, or left from an earlier iteration, and they are judged, each time.
-4. The detection that the step took enters the statistics, in place of a tentative entry. A monitor that is given no
-   optimizer has every optimizer that shares parameters for its own, and one detection per iteration enters, when the
-   train step returns: that which is published.
-5. If there was no own step in this iteration, or the newest detection is a spike of a backward that reached no other
-   monitored model, else the last. It enters tentatively if it is a spike or not finite, and is else not published: it
-   is of a gradient that more is to be added to.
-
-"The last" is the detection of this iteration's last own step; where there was none nothing is published. A tentative
-entry stands until the next own step, in whose place its detection enters, or the next backward. That decides by whether
-it found any gradient other than zero: then it has added to it, and the entry is taken back.
+A backward is shared if it reached other monitored models too, as in a GAN. Another optimizer that steps then may have
+been the one that the backward was for.
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable
 from typing import Generic, NamedTuple, TypeVar
 
-V = TypeVar("V")
-B = TypeVar("B")
+D = TypeVar("D")
 
 
-class State(enum.Enum):
-    """What is known of the gradient, see the table above."""
+class Taken(NamedTuple, Generic[D]):
+    """The detection that a step took; whether it is of a backward, and whether it updates the statistics."""
 
-    CLOSED = enum.auto()
-    LEFT = enum.auto()
-    OPEN = enum.auto()
-    ASIDE = enum.auto()
-
-
-class Taken(NamedTuple, Generic[V]):
-    """The detection that a step takes; whether it is of a backward, and whether it enters the statistics."""
-
-    detection: V
+    detection: D
     of_backward: bool
-    enters: bool
+    updates: bool
 
 
-class GradientWindow(Generic[V, B]):
-    """Follows the detections on one monitor's gradient, of a type V, from iteration to iteration.
+class GradientWindow(Generic[D]):
+    """Follows the detections of one monitor's gradient.
 
     Attributes:
-        state: where it is.
-        newest: the detection of the newest backward in the window.
-        last: what the last own step of this iteration took; None if there was none.
-        before: what was known before a tentative entry, of a type B; None if there is none.
+        newest: detection of the newest backward since the last own step.
+        is_current: whether that backward was in this iteration.
+        shared: whether it reached other monitored models too.
+        used_by_other: whether another optimizer has stepped since then, with a shared backward.
+        last: what the last own step of this iteration took.
         announced: whether the gradient has been announced as a spike.
     """
 
     def __init__(self) -> None:
-        self.state = State.CLOSED
-        self.newest: V | None = None
-        self.last: Taken[V] | None = None
-        self.before: B | None = None
-        self.announced = False
-        self._shared = False
-        self._taken: Taken[V] | None = None  # by the own step that is going on
+        self.newest: D | None = None
+        self.is_current = self.shared = self.used_by_other = self.announced = False
+        self.last: Taken[D] | None = None
+        self._taken: Taken[D] | None = None  # by the own step in progress
 
     def iteration_started(self, unseen: bool) -> None:
-        """An iteration starts whose train step is looked at; with others before it, or without knowing that."""
+        """A monitored iteration starts, after others that were not monitored or directly after the last one."""
         self.last = self._taken = None
-        if unseen or self.state is State.ASIDE:
+        self.is_current = False
+        if unseen or self.used_by_other:
             self.close()
-        elif self.state is State.OPEN:
-            self.state = State.LEFT
 
-    def decided(self, is_new: bool) -> B | None:
-        """A backward has decided on the tentative entry; what was known before it."""
-        before, self.before = self.before, None
-        self.announced &= not is_new
-        return before
-
-    def backward(self, detection: V, shared: bool) -> bool:
-        """A backward has been judged, which reached other monitored models too or not: whether to announce it now."""
+    def backward(self, detection: D, shared: bool) -> bool:
+        """A backward has ended: return whether to announce its spike now."""
         if self._taken is not None:
             return False
-        self.state, self.newest, self._shared = State.OPEN, detection, shared
+        self.newest, self.shared, self.is_current, self.used_by_other = detection, shared, True, False
         return not shared
 
-    def others_step_started(self) -> bool:
-        """Another optimizer is about to make its step: whether the newest detection is no longer to be shown."""
-        if self.state is not State.OPEN or not self._shared:
+    def other_step_started(self) -> bool:
+        """Another optimizer starts its step: return whether ``newest`` is no longer that of this model's gradient."""
+        if self.newest is None or not (self.is_current and self.shared) or self.used_by_other:
             return False
-        self.state = State.ASIDE
+        self.used_by_other = True
         return True
 
-    def step_started(self, judge: Callable[[], V]) -> Taken[V]:
-        """The own optimizer is about to make its step with gradients that ``judge`` would judge now."""
-        if self.newest is not None and self.state in (State.OPEN, State.ASIDE):
-            self._taken = Taken(self.newest, of_backward=True, enters=True)
+    def step_started(self, detect: Callable[[], D]) -> Taken[D]:
+        """The own optimizer starts its step; ``detect`` is called if no backward made the gradient."""
+        if self.newest is not None and self.is_current:
+            self._taken = Taken(self.newest, of_backward=True, updates=True)
         elif self.last is not None and self.last.of_backward:
-            self._taken = self.last._replace(enters=False)
+            self._taken = self.last._replace(updates=False)
         else:
-            self._taken = Taken(judge(), of_backward=False, enters=True)
+            self._taken = Taken(detect(), of_backward=False, updates=True)
         return self._taken
 
-    def step_completed(self) -> Taken[V] | None:
-        """The own optimizer has made its step; what it took, None if there was no gradient."""
+    def step_completed(self) -> Taken[D] | None:
+        """The own optimizer has stepped: return what the step took; None if there was no gradient."""
         taken, self._taken = self._taken, None
         if taken is not None:
             self.last = taken
             self.close()
         return taken
 
-    def returned(self) -> V | None:
-        """The train step has returned: the newest detection if it is to be published, where it is a spike at least."""
-        if self.state is State.OPEN and (self.last is None or not self._shared):
+    def returned(self) -> D | None:
+        """The train step has returned: return the newest detection if it may be published."""
+        if self.is_current and not self.used_by_other and (self.last is None or not self.shared):
             return self.newest
         return None
 
     def close(self) -> None:
-        """Nothing is known any more of the gradient that is there."""
-        self.state, self.newest, self.announced, self._taken = State.CLOSED, None, False, None
+        """Nothing is known of the gradients any more."""
+        self.newest, self._taken = None, None
+        self.is_current = self.used_by_other = self.announced = False

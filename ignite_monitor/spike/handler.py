@@ -1,10 +1,12 @@
-"""SpikeMonitor: whether a number that belongs to the iteration is a spike."""
+"""SpikeMonitor: spikes of any scalar of the iteration."""
 
 from __future__ import annotations
 
 import functools
+import logging
 import math
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,45 +14,42 @@ from ignite.engine import Engine
 from torch import Tensor
 
 from ignite_monitor.checks import check_count, check_function
-from ignite_monitor.detection.judge import NormJudge
-from ignite_monitor.detection.monitor import JudgingMonitor
+from ignite_monitor.detection.monitor import DetectionMonitor
 from ignite_monitor.detection.spikes import Detection, SpikeDetector
-from ignite_monitor.detection.thresholds import Threshold, as_rule
+from ignite_monitor.detection.thresholds import Threshold, as_rule, largest_usable
 from ignite_monitor.events.monitor_events import MonitorEvents, Spike
 from ignite_monitor.keys import SPIKE
-from ignite_monitor.model.devices import wide_dtype
+from ignite_monitor.model.devices import move_like, wide_dtype
 from ignite_monitor.monitor.base import Handlers, NoModel, check_flag
 from ignite_monitor.monitor.publisher import as_published
 
 
-class SpikeMonitor(JudgingMonitor[NormJudge], schema=SPIKE):
-    """Judges any scalar of the iteration as ``GradMonitor`` judges the gradient's norm: by its own earlier values.
+class SpikeMonitor(DetectionMonitor, schema=SPIKE):
+    """Detect spikes of any scalar, as ``GradMonitor`` detects those of the gradient norm.
 
-    The value is asked for when the train step has returned and the other monitors have published, before
-    ITERATION_COMPLETED; one value per iteration enters the statistics. It is a spike if it exceeds the threshold that
-    the rule derives from earlier values, or if it is not finite. A spike enters clipped to the threshold, the further
-    ones in a row not at all; after ``max_consecutive_spikes`` of them the rule starts afresh. SPIKE_DETECTED and
-    THRESHOLD_RESET are fired, with ``engine.state.spike`` telling of it.
+    The value is read after the train step, when the other monitors have published and before ITERATION_COMPLETED. It is
+    a spike if it exceeds the threshold that the rule estimates from earlier values (default: exponentially weighted
+    mean + 6 standard deviations), or if it is not finite. SPIKE_DETECTED and THRESHOLD_RESET are fired, with
+    ``engine.state.spike`` describing the value.
+
+    A value updates the statistics clipped to the threshold, and to as far below the mean. After
+    ``max_consecutive_spikes`` the rule is reset. Every rank uses the value of its own function. A tensor stays on its
+    device, without synchronization.
 
     {keys}
 
-    Every rank judges what its own function returns, and nothing is communicated: where ranks have to agree, the
-    function returns the same on each. A tensor stays on its device, and nobody waits for it.
-
     Args:
-        value: function of the engine that returns a number, a tensor with one element, or None where there is no value
-            this time. ``engine.state.output`` is what the train step has returned, and ``engine.state.metrics`` has
-            what other monitors publish.
-        threshold: a threshold rule, of which a copy is taken, a function ``(mean, std, count) -> threshold``, or a
-            number for a static threshold. By default ``MeanStdThreshold()``.
-        max_consecutive_spikes: how many spikes in a row mean a new level, from which the rule then starts afresh.
-        prefix: what the values' names start with.
-        flag: the attribute of ``engine.state`` that says whether the value is a spike: False when an iteration starts,
-            and the detection from the end of the train step on: a bool on the CPU, else a 0-dim bool tensor.
+        value: function of the engine that returns a number, a tensor with one element, or None for no value.
+        threshold: a threshold rule (copied), a function ``(mean, std, count) -> threshold``, or a number. None for
+            ``MeanStdThreshold()``.
+        max_consecutive_spikes: number of consecutive spikes that reset the rule.
+        prefix: prefix of all names.
+        flag: attribute of ``engine.state`` for the result: False until it is known, then a bool on the CPU, else a
+            0-dim bool tensor.
 
     Raises:
-        TypeError: if an argument is of another type; in a run if the function returns anything but one number.
-        ValueError: if an argument has a value it can't have.
+        TypeError: if an argument is of another type; in a run, if the function returns anything but one number.
+        ValueError: if an argument has a value that is not allowed.
 
     Examples:
         .. code-block:: python
@@ -67,7 +66,7 @@ class SpikeMonitor(JudgingMonitor[NormJudge], schema=SPIKE):
             update.attach(trainer)
     """
 
-    _state_dict_all_req_keys = ("detector", "known", "score")
+    _state_dict_all_req_keys = ("detector", "counts")
     _PATIENCE = 50
 
     def __init__(
@@ -85,57 +84,90 @@ class SpikeMonitor(JudgingMonitor[NormJudge], schema=SPIKE):
         self.value = value
         self.flag = flag
         self.attributes = {flag: False}
-        patience = check_count("max_consecutive_spikes", max_consecutive_spikes, least=1)
-        self._judge = NormJudge(SpikeDetector(as_rule(threshold), max_consecutive_spikes=patience))
+        self.max_consecutive_spikes = check_count("max_consecutive_spikes", max_consecutive_spikes, least=1)
+        # Unlike a norm, a value of 0 is one like any other.
+        self._detector = SpikeDetector(
+            as_rule(threshold), max_consecutive_spikes=self.max_consecutive_spikes, ignored=math.nan
+        )
+        self._counts = torch.zeros(3, dtype=torch.float64, device="cpu")  # as those of :meth:`counts`
         self._missing = 0  # iterations without a value, as long as there was none
+
+    def counts(self) -> Tensor:
+        return self._counts
+
+    def reset_threshold(self) -> None:
+        self._detector.reset_threshold()
+
+    def state_dict(self) -> OrderedDict[str, Any]:
+        """Return statistics and counts: tensors, and dicts of tensors."""
+        return OrderedDict(detector=self._detector.state_dict(), counts=self._counts)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from a saved state.
+
+        Args:
+            state_dict: the :meth:`state_dict` of a monitor with the same kind of threshold rule.
+
+        Raises:
+            TypeError: if it is no mapping.
+            ValueError: if it is of something else; nothing has changed then.
+        """
+        super().load_state_dict(state_dict)
+        counts = torch.as_tensor(state_dict["counts"], dtype=torch.float64, device="cpu").reshape(3).clone()
+        self._detector.load_state_dict(state_dict["detector"])
+        self._counts = counts
 
     def handlers(self) -> Handlers:
         return [(MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed)]
 
     def _on_train_step_completed(self, engine: Engine) -> Callable[[], None] | None:
         # Once all monitors have published: the value may be one of theirs.
-        return functools.partial(self._judge_value, engine) if self._is_running else None
+        return functools.partial(self._detect, engine) if self._is_running else None
 
-    def _judge_value(self, engine: Engine) -> None:
+    def _detect(self, engine: Engine) -> None:
         value = self.value(engine)
         if value is None:
             self._report_missing()
             return
-        self._missing = self._PATIENCE
+        self._missing, self._iteration = self._PATIENCE, engine.state.iteration
         number = _as_number(value)
-        # A detector knows no number below all others.
-        detection = self._judge.detector.judge(number.masked_fill(number.isneginf(), torch.inf))._replace(given=number)
-        self._judge.observe(detection)
+        # What is too far below all others to update the statistics counts as not finite.
+        too_low = number < -largest_usable(number)
+        detection = self._detector.detect(number.masked_fill(too_low, torch.inf))._replace(given=number)
+        # As far below the mean as the threshold is above it. Without a threshold NaN, which fmax ignores.
+        lowest = detection.mean - (detection.limit - detection.mean).abs()
+        self._detector.observe(detection._replace(value=torch.fmax(detection.value, lowest)))
+        flags = torch.stack((detection.spike, detection.nonfinite, detection.threshold_reset))
+        self._counts = move_like(self._counts, number) + flags
+        self._resets.set(detection.threshold_reset)
         setattr(engine.state, self.flag, as_published(detection.spike))
-        values = self._judge.statistics(detection)
-        names = ("threshold", "spike", "spike_count", "spike_score")
-        self.publish(value=number, **{name: values[name] for name in names if name in values})
-        if self._is_awaited(MonitorEvents.SPIKE_DETECTED) and self._is_known_spike(detection):
-            self._tell(engine, MonitorEvents.SPIKE_DETECTED, detection)
-        if self._judge.restarts:
-            self._tell_of_new_level(engine, detection)
+        spike = detection.spike.to(number.dtype)
+        self.publish(value=number, threshold=detection.threshold, spike=spike, spike_count=self._counts[0])
+        if self._is_awaited(MonitorEvents.SPIKE_DETECTED) and self._is_known_spike(detection.spike):
+            self._fire(engine, MonitorEvents.SPIKE_DETECTED, functools.partial(self._spike, detection))
+        if self._resets:
+            self._fire_reset(engine, functools.partial(self._spike, detection))
 
     def _report_missing(self) -> None:
         self._missing += 1
         if self._missing == self._PATIENCE:
-            self.logger.warning(
-                "%s: %d iterations had no value, so nothing is judged. The likely cause: the function given as value "
-                "asks for a name that nobody publishes in these iterations, or the train step returns nothing.",
-                self.prefix,
-                self._PATIENCE,
+            self._log(
+                logging.WARNING,
+                f"{self._PATIENCE} iterations had no value, so no spike can be detected. Likely cause: the function "
+                "given as value reads a name that these iterations do not publish, or the train step returns None.",
             )
 
     def _spike(self, detection: Detection) -> Spike:
         value, threshold = torch.stack((detection.given, detection.threshold)).tolist()
         source = None if self._source is None or math.isfinite(value) else self._source.nonfinite_source
-        return Spike(self, f"{self.prefix}/value", value, threshold, {}, source)
+        return Spike(self, f"{self.prefix}/value", value, math.inf if math.isnan(threshold) else threshold, {}, source)
 
 
 def _as_number(value: Any) -> Tensor:
-    """A number as a 0-dim tensor of the widest dtype where it lies.
+    """Convert a number to a 0-dim tensor of the widest dtype of its device.
 
     Raises:
-        TypeError: if it is not one number.
+        TypeError: if it is not one real number.
     """
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
         return value.detach().reshape(()).to(wide_dtype(value.device))

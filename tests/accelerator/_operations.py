@@ -29,8 +29,8 @@ Make = Callable[..., Any]
 CLIP = "clip_grad_norm_"
 # How many there may be with a model of six blocks, which has 77 parameters; and the monitor, given model and optimizer.
 MONITORS: dict[str, tuple[int, Make]] = {
-    "GradMonitor": (30, GradMonitor),
-    "GradMonitor, RobustThreshold": (40, lambda m, o: GradMonitor(m, o, threshold=RobustThreshold())),
+    "GradMonitor": (60, GradMonitor),
+    "GradMonitor, RobustThreshold": (75, lambda m, o: GradMonitor(m, o, threshold=RobustThreshold())),
     "WeightUpdateHandler": (90, WeightUpdateHandler),
     "OptimizerStateHandler": (70, lambda m, o: OptimizerStateHandler(m, o)),
     "ActivationHandler": (90, lambda m, o: ActivationHandler(m, activations=True)),

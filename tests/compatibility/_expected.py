@@ -30,7 +30,7 @@ def expected(recorded: Recorded) -> list[Values]:
         truth = Truth(recorded.initial, iteration, recorded.held)
         values = {"grad/norm": norm(list(iteration.gradients.values())), "grad/stepped": 1.0}
         values |= {f"grad/{name}": value for name, value in level(norms).items()}
-        values |= {f"grad/{name}": 0.0 for name in ("spike", "spike_count", "spike_score", "skipped_count")}
+        values |= {f"grad/{name}": 0.0 for name in ("spike", "spike_count", "skipped_count")}
         values |= {"grad/nonfinite_count": 0.0}
         norms.append(values["grad/norm"])
         values |= losses.values(iteration.loss)
@@ -75,7 +75,6 @@ class Level:
         self.spikes.append(loss > threshold)
         self.past.append(min(loss, threshold))
         values = {"value": loss, "spike": float(self.spikes[-1]), "spike_count": float(sum(self.spikes))}
-        values |= {"spike_score": sum(self.spikes) / len(self.spikes)}
         values |= {"threshold": threshold} if math.isfinite(threshold) else {}
         return {f"loss/{name}": value for name, value in values.items()}
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.amp import GradScaler
 
 from ignite_monitor import GradMonitor, MeanStdThreshold, StaticThreshold, WeightUpdateHandler
-from ignite_monitor.gradient.reaction import scale
+from ignite_monitor.gradient.action import scale
 from tests._trainers import assert_same, grad_norm, loss_of, make_batches, make_model, train, training_state
 from tests.gradient.test_skip_step import FEW, OPTIMIZERS, build
 

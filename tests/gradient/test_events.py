@@ -115,7 +115,7 @@ def test_a_new_level_of_the_loss_or_of_one_tensor_is_told_of_too(how, caplog):
         assert 2.0 < spike.threshold < 3.0
     else:
         assert [*spike.culprits] == ["0.bias"]
-    assert len([record for record in caplog.records if "a new level" in record.getMessage()]) == 1
+    assert len([record for record in caplog.records if "regime change" in record.getMessage()]) == 1
     # Spikes, norms that are not finite, fresh starts: what a RollbackHandler goes by.
     assert monitor.counts().tolist() == [4.0, 0.0, 1.0]
     again = GradMonitor(model, optimizer, threshold=StaticThreshold(1e9), max_consecutive_spikes=4, **signal)
@@ -127,7 +127,7 @@ def test_a_new_level_of_the_loss_or_of_one_tensor_is_told_of_too(how, caplog):
 
 
 def hint(caplog):
-    return [record.getMessage() for record in caplog.records if "has made no step" in record.getMessage()]
+    return [record.getMessage() for record in caplog.records if "met no step" in record.getMessage()]
 
 
 def run_with(make_step, count, caplog, with_optimizer=True):
@@ -164,8 +164,8 @@ def steps_of(which, every=1):
 def test_another_optimizer_that_makes_the_steps_is_named_once_after_50_gradients(caplog):
     assert run_with(steps_of(1), 49, caplog)[0] == []
     [text], published = run_with(steps_of(1), 120, caplog)
-    assert "50 iterations" in text
-    assert "Adam," in text
+    assert "50 gradients" in text
+    assert "step of Adam," in text
     assert "SGD, which holds" in text
     assert published == [{"grad/stepped": 0.0}] * 120
 
@@ -240,3 +240,26 @@ def test_skips_and_clips_are_logged_ten_of_a_run_and_then_every_hundredth(on_spi
         assert f"{action}" in line
         assert f"({iteration} in this run)" in line
     assert "(1 in this run)" in caplog.records[12].getMessage()
+
+
+@pytest.mark.parametrize("with_optimizer", [True, False])
+def test_a_return_at_a_spike_while_gradients_accumulate_is_warned_of_whenever_it_stops_training(with_optimizer, caplog):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+
+    def step(engine, batch):
+        (loss_of(model, batch) / 4).backward()
+        if engine.state.unhealthy_spike and engine.state.iteration != 160:
+            return
+        if engine.state.iteration % 4 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    trainer = Engine(step)
+    monitor = GradMonitor(model, optimizer if with_optimizer else None, threshold=50.0)
+    monitor.attach(trainer)
+    with caplog.at_level(logging.WARNING):
+        trainer.run(make_batches(300, spikes=[50, 200], factor=1e4))
+    texts = hint(caplog)
+    assert [text.split(":")[1].strip() for text in texts] == ["iteration 98", "iteration 246"]
+    assert all("zero_grad() before that return" in text for text in texts)

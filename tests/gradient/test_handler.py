@@ -134,7 +134,7 @@ def test_exactly_the_promised_keys_are_published_as_floats_and_the_metrics_are_t
         keys.append({name.removeprefix("grad/") for name in monitor.metrics})
 
     engine.run(make_batches(5), max_epochs=1)
-    always = {"norm", "spike", "stepped", "spike_count", "spike_score", "skipped_count", "nonfinite_count"}
+    always = {"norm", "spike", "stepped", "spike_count", "skipped_count", "nonfinite_count"}
     assert (
         keys == [always, always | {"mean"}] + [always | {"mean", "std"}] + [always | {"mean", "std", "threshold"}] * 2
     )
@@ -160,7 +160,7 @@ def test_a_filter_leaves_no_value_in_the_iterations_between_and_counts_the_monit
     assert recorder.of("grad/spike")[11] == 1
 
 
-@pytest.mark.parametrize("norm_type", [0.5, 1, 2.0, 3.0, math.inf])
+@pytest.mark.parametrize("norm_type", [1, 2.0, math.inf])
 def test_norm_types(norm_type):
     model, truth = make_model(), []
     optimizer = sgd(model)
@@ -173,18 +173,6 @@ def test_norm_types(norm_type):
 
     recorder = train(step, make_batches(3), GradMonitor(model, optimizer, norm_type=norm_type))
     assert recorder.norms == pytest.approx(truth, **CLOSE)
-
-
-def test_a_high_norm_type_of_small_gradients_does_not_underflow():
-    model, truth = make_model(), []
-
-    def step(engine, batch):
-        model.zero_grad()
-        (loss_of(model, batch) * 1e-7).backward()
-        truth.append(max(float(parameter.grad.abs().max()) for parameter in model.parameters()))
-
-    recorder = train(step, make_batches(2), GradMonitor(model, norm_type=64.0))
-    assert recorder.norms == pytest.approx(truth, rel=0.1)  # between the largest and n ** (1 / 64) times that
 
 
 # When a norm enters the statistics
@@ -460,7 +448,7 @@ def test_loading_a_state_while_a_gradient_may_still_grow_loses_nothing_of_it():
     engine = Engine(lambda engine, batch: loss_of(model, batch).backward())
     monitor.attach(engine)
     saved = monitor.state_dict()
-    saved["detector"]["spike_count"] = torch.tensor(1000.0, dtype=torch.float64)
+    saved["counts"] = torch.tensor([1000.0, 0.0, 0.0], dtype=torch.float64)
     engine.add_event_handler(Events.ITERATION_COMPLETED(once=1), lambda: monitor.load_state_dict(saved))
     engine.run(make_batches(2))
     assert float(monitor.metrics["grad/spike_count"]) == 1001

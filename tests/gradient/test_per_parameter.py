@@ -11,7 +11,7 @@ import torch
 
 from ignite_monitor.detection.robust import RobustThreshold
 from ignite_monitor.detection.spikes import SpikeDetector
-from ignite_monitor.gradient.per_parameter import PerParameterJudge, excess_shares
+from ignite_monitor.gradient.per_parameter import PerParameterDetector, excess_shares
 
 NAMES = ("embed", "qkv", "bias", "head")
 
@@ -33,10 +33,10 @@ def each_alone(rows):
     said = []
     for row in rows:
         said.append([])
-        means = [float(detector.rule.moments.mean) for detector in detectors]
+        means = [float(detector.rule.state["mean"]) for detector in detectors]
         row = row / shared(row, means)
         for detector, value in zip(detectors, row, strict=True):
-            detection = detector.judge(torch.tensor(value, dtype=torch.float64))
+            detection = detector.detect(torch.tensor(value, dtype=torch.float64))
             there = value != 0 and value is not None and not np.isnan(value)
             said[-1].append((bool(detection.spike) and there, detection.threshold.item()))
             if there:
@@ -45,15 +45,15 @@ def each_alone(rows):
 
 
 def judged(rows, judge=None):
-    judge, said = judge or PerParameterJudge(), []
+    judge, said = judge or PerParameterDetector(), []
     for row in rows:
         names = tuple(name for name, value in zip(NAMES, row, strict=True) if not np.isnan(value))
-        detection = judge.judge(names, torch.tensor([value for value in row if not np.isnan(value)]))
+        detection = judge.detect(names, torch.tensor([value for value in row if not np.isnan(value)]))
         judge.observe(detection)
         by_name = dict(
             zip(judge.names, zip(detection.spike.tolist(), detection.threshold.tolist(), strict=True), strict=True)
         )
-        said.append([by_name.get(name, (False, math.inf)) for name in NAMES])
+        said.append([by_name.get(name, (False, math.nan)) for name in NAMES])
     return said
 
 
@@ -91,30 +91,30 @@ def test_tensors_without_a_gradient_zero_ones_and_new_ones():
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_non_finite_norms_are_spikes_of_their_tensors_and_leave_no_trace(bad):
-    rows, judge = norms_of(60), PerParameterJudge()
+    rows, judge = norms_of(60), PerParameterDetector()
     judged(rows, judge)
-    limits = judge.judge(NAMES, torch.ones(4, dtype=torch.float64)).limit.tolist()
-    detection = judge.judge(NAMES, torch.tensor([1.0, bad, 1e-5, bad], dtype=torch.float64))
+    limits = judge.detect(NAMES, torch.ones(4, dtype=torch.float64)).limit.tolist()
+    detection = judge.detect(NAMES, torch.tensor([1.0, bad, 1e-5, bad], dtype=torch.float64))
     judge.observe(detection)
     assert detection.spike.tolist() == [False, True, False, True]
     assert named(judge, detection) == {"qkv": 0.5, "head": 0.5}
-    after = judge.judge(NAMES, torch.ones(4, dtype=torch.float64)).limit.tolist()
+    after = judge.detect(NAMES, torch.ones(4, dtype=torch.float64)).limit.tolist()
     assert [one == other for one, other in zip(limits, after, strict=True)] == [False, True, False, True]
 
 
 def test_the_shares_of_the_excess():
-    judge = PerParameterJudge()
+    judge = PerParameterDetector()
     judged(norms_of(100), judge)
-    threshold = judge.judge(NAMES, torch.ones(4, dtype=torch.float64)).threshold.tolist()
-    mean = judge.judge(NAMES, torch.ones(4, dtype=torch.float64)).mean.tolist()
+    threshold = judge.detect(NAMES, torch.ones(4, dtype=torch.float64)).threshold.tolist()
+    mean = judge.detect(NAMES, torch.ones(4, dtype=torch.float64)).mean.tolist()
     over = torch.tensor([threshold[0] + 3.0, threshold[1] + 1.0, mean[2] * 0.9, mean[3] * 0.5])
-    detection = judge.judge(NAMES, over.double())  # most are below their means, so nothing is shared
+    detection = judge.detect(NAMES, over.double())  # most are below their means, so nothing is shared
     np.testing.assert_allclose(excess_shares(detection).tolist(), [0.75, 0.25, 0, 0], atol=1e-6)
     assert [*named(judge, detection)] == ["embed", "qkv"]
     assert [*named(judge, detection, 1)] == ["embed"]
     # All within their thresholds: what is above the means.
     mean = detection.mean
-    detection = judge.judge(NAMES, mean * torch.tensor([1.2, 1.0, 1.0, 0.9]) + torch.tensor([0.0, 0.25, 0.0, 0.0]))
+    detection = judge.detect(NAMES, mean * torch.tensor([1.2, 1.0, 1.0, 0.9]) + torch.tensor([0.0, 0.25, 0.0, 0.0]))
     excess = [0.2 * mean[0].item(), 0.25, 0.0, 0.0]
     np.testing.assert_allclose(excess_shares(detection).tolist(), np.array(excess) / sum(excess), atol=1e-6)
 
@@ -122,36 +122,36 @@ def test_the_shares_of_the_excess():
 def test_a_planted_tensor_is_named_first():
     rows = norms_of(400, seed=3)
     random, right = np.random.default_rng(4), 0
-    judge = PerParameterJudge()
+    judge = PerParameterDetector()
     judged(rows[:100], judge)
     for row in rows[100:]:
         place = random.integers(4)
         spoilt = row.copy()
         spoilt[place] *= 10
-        detection = judge.judge(NAMES, torch.tensor(spoilt))
+        detection = judge.detect(NAMES, torch.tensor(spoilt))
         assert bool(detection.spike[place])
         right += next(iter(named(judge, detection))) == NAMES[place]
-        judge.observe(judge.judge(NAMES, torch.tensor(row)))
+        judge.observe(judge.detect(NAMES, torch.tensor(row)))
     assert right == 300
 
 
 def test_state_continues_in_whatever_order_the_names_come():
     rows = norms_of(120)
     rows[70, 0] *= 30
-    whole, first, second = (PerParameterJudge() for _ in range(3))
+    whole, first, second = (PerParameterDetector() for _ in range(3))
     expected = judged(rows, whole)
     judged(rows[:60], first)
     second.load_state_dict(first.state_dict())
     assert judged(rows[60:], second) == expected[60:]
     order = [2, 0, 3, 1]
-    third = PerParameterJudge()
+    third = PerParameterDetector()
     third.load_state_dict(first.state_dict())
-    detection = third.judge(tuple(NAMES[i] for i in order), torch.tensor(rows[70][order]))
+    detection = third.detect(tuple(NAMES[i] for i in order), torch.tensor(rows[70][order]))
     assert dict(zip(third.names, detection.spike.tolist(), strict=True))["embed"]
 
 
 def test_a_copy_has_a_state_of_its_own():
-    judge = PerParameterJudge()
+    judge = PerParameterDetector()
     judged(norms_of(50), judge)
     twin, before = copy.copy(judge), judge.state_dict()
     judged(norms_of(5, seed=9), twin)
@@ -161,12 +161,12 @@ def test_a_copy_has_a_state_of_its_own():
 
 def test_the_state_of_something_else_is_refused():
     with pytest.raises(ValueError, match="names"):
-        PerParameterJudge().load_state_dict({"detector": {}})
+        PerParameterDetector().load_state_dict({"detector": {}})
 
 
 def test_nothing_is_read_on_the_host_and_operations_do_not_grow_with_the_tensors():
     def operations(n):
-        judge, counted = PerParameterJudge(), []
+        judge, counted = PerParameterDetector(), []
 
         class Count(torch.utils._python_dispatch.TorchDispatchMode):
             def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -177,9 +177,18 @@ def test_nothing_is_read_on_the_host_and_operations_do_not_grow_with_the_tensors
         for _ in range(3):
             counted.clear()
             with Count():
-                detection = judge.judge(names, torch.zeros(n, dtype=torch.float64, device="meta"))
+                detection = judge.detect(names, torch.zeros(n, dtype=torch.float64, device="meta"))
                 excess_shares(detection)
                 judge.observe(detection)
         return len(counted)
 
     assert operations(3) == operations(300)
+
+
+def test_norms_on_another_device_than_those_before():
+    judge = PerParameterDetector()
+    judged(norms_of(30), judge)
+    detection = judge.detect(NAMES, torch.ones(4, dtype=torch.float64, device="meta"))
+    judge.observe(detection)
+    assert detection.spike.is_meta
+    assert judge.detector.rule.state["mean"].is_meta

@@ -11,7 +11,7 @@ from ignite.engine import Engine, Events
 from torch import nn
 from torch.amp import GradScaler
 
-from ignite_monitor import GradMonitor, MonitorEvents, RobustThreshold, StaticThreshold
+from ignite_monitor import GradMonitor, MonitorEvents, StaticThreshold
 from ignite_monitor.gradient.per_parameter import described
 from tests._trainers import Judge as MeanStd
 from tests._trainers import assert_same, loss_of, make_batches, make_model, norm_of, train, training_state
@@ -134,7 +134,9 @@ def test_the_event_and_the_log_tell_of_it(caplog):
     name, share = next(iter(shares.items()))
     assert next(iter(spike.culprits.items())) == (name, pytest.approx(share))
     [line] = [record.getMessage() for record in caplog.records]
-    assert line.startswith(f"grad: iteration {BAD}: gradient norm {spike.value:.3g}, within its threshold")
+    assert line.startswith(
+        f"GradMonitor (grad): iteration {BAD}: gradient norm {spike.value:.3g}, within its threshold"
+    )
     assert f"{100 * share:.0f} % of the excess in {name}" in line
 
 
@@ -282,5 +284,4 @@ def test_bad_input():
 def test_nothing_of_the_model_is_kept_after_a_run():
     training = Training()
     train(training.step, make_batches(3), training.monitor)
-    assert training.monitor._judge.tensors._named == ((), ())
-    assert RobustThreshold(k=8.0).k == training.monitor._judge.tensors._k
+    assert training.monitor._detector.parameters._named == ((), ())

@@ -81,8 +81,8 @@ def test_norms_without_finite_squares_leave_no_trace(bad):
 def test_a_restart_forgets_everything_before_it():
     one, other = MeanStdThreshold(warmup=2), MeanStdThreshold(warmup=2)
     feed(one, NORMS[:20])
-    one.observe(torch.tensor(5.0, dtype=torch.float64), restart=torch.tensor(True))
-    other.observe(torch.tensor(5.0, dtype=torch.float64), restart=torch.tensor(False))
+    one.observe(torch.tensor(5.0, dtype=torch.float64), reset=torch.tensor(True))
+    other.observe(torch.tensor(5.0, dtype=torch.float64), reset=torch.tensor(False))
     assert one.state_dict() == other.state_dict()
 
 

@@ -10,7 +10,7 @@ from ignite.engine import Engine, Events
 from torch import nn
 
 from ignite_monitor import ActivationHandler, GradMonitor, MeanStdThreshold, StaticThreshold, WeightUpdateHandler
-from ignite_monitor.gradient.window import GradientWindow, State
+from ignite_monitor.gradient.window import GradientWindow
 from tests._trainers import Recorder, grad_norm, loss_of, make_batches, make_model, mean_of, norm_of, train, true_norm
 from tests.stress._steps import PUT
 
@@ -25,112 +25,38 @@ def observations(monitor):
     return float(monitor.state_dict()["detector"]["rule"]["count"])
 
 
-# The state machine
+# The window
 
 
-def in_state(state, detection="old"):
-    """A window in which an iteration has started, and what leads to the state has happened."""
+def test_table_of_the_window():
+    """The events of a GAN's and of an accumulating train step, against the table in window.py."""
     window = GradientWindow()
     window.iteration_started(unseen=False)
-    if state is State.CLOSED:
-        return window
-    window.backward(detection, shared=state is State.ASIDE)
-    if state is State.LEFT:
-        window.iteration_started(unseen=False)
-    elif state is State.ASIDE:
-        window.others_step_started()
-    assert window.state is state
-    return window
-
-
-@pytest.mark.parametrize(
-    ("state", "seen", "unseen"),
-    [
-        (State.CLOSED, State.CLOSED, State.CLOSED),
-        (State.LEFT, State.LEFT, State.CLOSED),
-        (State.OPEN, State.LEFT, State.CLOSED),
-        (State.ASIDE, State.CLOSED, State.CLOSED),
-    ],
-)
-def test_an_iteration_starts(state, seen, unseen):
-    for is_unseen, expected in ((False, seen), (True, unseen)):
-        window = in_state(state)
-        window.iteration_started(is_unseen)
-        assert window.state is expected
-        assert window.last is None
-
-
-@pytest.mark.parametrize("state", State)
-@pytest.mark.parametrize("shared", [False, True])
-def test_a_backward_opens_the_window_and_its_detection_is_the_newest(state, shared):
-    window = in_state(state)
-    assert window.backward("new", shared) is not shared
-    assert (window.state, window.newest, window.returned()) == (State.OPEN, "new", "new")
-
-
-@pytest.mark.parametrize("state", State)
-def test_a_step_takes_the_newest_detection_or_judges_what_it_is_about_to_use(state):
-    window = in_state(state)
-    taken = window.step_started(lambda: "judged")
-    expected = ("old", True, True) if state in (State.OPEN, State.ASIDE) else ("judged", False, True)
-    assert taken == expected
-    assert window.step_completed() == expected
-    assert (window.state, window.last, window.returned()) == (State.CLOSED, expected, None)
-
-
-@pytest.mark.parametrize("of_backward", [True, False])
-def test_another_step_of_an_iteration_takes_the_detection_of_a_backward_again(of_backward):
-    window = in_state(State.OPEN if of_backward else State.CLOSED)
-    first = window.step_started(lambda: "judged")
+    assert window.backward("first", shared=True) is False
+    assert window.other_step_started()
+    assert not window.other_step_started()
+    assert window.returned() is None
+    assert window.step_started(lambda: "by hand") == ("first", True, True)
+    assert window.backward("of a closure", shared=False) is False
+    assert window.step_completed().detection == "first"
+    assert window.step_started(lambda: "by hand") == ("first", True, False)
     window.step_completed()
-    second = window.step_started(lambda: "judged again")
-    assert second == (first._replace(enters=False) if of_backward else ("judged again", False, True))
-
-
-@pytest.mark.parametrize("state", State)
-@pytest.mark.parametrize("shared", [False, True])
-def test_a_step_of_another_optimizer_lays_a_shared_backward_aside(state, shared):
-    window = in_state(state)
-    if state is State.OPEN:
-        window.backward("newer", shared)
-    laid_aside = state is State.OPEN and shared
-    assert window.others_step_started() is laid_aside
-    assert window.state is (State.ASIDE if laid_aside else state)
-    assert window.returned() == ("newer" if state is State.OPEN and not shared else None)
-
-
-def test_what_a_closure_evaluates_after_its_first_time_opens_no_window():
-    window = in_state(State.OPEN)
-    window.step_started(lambda: "judged")
-    assert not window.backward("later", shared=False)
-    assert window.step_completed().detection == "old"
-    assert window.state is State.CLOSED
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_a_backward_after_a_step_may_be_published_unless_it_reached_other_models(shared):
-    window = in_state(State.OPEN)
-    window.step_started(lambda: "judged")
-    window.step_completed()
-    window.backward("later", shared)
-    assert window.returned() == (None if shared else "later")
-    assert window.last.detection == "old"
-
-
-@pytest.mark.parametrize("is_new", [True, False])
-def test_the_next_backward_decides_on_a_tentative_entry_and_whether_it_may_be_announced_anew(is_new):
-    window = in_state(State.OPEN)
-    window.before, window.announced = "what was known", True
+    assert window.backward("second", shared=False)
+    assert (window.returned(), window.last.detection) == ("second", "first")
     window.iteration_started(unseen=False)
-    assert window.decided(is_new) == "what was known"
-    assert (window.before, window.announced) == (None, not is_new)
-
-
-def test_a_tentative_entry_outlives_iterations_that_are_not_seen():
-    window = in_state(State.OPEN)
-    window.before = "what was known"
+    assert (window.returned(), window.last, window.newest) == (None, None, "second")
+    assert window.step_started(lambda: "by hand") == ("by hand", False, True)
+    window.step_completed()
+    assert window.step_started(lambda: "again") == ("again", False, True)
+    window.step_completed()
+    window.backward("third", shared=True)
+    assert window.returned() is None
+    window.other_step_started()
+    window.iteration_started(unseen=False)
+    assert window.newest is None
+    window.backward("fourth", shared=False)
     window.iteration_started(unseen=True)
-    assert (window.before, window.announced) == ("what was known", False)
+    assert window.newest is None
 
 
 # What becomes of a gradient between backward and step

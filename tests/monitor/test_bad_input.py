@@ -312,8 +312,8 @@ def trained(threshold=None):
         lambda state: state | {"detector": None},
         lambda state: state | {"skipped_count": "many"},
         lambda state: state | {"skipped_count": torch.ones(2)},
-        lambda state: state | {"detector": state["detector"] | {"spike_count": torch.ones(2)}},
-        lambda state: state | {"detector": state["detector"] | {"spike_count": "many"}},
+        lambda state: state | {"counts": torch.ones(2)},
+        lambda state: state | {"detector": state["detector"] | {"recent": "many"}},
         lambda state: state | {"detector": state["detector"] | {"rule": {}}},
         lambda state: state | {"detector": state["detector"] | {"rule": 3}},
         lambda state: state | {"detector": state["detector"] | {"more": torch.ones(())}},
@@ -323,7 +323,7 @@ def test_a_state_that_no_monitor_saved_is_refused_and_changes_nothing(spoil):
     monitor, other = trained(), trained(MeanStdThreshold(warmup=3))
     before = copy.deepcopy(other.state_dict())
     state = dict(monitor.state_dict())
-    state["detector"]["spike_count"] += 7
+    state["counts"] += 7
     with pytest.raises((TypeError, ValueError)):
         other.load_state_dict(spoil(state))
     assert_same(other.state_dict(), before)

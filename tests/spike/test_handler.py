@@ -10,7 +10,7 @@ import pytest
 import torch
 from ignite.engine import Engine, Events
 
-from ignite_monitor import GradMonitor, MeanStdThreshold, MonitorEvents, SpikeMonitor, StaticThreshold
+from ignite_monitor import GradMonitor, MeanStdThreshold, MonitorEvents, RobustThreshold, SpikeMonitor, StaticThreshold
 from tests._trainers import Judge, loss_of, make_batches, make_model
 
 
@@ -43,14 +43,13 @@ def test_value_threshold_spike_count_and_score_are_those_of_the_contract():
     values = values_of(60, spikes=(30, 31, 50))
     seen = run(values, SpikeMonitor(output, prefix="loss"))
     judge, count = Judge(), 0
-    for place, (value, (metrics, flag)) in enumerate(zip(values, seen, strict=True)):
+    for value, (metrics, flag) in zip(values, seen, strict=True):
         expected = judge.expect(value)
         count += int(expected["spike"])
         truth = {
             "value": value,
             "spike": expected["spike"],
             "spike_count": count,
-            "spike_score": count / (place + 1),
         } | {name: expected[name] for name in ("threshold",) if name in expected}
         assert metrics == pytest.approx({f"loss/{name}": number for name, number in truth.items()}, rel=1e-9)
         assert flag is bool(expected["spike"])
@@ -141,7 +140,7 @@ def test_two_on_one_engine():
     ("arguments", "kind"),
     [
         ({"value": 1.0}, TypeError),
-        ({"threshold": 3}, TypeError),
+        ({"threshold": 0}, ValueError),
         ({"max_consecutive_spikes": 0}, ValueError),
         ({"flag": "epoch"}, ValueError),
         ({"flag": 3}, TypeError),
@@ -151,3 +150,15 @@ def test_two_on_one_engine():
 def test_bad_arguments_are_refused(arguments, kind):
     with pytest.raises(kind):
         SpikeMonitor(**{"value": output} | arguments)
+
+
+@pytest.mark.parametrize("rule", [MeanStdThreshold, RobustThreshold])
+@pytest.mark.parametrize("low", [-1e200, -1e9, -100.0])
+def test_one_value_far_below_hides_no_later_spike(rule, low):
+    values = values_of(600)
+    values[50] = low
+    spikes = list(range(150, 600, 50))
+    for i in spikes:
+        values[i] = 1000.0
+    flags = [flag for _, flag in run(values, SpikeMonitor(output, threshold=rule()))]
+    assert [i for i, flag in enumerate(flags) if flag] == [50] * (low == -1e200) + spikes

@@ -29,7 +29,7 @@ class Rule:
 def mean_std(k: float, warmup: int, decay: float | None) -> Rule:
     return Rule(
         lambda: MeanStdThreshold(k=k, warmup=warmup, decay=decay),
-        lambda history, mean, std: mean + k * std,
+        lambda history, mean, std: mean + k * std if std > 1e-6 * abs(mean) else math.inf,
         warmup,
         decay or 1.0,
     )
@@ -55,7 +55,7 @@ def robust(k: float, warmup: int, decay: float | None, least: float) -> Rule:
 
     def limit(history: list[float], mean: float, std: float) -> float:
         value = max(mean + k * upper(history), least * mean)
-        return value if value > 0 else math.inf
+        return value if value - mean > 1e-6 * abs(mean) else math.inf
 
     make = lambda: RobustThreshold(k=k, warmup=warmup, decay=decay, least=least)  # noqa: E731
     return Rule(make, limit, warmup, decay or 1.0, halves=True)
@@ -112,8 +112,8 @@ class Judge:
         self.max_consecutive = max_consecutive
         self.overflow_is_spike = overflow_is_spike
         self.history: list[float] = []
-        self.consecutive = self.spike_count = self.nonfinite_count = self.observed = 0
-        self.suspended = self.unsure = False
+        self.recent, self.spike_count, self.nonfinite_count = 0.0, 0, 0
+        self.previous = self.suspended = self.unsure = False
 
     def copy(self) -> Judge:
         twin = copy.copy(self)
@@ -133,30 +133,26 @@ class Judge:
             spike = said
         return Detection(norm, mean, std, limit, threshold, spike)
 
-    @property
-    def spike_score(self) -> float:
-        """The share of spikes; of less than a thousand values those of all."""
-        assert 0 < self.observed <= 1000
-        return self.spike_count / self.observed
-
     def observe(self, detection: Detection) -> None:
         norm, limit, spike = detection.norm, detection.limit, detection.spike
         self.spike_count += spike
-        self.observed += 1
         if not math.isfinite(norm):
             self.nonfinite_count += 1
+            return
+        if norm == 0.0:
             return
         self.unsure |= 0 < max(norm, limit) < SMALLEST
         if limit < math.inf and (norm <= limit or math.isclose(norm, limit)):
             self.suspended = False
-        self.consecutive = self.consecutive + 1 if spike else 0
+        repeated, self.previous = self.previous, spike
+        self.recent = self.recent + 1.0 if spike else max(self.recent - 0.25, 0.0)
         entering = min(norm, detection.threshold) if spike else norm
         if self.rule.halves and spike:
             entering = (detection.mean + entering) / 2
-        if self.consecutive >= self.max_consecutive:
-            self.history, self.consecutive, self.suspended = [], 0, True
+        if spike and self.recent >= self.max_consecutive:
+            self.history, self.recent, self.previous, self.suspended = [], 0.0, False, True
             entering = norm
-        elif self.consecutive > 1:  # a row must not widen its own threshold
+        elif spike and repeated:  # a row must not widen its own threshold
             return
         if entering <= LARGEST:
             self.history.append(entering)

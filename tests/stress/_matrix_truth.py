@@ -132,12 +132,10 @@ class Truth:
         counts["nonfinite"] += overflow
         skipped = fact["steps"] and self.case.skip and self.flags[prefix]
         counts["skipped"] += skipped
-        counts["judged"] = counts.get("judged", 0) + 1
         if not (fact["steps"] or self.flags[prefix] or overflow):
             return {f"{prefix}/stepped": 0.0}
         values["stepped"] = float(fact["steps"] and not skipped and not (overflow and self.case.precision == "scaler"))
         values |= {"norm": norm} | {f"{name}_count": float(counts[name]) for name in ("spike", "nonfinite", "skipped")}
-        values["spike_score"] = counts["spike"] / counts["judged"]
         if self.case.precision == "scaler":
             values["scale"] = fact["scale"]
         return {f"{prefix}/{name}": value for name, value in values.items()}

@@ -42,7 +42,6 @@ class WindowTruth:
     Args:
         rule: its threshold rule.
         own: names of the parameters that count.
-        per_step: whether it is given an optimizer.
         makes_step: whether a step of an optimizer is its own.
         others: names of the parameters of other monitored models.
         said: flag and norm that the monitor said at each moment: where rounding decides, the flag is taken from there.
@@ -57,12 +56,11 @@ class WindowTruth:
         self,
         rule: Rule,
         own: Iterable[str],
-        per_step: bool,
         makes_step: Callable[[int], bool],
         others: Iterable[str],
         said: list[Moment],
     ) -> None:
-        self.own, self.others, self.per_step, self.makes_step = set(own), set(others), per_step, makes_step
+        self.own, self.others, self.makes_step = set(own), set(others), makes_step
         self.judge, self.said = Judge(rule), said
         self.moments: list[Moment] = []
         self.published: list[dict[str, float]] = []
@@ -151,7 +149,7 @@ class WindowTruth:
     def _stepped(self, event: Event) -> None:
         if not self.makes_step(event.optimizer) or self.taken is None:
             return
-        if self.per_step and not self.taken.again:
+        if not self.taken.again:
             self.judge.observe(self.taken.detection)
         self.made, self.taken = self.taken, None
         self._close()
@@ -163,18 +161,12 @@ class WindowTruth:
             now = None
         final = None if self.made is None else self.made.detection
         if now is not None and (final is None or (now.detection.spike and not now.shared)):  # 5
-            if not self.per_step:
-                final = now.detection
-            elif now.detection.spike or not math.isfinite(now.detection.norm):
+            if now.detection.spike or not math.isfinite(now.detection.norm):
                 final = now.detection
                 self.without_entry = self.judge.copy()
                 self.judge.observe(final)
             if final is now.detection:
                 self._announce(final)
-        if not self.per_step:
-            if final is not None:
-                self.judge.observe(final)  # 4: one detection per iteration
-            self._close()
         if final is None:
             # That an iteration with a gradient had no step is told.
             self.published.append({"stepped": 0.0} if self.has_judged else {})
@@ -182,7 +174,6 @@ class WindowTruth:
         self.said_now = final
         values = final.statistics() | {
             "spike_count": float(self.judge.spike_count),
-            "spike_score": self.judge.spike_score,
             "skipped_count": 0.0,
             "nonfinite_count": float(self.judge.nonfinite_count),
             "stepped": float(self.made is not None),

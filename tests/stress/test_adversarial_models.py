@@ -146,7 +146,6 @@ def expected(kinds: list[str], recorded: Recorded) -> list[dict[str, float]]:
             values |= {f"grad/{name}": value for name, value in detection.statistics().items()}
             values |= {f"grad/{name}_count": 0.0 for name in ("spike", "skipped", "nonfinite")} | {
                 "grad/stepped": 1.0,
-                "grad/spike_score": 0.0,
             }
         if "update" in kinds:
             values |= truth.update(still)

@@ -193,7 +193,6 @@ def test_what_is_said_of_any_sequence_of_norms(run):
         skipped += detection.spike and stepped and run.reaction == "skip"
         counts = {
             "spike_count": judge.spike_count,
-            "spike_score": judge.spike_score,
             "skipped_count": skipped,
             "nonfinite_count": judge.nonfinite_count,
             "stepped": float(stepped and not (detection.spike and run.reaction == "skip")),

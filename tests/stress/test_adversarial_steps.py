@@ -140,14 +140,13 @@ def truth_of(training: Training, rule: Rule, said: list[Said]) -> tuple[list[Win
         WindowTruth(
             rule,
             own,
-            watched is not None,
             lambda place: bool(held(place) & model) if watched is None else place == watched,
             other if training.setting.other else (),
             said[0].moments,
         )
     ]
     if training.setting.other:
-        truths.append(WindowTruth(rule, other, True, lambda place: place == last, model, said[1].moments))
+        truths.append(WindowTruth(rule, other, lambda place: place == last, model, said[1].moments))
     trained = {name for name, each in training.parameters.items() if each.requires_grad}
     update = UpdateTruth(own, trained, held)
     for truth in (*truths, update):

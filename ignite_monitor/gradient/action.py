@@ -1,4 +1,4 @@
-"""What becomes of an optimizer's step whose gradient is a spike."""
+"""The action at a spike: skip the optimizer step, or clip its gradient."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from ignite_monitor.checks import check_function
 from ignite_monitor.detection.spikes import Detection, may_be_true
+from ignite_monitor.gradient.detector import GradientDetection
 from ignite_monitor.gradient.skip import StepSkipper, check_hooks, check_skippable, hides_gradients, skips_on_device
 from ignite_monitor.model._torch import foreach_scale, sparse_parts
 from ignite_monitor.model.devices import move, move_like
@@ -20,17 +21,21 @@ from ignite_monitor.model.norms import is_sharded
 _CHOICES = "None, 'skip', 'clip' or a function of the engine and the norm"
 
 
-class Reaction:
-    """Leaves the step out, clips its gradient to the threshold, or does nothing; and counts that.
+class SpikeAction:
+    """Skips steps or clips gradients, and counts that.
 
-    To clip is to multiply the gradients by threshold / norm on the device, in the step, whatever has become of them
-    since backward; where single tensors are judged too, by the smallest of these ratios. A gradient that is not finite
-    can't be clipped: its step is left out where that takes no waiting, on the CPU and in fused optimizers of
-    ``torch.optim``, and made elsewhere.
+    Clipping multiplies the gradients of a step by threshold / norm on the device, or by the smallest of these ratios
+    where single parameters are compared too. A non-finite gradient cannot be clipped: its step is skipped where that
+    takes no synchronization, on the CPU and in fused optimizers of ``torch.optim``, and made elsewhere.
 
     Args:
         on_spike: "skip", "clip", a function, or None.
-        optimizer: whose steps they are.
+        optimizer: the optimizer.
+
+    Attributes:
+        kind: "skip", "clip" or None.
+        counts: steps skipped, and with "clip" gradients clipped, so far: name -> 0-dim tensor.
+        known: whether a skip or clip is known on the host to have happened in this iteration.
 
     Raises:
         TypeError: if ``on_spike`` is of another type.
@@ -51,40 +56,31 @@ class Reaction:
             check_hooks("clip", optimizer)
         zero = torch.zeros((), dtype=torch.float64, device="cpu")
         self.counts = {"skipped_count": zero} | ({"clipped_count": zero} if self.kind == "clip" else {})
-        self.device = zero.device
         self._optimizer = optimizer
         self._skipper = StepSkipper()
-        self._skipped: Tensor | None = None  # whether the step that is going on is left out
-        self._logged: dict[str, float] = {}  # the counts at the last log line
+        self._skipped: Tensor | None = None  # whether the step in progress is skipped
+        self._logged: dict[str, float] = dict.fromkeys(self.counts, 0.0)  # counts at the last log line
         self._in_run = dict.fromkeys(self.counts, 0.0)
 
     def contexts(self, completed: Callable[[Optimizer], None]) -> list[AbstractContextManager[None]]:
-        """What has to be around the train step for steps to be left out, of which ``completed`` is told."""
-        return [] if self._optimizer is None else [self._skipper.around(self._optimizer, completed)]
-
-    def load(self, counts: dict[str, Tensor]) -> None:
-        """Continue from counts that :meth:`counts_of` returned."""
-        self.counts, self.device = counts, torch.device("cpu")
-        self._logged = {name: float(count) for name, count in counts.items()}
-
-    def to(self, reference: Tensor) -> None:
-        """Move the counts to where a tensor is."""
-        self.device = reference.device
-        self.counts = {name: move_like(count, reference) for name, count in self.counts.items()}
+        """Contexts of a train step with skipped steps; ``completed`` is called after a step that is not run."""
+        if self.kind != "skip" or self._optimizer is None:
+            return []
+        return [self._skipper.around(self._optimizer, completed)]
 
     def start(
         self,
         optimizer: Optimizer,
         gradients: Sequence[Tensor],
-        detection: Detection,
+        detection: GradientDetection,
         is_first: bool,
         read: Callable[[], bool],
     ) -> None:
         """The optimizer starts its step.
 
         Args:
-            gradients: those that it is about to use.
-            detection: on them.
+            gradients: the gradients of the step.
+            detection: of them.
             is_first: whether it is the first step that uses them.
             read: reads on the host whether they are a spike.
         """
@@ -95,25 +91,29 @@ class Reaction:
             clipped = factor < 1.0
             if is_first and may_be_true(clipped):
                 scale(gradients, factor)
-                self.counts["clipped_count"] = self.counts["clipped_count"] + clipped
-            lost = detection.spike & detection.nonfinite
+                self._count("clipped_count", clipped)
+            lost = detection.spike & detection.norm.nonfinite
             on_device = skips_on_device(optimizer)
             if may_be_true(lost) and (on_device or (lost.is_cpu and hides_gradients(optimizer))):
                 self._skip(optimizer, lost, lambda: True)
 
     def _skip(self, optimizer: Optimizer, flag: Tensor, read: Callable[[], bool]) -> None:
         self._skipped = self._skipper.skip(optimizer, flag, read)
-        self.counts["skipped_count"] = self.counts["skipped_count"] + self._skipped
+        if may_be_true(flag):
+            self._count("skipped_count", flag)
 
-    def made(self, optimizer: Optimizer, detection: Detection) -> bool | Tensor:
-        """Whether the step that is completed has been made, a 0-dim bool tensor where only the device may know."""
+    def _count(self, name: str, flag: Tensor) -> None:
+        self.counts[name] = move_like(self.counts[name], flag.to(self.counts[name].dtype)) + flag
+
+    def made(self, optimizer: Optimizer, spike: Tensor) -> bool | Tensor:
+        """Return whether the completed step was made, a 0-dim bool tensor if only the device may know."""
         skipped, self._skipped = self._skipped, None
         made = True if skipped is None else ~skipped
-        found_inf = getattr(optimizer, "found_inf", None)  # which tells fused optimizers to make none
-        return made if found_inf is None else (found_inf == 0).to(detection.spike.device) & made
+        found_inf = getattr(optimizer, "found_inf", None)  # with which fused optimizers skip
+        return made if found_inf is None else (found_inf == 0).to(spike.device) & made
 
     def restore(self) -> None:
-        """Put back what leaving out a step has changed."""
+        """Undo what skipping a step has changed."""
         self._skipper.restore()
 
     def new_run(self) -> None:
@@ -121,7 +121,7 @@ class Reaction:
         self._in_run = dict.fromkeys(self.counts, 0.0)
 
     def message(self, counts: Sequence[float]) -> str | None:
-        """What the log says of steps skipped and clipped since the last call: the first ten of a run, and hundredths.
+        """Describe the skips and clips since the last call: the first ten of a run, then every hundredth.
 
         Args:
             counts: :attr:`counts`, read on the host.
@@ -129,15 +129,15 @@ class Reaction:
         parts = []
         for name, count in zip(self.counts, counts, strict=True):
             before = self._in_run[name]
-            self._in_run[name] = now = before + count - self._logged.get(name, 0.0)
+            self._in_run[name] = now = before + count - self._logged[name]
             self._logged[name] = count
             if now > before and (before < 10 or now // 100 > before // 100):
                 action = "optimizer step skipped" if name == "skipped_count" else "gradient scaled to its threshold"
-                parts.append(f"{action} ({now:.0f} in this run)")
-        return ", ".join(parts) or None
+                parts.append(f"{action} ({now:.0f} in this run).")
+        return " ".join(parts) or None
 
     def counts_of(self, state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The counts in a saved state, 0 for those that it does not hold; what is no number is a ValueError."""
+        """Read the counts of a saved state, 0 for missing ones; a ValueError if one is no number."""
         counts = {
             name: torch.as_tensor(state_dict.get(name, 0.0), dtype=torch.float64, device="cpu") for name in self.counts
         }
@@ -146,22 +146,26 @@ class Reaction:
                 raise ValueError(f"Argument state_dict should hold a number as {name}, but given {count}")
         return counts
 
+    def load(self, counts: dict[str, Tensor]) -> None:
+        """Continue from counts that :meth:`counts_of` returned."""
+        self.counts = counts
+        self._logged = {name: float(count) for name, count in counts.items()}
 
-def clip_factor(detection: Detection) -> Tensor:
-    """What to multiply a gradient by so that no norm is above its threshold, 0-dim; 1 where one is not finite."""
-    factor = _ratio(detection)
-    for other in detection.others:
-        if other.norm.ndim:  # and no loss
-            factor = torch.minimum(factor, _ratio(other).amin())
-    return torch.where(detection.nonfinite, 1.0, factor)
+
+def clip_factor(detection: GradientDetection) -> Tensor:
+    """Factor of a gradient after which no norm is above its threshold, 0-dim; 1 for a non-finite gradient."""
+    factor = _ratio(detection.norm)
+    if detection.parameters is not None:
+        factor = torch.minimum(factor, _ratio(detection.parameters).amin())
+    return torch.where(detection.norm.nonfinite, 1.0, factor)
 
 
 def _ratio(detection: Detection) -> Tensor:
-    return torch.where(detection.norm > detection.threshold, detection.threshold / detection.norm, 1.0)
+    return torch.where(detection.value > detection.threshold, detection.threshold / detection.value, 1.0)
 
 
 def scale(gradients: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply gradients in place by a 0-dim tensor; by 1 changes no bit of them."""
+    """Multiply gradients in place by a 0-dim tensor; a factor of 1 changes no bit."""
     by_device: dict[torch.device, list[Tensor]] = {}
     with torch.no_grad():
         for gradient in gradients:
@@ -172,7 +176,7 @@ def scale(gradients: Sequence[Tensor], factor: Tensor) -> None:
 
 
 def _values(gradient: Any) -> Tensor:
-    """What a gradient's numbers lie in: of a DTensor this rank's part, of a sparse tensor its values."""
+    """The tensor of a gradient's numbers: of a DTensor this rank's part, of a sparse tensor its values."""
     if is_sharded(gradient):
         gradient = gradient.to_local()
     if gradient.layout == torch.sparse_coo:
