@@ -109,10 +109,6 @@ class SpikeDetector:
         reset = above & (self._recent >= self.max_consecutive_spikes - 1)
         return Detection(value, threshold, mean, std, spike, nonfinite, above, reset, limit, value)
 
-    def judge(self, value: Tensor) -> Detection:
-        """Former name of :meth:`detect`."""
-        return self.detect(value)
-
     def observe(self, detection: Detection, when: Tensor | None = None) -> None:
         """Update the statistics with a detection.
 

@@ -251,7 +251,9 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         self._snapshots.note(self._healthy)
         values: dict[str, float] = {}
         if action != Action.NONE and self._snapshots.all:
-            snapshot = self._restore(action, was_recovering, findings.is_decisive or event == Event.RUINED)
+            snapshot = self._restore(
+                action, was_recovering, findings.is_decisive or event in (Event.RUINED, Event.NONFINITE)
+            )
             self._report(engine, action, snapshot, reason)
             values["restored_iteration"] = snapshot.iteration
         elif was_recovering and not self._policy.recovering:

@@ -110,7 +110,7 @@ class MonitorPart(Part):
         }
 
     def _is_kept(self, key: str) -> bool:
-        return key.endswith("_count") or key in self.thing.kept_on_rollback
+        return key.endswith("_count") or key in ("counts", *self.thing.kept_on_rollback)
 
 
 class TrainingState:

@@ -103,7 +103,7 @@ class Findings:
     is_unhealthy: bool = False
     is_nonfinite: bool = False  # the loss or a gradient, and no GradScaler handles it
     check_state: bool = False  # something is not finite: is the state?
-    is_decisive: bool = False  # a reason leaves no doubt when the instability began
+    is_decisive: bool = False  # it is known when the instability began
 
     def over_ranks(self, device: torch.device) -> Findings:
         """Combine the findings of all ranks in one sum."""
@@ -143,7 +143,9 @@ class Triggers:
 
     def reset_threshold(self) -> None:
         """Forget the baselines of loss and running statistics; what was accepted stays accepted."""
-        self._loss = SpikeDetector(LossRule(), max_consecutive_spikes=self._patience, overflow_is_spike=False)
+        self._loss = SpikeDetector(
+            LossRule(), max_consecutive_spikes=self._patience, overflow_is_spike=False, ignored=math.nan
+        )
         self._statistics = Statistics()
 
     def accept(self) -> None:
@@ -241,7 +243,7 @@ class Triggers:
             return
         rule: Any = self._loss.rule
         rule.is_signed |= loss < 0.0
-        detection = self._loss.judge(torch.tensor(loss, dtype=torch.float64, device="cpu"))
+        detection = self._loss.detect(torch.tensor(loss, dtype=torch.float64, device="cpu"))
         self._loss.observe(detection)
         if math.isfinite(float(detection.threshold)):
             rule.note(float(detection.mean))

@@ -67,7 +67,10 @@ def one_rank_asks(kind: str, how: str) -> Any:
         rollback.attach(trainer)
         trainer.add_event_handler(Events.ITERATION_STARTED, lambda e: before.update({e.state.iteration - 1: state()}))
         trainer.add_event_handler(
-            MonitorEvents.ROLLED_BACK, lambda e: after.update(at=e.state.iteration, state=state())
+            MonitorEvents.ROLLED_BACK,
+            lambda e: after.update(
+                at=e.state.iteration, state=state(), to=e.state.metrics["rollback/restored_iteration"]
+            ),
         )
 
         @trainer.on(Events.ITERATION_STARTED(once=25))
@@ -82,7 +85,7 @@ def one_rank_asks(kind: str, how: str) -> Any:
         return {
             "at": after["at"],
             "state": after["state"],
-            "expected": before[30 if how == "loss" else 20],
+            "expected": before[int(after["to"])],
             "count": rollback._count,
         }
 
