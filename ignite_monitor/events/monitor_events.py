@@ -21,7 +21,7 @@ class MonitorEvents(EventEnum):
       calls ``finalize_backward()`` itself. Under ``checkpoint(use_reentrant=True)`` once more for every checkpointed
       segment, the last time with the whole gradient.
     - SPIKE_DETECTED : a value, for example a gradient norm, exceeded its threshold. ``engine.state.spike`` has the
-      monitor, name, value, threshold, culprits and origin while the handlers run.
+      monitor, name, value, threshold, culprits and source while the handlers run.
     - THRESHOLD_RESET : after several consecutive spikes the threshold rule was reset; ``engine.state.spike`` has the
       last one. Fires before TRAIN_STEP_COMPLETED. On an accelerator a handler synchronizes host and device.
     - ROLLED_BACK : an earlier state of the training was restored; fires before other handlers of ITERATION_COMPLETED.
@@ -79,7 +79,7 @@ class Spike(NamedTuple):
         value: the value.
         threshold: its threshold; inf as long as there is none.
         culprits: parameter -> share of the excess, where single tensors have thresholds too; else empty.
-        origin: source of a non-finite value, as far as a ``GradMonitor`` has located it; else None.
+        source: source of a non-finite value, as far as a ``GradMonitor`` has located it; else None.
     """
 
     monitor: Any
@@ -87,7 +87,7 @@ class Spike(NamedTuple):
     value: float
     threshold: float
     culprits: Mapping[str, float]
-    origin: NonFiniteSource | None = None
+    source: NonFiniteSource | None = None
 
 
 _NONE = object()

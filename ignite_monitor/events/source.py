@@ -36,7 +36,7 @@ class EventSource:
         monitored: whether this iteration is monitored.
         running: whether its train step is running. Handlers and other engines are not followed.
         listened: whether the user's handlers listened to any event when the train step started.
-        origin: source of this iteration's first non-finite value, as far as it has been located.
+        nonfinite_source: source of this iteration's first non-finite value, as far as it has been located.
     """
 
     _ATTRIBUTE = "_ignite_monitor_events"
@@ -54,7 +54,7 @@ class EventSource:
         self._monitoring: set[int] = set()  # ids of the monitors of this iteration
         self._passes = BackwardPasses(self)
         self._steps = OptimizerSteps(self)
-        self.origin: NonFiniteSource | None = None
+        self.nonfinite_source: NonFiniteSource | None = None
 
     @property
     def engine(self) -> Engine | None:
@@ -251,7 +251,7 @@ class EventSource:
         self._monitoring.clear()
         for tracker in self._models.values():
             tracker.iteration_started()
-        self._steps.stepping = self.origin = None
+        self._steps.stepping = self.nonfinite_source = None
         self.monitored = self.running = self._awaits_step = False
 
     def _install(self, engine: Engine) -> None:

@@ -98,9 +98,17 @@ def test_leftovers_of_a_killed_writer(path):
     assert list(path.parent.iterdir()) == [path]
 
 
-STEPS = ["swap.create", "swap.shutil.copyfile", "swap.SwappedFile._is_free", "swap.SwappedFile._apply",
-         "swap.SwappedFile._publish", "swap.shutil.copymode", "swap.os.link", "swap.os.replace",
-         "swap.os.fstat"]  # fmt: skip
+STEPS = [
+    "double_buffer.create",
+    "double_buffer.shutil.copyfile",
+    "double_buffer.SwappedFile._is_free",
+    "double_buffer.SwappedFile._apply",
+    "double_buffer.SwappedFile._publish",
+    "double_buffer.shutil.copymode",
+    "double_buffer.os.link",
+    "double_buffer.os.replace",
+    "double_buffer.os.fstat",
+]
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 4])

@@ -10,7 +10,7 @@ import pytest
 from ignite.engine import Events
 
 from ignite_monitor import HDF5Logger
-from ignite_monitor.hdf5 import swap, writer
+from ignite_monitor.hdf5 import double_buffer, writer
 from tests.hdf5._runs import as_lists, engine_of, log_output
 
 
@@ -57,7 +57,12 @@ TROUBLE = (
 )
 OVER = "Writing to run.h5 works again: nothing is lost"
 
-WHERE = [(os, "replace"), (swap.SwappedFile, "_apply"), (swap.shutil, "copyfile"), (swap.os, "posix_fallocate")]
+WHERE = [
+    (os, "replace"),
+    (double_buffer.SwappedFile, "_apply"),
+    (double_buffer.shutil, "copyfile"),
+    (double_buffer.os, "posix_fallocate"),
+]
 
 
 @pytest.mark.parametrize("call", range(2, 9))
@@ -76,7 +81,7 @@ def test_one_failure_loses_nothing(path, monkeypatch, caplog, owner, name, call)
 
 def test_a_long_failure_is_told_when_it_begins_and_ends(path, monkeypatch, caplog):
     failing = Failing(os.posix_fallocate)
-    monkeypatch.setattr(swap.os, "posix_fallocate", failing)
+    monkeypatch.setattr(double_buffer.os, "posix_fallocate", failing)
     train(path, failing, (30, 90))
     assert as_lists(path)["loss"][0] == list(range(1, 121))
     assert len(told(caplog)) == 2
@@ -87,7 +92,7 @@ def test_a_long_failure_is_told_when_it_begins_and_ends(path, monkeypatch, caplo
 
 def test_two_failures_are_told_each(path, monkeypatch, caplog):
     failing = Failing(os.replace, {4, 12})
-    monkeypatch.setattr(swap.os, "replace", failing)
+    monkeypatch.setattr(double_buffer.os, "replace", failing)
     train(path)
     assert as_lists(path)["loss"][0] == list(range(1, 121))
     assert told(caplog) in ([TROUBLE, OVER], [TROUBLE, OVER] * 2)
@@ -96,7 +101,7 @@ def test_two_failures_are_told_each(path, monkeypatch, caplog):
 def test_the_next_flush_writes_everything(path, monkeypatch, caplog):
     failing, engine = Failing(os.replace), engine_of()
     with HDF5Logger(path) as logger:
-        monkeypatch.setattr(swap.os, "replace", failing)
+        monkeypatch.setattr(double_buffer.os, "replace", failing)
         failing.fails = True
         for step in range(1, 4):
             engine.state.iteration = step
@@ -117,7 +122,7 @@ def test_what_does_not_fit_in_memory_is_told(path, monkeypatch, caplog, to_the_e
     kept = 40
     monkeypatch.setattr(writer, "KEPT_BYTES", kept * (writer.ROW_BYTES + 3 * 8 + 3 * writer.NAME_BYTES))
     failing = Failing(os.replace)
-    monkeypatch.setattr(swap.os, "replace", failing)
+    monkeypatch.setattr(double_buffer.os, "replace", failing)
     train(path, failing, (31, 1000 if to_the_end else 200), count=300, output=lambda i: {f"{i}/{j}": i for j in "abc"})
     failed_at = 31 - 31 % 5
     steps = {step for steps, _ in as_lists(path).values() for step in steps}
@@ -140,7 +145,7 @@ def test_what_does_not_fit_in_memory_is_told(path, monkeypatch, caplog, to_the_e
 def test_what_waits_is_tried_again_only_when_more_has_come(path, monkeypatch):
     monkeypatch.setattr(writer, "WAITING_BYTES", 100 * (writer.ROW_BYTES + 8))
     failing = Failing(os.posix_fallocate)
-    monkeypatch.setattr(swap.os, "posix_fallocate", failing)
+    monkeypatch.setattr(double_buffer.os, "posix_fallocate", failing)
     train(path, failing, (1, 1000), count=1000, flush_every=10**6)
     assert 8 <= failing.count <= 12
 
@@ -153,7 +158,7 @@ def test_going_back_while_writing_fails(path, monkeypatch, flush_every, reads):
     engine = engine_of(lambda i: {"loss": value[0], **({"rare": value[0]} if i % 7 == 0 else {})})
     with HDF5Logger(path, flush_every=flush_every) as logger:
         log_output(logger, engine, tag=None)
-        monkeypatch.setattr(swap.os, "replace", failing)
+        monkeypatch.setattr(double_buffer.os, "replace", failing)
         monkeypatch.setattr(writer, "load", load)
 
         @engine.on(Events.ITERATION_STARTED)
