@@ -254,7 +254,7 @@ def train(file, iterations=500, damaged=333):
     ]
     now_and_then = [
         WeightUpdateHandler(model, optimizer),
-        OptimizerStateHandler(optimizer, model),
+        OptimizerStateHandler(model, optimizer),
         ActivationHandler(model, activations={"max_abs": True}, include="blocks", attention=True),
         SpectralNormHandler(model, updates=True),
         RCCHandler(model),

@@ -53,10 +53,6 @@ WEIGHT_UPDATE = Schema("weights", "monitor", (
     Key("topk_grad/{name}", "the ``top_k`` largest gradient norms", nonfinite="inf", chart="largest gradient norms"),
     Key("topk_frozen/{name}", "number of monitored steps without an update, of the ``top_k`` longest frozen parameters",
         when="if parameters are frozen", chart="monitored steps without a move"),
-    Key("not_optimized/{name}", "number of parameters under that name that are in no stepping optimizer",
-        when="if there are any"),
-    Key("no_gradient/{name}", "number of optimized parameters under that name without a gradient so far",
-        when="if there are any"),
 ), signs=frozenset({"frozen_count"}))
 
 _GIVEN = "with ``{}``".format
@@ -196,8 +192,9 @@ OPTIMIZER_STATE = Schema("optimizer", "optimizer", (
     Key("rms_median", "median of the tensors' RMS", chart=_MOMENTS),
     Key("rms_p95", "95th percentile (nearest rank) of the RMS", chart=_MOMENTS),
     Key("rms_max", "largest RMS", chart=_MOMENTS),
-    Key("eps_share_median", r"median of the tensors' fraction of elements below :math:`\epsilon`", chart=_EPSILON),
-    Key("eps_share_max", r"largest fraction of elements below :math:`\epsilon`", chart=_EPSILON),
+    Key("epsilon_dominated_median", r"tensors' median fraction of elements with :math:`\sqrt{\hat v} < \epsilon`",
+        chart=_EPSILON),
+    Key("epsilon_dominated_max", "largest epsilon-dominated fraction of a tensor", chart=_EPSILON),
     Key("update_norm", "l2 norm of the step's update of all tensors, weight decay included",
         chart="norm of the update"),
     Key("momentum_cosine_median", "median over tensors of the cosine of gradient and momentum",

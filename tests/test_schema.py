@@ -108,7 +108,7 @@ def make_all():
         GradMonitor(model, optimizer, threshold=MeanStdThreshold(warmup=2), on_spike="clip", loss=loss,
                     per_parameter=True),
         WeightUpdateHandler(model, optimizer, frozen_update_ratio_threshold=1.0, frozen_patience_steps=1),
-        OptimizerStateHandler(optimizer, model),
+        OptimizerStateHandler(model, optimizer),
         ReplicaCheckHandler(model, optimizer),
         HistogramHandler(model),
         RCCHandler(model),

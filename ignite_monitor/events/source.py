@@ -212,6 +212,11 @@ class EventSource:
             about[key] = GradientsReady(tracker, changed, shared, self._steps.stepping)
         self.fire(MonitorEvents.GRADIENTS_READY, about)
 
+    def gradients_finalized(self, model: int) -> None:
+        """Have gradients of a model, given by its id, measured when the optimizer's step starts."""
+        if model in self._models:
+            self._models[model].defer()
+
     # A run
 
     def monitor_iteration(self, monitor: Any = None) -> None:

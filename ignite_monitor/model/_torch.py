@@ -123,11 +123,6 @@ def buffers_of_each(modules: Iterable[nn.Module]) -> list[dict[str, Tensor | Non
     return [module._buffers for module in modules]
 
 
-def modules_of_each(modules: Iterable[nn.Module]) -> list[dict[str, nn.Module | None]]:
-    """:func:`modules_in` of several modules."""
-    return [module._modules for module in modules]
-
-
 def registries(modules: Iterable[nn.Module]) -> list[dict[str, Any]]:
     """The dictionaries of modules' own parameters and submodules; scripted modules have none, and never change."""
     return [
@@ -221,29 +216,17 @@ modes_on = function_modes
 device_mode = _find("torch.utils._device.DeviceContext")
 
 # Operations are counted, and models traced, by a dispatch mode.
-dispatch_mode = _find("torch.utils._python_dispatch.TorchDispatchMode")
-_Mode: Any = object if isinstance(dispatch_mode, Gone) else dispatch_mode
-_fake = _find("torch._subclasses.fake_tensor.FakeTensor")
+_dispatch_mode = _find("torch.utils._python_dispatch.TorchDispatchMode")
+_Mode: Any = object if isinstance(_dispatch_mode, Gone) else _dispatch_mode
 
 
 class DispatchMode(_Mode):  # type: ignore[misc]
     """A ``TorchDispatchMode`` that sees higher-order operators too."""
 
     def __init__(self) -> None:
-        need(type(self).__name__, dispatch_mode, _fake)
+        need(type(self).__name__, _dispatch_mode)
         super().__init__()
         self.supports_higher_order_operators = True
-
-
-def is_fake(tensor: Tensor) -> bool:
-    """Whether a tensor has a shape but no data, as those by which DTensor derives shapes."""
-    return isinstance(tensor, _fake)
-
-
-def cpu_attention() -> list[Any]:
-    """The operators of the CPU's attention, forward and backward; None for those that do not exist."""
-    name = "_scaled_dot_product_flash_attention_for_cpu"
-    return [getattr(torch.ops.aten, operator, None) for operator in (name, f"{name}_backward")]
 
 
 foreach_norm: Callable[..., list[Tensor]] = _find("torch._foreach_norm")
@@ -370,12 +353,7 @@ def check_engine(engine: Any) -> None:
     )
 
 
-def event_handlers(engine: Any) -> Any:
-    """An engine's handlers by event."""
-    return getattr(engine, EVENT_HANDLERS, Gone(f"ignite.engine.Engine.{EVENT_HANDLERS}"))
-
-
 def put_first(engine: Any, event: Any) -> None:
     """Move the latest handler of an event to the first place."""
-    handlers = event_handlers(engine)[event]
+    handlers = getattr(engine, EVENT_HANDLERS)[event]
     handlers.insert(0, handlers.pop())

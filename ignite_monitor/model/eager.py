@@ -41,15 +41,11 @@ class Eager(contextlib.AbstractContextManager["Eager"]):
 
     Args:
         models: the models; none for all compiled functions.
-
-    Attributes:
-        others: names of the functions that have run compiled.
     """
 
     def __init__(self, *models: nn.Module) -> None:
         self._models = models
         self._context = contextlib.ExitStack()
-        self.others: set[str] = set()
 
     def __enter__(self) -> Eager:
         if "torch._dynamo" in sys.modules:  # nothing is compiled before this import, which takes seconds
@@ -65,10 +61,7 @@ class Eager(contextlib.AbstractContextManager["Eager"]):
 
     def _is_eager(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         values = [function, *args, *kwargs.values()]
-        if not self._models or any(refers_to(value, self._modules) for value in values):
-            return True
-        self.others.add(getattr(function, "__qualname__", type(function).__name__))
-        return False
+        return not self._models or any(refers_to(value, self._modules) for value in values)
 
 
 def refers_to(value: Any, modules: Container[int], depth: int = 2) -> bool:

@@ -99,11 +99,6 @@ def row_norms(rows: Tensor) -> Tensor:
     return unit.squeeze(-1) * torch.as_tensor(torch.linalg.vector_norm(rows / unit, dim=-1))
 
 
-def row_norms_of_each(tables: Iterable[Tensor]) -> list[Tensor]:
-    """The :func:`row_norms` of several tensors."""
-    return list(map(row_norms, tables))
-
-
 def any_sharded(tensors: Iterable[Tensor]) -> bool:
     """Whether there is a DTensor among tensors."""
     # No DTensor exists before its module is imported, which takes a while.

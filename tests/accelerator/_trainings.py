@@ -102,7 +102,7 @@ MONITORS: dict[str, Make] = {
     "GradMonitor, tensors": lambda m, o, s: GradMonitor(
         m, o, scaler=s, threshold=StaticThreshold(1.5), per_parameter=True
     ),
-    "OptimizerStateHandler": lambda m, o, s: OptimizerStateHandler(o, m),
+    "OptimizerStateHandler": lambda m, o, s: OptimizerStateHandler(m, o),
     "ReplicaCheckHandler": lambda m, o, s: ReplicaCheckHandler(m, o),
     "HistogramHandler": lambda m, o, s: HistogramHandler(m, scaler=s),
 }

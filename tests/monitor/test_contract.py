@@ -98,7 +98,7 @@ HANDLERS = {
     ),
     # Named values appear once others have been written, and are looked at in a test of their own.
     "WeightUpdateHandler": lambda model, optimizer: WeightUpdateHandler(model, optimizer, top_k=0),
-    "OptimizerStateHandler": lambda model, optimizer: OptimizerStateHandler(optimizer, model, top_k=0),
+    "OptimizerStateHandler": lambda model, optimizer: OptimizerStateHandler(model, optimizer, top_k=0),
     "ReplicaCheckHandler": lambda model, optimizer: ReplicaCheckHandler(model, optimizer),
     "HistogramHandler": lambda model, optimizer: HistogramHandler(model),
     "ActivationHandler": lambda model, optimizer: ActivationHandler(model, activations=True),

@@ -69,7 +69,7 @@ def all_monitors(model: nn.Module, optimizer: torch.optim.Optimizer, metric: Any
         "grad": GradMonitor(model, optimizer, on_spike="skip"),
         "update": WeightUpdateHandler(model, optimizer),
         "activation": ActivationHandler(model, activations=own, gradients=own, parameters=own),
-        "optimizer": OptimizerStateHandler(optimizer, model),
+        "optimizer": OptimizerStateHandler(model, optimizer),
         "replicas": ReplicaCheckHandler(model, optimizer),
         "rcc": RCCHandler(model, reference=dense()),
         "alignment": AlignmentHandler(model, reference=dense()),

@@ -130,7 +130,7 @@ MONITORS: dict[str, Callable[..., Any]] = {
         reference="init",
         attention=True,
     ),
-    "moments": lambda model, optimizer: OptimizerStateHandler(optimizer, model),
+    "moments": lambda model, optimizer: OptimizerStateHandler(model, optimizer),
     "rcc": lambda model, optimizer: RCCHandler(model),
     "spectral": lambda model, optimizer: SpectralNormHandler(model, updates=True, per_parameter=True),
     "stats": lambda model, optimizer: StepStatsHandler(model, optimizer, peak_flops=1e12, flops_per_item=1e3),

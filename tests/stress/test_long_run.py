@@ -73,7 +73,7 @@ def monitors(training: Training) -> list[Any]:
             reference="init",
             attention=True,
         ),
-        OptimizerStateHandler(optimizer, model, top_k=0),
+        OptimizerStateHandler(model, optimizer, top_k=0),
         RCCHandler(model),
         SpectralNormHandler(model, updates=True, top_k=0),
         StepStatsHandler(model, optimizer, items=lambda _: 32, peak_flops=1e12, flops_per_item=1e3),
