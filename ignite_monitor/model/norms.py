@@ -57,7 +57,9 @@ def norms(tensors: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
 def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     """The p-norm of all elements of all tensors, as :func:`norms`, 0-dim; of DTensors only this rank's shards count."""
     with torch.no_grad():
-        local: list[Any] = [tensor.to_local() if is_sharded(tensor) else tensor for tensor in list[Any](tensors)]
+        local: list[Any] = list(tensors)
+        if any_sharded(local):
+            local = [tensor.to_local() if is_sharded(tensor) else tensor for tensor in local]
         values = _local_norms(local, norm_type)
         if _fits({tensor.dtype for tensor in local}, norm_type, values.dtype):
             return torch.linalg.vector_norm(values, norm_type)  # type: ignore[no-any-return]
@@ -147,18 +149,17 @@ def _shard(tensor: Any) -> tuple[Tensor, Any, tuple[int, ...]]:
 
 
 def _local_norms(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
-    # Sets, not loops over tensors: of hundreds of small tensors the norms themselves take no longer.
+    # Sets, not Python calls per tensor: of hundreds of small tensors the norms themselves take no longer.
     if {tensor.layout for tensor in tensors} - {torch.strided} or any(map(Tensor.is_complex, tensors)):
         tensors = [_as_dense_real(tensor, norm_type) for tensor in tensors]
     if not all(map(Tensor.numel, tensors)):
         tensors = [tensor if tensor.numel() else tensor.new_zeros(1) for tensor in tensors]
-    devices = dict.fromkeys(tensor.device for tensor in tensors)
-    if len(devices) > 1:
-        first = next(iter(devices))
+    if len({tensor.device for tensor in tensors}) > 1:
+        first = tensors[0].device
         alone = [_local_norms([tensor], norm_type) for tensor in tensors]
         return torch.cat([norm.to(first, wide_dtype(first)) for norm in alone])
     # Other devices read memory slower than they add in float64, and no branch may depend on a value there.
-    if devices and next(iter(devices)).type == "cpu" and norm_type in (1.0, 2.0, math.inf):
+    if tensors and tensors[0].is_cpu and norm_type in (1.0, 2.0, math.inf):
         return _cpu_norms(tensors, norm_type)
     return _wide_norms(tensors, norm_type)
 
