@@ -23,7 +23,8 @@ class BackwardPasses:
 
     Args:
         source: owner of the passes, referenced weakly: its ``running`` says whether to record a backward, its
-            ``backward_ended`` gets the number of a backward and id of a model -> ids of parameters.
+            ``backward_ended`` gets the number of a backward and id of a model -> ids of parameters; its
+            ``gradients_finalized`` gets the id of a model whose hooks are called outside of a backward.
     """
 
     def __init__(self, source: Any) -> None:
@@ -40,10 +41,9 @@ class BackwardPasses:
         def hook(parameter: Tensor) -> None:
             nonlocal last, add
             number = current()
-            if number != last:
+            if number != last or number == -1:
                 last, owner = number, passes()
-                # FSDP2 calls hooks outside of a backward where finalize_backward() reduces.
-                add = _ignore if owner is None or number == -1 else start(owner, number, model)
+                add = _ignore if owner is None else start(owner, number, model)
             add(id(parameter))
 
         return untraced(hook)
@@ -51,6 +51,9 @@ class BackwardPasses:
     def _start(self, number: int, model: int) -> Callable[[int], None]:
         source = self._source()
         if source is None or not source.running:
+            return _ignore
+        if number == -1:  # FSDP2 calls hooks outside of a backward where finalize_backward() reduces
+            source.gradients_finalized(model)
             return _ignore
         if number not in self.reached:
             ranks = dist.is_available() and dist.is_initialized()

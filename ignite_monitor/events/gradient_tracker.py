@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterable, Set
 from itertools import chain
@@ -17,6 +18,8 @@ from torch.optim import Optimizer
 from ignite_monitor.events.accumulation_probe import AccumulationProbe
 from ignite_monitor.events.hooks import GradientHook
 from ignite_monitor.model._torch import finalizes_manually, in_backward, registries
+
+_logger = logging.getLogger(__name__)
 
 
 class GradientsReady(NamedTuple):
@@ -91,6 +94,7 @@ class GradientTracker:
         self.reduced = True
         self.observers: list[Any] = []
         self._is_deferred = False  # the train step finalizes the reduction
+        self._has_warned = False
         self._registries: list[dict[str, Any]] = []
         self._members: list[Any] = []
         self._replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
@@ -145,13 +149,24 @@ class GradientTracker:
             ``no_sync()`` and where the train step calls ``finalize_backward()`` (torch 2.15).
         """
         self.reduced = all(replica.require_backward_grad_sync for replica in self._replicas)
-        self._is_deferred = self.reduced and any(map(finalizes_manually, (*self._replicas, *self._sharded)))
-        self.reduced &= not self._is_deferred
+        if self.reduced and any(map(finalizes_manually, (*self._replicas, *self._sharded))):
+            self.defer()
         # DistributedDataParallel gives a rank gradients of parameters that only other ranks have reached.
         changed = {id(parameter) for parameter in self.parameters} if self._replicas else reached
         for observer in self.observers:
             observer.backward_ended(number, changed, running)
         return changed if self.reduced else None
+
+    def defer(self) -> None:
+        """Take gradients as not reduced before the next step, with one warning."""
+        self.reduced, self._is_deferred = False, True
+        if not self._has_warned:
+            self._has_warned = True
+            _logger.warning(
+                "Gradients of %s are not reduced before finalize_backward(): they are measured, and spikes detected, "
+                "when the optimizer's step starts. To skip steps use GradMonitor(on_spike='skip').",
+                type(self.model).__name__,
+            )
 
     def step_started(self, optimizer: Optimizer) -> None:
         """Take gradients as reduced that the train step finalizes before a step outside of backward."""

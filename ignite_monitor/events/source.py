@@ -24,6 +24,8 @@ from ignite_monitor.model._torch import (
 )
 from ignite_monitor.model.modes import users_grad_mode
 
+_EVENTS = tuple(MonitorEvents)
+
 
 class EventSource:
     """Fires :class:`MonitorEvents` on one engine; shared by all monitors attached to it.
@@ -33,8 +35,8 @@ class EventSource:
     engine, and from hooks to the source, are weak, so that reference counting frees a run that is dropped.
 
     Attributes:
-        monitored: whether this iteration is monitored.
-        running: whether its train step is running. Handlers and other engines are not followed.
+        monitored: whether a monitor measures this iteration.
+        running: whether a train step is running that monitors or handlers of the user's follow.
         listened: whether the user's handlers listened to any event when the train step started.
         nonfinite_source: source of this iteration's first non-finite value, as far as it has been located.
     """
@@ -212,13 +214,17 @@ class EventSource:
             about[key] = GradientsReady(tracker, changed, shared, self._steps.stepping)
         self.fire(MonitorEvents.GRADIENTS_READY, about)
 
+    def gradients_finalized(self, model: int) -> None:
+        """Have gradients of a model, given by its id, measured when the optimizer's step starts."""
+        if model in self._models:
+            self._models[model].defer()
+
     # A run
 
-    def monitor_iteration(self, monitor: Any = None) -> None:
-        """Follow the train step of the iteration that starts, for a monitor; None for the user's handlers."""
+    def monitor_iteration(self, monitor: Any) -> None:
+        """Follow the train step of the iteration that starts, for a monitor."""
         self.monitored = True
-        if monitor is not None:
-            self._monitoring.add(id(monitor))
+        self._monitoring.add(id(monitor))
 
     def _own_handlers(self) -> list[tuple[Events, Callable[..., Any]]]:
         return [
@@ -233,8 +239,6 @@ class EventSource:
             self._install(engine)
         self._reset()
         self._awaits_step = True
-        if self.has_handlers(*MonitorEvents):
-            self.monitor_iteration()
 
     def _end(self, engine: Engine | None = None) -> None:
         for monitor in self._monitors:
@@ -269,8 +273,8 @@ class EventSource:
         original(error)
 
     def _train_step(self, original: Callable[..., Any], engine: Engine, batch: Any) -> Any:
-        self.running, self._awaits_step = self.monitored, False
-        self.listened = self.running and self.has_handlers(*MonitorEvents)
+        self.listened = self.has_handlers(*_EVENTS)
+        self.running, self._awaits_step = self.monitored or self.listened, False
         for tracker in self._models.values():
             if not (self.running and self.is_awaited(MonitorEvents.GRADIENTS_READY)):
                 tracker.hook.remove()

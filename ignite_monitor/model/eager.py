@@ -1,13 +1,12 @@
-"""Running compiled models as they are written, so that hooks on their modules are called."""
+"""Runs compiled models eagerly, so that hooks on their modules are called."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import sys
-from collections.abc import Callable, Container, Iterable
-from types import CodeType, FunctionType, ModuleType
+from collections.abc import Callable, Container
+from types import CellType, CodeType, FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -19,123 +18,75 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 
 def untraced(function: Function) -> Function:
-    """The same function, which the compiler does not look into where compiled code calls it, but maybe what it calls.
+    """The function, which the compiler does not trace where compiled code calls it, but maybe what it calls.
 
-    In a compiled function that makes a backward pass hooks are such code. Without a private name each call takes twice
-    as long.
+    In a compiled function that makes a backward pass, hooks are such code.
     """
-    pass_over = frame_skipper()
-    if pass_over is None:
-        return torch.compiler.disable(function, recursive=False)  # type: ignore[no-any-return]
-    pass_over(getattr(function, "__func__", function))
+    frame_skipper()(getattr(function, "__func__", function))
     return function
 
 
 @functools.cache
 def out_of_compiler(function: Function) -> Function:
-    """A function that is called outside of the compiler, with all that it calls, wherever that is."""
+    """The function, which compiled code calls without tracing it or anything that it calls."""
     return torch.compiler.disable(function)  # type: ignore[no-any-return]
 
 
 class Eager(contextlib.AbstractContextManager["Eager"]):
-    """While it lasts, what ``torch.compile`` has made of some models runs as it is written; nothing is compiled for it.
+    """Run compiled functions that call some models eagerly; nothing is compiled anew.
 
-    Hooks that come after a model's first compiled call would not run otherwise. What else is compiled and holds none of
-    their modules, a function of a library's or an optimizer's step, stays compiled and computes the same bits as ever.
+    Hooks that come after the first compiled call would not run otherwise. Eager are: the models and their modules, and
+    functions that refer to one of them by an argument, a closure, a global name or an attribute of these, see
+    :func:`refers_to`. Other compiled functions stay compiled and compute the same bits as ever.
 
     Args:
-        models: the models; none for everything that is compiled.
-
-    Attributes:
-        others: names of what has run compiled.
+        models: the models; none for all compiled functions.
     """
 
     def __init__(self, *models: nn.Module) -> None:
         self._models = models
-        self._known: dict[int, tuple[Any, bool]] = {}
-        self._around = contextlib.ExitStack()
-        self.others: set[str] = set()
+        self._context = contextlib.ExitStack()
 
     def __enter__(self) -> Eager:
-        # Whoever compiles anything has imported it, which takes seconds.
-        if "torch._dynamo" in sys.modules:
-            self._around.enter_context(eager_where(self._is_to_be_eager))
+        if "torch._dynamo" in sys.modules:  # nothing is compiled before this import, which takes seconds
+            self._context.enter_context(eager_where(self._is_eager))
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._around.close()
+        self._context.close()
 
     @functools.cached_property
     def _modules(self) -> set[int]:
         return {id(module) for model in self._models for module in model.modules()}
 
-    def _is_to_be_eager(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        if not self._models:
-            return True
-        known = self._known.get(id(function))
-        if known is None:
-            known = self._known[id(function)] = function, reaches([function], self._modules)
-        if known[1] or reaches([args, kwargs], self._modules):
-            return True
-        self.others.add(getattr(function, "__qualname__", type(function).__name__))
-        return False
+    def _is_eager(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        values = [function, *args, *kwargs.values()]
+        return not self._models or any(refers_to(value, self._modules) for value in values)
 
 
-_MOST = 20_000
+def refers_to(value: Any, modules: Container[int], depth: int = 2) -> bool:
+    """Whether a value is a module, contains it, or refers to it in so many steps, each of which is one of these.
 
-
-def reaches(starts: Iterable[Any], wanted: Container[int]) -> bool:
-    """Whether modules can be got at from functions, methods and objects; where that takes too long to say, yes.
-
-    Not followed are torch's own functions into their globals, and tensors into their graphs.
+    From a function to its closure, its defaults and the global names in its code; from a method to its object; from any
+    other object to its attributes. Members of lists and dictionaries are not searched.
 
     Args:
-        wanted: ids of the modules.
+        modules: ids of the modules.
     """
-    waiting = list(starts)
-    met: dict[int, Any] = {}  # which keeps what is made on the way, and with that its id
-    while waiting:
-        each = waiting.pop()
-        if id(each) in wanted:
-            return True
-        if id(each) in met or isinstance(each, (Tensor, type, ModuleType)) or not gc.is_tracked(each):
-            continue
-        if len(met) == _MOST:
-            return True
-        met[id(each)] = each
-        waiting += _parts(each)
-    return False
-
-
-def _parts(value: Any) -> list[Any]:
-    if isinstance(value, FunctionType):
-        return [*_held(value), *_globals(value)]
+    value = getattr(value, "__self__", value)
     if isinstance(value, nn.Module):
-        return [*value.children(), *(each for name, each in vars(value).items() if name[0] != "_")]
-    return gc.get_referents(value)
+        return any(id(module) in modules for module in value.modules())
+    if not depth or isinstance(value, Tensor):
+        return False
+    if isinstance(value, FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
+        names = [value.__globals__[name] for name in _names(value.__code__) if name in value.__globals__]
+        held = [*cells, *names, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    else:
+        held = list(getattr(value, "__dict__", {}).values())
+    return any(refers_to(other, modules, depth - 1) for other in held)
 
 
-def _held(function: FunctionType) -> list[Any]:
-    return [function.__closure__, function.__defaults__, function.__kwdefaults__, vars(function)]
-
-
-def _globals(function: FunctionType) -> list[Any]:
-    here = function.__globals__
-    if _is_torch(here.get("__name__")):
-        return []
-    names = _names(function.__code__)
-    found = [here[name] for name in names if name in here]
-    for module in [each for each in found if isinstance(each, ModuleType) and not _is_torch(each.__name__)]:
-        found += [vars(module)[name] for name in names if name in vars(module)]
-    return found
-
-
-def _is_torch(module: str | None) -> bool:
-    return module is not None and module.partition(".")[0] == "torch"
-
-
-@functools.lru_cache(1024)
-def _names(code: CodeType) -> frozenset[str]:
-    """The names of globals and attributes that code uses, that in it included."""
-    within = (_names(each) for each in code.co_consts if isinstance(each, CodeType))
-    return frozenset(code.co_names).union(*within)
+def _names(code: CodeType) -> set[str]:
+    nested = (_names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return set(code.co_names).union(*nested)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from ignite_monitor.checks import check_type
+from ignite_monitor.model.sharding import check_whole
 
 
 class NoModel(nn.Module):
@@ -19,8 +20,9 @@ class NoModel(nn.Module):
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse an object that is no module, and a module without initialized parameters that have data."""
+    """Refuse an object that is no module, a module without initialized parameters that have data, and FSDP1."""
     check_type("model", model, nn.Module, "torch.nn.Module")
+    check_whole(model)
     parameters = list(model.parameters())
     if not parameters:
         raise ValueError("Argument model should have parameters, but it has none")

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ignite_monitor.model._torch import is_in_join
 from ignite_monitor.model.norms import any_sharded, combine, is_sharded, reduce_norm, sharded_norm, total_norm
-from ignite_monitor.model.sharding import all_reduce, flat_sharding
+from ignite_monitor.model.sharding import all_reduce
 
 T = TypeVar("T")
 
@@ -29,17 +29,6 @@ def reduction_of(model: nn.Module, reduction: str) -> str | None:
     Raises:
         ValueError: if it does not fit the model's wrapper.
     """
-    sharding = flat_sharding(model)
-    if sharding == "hybrid":
-        raise ValueError(
-            "Argument model should not be sharded by FullyShardedDataParallel with a hybrid strategy, which leaves "
-            "parts of the gradient on several ranks: shard it with torch.distributed.fsdp.fully_shard"
-        )
-    if sharding == "sharded" and reduction == "mean":
-        raise ValueError(
-            "Argument reduction should be 'sum' with FullyShardedDataParallel, which leaves another part of the "
-            "gradient on every rank, but given 'mean'"
-        )
     if not any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         return reduction
     if reduction == "sum":

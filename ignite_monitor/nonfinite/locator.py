@@ -18,7 +18,6 @@ from ignite_monitor.model.eager import Eager
 from ignite_monitor.model.isolation import reference_run
 from ignite_monitor.model.names import named_modules, named_parameters, unwrapped
 from ignite_monitor.model.norms import any_sharded
-from ignite_monitor.model.sharding import flat_sharding
 from ignite_monitor.nonfinite.calls import ModelCall, ModelCalls
 from ignite_monitor.nonfinite.trace import Trace, TracedCall, not_finite
 from ignite_monitor.reference.copies import detached_copy
@@ -76,7 +75,7 @@ def _found(model: nn.Module, calls: ModelCalls, is_overflow: bool, alone: bool) 
         modules.setdefault(name, module)
         if isinstance(module, torch.jit.ScriptModule):
             raise NotFoundError("a scripted module would change by being run once more")
-    if any_sharded(root.parameters()) or flat_sharding(model) is not None:
+    if any_sharded(root.parameters()):
         raise NotFoundError("the model is sharded, and each rank looks by itself")
     if not calls.calls:
         raise NotFoundError("the model was not called as a whole, or is compiled in place")

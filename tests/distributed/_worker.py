@@ -317,14 +317,16 @@ def inner_model(rank: int) -> dict[str, Any]:
 
 def refused(rank: int) -> dict[str, Any]:
     """What can't work with a wrapper, and what it is told."""
-    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+    from torch.distributed.fsdp import FullyShardedDataParallel
 
-    def flat(strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD) -> nn.Module:
-        return FullyShardedDataParallel(net(), device_id=torch.device("cpu"), sharding_strategy=strategy)
+    def flat() -> nn.Module:
+        return FullyShardedDataParallel(net(), device_id=torch.device("cpu"))
 
     attempts = {
         "sum of replicas": lambda: GradMonitor(ddp(), reduction="sum"),
         "mean of parts": lambda: GradMonitor(flat()),
+        "sum of parts": lambda: GradMonitor(flat(), reduction="sum"),
+        "activations of parts": lambda: ActivationHandler(flat(), activations=True),
         "updates of parts": lambda: WeightUpdateHandler(flat()),
         "spectra of parts": lambda: SpectralNormHandler(flat()),
         "norm of parts": lambda: StepStatsHandler(model := flat(), torch.optim.SGD(model.parameters())),
@@ -337,15 +339,7 @@ def refused(rank: int) -> dict[str, Any]:
             attempt()
         except ValueError as error:
             told[name] = str(error)
-    ActivationHandler(flat(), activations=True)
-    GradMonitor(flat(ShardingStrategy.NO_SHARD))
     return {"told": told, "names": [*attempts]}
-
-
-def flat_parts(rank: int) -> dict[str, Any]:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    return train(FullyShardedDataParallel(net(), device_id=torch.device("cpu")), rank, spike=SPIKE, reduction="sum")
 
 
 def dropped(rank: int) -> dict[str, Any]:
@@ -512,7 +506,6 @@ SCENARIOS: dict[str, Any] = {
     "sum": lambda rank: different_parameters(rank, reduction="sum"),
     "sum inf": lambda rank: different_parameters(rank, reduction="sum", norm_type=float("inf")),
     "mean": lambda rank: different_parameters(rank, reduction="mean"),
-    "flat parts": flat_parts,
     "noise scale of two": lambda rank: noise_scale(ddp(), rank, 1),
     "noise scale of four": lambda rank: noise_scale(ddp(), rank, 2),
     "curvature": lambda rank: curvature(ddp(), rank),

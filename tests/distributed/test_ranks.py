@@ -266,11 +266,6 @@ def test_ranks_with_gradients_of_their_own(results, name):
             assert math.isfinite(result["seen"][place]["grad/norm"])
 
 
-def test_flattened_parts_add_up_to_the_norm_of_the_whole(results):
-    for result in results("flat parts"):
-        assert [seen["grad/norm"] for seen in result["seen"]] == approx(independent_norms(SPIKE))
-
-
 def test_what_cannot_work_with_a_wrapper_is_refused_by_name(results):
     for result in results("refused"):
         assert [*result["told"]] == result["names"]

@@ -984,7 +984,7 @@ def test_a_layer_replaced_by_a_handler_that_comes_after_the_monitor(caplog):
     trainer.run([torch.randn(3, 4) for _ in range(5)], max_epochs=1)
     assert found == pytest.approx(expected, rel=1e-5)
     assert with_ratio == [True, True, False, True, True]
-    assert caplog.text.count("parameters were replaced after iteration 3 had started") == 1
+    assert caplog.text.count("parameters were replaced") == 1
 
 
 def test_the_end_of_a_run_lets_go_of_what_the_optimizer_held():

@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from ignite_monitor.model import norms
-from ignite_monitor.model.norms import combine, norm_of_each, total_norm
+from ignite_monitor.model.norms import combine, norms, total_norm
 
 
 def exact(tensors, norm_type):
@@ -130,21 +129,19 @@ def test_the_norm_of_each_of_many(dtype, norm_type):
     values += [torch.zeros(4), torch.full((9,), 1e-25), torch.full((20_000,), 3e30), values[2].t()]
     tensors = [each.to(dtype) for each in values]
     expected = [exact([each], norm_type) for each in tensors]
-    torch.testing.assert_close(norm_of_each(tensors, norm_type), torch.stack(expected).double(), rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(norms(tensors, norm_type), torch.stack(expected).double(), rtol=1e-6, atol=0.0)
 
 
 def test_the_norm_of_each_of_mixed_ones():
     sparse = torch.sparse_coo_tensor([[0, 0, 2]], [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], (4, 2), check_invariants=True)
     tensors = [torch.ones(3).half(), sparse, torch.zeros(0), torch.ones(20_001, dtype=torch.float64), torch.ones(2)]
     expected = [math.sqrt(3), math.sqrt(16 + 36 + 25 + 36), 0.0, math.sqrt(20_001), math.sqrt(2)]
-    torch.testing.assert_close(norm_of_each(tensors), torch.tensor(expected).double(), rtol=1e-6, atol=0.0)
-    assert norm_of_each([torch.tensor([1.0, math.nan]), torch.tensor([math.inf])]).tolist()[1] == math.inf
+    torch.testing.assert_close(norms(tensors), torch.tensor(expected).double(), rtol=1e-6, atol=0.0)
+    assert norms([torch.tensor([1.0, math.nan]), torch.tensor([math.inf])]).tolist()[1] == math.inf
 
 
-@pytest.mark.parametrize("room", [norms._ROOM, 0])
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
-def test_short_and_long_tensors_of_several_dtypes(norm_type, room, monkeypatch):
-    monkeypatch.setattr(norms, "_ROOM", room)
+def test_short_and_long_tensors_of_several_dtypes(norm_type):
     generator = torch.Generator().manual_seed(0)
     shapes = [(1,), (), (1023,), (1025,), (64, 64), (4097,), (17, 3), (130, 127), (40, 500)]
     dtypes = (torch.float32, torch.bfloat16, torch.float64)

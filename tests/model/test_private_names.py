@@ -1,10 +1,9 @@
-"""Private names of torch and Ignite: they stand in one file, and each may go."""
+"""Private names of torch and Ignite: one file has all of them, and a missing one is refused by its name."""
 
 from __future__ import annotations
 
 import ast
-import json
-import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,11 @@ import torch
 from ignite.engine import Engine
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from ignite_monitor import GradMonitor
+from ignite_monitor.model import _torch
+from ignite_monitor.model._torch import check_engine
+from tests._helpers import make_batches, make_trainer
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PACKAGE = ROOT / "ignite_monitor"
@@ -68,76 +72,49 @@ def test_they_stand_in_one_file():
     assert uses(FILE) & PRIVATE
 
 
-def asked_for() -> set[str]:
-    """The names that the file looks up: by getattr, and by their path."""
-    found = set()
-    for node in ast.walk(ast.parse(FILE.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            argument = {"getattr": 1, "_find": 0, "_or": 0, "_foreach": 0}.get(node.func.id)
-            given = None if argument is None else node.args[argument]
-            if isinstance(given, ast.Constant):
-                found.add(given.value.rpartition(".")[2])
-    return found
+def test_the_installed_torch_and_ignite_have_all():
+    check_engine(Engine(lambda engine, batch: None))
+    missing = [name for name, value in vars(_torch).items() if isinstance(value, _torch.Gone)]
+    assert missing == []
 
 
-# Put together, or kept under a name of our own.
-FURTHER = {
-    *("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"),
-    *("_process_function", "_handle_exception", "_event_handlers", "_scaled_dot_product_flash_attention_for_cpu"),
-}
-BACKWARD = {"GradMonitor", "WeightUpdateHandler", "gradients", "HistogramHandler"}
-REFERENCES = {"reference", "RCCHandler"}
-# What can't do without a name; all the rest works, with the same numbers.
-NEEDED_BY = {
-    "_current_graph_task_id": BACKWARD,
-    "queue_callback": BACKWARD,
-    "_push_mode": {"attention"},
-    "_pop_mode": {"attention"},
-    "_len_torch_function_stack": {"attention"},
-    "DeviceContext": {"attention"},
-    "_version": REFERENCES,
-    "_forward_hooks": REFERENCES,
-    "_forward_pre_hooks": REFERENCES,
-}
-ALL = "_process_function"
-
-NAMES = sorted(asked_for() | FURTHER)
+SHARED = ["backward_number", "queue_callback", "foreach_norm", "dispatch_modes", "unseen_by_dispatch", "_transform"]
 
 
-def found_without(*names):
-    """What becomes of every feature, by name; several at a time, since each needs a torch that has been imported."""
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).parent / "_without.py"), *names],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+@pytest.mark.parametrize("name", SHARED)
+def test_attach_refuses_without_a_name_that_all_monitors_share(name, monkeypatch):
+    monkeypatch.setattr(_torch, name, _torch.Gone(f"torch.{name}"))
+    model, optimizer, trainer = make_trainer()
+    with pytest.raises(RuntimeError, match=re.escape(f"attach() needs torch.{name}, which torch {torch.__version__}")):
+        GradMonitor(model, optimizer).attach(trainer)
+    trainer.run(make_batches(1))
 
 
-def test_numbers_with_all_names():
-    everything = found_without("")[""]
-    assert all("refused" not in each for each in everything.values())
-    norms = everything["nothing"]["norms"]
-    assert [each["grad/norm"] for each in everything["GradMonitor"]["metrics"]] == pytest.approx(norms, rel=1e-6)
-    assert all(each["metrics"][-1] for feature, each in everything.items() if feature != "nothing")
+def test_attach_refuses_an_engine_without_a_train_step():
+    model, optimizer, trainer = make_trainer()
+    del trainer._process_function
+    with pytest.raises(RuntimeError, match=r"needs ignite\.engine\.Engine\._process_function, which ignite \d"):
+        GradMonitor(model, optimizer).attach(trainer)
 
 
-@pytest.mark.parametrize("names", [NAMES[i : i + 10] for i in range(0, len(NAMES), 10)], ids=" ".join)
-def test_one_name_gone(names):
-    found = found_without("", *names)
-    everything = found.pop("")
-    assert list(found) == names
-    for name, without in found.items():
-        assert "error" not in without, without["error"]
-        refused = {feature for feature, each in without.items() if "refused" in each}
-        assert refused == (set(everything) - {"nothing"} if name == ALL else NEEDED_BY.get(name, set())), name
-        assert [each for feature in refused if name not in (each := without[feature]["refused"])] == []
-        for feature in everything.keys() - refused:
-            assert without[feature]["weights"] == everything[feature]["weights"], (name, feature)
-            for number, metrics in enumerate(without[feature]["metrics"]):
-                expected = pytest.approx(everything[feature]["metrics"][number], rel=1e-6, nan_ok=True)
-                assert metrics == expected, (name, feature)
-            assert len(without[feature]["metrics"]) == len(everything[feature]["metrics"])
+def test_a_missing_name_says_so_where_it_is_called():
+    with pytest.raises(RuntimeError, match=re.escape(f"needs torch._missing, which torch {torch.__version__}")):
+        _torch._find("torch._missing")()
+
+
+def test_the_package_can_be_imported_without_any():
+    code = """
+import pkgutil, torch, ignite.engine
+def without(name): raise ImportError(name)
+resolve, pkgutil.resolve_name = pkgutil.resolve_name, without
+import ignite_monitor
+from importlib import import_module
+for name in ignite_monitor.__all__:
+    getattr(ignite_monitor, name)
+try:
+    ignite_monitor.GradMonitor(torch.nn.Linear(1, 1)).attach(ignite.engine.Engine(lambda engine, batch: None))
+except RuntimeError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.startswith("attach() needs torch._C._current_graph_task_id"), done.stderr

@@ -1,4 +1,4 @@
-"""Norms of rows, ratios, counts of standing still and order statistics, against plain Python."""
+"""Norms of rows, order statistics and values of sparse tensors, against plain Python."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ignite_monitor.model.norms import summed_values
-from ignite_monitor.model.updates import count_still, order_statistics, row_norms, update_ratios
+from ignite_monitor.model.updates import order_statistics, row_norms
 
 
 @pytest.mark.parametrize("columns", [1, 1000, 70_001, 300_000])
@@ -46,18 +46,6 @@ def test_row_norms_whose_squares_fit_no_float64(value):
 def test_row_norms_without_rows_or_columns():
     assert row_norms(torch.zeros(0, 5)).tolist() == []
     assert row_norms(torch.zeros(2, 0)).tolist() == [0.0, 0.0]
-
-
-def test_update_ratios():
-    ratios = update_ratios(torch.tensor([1.0, 0.0, 2.0]), torch.tensor([4.0, 0.0, 0.0]), eps=0.5)
-    assert ratios.tolist() == pytest.approx([1 / 4.5, 0.0, 4.0])
-
-
-def test_count_still():
-    ratios = torch.tensor([0.0, 1e-3, 1e-13, 0.0, math.nan])
-    measured = torch.tensor([True, True, True, False, True])
-    still = count_still(torch.full((5,), 2.0), ratios, 1e-12, measured)
-    assert still.tolist() == [3, 0, 3, 2, 0]
 
 
 @given(st.lists(st.floats(0, 1e9) | st.just(math.nan), max_size=70))

@@ -1,0 +1,133 @@
+"""Train steps that finalize the reduction of gradients themselves, as torch 2.15 allows.
+
+The wrappers of earlier versions reduce in ``backward()`` all the same; here it is what monitors do that counts.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from ignite.engine import Engine
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from ignite_monitor import GradMonitor, MonitorEvents, StaticThreshold
+from tests._helpers import grad_norm, make_batches, make_model
+
+
+@pytest.fixture(autouse=True)
+def one_rank(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def replicated():
+    model = DistributedDataParallel(make_model())
+    model.require_manual_backward_finalization = True
+    return model
+
+
+def sharded():
+    model = make_model()
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    if hasattr(model, "set_manual_backward_finalization"):
+        model.set_manual_backward_finalization(True)
+    else:
+        model._get_fsdp_state()._state_ctx.manual_backward_finalization = True
+    return model
+
+
+def finalize(model):
+    if hasattr(model, "finalize_backward"):
+        model.finalize_backward()
+
+
+def whole_norm(model):
+    return float(torch.stack([full(p.grad).double().square().sum() for p in model.parameters()]).sum().sqrt())
+
+
+def full(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+@pytest.mark.parametrize("wrap", [replicated, sharded])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_gradients_are_measured_when_the_step_starts(wrap, accumulation, caplog):
+    model = wrap()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    norms, events = [], []
+
+    def train_step(engine, batch):
+        F.mse_loss(model(batch[0]), batch[1]).backward()
+        assert engine.state.grad_norm is None
+        finalize(model)
+        if engine.state.iteration % accumulation == 0:
+            norms.append(whole_norm(model))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    trainer = Engine(train_step)
+    monitor = GradMonitor(model, optimizer)
+    monitor.attach(trainer)
+    for event in (MonitorEvents.GRADIENTS_READY, MonitorEvents.OPTIMIZER_STEP_STARTED):
+        trainer.add_event_handler(event, lambda _, name: events.append(name), event.value)
+    published = []
+    trainer.add_event_handler(
+        MonitorEvents.TRAIN_STEP_COMPLETED, lambda engine: published.append(engine.state.metrics.get("grad/norm"))
+    )
+    trainer.run(make_batches(4))
+    assert events == ["optimizer_step_started"] * (4 // accumulation)
+    assert [norm for norm in published if norm is not None] == pytest.approx(norms, rel=1e-6)
+    assert [norm is None for norm in published] == [number % accumulation != 0 for number in range(1, 5)]
+    assert caplog.text.count("finalize_backward()") == 1
+
+
+@pytest.mark.parametrize("wrap", [replicated, sharded])
+def test_spikes_are_skipped(wrap):
+    model = wrap()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    weights = []
+
+    def train_step(engine, batch):
+        optimizer.zero_grad()
+        F.mse_loss(model(batch[0]), batch[1]).backward()
+        finalize(model)
+        before = [full(p.detach()).clone() for p in model.parameters()]
+        optimizer.step()
+        weights.append(all(torch.equal(a, full(p)) for a, p in zip(before, model.parameters(), strict=True)))
+
+    trainer = Engine(train_step)
+    monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(50.0), on_spike="skip")
+    monitor.attach(trainer)
+    trainer.run(make_batches(4, spikes=[2]))
+    assert weights == [False, True, False, False]
+    assert trainer.state.metrics["grad/skipped_count"] == 1
+
+
+def test_gradient_hooks_that_are_called_outside_of_a_backward():
+    """As FSDP2 calls them in ``finalize_backward()``, on gradients that it has just reduced."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    norms, published = [], []
+
+    def train_step(engine, batch):
+        optimizer.zero_grad()
+        gradients = torch.autograd.grad(F.mse_loss(model(batch[0]), batch[1]), list(model.parameters()))
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+            for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+                hook(parameter)
+        norms.append(grad_norm(model.parameters()))
+        optimizer.step()
+
+    trainer = Engine(train_step)
+    GradMonitor(model, optimizer).attach(trainer)
+    trainer.add_event_handler(
+        MonitorEvents.TRAIN_STEP_COMPLETED, lambda engine: published.append(engine.state.metrics["grad/norm"])
+    )
+    trainer.run(make_batches(3))
+    assert published == pytest.approx(norms, rel=1e-6)
