@@ -28,9 +28,11 @@ def before_forward(
     return _on(modules, hook, before=True, first=first, key=key)
 
 
-def after_forward(modules: Iterable[nn.Module], hook: Callable[..., Any]) -> AbstractContextManager[None]:
+def after_forward(
+    modules: Iterable[nn.Module], hook: Callable[..., Any], *, first: bool = False
+) -> AbstractContextManager[None]:
     """As :func:`before_forward`, after each pass: the hook is given the output too, the one that others get."""
-    return _on(modules, hook, before=False)
+    return _on(modules, hook, before=False, first=first)
 
 
 def outputs_to(modules: Iterable[nn.Module], hook: ModuleHook) -> AbstractContextManager[None]:

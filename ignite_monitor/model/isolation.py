@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ignite_monitor.model._torch import buffers_of_each
+from ignite_monitor.model._torch import MODULE_ATTRIBUTES, buffers_of_each
 
 # The mark of a second pass
 
 
 class _Thread(threading.local):
-    in_reference_run = False
+    running = False
 
 
 _thread = _Thread()
@@ -34,20 +34,20 @@ _thread = _Thread()
 
 def is_reference_run() -> bool:
     """Return True while this thread runs a second pass, which monitors must not measure."""
-    return _thread.in_reference_run
+    return _thread.running
 
 
 @contextlib.contextmanager
 def reference_run() -> Iterator[None]:
     """Mark this thread as running a second pass, and disable autocast's cache of cast weights."""
-    outer, cached = _thread.in_reference_run, torch.is_autocast_cache_enabled()
+    outer, cached = _thread.running, torch.is_autocast_cache_enabled()
     try:
         # Weights that are cast here without gradients would be reused where gradients are recorded.
         torch.set_autocast_cache_enabled(False)
-        _thread.in_reference_run = True
+        _thread.running = True
         yield
     finally:
-        _thread.in_reference_run = outer
+        _thread.running = outer
         torch.set_autocast_cache_enabled(cached)
 
 
@@ -218,7 +218,6 @@ class Captured(str):
     __slots__ = ()
 
 
-_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 _ATOMS = (int, float, str, bytes, type(None), Tensor, nn.Module, ModuleType, type)
 _MAX_DEPTH = 5  # a trainer or a data set may be behind an attribute
 
@@ -230,7 +229,7 @@ def reachable(module: nn.Module) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """
     seen: set[int] = set()
     waiting: deque[tuple[tuple[Any, ...], Any]]
-    waiting = deque(((name,), each) for name, each in vars(module).items() if name not in _MODULE_ATTRIBUTES)
+    waiting = deque(((name,), each) for name, each in vars(module).items() if name not in MODULE_ATTRIBUTES)
     while waiting:
         path, value = waiting.popleft()
         if id(value) in seen:
