@@ -15,6 +15,7 @@ from torch.func import functional_call
 
 from ignite_monitor import ActivationHandler, RCCHandler
 from ignite_monitor.scaling import AlignmentHandler
+from tests._helpers import same
 from tests.rcc._truth import truth
 from tests.rcc.test_handler import measure, perturb
 
@@ -239,3 +240,76 @@ def test_generators_of_modules_are_where_they_would_be(how):
             twin(x)
         assert {value for name, value in found.items() if not name.startswith("rcc/input/")} == {0.0}
         assert torch.equal(model.draw(model), twin.draw(twin))
+
+
+# Layers that are not compared
+
+
+class Frozen(nn.Module):
+    """A frozen encoder in evaluation mode, whose fast path differs at padded positions, and a head that is trained."""
+
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2).requires_grad_(False).eval()
+        self.head = nn.Linear(8, 1)
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.encoder.eval()
+        return self
+
+    def forward(self, x):
+        return self.head(self.encoder(x, src_key_padding_mask=torch.arange(5).expand(len(x), 5) > 2).sum(1))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_frozen_encoder_keeps_its_fast_path(caplog):
+    outcomes = []
+    for watched in (False, True):
+        torch.manual_seed(0)
+        model = Frozen().train()
+        optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)
+
+        def train_step(engine, x, model=model, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        engine, losses = Engine(train_step), []
+        if watched:
+            handler = RCCHandler(model)
+            handler.attach(engine)
+        engine.add_event_handler(Events.ITERATION_COMPLETED, lambda e, losses=losses: losses.append(e.state.output))
+        engine.run([torch.randn(4, 5, 8) for _ in range(3)])
+        outcomes.append([losses, dict(model.state_dict())])
+    assert same(*outcomes)
+    assert {name.split("/")[2] for name in handler.metrics if name.count("/") > 1} == {"head"}
+    assert caplog.text.count("in a frozen nn.TransformerEncoderLayer") == 1
+
+
+class Routed(nn.Module):
+    """An expert gets the rows that a router chooses."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.expert, self.head = nn.Linear(8, 1), nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x):
+        rows = (self.router(x) > 0).flatten()
+        return self.head(x.index_put((rows.nonzero().flatten(),), self.expert(x[rows])))
+
+
+def test_a_routed_expert_is_warned_of_once(caplog):
+    torch.manual_seed(0)
+    model = Routed()
+    handler = RCCHandler(model)
+    for seed in range(20):
+        perturb(model, 0.3, seed)
+        found = measure(handler, [torch.randn(32, 8)])
+    assert not [name for name in found if name.endswith("/expert")]
+    assert "rcc/weight_update/head" in found
+    assert len(caplog.records) == 1
+    assert "expert is not compared: its tensors are" in caplog.text
