@@ -81,6 +81,7 @@ class EveryCurvature(CurvatureHandler):
 
 
 def mse_of(model, batch):
+    torch.manual_seed(0)  # for the dropout of runs that are resumed; restored afterwards
     return F.mse_loss(model(batch[0]), batch[1])
 
 
@@ -128,6 +129,7 @@ HANDLERS = {
 }
 # What these say is there without a backward as well.
 WITHOUT_BACKWARD = (
+    CurvatureHandler,
     HistogramHandler,
     ReplicaCheckHandler,
     SpectralNormHandler,
