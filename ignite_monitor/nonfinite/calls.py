@@ -100,20 +100,20 @@ class ModelCalls:
         if len(self.calls) == _MOST_CALLS:
             self.complete = False
             return
-        tensors = [(each, version(each)) for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
-        states = [(each, each.get_state()) for each in generators]
-        kinds = {each.device.type for each in generators}
+        tensors = [(item, version(item)) for item in (*args, *kwargs.values()) if isinstance(item, Tensor)]
+        states = [(item, item.get_state()) for item in generators]
+        kinds = {item.device.type for item in generators}
         autocast = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds}
         self.calls.append(ModelCall(args, kwargs, tensors, states, autocast))
 
     def _find_generators(self) -> None:
         """Find the generators of the model's devices; none if reading a state would synchronize."""
         self._device = self._parameters[0].device
-        devices = {each.device for each in self._parameters} - {torch.device("cpu")}
+        devices = {item.device for item in self._parameters} - {torch.device("cpu")}
         self._generators = []
-        if {each.type for each in devices} <= {"cuda"}:
+        if {item.type for item in devices} <= {"cuda"}:
             self._generators = [torch.default_generator]
-            self._generators += [torch.cuda.default_generators[each.index] for each in devices]
+            self._generators += [torch.cuda.default_generators[item.index] for item in devices]
 
 
 class _Note(ModuleHook):

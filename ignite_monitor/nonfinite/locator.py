@@ -86,7 +86,7 @@ def _locate(model: nn.Module, calls: ModelCalls, is_overflow: bool, alone: bool)
         operation = None if is_overflow or not trace.outputs else trace.backward()
     if is_overflow:
         return None
-    reached = {name: each.grad for name, each, _ in named_parameters(separate) if each.grad is not None}
+    reached = {name: item.grad for name, item, _ in named_parameters(separate) if item.grad is not None}
     if operation is not None and non_finite(reached) & gradients:
         return _backward_source(operation)
     if trace.source is not None:
@@ -101,7 +101,7 @@ def _locate(model: nn.Module, calls: ModelCalls, is_overflow: bool, alone: bool)
 
 def _check(model: nn.Module, root: nn.Module, calls: ModelCalls) -> None:
     reasons = {
-        "a scripted module has no copy": any(isinstance(each, torch.jit.ScriptModule) for each in root.modules()),
+        "a scripted module has no copy": any(isinstance(item, torch.jit.ScriptModule) for item in root.modules()),
         "the model is sharded": any_sharded(root.parameters()) or flat_sharding(model) is not None,
         "the model was not called as a whole, or is compiled in place": not calls.calls,
         "the model was called too often": not calls.complete,
@@ -118,7 +118,7 @@ def _forward_source(call: TracedCall | None, root: nn.Module) -> NonFiniteSource
     name = call.name or "_root_"
     text = f"It comes from the forward of {name}: its inputs are finite, and its output is not"
     names = {id(parameter): name for name, parameter, _ in named_parameters(root)}
-    parameters = non_finite({names[id(each)]: each for each in call.module.parameters()})
+    parameters = non_finite({names[id(item)]: item for item in call.module.parameters()})
     if parameters:
         text += f", nor is its parameter {min(parameters)}"
     return NonFiniteSource(name, "forward", text)
@@ -159,12 +159,12 @@ def _isolated(root: nn.Module, separate: nn.Module, call: ModelCall) -> Iterator
 def _other_states(model: nn.Module) -> str:
     """RNG state other than torch's default generators."""
     state = capture_rng_state([])
-    generators = [each for module in model.modules() for each in generators_of(module).values()]
-    own = [each.get_state().tolist() for each in generators if isinstance(each, torch.Generator)]
+    generators = [item for module in model.modules() for item in generators_of(module).values()]
+    own = [item.get_state().tolist() for item in generators if isinstance(item, torch.Generator)]
     others = [
-        each.bit_generator.state if hasattr(each, "bit_generator") else getattr(each, "getstate", each.get_state)()
-        for each in generators
-        if not isinstance(each, torch.Generator)
+        item.bit_generator.state if hasattr(item, "bit_generator") else getattr(item, "getstate", item.get_state)()
+        for item in generators
+        if not isinstance(item, torch.Generator)
     ]
     return repr((state["python"], state.get("numpy"), own, others))
 

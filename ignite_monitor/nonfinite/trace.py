@@ -95,7 +95,7 @@ class Trace:
 
         handles = [hook_of(node, module) for node, module in self._owners.items()]
         try:
-            gradients = [torch.randn_like(each) / max(each.numel(), 1) ** 0.5 for each in self.outputs]
+            gradients = [torch.randn_like(item) / max(item.numel(), 1) ** 0.5 for item in self.outputs]
             torch.autograd.backward(self.outputs, gradients)
         finally:
             for handle in handles:
@@ -107,18 +107,18 @@ class Trace:
         # What is not claimed yet was computed by the module around.
         self._claim(tensors, self._open[-1].name if self._open else "")
         has_mask = len(tensors) > 1  # a mask is the mask of something
-        finite = all(_is_finite(each, may_mask=has_mask, unknown=False) for each in tensors)
+        finite = all(_is_finite(item, may_mask=has_mask, unknown=False) for item in tensors)
         self._open.append(TracedCall(self._names[module], module, finite))
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         call = self._open.pop()
         tensors = [tensor for _, tensor in tensors_in(output)]
         self._claim(tensors, call.name)
-        call.finite_outputs = all(_is_finite(each, may_mask=True) for each in tensors)
+        call.finite_outputs = all(_is_finite(item, may_mask=True) for item in tensors)
         self.calls.append(call)
         if not self._open:
             self.outermost.append(call)
-            self.outputs += [each for each in tensors if each.requires_grad]
+            self.outputs += [item for item in tensors if item.requires_grad]
 
     def _claim(self, tensors: Iterable[Tensor], name: str) -> None:
         """Assign the operations that computed tensors to a module, as far as they belong to none."""

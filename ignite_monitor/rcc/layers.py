@@ -123,8 +123,8 @@ class _Layer:
             if x is None or reference_x is None:
                 update = self._change(call, [], [], weights, initial, dtype).weight_update
                 return norm_sums(update, None, None, None, self._dim)
-            wide = [each.to(dtype) for each in tensors]
-            reference_wide = [each.to(dtype) for each in others if each is not None]
+            wide = [item.to(dtype) for item in tensors]
+            reference_wide = [item.to(dtype) for item in others if item is not None]
             change = self._change(call, wide, reference_wide, weights, initial, dtype)
             return norm_sums(*change, wide[0], wide[0] - reference_wide[0], self._dim)
 
@@ -151,7 +151,7 @@ class _Layer:
         if not isinstance(self._module, _WITHOUT_RNG) and linear_map(self._module) is None:
             isolated = self._reference.isolated(self._name)
         with isolated:
-            module: Any = _with_weights(self._module, {name: each.to(dtype) for name, each in weights.items()}, dtype)
+            module: Any = _with_weights(self._module, {name: item.to(dtype) for name, item in weights.items()}, dtype)
             module.training = call.module.training
             output = _first((type(module).forward(module, *args, **kwargs),), {})
         if output is None:
@@ -166,7 +166,7 @@ class _Layer:
         """
         module: Any = call.module
         reference: Any = self._module
-        weights = {name: getattr(module, name) for name, each in parameters_in(module).items() if each is not None}
+        weights = {name: getattr(module, name) for name, item in parameters_in(module).items() if item is not None}
         initial = {name: getattr(reference, name) for name in weights}
         if any_sharded(initial.values()):
             # FSDP2 gathers weights while the module runs.
@@ -178,7 +178,7 @@ class _Layer:
         if not all(map(is_plain, [*weights.values(), *initial.values()])):
             raise NotComparableError("its weights are sharded, in the model or in the reference")
         # Mixed precision of FSDP2 rounds the model's weights.
-        return weights, {name: initial[name].to(each.dtype) for name, each in weights.items()}
+        return weights, {name: initial[name].to(item.dtype) for name, item in weights.items()}
 
 
 class _Linear(_Layer):
@@ -192,11 +192,11 @@ class _Linear(_Layer):
     ) -> Change:
         if type(self._module) not in type(call.module).__mro__ or "forward" in vars(call.module):
             raise NotComparableError("its forward has been replaced since the handler was made")
-        moved = {name: each.to(dtype) - initial[name].to(dtype) for name, each in weights.items()}
+        moved = {name: item.to(dtype) - initial[name].to(dtype) for name, item in weights.items()}
         update = self._evaluate(call, x, moved, dtype)
         if not x:
             return Change(update, update)
-        without_bias = {name: torch.zeros_like(each) if name == "bias" else each for name, each in initial.items()}
+        without_bias = {name: torch.zeros_like(item) if name == "bias" else item for name, item in initial.items()}
         return Change(update, self._evaluate(call, [x[0] - reference_x[0]], without_bias, dtype))
 
 
@@ -245,12 +245,12 @@ def _layer(name: str, reference: Reference) -> _Layer:
 def _with_weights(module: nn.Module, weights: Weights, dtype: torch.dtype) -> nn.Module:
     """Copy of a module without children that has other weights, and buffers of a dtype."""
     buffers = {
-        name: each if each is None else each.to(dtype if each.is_floating_point() else each.dtype, copy=True)
-        for name, each in buffers_in(module).items()
+        name: item if item is None else item.to(dtype if item.is_floating_point() else item.dtype, copy=True)
+        for name, item in buffers_in(module).items()
     }
     if not _is_of_torch(module) and linear_map(module) is None:  # a user's module may keep state in its attributes
         memo = {id(hook): hook for _, hooks in user_forward_hooks([module]) for hook in hooks.values()}
-        memo |= {id(each): weights.get(name) for name, each in parameters_in(module).items()}
+        memo |= {id(item): weights.get(name) for name, item in parameters_in(module).items()}
         module = detached_copy(module, memo)
     return with_weights(module, weights, buffers)
 
@@ -297,7 +297,7 @@ def _promoted(tensors: list[Tensor]) -> torch.dtype:
 
 def _promote(*tensors: Tensor) -> Iterator[Tensor]:
     dtype = _promoted([*tensors])
-    return (each.to(dtype) for each in tensors)
+    return (item.to(dtype) for item in tensors)
 
 
 def _no_autocast(tensor: Tensor) -> AbstractContextManager[Any]:

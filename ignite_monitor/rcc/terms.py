@@ -75,10 +75,10 @@ def norm_sums(
         dim: the dimension of the features.
     """
     total = None if drift is None else update + drift
-    norms = [None if each is None else feature_norms(each, dim) for each in (update, drift, x, input_change, total)]
+    norms = [None if item is None else feature_norms(item, dim) for item in (update, drift, x, input_change, total)]
     wide = wide_dtype(update.device)
-    sums = [update.new_zeros((), dtype=wide) if each is None else each.sum(dtype=wide) for each in norms]
-    return NormSums(torch.stack(sums), [0 if each is None else len(each) for each in norms])
+    sums = [update.new_zeros((), dtype=wide) if item is None else item.sum(dtype=wide) for item in norms]
+    return NormSums(torch.stack(sums), [0 if item is None else len(item) for item in norms])
 
 
 def table_of(rows: Sequence[int], calls: Sequence[NormSums], layers: int) -> Tensor:

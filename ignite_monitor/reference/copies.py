@@ -67,7 +67,7 @@ def separate_copy(model: nn.Module) -> tuple[nn.Module, list[str]]:
     hooks = dict(user_forward_hooks(names))
     memo = _Memo((id(hook), hook) for own in hooks.values() for hook in own.values())
     try:
-        with preserved_rng_state({each.device for each in model.parameters()}), _DetachedTensors():
+        with preserved_rng_state({item.device for item in model.parameters()}), _DetachedTensors():
             separate = copy.deepcopy(model, memo)
     except Exception as error:
         raise ValueError(f"it can't be copied ({type(error).__name__}: {error})") from error

@@ -125,7 +125,7 @@ class ReferencePasses:
     # A pass of the whole model
 
     def _start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tensors = [each for each in (*args, *kwargs.values(), *module.parameters()) if isinstance(each, Tensor)]
+        tensors = [item for item in (*args, *kwargs.values(), *module.parameters()) if isinstance(item, Tensor)]
         ignored = self._paused or not module.training or is_reference_run() or current_backward() != -1
         if ignored or is_transformed(tensors) or (calls := _calls_in_progress()).count(module) > 1:
             return
@@ -148,7 +148,7 @@ class ReferencePasses:
             if name is not None:
                 tensors = self._comparison.keep(Call(name, module, args, kwargs, output))
                 # Copies: the reference may change its tensors in place.
-                copies = [None if each is None else each.detach().clone() for each in tensors]
+                copies = [None if item is None else item.detach().clone() for item in tensors]
                 current.kept.setdefault(name, deque()).append(copies)
 
         try:
@@ -292,4 +292,4 @@ def _changes_by_user_hooks(modules: dict[str, nn.Module], on_change: Callable[[s
 
 
 def _identities(values: Any) -> list[tuple[int, int]]:
-    return [(id(each), version(each)) for _, each in tensors_in(values)]
+    return [(id(item), version(item)) for _, item in tensors_in(values)]

@@ -110,9 +110,9 @@ class Reference:
         for name, copied in self.modules.items():
             own = parameters_in(self._model_modules[name])
             tensors = [*own.values(), *buffers_in(self._model_modules[name]).values()]
-            device = next((each.device for each in tensors if each is not None), None)
+            device = next((item.device for item in tensors if item is not None), None)
             theirs = [*parameters_in(copied).values(), *buffers_in(copied).values()]
-            if device is not None and any(each is not None and each.device != device for each in theirs):
+            if device is not None and any(item is not None and item.device != device for item in theirs):
                 move(copied, device)
             for key, parameter in parameters_in(copied).items():
                 weight = own.get(key)
@@ -138,7 +138,7 @@ class Reference:
         if name not in self._scopes:
             self._scopes[name] = _Scope.of(name, self._model_modules, self.modules)
         scope, module = self._scopes[name], self.modules[name]
-        devices = {each.device for each in chain(module.parameters(), module.buffers())}
+        devices = {item.device for item in chain(module.parameters(), module.buffers())}
         # A generator that is an attribute may have been replaced since.
         sources = [vars(own).get(path[0], known) if len(path) == 1 else known for own, path, known, _ in scope.draws]
         generators = [*sources, *(copied for *_, copied in scope.draws)]
@@ -168,7 +168,7 @@ class _Scope(NamedTuple):
         draws = []
         for copied, own in pairs.items():
             known = generators_of(own)
-            draws += [(own, path, known[path], each) for path, each in generators_of(copied).items() if path in known]
+            draws += [(own, path, known[path], item) for path, item in generators_of(copied).items() if path in known]
         return cls(pairs, draws)
 
 
