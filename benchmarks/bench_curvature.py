@@ -43,7 +43,7 @@ def steps_of_a_look(training: Training, kind: type[torch.optim.Optimizer], apart
         optimizer.step()
 
     trainer, stamps = Engine(step), []
-    monitor = CurvatureHandler(model, optimizer, loss=loss if apart else None)
+    monitor = CurvatureHandler(model, optimizer, loss=loss)
     monitor.attach(trainer, Events.ITERATION_STARTED(every=EVERY))
     trainer.add_event_handler(Events.GET_BATCH_STARTED, lambda: stamps.append(time.thread_time()))
     trainer.run([draw() for _ in range(5 * EVERY + 1)])

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 from ignite.engine import Engine, Events
 from noise_scale import loss_of, make
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ignite_monitor import CurvatureHandler
 
@@ -62,13 +61,14 @@ def train(name: str, seed: int, grows: bool) -> Run:
     generator = torch.Generator().manual_seed(seed)
     least, above = float("inf"), 0
 
-    def step(engine: Engine, iteration: int) -> None:
+    def batch_loss(model: torch.nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        return loss_of(model(x[rows]), y[rows])
+
+    def step(engine: Engine, rows: torch.Tensor) -> None:
         nonlocal least, above
-        group["lr"] *= GROWTH if grows and iteration > FIRST else 1.0
-        rows = torch.randint(len(x), (case.size,), generator=generator)
-        with sdpa_kernel(SDPBackend.MATH):  # the others have no second derivative
-            optimizer.zero_grad()
-            loss_of(model(x[rows]), y[rows]).backward()
+        group["lr"] *= GROWTH if grows and engine.state.iteration > FIRST else 1.0
+        optimizer.zero_grad()
+        batch_loss(model, rows).backward()
         with torch.no_grad():
             loss = float(loss_of(model(x[:512]), y[:512]))
         above = 0 if loss <= 2 * least else above + 1
@@ -78,7 +78,7 @@ def train(name: str, seed: int, grows: bool) -> Run:
         optimizer.step()
 
     trainer = Engine(step)
-    monitor = CurvatureHandler(model, optimizer)
+    monitor = CurvatureHandler(model, optimizer, loss=batch_loss)
     monitor.attach(trainer, Events.ITERATION_STARTED(every=EVERY))
     shares: dict[int, float] = {}
 
@@ -89,7 +89,8 @@ def train(name: str, seed: int, grows: bool) -> Run:
         if largest is not None and "stability_threshold" in values:
             shares[engine.state.iteration] = largest / values["stability_threshold"]
 
-    trainer.run(range(1, LAST + 1), max_epochs=1)
+    batches = (torch.randint(len(x), (case.size,), generator=generator) for _ in range(LAST))
+    trainer.run(batches, max_epochs=1, epoch_length=LAST)
     return Run(trainer.state.iteration - 10 if above > 10 else None, shares)
 
 

@@ -206,10 +206,8 @@ def main() -> None:
             for schedule in (None, *SCHEDULES):
                 made = [train(name, seed, "", True, SCHEDULES.get(schedule or "")) for seed in range(args.seeds)]
                 lost, back = sum(m["lost"] for m in made), sum(m["rollbacks"] for m in made)
-                print(
-                    f"{name} {schedule or 'constant'}: {back:.0f} rollbacks, {lost:.0f} of {LENGTH * len(made)} steps lost",
-                    flush=True,
-                )
+                text = f"{back:.0f} rollbacks, {lost:.0f} of {LENGTH * len(made)} steps lost"
+                print(f"{name} {schedule or 'constant'}: {text}", flush=True)
         return
     print("| fault | model | without | with handlers | steps lost | rollbacks |\n|---|---|---|---|---|---|")
     for name in args.models:
@@ -219,7 +217,7 @@ def main() -> None:
                 continue
             bare, kept = ([train(name, seed, fault, flag) for seed in range(args.seeds)] for flag in (False, True))
             above = [
-                "%+.3f" % statistics.fmean(m["loss"] - c for m, c in zip(made, clean, strict=True))
+                f"{statistics.fmean(m['loss'] - c for m, c in zip(made, clean, strict=True)):+.3f}"
                 for made in (bare, kept)
             ]
             back = " ".join(f"{m['rollbacks']:.0f}" for m in kept)

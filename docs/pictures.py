@@ -172,7 +172,7 @@ def watch_curvature(file, iterations=1000):
     model = nn.Sequential(nn.Linear(4, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 1))
     x = torch.randn(64, 4)
     trainer = create_supervised_trainer(model, optimizer := torch.optim.SGD(model.parameters(), 0.05), mse_loss)
-    monitor = CurvatureHandler(model, optimizer)
+    monitor = CurvatureHandler(model, optimizer, loss=lambda model, batch: mse_loss(model(batch[0]), batch[1]))
     with HDF5Logger(file) as logger, monitor.attach(trainer, Events.ITERATION_STARTED(every=10)):
         monitor.log_to(logger, trainer)
         trainer.run([(x, x[:, :1] * x[:, 1:2])], max_epochs=iterations)

@@ -146,7 +146,7 @@ def published():
 
         trainer = Engine(train_step)
         noise = GradientNoiseScaleHandler(model, optimizer, micro_batches=2, items=lambda _: 32)
-        curvature = CurvatureHandler(model, optimizer)
+        curvature = CurvatureHandler(model, optimizer, loss=lambda model, _: model(torch.ones(2, 6)).square().mean())
         for monitor in (noise, curvature):
             monitor.attach(trainer, Events.ITERATION_STARTED)
         trainer.run(range(40))

@@ -1,4 +1,4 @@
-"""What an optimizer divides a gradient by, and up to which curvature its steps are stable."""
+"""Preconditioner of Adam-family optimizers, and stability thresholds of optimizers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ignite_monitor.model.devices import move
 
 
 def is_kind(optimizer: Optimizer, *names: str) -> bool:
-    """Whether an optimizer's class, or one that it is made from, has one of these names, in whatever library."""
+    """Return whether the optimizer's class or a base class has one of these names, in any library."""
     return any(kind.__name__ in names for kind in type(optimizer).__mro__)
 
 
 def adam_preconditioner(optimizer: Optimizer, parameters: Sequence[Tensor], gradient: Tensor) -> Tensor | None:
-    r"""What Adam and AdamW divide momentum by in their next step, :math:`\sqrt{\hat v} + \epsilon`, flat.
+    r"""Preconditioner of the next step of Adam and AdamW, :math:`\sqrt{\hat v} + \epsilon`, flat.
 
     Args:
         parameters: the parameters, in the order of the gradient's parts.
@@ -28,9 +28,9 @@ def adam_preconditioner(optimizer: Optimizer, parameters: Sequence[Tensor], grad
     """
     if not is_kind(optimizer, "Adam", "AdamW"):
         return None
-    groups = {id(each): group for group in optimizer.param_groups for each in group["params"]}
+    groups = {id(item): group for group in optimizer.param_groups for item in group["params"]}
     parts = []
-    for parameter, part in zip(parameters, gradient.split([each.numel() for each in parameters]), strict=True):
+    for parameter, part in zip(parameters, gradient.split([item.numel() for item in parameters]), strict=True):
         group = groups[id(parameter)]
         state = optimizer.state.get(parameter, {})
         known = state.get("exp_avg_sq", None if state else torch.zeros_like(parameter))
@@ -46,14 +46,14 @@ def adam_preconditioner(optimizer: Optimizer, parameters: Sequence[Tensor], grad
 
 
 def stability_limit(optimizer: Optimizer, parameters: Sequence[Tensor]) -> float | Tensor | None:
-    r"""The curvature above which steps on a quadratic loss grow, of the group with the largest learning rate.
+    r"""Curvature above which gradient descent diverges on a quadratic loss, for the group with the smallest threshold.
 
     :math:`2 / \eta` for gradient descent, :math:`(2 + 2\beta) / \eta` with momentum, :math:`(2 + 2\beta) / ((1 +
     2\beta)\,\eta)` with Nesterov's (arXiv:2103.00065, section 2), and :math:`(2 + 2\beta_1) / ((1 - \beta_1)\,\eta)`
     for Adam, where it is the preconditioned curvature that counts (arXiv:2207.14484, section 3).
 
     Returns:
-        None where no learning rate is greater than 0.
+        None if no learning rate is greater than 0.
     """
     ids = set(map(id, parameters))
     limits: list[float | Tensor] = []
@@ -69,10 +69,10 @@ def stability_limit(optimizer: Optimizer, parameters: Sequence[Tensor]) -> float
             damped = 1 + 2 * momentum if group.get("nesterov") else 1 - group.get("dampening", 0.0)
             factor = (2 + 2 * momentum) / damped
         limits.append(factor / (rate.detach() if isinstance(rate, Tensor) else rate))
-    if any(isinstance(each, Tensor) for each in limits):
+    if any(isinstance(item, Tensor) for item in limits):
         device = parameters[0].device
         found = [
-            move(each, device) if isinstance(each, Tensor) else torch.full((), each, device=device) for each in limits
+            move(item, device) if isinstance(item, Tensor) else torch.full((), item, device=device) for item in limits
         ]
         return torch.stack(found).min()
     return min(limits, default=None)

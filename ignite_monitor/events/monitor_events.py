@@ -57,11 +57,10 @@ class NonFiniteSource(NamedTuple):
     """Source of the first non-finite value.
 
     Attributes:
-        name: name of a module, ``_root_`` for the whole model; for ``kind`` gradient, of a parameter; else empty.
-        kind: ``"forward"``: the module's inputs are finite, its output is not. ``"backward"``: the gradient of its
-            output is finite, the gradients it computes are not. ``"input"``: the model's inputs are not finite.
-            ``"loss"``: the model's output is finite, the loss is not. ``"gradient"``: only the first parameter, in
-            order of backward, is known whose gradient is not finite.
+        name: name of a module, ``_root_`` for the whole model; else empty.
+        kind: ``"forward"``: the module's inputs are finite, its output is not. ``"backward"``: an operation of its
+            forward turns a finite gradient into a non-finite one. ``"input"``: the model's inputs are not finite.
+            ``"loss"``: the model's output is finite, the loss is not.
         text: the same as a sentence.
     """
 

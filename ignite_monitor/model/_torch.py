@@ -357,3 +357,22 @@ def put_first(engine: Any, event: Any) -> None:
     """Move the latest handler of an event to the first place."""
     handlers = getattr(engine, EVENT_HANDLERS)[event]
     handlers.insert(0, handlers.pop())
+
+
+# Copies of modules
+
+# What every module has; the compiled call of a module is none of its copies.
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
+
+
+def with_weights(module: nn.Module, parameters: dict[str, Tensor], buffers: dict[str, Any]) -> nn.Module:
+    """Shallow copy of a module without children, with other parameters and buffers."""
+    other = object.__new__(type(module))
+    vars(other).update(vars(module), _parameters=dict(parameters_in(module)) | parameters, _buffers=buffers)
+    return other
+
+
+def remove_backward_hooks(module: nn.Module) -> None:
+    """Remove all backward hooks of a module."""
+    for kind in ("_backward_hooks", "_backward_pre_hooks"):
+        getattr(module, kind, {}).clear()

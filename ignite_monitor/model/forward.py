@@ -28,9 +28,11 @@ def before_forward(
     return _registered(nn.Module.register_forward_pre_hook, modules, hook, with_kwargs=True, prepend=first)
 
 
-def after_forward(modules: Iterable[nn.Module], hook: Callable[..., Any]) -> AbstractContextManager[None]:
-    """As :func:`before_forward`, after the user's hooks: the hook gets the output too."""
-    return _registered(nn.Module.register_forward_hook, modules, hook, with_kwargs=True)
+def after_forward(
+    modules: Iterable[nn.Module], hook: Callable[..., Any], *, first: bool = False
+) -> AbstractContextManager[None]:
+    """As :func:`before_forward`, after each pass: the hook gets the output too."""
+    return _registered(nn.Module.register_forward_hook, modules, hook, with_kwargs=True, prepend=first)
 
 
 def outputs_to(modules: Iterable[nn.Module], hook: ModuleHook) -> AbstractContextManager[None]:

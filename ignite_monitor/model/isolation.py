@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ignite_monitor.model._torch import buffers_of_each
+from ignite_monitor.model._torch import MODULE_ATTRIBUTES, buffers_of_each
 
 # The mark of a second pass
 
 
 class _Thread(threading.local):
-    in_reference_run = False
+    running = False
 
 
 _thread = _Thread()
@@ -34,20 +34,20 @@ _thread = _Thread()
 
 def is_reference_run() -> bool:
     """Return True while this thread runs a second pass, which monitors must not measure."""
-    return _thread.in_reference_run
+    return _thread.running
 
 
 @contextlib.contextmanager
 def reference_run() -> Iterator[None]:
     """Mark this thread as running a second pass, and disable autocast's cache of cast weights."""
-    outer, cached = _thread.in_reference_run, torch.is_autocast_cache_enabled()
+    outer, cached = _thread.running, torch.is_autocast_cache_enabled()
     try:
         # Weights that are cast here without gradients would be reused where gradients are recorded.
         torch.set_autocast_cache_enabled(False)
-        _thread.in_reference_run = True
+        _thread.running = True
         yield
     finally:
-        _thread.in_reference_run = outer
+        _thread.running = outer
         torch.set_autocast_cache_enabled(cached)
 
 
@@ -71,7 +71,7 @@ def capture_rng_state(devices: Iterable[torch.device] | None = None) -> dict[str
     state: dict[str, Any] = {
         "torch": torch.default_generator.get_state(),
         "python": [version, list(words), gauss],
-        "devices": {str(each): _device_state(each) for each in _accelerators(devices)},
+        "devices": {str(item): _device_state(item) for item in _accelerators(devices)},
     }
     numpy = sys.modules.get("numpy.random")  # nothing was drawn from a package that is not imported
     if numpy is not None:
@@ -110,7 +110,7 @@ def preserved_rng_state(
         generators: generators of torch, Python or NumPy, as :func:`generators_of` returns them.
     """
     state = capture_rng_state(devices)
-    own = [(each, _generator_state(each)) for each in generators]
+    own = [(item, _generator_state(item)) for item in generators]
     try:
         yield
     finally:
@@ -157,7 +157,7 @@ def _indexed(device: torch.device) -> tuple[torch.device, ...]:
 
 def _without_arrays(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_arrays(each) for key, each in value.items()}
+        return {key: _without_arrays(item) for key, item in value.items()}
     return value.tolist() if hasattr(value, "tolist") else value
 
 
@@ -187,7 +187,7 @@ def preserved_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
     buffers = [(registry, dict(registry)) for registry in buffers_of_each(modules) if registry]
     try:
         for registry, saved in buffers:
-            registry.update((name, None if each is None else each.clone()) for name, each in saved.items())
+            registry.update((name, None if item is None else item.clone()) for name, item in saved.items())
         yield
     finally:
         for module, flag in zip(modules, flags, strict=True):
@@ -206,8 +206,8 @@ def isolated_pass(*models: nn.Module, devices: Iterable[torch.device] | None = N
     """
     modules = list(dict.fromkeys(chain.from_iterable(model.modules() for model in models)))
     if devices is None:
-        devices = {each.device for model in models for each in chain(model.parameters(), model.buffers())}
-    generators = [each for module in modules for each in generators_of(module).values()]
+        devices = {item.device for model in models for item in chain(model.parameters(), model.buffers())}
+    generators = [item for module in modules for item in generators_of(module).values()]
     with preserved_rng_state(devices, generators), preserved_buffers(modules), reference_run():
         yield
 
@@ -218,7 +218,6 @@ class Captured(str):
     __slots__ = ()
 
 
-_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 _ATOMS = (int, float, str, bytes, type(None), Tensor, nn.Module, ModuleType, type)
 _MAX_DEPTH = 5  # a trainer or a data set may be behind an attribute
 
@@ -230,7 +229,7 @@ def reachable(module: nn.Module) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """
     seen: set[int] = set()
     waiting: deque[tuple[tuple[Any, ...], Any]]
-    waiting = deque(((name,), each) for name, each in vars(module).items() if name not in _MODULE_ATTRIBUTES)
+    waiting = deque(((name,), item) for name, item in vars(module).items() if name not in MODULE_ATTRIBUTES)
     while waiting:
         path, value = waiting.popleft()
         if id(value) in seen:
@@ -251,7 +250,7 @@ def _members(value: Any) -> Iterable[tuple[Any, Any]]:
         cells = zip(names, value.__closure__ or (), strict=True)
         captured: dict[Any, Any] = {name: cell.cell_contents for name, cell in cells if _is_set(cell)}
         captured |= dict(enumerate(value.__defaults__ or ())) | (value.__kwdefaults__ or {})
-        return [(Captured(name), each) for name, each in captured.items()]
+        return [(Captured(name), item) for name, item in captured.items()]
     if isinstance(value, MethodType):
         return [("__func__", value.__func__), ("__self__", value.__self__)]
     if isinstance(value, functools.partial):

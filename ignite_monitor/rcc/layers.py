@@ -1,360 +1,305 @@
-"""What the calls of layers, beside the same calls of their reference, say of weights and inputs."""
+"""Measuring calls of layers against the same calls of the reference."""
 
 from __future__ import annotations
 
-import contextlib
-import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ignite_monitor.model._torch import buffers_in, foreach_sub, modules_in, parameters_in
-from ignite_monitor.model._torch import version as version_of
-from ignite_monitor.model.devices import move_like, upload, wide_dtype
+from ignite_monitor.model._torch import (
+    batch_norm,
+    buffers_in,
+    hooks_before_forward,
+    modules_in,
+    parameters_in,
+    version,
+    with_weights,
+)
+from ignite_monitor.model.devices import wide_dtype
 from ignite_monitor.model.forward import before_forward
-from ignite_monitor.model.linear_maps import feature_dim, is_plain, linear_map
+from ignite_monitor.model.linear_maps import feature_dim, linear_map
+from ignite_monitor.model.linear_maps import is_plain as is_plain_layer
+from ignite_monitor.model.modes import is_plain
 from ignite_monitor.model.norms import any_sharded
 from ignite_monitor.model.tensors import floating_tensors
-from ignite_monitor.model.updates import order_statistics
 from ignite_monitor.monitor.ranks import sum_over_ranks, world_size
 from ignite_monitor.rcc.terms import (
     QUANTITIES,
-    Norms,
-    change_norms,
-    feature_norms,
-    input_norms,
-    normalized_change,
+    Change,
+    NormSums,
+    mean_norms,
+    norm_sums,
     output_change,
-    product_norms,
-    weight_share,
+    over_layers,
+    table_of,
 )
 from ignite_monitor.reference.call import Call, Comparison, NotComparableError
+from ignite_monitor.reference.copies import detached_copy, user_forward_hooks
 from ignite_monitor.reference.reference import Reference
 
 Weights = dict[str, Tensor]
 
-_COUNT = 2 * len(QUANTITIES)  # with the bias, and without it
-_KINDS = (*QUANTITIES, *QUANTITIES, "weight_share", "weight_share")
+_WITHOUT_RNG = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.PReLU, nn.Embedding, batch_norm)
 
 
 class LayerChanges(Comparison):
-    """Measures the calls of a model's layers, and adds up their norms."""
+    """Norms of the changes of a model's layers, in one table of layers and quantities.
+
+    Args:
+        tags: name of each layer -> its name in keys.
+    """
 
     def __init__(self, reference: Reference, tags: dict[str, str]) -> None:
-        self._layers = {name: _layer_of(name, reference) for name in tags}
+        self._layers = {name: _layer(name, reference) for name in tags}
         self._rows = {name: row for row, name in enumerate(tags)}
-        self._tags = list(tags.values())
-        # Layers and offsets, the sum of norms for each, and how many norms that is of.
-        self._sums: list[tuple[list[tuple[str, int]], Tensor, int]] = []
+        self._keys = [f"{quantity}/{tag}" for tag in tags.values() for quantity in (*QUANTITIES, "weight_share")]
+        self._results: list[tuple[str, NormSums]] = []
 
     def keep(self, call: Call) -> list[Tensor | None]:
         return self._layers[call.name].keep(call)
 
     def enter(self, call: Call) -> Any:
-        return self._layers[call.name].enter(call)
+        x = _first(call.args, call.kwargs)
+        return self._layers[call.name].enter(call), x, x is not None and version(x)
 
-    def leave(self, call: Call) -> Norms:
-        return self._layers[call.name].leave(call)
-
-    def clear(self) -> None:
-        self._sums = []
+    def leave(self, call: Call) -> NormSums:
+        entered, x, before = call.entered
+        if x is not None and version(x) != before:
+            raise NotComparableError("it changes its input in place")
+        return self._layers[call.name].leave(call, entered)
 
     def passed(self, results: dict[str, list[Any]]) -> None:
-        vectors: dict[tuple[str, int], list[Tensor]] = {}
-        for name, calls in results.items():
-            for norms in calls:
-                for offset, each in norms.items():
-                    vectors.setdefault((name, offset), []).append(each)
-        # What has as many norms is summed at once.
-        alike: dict[Any, list[tuple[str, int]]] = {}
-        for where, found in vectors.items():
-            alike.setdefault((found[0].device, found[0].dtype, *map(len, found)), []).append(where)
-        for (device, _, *sizes), cells in alike.items():
-            if sum(sizes):
-                table = torch.cat([each for cell in cells for each in vectors[cell]]).view(len(cells), -1)
-                self._sums.append((cells, table.sum(1, dtype=wide_dtype(device)), sum(sizes)))
+        self._results += [(name, result) for name, calls in results.items() for result in calls]
+
+    def clear(self) -> None:
+        self._results = []
 
     def values(self, incomplete: Collection[str], device: torch.device) -> tuple[list[str], Tensor, dict[str, Tensor]]:
-        """Names and values by layer, and what there is over layers by name; NaN stands for what is absent.
+        """Keys and means by layer, and statistics over the layers; NaN where nothing was measured.
 
-        Incomplete layers are left out; where nothing was measured the values are on the device.
+        Args:
+            incomplete: names of layers to exclude.
+            device: device of the table if nothing was measured.
         """
-        means, measured = self._mean_over_ranks(incomplete, device)
-        with_bias, without = means.unflatten(1, (2, -1)).unbind(1)
-        shares = [weight_share(each[:, :1], each[:, 1:2]) for each in (with_bias, without)]
-        # Of what is measured on no rank, or isn't finite.
-        table = torch.cat([means, *shares], 1).nan_to_num_(math.nan, math.nan, math.nan)
-        cells = sorted([*measured, *((row, _COUNT + offset // 5) for row, offset in measured if offset in (1, 6))])
-        index = [row * len(_KINDS) + offset for row, offset in cells]
-        values = table.flatten()[upload(torch.tensor(index, dtype=torch.long, device="cpu"), table.device)]
-        over_layers: dict[str, Tensor] = {}
-        of_layers = order_statistics(table[:, :2].T)
-        for offset, kind in enumerate(QUANTITIES[:2]):
-            if any(cell[1] == offset for cell in cells):
-                over_layers |= {f"{kind}_max": of_layers[offset, 3], f"{kind}_median": of_layers[offset, 0]}
-        return [self._name_of(*cell) for cell in cells], values, over_layers
-
-    def _name_of(self, row: int, offset: int) -> str:
-        without = len(QUANTITIES) <= offset < _COUNT or offset > _COUNT
-        return f"{_KINDS[offset]}/{self._tags[row]}{'.weight' if without else ''}"
-
-    def _mean_over_ranks(
-        self, incomplete: Collection[str], device: torch.device
-    ) -> tuple[Tensor, set[tuple[int, int]]]:
-        """Means by layer and offset, not finite where there is none; and which of them some rank may have measured.
-
-        The size is the same on every rank, whatever that has reached, and so is the number of collectives.
-        """
-        device = self._sums[0][1].device if self._sums else device
-        size, dtype = len(self._rows) * _COUNT, wide_dtype(device)
-        cells: list[int] = []
-        counts = [0] * (size + 1)  # the last is of what is left out
-        for each, _, count in self._sums:
-            for name, offset in each:
-                cells.append(size if name in incomplete else self._rows[name] * _COUNT + offset)
-                counts[cells[-1]] += count
-        both = torch.zeros(2, size + 1, dtype=dtype, device=device)
-        both[1] = upload(torch.tensor(counts, dtype=dtype, device="cpu"), device)
-        if self._sums:
-            index = upload(torch.tensor(cells, device="cpu"), device)
-            both[0].index_add_(0, index, torch.cat([move_like(totals, both) for _, totals, _ in self._sums]))
-        if world_size() == 1:
-            measured = {cell for cell, count in enumerate(counts[:-1]) if count}
+        results = [(self._rows[name], result) for name, result in self._results if name not in incomplete]
+        if results:
+            rows, calls = zip(*results, strict=True)
+            table = table_of(rows, calls, len(self._rows))
+        elif world_size() == 1:
+            return [], torch.empty(0), {}
         else:
-            both = sum_over_ranks(both)
-            layers = enumerate(self._layers.values())
-            measured = {row * _COUNT + offset for row, layer in layers for offset in range(layer.count)}
-        means = (both[0] / both[1])[:-1].view(-1, _COUNT)
-        return means, {divmod(cell, _COUNT) for cell in measured}
+            table = torch.zeros(2, len(self._rows), len(QUANTITIES), dtype=wide_dtype(device), device=device)
+        # Ranks may have measured different layers: the table has the same shape on all of them.
+        means = mean_norms(*sum_over_ranks(table))
+        return self._keys, means.flatten(), over_layers(means)
 
 
 class _Layer:
-    """A layer whose change is known before it runs, and of which only the input is kept.
-
-    Attributes:
-        count: of how many of :data:`Norms` there can be any.
-    """
+    """A layer that is evaluated with the model's and the reference's weights, in float32 or wider."""
 
     def __init__(self, name: str, reference: Reference) -> None:
         self._name = name
-        self._reference = reference.modules[name]
-        self._run = reference.run
-        self._dim = feature_dim(self._reference)
-        self.count = len(QUANTITIES)
+        self._reference = reference
+        self._module = reference.modules[name]
+        self._dim = feature_dim(self._module)
 
     def keep(self, call: Call) -> list[Tensor | None]:
-        return [_first(call.args, call.kwargs)]
+        return list(_tensors((call.args, call.kwargs)))
 
     @torch.no_grad()
-    def enter(self, call: Call) -> Norms:
-        # First of all, since ranks may communicate here and must not part before.
-        weights, initial = self._weights(call)
-        x, reference_x = _first(call.args, call.kwargs), call.kept.pop()
-        if x is None or reference_x is None:
-            raise NotComparableError("no floating-point tensor is among its inputs")
-        _check(x, reference_x)
-        with _without_autocast(x):
-            dtype = _wide_dtype(x.dtype, weights["weight"].dtype)
-            return self._norms(call, x.to(dtype), reference_x.to(dtype), _to(dtype, weights), _to(dtype, initial))
+    def enter(self, call: Call) -> NormSums:
+        weights, initial = self._weights(call)  # first, since FSDP2 may communicate
+        tensors, others = list(_tensors((call.args, call.kwargs))), call.kept
+        if len(tensors) != len(others):
+            raise NotComparableError("its inputs are other than in the reference")
+        for tensor, other in zip(tensors, others, strict=True):
+            _check(tensor, other)
+        x, reference_x = (tensors[0], others[0]) if tensors else (None, None)
+        dtype = self._dtype([*tensors, *weights.values()])
+        with _no_autocast(next(iter(weights.values()))):
+            if x is None or reference_x is None:
+                update = self._change(call, [], [], weights, initial, dtype).weight_update
+                return norm_sums(update, None, None, None, self._dim)
+            wide = [item.to(dtype) for item in tensors]
+            reference_wide = [item.to(dtype) for item in others if item is not None]
+            change = self._change(call, wide, reference_wide, weights, initial, dtype)
+            return norm_sums(*change, wide[0], wide[0] - reference_wide[0], self._dim)
 
-    def leave(self, call: Call) -> Norms:
-        norms: Norms = call.entered
-        return norms
+    def leave(self, call: Call, entered: Any) -> NormSums:
+        result: NormSums = entered
+        return result
 
-    def _norms(self, call: Call, x: Tensor, reference_x: Tensor, weights: Weights, initial: Weights) -> Norms:
-        raise NotImplementedError
+    def _dtype(self, tensors: list[Tensor]) -> torch.dtype:
+        """float64 where differences of outputs are taken, if that is sure to be computed in it."""
+        if _is_of_torch(self._module):
+            return wide_dtype(tensors[0].device)
+        return _promoted(tensors)
+
+    def _change(
+        self, call: Call, x: list[Tensor], reference_x: list[Tensor], weights: Weights, initial: Weights, dtype: Any
+    ) -> Change:
+        runs = ((x, weights), (x, initial), (reference_x, initial))
+        outputs = [self._evaluate(call, inputs, own, dtype) for inputs, own in runs]
+        return output_change(*outputs)
+
+    def _evaluate(self, call: Call, tensors: list[Tensor], weights: Weights, dtype: torch.dtype) -> Tensor:
+        args, kwargs = _replaced((call.args, call.kwargs), iter(tensors))
+        isolated: AbstractContextManager[Any] = nullcontext()
+        if not isinstance(self._module, _WITHOUT_RNG) and linear_map(self._module) is None:
+            isolated = self._reference.isolated(self._name)
+        with isolated:
+            module: Any = _with_weights(self._module, {name: item.to(dtype) for name, item in weights.items()}, dtype)
+            module.training = call.module.training
+            output = _first((type(module).forward(module, *args, **kwargs),), {})
+        if output is None:
+            raise NotComparableError("no floating-point tensor is in its output")
+        return output.to(dtype)
 
     def _weights(self, call: Call) -> tuple[Weights, Weights]:
-        """The model's and the reference's parameters by name.
+        """Parameters of the model's and the reference's module by name.
 
         Raises:
-            NotComparableError: if one of them can't be had whole.
+            NotComparableError: if one of them is sharded.
         """
         module: Any = call.module
-        weights = {name: getattr(module, name) for name, each in parameters_in(module).items() if each is not None}
-        initial = {name: getattr(self._reference, name) for name in weights}
-        if any(map(_dispatches, (*weights.values(), *initial.values()))):
-            # A layer that fully_shard has been given is whole while it runs, and not a moment longer.
-            def look(*_: Any) -> None:
-                initial.update((name, getattr(self._reference, name).clone()) for name in weights)
+        reference: Any = self._module
+        weights = {name: getattr(module, name) for name, item in parameters_in(module).items() if item is not None}
+        initial = {name: getattr(reference, name) for name in weights}
+        if any_sharded(initial.values()):
+            # FSDP2 gathers weights while the module runs.
+            def gathered(*_: Any) -> None:
+                initial.update((name, getattr(reference, name).clone()) for name in weights)
 
-            if any_sharded(initial.values()):
-                with before_forward([self._reference], look):
-                    self._run(self._name, call.args, call.kwargs)
-            if any_sharded([*weights.values(), *initial.values()]):
-                raise NotComparableError("its weights are sharded, here or in the reference; one that is not would do")
-        # Mixed precision of fully_shard rounds weights; the reference's are rounded alike.
-        return weights, {name: initial[name].to(each.dtype) for name, each in weights.items()}
+            with before_forward([reference], gathered):
+                self._reference.run(self._name, call.args, call.kwargs)
+        if not all(map(is_plain, [*weights.values(), *initial.values()])):
+            raise NotComparableError("its weights are sharded, in the model or in the reference")
+        # Mixed precision of FSDP2 rounds the model's weights.
+        return weights, {name: initial[name].to(item.dtype) for name, item in weights.items()}
 
 
 class _Linear(_Layer):
-    def __init__(self, name: str, reference: Reference) -> None:
-        super().__init__(name, reference)
-        self.count *= 1 if parameters_in(self._reference).get("bias") is None else 2
+    """A layer that is linear in its weights and its input: differences are taken before it, and keep their digits."""
 
-    def _norms(self, call: Call, x: Tensor, reference_x: Tensor, weights: Weights, initial: Weights) -> Norms:
-        bound = linear_map(call.module)
-        if bound is None:
+    def _dtype(self, tensors: list[Tensor]) -> torch.dtype:
+        return _promoted(tensors)
+
+    def _change(
+        self, call: Call, x: list[Tensor], reference_x: list[Tensor], weights: Weights, initial: Weights, dtype: Any
+    ) -> Change:
+        if type(self._module) not in type(call.module).__mro__ or "forward" in vars(call.module):
             raise NotComparableError("its forward has been replaced since the handler was made")
-        function, moved = bound(call.args, call.kwargs), _differences(weights, initial)
-        bias = moved["bias"].reshape(-1, *[1] * (-self._dim - 1)) if "bias" in moved else None
-        values = moved["weight"], initial["weight"], x - reference_x, x
-        return product_norms(function, *values, dim=self._dim, bias_change=bias, twice=bias is not None)
+        moved = {name: item.to(dtype) - initial[name].to(dtype) for name, item in weights.items()}
+        update = self._evaluate(call, x, moved, dtype)
+        if not x:
+            return Change(update, update)
+        without_bias = {name: torch.zeros_like(item) if name == "bias" else item for name, item in initial.items()}
+        return Change(update, self._evaluate(call, [x[0] - reference_x[0]], without_bias, dtype))
 
 
-class _Normalization(_Layer):
-    def __init__(self, name: str, reference: Reference) -> None:
-        super().__init__(name, reference)
-        self.count *= 2
-
-    def _norms(self, call: Call, x: Tensor, reference_x: Tensor, weights: Weights, initial: Weights) -> Norms:
-        settings: Any = call.module
-        now, change = normalized_change(
-            x, reference_x, settings.normalized_shape, settings.eps, centred=isinstance(settings, nn.LayerNorm)
-        )
-        moved = _differences(weights, initial)
-        values = moved["weight"], initial["weight"], change, now
-        norms = product_norms(torch.mul, *values, dim=self._dim, bias_change=moved.get("bias"), twice=True)
-        return norms | input_norms(x, x - reference_x, self._dim)
-
-
-class _LowPrecision(_Layer):
-    """A small layer whose rounded outputs would differ by their rounding: it is evaluated in float32."""
-
-    def _norms(self, call: Call, x: Tensor, reference_x: Tensor, weights: Weights, initial: Weights) -> Norms:
-        if len(call.args) + len(call.kwargs) > 1:
-            raise NotComparableError("it should have one floating-point tensor as its input")
-        runs = ((x, weights), (x, initial), (reference_x, initial))
-        change = output_change(*(self._run(self._name, (at,), {}, each) for at, each in runs))
-        return input_norms(x, x - reference_x, self._dim) | change_norms(change, self._dim)
-
-
-class _Embedding(_Layer):
-    def __init__(self, name: str, reference: Reference) -> None:
-        super().__init__(name, reference)
-        self.count = 1
+class _Whole(_Layer):
+    """A layer that holds other modules or has hooks: it is run as it is, with the reference's weights."""
 
     def keep(self, call: Call) -> list[Tensor | None]:
-        return []
-
-    @torch.no_grad()
-    def enter(self, call: Call) -> Norms:
-        rows = call.args[0] if call.args else call.kwargs["input"]
-        output, crossed = (F.embedding(rows, each["weight"]) for each in self._weights(call))
-        dtype = _wide_dtype(output.dtype)
-        return {0: feature_norms(output.to(dtype) - crossed.to(dtype))}
-
-
-class _Evaluated(_Layer):
-    """Any other layer: the reference's is evaluated on the model's inputs."""
-
-    def keep(self, call: Call) -> list[Tensor | None]:
-        return [_first(call.args, call.kwargs), _first((call.output,))]
+        return [_first(call.args, call.kwargs), _first((call.output,), {})]
 
     def enter(self, call: Call) -> Any:
         x, reference_x = _first(call.args, call.kwargs), call.kept[0]
-        call.kept[0] = None
-        # The inputs of the whole model are those of the reference.
-        crossed = _first((self._run(self._name, call.args, call.kwargs),)) if self._name else call.kept[1]
-        inputs = None
-        if x is not None and reference_x is not None:
+        if x is not None:
             _check(x, reference_x)
-            with torch.no_grad(), _without_autocast(x):
-                dtype = _wide_dtype(x.dtype)
-                wide = x.to(dtype)
-                inputs = input_norms(wide, wide - reference_x.to(dtype), self._dim)
-        return inputs, None if crossed is None else crossed.detach(), None if x is None else (x, version_of(x))
+        inputs = None if x is None or reference_x is None else (x.detach().clone(), reference_x)
+        # The inputs of the whole model are those of the reference.
+        if not self._name:
+            return inputs, call.kept[1]
+        crossed = _first((self._reference.run(self._name, call.args, call.kwargs),), {})
+        return inputs, None if crossed is None else crossed.detach()
 
-    def leave(self, call: Call) -> Norms:
-        inputs, crossed, seen = call.entered
-        output, reference_output = _first((call.output,)), call.kept[1]
+    def leave(self, call: Call, entered: Any) -> NormSums:
+        inputs, crossed = entered
+        output, reference_output = _first((call.output,), {}), call.kept[1]
         if output is None or crossed is None or reference_output is None:
             raise NotComparableError("no floating-point tensor is in its output")
-        if seen is not None and version_of(seen[0]) != seen[1]:
-            raise NotComparableError("it changes its input in place")
         _check(output, crossed)
         _check(output, reference_output)
-        with _without_autocast(output):
-            dtype = _wide_dtype(output.dtype)
-            change = output_change(output.to(dtype), crossed.to(dtype), reference_output.to(dtype))
-            norms = change_norms(change, self._dim)
-        return {0: norms[0]} if inputs is None else inputs | norms
+        with _no_autocast(output):
+            change = output_change(*_promote(output, crossed, reference_output))
+            if inputs is None:
+                return norm_sums(change.weight_update, None, None, None, self._dim)
+            x, reference_x = _promote(*inputs)
+            return norm_sums(*change, x, x - reference_x, self._dim)
 
 
-def _layer_of(name: str, reference: Reference) -> _Layer:
-    """How to measure one of a reference's layers."""
+def _layer(name: str, reference: Reference) -> _Layer:
     module = reference.modules[name]
-    if is_plain(module, nn.Embedding) and getattr(module, "max_norm", None) is None:
-        return _Embedding(name, reference)
-    if is_plain(module, nn.LayerNorm, nn.RMSNorm):
-        return _Normalization(name, reference)
+    if is_plain_layer(module, nn.Embedding) and getattr(module, "max_norm", None) is None:
+        return _Linear(name, reference)
     if linear_map(module) is not None:
         return _Linear(name, reference)
-    return _LowPrecision(name, reference) if _is_low_norm(module) else _Evaluated(name, reference)
+    is_whole = modules_in(module) or "forward" in vars(module) or hooks_before_forward(module)
+    return (_Whole if is_whole else _Layer)(name, reference)
 
 
-def _is_low_norm(module: nn.Module) -> bool:
-    """Whether a module is a normalization in low precision, as the RMSNorm that language models bring along."""
-    parameters = {name: each for name, each in parameters_in(module).items() if each is not None}
-    return (
-        type(module).__name__.endswith("Norm")
-        and not modules_in(module)
-        and not buffers_in(module)
-        and parameters.keys() in ({"weight"}, {"weight", "bias"})
-        and all(each.ndim == 1 and each.is_floating_point() and each.itemsize < 4 for each in parameters.values())
-    )
+def _with_weights(module: nn.Module, weights: Weights, dtype: torch.dtype) -> nn.Module:
+    """Copy of a module without children that has other weights, and buffers of a dtype."""
+    buffers = {
+        name: item if item is None else item.to(dtype if item.is_floating_point() else item.dtype, copy=True)
+        for name, item in buffers_in(module).items()
+    }
+    if not _is_of_torch(module) and linear_map(module) is None:  # a user's module may keep state in its attributes
+        memo = {id(hook): hook for _, hooks in user_forward_hooks([module]) for hook in hooks.values()}
+        memo |= {id(item): weights.get(name) for name, item in parameters_in(module).items()}
+        module = detached_copy(module, memo)
+    return with_weights(module, weights, buffers)
 
 
-def _first(args: Iterable[Any], kwargs: dict[str, Any] | None = None) -> Tensor | None:
-    for each in (*args, *(kwargs or {}).values()):
-        if isinstance(each, Tensor):
-            if each.is_floating_point():
-                return each
-        elif each is not None and (found := next(floating_tensors(each), None)) is not None:
-            return found[1]
-    return None
+def _is_of_torch(module: nn.Module) -> bool:
+    return type(module).forward.__module__.startswith("torch.nn.modules.")
 
 
-def _check(values: Tensor, others: Tensor) -> None:
-    # A DTensor's class is the only one here that dispatches its operations itself.
-    if (
-        type(values).__torch_dispatch__ is not Tensor.__torch_dispatch__
-        or values.is_nested
-        or values.layout != _strided
-    ):
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Floating-point tensors in inputs, nested tuples, lists and dicts."""
+    if isinstance(value, Tensor) and value.is_floating_point():
+        yield value
+    elif type(value) in (tuple, list, dict):
+        for member in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(member)
+
+
+def _replaced(value: Any, tensors: Iterator[Tensor]) -> Any:
+    """The same inputs with other tensors, in the order of :func:`_tensors`."""
+    if isinstance(value, Tensor):
+        return next(tensors) if value.is_floating_point() else value
+    if type(value) is dict:
+        return {key: _replaced(member, tensors) for key, member in value.items()}
+    return type(value)(_replaced(member, tensors) for member in value) if type(value) in (tuple, list) else value
+
+
+def _first(args: Any, kwargs: Any) -> Tensor | None:
+    return next((tensor for _, tensor in floating_tensors((*args, *kwargs.values()))), None)
+
+
+def _check(values: Tensor, others: Tensor | None) -> None:
+    if not is_plain(values):
         raise NotComparableError("its tensors are sharded, nested or sparse")
-    if values.shape != others.shape:
+    if others is not None and values.shape != others.shape:
         raise NotComparableError(f"its tensors are {tuple(values.shape)}, in the reference {tuple(others.shape)}")
 
 
-_strided = torch.strided
-
-
-def _dispatches(tensor: Tensor) -> bool:
-    """Whether a tensor is of a class that dispatches its operations, as DTensor does."""
-    return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
-
-
-def _wide_dtype(*dtypes: torch.dtype) -> torch.dtype:
+def _promoted(tensors: list[Tensor]) -> torch.dtype:
     dtype = torch.float32
-    for each in dtypes:
-        dtype = torch.promote_types(dtype, each)
+    for tensor in tensors:
+        dtype = torch.promote_types(dtype, tensor.dtype)
     return dtype
 
 
-def _differences(weights: Weights, others: Weights) -> Weights:
-    return dict(zip(weights, foreach_sub([*weights.values()], [*others.values()]), strict=True))
+def _promote(*tensors: Tensor) -> Iterator[Tensor]:
+    dtype = _promoted([*tensors])
+    return (item.to(dtype) for item in tensors)
 
 
-def _to(dtype: torch.dtype, weights: Weights) -> Weights:
-    return {name: each.to(dtype) for name, each in weights.items()}
-
-
-def _without_autocast(values: Tensor) -> contextlib.AbstractContextManager[Any]:
-    kind = values.device.type
-    if not torch.is_autocast_enabled(kind):
-        return contextlib.nullcontext()
-    return torch.autocast(kind, enabled=False)
+def _no_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
+    kind = tensor.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()

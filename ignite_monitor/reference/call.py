@@ -1,4 +1,4 @@
-"""A call of a module beside the same call of its reference, and what a monitor makes of the two."""
+"""One call of a module in the model and in the reference, and the interface of monitors that compare the two."""
 
 from __future__ import annotations
 
@@ -10,26 +10,25 @@ from torch import Tensor, nn
 
 
 class NotComparableError(Exception):
-    """Why a call can't be compared; its message completes "it is not compared: …"."""
+    """Reason why a call is not compared; its message completes "it is not compared: ..."."""
 
 
 class FailedFunctionError(RuntimeError):
-    """A function of the user's has raised an error, which training is told of."""
+    """Error of a user's function, which is not caught."""
 
 
 @dataclass(slots=True)
 class Call:
-    """One call of a module, of the model's or of the reference's.
+    """One call of a module, of the model or of the reference.
 
     Attributes:
-        name: the module's name in the model, the same in either.
+        name: the module's name in the model.
         module: the module.
         args: its positional arguments.
         kwargs: its keyword arguments.
-        output: what the module has returned; None before.
-        kept: of a call of the model, what :meth:`Comparison.keep` gave for the reference's. What is taken out of the
-            list is freed.
-        entered: of a call of the model, what :meth:`Comparison.enter` gave.
+        output: its output; None before it returns.
+        kept: for a call of the model, what :meth:`Comparison.keep` returned for the reference's.
+        entered: for a call of the model, what :meth:`Comparison.enter` returned.
     """
 
     name: str
@@ -42,32 +41,32 @@ class Call:
 
 
 class Comparison:
-    """What a monitor makes of each call of the model and the same call of the reference.
+    """Comparison of each call of the model with the same call of the reference.
 
-    :meth:`keep` and :meth:`enter` are called with gradients being recorded as in the model, :meth:`leave` with none.
-    Errors leave the call's module out, with a warning, but for :class:`FailedFunctionError`.
+    :meth:`keep` and :meth:`enter` run in the model's grad mode, :meth:`leave` without gradients. An error excludes the
+    module, with a warning; a :class:`FailedFunctionError` is raised.
 
     Attributes:
-        by_weights: whether modules are compared by the weights that they hold, or run once more with these.
+        by_weights: whether weights are compared, so that a call with other weights than the module's is excluded.
     """
 
     by_weights = True
 
     def keep(self, call: Call) -> Sequence[Tensor | None]:
-        """A call of the reference has returned: what to keep of it until the model gets there."""
+        """Return the tensors of a reference call to copy for the model's call."""
         raise NotImplementedError
 
     def enter(self, call: Call) -> Any:
-        """A call of the model begins: what to remember of it until it returns."""
+        """Handle the start of a call of the model; the result becomes ``call.entered``."""
         return None
 
     def leave(self, call: Call) -> Any:
-        """A call of the model has returned: what it has come to, for :meth:`passed`; None for nothing."""
+        """Return the result of a call of the model, for :meth:`passed`; None for no result."""
         return call.entered
 
     def passed(self, results: dict[str, list[Any]]) -> None:
-        """A forward pass of the whole model has returned: name -> what :meth:`leave` gave, one for each call."""
+        """Take the results of a complete forward pass: for each name, one per call."""
         raise NotImplementedError
 
     def clear(self) -> None:
-        """Forget the results."""
+        """Forget all results."""

@@ -1,10 +1,8 @@
-"""What monitors share that run a reference beside the model."""
+"""Base of the monitors that compare the model with a reference."""
 
 from __future__ import annotations
 
-import functools
-import logging
-import os
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -24,11 +22,11 @@ from ignite_monitor.reference.reference import Reference
 class ReferenceMonitor(Monitor):
     """Base of the monitors that compare the model with a reference.
 
-    A monitor calls :meth:`_set_reference`, then :meth:`_compare`, and overrides :meth:`_compared`.
+    A subclass calls :meth:`_set_reference`, then :meth:`_compare`, and overrides :meth:`_compared`.
     """
 
     _state_dict_all_req_keys: tuple[str, ...] = ("reference",)
-    _lacking = "nothing is measured"  # where there was nothing to compare
+    _lacking = "nothing is measured"  # completes the warning that no forward pass was compared
 
     def __init__(self, model: nn.Module, prefix: str, families: Sequence[str] = ()) -> None:
         super().__init__(model, prefix, families)
@@ -36,51 +34,63 @@ class ReferenceMonitor(Monitor):
         self._comparison: Comparison | None = None
         self._passes: ReferencePasses | None = None
         self._compared_count = 0  # train steps of this run
-        # Each reason once. Contexts of a train step hold it, and must not hold the monitor.
-        self._warn = functools.partial(_warn_once, self.logger, "" if families else prefix, set())
+        self._title_of_warnings = "" if families else f"{prefix}: "
 
     def _compared(self, incomplete: set[str]) -> None:
-        """A train step has returned on every rank: publish what its passes have come to.
+        """Publish the results of a train step that returned on every rank.
 
         Args:
-            incomplete: names of modules that are to be left out, since a call of theirs could not be compared.
+            incomplete: names of modules to exclude, since a call could not be compared.
         """
 
-    def _set_reference(self, reference: str | os.PathLike[str] | nn.Module) -> Reference:
-        """Make the reference, what a user gives as the argument."""
+    def _set_reference(self, reference: Any) -> Reference:
+        """Create the reference from the user's argument."""
         self._reference = Reference(self.model, reference)
         return self._reference
 
     def _compare(self, names: Iterable[str], comparison: Comparison, *, offload: bool = False) -> None:
-        """Have the calls of modules compared in monitored iterations."""
-        if self._reference is not None:
-            self._comparison = comparison
-            self._passes = ReferencePasses(self._reference, names, comparison, self._warn, offload=offload)
+        """Compare the calls of modules in monitored iterations; ``offload`` is ignored."""
+        if self._reference is None:
+            return
+        monitor = weakref.ref(self)  # contexts of a train step hold the passes
 
-    # What users call
+        def warn(reason: str) -> None:
+            owner = monitor()
+            if owner is not None:
+                owner._warn(reason)
+
+        self._comparison = comparison
+        self._passes = ReferencePasses(self._reference, names, comparison, warn)
+
+    def _warn(self, reason: str) -> None:
+        if reason not in self._warned_texts:
+            self._warned_texts.add(reason)
+            self.logger.warning("%s%s", self._title_of_warnings, reason)
+
+    # Public methods
 
     @property
     def reference(self) -> nn.Module | None:
-        """The reference."""
+        """The reference, a module; None without one."""
         return None if self._reference is None else self._reference.module
 
     def paused(self) -> AbstractContextManager[None]:
-        """A context in which forward passes are not seen."""
+        """Return a context in which forward passes are ignored."""
         return nullcontext() if self._passes is None else self._passes.paused()
 
     def state_dict(self) -> OrderedDict[str, Any]:
-        """The weights of the reference; None where there is none, or it was given as a module or a path."""
+        """Weights of the reference; None without a reference, or with a module that was given."""
         return OrderedDict(reference=None if self._reference is None else self._reference.state_dict())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Compare with the reference of a saved run from now on.
+        """Load the reference of a saved run.
 
         Args:
             state_dict: what :meth:`state_dict` returned.
 
         Raises:
             TypeError: if it is no mapping.
-            ValueError: if it was saved by a monitor of another kind, or with a reference of another kind or structure.
+            ValueError: if it was saved by another kind of monitor, or with another kind or structure of reference.
         """
         super().load_state_dict(state_dict)
         saved = state_dict["reference"]
@@ -89,7 +99,7 @@ class ReferenceMonitor(Monitor):
         elif saved is not None:
             raise ValueError("Argument state_dict holds a reference, but this handler has none")
 
-    # What it listens to
+    # Events
 
     def handlers(self) -> Handlers:
         return [(MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed)]
@@ -101,7 +111,7 @@ class ReferenceMonitor(Monitor):
         return [self._eager(), self._passes.watched()]
 
     def _eager(self) -> Eager:
-        """Runs the model, and the reference, as they are written."""
+        """Return a context in which the model and the reference run uncompiled."""
         return Eager(self.model, *([] if self._reference is None else [self._reference.module]))
 
     def start_iteration(self, engine: Any) -> None:
@@ -127,10 +137,10 @@ class ReferenceMonitor(Monitor):
             self._forget()
 
     def _may_add(self) -> bool:
-        """Whether all ranks are here; warns if not."""
-        # A wrapper may be around a parametrization's model.
-        around = None if self._passes is None else self._passes.outermost()
-        together = all_take_part(self.model) and (around is None or all_take_part(around))
+        """Whether all ranks take part, so that a collective is safe; warns if not."""
+        # A parametrization's model may have a wrapper.
+        wrapper = None if self._passes is None else self._passes.outermost()
+        together = all_take_part(self.model) and (wrapper is None or all_take_part(wrapper))
         if not together:
             self._warn("ranks may have run out of data under join(), so nothing is published of forward passes")
         return together
@@ -138,9 +148,3 @@ class ReferenceMonitor(Monitor):
     def _forget(self) -> None:
         if self._comparison is not None:
             self._comparison.clear()
-
-
-def _warn_once(logger: logging.Logger, prefix: str, told: set[str], reason: str) -> None:
-    if reason not in told:
-        told.add(reason)
-        logger.warning("%s", f"{prefix}: {reason}" if prefix else reason)

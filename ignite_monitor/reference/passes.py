@@ -1,70 +1,59 @@
-"""Forward passes of a model beside those of a reference, call by call."""
+"""Forward passes of a model compared with those of a reference, call by call."""
 
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from operator import is_
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ignite_monitor.model._torch import current_backward, is_transformed, module_call, parameters_of_each, versions
-from ignite_monitor.model._torch import version as version_of
+from ignite_monitor.model._torch import current_backward, is_transformed, module_call, version
 from ignite_monitor.model.forward import ModuleHook, after_forward, before_forward
+from ignite_monitor.model.isolation import is_reference_run
 from ignite_monitor.model.norms import any_sharded
-from ignite_monitor.model.structure import modules_by_name
+from ignite_monitor.model.structure import hookable_modules, modules_by_name
+from ignite_monitor.model.tensors import tensors_in
 from ignite_monitor.reference.call import Call, Comparison, FailedFunctionError, NotComparableError
-from ignite_monitor.reference.isolation import TrainingModelUsedError, here
+from ignite_monitor.reference.copies import TrainingModelUsedError, user_forward_hooks
 from ignite_monitor.reference.reference import Reference
-from ignite_monitor.reference.user_hooks import noticed
-
-_ATTEMPTS = 3
 
 
 class ReferencePasses:
     """Runs a reference before each forward pass of the model, on the same inputs.
 
-    Seen are passes of the whole model in training mode; neither what activation checkpointing repeats, nor passes
-    that raise an error, nor calls of submodules on their own. What is kept of the reference is freed as the model
-    reaches it.
+    Compared are passes of the whole model in training mode; not what activation checkpointing repeats, passes that
+    raise an error, or calls of submodules alone. Copies of the reference's tensors are freed as the model reaches them.
 
     Args:
-        warn: is told why something can't be compared, each reason once.
-        offload: whether what is kept waits in the host's memory, page-locked, rather than on the device.
+        names: names of the modules to compare.
+        warn: is called with each reason why something can't be compared, once for each module and kind of reason.
 
     Attributes:
-        incomplete: names of which a call could not be compared since :meth:`watched` began.
-        seen: whether a pass has been compared.
-        outermost: of the newest pass, the module that was called from outside, a wrapper of the model.
+        incomplete: names of modules of which a call could not be compared since :meth:`watched` began.
+        seen: whether a pass was compared.
+        outermost: for the newest pass, the module that was called first, a wrapper of the model.
     """
 
     def __init__(
-        self,
-        reference: Reference,
-        names: Iterable[str],
-        comparison: Comparison,
-        warn: Callable[[str], None],
-        *,
-        offload: bool = False,
+        self, reference: Reference, names: Iterable[str], comparison: Comparison, warn: Callable[[str], None]
     ) -> None:
         self._reference = reference
         self._comparison = comparison
         self._warn = warn
-        self._offload = offload
-        self._warned: set[str] = set()
-        self._unstable: set[str] = set()  # modules of whose calls something is changed in place later on
-        self._current: KeptPass | None = None
+        self._reasons: set[str] = set()
+        self._current: _Pass | None = None
         self._around = contextlib.ExitStack()
-        self._weights: dict[nn.Module, tuple[Any, ...]] = {}
+        self._weights: list[Tensor] = []
+        self._names = list(names)
         self._modules = modules_by_name(reference.root)
-        names = list(names)
-        self._ours = {self._modules[name]: name for name in names}
-        self._theirs = {reference.modules[name]: name for name in names}
+        self._model_names: dict[nn.Module, str] = {}
+        self._reference_names: dict[nn.Module, str] = {}
         self._paused = 0
         self.incomplete: set[str] = set()
         self.seen = False
@@ -72,21 +61,25 @@ class ReferencePasses:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """While it lasts, the reference runs before the model does, and their calls are compared."""
-        modules = list({self._reference.root: "", **self._ours})
+        """Compare the model's forward passes inside of this context."""
         self.incomplete.clear()
+        hookable = hookable_modules(self._reference.root)
+        names = [name for name in self._names if name in hookable]
+        if len(names) < len(self._names):
+            first = next(name for name in self._names if name not in hookable)
+            self.say(f"{first} and others are in a frozen nn.TransformerEncoderLayer, whose fast path has no hooks")
+        self._model_names = {self._modules[name]: name for name in names}
+        self._reference_names = {self._reference.modules[name]: name for name in names}
+        modules = list({self._reference.root: "", **self._model_names})
         try:
-            with (
-                before_forward(modules, _Hook(self._before)),
-                after_forward(modules, _Hook(self._after)),
-            ):
+            with before_forward(modules, _Hook(self._before)), after_forward(modules, _Hook(self._after)):
                 yield
         finally:
             self._forget()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """While it lasts, forward passes are not seen."""
+        """Ignore forward passes inside of this context."""
         self._paused += 1
         try:
             yield
@@ -95,27 +88,28 @@ class ReferencePasses:
 
     @property
     def warned(self) -> bool:
-        """Whether there has been a reason why something can't be compared."""
-        return bool(self._warned)
+        """Whether anything could not be compared."""
+        return bool(self._reasons)
 
-    def say(self, reason: str) -> None:
-        """Warn why something can't be compared, if that has not been said before."""
-        if reason not in self._warned:
-            self._warned.add(reason)
-            self._warn(reason)
+    def say(self, reason: str, subject: str = "") -> None:
+        """Warn of a reason, once for each subject, whatever the numbers in the reason."""
+        kind = subject + re.sub(r"\d+", "", reason)
+        if kind not in self._reasons:
+            self._reasons.add(kind)
+            self._warn(subject + reason)
 
-    def _leave_out(self, name: str, error: Exception) -> None:
+    def _exclude(self, name: str, error: Exception) -> None:
         self.incomplete.add(name)
-        reason = error if isinstance(error, NotComparableError) else f"{type(error).__name__}: {error}"
-        self.say(f"{name or 'the root module'} is not compared: {reason}")
+        reason = str(error) if isinstance(error, NotComparableError) else f"{type(error).__name__}: {error}"
+        self.say(reason, f"{name or 'the root module'} is not compared: ")
 
-    def _leave_all_out(self, reason: str) -> None:
-        self.incomplete.update(self._ours.values())
+    def _exclude_all(self, reason: str) -> None:
+        self.incomplete.update(self._names)
         self.say(f"{reason}, so nothing is compared")
 
     def _forget(self) -> None:
         self._current = None
-        self._weights.clear()
+        self._weights = []
         self._around.close()
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -131,217 +125,171 @@ class ReferencePasses:
     # A pass of the whole model
 
     def _start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if (
-            self._paused
-            or not module.training
-            or here.running
-            or current_backward() != -1
-            or is_transformed(
-                [each for each in (*args, *kwargs.values(), *module.parameters()) if isinstance(each, Tensor)]
-            )
-            or (around := _modules_around()).count(module) > 1
-        ):
+        tensors = [item for item in (*args, *kwargs.values(), *module.parameters()) if isinstance(item, Tensor)]
+        ignored = self._paused or not module.training or is_reference_run() or current_backward() != -1
+        if ignored or is_transformed(tensors) or (calls := _calls_in_progress()).count(module) > 1:
             return
-        self.outermost = weakref.ref(around[-1])
-        self._forget()  # a pass that has raised an error
+        self.outermost = weakref.ref(calls[-1])
+        self._forget()  # a pass that raised an error
         current = self._run(args, kwargs)
         if current is None:
             return
-        if self._comparison.by_weights:
-            # Parts of sharded ones are put together while a module runs.
-            sharded = any_sharded(module.parameters())
-            modules = list(module.modules())
-            self._weights = {
-                each: tuple(own.values())
-                for each, own in zip(modules, parameters_of_each(modules), strict=True)
-                if own and not (sharded and any_sharded(each.parameters(recurse=False)))
-            }
+        if self._comparison.by_weights and not any_sharded(module.parameters()):
+            self._weights = list(module.parameters())
         if self._reference.is_copy:
-            self._around.enter_context(noticed(self._modules, self._hook_has_changed))
+            self._around.enter_context(_changes_by_user_hooks(self._modules, self._on_change_by_hook))
         self._current = current
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> KeptPass | None:
-        # Once more with copies, where something that was kept has been changed in place before the run was over; and
-        # where the run makes a backward pass of its own, with what that needs.
-        for _ in range(_ATTEMPTS):
-            current = KeptPass(self._offload, self._unstable)
-            saves = self._reference.saves
-            try:
-                self._reference.follow()
-                with after_forward(self._theirs, _Hook(self._keeping(current))):
-                    self._reference.run("", args, kwargs)
-            except TrainingModelUsedError as error:
-                self._leave_all_out(str(error))
-                return None
-            except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
-                if self._reference.saves != saves:
-                    continue
-                self._leave_all_out(
-                    f"the reference can't be run on the model's inputs ({type(error).__name__}: {error})"
-                )
-                return None
-            changed = current.changed()
-            if not changed:
-                return current
-            self._unstable |= changed
-        return current
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Pass | None:
+        current = _Pass()
 
-    def _keeping(self, current: KeptPass) -> Callable[..., None]:
         def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            name = self._theirs.get(module)
-            if name is None:
-                return
-            current.keep(name, self._comparison.keep(Call(name, module, args, kwargs, output)))
+            name = self._reference_names.get(module)
+            if name is not None:
+                tensors = self._comparison.keep(Call(name, module, args, kwargs, output))
+                # Copies: the reference may change its tensors in place.
+                copies = [None if item is None else item.detach().clone() for item in tensors]
+                current.kept.setdefault(name, deque()).append(copies)
 
-        return keep
+        try:
+            self._reference.follow()
+            with after_forward(self._reference_names, _Hook(keep)):
+                self._reference.run("", args, kwargs)
+        except TrainingModelUsedError as error:
+            self._exclude_all(str(error))
+        except Exception as error:  # noqa: BLE001 - training goes on
+            self._exclude_all(f"the reference can't be run on the model's inputs ({type(error).__name__}: {error})")
+        else:
+            return current
+        return None
 
-    def _hook_has_changed(self, name: str) -> None:
+    def _on_change_by_hook(self, name: str) -> None:
         if self._current is not None:
             self._current = None
-            self._leave_all_out(
+            self._exclude_all(
                 f"a forward hook on {name or 'the root module'} changes its inputs or outputs, and the reference, a "
                 "copy of the model, is without it: give a module as the argument reference"
             )
 
     def _end(self, module: nn.Module) -> None:
         current = self._current
-        if current is None or here.running or current_backward() != -1 or _modules_around().count(module) > 1:
+        if current is None or is_reference_run() or current_backward() != -1 or _calls_in_progress().count(module) > 1:
             return
         self._forget()
         for name in current.unpaired():
-            self._leave_out(name, NotComparableError("it is called other than in the reference"))
+            self._exclude(name, NotComparableError("it is called other than in the reference"))
         self.seen = True
-        self._comparison.passed({name: each for name, each in current.results.items() if name not in self.incomplete})
+        results = {name: calls for name, calls in current.results.items() if name not in self.incomplete}
+        self._comparison.passed(results)
 
     # A call of one module
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        current, name = self._current, self._ours.get(module)
-        if current is None or name is None or here.running or current_backward() != -1:
+        current, name = self._current, self._model_names.get(module)
+        if current is None or name is None or is_reference_run() or current_backward() != -1:
             return
         kept = current.take(name)
         if kept is None:
             return
         call = Call(name, module, args, kwargs, kept=kept)
         try:
-            if self._weights and not self._has_its_weights(module):
+            if self._weights and not set(map(id, module.parameters())).issubset(map(id, self._weights)):
                 raise NotComparableError("its weights are given in its call, as torch.func.functional_call does it")
             call.entered = self._comparison.enter(call)
-            current.begun[name] = call
-        except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
-            self._leave_out(name, error)
+            current.open[name] = call
+        except Exception as error:  # noqa: BLE001 - training goes on
+            self._exclude(name, error)
 
     def _leave(self, module: nn.Module, output: Any) -> None:
-        current, name = self._current, self._ours.get(module, "")
-        call = None if current is None or here.running else current.begun.get(name)
+        current, name = self._current, self._model_names.get(module, "")
+        call = None if current is None or is_reference_run() else current.open.get(name)
         if current is None or call is None or call.module is not module:
             return
-        del current.begun[name]
+        del current.open[name]
         call.output = output
         try:
             with torch.no_grad():
                 result = self._comparison.leave(call)
         except FailedFunctionError:
             raise
-        except Exception as error:  # noqa: BLE001 - as above
-            self._leave_out(name, error)
+        except Exception as error:  # noqa: BLE001 - training goes on
+            self._exclude(name, error)
             return
         if result is not None:
             current.results.setdefault(name, []).append(result)
 
-    def _has_its_weights(self, module: nn.Module) -> bool:
-        """Whether a module and all in it have the parameters that they had when the pass began."""
-        modules = list(module.modules())
-        return all(
-            len(then) == len(now) and all(map(is_, now.values(), then))
-            for each, now in zip(modules, parameters_of_each(modules), strict=True)
-            if (then := self._weights.get(each)) is not None
-        )
+
+class _Pass:
+    """One forward pass.
+
+    Attributes:
+        kept: name -> for each call of the reference, copies of its tensors.
+        open: the model's calls that have not returned.
+        results: name -> results of the model's calls.
+    """
+
+    def __init__(self) -> None:
+        self.kept: dict[str, deque[list[Tensor | None]]] = {}
+        self.open: dict[str, Call] = {}
+        self.results: dict[str, list[Any]] = {}
+        self._unpaired: dict[str, None] = {}
+
+    def take(self, name: str) -> list[Tensor | None] | None:
+        """Return the copies for the next call of a module; None if the reference made no such call."""
+        calls = self.kept.get(name)
+        if not calls or name in self.open:
+            self._unpaired[name] = None
+            return None
+        return calls.popleft()
+
+    def unpaired(self) -> list[str]:
+        """Names of modules that the model does not call as often as the reference."""
+        rest = {name: None for name, calls in self.kept.items() if calls}
+        return list(self._unpaired | rest | dict.fromkeys(self.open))
 
 
 class _Hook(ModuleHook):
-    """Calls a function that tells the modules of the model from shallow copies of them."""
+    """A function that is not called for shallow copies of the model's modules."""
 
     def __init__(self, function: Callable[..., None]) -> None:
         self._function = function
 
-    def __call__(self, *given: Any) -> None:
-        self._function(*given)
+    def __call__(self, *values: Any) -> None:
+        self._function(*values)
 
 
-def _modules_around() -> list[nn.Module]:
-    """The modules whose forward passes are going on, the innermost first."""
-    frame, found = sys._getframe(), []
+def _calls_in_progress() -> list[nn.Module]:
+    """Modules whose forward pass is in progress, the innermost first."""
+    frame, modules = sys._getframe(), []
     while frame.f_back is not None:
         frame = frame.f_back
         if frame.f_code is module_call:
-            found.append(frame.f_locals["self"])
-    return found
+            modules.append(frame.f_locals["self"])
+    return modules
 
 
-class KeptPass:
-    """The calls of one forward pass: of the reference's what is kept, of the model's those under way.
+@contextlib.contextmanager
+def _changes_by_user_hooks(modules: dict[str, nn.Module], on_change: Callable[[str], None]) -> Iterator[None]:
+    """Report the names of modules whose inputs or outputs a user's forward hook changes or replaces."""
+    names = {module: name for name, module in modules.items()}
+    hooked = [module for module, _ in user_forward_hooks(names)]
+    before: list[list[tuple[int, int]]] = []
 
-    Args:
-        unstable: names of modules of whose calls a copy has to be kept, since it is changed in place later on.
+    def note(module: nn.Module, *values: Any) -> None:
+        before.append(_identities(values))
 
-    Attributes:
-        begun: the model's calls that have not returned yet.
-        results: name -> what its calls have come to.
-    """
+    def compare(module: nn.Module, *values: Any) -> None:
+        if before and before.pop() != _identities(values):
+            on_change(names[module])
 
-    def __init__(self, offload: bool, unstable: set[str]) -> None:
-        self._offload = offload
-        self._unstable = unstable
-        self._kept: dict[str, deque[list[tuple[Tensor, torch.device] | None]]] = {}
-        self._versions: list[tuple[str, weakref.ref[Tensor], int]] = []
-        self._on_host: dict[int, tuple[weakref.ref[Tensor], int, weakref.ref[Tensor]]] = {}
-        self._unpaired: dict[str, None] = {}
-        self.begun: dict[str, Call] = {}
-        self.results: dict[str, list[Any]] = {}
+    with (
+        before_forward(hooked, note, first=True),
+        before_forward(hooked, compare),
+        after_forward(hooked, note, first=True),
+        after_forward(hooked, compare),
+    ):
+        yield
 
-    def keep(self, name: str, tensors: Sequence[Tensor | None]) -> None:
-        """Keep tensors of a call of the reference."""
-        held = [None if each is None else (self._hold(name, each), each.device) for each in tensors]
-        self._kept.setdefault(name, deque()).append(held)
 
-    def changed(self) -> set[str]:
-        """The names of whose tensors some have been changed in place since they were kept."""
-        there = [(name, tensor, then) for name, kept, then in self._versions if (tensor := kept()) is not None]
-        now = versions([tensor for _, tensor, _ in there])
-        return {name for (name, _, then), version in zip(there, now, strict=True) if version != then}
-
-    def take(self, name: str) -> list[Tensor | None] | None:
-        """What was kept of the next call of a name; None where the reference has made no such call."""
-        queue = self._kept.get(name)
-        if not queue or name in self.begun:
-            self._unpaired[name] = None
-            return None
-        return [None if each is None else each[0].to(each[1], non_blocking=True) for each in queue.popleft()]
-
-    def unpaired(self) -> list[str]:
-        """The names that are not called in the model as they are in the reference."""
-        left = {name: None for name, queue in self._kept.items() if queue}
-        return list(self._unpaired | left | dict.fromkeys(self.begun))
-
-    def _hold(self, name: str, tensor: Tensor) -> Tensor:
-        if self._offload:
-            return self._offloaded(tensor)
-        held = tensor.detach()
-        if name in self._unstable:
-            return held.clone()
-        self._versions.append((name, weakref.ref(held), version_of(held)))
-        return held
-
-    def _offloaded(self, tensor: Tensor) -> Tensor:
-        # The input of several modules is kept once.
-        source, version, copy = self._on_host.get(id(tensor), (None, None, None))
-        if source is not None and copy is not None and source() is tensor and version == version_of(tensor):
-            same = copy()
-            if same is not None:
-                return same
-        pinned = tensor.device.type == "cuda"
-        held = torch.empty_like(tensor, device="cpu", pin_memory=pinned, requires_grad=False)
-        held.copy_(tensor.detach(), non_blocking=True)
-        self._on_host[id(tensor)] = weakref.ref(tensor), version_of(tensor), weakref.ref(held)
-        return held
+def _identities(values: Any) -> list[tuple[int, int]]:
+    return [(id(item), version(item)) for _, item in tensors_in(values)]

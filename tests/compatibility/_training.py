@@ -117,9 +117,7 @@ class Monitored(Training):
         losses = SpikeMonitor(
             lambda engine: engine.state.output, threshold=MeanStdThreshold(k=3.0, warmup=2), prefix="loss"
         )
-        curvature = CurvatureHandler(
-            of, optimizer, micro_batches=MICRO_BATCHES, loss=lambda model, batch: case.loss(call(model, batch[0]))
-        )
+        curvature = CurvatureHandler(of, optimizer, loss=lambda model, batch: case.loss(call(model, batch[0])))
         for monitor in (
             GradMonitor(of, optimizer),
             losses,

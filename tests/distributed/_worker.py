@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import weakref
 from typing import Any
+from unittest import mock
 
 import ignite.distributed as idist
 import torch
@@ -26,6 +28,7 @@ from ignite_monitor import (
     StepStatsHandler,
     WeightUpdateHandler,
 )
+from ignite_monitor.curvature.hessian import Hessian
 from tests._helpers import make_batches
 from tests.distributed._launch import WORLD, run_scenarios
 
@@ -425,8 +428,9 @@ def noise_scale(model: nn.Module, rank: int | None, micro: int) -> dict[str, Any
     return {"moments": monitor.state_dict()["moments"], "weights": [each.detach() for each in model.parameters()]}
 
 
-def curvature(model: nn.Module, rank: int | None, failing: int | None = None) -> dict[str, Any]:
-    """One of the ranks may fail in its part."""
+def curvature(model: nn.Module, rank: int | None, failing: str = "") -> dict[str, Any]:
+    """Rank 1 may fail in its loss, in a product, or not reach the model."""
+    failing = failing if rank == 1 else ""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
 
     def train_step(engine, batch):
@@ -437,20 +441,31 @@ def curvature(model: nn.Module, rank: int | None, failing: int | None = None) ->
 
     def loss(model, batch):
         x, y = local(batch, rank)
-        return F.mse_loss(model(x), y) if rank != failing else model(None)
+        if failing == "unreached":
+            return torch.zeros((), requires_grad=True)
+        return F.mse_loss(model(None if failing == "loss" else x), y)
 
     trainer = Engine(train_step)
-    monitor = CurvatureHandler(model, optimizer, loss=None if failing is None else loss)
+    monitor = CurvatureHandler(model, optimizer, loss=loss)
     monitor.attach(trainer, Events.ITERATION_STARTED(every=2))
     seen: list[dict[str, Any]] = []
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda _: seen.append(dict(monitor.metrics)))
-    trainer.run(batches()[:6])
+    times, products = Hessian.times, itertools.count()
+
+    def fails_in_time(hessian: Hessian, vector: torch.Tensor) -> torch.Tensor:
+        if next(products) == 4:
+            raise torch.OutOfMemoryError("no memory")
+        return times(hessian, vector)
+
+    with mock.patch.object(Hessian, "times", fails_in_time if failing == "product" else times):
+        trainer.run(batches()[:2])
     return {"seen": seen, "weights": [each.detach() for each in model.parameters()]}
 
 
 def sharded_landscape(rank: int) -> dict[str, Any]:
     told = []
-    for kind, kwargs in ((CurvatureHandler, {}), (GradientNoiseScaleHandler, {"micro_batches": 2})):
+    arguments = {CurvatureHandler: {"loss": lambda model, batch: None}, GradientNoiseScaleHandler: {"micro_batches": 2}}
+    for kind, kwargs in arguments.items():
         model = fsdp()
         try:
             kind(model, torch.optim.SGD(model.parameters(), 0.1), **kwargs)
@@ -510,7 +525,9 @@ SCENARIOS: dict[str, Any] = {
     "noise scale of four": lambda rank: noise_scale(ddp(), rank, 2),
     "curvature": lambda rank: curvature(ddp(), rank),
     "curvature, unused parameters": lambda rank: curvature(ddp(unused=True, find_unused_parameters=True), rank),
-    "curvature where a rank fails": lambda rank: curvature(ddp(), rank, failing=1),
+    "curvature, loss fails": lambda rank: curvature(ddp(), rank, "loss"),
+    "curvature, product fails": lambda rank: curvature(ddp(), rank, "product"),
+    "curvature, unreached loss": lambda rank: curvature(ddp(), rank, "unreached"),
     "sharded landscape": sharded_landscape,
     "refused": refused,
     "freed": freed,

@@ -28,7 +28,7 @@ def test_both_ranks_publish_what_one_process_does(results, name):
 
 def test_a_sharded_model_needs_a_module(results):
     for result in results("fsdp refused"):
-        assert result["refused"].startswith("Argument reference should be a module, since model")
+        assert result["refused"].startswith("Argument reference should be a module, since the model")
 
 
 def test_a_rank_that_cannot_measure_holds_nobody_up(results):

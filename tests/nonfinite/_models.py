@@ -125,22 +125,43 @@ class _ZeroTimesInf(torch.autograd.Function):
         return gradient * 0 * math.inf
 
 
-def nan_in_output(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+def nan_in_output(output: Tensor) -> Tensor:
     mask = torch.zeros_like(output, dtype=torch.bool)
     mask.view(-1)[-1] = True
     return output.masked_fill(mask, math.nan)
 
 
-def sqrt_at_zero(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+def sqrt_at_zero(output: Tensor) -> Tensor:
     return output + (output * 0).abs().sqrt()
 
 
-def zero_times_inf(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+def zero_times_inf(output: Tensor) -> Tensor:
     return _ZeroTimesInf.apply(output)
 
 
-def gradient_hook(module: nn.Module, args: Any, output: Tensor) -> None:
-    output.register_hook(lambda gradient: gradient * math.nan)
+def inf_in_backward(output: Tensor) -> Tensor:
+    return output + (output * 0).abs().pow(0.25) * 0.5
 
 
-IN_BACKWARD = {each.__name__: each for each in (sqrt_at_zero, zero_times_inf, gradient_hook)}
+def gradient_hook(output: Tensor) -> Tensor:
+    if output.requires_grad:
+        output.register_hook(lambda gradient: gradient * math.nan)
+    return output
+
+
+IN_BACKWARD = {each.__name__: each for each in (sqrt_at_zero, zero_times_inf, inf_in_backward, gradient_hook)}
+
+
+def plant(module: nn.Module, change: Callable[[Any], Any]) -> Callable[[], None]:
+    """Change a module's output in its own code, which a copy has too; the result undoes it."""
+    kind = type(module)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return change(kind.forward(self, *args, **kwargs))
+
+    module.__class__ = type(kind.__name__, (kind,), {"forward": forward})
+
+    def undo() -> None:
+        module.__class__ = kind
+
+    return undo

@@ -8,13 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ignite_monitor.model.names import named_modules
 
 QUANTITIES = ("weight_update", "input_drift", "input", "input_change", "output_change")
-NORMALIZATIONS = {nn.LayerNorm: F.layer_norm, nn.RMSNorm: F.rms_norm}
 
 
 def features(module: nn.Module) -> int:
@@ -52,16 +50,9 @@ def calls_of(model: nn.Module, batches: Sequence[Any]) -> dict[str, list[tuple[A
     return calls
 
 
-def without_bias(module: nn.Module) -> nn.Module:
-    module = copy.deepcopy(module)
-    if getattr(module, "bias", None) is not None:
-        module.bias.data.zero_()
-    return module
-
-
 @torch.no_grad()
 def truth(model: nn.Module, reference: nn.Module, batches: Sequence[Any]) -> dict[str, float]:
-    """All values by name, with those without bias of layers that are linear in weight and (normalised) input."""
+    """All values by name."""
     model, reference = copy.deepcopy(model).double(), copy.deepcopy(reference).double()
     batches = [
         batch.double() if isinstance(batch, Tensor) and batch.is_floating_point() else batch for batch in batches
@@ -105,23 +96,13 @@ def truth_of_calls(
                 continue
             note(f"input/{tag}", x_t, dim)
             note(f"input_change/{tag}", x_t - x_0, dim)
-            kind = type(module)
-            if kind in NORMALIZATIONS:
-                x_t, x_0 = (NORMALIZATIONS[kind](x, module.normalized_shape, eps=module.eps) for x in (x_t, x_0))
-            is_linear = isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)) or kind.__name__ == "Conv1D"
-            if kind in NORMALIZATIONS or (is_linear and module.bias is not None):
-                note(f"input/{tag}.weight", x_t, dim)
-                note(f"input_change/{tag}.weight", x_t - x_0, dim)
-                note_change(f"{tag}.weight", without_bias(f_t), without_bias(f_0), now, then, dim)
     found = {name: math.fsum(values) / len(values) for name, values in norms.items()}
     for name in [name for name in found if name.startswith("input_drift/")]:
         layer = name.removeprefix("input_drift/")
         update, drift = found[f"weight_update/{layer}"], found[name]
         found[f"weight_share/{layer}"] = update / (update + drift) if update + drift else 0.0
     for kind in ("weight_update", "input_drift"):
-        of_layers = sorted(
-            value for name, value in found.items() if name.startswith(f"{kind}/") and not name.endswith(".weight")
-        )
+        of_layers = sorted(value for name, value in found.items() if name.startswith(f"{kind}/"))
         if of_layers:
             middle = of_layers[(len(of_layers) - 1) // 2], of_layers[len(of_layers) // 2]
             found |= {f"{kind}_max": of_layers[-1], f"{kind}_median": sum(middle) / 2}

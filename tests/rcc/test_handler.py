@@ -121,13 +121,12 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("layer", LAYERS)
-def test_layers(layer, offload):
+def test_layers(layer):
     make, shape = LAYERS[layer]
     torch.manual_seed(0)
     model = Drift(make())
-    found = check(model, [torch.randn(shape) for _ in range(2)], offload=offload)
+    found = check(model, [torch.randn(shape) for _ in range(2)])
     assert found["rcc/input_drift/_root_"] == 0
     assert min(value for name, value in found.items() if name.endswith(("/layer", "/layer.conv"))) > 0
 
@@ -159,7 +158,6 @@ def test_a_linear_layer_with_something_in_between_is_evaluated(wrap):
     with torch.no_grad():
         y_t, y_0 = ours(x), theirs(x)
     found = measure(handler, [x])
-    assert {name for name in found if name.endswith(".weight")} == set()
     assert found["a/output_change/2"] == pytest.approx(float((y_t - y_0).norm(dim=-1).mean()), rel=1e-4)
     assert found["a/input_drift/0"] == 0
     assert found["a/weight_update/0"] > 0
@@ -188,7 +186,8 @@ def test_an_embedding_whose_rows_are_shortened_as_they_are_used():
     model = nn.Sequential(nn.Embedding(11, 6, max_norm=0.5), nn.Linear(6, 2))
     tokens = torch.arange(11)
     handler = RCCHandler(model)
-    assert measure(handler, [tokens] * 2)["rcc/weight_update/0"] == 0
+    # The reference has shortened its rows in float32 when it is evaluated in float64.
+    assert measure(handler, [tokens] * 2)["rcc/weight_update/0"] < 1e-7
     perturb(model)
     found = measure(handler, [tokens])
     change = (model[0].weight - handler.reference[0].weight).detach()
@@ -361,7 +360,7 @@ def test_language_models(models, name):
             module.attention_dropout = 0.0
     found = check(model.train(), tokens_of(2), rel=1e-3)
     layers = {key.removeprefix("rcc/weight_update/") for key in found if key.startswith("rcc/weight_update/")}
-    expected = {"gpt2": "transformer.h.1.attn.c_attn.weight", "llama": "model.layers.1.self_attn.k_proj"}
+    expected = {"gpt2": "transformer.h.1.attn.c_attn", "llama": "model.layers.1.self_attn.k_proj"}
     assert {expected[name], "lm_head"} <= layers
 
 
@@ -454,16 +453,15 @@ def test_compiled_models(backend):
 # References
 
 
-def test_reference_that_is_given(tmp_path):
+def test_reference_that_is_given():
     torch.manual_seed(0)
     model, other = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2)), None
     other = copy.deepcopy(model)
     perturb(other)
-    torch.save(other.state_dict(), tmp_path / "weights.pt")
     x = torch.randn(4, 6)
     expected = truth(model, other, [x])
     other.eval()
-    for reference in (other, nn.DataParallel(other), tmp_path / "weights.pt", str(tmp_path / "weights.pt")):
+    for reference in (other, nn.DataParallel(other)):
         assert measure(RCCHandler(model, reference=reference), [x]) == pytest.approx(expected, rel=1e-4)
     assert not other.training
     assert all(each.requires_grad for each in other.parameters())
@@ -549,7 +547,7 @@ def test_what_cannot_be_measured_is_absent_with_one_warning(caplog):
     handler = RCCHandler(model)
     for _ in range(3):
         found = measure(handler, [x])
-    assert {name.split("/")[2] for name in found if name.count("/") > 1} == {"0", "0.weight", "2", "2.weight"}
+    assert {name.split("/")[2] for name in found if name.count("/") > 1} == {"0", "2"}
     assert len(caplog.records) == 2
     assert "1 is not compared: it changes its input in place" in caplog.text
     assert "3 is not compared: no floating-point tensor is in its output" in caplog.text
@@ -596,7 +594,7 @@ def test_what_is_not_finite_is_absent(x):
     handler = RCCHandler(Apart())
     perturb(handler.model)
     found = measure(handler, [torch.full((2, 6), x)])
-    assert {name.split("/")[2].partition(".")[0] for name in found if name.count("/") > 1} == {"finite"}
+    assert {name.split("/")[2] for name in found if name.count("/") > 1} == {"finite"}
     assert found["rcc/weight_update_max"] == found["rcc/weight_update_median"] == found["rcc/weight_update/finite"]
 
 

@@ -15,86 +15,9 @@ from torch.func import functional_call
 
 from ignite_monitor import ActivationHandler, RCCHandler
 from ignite_monitor.scaling import AlignmentHandler
+from tests._helpers import same
 from tests.rcc._truth import truth
 from tests.rcc.test_handler import measure, perturb
-
-
-class Block(nn.Module):
-    """A residual block whose feed-forward part is a function that it keeps, as small language models have it."""
-
-    def __init__(self, width, plain):
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.parts = nn.ModuleDict({"up": nn.Linear(width, 2 * width), "down": nn.Linear(2 * width, width)})
-        self.plain = plain
-        parts = self.parts
-        if not plain:
-            self.feed = lambda x: parts.down(torch.tanh(parts.up(x)))
-
-    def forward(self, x):
-        if self.plain:
-            return x + self.parts["down"](torch.tanh(self.parts["up"](self.norm(x))))
-        return x + self.feed(self.norm(x))
-
-
-class Language(nn.Module):
-    def __init__(self, plain=False):
-        super().__init__()
-        self.tokens = nn.Embedding(13, 8)
-        self.blocks = nn.Sequential(*(Block(8, plain) for _ in range(2)))
-        self.head = nn.Linear(8, 13, bias=False)
-
-    def forward(self, tokens):
-        return self.head(self.blocks(self.tokens(tokens)))
-
-
-def without_functions(model):
-    """The same model, written without functions that are kept: its deep copies are copies."""
-    plain = Language(plain=True)
-    plain.load_state_dict(model.state_dict())
-    return plain
-
-
-def test_numbers_of_a_model_that_keeps_functions_are_right():
-    torch.manual_seed(0)
-    model, tokens = Language(), torch.randint(0, 13, (3, 5))
-    handler = RCCHandler(model)
-    start = without_functions(model)
-    perturb(model)
-    expected = truth(without_functions(model), start, [tokens])
-    found = measure(handler, [tokens])
-    assert set(found) == set(expected)
-    for name, value in expected.items():
-        assert found[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
-    assert found["rcc/input_drift/head"] > 0.1
-
-
-def test_differences_of_a_model_that_keeps_functions_are_right():
-    torch.manual_seed(0)
-    model, tokens = Language(), torch.randint(0, 13, (3, 5))
-    handler = ActivationHandler(model, activation_differences={"l2_norm": True}, reference="init")
-    start = without_functions(model).double()
-    perturb(model)
-    moved = without_functions(model).double()
-    found = measure(handler, [tokens])
-    with torch.no_grad():
-        expected = float((moved(tokens) - start(tokens)).norm(dim=-1).mean())
-    assert found["activation_difference/_root_/l2_norm"] == pytest.approx(expected, rel=1e-5)
-    assert found["activation_difference/blocks.0.parts.up/l2_norm"] > 0
-
-
-def test_alignment_of_a_model_that_keeps_functions_is_right():
-    torch.manual_seed(0)
-    models = Language(), Language(plain=True)
-    models[1].load_state_dict(models[0].state_dict())
-    tokens, found = torch.randint(0, 13, (3, 5)), []
-    for model in models:
-        handler = AlignmentHandler(model)
-        perturb(model)
-        found.append(measure(handler, [tokens]))
-    assert found[0] == found[1]
-    assert "alignment/dZ_dW/blocks.1.parts.down" in found[0]
-
 
 # Weights that are lent for a call
 
@@ -317,3 +240,76 @@ def test_generators_of_modules_are_where_they_would_be(how):
             twin(x)
         assert {value for name, value in found.items() if not name.startswith("rcc/input/")} == {0.0}
         assert torch.equal(model.draw(model), twin.draw(twin))
+
+
+# Layers that are not compared
+
+
+class Frozen(nn.Module):
+    """A frozen encoder in evaluation mode, whose fast path differs at padded positions, and a head that is trained."""
+
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2).requires_grad_(False).eval()
+        self.head = nn.Linear(8, 1)
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.encoder.eval()
+        return self
+
+    def forward(self, x):
+        return self.head(self.encoder(x, src_key_padding_mask=torch.arange(5).expand(len(x), 5) > 2).sum(1))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_frozen_encoder_keeps_its_fast_path(caplog):
+    outcomes = []
+    for watched in (False, True):
+        torch.manual_seed(0)
+        model = Frozen().train()
+        optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)
+
+        def train_step(engine, x, model=model, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        engine, losses = Engine(train_step), []
+        if watched:
+            handler = RCCHandler(model)
+            handler.attach(engine)
+        engine.add_event_handler(Events.ITERATION_COMPLETED, lambda e, losses=losses: losses.append(e.state.output))
+        engine.run([torch.randn(4, 5, 8) for _ in range(3)])
+        outcomes.append([losses, dict(model.state_dict())])
+    assert same(*outcomes)
+    assert {name.split("/")[2] for name in handler.metrics if name.count("/") > 1} == {"head"}
+    assert caplog.text.count("in a frozen nn.TransformerEncoderLayer") == 1
+
+
+class Routed(nn.Module):
+    """An expert gets the rows that a router chooses."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.expert, self.head = nn.Linear(8, 1), nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x):
+        rows = (self.router(x) > 0).flatten()
+        return self.head(x.index_put((rows.nonzero().flatten(),), self.expert(x[rows])))
+
+
+def test_a_routed_expert_is_warned_of_once(caplog):
+    torch.manual_seed(0)
+    model = Routed()
+    handler = RCCHandler(model)
+    for seed in range(20):
+        perturb(model, 0.3, seed)
+        found = measure(handler, [torch.randn(32, 8)])
+    assert not [name for name in found if name.endswith("/expert")]
+    assert "rcc/weight_update/head" in found
+    assert len(caplog.records) == 1
+    assert "expert is not compared: its tensors are" in caplog.text

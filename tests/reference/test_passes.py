@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ignite_monitor.model.isolation import is_reference_run
 from ignite_monitor.model.structure import modules_by_name
 from ignite_monitor.reference.call import Comparison
-from ignite_monitor.reference.isolation import is_reference_run
 from ignite_monitor.reference.passes import ReferencePasses
 from ignite_monitor.reference.reference import Reference
 
@@ -49,11 +49,9 @@ class Recorder(Comparison):
         }
 
 
-def watch(model, reference="init", offload=False):
+def watch(model, reference="init"):
     recorder, warnings = Recorder(), []
-    passes = ReferencePasses(
-        Reference(model, reference), modules_by_name(model), recorder, warnings.append, offload=offload
-    )
+    passes = ReferencePasses(Reference(model, reference), modules_by_name(model), recorder, warnings.append)
     return passes, recorder, warnings
 
 
@@ -76,12 +74,11 @@ class Net(nn.Module):
         return self.last(self.drop(x)), x
 
 
-@pytest.mark.parametrize("offload", [False, True])
-def test_pairs_calls_and_changes_nothing(offload):
+def test_pairs_calls_and_changes_nothing():
     torch.manual_seed(0)
     model = Net()
     twin = copy.deepcopy(model)
-    passes, recorder, warnings = watch(model, offload=offload)
+    passes, recorder, warnings = watch(model)
     inputs = [torch.randn(8, 4) for _ in range(6)]
     outputs = {}
     for which, each in (("watched", model), ("alone", twin)):
@@ -293,8 +290,7 @@ def test_shared_modules_of_model_and_reference():
     assert warnings == []
 
 
-@pytest.mark.parametrize("offload", [False, True])
-def test_what_is_kept_is_freed_as_the_model_reaches_it(offload):
+def test_what_is_kept_is_freed_as_the_model_reaches_it():
     class Counting(Recorder):
         alive = []
         kept = []
@@ -309,7 +305,7 @@ def test_what_is_kept_is_freed_as_the_model_reaches_it(offload):
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
     recorder = Counting()
     names = [name for name in modules_by_name(model) if name]
-    passes = ReferencePasses(Reference(model, "init"), names, recorder, print, offload=offload)
+    passes = ReferencePasses(Reference(model, "init"), names, recorder, print)
     gc.disable()
     try:
         with passes.watched():
