@@ -85,7 +85,7 @@ ACTIVATION = Schema("activation", "", (
         when=_GIVEN("parameter_differences")),
 ))
 
-_ERROR = "absent with the two quick methods"
+_ERROR = "not reported with the two quick methods"
 _UPDATES = "with ``updates=True``"
 
 SPECTRAL = Schema("spectral", "spectral", (
@@ -97,7 +97,7 @@ SPECTRAL = Schema("spectral", "spectral", (
     Key("error_max", f"what no norm's relative error exceeds; {_ERROR}"),
     Key("iterations", 'how many steps "power" took for the weight that needed most'),
     Key("norm/{name}", "each norm of a matrix", when="with ``per_parameter=True``"),
-    Key("table/{name}", "each norm of a table", when="with ``per_parameter=True``"),
+    Key("embedding/{name}", "each norm of an embedding", when="with ``per_parameter=True``"),
     Key("topk/{name}", "the ``top_k`` largest norms", chart="largest spectral norms"),
     Key("update_norm_max", "the largest norm of what the train step changed", when=_UPDATES,
         chart="spectral norm over the weights"),
