@@ -27,7 +27,6 @@ examples:
   ignite-monitor plot runs/demo/run.h5 -o run.png   and in a picture
   ignite-monitor compare first.h5 second.h5         two runs side by side
   ignite-monitor spike spikes/                      what was in the batch when a spike came
-  ignite-monitor coord-check model.py:f --widths 64,256   which layers depend on the width
 
 A run's file is written by HDF5Logger, a spike's by SpikeRecorder. ignite-monitor COMMAND --help says more."""
 
@@ -83,16 +82,6 @@ examples:
 
 In Python, ignite_monitor.load_spike(FILE) has the batch and all else that it takes
 to make the step again."""
-
-COORD_CHECK = """\
-examples:
-  ignite-monitor coord-check my_model:coordinates --widths 64,128,256,512 -o check.png
-  ignite-monitor coord-check src/my_model.py:coordinates --widths 64,256 --steps 5
-
-FACTORY is a function without arguments that returns (make_model, make_batch), or these and a train_step:
-  make_model(width)                      the model and its optimizer
-  make_batch(width)                      a batch (x, y), called for every step
-  train_step(model, optimizer, batch)    one update; without it, that of the cross-entropy of model(x) and y"""
 
 
 class BadInput(Exception):  # noqa: N818
@@ -189,22 +178,7 @@ def _parser() -> Parser:
 
     option = add("spike", _spike, "show what there was when spikes came, as SpikeRecorder keeps it", SPIKE)
     option("path", metavar="DIR", help="a SpikeRecorder's directory, or a file in it")
-
-    does = "train a model at several widths, and see which layers depend on the width"
-    option = add("coord-check", _coord_check, does, COORD_CHECK)
-    option("target", metavar="MODULE:FACTORY", help="a module or a Python file, and a function in it")
-    option("--widths", required=True, type=_widths, metavar="N,N,...", help="at least two widths")
-    option("-o", "--output", metavar="FILE", help="where to draw it: .png, .pdf or .svg")
-    option("--steps", type=int, default=10, metavar="N", help="how many updates to make (default: 10)")
-    option("--seeds", type=int, default=3, metavar="N", help="trainings at every width (default: 3)")
     return parser
-
-
-def _widths(text: str) -> list[int]:
-    try:
-        return [int(width) for width in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"should be widths with commas between them, but given {text!r}") from None
 
 
 def _demo(chosen: argparse.Namespace) -> None:
@@ -265,22 +239,6 @@ def _spike(chosen: argparse.Namespace) -> None:
 
         for line in described(Path(chosen.path)):
             print(_printable(line))
-
-
-def _coord_check(chosen: argparse.Namespace) -> None:
-    output = None if chosen.output is None else Path(chosen.output)
-    if output is not None and output.suffix.lower() not in (".png", ".pdf", ".svg"):
-        raise BadInput(f"argument --output should end in .png, .pdf or .svg, but given {output}")
-    if output is not None and not output.parent.is_dir():  # known before the trainings
-        raise BadInput(f"argument --output: {output.parent} is no folder")
-    with _one_line(chosen.target):
-        from ignite_monitor.scaling.coordinate_check import check_target
-
-        result = check_target(chosen.target, chosen.widths, chosen.steps, chosen.seeds)
-    print(result.table(), result.summary(), sep="\n\n")
-    if output is not None:
-        with _one_line(str(output)):
-            result.plot(output)
 
 
 def _print_json(value: dict[str, Any]) -> None:

@@ -287,7 +287,6 @@ ESCAPED = r"a\x1b[31m\n\u202e"
         (["plot", f"{ODD}.h5", "-o", f"{ODD}.h5"], 2),
         (["plot", f"{ODD}.h5", "--metrics", f"no{ODD.replace('[', '')}"], 2),
         (["demo", "-o", f"letter{ODD}"], 2),
-        (["coord-check", f"{ODD}:f", "--widths", "1,2", "-o", f"{ODD}/x.png"], 2),
         (["summary", f"{ODD}.h5", f"{ODD}"], 2),
         ([ODD], 2),
     ],
@@ -341,7 +340,7 @@ def test_without_what_it_needs_the_extra_is_named(files, monkeypatch, capsys, mo
 # Help
 
 
-@pytest.mark.parametrize("command", [[], ["demo"], ["summary"], ["plot"], ["compare"], ["coord-check"]])
+@pytest.mark.parametrize("command", [[], ["demo"], ["summary"], ["plot"], ["compare"]])
 def test_help_has_examples(capsys, command):
     with pytest.raises(SystemExit) as left:
         main([*command, "--help"])
@@ -387,98 +386,3 @@ def test_demo(tmp_path):
     for command in commands:
         assert main(command.split()) == 0
     assert (tmp_path / "run_2.png").exists()
-
-
-# Coordinate checks
-
-FACTORIES = """
-from __future__ import annotations
-
-from dataclasses import dataclass
-
-import torch
-from torch import nn
-
-@dataclass
-class Sizes:  # looks for its module, which has to be known by name
-    inputs: int = 3
-
-def make_model(width):
-    model = nn.Sequential(nn.Linear(Sizes().inputs, width), nn.Linear(width, 2))
-    return model, torch.optim.SGD(model.parameters(), lr=0.1)
-
-def make_batch(width):
-    return torch.ones(4, 3), torch.zeros(4, dtype=torch.int64)
-
-def train_step(model, optimizer, batch):
-    model(batch[0]).sum().backward()
-    optimizer.step()
-
-def two():
-    return make_model, make_batch
-
-def three():
-    return make_model, make_batch, train_step
-
-def nothing():
-    return 5
-
-def broken():
-    return make_model, lambda width: 1 / 0
-
-def at_once():
-    raise KeyError("gone")
-
-number = 3
-"""
-
-
-@pytest.fixture
-def factories(tmp_path, monkeypatch):
-    (tmp_path / "coordinates_of_mine.py").write_text(FACTORIES)
-    (tmp_path / "bad_syntax.py").write_text("def (")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    yield tmp_path
-    sys.modules.pop("coordinates_of_mine", None)
-
-
-@pytest.mark.parametrize("target", ["coordinates_of_mine:two", "coordinates_of_mine.py:three"])
-def test_coordinate_check(factories, capsys, target):
-    arguments = ["--widths", "4,8,16", "--steps", "2", "--seeds", "1", "-o", "check.png"]
-    assert main(["coord-check", target, *arguments]) == 0
-    out = capsys.readouterr().out
-    assert out.splitlines()[0].split() == ["layer", "activation", "change", "weight_update", "input_drift"]
-    assert [line.split()[0] for line in out.splitlines()[1:3]] == ["0", "1"]
-    assert (factories / "check.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["coordinates_of_mine"], "should be MODULE:FACTORY"),
-        (["coordinates_of_mine:no"], "coordinates_of_mine has no function no"),
-        (["coordinates_of_mine:number"], "has no function number"),
-        (["no_such_module:two"], "no_such_module can't be imported: ModuleNotFoundError"),
-        (["no_such_file.py:two"], "no_such_file.py can't be imported: FileNotFoundError"),
-        (["bad_syntax.py:two"], "can't be imported: SyntaxError"),
-        (["coordinates_of_mine:nothing"], "should return make_model and make_batch"),
-        (["coordinates_of_mine:broken"], "ZeroDivisionError"),
-        (["coordinates_of_mine:at_once"], "KeyError: 'gone'"),
-        (["coordinates_of_mine:two", "--steps", "0"], "steps should be at least 1"),
-        (["coordinates_of_mine:two", "-o", "x.txt"], "should end in .png"),
-        (["coordinates_of_mine:two", "-o", "no/x.png"], "no is no folder"),
-    ],
-)
-def test_coordinate_check_of_bad_input(factories, capsys, arguments, message):
-    assert main(["coord-check", *arguments, "--widths", "4,8"]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert message in error
-
-
-def test_widths_that_are_none(factories, capsys):
-    with pytest.raises(SystemExit) as left:
-        main(["coord-check", "coordinates_of_mine:two", "--widths", "4,x"])
-    assert left.value.code == 2
-    assert "widths with commas" in capsys.readouterr().err

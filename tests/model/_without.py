@@ -81,7 +81,6 @@ def features():
         "RCCHandler": on(lambda model, _: im.RCCHandler(model)),
         "SpectralNormHandler": on(lambda model, _: im.SpectralNormHandler(model)),
         "StepStatsHandler": on(im.StepStatsHandler),
-        "operations": on(lambda model, optimizer: im.StepStatsHandler(model, optimizer, peak_flops=1e12)),
         "log_to": logged,
     }
 

@@ -182,19 +182,19 @@ def test_a_fused_step_that_unscales_by_itself():
 
 
 @pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("reaction", ["clip", "skip"])
-def test_a_gradient_is_seen_as_grad_monitor_leaves_it(reaction, first):
+@pytest.mark.parametrize("on_spike", ["clip", "skip"])
+def test_a_gradient_is_seen_as_grad_monitor_leaves_it(on_spike, first):
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     handler = OptimizerStateHandler(model, optimizer, sample_size=None)
-    monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(1e-2), reaction=reaction)
+    monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(1e-2), on_spike=on_spike)
     trainer = Engine(make_step(model, optimizer))
     for each in (monitor, handler) if first else (handler, monitor):
         each.attach(trainer)
     published = []
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda _: published.append(dict(handler.metrics)))
     trainer.run(make_batches(1))
-    if reaction == "skip":
+    if on_spike == "skip":
         assert published == [{}]
     else:  # the first step of all is along the gradient
         assert published[0]["optimizer/update_norm"] == pytest.approx(0.1 * 1e-2, rel=1e-4)

@@ -66,7 +66,7 @@ def fsdp() -> nn.Module:
 def all_monitors(model: nn.Module, optimizer: torch.optim.Optimizer, metric: Any = torch.abs) -> dict[str, Any]:
     own: Any = {"mean": True, "own": metric}
     return {
-        "grad": GradMonitor(model, optimizer, skip_step=True),
+        "grad": GradMonitor(model, optimizer, on_spike="skip"),
         "update": WeightUpdateHandler(model, optimizer),
         "activation": ActivationHandler(model, activations=own, gradients=own, parameters=own),
         "optimizer": OptimizerStateHandler(model, optimizer),

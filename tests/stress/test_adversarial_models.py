@@ -49,7 +49,7 @@ HANDLERS = {
     "rcc": lambda model, optimizer: RCCHandler(model),
     "spectral": lambda model, optimizer: SpectralNormHandler(model, updates=True, per_parameter=True, top_k=0),
     "alignment": lambda model, optimizer: AlignmentHandler(model),
-    "stats": lambda model, optimizer: StepStatsHandler(model, optimizer, peak_flops=1e12),
+    "stats": lambda model, optimizer: StepStatsHandler(model, optimizer, peak_flops=1e12, flops_per_item=1e3),
 }
 # What clocks and the operating system say, how "power" has got there, and what it says of its error.
 UNCHECKED = (

@@ -486,7 +486,7 @@ def test_step_that_grad_monitor_skipped_is_no_step(first, how):
         optimizer.step(*[closure] * (how == "closure"))
 
     handler = WeightUpdateHandler(model, optimizer, frozen_patience_steps=2)
-    monitor = GradMonitor(model, optimizer, skip_step=True, threshold=StaticThreshold(1e4))
+    monitor = GradMonitor(model, optimizer, on_spike="skip", threshold=StaticThreshold(1e4))
     run = Watched(model, train_step, handler)
     if first == "grad monitor":
         handler.detach()

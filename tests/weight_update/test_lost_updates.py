@@ -127,7 +127,7 @@ def test_an_optimizer_that_makes_up_for_rounding_loses_nothing(key, dtype, absen
 def test_without_a_step_there_is_no_share():
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(1e-9), skip_step=True)
+    monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(1e-9), on_spike="skip")
     assert Run(model, optimizer, others=[monitor]).published == [None] * 6
     optimizer.param_groups[0]["lr"] = 0.0
     assert Run(model, optimizer).published == [None] * 6
