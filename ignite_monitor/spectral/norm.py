@@ -52,9 +52,9 @@ def measure(matrices: Tensor, method: str, seed: int) -> SpectralNorms:
         largest = matrices.abs().amax((1, 2))
         is_finite = largest.isfinite()
         unit = torch.where((largest > 0) & is_finite, largest, 1.0)
-        scaled = torch.where(is_finite[:, None, None], matrices / unit[:, None, None], 0.0)
+        scaled = (matrices / unit[:, None, None]).masked_fill_(~is_finite[:, None, None], 0.0)
         wide = wide_dtype(matrices.device)
-        frobenius = torch.linalg.vector_norm(scaled, dim=(1, 2), dtype=wide)
+        frobenius = torch.linalg.vector_norm(torch.linalg.vector_norm(scaled, dim=2).to(wide), dim=1)
         scaled /= torch.where(frobenius > 0, frobenius, 1.0).to(scaled.dtype)[:, None, None]
         scaled = scaled.mT if scaled.shape[1] > scaled.shape[2] else scaled
         if method == "power":
@@ -78,45 +78,48 @@ def _power(scaled: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, 
         return *_with_bound(scaled, dominant(scaled @ scaled.mT)), 0
     on_host = scaled.device.type == "cpu"
     most = min(order // _WIDTH - 1, _MOST_STEPS if on_host else _DEVICE_STEPS)
+    # Vectors are rows, which the CPU multiplies several times as fast as columns.
     block = torch.randn(
-        len(scaled), order, _WIDTH, generator=generator, dtype=scaled.dtype, device=scaled.device
+        len(scaled), _WIDTH, order, generator=generator, dtype=scaled.dtype, device=scaled.device
     )  # fmt: skip
     noise = block / order**0.5
-    basis = torch.linalg.qr(block)[0]
-    products = scaled.new_empty(len(scaled), order, 0)
+    basis = block = _orthonormal(block)
+    products = scaled.new_empty(len(scaled), 0, order)
     step, look = 0, 4
     while True:
         step += 1
-        block = scaled @ (scaled.mT @ basis[:, :, -_WIDTH:])
-        products = torch.cat([products, block], 2)
+        block = block @ scaled @ scaled.mT
+        products = torch.cat([products, block], 1)
         if step == most or (on_host and step == look):
-            # From the products, so that the bound is that of the vector whatever rounding has done to the basis.
-            coordinates = dominant(_symmetric(basis.mT @ products))
-            found = _with_bound(scaled, (basis @ coordinates[:, :, None]).squeeze(2))
+            projected = basis @ products.mT
+            coordinates = dominant((projected + projected.mT) / 2)
+            found = _with_bound(scaled, (coordinates[:, None] @ basis).squeeze(1))
             if step == most or not len((found[1] > TOLERANCE).nonzero()):
                 return *found, step
             look += max(2, look // 3)
         # Where the space is exhausted only rounding is left: some noise keeps the directions apart.
         scale = torch.linalg.matrix_norm(block, keepdim=True)
-        block = block - basis @ (basis.mT @ block) + 4 * torch.finfo(block.dtype).eps * scale * noise.roll(step, 1)
+        block = block - block @ basis.mT @ basis + 4 * torch.finfo(block.dtype).eps * scale * noise.roll(step, 2)
         for _ in range(2):
-            block = torch.linalg.qr(block)[0]
-            block = block - basis @ (basis.mT @ block)
-        basis = torch.cat([basis, torch.linalg.qr(block)[0]], 2)
+            block = _orthonormal(block)
+            block = block - block @ basis.mT @ basis
+        block = _orthonormal(block)
+        basis = torch.cat([basis, block], 1)
 
 
-def _symmetric(matrices: Tensor) -> Tensor:
-    return (matrices + matrices.mT) / 2
+def _orthonormal(rows: Tensor) -> Tensor:
+    orthonormal: Tensor = torch.linalg.qr(rows.mT)[0].mT.contiguous()
+    return orthonormal
 
 
 def _with_bound(scaled: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
     """Norms of Wᵀv, and bounds of their relative errors by the residual of v."""
     rounding = 64 * torch.finfo(scaled.dtype).eps
     lengths = torch.linalg.vector_norm(vectors, dim=1, keepdim=True)
-    vectors = (vectors / torch.where(lengths > 0, lengths, 1.0))[:, :, None]
-    images = scaled.mT @ vectors
+    rows = (vectors / torch.where(lengths > 0, lengths, 1.0))[:, None]
+    images = rows @ scaled
     values = images.square().sum((1, 2))
-    residuals = torch.linalg.vector_norm((scaled @ images - values[:, None, None] * vectors).squeeze(2), dim=1)
+    residuals = torch.linalg.vector_norm(images @ scaled.mT - values[:, None, None] * rows, dim=(1, 2))
     errors = torch.where(values > 0, (1 + residuals / values).sqrt() - 1 + rounding, 0.0)
     return values.sqrt(), errors
 
@@ -141,7 +144,7 @@ def _newton_schulz(
     """
     a, b, c, steps, iterations = _NEWTON_SCHULZ[method]
     order = scaled.shape[1]
-    image = torch.randn(len(scaled), order, 1, generator=generator, dtype=scaled.dtype, device=scaled.device)
+    image = torch.randn(len(scaled), 1, order, generator=generator, dtype=scaled.dtype, device=scaled.device)
     polar = scaled.to(dtype)
     for _ in range(steps):
         gram = polar @ polar.mT
@@ -149,8 +152,8 @@ def _newton_schulz(
     polar = polar.to(scaled.dtype)
     vector = image
     for _ in range(iterations + 1):
-        vector = image / torch.linalg.vector_norm(image, dim=1, keepdim=True)
-        image = scaled @ (polar.mT @ vector)
+        vector = image / torch.linalg.vector_norm(image, dim=2, keepdim=True)
+        image = vector @ polar @ scaled.mT
     is_zero = ~scaled.flatten(1).any(1)
     norms = torch.where(is_zero, 0.0, (vector * image).sum((1, 2)))
     slack = 1 + 1e-2

@@ -252,7 +252,7 @@ def test_which_parameters_are_measured(caplog):
         "embedding/embedding.weight": sigma(model.head.weight),
     }
     assert got == pytest.approx(expected, rel=1e-4)
-    assert [record.getMessage() for record in caplog.records] == ["spectral: complex weights are not reported: waves"]
+    assert caplog.messages == ["SpectralNormHandler (spectral): complex weights are not reported: waves"]
 
 
 def test_weights_stored_by_input():
