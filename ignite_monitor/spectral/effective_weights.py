@@ -17,19 +17,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from ignite_monitor.model._torch import hooks_before_forward, modules_in, parameters_in
 from ignite_monitor.model.devices import device_of
+from ignite_monitor.model.isolation import preserved_buffers, preserved_rng_state
 from ignite_monitor.model.linear_maps import CONVOLUTIONS, TRANSPOSED, is_conv1d
 from ignite_monitor.model.names import named_modules
 from ignite_monitor.model.norms import whole_tensor
 from ignite_monitor.model.samples import is_measurable
-from ignite_monitor.reference.isolation import put_back
-from ignite_monitor.reference.rng import preserved_rng_state
 
 MATRIX, STACK, EMBEDDING = "matrix", "stack", "embedding"
 
@@ -165,10 +163,8 @@ def _hooked(module: nn.Module, name: str) -> Tensor:
 
 def _parametrized(recipe: nn.Module) -> Tensor:
     """The weight of a parametrization in eval mode, of copies of its buffers; it may draw random numbers."""
-    buffers = {name: buffer.clone() for name, buffer in recipe.named_buffers()}
-    modules = list(recipe.modules())
-    with put_back(modules, []), preserved_rng_state({device_of(recipe)}):
-        for module in modules:
+    with preserved_buffers(recipe.modules()), preserved_rng_state({device_of(recipe)}):
+        for module in recipe.modules():
             module.training = False
-        weight: Tensor = functional_call(recipe, buffers, ())
+        weight: Tensor = recipe()
     return weight
