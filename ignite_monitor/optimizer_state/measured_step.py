@@ -67,9 +67,10 @@ class MeasuredStep(SampledStep):
             return None
         lengths = [len(each) for each in self.per_parameter(self._gradient, members)]
         change = self.after(members).sub_(self.before(members))
+        zeros = torch.zeros(max(lengths), device=samples.device)
         momentum, square = (
             torch.cat([
-                torch.zeros(length, device=samples.device) if moment is None else samples.take(index, moment)
+                zeros[:length] if moment is None else samples.take(index, moment)
                 for index, moment, length in zip(members, of_kind, lengths, strict=True)
             ])
             for of_kind in (moments.momentum, moments.square)

@@ -1,77 +1,78 @@
-"""The weights that a model's modules compute with: as matrices, stacks of matrices or tables, made of which parameters.
+"""The effective weights of a model: as matrices, stacks of matrices or embeddings, and the parameters they are made of.
 
-What a parameter is decides. The weight of a convolution is flattened. A parameter of three and more dimensions that
-belongs to no convolution holds one matrix after the other (the experts of a mixture); with leading dimensions of size
-1 it is a table, as position tables of shape (1, L, d) are, or a vector, as class tokens of shape (1, 1, d). Where a
-module computes its weight of others (a parametrization, weight or spectral normalisation, LoRA), the result acts.
+The weight of a convolution is flattened. A parameter of three and more dimensions that belongs to no convolution holds
+one matrix after the other (the experts of a mixture); with leading dimensions of size 1 it is an embedding, as position
+embeddings of shape (1, L, d) are, or a vector, as class tokens of shape (1, 1, d). Where a module computes its weight
+(parametrizations, weight and spectral normalization, pruning), the result is measured.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from ignite_monitor.model._torch import hooks_before_forward, modules_in, parameters_in
 from ignite_monitor.model.devices import device_of
+from ignite_monitor.model.isolation import preserved_buffers, preserved_rng_state
 from ignite_monitor.model.linear_maps import CONVOLUTIONS, TRANSPOSED, is_conv1d
 from ignite_monitor.model.names import named_modules
-from ignite_monitor.model.norms import is_sharded
+from ignite_monitor.model.norms import whole_tensor
 from ignite_monitor.model.samples import is_measurable
-from ignite_monitor.reference.isolation import put_back
-from ignite_monitor.reference.rng import preserved_rng_state
-from ignite_monitor.spectral.matrices import work_dtype
 
-MATRIX, STACK, TABLE = "matrix", "stack", "table"
+MATRIX, STACK, EMBEDDING = "matrix", "stack", "embedding"
 
-_TABLE_NAMES = re.compile("embed|token|table|position|pos_")
+_EMBEDDING_NAMES = re.compile("embed|position|pos_|table|tokens?$")
+_COMPUTING = (WeightNorm, SpectralNorm, BasePruningMethod)
 
 
 class EffectiveWeight(NamedTuple):
-    """A weight as it acts."""
+    """A weight as its module uses it.
 
-    name: str  # the parameter's, without wrappers, or that of what is computed, such as ``layer.weight``
-    parameters: tuple[Tensor, ...]  # what it is made of
+    Attributes:
+        name: of the parameter, without wrappers, or of the computed weight, such as ``layer.weight``.
+        parameters: what it is made of.
+        shape: its shape.
+        value: gives the weight; to be called under ``no_grad``.
+        kind: ``MATRIX``, ``STACK`` of matrices along all dimensions but the last two, or ``EMBEDDING``.
+        by_input: whether the first dimension of a matrix is that of the input.
+        groups: their number, where the shape is (in, out / groups, k…).
+    """
+
+    name: str
+    parameters: tuple[Tensor, ...]
     shape: torch.Size
-    value: Callable[[], Tensor]  # gives the weight; to be called under ``no_grad``
-    kind: str = MATRIX  # or ``STACK`` of matrices along all dimensions but the last two, or ``TABLE``
-    by_input: bool = False  # whether the first dimension of a matrix is what goes in
-    groups: int = 0  # how many, where the shape is (in, out / groups, k…)
+    value: Callable[[], Tensor]
+    kind: str = MATRIX
+    by_input: bool = False
+    groups: int = 0
 
 
 class Weight(NamedTuple):
-    """One weight as a matrix."""
+    """One weight as a matrix (rows, columns); ``scale`` is sqrt(out / in), NaN for an embedding."""
 
-    name: str  # the parameter's
-    local: Tensor  # what this rank holds of it, of shape (rows, in·k…)
-    rows: int  # how many there are on all ranks
-    groups: tuple[Any, ...]  # of processes, over whose ranks the rows are shared out; none where they are all here
-    scale: float  # sqrt(out / in); NaN for a table, which maps nothing
-
-    def less(self, before: Tensor) -> Weight:
-        """What has been added to what this rank held of it before, which is used up."""
-        if before.dtype != work_dtype(before.dtype):
-            before = before.to(work_dtype(before.dtype))
-        return self._replace(local=torch.sub(self.local, before, out=before))
+    name: str
+    matrix: Tensor
+    scale: float
 
 
 def effective_weights(model: nn.Module) -> Iterator[EffectiveWeight]:
-    """All weights that are matrices or hold some, each once; complex ones are left out."""
+    """All weights that are matrices or hold some, each once; complex ones are not reported."""
     modules = list(named_modules(model))
     computed = {path: list(_computed(module)) for path, module in modules}
     known = {id(parameter) for each in computed.values() for weight in each for parameter in weight.parameters}
     for path, module in modules:
         for weight in computed[path]:
-            owner = getattr(module, "base_layer", module)
-            yield from _described(path, owner, weight)
+            yield from _described(path, module, weight)
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in known:
                 known.add(id(parameter))
@@ -79,33 +80,23 @@ def effective_weights(model: nn.Module) -> Iterator[EffectiveWeight]:
                 yield from _described(path, module, itself)
 
 
-def as_weights(acting: EffectiveWeight, whole: bool) -> list[Weight]:
-    """A weight as matrices: one, or those of a stack, called ``{name}/{i}``.
+def as_weights(weight: EffectiveWeight, value: Tensor) -> list[Weight]:
+    """Matrices of the value of a weight, or of its change: one, or those of a stack, called ``{name}/{i}``.
 
-    Where a DTensor's rows are shared out, each rank keeps its own; placed in any other way it is gathered, as it is
-    where all of it is needed.
+    A DTensor is gathered.
     """
-    value: Any = acting.value()
-    local = value
-    groups: tuple[Any, ...] = ()
-    if is_sharded(value):
-        whole = whole or acting.kind != MATRIX or bool(acting.groups)
-        sharded = [i for i, placement in enumerate(value.placements) if not placement.is_replicate()]
-        if all(value.placements[i].is_shard(0) for i in sharded) and not (whole and sharded):
-            groups = tuple(value.device_mesh.get_group(i) for i in sharded)
-            local = value.to_local()
-        else:
-            value = local = value.full_tensor()
-    if acting.kind == STACK:
+    value = whole_tensor(value)
+    if weight.kind == STACK:
         stack = value.flatten(0, -3)
-        scale = math.sqrt(stack.shape[2] / stack.shape[1] if acting.by_input else stack.shape[1] / stack.shape[2])
-        return [Weight(f"{acting.name}/{i}", each, len(each), (), scale) for i, each in enumerate(stack)]
-    if acting.groups:
-        value = local = local.unflatten(0, (acting.groups, -1)).transpose(1, 2).flatten(0, 1)
-    rows = value.numel() // value.shape[-1] if acting.kind == TABLE else len(value)
-    columns = value.numel() // rows
-    scale = math.sqrt(columns / rows if acting.by_input else rows / columns)
-    return [Weight(acting.name, local.reshape(-1, columns), rows, groups, math.nan if acting.kind == TABLE else scale)]
+        scale = math.sqrt(stack.shape[2] / stack.shape[1] if weight.by_input else stack.shape[1] / stack.shape[2])
+        return [Weight(f"{weight.name}/{i}", each, scale) for i, each in enumerate(stack)]
+    if weight.groups:
+        value = value.unflatten(0, (weight.groups, -1)).transpose(1, 2).flatten(0, 1)
+    if weight.kind == EMBEDDING:
+        return [Weight(weight.name, value.reshape(-1, value.shape[-1]), math.nan)]
+    matrix = value.flatten(1)
+    rows, columns = matrix.shape
+    return [Weight(weight.name, matrix, math.sqrt(columns / rows if weight.by_input else rows / columns))]
 
 
 def _described(path: str, module: nn.Module, weight: EffectiveWeight) -> Iterator[EffectiveWeight]:
@@ -116,7 +107,7 @@ def _described(path: str, module: nn.Module, weight: EffectiveWeight) -> Iterato
     shape, is_own = weight.shape, weight.name == "weight"
     kind, by_input, groups = MATRIX, False, 0
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-        kind = TABLE
+        kind = EMBEDDING
     elif isinstance(module, TRANSPOSED) and is_own:
         groups = module.groups
     elif is_conv1d(module) and is_own:
@@ -124,8 +115,8 @@ def _described(path: str, module: nn.Module, weight: EffectiveWeight) -> Iterato
     elif not (isinstance(module, CONVOLUTIONS) and is_own):
         leading = next((i for i, size in enumerate(shape) if size != 1), len(shape)) if len(shape) > 2 else 0
         shape = shape[leading:]
-        if leading or (len(shape) == 2 and not is_own and _TABLE_NAMES.search(weight.name)):
-            kind = TABLE
+        if leading or (len(shape) == 2 and not is_own and _EMBEDDING_NAMES.search(weight.name)):
+            kind = EMBEDDING
         elif len(shape) > 2:
             kind, by_input = STACK, _is_stacked_by_input(module, weight.name, shape)
     if len(shape) >= 2 and shape.numel():
@@ -134,7 +125,7 @@ def _described(path: str, module: nn.Module, weight: EffectiveWeight) -> Iterato
 
 
 def _is_stacked_by_input(module: nn.Module, name: str, shape: torch.Size) -> bool:
-    """Whether matrices of shape (in, out) are stacked: as the bias beside them, or the module itself, says."""
+    """Whether stacked matrices are of shape (in, out), by the size of their bias or an attribute of the module."""
     rows, columns = shape[-2:]
     for bias_name in {f"{name}_bias", name.replace("weight", "bias")} - {name}:
         bias = parameters_in(module).get(bias_name)
@@ -144,7 +135,7 @@ def _is_stacked_by_input(module: nn.Module, name: str, shape: torch.Size) -> boo
 
 
 def _computed(module: nn.Module) -> Iterator[EffectiveWeight]:
-    """The weights that a module computes of its parameters, by their names in it; scripted ones are as they are."""
+    """The weights that a module computes of its parameters, by their names in it; not those of a scripted module."""
     if isinstance(module, torch.jit.ScriptModule):
         return
     parametrizations = modules_in(module).get("parametrizations")
@@ -152,51 +143,28 @@ def _computed(module: nn.Module) -> Iterator[EffectiveWeight]:
         for name, recipe in parametrizations.items():
             make = partial(_parametrized, recipe)
             yield EffectiveWeight(name, tuple(recipe.parameters()), make().shape, make)
-    of: Any = parameters_in(module)
+    if any(isinstance(hook, _COMPUTING) for hook in hooks_before_forward(module)):
+        own: Any = parameters_in(module)
+        for name in [each.removesuffix(end) for each in own for end in ("_orig", "_v") if each.endswith(end)]:
+            parts = tuple(own[f"{name}{end}"] for end in ("_orig", "_g", "_v") if f"{name}{end}" in own)
+            yield EffectiveWeight(name, parts, parts[-1].shape, partial(_hooked, module, name))
+
+
+def _hooked(module: nn.Module, name: str) -> Tensor:
+    """The weight that hooks compute before a forward pass, in eval mode and of a copy of the module."""
+    shadow = copy.copy(module)
+    shadow.training = False
     for hook in hooks_before_forward(module):
-        name = getattr(hook, "name", "")
-        if isinstance(hook, WeightNorm):
-            parts = of[f"{name}_g"], of[f"{name}_v"]
-            yield EffectiveWeight(name, parts, parts[1].shape, partial(hook.compute_weight, module))
-        elif isinstance(hook, SpectralNorm):
-            original = of[f"{name}_orig"]
-            yield EffectiveWeight(name, (original,), original.shape, partial(hook.compute_weight, module, False))
-    yield from _low_rank(module)
-
-
-def _parametrized(recipe: nn.Module) -> Tensor:
-    """What a parametrization makes in eval mode, of copies of its buffers: it may change them, and draw numbers."""
-    buffers = {name: buffer.clone() for name, buffer in recipe.named_buffers()}
-    modules = list(recipe.modules())
-    with put_back(modules, []), preserved_rng_state({device_of(recipe)}):
-        for module in modules:
-            module.training = False
-        weight: Tensor = functional_call(recipe, buffers, ())
+        if isinstance(hook, _COMPUTING):
+            hook(shadow, ())
+    weight: Tensor = getattr(shadow, name)
     return weight
 
 
-def _low_rank(module: nn.Module) -> Iterator[EffectiveWeight]:
-    """LoRA as PEFT keeps it: base_layer.weight + scaling · B A of the active adapters, where that is all there is."""
-    base, down, up = (modules_in(module).get(name) for name in ("base_layer", "lora_A", "lora_B"))
-    weight = None if base is None else parameters_in(base).get("weight")
-    scaling = getattr(module, "scaling", None)
-    if not isinstance(down, nn.ModuleDict) or not isinstance(up, nn.ModuleDict) or weight is None:
-        return
-    matrices: dict[nn.Module, Tensor] = {
-        each: each.weight for each in [*down.values(), *up.values()] if isinstance(each, nn.Linear)
-    }
-    if not isinstance(scaling, Mapping) or len(matrices) < len(down) + len(up):
-        return
-    if any(getattr(module, "use_dora", {}).values()) or not is_measurable(weight):
-        return
-    inactive = getattr(module, "merged", False) or getattr(module, "disable_adapters", False)
-    active = [] if inactive else [each for each in getattr(module, "active_adapters", []) if each in down]
-
-    def merged(weight: Tensor = weight) -> Tensor:
-        total = weight
-        for name in active:
-            product = scaling[name] * (matrices[up[name]].float() @ matrices[down[name]].float())
-            total = total + (product.T if getattr(module, "fan_in_fan_out", False) else product)
-        return total
-
-    yield EffectiveWeight("weight", (weight, *matrices.values()), weight.shape, merged)
+def _parametrized(recipe: nn.Module) -> Tensor:
+    """The weight of a parametrization in eval mode, of copies of its buffers; it may draw random numbers."""
+    with preserved_buffers(recipe.modules()), preserved_rng_state({device_of(recipe)}):
+        for module in recipe.modules():
+            module.training = False
+        weight: Tensor = recipe()
+    return weight

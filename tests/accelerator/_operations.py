@@ -31,8 +31,8 @@ CLIP = "clip_grad_norm_"
 MONITORS: dict[str, tuple[int, Make]] = {
     "GradMonitor": (60, GradMonitor),
     "GradMonitor, RobustThreshold": (75, lambda m, o: GradMonitor(m, o, threshold=RobustThreshold())),
-    "WeightUpdateHandler": (90, WeightUpdateHandler),
-    "OptimizerStateHandler": (70, lambda m, o: OptimizerStateHandler(m, o)),
+    "WeightUpdateHandler": (130, WeightUpdateHandler),
+    "OptimizerStateHandler": (200, lambda m, o: OptimizerStateHandler(m, o)),
     "ActivationHandler": (90, lambda m, o: ActivationHandler(m, activations=True)),
     "ActivationHandler, attention": (110, lambda m, o: ActivationHandler(m, activations=True, attention=True)),
     "ActivationHandler, gradients and parameters": (
@@ -40,8 +40,8 @@ MONITORS: dict[str, tuple[int, Make]] = {
         lambda m, o: ActivationHandler(m, activations=True, attention=True, gradients=True, parameters=True),
     ),
     "RCCHandler": (800, lambda m, o: RCCHandler(m)),
-    "SpectralNormHandler": (400, lambda m, o: SpectralNormHandler(m)),
-    "SpectralNormHandler, updates": (750, lambda m, o: SpectralNormHandler(m, updates=True)),
+    "SpectralNormHandler": (550, lambda m, o: SpectralNormHandler(m)),
+    "SpectralNormHandler, updates": (1150, lambda m, o: SpectralNormHandler(m, updates=True)),
     "StepStatsHandler": (6, StepStatsHandler),
 }
 

@@ -30,7 +30,6 @@ ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = {
     "bench_cost.py": ["--device", "cuda"],
     "bench_weight_update.py": ["--device", "cuda"],
-    "bench_spectral.py": ["--device", "cuda"],
     "bench_activations.py": [],
 }
 

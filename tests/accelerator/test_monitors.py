@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from torch.nn import functional as F
 
-from ignite_monitor import CurvatureHandler, GradientNoiseScaleHandler, WeightUpdateHandler
-from ignite_monitor.model import samples
+from ignite_monitor import CurvatureHandler, GradientNoiseScaleHandler
 from tests.accelerator._device import Device
 from tests.accelerator._trainings import MONITORS, Training, batches, without_machine
 
@@ -64,15 +63,3 @@ def test_curvature(device):
         rows.append(training.run([monitor], batches(2, each.name)))
     assert "curvature/along_gradient" in rows[0][-1]
     assert_alike(*rows, tolerance_of("curvature", device))
-
-
-def test_parameters_that_are_too_large_for_a_copy(device, monkeypatch):
-    """Samples of some parameters are taken from a copy of these, of others one by one: the norms are the same."""
-    norms = []
-    for room in (samples._ROOM, 2000, 0):
-        monkeypatch.setattr(samples, "_ROOM", room)
-        training = Training(device)
-        handler = WeightUpdateHandler(training.model, training.optimizer, sample_size=100)
-        norms.append(training.run([handler], batches(3, device.name)))
-    for each in norms[1:]:
-        assert_alike(each, norms[0], 1e-6)

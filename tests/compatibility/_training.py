@@ -130,7 +130,7 @@ class Monitored(Training):
             HistogramHandler(of),
             ActivationHandler(of, **everything, reference="init", attention=True),
             RCCHandler(of),
-            SpectralNormHandler(of, updates=True, per_parameter=True, method="svd"),
+            SpectralNormHandler(of, updates=True, per_parameter=True),
             StepStatsHandler(of, optimizer),
             AlignmentHandler(of, sample_size=10**6),
         ):

@@ -265,7 +265,7 @@ class Truth(_truth.Truth):
             for i, (weight, change) in enumerate(zip(now, step, strict=True)):
                 own = f"{tag}/{i}" if len(now) > 1 else tag
                 sigma, moved = (float(torch.linalg.matrix_norm(each, 2)) for each in (weight, change))
-                values[f"{'table' if is_table else 'norm'}/{own}"] = sigma
+                values[f"{'embedding' if is_table else 'norm'}/{own}"] = sigma
                 norms.append(sigma)
                 ranks += [float(weight.square().sum()) / sigma**2] if sigma else []
                 scale = math.sqrt(shape[0] / shape[1]) if not last else math.sqrt(shape[1] / shape[0])

@@ -128,7 +128,6 @@ SCENARIOS = {
     "fsdp": lambda rank: train(fsdp(), rank),
     "fsdp hybrid": lambda rank: train(fsdp((1, WORLD)), rank),
     "fsdp resumed": resumed,
-    "fsdp svd": lambda rank: train(fsdp(), rank, "svd"),
     "columns": lambda rank: columns(),
 }
 

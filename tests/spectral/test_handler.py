@@ -14,7 +14,6 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 from ignite_monitor import GradMonitor, SpectralNormHandler, StaticThreshold
-from ignite_monitor.spectral import spectra
 
 KEYS = {"norm_max", "norm_mean", "norm_std", "stable_rank_min", "stable_rank_median", "error_max", "iterations"}
 UPDATE_KEYS = {"update_norm_max", "update_error_max"} | {
@@ -27,8 +26,8 @@ def sigma(tensor):
 
 
 def norm_key(name):
-    """What the norm of one of Net's weights is called: that of its embedding says that it is a table."""
-    return f"{'table' if name == 'classes.weight' else 'norm'}/{name}"
+    """The key of the norm of one of Net's weights."""
+    return f"{'embedding' if name == 'classes.weight' else 'norm'}/{name}"
 
 
 def matrices_of(model):
@@ -77,9 +76,8 @@ def numbers(handler):
     return {name.removeprefix("spectral/"): float(value) for name, value in handler.metrics.items()}
 
 
-@pytest.mark.parametrize("method", ["power", "svd"])
-def test_values_against_float64(batches, method):
-    model, _, trainer, handler = make(batches, method=method, per_parameter=True, top_k=2)
+def test_values_against_float64(batches):
+    model, _, trainer, handler = make(batches, per_parameter=True, top_k=2)
     handler.attach(trainer)
     seen = []
 
@@ -106,7 +104,7 @@ def test_values_against_float64(batches, method):
     trainer.run(batches[:5])
     assert len(seen) == 5
     assert handler.iterations == seen[-1]
-    assert (max(seen) > 0) is (method == "power")
+    assert max(seen) > 0
 
 
 def test_within_a_thousandth_along_a_real_training_with_all_that_can_happen(batches):
@@ -164,7 +162,7 @@ def test_updates_against_float64(batches):
         assert set(got) == KEYS | UPDATE_KEYS
         weights = matrices_of(model)
         scale = {name: (len(weight) / weight[0].numel()) ** 0.5 for name, weight in weights.items()}
-        del scale["classes.weight"]  # a table maps nothing
+        del scale["classes.weight"]  # an embedding maps nothing
         updates = {name: sigma(weight.detach().double() - before[name]) for name, weight in weights.items()}
         # Differences of float32 numbers have a rounding of their own.
         assert got["update_norm_max"] == pytest.approx(max(updates.values()), rel=1e-4)
@@ -246,12 +244,15 @@ def test_which_parameters_are_measured(caplog):
     engine = Engine(lambda *_: None)
     handler.attach(engine)
     engine.run([0])
-    got = {name: value for name, value in numbers(handler).items() if name.startswith(("norm/", "table/"))}
+    got = {name: value for name, value in numbers(handler).items() if name.startswith(("norm/", "embedding/"))}
     weights = {name: dict(model.named_parameters())[name] for name in ("conv.weight", "frozen", "column", "narrow")}
     expected = {f"norm/{name}": sigma(weight) for name, weight in weights.items()}
-    expected |= {"norm/normed.weight": sigma(model.normed.weight), "table/embedding.weight": sigma(model.head.weight)}
+    expected |= {
+        "norm/normed.weight": sigma(model.normed.weight),
+        "embedding/embedding.weight": sigma(model.head.weight),
+    }
     assert got == pytest.approx(expected, rel=1e-4)
-    assert [record.getMessage() for record in caplog.records] == ["spectral: complex weights are left out: waves"]
+    assert caplog.messages == ["SpectralNormHandler (spectral): complex weights are not reported: waves"]
 
 
 def test_weights_stored_by_input():
@@ -313,7 +314,7 @@ def test_stacked_experts_are_measured_each_for_itself():
     assert got["weight_condition_max"] == pytest.approx(max(conditions), rel=1e-4)
 
 
-def test_tables_have_no_part_in_the_conditions():
+def test_embeddings_have_no_part_in_the_conditions():
     class Patches(nn.Module):
         def __init__(self):
             super().__init__()
@@ -322,20 +323,21 @@ def test_tables_have_no_part_in_the_conditions():
             self.relative_position_bias_table = nn.Parameter(100 * torch.randn(9, 4))
             self.embedding = nn.Embedding(30, 16)
             self.proj = nn.Linear(16, 4, bias=False)
+            self.token_mixing = nn.Parameter(torch.randn(4, 4) / 100)
 
     model = Patches()
     got = measured(model)
     expected = {
-        "table/positions": sigma(model.positions[0]),
-        "table/relative_position_bias_table": sigma(model.relative_position_bias_table),
-        "table/embedding.weight": sigma(model.embedding.weight),
+        "embedding/positions": sigma(model.positions[0]),
+        "embedding/relative_position_bias_table": sigma(model.relative_position_bias_table),
+        "embedding/embedding.weight": sigma(model.embedding.weight),
         "norm/proj.weight": sigma(model.proj.weight),
+        "norm/token_mixing": sigma(model.token_mixing),
     }
-    assert {name: value for name, value in got.items() if name.startswith(("norm/", "table/"))} == pytest.approx(
+    assert {name: value for name, value in got.items() if name.startswith(("norm/", "embedding/"))} == pytest.approx(
         expected, rel=1e-4
     )
     assert got["weight_condition_max"] == pytest.approx(2 * sigma(model.proj.weight), rel=1e-4)
-    assert got["weight_condition_median"] == got["weight_condition_max"]
 
 
 @pytest.mark.parametrize("kind", ["vit", "mixtral"])
@@ -361,53 +363,41 @@ def test_models_at_their_own_start_have_conditions_of_order_one(kind):
         assert norms == pytest.approx([sigma(expert) for expert in stack], rel=1e-4)
 
 
-def lora(features):
-    """A linear layer as PEFT wraps it."""
-    layer = nn.Module()
-    layer.base_layer = nn.Linear(*features)
-    layer.lora_A = nn.ModuleDict({"mine": nn.Linear(features[0], 2, bias=False), "other": nn.Linear(features[0], 3)})
-    layer.lora_B = nn.ModuleDict({"mine": nn.Linear(2, features[1], bias=False), "other": nn.Linear(3, features[1])})
-    layer.scaling, layer.active_adapters, layer.merged, layer.disable_adapters = {"mine": 3.0}, ["mine"], False, False
-    return layer
-
-
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated", "ignore:.*spectral_norm.* is deprecated")
 def test_weights_that_are_computed_are_measured_as_they_act():
+    prune = torch.nn.utils.prune
     model = nn.ModuleDict(
         {
             "normed": torch.nn.utils.parametrizations.weight_norm(nn.Linear(5, 4)),
             "old_normed": torch.nn.utils.weight_norm(nn.Linear(5, 4)),
             "old_spectral": torch.nn.utils.spectral_norm(nn.Linear(6, 4)),
             "turned": torch.nn.utils.parametrizations.weight_norm(nn.ConvTranspose1d(4, 6, 1)),
-            "q_proj": lora((6, 5)),
+            "pruned": prune.random_unstructured(nn.Linear(7, 6), "weight", 0.5),
+            "pruned_twice": prune.l1_unstructured(
+                prune.ln_structured(nn.Linear(7, 6), "weight", 0.3, 2, 0), "weight", 9
+            ),
         }
     )
-    adapters = model["q_proj"].lora_B["mine"].weight @ model["q_proj"].lora_A["mine"].weight
+    with torch.no_grad():  # weights that no forward pass has computed anew
+        model["pruned"].weight_orig.mul_(3.0)
+        model["old_normed"].weight_v.add_(1.0)
+    spectral, normed = model["old_spectral"], model["old_normed"]
+    direction = normed.weight_v / normed.weight_v.norm(dim=1, keepdim=True)
     weights = {
         "normed": model["normed"].weight,
-        "old_normed": model["old_normed"].weight,
-        "old_spectral": model["old_spectral"].weight_orig
-        / (model["old_spectral"].weight_u @ model["old_spectral"].weight_orig @ model["old_spectral"].weight_v),
+        "old_normed": normed.weight_g * direction,
+        "old_spectral": spectral.weight_orig / (spectral.weight_u @ spectral.weight_orig @ spectral.weight_v),
         "turned": model["turned"].weight.transpose(0, 1),
-        "q_proj": model["q_proj"].base_layer.weight + 3.0 * adapters,
+        "pruned": model["pruned"].weight_orig * model["pruned"].weight_mask,
+        "pruned_twice": model["pruned_twice"].weight_orig * model["pruned_twice"].weight_mask,
     }
+    before = copy.deepcopy(model.state_dict())
     got = measured(model)
     expected = {f"norm/{name}.weight": sigma(weight) for name, weight in weights.items()}
     assert {name: value for name, value in got.items() if name.startswith("norm/")} == pytest.approx(expected, rel=1e-4)
     conditions = [sigma(each) / (each.shape[0] / each[0].numel()) ** 0.5 for each in weights.values()]
     assert got["weight_condition_max"] == pytest.approx(max(conditions), rel=1e-4)
-
-
-def test_peft():
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 4))
-    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["0"], r=2, init_lora_weights=False))
-    layer = model.base_model.model[0]
-    got = measured(model)
-    name = next(name for name in got if name.startswith("norm/") and name.endswith("0.weight"))
-    assert got[name] == pytest.approx(sigma(layer.base_layer.weight + layer.get_delta_weight("default")), rel=1e-4)
-    assert sum(name.startswith("norm/") for name in got) == 2
+    assert all(map(torch.equal, before.values(), model.state_dict().values()))
 
 
 def test_updates_of_computed_weights():
@@ -459,7 +449,7 @@ def test_bfloat16_and_moved_models(batches):
         assert abs(got["norm/hidden.weight"] / sigma(model.hidden.weight) - 1) <= got["error_max"] < 1.01e-3
 
 
-@pytest.mark.parametrize("method", ["power", "ns5-fast", "ns3-accurate", "svd"])
+@pytest.mark.parametrize("method", ["power", "ns5-fast", "ns3-accurate"])
 def test_weight_that_is_not_finite_is_left_out_with_one_warning(batches, method, caplog):
     model, _, trainer, handler = make(batches, method=method, per_parameter=True, top_k=1)
     model.hidden.weight.requires_grad_(False)[3, 4] = math.nan
@@ -497,7 +487,7 @@ def test_quick_method_that_fails_gives_way_to_power(caplog):
     handler.attach(engine)
     with caplog.at_level(logging.WARNING):
         engine.run(range(3))
-    assert len([record for record in caplog.records if '"power" takes its place' in record.message]) == 1
+    assert len([record for record in caplog.records if '"power" replaces it' in record.message]) == 1
     assert numbers(handler)["norm_max"] == pytest.approx(1.0, rel=1e-6)
     assert "error_max" in numbers(handler)
 
@@ -545,62 +535,6 @@ def test_resumed_run_publishes_what_the_uninterrupted_one_does(batches, tmp_path
     trainer.run(batches[4:8])
     assert [whole[i] for i in range(1, 5)] == [first[i] for i in range(1, 5)]
     assert [whole[i] for i in range(5, 9)] == [second[i] for i in range(1, 5)]
-    assert any("hidden" in name for name in handler.state_dict()["weights"]["vectors"])
-
-
-def test_resumed_with_another_architecture(batches):
-    _, _, trainer, handler = make(batches, updates=True)
-    handler.attach(trainer)
-    trainer.run(batches[:2])
-    model, _, trainer, other = make(batches, model=Net(width=280), updates=True, per_parameter=True)
-    other.load_state_dict(copy.deepcopy(handler.state_dict()))
-    other.attach(trainer)
-    trainer.run(batches[:2])
-    got = numbers(other)
-    for name, weight in matrices_of(model).items():
-        assert abs(got[norm_key(name)] / sigma(weight) - 1) <= got["error_max"]
-    assert set(other.state_dict()["weights"]["vectors"]) == {"first.weight", "hidden.weight"}
-
-
-@pytest.mark.parametrize(
-    ("change", "error"),
-    [
-        ({"count": "1"}, TypeError),
-        ({"vectors": [1]}, TypeError),
-        ({"vectors": {"a": 1}}, TypeError),
-        ({"vectors": {"a": torch.full((8, 300), math.nan)}}, ValueError),
-        ({"vectors": {"a": torch.zeros(3)}}, ValueError),
-    ],
-)
-def test_damaged_states_are_refused(batches, change, error):
-    *_, handler = make(batches)
-    state = handler.state_dict()
-    state["updates"] = state["updates"] | change
-    with pytest.raises(error, match="state_dict"):
-        handler.load_state_dict(state)
-
-
-def test_fixed_steps_where_nobody_may_look(batches, monkeypatch):
-    """As on a GPU: the first measurement makes more steps, and so does one after a bound that was too wide."""
-    calls = []
-    original = spectra.power
-
-    def power(matrices, vectors, generator, steps):
-        calls.append(4)
-        return original(matrices, vectors, generator, calls[-1])
-
-    monkeypatch.setattr(spectra, "power", power)
-    model, _, trainer, handler = make(batches, include="hidden.weight")
-    handler.attach(trainer)
-
-    @trainer.on(Events.ITERATION_COMPLETED)
-    def check(_):
-        got = numbers(handler)
-        assert abs(got["norm_max"] / sigma(model.hidden.weight) - 1) <= got["error_max"]
-        assert handler.iterations == 4
-
-    trainer.run(batches[:6])
-    assert set(calls) == {4}
 
 
 def test_names_that_tags_cannot_hold_and_parameters_that_come_and_go(batches):
@@ -619,10 +553,27 @@ def test_names_that_tags_cannot_hold_and_parameters_that_come_and_go(batches):
     assert got["norm/hidden.weight"] == pytest.approx(sigma(model.hidden.weight), rel=1e-3)
 
 
+@pytest.mark.parametrize("state", [{"weights": "svd"}, {"updates": "nothing"}])
+def test_damaged_states_are_refused(batches, state):
+    *_, handler = make(batches)
+    with pytest.raises(ValueError, match="state_dict"):
+        handler.load_state_dict({**handler.state_dict(), **state})
+
+
+def test_a_method_that_was_replaced_stays_replaced_after_resuming(batches):
+    *_, first = make(batches, method="ns5-fast")
+    first._weights.method = "power"  # as after a failure
+    *_, trainer, second = make(batches, method="ns5-fast")
+    second.load_state_dict(first.state_dict())
+    second.attach(trainer)
+    trainer.run(batches[:1])
+    assert "error_max" in numbers(second)
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ({"method": "lanczos"}, ValueError, "method"),
+        ({"method": "svd"}, ValueError, "method"),
         ({"method": 1}, TypeError, "method"),
         ({"include": "("}, ValueError, "include"),
         ({"exclude": 1}, TypeError, "exclude"),

@@ -352,7 +352,7 @@ class Truth:
             key for key, each in self._parameters() for module in self.modules.values()
             if isinstance(module, nn.Embedding) and module.weight is each
         }  # fmt: skip
-        kinds = ["table" if name in tables else "norm" for name in names]
+        kinds = ["embedding" if name in tables else "norm" for name in names]
         values = {f"{kind}/{tag}": norms[name] for kind, name, tag in zip(kinds, names, order, strict=True)}
         every = torch.tensor([*norms.values()], dtype=torch.float64)
         values |= {"norm_max": every.max(), "norm_mean": every.mean(), "norm_std": every.std(correction=0)}

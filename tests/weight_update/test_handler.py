@@ -5,18 +5,17 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from unittest.mock import MagicMock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from ignite.engine import Engine, Events
-from ignite.handlers.wandb_logger import OutputHandler, WandBLogger
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from ignite_monitor import GradMonitor, MonitorEvents, StaticThreshold, WeightUpdateHandler
 from tests._helpers import unset_default_device
+from tests.monitor.test_contract import ListLogger
 
 KEYS = {
     "grad_median", "grad_p95", "grad_min", "grad_max", "vanishing_count", "exploding_count",
@@ -1017,15 +1016,6 @@ def test_names_that_a_tag_cannot_hold():
 # Names, loggers and synchronisations
 
 
-def wandb(logged):
-    logger = MagicMock(spec=WandBLogger)
-    logger.log = lambda named, step, sync=None: logged.append(named)
-    logger.attach_output_handler = lambda engine, event, **kwargs: WandBLogger.attach(
-        logger, engine, OutputHandler(**kwargs), event
-    )
-    return logger
-
-
 @pytest.mark.parametrize("top_k", [0, 2, 5])
 def test_named_keys(top_k):
     model = make_model()
@@ -1041,10 +1031,12 @@ def test_named_keys(top_k):
         optimizer.step()
 
     handler = WeightUpdateHandler(model, optimizer, top_k=top_k, frozen_patience_steps=2)
-    logged: list[dict[str, float]] = []
+    logger = ListLogger()
     run = Watched(model, train_step, handler)
-    handler.log_to(wandb(logged), run.engine)
+    handler.log_to(logger, run.engine)
     run.run(make_batches(6))
+    logged = [values for _, values in logger.written]
+    assert len(logged) == 6
     for i, named in enumerate(logged):
         gradients = {name: value for name, value in named.items() if "topk_grad" in name}
         largest = sorted(run.norms[i].items(), key=lambda pair: -pair[1])[:top_k]
@@ -1167,11 +1159,11 @@ def test_default_device_is_of_no_concern():
         other = WeightUpdateHandler(model)
         engine = Engine(plain_step(model, optimizer))
         handler.attach(engine)
-        logged: list[dict[str, float]] = []
-        handler.log_to(wandb(logged), engine)
+        logger = ListLogger()
+        handler.log_to(logger, engine)
         engine.run(batches, max_epochs=1)
         other.load_state_dict(handler.state_dict())
     finally:
         unset_default_device()
-    assert all(0 < named["monitor/update_ratio_min"] < 1 for named in logged)
-    assert len(logged) == 3
+    assert all(0 < named["monitor/update_ratio_min"] < 1 for _, named in logger.written)
+    assert len(logger.written) == 3
