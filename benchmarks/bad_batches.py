@@ -89,15 +89,15 @@ REACTIONS: dict[str, Callable[[], Reaction]] = {
     "nothing": lambda: nothing,
     "`clip_grad_norm_(1.0)`": lambda: clip_to_one,
     "ZClip": zclip,
-    "`skip_step=True`": lambda: nothing,
+    "skip by the default rule": lambda: nothing,
     "skip by `RobustThreshold()`": lambda: nothing,
     "clip to the threshold": lambda: nothing,
     "oracle's skip": lambda: oracle,
 }
 MONITORS: dict[str, dict[str, Any]] = {
-    "`skip_step=True`": {"reaction": "skip"},
-    "skip by `RobustThreshold()`": {"reaction": "skip", "threshold": RobustThreshold()},
-    "clip to the threshold": {"reaction": "clip"},
+    "skip by the default rule": {"on_spike": "skip"},
+    "skip by `RobustThreshold()`": {"on_spike": "skip", "threshold": RobustThreshold()},
+    "clip to the threshold": {"on_spike": "clip"},
 }
 
 

@@ -105,7 +105,7 @@ def check_synchronisation(width: int) -> None:
         optimizer.step()
 
     trainer = Engine(train_step)
-    GradMonitor(model, optimizer, skip_step=True).attach(trainer)
+    GradMonitor(model, optimizer, on_spike="skip").attach(trainer)
     trainer.add_event_handler(Events.ITERATION_STARTED(once=5), lambda: torch.cuda.set_sync_debug_mode("error"))
     trainer.add_event_handler(Events.ITERATION_STARTED(once=20), lambda: torch.cuda.set_sync_debug_mode("default"))
     trainer.run(range(20))

@@ -85,7 +85,7 @@ COMPARISONS = {"`clip_grad_norm_`": clip, "two forward passes": two_passes, "a c
 MONITORS: dict[str, Callable[..., list[Any]]] = {
     "`GradMonitor`": lambda model, optimizer: [GradMonitor(model, optimizer)],
     "`WeightUpdateHandler`": lambda model, optimizer: [WeightUpdateHandler(model, optimizer)],
-    "`OptimizerStateHandler`": lambda model, optimizer: [OptimizerStateHandler(optimizer, model)],
+    "`OptimizerStateHandler`": lambda model, optimizer: [OptimizerStateHandler(model, optimizer)],
     PLAIN: lambda model, _: [ActivationHandler(model, activations=True)],
     "the same with attention": lambda model, _: [ActivationHandler(model, activations=True, attention=True)],
     "`SpectralNormHandler`": lambda model, _: [SpectralNormHandler(model)],

@@ -136,7 +136,7 @@ def batches(iterations: int) -> Iterator[tuple[Tensor, float]]:
 
 def monitors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
     return [
-        GradMonitor(model, optimizer, skip_step=True),
+        GradMonitor(model, optimizer, on_spike="skip"),
         WeightUpdateHandler(model, optimizer),
         ActivationHandler(
             model,
@@ -150,7 +150,7 @@ def monitors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
         ),
         RCCHandler(model),
         SpectralNormHandler(model, updates=True, per_parameter=True),
-        StepStatsHandler(model, optimizer, peak_flops=1e12),
+        StepStatsHandler(model, optimizer, peak_flops=1e12, flops_per_item=1e3),
     ]
 
 

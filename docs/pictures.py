@@ -249,12 +249,12 @@ def train(file, iterations=500, damaged=333):
 
     trainer = Engine(train_step)
     always = [
-        GradMonitor(model, optimizer, threshold=RobustThreshold(), skip_step=True),
+        GradMonitor(model, optimizer, threshold=RobustThreshold(), on_spike="skip"),
         SpikeMonitor(lambda engine: engine.state.output, prefix="loss", flag="loss_is_spike"),
     ]
     now_and_then = [
         WeightUpdateHandler(model, optimizer),
-        OptimizerStateHandler(optimizer, model),
+        OptimizerStateHandler(model, optimizer),
         ActivationHandler(model, activations={"max_abs": True}, include="blocks", attention=True),
         SpectralNormHandler(model, updates=True),
         RCCHandler(model),

@@ -104,7 +104,7 @@ def train(iterations, seed, disturbed=True, helped=True):
 
     trainer, run = Engine(train_step), Run()
     if helped:
-        monitor = GradMonitor(model, optimizer, reaction="skip")
+        monitor = GradMonitor(model, optimizer, on_spike="skip")
         monitor.attach(trainer)
         RollbackHandler({"model": model, "optimizer": optimizer, "scheduler": scheduler}).attach(trainer)
         SpikeRecorder(monitor, SPIKES).attach(trainer)

@@ -1,7 +1,7 @@
 """Let the handler skip the step at a spike: ``create_supervised_trainer``, and not a line in the train step.
 
 A perceptron learns handwritten digits (scikit-learn's, nothing is downloaded) with AdamW. Some batches are damaged;
-``skip_step=True`` makes ``optimizer.step()`` do nothing at those, weight decay and momentum included.
+``on_spike="skip"`` makes ``optimizer.step()`` do nothing at those, weight decay and momentum included.
 
     python examples/spikes_skipped.py              damaged batches are skipped
     python examples/spikes_skipped.py --no-skip    what they do otherwise
@@ -49,7 +49,7 @@ def main() -> None:
         what = "the step is made all the same" if args.no_skip else "the step is skipped"
         print(f"iteration {engine.state.iteration}: spike, gradient norm {norm:.3g}: {what}")
 
-    monitor = GradMonitor(model, optimizer, threshold=RobustThreshold(), skip_step=not args.no_skip, on_spike=report)
+    monitor = GradMonitor(model, optimizer, threshold=RobustThreshold(), on_spike=None if args.no_skip else "skip")
     monitor.attach(trainer)
 
     evaluator = create_supervised_evaluator(model, metrics={"accuracy": Accuracy()})

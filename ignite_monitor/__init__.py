@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-# A name is imported when it is asked for: whoever reads a file needs neither torch nor Ignite.
+# Names are imported on first use: reading a file needs neither torch nor Ignite.
 _MODULE_OF = {
     "ActivationHandler": "activation.handler",
     "CurvatureHandler": "curvature.handler",
@@ -11,8 +11,10 @@ _MODULE_OF = {
     "GradientNoiseScaleHandler": "noise_scale.handler",
     "HDF5Logger": "hdf5.logger",
     "HistogramHandler": "histograms.handler",
+    "Key": "schema",
     "MeanStdThreshold": "detection.thresholds",
     "Metric": "activation.metric",
+    "Monitor": "monitor.base",
     "MonitorEvents": "events.monitor_events",
     "OptimizerStateHandler": "optimizer_state.handler",
     "ParameterDiagnostics": "weight_update.handler",
@@ -20,6 +22,7 @@ _MODULE_OF = {
     "ReplicaCheckHandler": "replicas.handler",
     "RobustThreshold": "detection.robust",
     "RollbackHandler": "rollback.handler",
+    "Schema": "schema",
     "SpectralNormHandler": "spectral.handler",
     "SpikeMonitor": "spike.handler",
     "SpikeRecord": "spike_recorder.record",
@@ -35,7 +38,7 @@ _MODULE_OF = {
     "tensorboard_layout": "tensorboard",
 }
 
-if TYPE_CHECKING:  # the same for those who read and do not run: a test compares the two
+if TYPE_CHECKING:  # the same names for type checkers; a test compares the two
     from ignite_monitor.activation.handler import ActivationHandler as ActivationHandler
     from ignite_monitor.activation.metric import Metric as Metric
     from ignite_monitor.activation.record import record as record
@@ -50,11 +53,14 @@ if TYPE_CHECKING:  # the same for those who read and do not run: a test compares
     from ignite_monitor.hdf5.logger import HDF5Logger as HDF5Logger
     from ignite_monitor.hdf5.reader import read_hdf5 as read_hdf5
     from ignite_monitor.histograms.handler import HistogramHandler as HistogramHandler
+    from ignite_monitor.monitor.base import Monitor as Monitor
     from ignite_monitor.noise_scale.handler import GradientNoiseScaleHandler as GradientNoiseScaleHandler
     from ignite_monitor.optimizer_state.handler import OptimizerStateHandler as OptimizerStateHandler
     from ignite_monitor.rcc.handler import RCCHandler as RCCHandler
     from ignite_monitor.replicas.handler import ReplicaCheckHandler as ReplicaCheckHandler
     from ignite_monitor.rollback.handler import RollbackHandler as RollbackHandler
+    from ignite_monitor.schema import Key as Key
+    from ignite_monitor.schema import Schema as Schema
     from ignite_monitor.spectral.handler import SpectralNormHandler as SpectralNormHandler
     from ignite_monitor.spike.handler import SpikeMonitor as SpikeMonitor
     from ignite_monitor.spike_recorder.handler import SpikeRecorder as SpikeRecorder

@@ -1,12 +1,11 @@
-"""attach_monitors: the handlers most trainings want, in one line."""
+"""attach_monitors: the handlers that most training runs want, in one line."""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable, Iterable
-from types import MappingProxyType
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from ignite.engine import Engine, Events
 from ignite.handlers.base_logger import BaseLogger
@@ -23,19 +22,18 @@ from ignite_monitor.hdf5.logger import HDF5Logger
 from ignite_monitor.histograms.handler import HistogramHandler
 from ignite_monitor.model.names import named_modules, tags
 from ignite_monitor.model.optimizers import check_optimizer
+from ignite_monitor.monitor.attached import AttachedMonitors as AttachedMonitors
 from ignite_monitor.monitor.base import Monitor
 from ignite_monitor.optimizer_state.handler import OptimizerStateHandler
 from ignite_monitor.rcc.handler import RCCHandler
 from ignite_monitor.replicas.handler import ReplicaCheckHandler
+from ignite_monitor.rollback.handler import RollbackHandler
 from ignite_monitor.spectral.handler import SpectralNormHandler
+from ignite_monitor.spike_recorder.handler import SpikeRecorder
 from ignite_monitor.step_stats.handler import StepStatsHandler
 from ignite_monitor.weight_update.handler import WeightUpdateHandler
 
-# What is attached to an engine, by prefix: what is attached once more, as by a cell of a notebook that is run again, is
-# replaced.
-_ATTACHED: WeakKeyDictionary[Engine, dict[str, AttachedMonitors]] = WeakKeyDictionary()
-
-_MORE: dict[str, Callable[[nn.Module, Optimizer, GradScaler | None, str], Monitor]] = {
+_EXTRA: dict[str, Callable[[nn.Module, Optimizer, GradScaler | None, str], Monitor]] = {
     "histograms": lambda model, _, scaler, prefix: HistogramHandler(model, scaler=scaler, prefix=prefix),
     "replicas": lambda model, optimizer, _, prefix: ReplicaCheckHandler(model, optimizer, prefix=prefix),
     "spectral": lambda model, _, __, prefix: SpectralNormHandler(model, prefix=prefix),
@@ -43,32 +41,7 @@ _MORE: dict[str, Callable[[nn.Module, Optimizer, GradScaler | None, str], Monito
 }
 
 _FEW = 6
-"""Up to how many members of a list of modules are all shown."""
-
-
-class AttachedMonitors:
-    """Monitors that were attached together, and are detached together: by :meth:`remove`, or at the end of ``with``.
-
-    Args:
-        monitors: name -> monitor, each of them attached.
-
-    Attributes:
-        monitors: the same, to be read; they go into a checkpoint as ``Checkpoint({**handle.monitors, ...}, ...)``.
-    """
-
-    def __init__(self, monitors: dict[str, Monitor]) -> None:
-        self.monitors = MappingProxyType(monitors)
-
-    def remove(self) -> None:
-        """Detach them all; those that are detached already stay so."""
-        for monitor in self.monitors.values():
-            monitor.detach()
-
-    def __enter__(self) -> AttachedMonitors:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.remove()
+"""Largest number of members of a module list that are all shown."""
 
 
 def attach_monitors(
@@ -79,67 +52,48 @@ def attach_monitors(
     scaler: GradScaler | None = None,
     loggers: BaseLogger | Iterable[BaseLogger] = (),
     every: int = 100,
-    also: Iterable[str] = (),
-    threshold: ThresholdRule | Callable[[Tensor, Tensor, Tensor], Tensor | float] | None = None,
-    reaction: str | None = None,
-    skip_step: bool = False,
+    extra: Iterable[str] = (),
+    threshold: ThresholdRule | Callable[[Tensor, Tensor, Tensor], Tensor | float] | float | None = None,
+    on_spike: str | Callable[[Engine, float | Tensor], Any] | None = None,
     loss: LossSource | None = None,
+    rollback: Mapping[str, Any] | None = None,
+    record_spikes: str | os.PathLike[str] | None = None,
     prefix: str = "",
     flag: str | None = None,
 ) -> AttachedMonitors:
-    """Attach the handlers most trainings want, with defaults that suit most.
+    """Attach the monitors that most training runs want.
 
-    ==============  =================================================  ====================
-    name            monitor                                            watches
-    ==============  =================================================  ====================
-    ``grad``        ``GradMonitor(model, optimizer)``                  every iteration
-    ``update``      ``WeightUpdateHandler(model, optimizer)``          one in ``every``
-    ``activation``  ``ActivationHandler(model)`` with the metrics      one in ``every``
-                    std, max_abs, dead_fraction and nonfinite_count,
-                    and attention
-    ``step``        ``StepStatsHandler(model, optimizer)``             one in ``every``
-    ``optimizer``   ``OptimizerStateHandler(optimizer, model)``,       one in ``every``
-                    where the optimizer has ``betas`` or momentum
-    ==============  =================================================  ====================
+    ================  ===================================================  =============
+    An ``HDF5Logger`` gets all values. Other loggers get those of the whole model, its children and its blocks: the
+    members of module lists, of more than six the first, the middle and the last. For a GPT with 6 blocks of 4 heads
+    that is about 80 of 600 names.
 
-    With ``also`` costlier ones watch one iteration in ``every`` as well: ``"histograms"`` (``HistogramHandler``, for
-    TensorBoard), ``"replicas"`` (``ReplicaCheckHandler``, on several ranks), ``"spectral"`` (``SpectralNormHandler``),
-    ``"rcc"`` (``RCCHandler``).
-
-    Values are written to the loggers whenever they are measured, so the norm's come to the host in every iteration if
-    there is a logger. An ``HDF5Logger`` keeps them all. Others get what one can look at: std and max_abs of the whole
-    model, its children and its blocks, dead units and attention in these blocks, and what the model records. Blocks are
-    the members of lists of modules, of more than six the first, the middle and the last one. Of a GPT with 6 blocks of
-    4 heads that is about 80 tags of 600. Of RCCHandler they get what is of all layers, and each layer's share.
-
-    ``engine.state.unhealthy_spike`` says when a step should be left out; with a ``reaction`` the monitor does
-    something about it.
-
-    Attached once more to the same engine with the same prefix, new monitors replace those of before. Two models that
-    train on one engine, as those of a GAN, take a call each, with a prefix of their own.
+    Calling it again with the same engine, model and prefix replaces the monitors; if that fails, the former ones stay.
+    Several models on one engine, as in a GAN, take one call each, with different prefixes.
 
     Args:
         trainer: the engine that trains.
-        model: the model, as the train step uses it (wrapped, where it is wrapped).
+        model: the model, as the train step uses it (wrapped, if it is wrapped).
         optimizer: its optimizer.
         scaler: the GradScaler of the train step.
-        loggers: an Ignite logger or several, to write to.
-        every: in which iterations the costlier ones watch, at least 1.
-        also: names of more monitors.
-        threshold: the rule of ``GradMonitor``; None for its default.
-        reaction: what ``GradMonitor`` does at a spike: None, ``"skip"`` or ``"clip"``.
-        skip_step: True means ``reaction="skip"``.
-        loss: a second sign of a spike for ``GradMonitor``: the criterion, or a function of the engine.
-        prefix: what to put before all names: with ``"generator"`` they are ``generator/grad/norm``, and so on.
-        flag: the attribute of ``engine.state`` that says whether the gradient is a spike; None for
+        loggers: one Ignite logger or several.
+        every: distance of monitored iterations, at least 1; a prime if batches repeat with a period.
+        extra: names of more monitors, from the table.
+        threshold: the threshold rule of ``GradMonitor``, or a number; None for its default.
+        on_spike: the reaction of ``GradMonitor``: None, ``"skip"``, ``"clip"`` or a function ``(engine, norm)``.
+        loss: second spike signal of ``GradMonitor``: the criterion, or a function of the engine.
+        rollback: name -> model, optimizer, scheduler …, to be restored when training diverges.
+        record_spikes: directory for the batches and RNG states of spikes.
+        prefix: prefix of all names: ``"generator"`` for ``generator/grad/norm``.
+        flag: attribute of ``engine.state`` that says whether the gradient is a spike; None for
             ``"unhealthy_spike"``, and with a prefix for ``"{prefix}_unhealthy_spike"``.
 
     Returns:
-        A handle: its ``monitors`` by name, and ``remove()``, which detaches them and leaves the engine as it was.
+        A handle with ``monitors`` by name and ``remove()``, which detaches them; so does the end of a ``with`` block.
 
     Raises:
         TypeError: if an argument is of another type.
-        ValueError: if an argument has a value it can't have, or a name that the monitors need is taken.
+        ValueError: if an argument is out of its range, a name is taken, or the prefix is another model's.
 
     Examples:
         .. code-block:: python
@@ -153,58 +107,60 @@ def attach_monitors(
     check_type("trainer", trainer, Engine, "ignite.engine.Engine")
     check_optimizer(optimizer)
     every = check_count("every", every, least=1)
-    if isinstance(loggers, BaseLogger):
-        loggers = [loggers]
+    loggers = [loggers] if isinstance(loggers, BaseLogger) else loggers
     check_type("loggers", loggers, Iterable, "ignite.handlers.base_logger.BaseLogger or a list of such")
     loggers = list(loggers)
     for logger in loggers:
         check_type("loggers", logger, BaseLogger, "ignite.handlers.base_logger.BaseLogger or a list of such")
-    if isinstance(also, str) or not isinstance(also, Iterable):
-        raise TypeError(f"Argument also should be a list of names, but given {also!r}")
-    also = list(also)
-    for name in also:
-        check_choice("also", name, *_MORE)
+    if isinstance(extra, str) or not isinstance(extra, Iterable):
+        raise TypeError(f"Argument extra should be a list of names, but given {extra!r}")
+    extra = list(extra)
+    for name in extra:
+        check_choice("extra", name, *_EXTRA)
     check_type("prefix", prefix, str, "str")
     if flag is None:
         flag = re.sub(r"\W", "_", f"{prefix}_unhealthy_spike") if prefix else "unhealthy_spike"
     start = f"{prefix}/" if prefix else ""
 
-    rules: dict[str, Any] = {"threshold": threshold, "reaction": reaction, "skip_step": skip_step, "loss": loss}
+    rules: dict[str, Any] = {"threshold": threshold, "on_spike": on_spike, "loss": loss}
     health = dict.fromkeys(("std", "max_abs", "dead_fraction", "nonfinite_count"), True)
-    monitors: dict[str, Monitor] = {
-        "grad": GradMonitor(model, optimizer, scaler=scaler, prefix=f"{start}grad", flag=flag, **rules),
+    grad = GradMonitor(model, optimizer, scaler=scaler, prefix=f"{start}grad", flag=flag, **rules)
+    always: dict[str, Monitor] = {"grad": grad}
+    seldom: dict[str, Monitor] = {
         "update": WeightUpdateHandler(model, optimizer, scaler=scaler, prefix=f"{start}monitor"),
         "activation": ActivationHandler(model, activations=health, attention=True, prefix=prefix),
         "step": StepStatsHandler(model, optimizer, prefix=f"{start}step"),
     }
     if any("betas" in group or group.get("momentum") for group in optimizer.param_groups):
-        monitors["optimizer"] = OptimizerStateHandler(optimizer, model, prefix=f"{start}optimizer")
-    monitors |= {name: _MORE[name](model, optimizer, scaler, f"{start}{name}") for name in also}
-    handle = AttachedMonitors(monitors)
+        seldom["optimizer"] = OptimizerStateHandler(model, optimizer, prefix=f"{start}optimizer")
+    seldom |= {name: _EXTRA[name](model, optimizer, scaler, f"{start}{name}") for name in extra}
+    if rollback is not None:
+        always["rollback"] = RollbackHandler(rollback, prefix=f"{start}rollback")
+    if record_spikes is not None:
+        always["spike_record"] = SpikeRecorder(grad, record_spikes)
     shares = rf"^{re.escape(start)}rcc/(?:(?!weight_share/)\w+/.+|.+\.weight)$"
     details = {"activation": _details(model, start), "rcc": shares}
-    attached = _ATTACHED.setdefault(trainer, {})
-    if prefix in attached:
-        attached[prefix].remove()
-    attached[prefix] = handle
-    try:
-        for name, monitor in monitors.items():
-            seldom = name != "grad" and every > 1
-            monitor.attach(trainer, Events.ITERATION_STARTED(every=every) if seldom else Events.ITERATION_STARTED)
-            for logger in loggers:
-                exclude = {} if isinstance(logger, HDF5Logger) else details
-                monitor.log_to(logger, trainer, exclude=exclude.get(name))
-    except Exception:
-        handle.remove()
-        raise
+    filtered = Events.ITERATION_STARTED(every=every) if every > 1 else Events.ITERATION_STARTED
+    handle = AttachedMonitors(
+        trainer,
+        prefix,
+        {name: (monitor, Events.ITERATION_STARTED) for name, monitor in always.items()}
+        | {name: (monitor, filtered) for name, monitor in seldom.items()},
+        [(logger, {} if isinstance(logger, HDF5Logger) else details) for logger in loggers],
+    )
+    handle.attach()
     return handle
 
 
 def _details(model: nn.Module, start: str) -> str:
-    """A regular expression for the values of activations that are too many to look at; names begin with ``start``."""
+    """Return a regular expression for activation values that are too many for a dashboard.
+
+    Args:
+        start: the beginning of all names.
+    """
     modules = dict(named_modules(model))
     outline, blocks = ["_root_"], list[str]()
-    lists: list[str] = []  # the outermost ones
+    lists: list[str] = []  # the outermost module lists
     for name, module in modules.items():
         within = [other for other in modules if other and other.rpartition(".")[0] == name]
         if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):

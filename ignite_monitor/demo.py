@@ -149,7 +149,7 @@ def _train(model: nn.Module, text: Tensor, iterations: int, damaged: Damaged, lo
 
     trainer, evaluator = Engine(train_step), Engine(evaluate)
     more = ("rcc", "spectral")
-    attached = attach_monitors(trainer, model, optimizer, loggers=loggers, every=10, also=more, reaction="skip")
+    attached = attach_monitors(trainer, model, optimizer, loggers=loggers, every=10, extra=more, on_spike="skip")
     rollback = RollbackHandler({"model": model, "optimizer": optimizer}, every=25)
     rollback.attach(trainer)
     for logger in loggers:

@@ -1,4 +1,4 @@
-"""All that the monitors publish."""
+"""Schemas of all monitors."""
 
 from __future__ import annotations
 
@@ -6,29 +6,28 @@ from ignite_monitor.schema import Key, Schema
 
 # fmt: off
 
-_COUNTS = "spikes, skipped steps, non-finite norms so far"
+_COUNTS = "spikes, skipped steps, non-finite norms"
 _NORM = "norm against its threshold"
-_SCORE, _RECENT = "share of spikes among the last thousand values that were judged", "share of spikes lately"
+_SCORE, _RECENT = "fraction of spikes among the last thousand values", "fraction of recent spikes"
 _VALUE = "value against its threshold"
 
 GRADIENT = Schema("grad", "grad", (
-    Key("norm", "norm of the gradient", nonfinite="any", chart=_NORM),
-    Key("threshold", "the largest norm that is no spike; absent during the rule's warm-up", chart=_NORM),
-    Key("mean", "mean of the norms that the threshold was derived from"),
-    Key("std", "their sample standard deviation; absent before the second"),
-    Key("spike", "1 if the norm is a spike, or the loss, else 0"),
+    Key("norm", "gradient norm", nonfinite="any", chart=_NORM),
+    Key("threshold", "threshold; a larger norm is a spike; not reported during the warm-up of the rule", chart=_NORM),
+    Key("mean", "running mean of the norms, from which the threshold is derived"),
+    Key("std", "running sample standard deviation of the norms; not reported before the second norm"),
+    Key("spike", "1 if the norm or the loss is a spike, else 0"),
     Key("loss_spike", "1 if the loss is a spike, else 0", when="with ``loss``"),
-    Key("culprit/{name}",
-        "share of what gradients are above their thresholds, at a spike, of the few tensors that hold most of it",
+    Key("culprit/{name}", "at a spike, the parameter's share of the excess of gradients over their thresholds",
         when="with ``per_parameter=True``"),
-    Key("scale", "what the ``scaler`` has multiplied the loss with", when="with ``scaler``"),
+    Key("scale", "loss scale of the ``scaler``", when="with ``scaler``"),
     Key("stepped", "1 if the optimizer made a step in this iteration, else 0"),
-    Key("spike_count", "spikes so far", chart=_COUNTS),
+    Key("spike_count", "number of spikes so far", chart=_COUNTS),
     Key("spike_score", _SCORE, chart=_RECENT),
-    Key("skipped_count", "optimizer steps that ``skip_step`` has left out so far", chart=_COUNTS),
-    Key("clipped_count", "optimizer steps whose gradient has been scaled down to its threshold so far",
-        when='with ``reaction="clip"``', chart=_COUNTS),
-    Key("nonfinite_count", "norms that were inf or NaN so far", chart=_COUNTS),
+    Key("skipped_count", 'number of optimizer steps skipped by ``on_spike="skip"`` so far', chart=_COUNTS),
+    Key("clipped_count", "number of optimizer steps with gradients clipped to their threshold so far",
+        when='with ``on_spike="clip"``', chart=_COUNTS),
+    Key("nonfinite_count", "number of non-finite norms so far", chart=_COUNTS),
 ), signs=frozenset({"norm", "spike"}))
 
 _RATIOS = "update ratio over the parameters"
@@ -36,100 +35,94 @@ _NORMS = "gradient norm over the parameters"
 _PARAMETERS = "frozen, vanishing, exploding"
 
 WEIGHT_UPDATE = Schema("weights", "monitor", (
-    Key("grad_median", "median over the parameters of their gradients' l2 norms", nonfinite="inf", chart=_NORMS),
-    Key("grad_p95", "nearest-rank 95th percentile of these", nonfinite="inf", chart=_NORMS),
-    Key("grad_min", "the smallest", nonfinite="inf", chart=_NORMS),
-    Key("grad_max", "the largest", nonfinite="inf", chart=_NORMS),
-    Key("vanishing_count", "parameters whose norm is below ``vanishing_grad_threshold``", chart=_PARAMETERS),
-    Key("exploding_count", "parameters whose norm is above ``exploding_grad_threshold``", chart=_PARAMETERS),
-    Key("update_ratio_median", "median over the parameters of their update ratios", chart=_RATIOS),
-    Key("update_ratio_p95", "nearest-rank 95th percentile of these", chart=_RATIOS),
-    Key("update_ratio_min", "the smallest", chart=_RATIOS),
-    Key("update_ratio_max", "the largest", chart=_RATIOS),
-    Key("frozen_count", "parameters that had a step and are frozen", chart=_PARAMETERS),
-    Key("lost_update_fraction", "which part of the elements with a gradient did not move for rounding",
+    Key("grad_median", "median of the parameters' gradient l2 norms", nonfinite="inf", chart=_NORMS),
+    Key("grad_p95", "95th percentile (nearest rank) of the gradient norms", nonfinite="inf", chart=_NORMS),
+    Key("grad_min", "smallest gradient norm", nonfinite="inf", chart=_NORMS),
+    Key("grad_max", "largest gradient norm", nonfinite="inf", chart=_NORMS),
+    Key("vanishing_count", "number of parameters with a gradient norm below ``vanishing_grad_threshold``",
+        chart=_PARAMETERS),
+    Key("exploding_count", "number of parameters with a gradient norm above ``exploding_grad_threshold``",
+        chart=_PARAMETERS),
+    Key("update_ratio_median", "median of the parameters' update ratios", chart=_RATIOS),
+    Key("update_ratio_p95", "95th percentile (nearest rank) of the update ratios", chart=_RATIOS),
+    Key("update_ratio_min", "smallest update ratio", chart=_RATIOS),
+    Key("update_ratio_max", "largest update ratio", chart=_RATIOS),
+    Key("frozen_count", "number of parameters that had a step and are frozen", chart=_PARAMETERS),
+    Key("lost_update_fraction", "fraction of elements whose update was lost to rounding",
         when="with bfloat16 or float16 weights and no float32 copy of them", chart="updates lost to rounding"),
-    Key("topk_grad/{name}", "the norms of the ``top_k`` parameters with the largest", nonfinite="inf",
-        chart="largest gradient norms"),
-    Key("topk_frozen/{name}", "of the ``top_k`` parameters frozen longest, for how many monitored steps",
-        when="where parameters are frozen", chart="monitored steps without a move"),
-    Key("not_optimized/{name}",
-        "how many parameters of that name, a parameter's or a module's, are in no optimizer that makes steps",
-        when="where there are some"),
-    Key("no_gradient/{name}", "how many of them are in one, and have not had a gradient so far",
-        when="where there are some"),
+    Key("topk_grad/{name}", "the ``top_k`` largest gradient norms", nonfinite="inf", chart="largest gradient norms"),
+    Key("topk_frozen/{name}", "number of monitored steps without an update, of the ``top_k`` longest frozen parameters",
+        when="if parameters are frozen", chart="monitored steps without a move"),
 ), signs=frozenset({"frozen_count"}))
 
 _GIVEN = "with ``{}``".format
 
 ACTIVATION = Schema("activation", "", (
-    Key("activation/{module}/{metric}", "of a module's output", when=_GIVEN("activations")),
+    Key("activation/{module}/{metric}", "metric of a module's output", when=_GIVEN("activations")),
     Key("activation/{module}/{place}/{metric}",
-        "of each floating-point tensor in an output that is a tuple, dict or dataclass; the place is a position, "
-        "key or field", when=_GIVEN("activations")),
-    Key("activation/{module}/dead_fraction", "which part of the units is 0 throughout the iteration",
+        "metric of a tensor in a tuple, dict or dataclass; the place is a position, key or field",
+        when=_GIVEN("activations")),
+    Key("activation/{module}/dead_fraction", "fraction of units that are 0 throughout the iteration",
         when=_GIVEN("activations"), chart="dead units"),
-    Key("activation/{module}/max_abs", "the largest absolute value", when=_GIVEN("activations"),
+    Key("activation/{module}/max_abs", "largest absolute value", when=_GIVEN("activations"),
         chart="largest activations"),
-    Key("activation/{module}/{name}",
-        "what the model records itself, see :func:`record`; ``{name}_2`` where there is such a name already",
-        when="where it is called"),
-    Key("activation/{module}/head_{i}/query/{metric}", "of what attention is computed from, also ``key`` and ``value``",
+    Key("activation/{module}/{name}", "value given to :func:`record`; ``{name}_2`` if the name is taken",
+        when="if the model calls it"),
+    Key("activation/{module}/head_{i}/query/{metric}", "metric of a head's queries; also ``key`` and ``value``",
         when=_GIVEN("activations") + " and ``attention``"),
-    Key("attention_entropy/{module}/head_{i}", "how widely attention spreads", unit="nats", when=_GIVEN("attention"),
-        chart="attention entropy per head"),
-    Key("attention_logit_max/{module}/head_{i}", "the largest score, of those that its softmax is taken of",
-        when=_GIVEN("attention"), chart="largest attention logit per head"),
-    Key("gradient/{parameter}/{metric}", "of the gradient, unscaled and not yet clipped", when=_GIVEN("gradients")),
-    Key("gradient_after_clip/{parameter}/{metric}", "of what the optimizer's step is made with, where it differs",
+    Key("attention_entropy/{module}/head_{i}", "entropy of the attention weights", unit="nats",
+        when=_GIVEN("attention"), chart="attention entropy per head"),
+    Key("attention_logit_max/{module}/head_{i}", "largest attention logit", when=_GIVEN("attention"),
+        chart="largest attention logit per head"),
+    Key("gradient/{parameter}/{metric}", "metric of the gradient, unscaled and unclipped", when=_GIVEN("gradients")),
+    Key("gradient_after_clip/{parameter}/{metric}", "metric of the gradient that the optimizer uses, if it differs",
         when=_GIVEN("gradients")),
-    Key("parameter/{parameter}/{metric}", "of the weights that the iteration starts with", when=_GIVEN("parameters")),
-    Key("activation_difference/{module}/{metric}", "of a module's output less that of the reference",
+    Key("parameter/{parameter}/{metric}", "metric of the parameter at the start of the iteration",
+        when=_GIVEN("parameters")),
+    Key("activation_difference/{module}/{metric}", "metric of a module's output minus the reference's",
         when=_GIVEN("activation_differences")),
-    Key("parameter_difference/{parameter}/{metric}", "of the weights less those of the reference",
+    Key("parameter_difference/{parameter}/{metric}", "metric of the parameter minus the reference's",
         when=_GIVEN("parameter_differences")),
 ))
 
-_ERROR = "absent with the two quick methods"
+_ERROR = "not reported by the two fast methods"
 _UPDATES = "with ``updates=True``"
+_SPECTRAL = "spectral norm over the weights"
 
 SPECTRAL = Schema("spectral", "spectral", (
-    Key("norm_max", "the largest spectral norm", chart="spectral norm over the weights"),
-    Key("norm_mean", "the mean over the weights", chart="spectral norm over the weights"),
-    Key("norm_std", "their standard deviation, over all of them"),
-    Key("stable_rank_min", r"the smallest stable rank :math:`\lVert W\rVert_F^2 / \sigma^2`"),
-    Key("stable_rank_median", "the median of the stable ranks"),
-    Key("error_max", f"what no norm's relative error exceeds; {_ERROR}"),
-    Key("iterations", 'how many steps "power" took for the weight that needed most'),
-    Key("norm/{name}", "each norm of a matrix", when="with ``per_parameter=True``"),
-    Key("table/{name}", "each norm of a table", when="with ``per_parameter=True``"),
-    Key("topk/{name}", "the ``top_k`` largest norms", chart="largest spectral norms"),
-    Key("update_norm_max", "the largest norm of what the train step changed", when=_UPDATES,
-        chart="spectral norm over the weights"),
-    Key("update_error_max", f"what no such norm's relative error exceeds; {_ERROR}", when=_UPDATES),
-    Key("update_condition_max", r"the largest :math:`\lVert\Delta W\rVert_2 / \sqrt{out/in}`", when=_UPDATES),
-    Key("update_condition_median", "the median of these", when=_UPDATES),
-    Key("weight_condition_max", r"the largest :math:`\lVert W\rVert_2 / \sqrt{out/in}`", when=_UPDATES),
-    Key("weight_condition_median", "the median of these", when=_UPDATES),
+    Key("norm_max", "largest spectral norm", chart=_SPECTRAL),
+    Key("norm_mean", "mean spectral norm", chart=_SPECTRAL),
+    Key("norm_std", "population standard deviation of the spectral norms"),
+    Key("stable_rank_min", r"smallest stable rank :math:`\lVert W\rVert_F^2 / \sigma^2`"),
+    Key("stable_rank_median", "median stable rank"),
+    Key("error_max", f"bound of the relative errors of all norms; {_ERROR}"),
+    Key("iterations", 'largest number of "power" iterations over the weights'),
+    Key("norm/{name}", "spectral norm of a matrix", when="with ``per_parameter=True``"),
+    Key("table/{name}", "spectral norm of an embedding", when="with ``per_parameter=True``"),
+    Key("topk/{name}", "the ``top_k`` largest spectral norms", chart="largest spectral norms"),
+    Key("update_norm_max", "largest spectral norm of a weight's update", when=_UPDATES, chart=_SPECTRAL),
+    Key("update_error_max", f"bound of the relative errors of the update norms; {_ERROR}", when=_UPDATES),
+    Key("update_condition_max", r"largest :math:`\lVert\Delta W\rVert_2 / \sqrt{out/in}`", when=_UPDATES),
+    Key("update_condition_median", r"median of :math:`\lVert\Delta W\rVert_2 / \sqrt{out/in}`", when=_UPDATES),
+    Key("weight_condition_max", r"largest :math:`\lVert W\rVert_2 / \sqrt{out/in}`", when=_UPDATES),
+    Key("weight_condition_median", r"median of :math:`\lVert W\rVert_2 / \sqrt{out/in}`", when=_UPDATES),
 ))
 
 STEP_STATS = Schema("step", "step", (
-    Key("time_ms", "how long the train step took, without loading its data", unit="ms"),
-    Key("data_wait_ms", "how long the engine has waited for the batch", unit="ms", chart="waiting for data"),
-    Key("data_wait_share", "that over itself and ``time_ms``", when="where the latter is there"),
-    Key("data_wait_max_ms", "the longest of all ranks", unit="ms", when="with ``slowest_rank=True``",
+    Key("time_ms", "duration of the train step, without data loading", unit="ms"),
+    Key("data_wait_ms", "time spent waiting for the batch", unit="ms", chart="waiting for data"),
+    Key("data_wait_share", "``data_wait_ms / (data_wait_ms + time_ms)``", when="if both are known"),
+    Key("data_wait_max_ms", "longest wait of all ranks", unit="ms", when="with ``slowest_rank=True``",
         chart="waiting for data"),
-    Key("data_wait_rank", "the rank that has waited that long", when="with ``slowest_rank=True``"),
-    Key("items_per_s", "items of the batch over that time, on this rank", unit="1/s"),
-    Key("mfu", "model FLOPs utilisation: operations of a train step over what the device could have made in that time",
-        when="where its peak is known"),
-    Key("parameter_norm", "the l2 norm of all parameters together, as the train step leaves them", nonfinite="any"),
-    Key("lr/group_{i}",
-        "the learning rate of each parameter group, as the optimizer's first step used it; where it makes none, "
-        "as the train step leaves it", nonfinite="any"),
-    Key("peak_memory_mb", "the most memory so far: of tensors on CUDA, of the process on the CPU", unit="MiB"),
-    Key("reserved_memory_mb", "what the allocator holds now", unit="MiB", when="on CUDA"),
-    Key("resident_memory_mb", "what the process holds now", unit="MiB", when="on the CPU, where the system says it"),
+    Key("data_wait_rank", "rank with the longest wait", when="with ``slowest_rank=True``"),
+    Key("items_per_s", "items of the batch per second of ``time_ms``, on this rank", unit="1/s"),
+    Key("mfu", "model FLOPs utilization: FLOPs per second over ``peak_flops``", when="with ``peak_flops``"),
+    Key("parameter_norm", "l2 norm of all parameters after the train step", nonfinite="any"),
+    Key("lr/group_{i}", "learning rate of a parameter group in the optimizer's first step, or after the train step",
+        nonfinite="any"),
+    Key("peak_memory_mb", "peak memory so far: of tensors on CUDA, of the process on the CPU", unit="MiB"),
+    Key("reserved_memory_mb", "memory reserved by the allocator", unit="MiB", when="on CUDA"),
+    Key("resident_memory_mb", "resident memory of the process", unit="MiB", when="on the CPU of Linux"),
 ))
 
 _TERMS = "weight update against input drift"
@@ -141,10 +134,10 @@ RCC = Schema("rcc", "rcc", (
     Key("input_change/{layer}", r":math:`\lVert x_t - x_0\rVert`"),
     Key("output_change/{layer}", r":math:`\lVert W_t x_t - W_0 x_0\rVert`"),
     Key("weight_share/{layer}", "``weight_update / (weight_update + input_drift)``", chart="share of the weights"),
-    Key("weight_update_max", "the largest of the layers' ``weight_update``", chart=_TERMS),
-    Key("weight_update_median", "the median of these", chart=_TERMS),
-    Key("input_drift_max", "the largest of the layers' ``input_drift``", chart=_TERMS),
-    Key("input_drift_median", "the median of these", chart=_TERMS),
+    Key("weight_update_max", "largest ``weight_update`` of a layer", chart=_TERMS),
+    Key("weight_update_median", "median ``weight_update`` over layers", chart=_TERMS),
+    Key("input_drift_max", "largest ``input_drift`` of a layer", chart=_TERMS),
+    Key("input_drift_median", "median ``input_drift`` over layers", chart=_TERMS),
 ))
 
 ALIGNMENT = Schema("alignment", "alignment", (
@@ -152,90 +145,89 @@ ALIGNMENT = Schema("alignment", "alignment", (
     Key("dZ_w0/{layer}", r"omega, of :math:`\Delta z` and :math:`W_0`"),
     Key("dZ_dW/{layer}", r"u, of :math:`\Delta z` and :math:`\Delta W`"),
     *(
-        Key(f"{term}_{statistic}", f"the {word} of the layers' ``{term}``")
+        Key(f"{term}_{statistic}", f"{word} ``{term}`` over layers")
         for term in ("z0_dW", "dZ_w0", "dZ_dW")
         for statistic, word in (("mean", "mean"), ("min", "smallest"), ("max", "largest"))
     ),
 ))
 
 MAXP = Schema("maxp", "maxp", (
-    Key("c/{layer}", "the exponent of the layer's weights"),
-    Key("lr/{group}", "the learning rate: of ``{layer}``, ``{layer}.bias``, ``_other``"),
-    Key("failed_count", "how often there was no solution"),
+    Key("c/{layer}", "learning-rate exponent of the layer's weights"),
+    Key("lr/{group}", "learning rate of ``{layer}``, ``{layer}.bias`` or ``_other``"),
+    Key("failed_count", "number of linear programs without a solution so far"),
 ))
 
 SPIKE = Schema("spike", "spike", (
     Key("value", "the value", nonfinite="any", chart=_VALUE),
-    Key("threshold", "the largest value that is no spike; absent during the rule's warm-up", chart=_VALUE),
+    Key("threshold", "threshold; a larger value is a spike; not reported during the warm-up of the rule", chart=_VALUE),
     Key("spike", "1 if the value is a spike, else 0"),
-    Key("spike_count", "spikes so far"),
+    Key("spike_count", "number of spikes so far"),
     Key("spike_score", _SCORE, chart=_RECENT),
 ), signs=frozenset({"value", "spike"}))
 
 ROLLBACK = Schema("rollback", "rollback", (
-    Key("count", "how often the training has gone back so far", chart="going back"),
-    Key("restored_iteration", "the iteration after which the state was that is put back",
-        when="in iterations that go back or are undone"),
-    Key("discarded_count", "iterations undone so far while it got well", chart="going back"),
+    Key("count", "number of rollbacks so far", chart="rollbacks"),
+    Key("restored_iteration", "iteration after which the restored snapshot was taken",
+        when="in iterations that are rolled back or discarded"),
+    Key("discarded_count", "number of iterations discarded during recovery so far", chart="rollbacks"),
 ), signs=frozenset({"count", "discarded_count"}))
 
 SPIKE_RECORD = Schema("spike_record", "grad_record", (
-    Key("recorded_count", "files of spikes written so far"),
+    Key("recorded_count", "number of spike files written so far"),
 ), signs=frozenset({"recorded_count"}))
 
 _NOISE = "noise scale and its interval"
 
 NOISE_SCALE = Schema("noise scale", "noise_scale", (
-    Key("value", "the simple noise scale", unit="items", chart=_NOISE),
-    Key("low", "the lower end of its interval", unit="items", chart=_NOISE),
-    Key("high", "the upper end", unit="items", chart=_NOISE),
-    Key("batch", "how many items the optimizer's step was made from", unit="items", chart=_NOISE),
+    Key("value", "simple noise scale", unit="items", chart=_NOISE),
+    Key("low", "lower end of its 95 % interval", unit="items", chart=_NOISE),
+    Key("high", "upper end of its 95 % interval", unit="items", chart=_NOISE),
+    Key("batch", "number of items in the optimizer's step", unit="items", chart=_NOISE),
 ), signs=frozenset({"batch"}))
 
 _MOMENTS = "gradient against second moment"
+_EPSILON = "epsilon-dominated fraction"
 
 OPTIMIZER_STATE = Schema("optimizer", "optimizer", (
-    Key("rms_median", "median over the tensors of their RMS", chart=_MOMENTS),
-    Key("rms_p95", "nearest-rank 95th percentile of these", chart=_MOMENTS),
-    Key("rms_max", "the largest", chart=_MOMENTS),
-    Key("eps_share_median", r"median over the tensors of the share of elements with less than :math:`\epsilon`",
-        chart="where eps rules"),
-    Key("eps_share_max", "the largest of these", chart="where eps rules"),
-    Key("update_norm", "l2 norm of what the step changed in all tensors together, weight decay included",
+    Key("rms_median", "median of the tensors' RMS", chart=_MOMENTS),
+    Key("rms_p95", "95th percentile (nearest rank) of the RMS", chart=_MOMENTS),
+    Key("rms_max", "largest RMS", chart=_MOMENTS),
+    Key("epsilon_dominated_median", r"tensors' median fraction of elements with :math:`\sqrt{\hat v} < \epsilon`",
+        chart=_EPSILON),
+    Key("epsilon_dominated_max", "largest epsilon-dominated fraction of a tensor", chart=_EPSILON),
+    Key("update_norm", "l2 norm of the step's update of all tensors, weight decay included",
         chart="norm of the update"),
-    Key("momentum_cosine_median", "median over the tensors of the cosine of gradient and momentum",
+    Key("momentum_cosine_median", "median over tensors of the cosine of gradient and momentum",
         chart="gradient against momentum"),
-    Key("momentum_cosine_min", "the smallest of these", chart="gradient against momentum"),
+    Key("momentum_cosine_min", "smallest cosine of gradient and momentum", chart="gradient against momentum"),
     Key("topk_rms/{name}", "the ``top_k`` largest RMS", chart="largest RMS"),
 ))
 
-_CURVATURE = "curvature and what a step stands"
+_CURVATURE = "curvature and stability threshold"
 _PRECONDITIONED = "with Adam or AdamW"
 
 CURVATURE = Schema("curvature", "curvature", (
     Key("along_gradient", "curvature of the loss along its gradient", chart=_CURVATURE),
-    Key("along_gradient_preconditioned", "that of the preconditioned Hessian along its own", when=_PRECONDITIONED,
-        chart=_CURVATURE),
-    Key("stability_threshold", "curvature above which steps of SGD or Adam grow: 2 / learning rate, with momentum more",
-        chart=_CURVATURE),
-    Key("hessian_max_eigenvalue", "the largest eigenvalue of the Hessian; not reported where its error exceeds 10 %",
+    Key("along_gradient_preconditioned", "curvature along the preconditioned gradient, of the preconditioned Hessian",
+        when=_PRECONDITIONED, chart=_CURVATURE),
+    Key("stability_threshold", "stability threshold: 2 / learning rate, larger with momentum", chart=_CURVATURE),
+    Key("hessian_max_eigenvalue", "largest eigenvalue of the Hessian; not reported if its error exceeds 10 %",
         chart=_CURVATURE),
     Key("hessian_max_eigenvalue_error", "bound of its relative error"),
-    Key("hessian_max_eigenvalue_preconditioned",
-        "that of the preconditioned Hessian, which is about the stability threshold then", when=_PRECONDITIONED,
-        chart=_CURVATURE),
-    Key("hessian_max_eigenvalue_preconditioned_error", "its error", when=_PRECONDITIONED),
+    Key("hessian_max_eigenvalue_preconditioned", "largest eigenvalue of the preconditioned Hessian",
+        when=_PRECONDITIONED, chart=_CURVATURE),
+    Key("hessian_max_eigenvalue_preconditioned_error", "bound of its relative error", when=_PRECONDITIONED),
 ))
 
 REPLICAS = Schema("replicas", "replicas", (
-    Key("in_sync", "1 if all ranks hold the same, else 0", chart="do the ranks agree"),
-    Key("differing_count", "how many tensors, and other things, are not the same on all ranks"),
+    Key("in_sync", "1 if everything compared is the same on all ranks, else 0", chart="replicas in sync"),
+    Key("differing_count", "number of tensors and other items that differ between ranks"),
 ))
 
 HISTOGRAMS = Schema("histograms", "histograms", (
-    Key("weights_count", "how many histograms of weights this iteration has"),
-    Key("gradients_count", "of gradients"),
-    Key("activations_count", "of activations"),
+    Key("weights_count", "number of weight histograms in this iteration"),
+    Key("gradients_count", "number of gradient histograms in this iteration"),
+    Key("activations_count", "number of activation histograms in this iteration"),
 ))
 
 SCHEMAS = (

@@ -1,4 +1,4 @@
-"""What a monitor publishes, key by key: what docstrings, charts and reports are made from."""
+"""Schemas: the keys that a monitor publishes, for docstrings, docs, charts and reports."""
 
 from __future__ import annotations
 
@@ -14,53 +14,78 @@ _WIDTH = 118
 
 @dataclass(frozen=True)
 class Key:
-    """A key, or all keys of a pattern."""
+    """A published key, or a pattern of keys.
 
-    pattern: str  # the key without the monitor's prefix; ``{name}`` stands for any text, ``{i}`` for a number
-    meaning: str  # what it says, in reStructuredText
-    unit: str = ""  # what it is measured in, empty for a plain number or what the meaning says
-    when: str = ""  # the circumstances it is there in; empty if each run has it
-    # Which values that are not finite are values: none, ``inf``, or ``any``, NaN too. The others stand for what could
-    # not be measured, and are absent.
+    Attributes:
+        pattern: the key without the prefix; ``{i}`` matches a number, any other ``{name}`` any text.
+        meaning: one noun phrase or statement, in reStructuredText.
+        unit: the unit of the values; empty for none.
+        when: the condition under which the key is reported; empty if every run reports it.
+        nonfinite: ``"inf"`` or ``"any"`` (NaN too) if such numbers are values; else they are not reported.
+        chart: title of the TensorBoard chart that shows it; empty for none.
+    """
+
+    pattern: str
+    meaning: str
+    unit: str = ""
+    when: str = ""
     nonfinite: str = ""
-    chart: str = ""  # the title of the chart of TensorBoard's that it is in, empty for none
+    chart: str = ""
 
     @cached_property
     def regex(self) -> str:
-        """A regular expression for the keys."""
-        return re.sub(r"\\{(\w+)\\}", lambda found: r"\d+" if found[1] == "i" else ".+", re.escape(self.pattern))
+        """A regular expression that matches the keys."""
+        return re.sub(r"\\{(\w+)\\}", lambda match: r"\d+" if match[1] == "i" else ".+", re.escape(self.pattern))
 
-    def has(self, number: float) -> bool:
-        """Whether a number is a value of the key."""
+    def allows(self, number: float) -> bool:
+        """Check that a number is a value of the key.
+
+        Args:
+            number: any number.
+        """
         return number - number == 0 or self.nonfinite == "any" or (self.nonfinite == "inf" and number == number)
 
 
 @dataclass(frozen=True)
 class Schema:
-    """The keys of one monitor."""
+    """The keys of one monitor.
 
-    kind: str  # what reports call the monitor
-    prefix: str  # what its keys start with unless the user says otherwise; empty where the patterns hold it
+    Attributes:
+        kind: name of the monitor in reports.
+        prefix: default prefix of its keys; empty if the patterns contain it.
+        keys: the keys.
+        signs: keys that together identify the monitor under any prefix; empty if only its prefix does.
+    """
+
+    kind: str
+    prefix: str
     keys: tuple[Key, ...]
-    # Those that together say that the monitor is there, whatever its prefix; without, the prefix says it.
     signs: frozenset[str] = frozenset()
 
     @property
     def families(self) -> list[str]:
-        """What the patterns start with, where the prefix may be empty."""
+        """The first parts of the patterns, if the prefix may be empty."""
         return [] if self.prefix else list(dict.fromkeys(key.pattern.partition("/")[0] for key in self.keys))
 
     def find(self, name: str) -> Key | None:
-        """The key that a name, without the prefix, is of."""
+        """Return the first key that matches a name.
+
+        Args:
+            name: a name without the prefix.
+        """
         return next((key for key in self.keys if re.fullmatch(key.regex, name)), None)
 
-    def absent(self, numbers: Mapping[str, float]) -> set[str]:
-        """The names whose number, not finite, is no value of their key, but stands for what is absent."""
+    def not_reported(self, numbers: Mapping[str, float]) -> set[str]:
+        """Return the names whose number is non-finite and no value of their key.
+
+        Args:
+            numbers: name without the prefix -> number.
+        """
         return {
             name
             for name, number in numbers.items()
-            if number - number  # NaN, and 0 of what is finite
-            and not any(key.has(number) for key in self._with_nonfinite if re.fullmatch(key.regex, name))
+            if number - number  # NaN for non-finite numbers, else 0
+            and not any(key.allows(number) for key in self._with_nonfinite if re.fullmatch(key.regex, name))
         }
 
     @cached_property
@@ -68,16 +93,16 @@ class Schema:
         return [key for key in self.keys if key.nonfinite]
 
     def charts(self) -> dict[str, str]:
-        """Chart -> a regular expression for the names, without the prefix, that are in it."""
+        """Return chart -> a regular expression that matches the names in it, without the prefix."""
         titles = dict.fromkeys(key.chart for key in self.keys if key.chart)
         return {title: "|".join(key.regex for key in self.keys if key.chart == title) for title in titles}
 
     def table(self) -> str:
-        """The keys and what they mean, as a table in reStructuredText."""
+        """Return the keys and their meanings as a table in reStructuredText."""
         rows = [(f"``{'/'.join(filter(None, [self.prefix, key.pattern]))}``", _described(key)) for key in self.keys]
         header = "in ``engine.state.metrics``"
         left = max(len(header), *(len(name) for name, _ in rows))
-        right = _WIDTH - 4 - left - 2  # of a docstring that is indented
+        right = _WIDTH - 4 - left - 2  # the docstring is indented by 4
         rule = f"{'=' * left}  {'=' * right}"
         lines = [rule, f"{header:{left}}  meaning", rule]
         for name, meaning in rows:

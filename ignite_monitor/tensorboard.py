@@ -1,42 +1,50 @@
-"""Charts for TensorBoard's Custom Scalars tab: what belongs together in one chart."""
+"""Charts for TensorBoard's Custom Scalars tab."""
 
 from __future__ import annotations
 
 import re
 
 from ignite_monitor.checks import check_type
+from ignite_monitor.monitor.attached import AttachedMonitors
 from ignite_monitor.monitor.base import Monitor
+from ignite_monitor.monitor.handles import MonitorHandle
 
 Layout = dict[str, dict[str, list[str | list[str]]]]
 
 
-def tensorboard_layout(*monitors: Monitor) -> Layout:
-    """A layout for TensorBoard's Custom Scalars tab: a norm with its threshold in one chart, and the like.
+def tensorboard_layout(*monitors: Monitor | MonitorHandle | AttachedMonitors) -> Layout:
+    """Return a layout for TensorBoard's Custom Scalars tab, with related values in one chart.
 
-    TensorBoard keeps one layout per run, so it is handed to the writer and not written behind one's back: charts of
-    your own can be added to it before. The charts find the values whatever ``tag`` they are logged with.
+    TensorBoard keeps one layout per run; add charts of your own before you pass it to the writer. The charts match
+    the values under any ``tag``.
 
     Args:
-        monitors: the monitors whose values are logged; those that have no charts of their own are passed over.
+        monitors: monitors, what their ``attach`` returned, or what ``attach_monitors`` returned.
 
     Returns:
-        category -> chart -> what is in it, as ``SummaryWriter.add_custom_scalars`` takes it.
+        category -> chart -> its values, as ``SummaryWriter.add_custom_scalars`` takes it.
 
     Raises:
-        TypeError: if one of them is no monitor.
+        TypeError: if an argument is no monitor.
 
     Examples:
         .. code-block:: python
 
             logger = TensorboardLogger(log_dir="runs/first")
-            monitor.log_to(logger, trainer)
-            logger.add_custom_scalars(tensorboard_layout(monitor))
+            handle = attach_monitors(trainer, model, optimizer, loggers=logger)
+            logger.add_custom_scalars(tensorboard_layout(handle))
     """
+    members: list[Monitor] = []
+    for given in monitors:
+        if isinstance(given, AttachedMonitors):
+            members += given.monitors.values()
+        else:
+            members.append(given.monitor if isinstance(given, MonitorHandle) else given)
     layout: Layout = {}
-    for monitor in monitors:
+    for monitor in members:
         check_type("monitors", monitor, Monitor, "ignite_monitor monitors")
         charts = monitor.schema.charts()
-        # TensorBoard matches from a tag's beginning, so that only the end has to be marked.
+        # TensorBoard matches from the beginning of a tag; only the end needs a mark.
         start = f"(.*/)?{re.escape(monitor.prefix)}/" if monitor.prefix else "(.*/)?"
         if charts:
             layout[monitor.prefix or type(monitor).__name__] = {

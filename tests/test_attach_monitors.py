@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -102,7 +105,7 @@ def test_loggers_get_the_share_of_each_layer_of_a_coordinate_check_and_files_all
     model, optimizer, trainer = make_trainer()
     logger = ListLogger()
     with HDF5Logger(tmp_path / "run.h5") as file:
-        attach_monitors(trainer, model, optimizer, loggers=[logger, file], every=1, also=["rcc"])
+        attach_monitors(trainer, model, optimizer, loggers=[logger, file], every=1, extra=["rcc"])
         trainer.run(make_batches(2))
     written = {name for _, named in logger.written for name in named if name.startswith("rcc/")}
     kept = {name for name in read_hdf5(tmp_path / "run.h5") if name.startswith("rcc/")}
@@ -193,27 +196,23 @@ def test_gan():
 def test_rule_and_skipping_are_those_of_the_gradient_monitor(parts):
     model, optimizer, trainer = parts
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    attach_monitors(trainer, model, optimizer, threshold=StaticThreshold(1e-9), skip_step=True, flag="too_large")
+    attach_monitors(trainer, model, optimizer, threshold=StaticThreshold(1e-9), on_spike="skip", flag="too_large")
     trainer.run(make_batches(3))
     assert all(map(torch.equal, before, model.parameters()))
     assert bool(trainer.state.too_large)
     assert float(trainer.state.metrics["grad/skipped_count"]) == 3
 
 
-@pytest.mark.parametrize("leave", ["with", "remove", "remove twice"])
-def test_leaves_as_it_came(parts, leave):
+@pytest.mark.parametrize("twice", [False, True])
+def test_leaves_as_it_came(parts, twice):
     model, optimizer, trainer = parts
     trainer.run(make_batches(2))
     before = footprint(trainer, model, optimizer)
-    if leave == "with":
-        with attach_monitors(trainer, model, optimizer, loggers=ListLogger(), every=1):
-            trainer.run(make_batches(2))
-    else:
-        handle = attach_monitors(trainer, model, optimizer, loggers=ListLogger(), every=1)
-        trainer.run(make_batches(2))
+    handle = attach_monitors(trainer, model, optimizer, loggers=ListLogger(), every=1)
+    trainer.run(make_batches(2))
+    handle.remove()
+    if twice:
         handle.remove()
-        if leave == "remove twice":
-            handle.remove()
     assert footprint(trainer, model, optimizer) == before
 
 
@@ -238,8 +237,8 @@ def test_what_fails_half_way_leaves_nothing(parts):
         ({"loggers": [print]}, TypeError, "Argument loggers"),
         ({"every": 0}, ValueError, "Argument every"),
         ({"every": 2.0}, TypeError, "Argument every"),
-        ({"threshold": 3}, TypeError, "threshold"),
-        ({"skip_step": 1}, TypeError, "Argument skip_step"),
+        ({"threshold": "3"}, TypeError, "threshold"),
+        ({"on_spike": 1}, TypeError, "Argument on_spike"),
         ({"prefix": None}, TypeError, "Argument prefix"),
         ({"flag": "no flag"}, ValueError, "Argument flag"),
     ],
@@ -287,7 +286,7 @@ def test_resumes_from_a_checkpoint(tmp_path):
 
 def test_reaction_and_loss_are_handed_on():
     model, optimizer, trainer = make_trainer()
-    attach_monitors(trainer, model, optimizer, reaction="clip", loss=lambda engine: engine.state.iteration)
+    attach_monitors(trainer, model, optimizer, on_spike="clip", loss=lambda engine: engine.state.iteration)
     seen = []
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: seen.append(dict(engine.state.metrics)))
     trainer.run(make_batches(3))
@@ -300,9 +299,120 @@ def test_what_is_cheap_is_there_and_the_rest_by_name():
     assert set(handle.monitors) == {"grad", "update", "activation", "step", "optimizer"}
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
     assert "optimizer" not in attach_monitors(trainer, model, plain).monitors  # which has no momentum
-    attach_monitors(trainer, model, optimizer, every=1, also=["histograms", "replicas", "spectral", "rcc"])
+    attach_monitors(trainer, model, optimizer, every=1, extra=["histograms", "replicas", "spectral", "rcc"])
     trainer.run(make_batches(2))
     assert {"step", "optimizer", "histograms", "replicas", "spectral", "rcc"} <= families(trainer.state.metrics)
     for wrong, error in (("replicas", TypeError), ([1], TypeError), (["all"], ValueError)):
-        with pytest.raises(error, match="also"):
-            attach_monitors(trainer, model, optimizer, also=wrong)
+        with pytest.raises(error, match="extra"):
+            attach_monitors(trainer, model, optimizer, extra=wrong)
+
+
+@pytest.mark.parametrize("fault", ["logger", "flag"])
+def test_former_monitors_stay_if_new_ones_can_not_be_attached(parts, fault):
+    class Offline(ListLogger):
+        def _create_output_handler(self, *args, **kwargs):
+            raise ConnectionError("no login")
+
+    model, optimizer, trainer = parts
+    trainer.state.mine = 1
+    logger = ListLogger()
+    attach_monitors(trainer, model, optimizer, loggers=logger, every=1)
+    trainer.run(make_batches(3))
+    expected, rows = set(trainer.state.metrics), len(logger.written)
+    before = footprint(trainer, model, optimizer)["hooks"], len(trainer._event_handlers[Events.ITERATION_COMPLETED])
+    wrong = {"logger": {"loggers": Offline()}, "flag": {"flag": "mine"}}[fault]
+    with pytest.raises((ConnectionError, ValueError), match=r"login|mine"):
+        attach_monitors(trainer, model, optimizer, every=1, **wrong)
+    trainer.run(make_batches(3))
+    assert set(trainer.state.metrics) == expected
+    assert len(logger.written) == 2 * rows
+    after = footprint(trainer, model, optimizer)["hooks"], len(trainer._event_handlers[Events.ITERATION_COMPLETED])
+    assert after == before
+
+
+def test_a_forgotten_prefix_is_refused_and_the_first_model_s_monitors_stay():
+    generator, discriminator = nn.Linear(3, 4), nn.Linear(4, 1)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in (generator, discriminator)]
+    trainer = Engine(lambda *_: None)
+    first = attach_monitors(trainer, generator, optimizers[0])
+    with pytest.raises(ValueError, match="prefix"):
+        attach_monitors(trainer, discriminator, optimizers[1])
+    assert all(monitor._attached_to() is trainer for monitor in first.monitors.values())
+    first.remove()
+    attach_monitors(trainer, discriminator, optimizers[1])
+
+
+def test_a_dropped_run_is_freed_whatever_reaches_the_trainer():
+    def run(kind):
+        model, optimizer, trainer = make_trainer()
+        loss = {"loss": lambda engine: trainer.state.output} if kind == "loss" else {}
+        if kind == "model":
+            model.trainer = trainer
+        handle = attach_monitors(trainer, model, optimizer, **loss)
+        trainer.run(make_batches(3))
+        if kind == "removed":
+            handle.remove()
+        return [weakref.ref(each) for each in (model, optimizer, trainer)]
+
+    run("plain")
+    gc.collect()
+    gc.disable()
+    try:
+        assert [ref() for kind in ("plain", "removed") for ref in run(kind)] == [None] * 6
+    finally:
+        gc.enable()
+    references = run("loss") + run("model")  # both close a cycle, as they do without monitors
+    gc.collect()
+    assert [ref() for ref in references] == [None] * 6
+
+
+def test_values_of_a_with_block_stay(parts):
+    model, optimizer, trainer = parts
+    with attach_monitors(trainer, model, optimizer, every=3) as handle:
+        trainer.run(make_batches(3))
+        last = dict(trainer.state.metrics)
+    assert last.items() <= trainer.state.metrics.items()
+    assert {"grad", "monitor", "activation", "step"} <= families(last)
+    assert handle.monitors["grad"].metrics == {name: last[name] for name in last if name.startswith("grad/")}
+    attach_monitors(trainer, model, optimizer, every=100)
+    trainer.run(make_batches(1))
+    assert families(trainer.state.metrics) == {"grad"}
+
+
+def test_rollback_and_records_of_spikes(tmp_path):
+    model, optimizer, trainer = make_trainer()
+    handle = attach_monitors(
+        trainer,
+        model,
+        optimizer,
+        rollback={"model": model, "optimizer": optimizer},
+        record_spikes=tmp_path,
+        threshold=StaticThreshold(100.0),
+        prefix="first",
+        loggers=(logger := ListLogger()),
+    )
+    assert {"rollback", "spike_record"} <= handle.monitors.keys()
+    trainer.run(make_batches(3, spikes=[2]))
+    assert trainer.state.metrics["first/rollback/count"] == 0
+    assert trainer.state.metrics["first/grad_record/recorded_count"] == len(list(tmp_path.iterdir())) == 1
+    assert "first/rollback/count" in {name for _, named in logger.written for name in named}
+
+
+@pytest.mark.parametrize("kind", ["forgotten", "given", "disabled"])
+def test_a_forgotten_scaler_is_noticed(caplog, kind):
+    model, optimizer, _ = make_trainer()
+    scaler = torch.amp.GradScaler("cpu", enabled=kind != "disabled")
+
+    def train_step(engine, batch):
+        optimizer.zero_grad()
+        scaler.scale(F.mse_loss(model(batch[0]), batch[1])).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    trainer = Engine(train_step)
+    attach_monitors(trainer, model, optimizer, every=1, scaler=scaler if kind == "given" else None)
+    trainer.run(make_batches(5))
+    warned = [message for message in caplog.messages if "GradScaler" in message]
+    assert [message.split(":")[0] for message in warned] == (
+        ["GradMonitor (grad)", "WeightUpdateHandler (monitor)"] if kind == "forgotten" else []
+    )

@@ -107,16 +107,16 @@ def make_all():
         return math.inf if engine.state.iteration == 5 else 1.0
 
     return model, optimizer, [
-        GradMonitor(model, optimizer, threshold=MeanStdThreshold(warmup=2), reaction="clip", loss=loss,
+        GradMonitor(model, optimizer, threshold=MeanStdThreshold(warmup=2), on_spike="clip", loss=loss,
                     per_parameter=True),
         WeightUpdateHandler(model, optimizer, frozen_update_ratio_threshold=1.0, frozen_patience_steps=1),
-        OptimizerStateHandler(optimizer, model),
+        OptimizerStateHandler(model, optimizer),
         ReplicaCheckHandler(model, optimizer),
         HistogramHandler(model),
         RCCHandler(model),
         ActivationHandler(model, **everything, attention=True, reference="init"),
         SpectralNormHandler(model, updates=True, per_parameter=True),
-        StepStatsHandler(model, optimizer, peak_flops=1e12),
+        StepStatsHandler(model, optimizer, peak_flops=1e12, flops_per_item=1e3),
         never,
         SpikeRecorder(never, "spikes"),
         AlignmentHandler(model),
@@ -231,7 +231,7 @@ def test_subclasses_keep_their_own_docstring_and_the_schema():
 def test_which_numbers_stand_for_what_is_absent(nonfinite, there):
     schema = Schema("own", "own", (Key("a/{name}", "", nonfinite=nonfinite), Key("b", "")))
     for number in [1.0, math.inf, -math.inf, math.nan]:
-        absent = schema.absent({"a/x.y": number, "b": number, "unknown": number})
+        absent = schema.not_reported({"a/x.y": number, "b": number, "unknown": number})
         assert ("a/x.y" in absent) is (repr(number) not in map(repr, there))
         assert ("b" in absent) is ("unknown" in absent) is (number != 1)
 

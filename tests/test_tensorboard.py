@@ -17,7 +17,7 @@ import torch
 from ignite.engine import Events, create_supervised_trainer
 from ignite.handlers.tensorboard_logger import TensorboardLogger
 
-from ignite_monitor import GradMonitor, StaticThreshold, WeightUpdateHandler
+from ignite_monitor import GradMonitor, SpikeMonitor, StaticThreshold, WeightUpdateHandler, attach_monitors
 from ignite_monitor.tensorboard import tensorboard_layout
 
 PATIENCE = 600
@@ -145,6 +145,17 @@ def test_layouts_are_by_prefix():
     assert not re.match(pattern, "aXb/norm")
     assert not re.match(pattern, "a.b/norm_else")
     assert tensorboard_layout() == {}
+
+
+def test_layouts_of_handles_are_those_of_their_monitors():
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    trainer = create_supervised_trainer(model, optimizer, torch.nn.functional.mse_loss)
+    attached = attach_monitors(trainer, model, optimizer, prefix="a")
+    own = SpikeMonitor(lambda engine: 1.0)
+    handle = own.attach(trainer)
+    assert tensorboard_layout(attached, handle) == tensorboard_layout(*attached.monitors.values(), own)
+    assert list(tensorboard_layout(handle)) == ["spike"]
 
 
 def test_what_is_no_monitor_is_refused():

@@ -28,6 +28,7 @@ from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import CURVATURE
 from ignite_monitor.model._torch import buffers_of_each
 from ignite_monitor.model.eager import Eager
+from ignite_monitor.model.isolation import reference_run
 from ignite_monitor.model.names import unwrapped
 from ignite_monitor.model.norms import any_sharded, total_norm
 from ignite_monitor.model.optimizers import check_holds, check_optimizer, parameters_of
@@ -35,7 +36,7 @@ from ignite_monitor.model.sharding import check_whole
 from ignite_monitor.monitor import publisher
 from ignite_monitor.monitor.base import Handlers, Monitor, MonitorHandle
 from ignite_monitor.monitor.ranks import all_take_part, sum_over_ranks, world_size
-from ignite_monitor.reference.isolation import marked, put_back
+from ignite_monitor.reference.isolation import put_back
 from ignite_monitor.reference.rng import preserved_rng_state
 
 _REMEDY = "; attention can under torch.nn.attention.sdpa_kernel(SDPBackend.MATH), which the argument loss is run under"
@@ -203,7 +204,7 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
 
     def _measure_apart(self, engine: Engine, loss: Callable[[nn.Module, Any], Tensor]) -> None:
         model = unwrapped(self.model)
-        with marked(), Eager(model), sdpa_kernel(SDPBackend.MATH):
+        with reference_run(), Eager(model), sdpa_kernel(SDPBackend.MATH):
             self._measure(lambda: loss(model, engine.state.batch), 1.0)
 
     def _measure_call(self, loss: Tensor, gradient: Tensor | None) -> None:

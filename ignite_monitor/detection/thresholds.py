@@ -7,7 +7,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from numbers import Real
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -335,9 +335,9 @@ class CallableThreshold(ThresholdRule):
             hint = ""
             if isinstance(rule, type) and issubclass(rule, ThresholdRule):
                 hint = f": give one of these, {rule.__name__}(…)"
-            elif isinstance(rule, (int, float)):
-                hint = f": give StaticThreshold({rule}), or MeanStdThreshold(k={rule}) for so many standard deviations"
-            raise TypeError(f"Argument threshold should be a threshold rule or a function, but given {rule}{hint}")
+            raise TypeError(
+                f"Argument threshold should be a threshold rule, a number or a function, but given {rule}{hint}"
+            )
         super().__init__(warmup=2)
         try:
             answer = rule(*torch.tensor([1.0, 0.1, 100.0], dtype=torch.float64, device="cpu").unbind())
@@ -356,13 +356,20 @@ class CallableThreshold(ThresholdRule):
         return self.rule(mean, std, count)
 
 
-def as_rule(threshold: ThresholdRule | Callable[[Tensor, Tensor, Tensor], Tensor | float] | None) -> ThresholdRule:
-    """A rule made from what a user gives: a copy of a rule, one for a function, the default for None.
+Threshold = ThresholdRule | Callable[[Tensor, Tensor, Tensor], Tensor | float] | float | None
+
+
+def as_rule(threshold: Threshold) -> ThresholdRule:
+    """Make a rule of a ``threshold`` argument: a copy of a rule, one for a function or a number, the default for None.
 
     Raises:
-        TypeError: if it is no rule, and no function of three tensors that returns a number.
-        ValueError: if it raises an error.
+        TypeError: if it is no rule, no number, and no function of three tensors that returns a number.
+        ValueError: if the function raises an error, or the number is not greater than 0.
     """
     if threshold is None:
         return MeanStdThreshold()
-    return copy.deepcopy(threshold) if isinstance(threshold, ThresholdRule) else CallableThreshold(threshold)
+    if isinstance(threshold, Real) and not isinstance(threshold, bool):
+        return StaticThreshold(check_real("threshold", threshold, above=0.0))
+    if isinstance(threshold, ThresholdRule):
+        return copy.deepcopy(threshold)
+    return CallableThreshold(cast(Any, threshold))

@@ -1,9 +1,9 @@
-"""One model's gradients on one engine: what happens to them is found out once per event, and handed to the monitors."""
+"""Tracks the gradients of a model that monitors of an engine share."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Set
 from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
@@ -14,9 +14,9 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ignite_monitor.events.accumulation_probe import Look
+from ignite_monitor.events.accumulation_probe import AccumulationProbe
 from ignite_monitor.events.hooks import GradientHook
-from ignite_monitor.model._torch import registries
+from ignite_monitor.model._torch import finalizes_manually, in_backward, registries
 
 
 class GradientsReady(NamedTuple):
@@ -24,9 +24,9 @@ class GradientsReady(NamedTuple):
 
     Attributes:
         tracker: of the model.
-        reached: ids of the parameters whose gradients it may have changed.
-        shared: whether it reached other monitored models too.
-        optimizer: the optimizer in whose step it was run; None for in none.
+        reached: ids of the parameters whose gradients may have changed.
+        shared: whether the backward reached other monitored models too.
+        optimizer: the optimizer in whose step the backward ran; None outside of steps.
     """
 
     tracker: GradientTracker
@@ -35,24 +35,24 @@ class GradientsReady(NamedTuple):
     optimizer: Optimizer | None
 
     def reaches(self, optimizer: Optimizer | None) -> bool:
-        """Whether it may have changed gradients of the model that an optimizer uses; None for any."""
-        own = self.tracker.own(optimizer)
-        return own is self.tracker.parameters or any(id(parameter) in self.reached for parameter in own)
+        """Whether gradients that an optimizer uses may have changed; None for all of the model's."""
+        parameters = self.tracker.parameters_of(optimizer)
+        return parameters is self.tracker.parameters or any(id(parameter) in self.reached for parameter in parameters)
 
     def scale(self, scaler: GradScaler | None) -> Tensor | None:
-        """What the gradients are scaled by, 0-dim; None for 1."""
+        """The scale of the gradients, 0-dim; None for 1."""
         if scaler is None:
             return None
-        device = next(each.device for each in self.tracker.parameters if each.grad is not None)
-        scale: Tensor = scaler.scale(torch.ones((), device=device))  # get_scale() would wait for the device
+        device = next(parameter.device for parameter in self.tracker.parameters if parameter.grad is not None)
+        scale: Tensor = scaler.scale(torch.ones((), device=device))  # get_scale() synchronizes
         return scale
 
 
 class OptimizerStep(NamedTuple):
-    """An optimizer that holds parameters of a monitored model makes its step.
+    """The step of an optimizer that holds parameters of a monitored model.
 
     Attributes:
-        tracker: of the model that is asked about, which need not be the one whose parameters it holds.
+        tracker: of the model of the monitor that is called.
         optimizer: the optimizer.
     """
 
@@ -61,30 +61,26 @@ class OptimizerStep(NamedTuple):
 
     @property
     def scale(self) -> Tensor | None:
-        """What gradients are scaled by that no backward has made; None for 1."""
-        # Others get them unscaled; fused optimizers are given what to unscale them by.
+        """The scale of the gradients during the step, which fused optimizers undo themselves; None for 1."""
         scale: Tensor | None = getattr(self.optimizer, "grad_scale", None)
         return scale
 
     def is_of(self, optimizer: Optimizer | None) -> bool:
-        """Whether it is the step of an optimizer, or of one around it; of None it is if it uses the model's gradients.
-
-        An optimizer that wraps another one has its param_groups.
-        """
+        """Whether an optimizer, or one that wraps it, makes the step; None for any that shares parameters."""
         if optimizer is None:
             return self.tracker.shares(self.optimizer)
         return self.optimizer.param_groups is optimizer.param_groups
 
 
 class GradientTracker:
-    """A model that monitors of an engine look at, and what is known of its gradients.
+    """The parameters of a model, and the backward passes that reach them.
 
     Attributes:
-        monitors: how many monitors look at it.
-        hook: the hook that is on its parameters in monitored iterations.
-        parameters: those that it had when the train step started.
-        reduced: whether this iteration's last backward that reached it has left its gradients reduced.
-        looks: what is told of each backward that has reached the model, by its ``backward_ended``.
+        monitors: number of monitors of the model.
+        hook: the hook on its parameters.
+        parameters: its parameters when the train step started.
+        reduced: whether the last backward of this iteration has left its gradients reduced.
+        observers: objects whose ``backward_ended`` is called after each backward that has reached the model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -93,97 +89,91 @@ class GradientTracker:
         self.hook = GradientHook()
         self.parameters: list[nn.Parameter] = []
         self.reduced = True
-        self.looks: list[Any] = []
-        # The dictionaries that its modules keep parameters and submodules in, what was in them at the last look, and
-        # those that were empty.
+        self.observers: list[Any] = []
+        self._is_deferred = False  # the train step finalizes the reduction
         self._registries: list[dict[str, Any]] = []
         self._members: list[Any] = []
-        self._empty: list[dict[str, Any]] = []
         self._replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+        self._sharded = [module for module in model.modules() if hasattr(module, "unshard")]  # by fully_shard
         self._train_steps = 0
-        # Optimizer -> in which train step it was looked at, the lists that it held, what is in them, and what of that
-        # is the model's.
-        self._own: weakref.WeakKeyDictionary[Optimizer, _Holding] = weakref.WeakKeyDictionary()
+        self._held: weakref.WeakKeyDictionary[Optimizer, _Held] = weakref.WeakKeyDictionary()
 
     def refresh(self) -> bool:
-        """Look at the model's parameters anew: whether there are others than at the last time."""
+        """Update the parameters; whether modules or parameters have been added, removed or replaced."""
         self._train_steps += 1
-        if self._members and not any(self._empty) and _are_same(_values(self._registries), self._members):
+        if self._members and _are_same(_values(self._registries), self._members):
             return False
-        # What scripted modules consist of is fixed, and kept in no dictionaries.
-        plain = [each for each in self.model.modules() if not isinstance(each, torch.jit.ScriptModule)]
-        found = [registry for each in plain for registry in registries(each)]
-        self._registries, self._empty = [each for each in found if each], [each for each in found if not each]
+        self._registries = registries(self.model.modules())
         self._members = _values(self._registries)
         self.parameters = list(self.model.parameters())
-        self._own.clear()
+        self._held.clear()
         return True
 
-    def run_ended(self) -> None:
-        """Forget what optimizers hold."""
-        self._own.clear()
-
-    def own(self, optimizer: Optimizer | None) -> list[nn.Parameter]:
-        """The model's parameters that an optimizer holds; for None all of them."""
+    def parameters_of(self, optimizer: Optimizer | None) -> list[nn.Parameter]:
+        """The model's parameters that an optimizer holds; None for all. The same list while they are the same."""
         if optimizer is None:
             return self.parameters
-        known = self._own.get(optimizer)
-        # Looked at one by one once per train step, which takes a while for many.
         lists = [(id(group["params"]), len(group["params"])) for group in optimizer.param_groups]
-        if known is None or known.train_step != self._train_steps or known.lists != lists:
-            held = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
-            if known is None or not _are_same(known.held, held):
-                ids = set(map(id, held))
-                own = [each for each in self.parameters if id(each) in ids]
-                own = self.parameters if len(own) == len(self.parameters) else own
-            else:
-                own = known.own
-            known = self._own[optimizer] = _Holding(self._train_steps, lists, held, own)
-        return known.own
+        key, known = (self._train_steps, lists), self._held.get(optimizer)
+        if known is not None and known[0] == key:
+            return known[1]
+        ids = set(map(id, chain.from_iterable(group["params"] for group in optimizer.param_groups)))
+        held = [parameter for parameter in self.parameters if id(parameter) in ids]
+        for earlier in (self.parameters, *([] if known is None else [known[1]])):
+            held = earlier if _are_same(held, earlier) else held
+        self._held[optimizer] = key, held
+        return held
 
     def shares(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer holds parameters of the model."""
-        return bool(self.own(optimizer))
+        return bool(self.parameters_of(optimizer))
 
-    def backward_ended(self, task: int, reached: Set[int], running: Set[int]) -> Set[int] | None:
-        """A backward has reached parameters of the model.
+    def iteration_started(self) -> None:
+        """Forget the backward passes of the previous iteration."""
+        self.reduced, self._is_deferred = True, False
+
+    def backward_ended(self, number: int, reached: Set[int], running: Set[int]) -> Set[int] | None:
+        """Record a backward that has reached parameters of the model.
 
         Args:
-            task: number of the backward.
+            number: number of the backward.
             reached: ids of the parameters.
-            running: numbers of those around it.
+            running: numbers of the backward passes around it.
 
         Returns:
-            The ids of the parameters whose gradients it may have changed; None if they have not been reduced, under
-            ``no_sync()``.
+            The ids of the parameters whose gradients may have changed; None while they are not reduced, under
+            ``no_sync()`` and where the train step calls ``finalize_backward()`` (torch 2.15).
         """
         self.reduced = all(replica.require_backward_grad_sync for replica in self._replicas)
-        # DistributedDataParallel gives a rank gradients of what only others have reached.
+        self._is_deferred = self.reduced and any(map(finalizes_manually, (*self._replicas, *self._sharded)))
+        self.reduced &= not self._is_deferred
+        # DistributedDataParallel gives a rank gradients of parameters that only other ranks have reached.
         changed = {id(parameter) for parameter in self.parameters} if self._replicas else reached
-        for look in self.looks:
-            look.backward_ended(task, changed, running)
+        for observer in self.observers:
+            observer.backward_ended(number, changed, running)
         return changed if self.reduced else None
 
+    def step_started(self, optimizer: Optimizer) -> None:
+        """Take gradients as reduced that the train step finalizes before a step outside of backward."""
+        if self._is_deferred and self.shares(optimizer) and not in_backward():
+            self.reduced, self._is_deferred = True, False
+
     def lacks_any(self, reached: Iterable[Set[int]]) -> bool:
-        """Whether any parameters, of which the ids are given, are not the model's, which others may be wrapped in."""
+        """Whether any of the parameters, given by their ids, is not the model's."""
         own = {id(parameter) for parameter in self.parameters}
-        return not all(each <= own for each in reached)
+        return not all(parameters <= own for parameters in reached)
 
-    def look(self, optimizer: Optimizer | None) -> Look:
-        """What finds out, entered as a context, how the next backward finds the gradients that an optimizer uses."""
-        return Look(self.model, self.own(optimizer), self.looks)
-
-
-class _Holding(NamedTuple):
-    train_step: int
-    lists: list[tuple[int, int]]
-    held: list[nn.Parameter]
-    own: list[nn.Parameter]
+    def accumulation_probe(self, optimizer: Optimizer | None) -> AccumulationProbe:
+        """A probe of the gradients that an optimizer uses; None for all of the model's."""
+        return AccumulationProbe(self.model, self.parameters_of(optimizer), self.observers)
 
 
-def _values(registries: Iterable[dict[str, Any]]) -> list[Any]:
-    return list(chain.from_iterable(map(dict.values, registries)))
+_Held = tuple[object, list[nn.Parameter]]  # in which train step from which lists; the model's among them
 
 
-def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+def _values(dictionaries: Iterable[dict[str, Any]]) -> list[Any]:
+    return list(chain.from_iterable(map(dict.values, dictionaries)))
+
+
+def _are_same(some: list[Any], others: list[Any]) -> bool:
     return len(some) == len(others) and all(map(is_, some, others))

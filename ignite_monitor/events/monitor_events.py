@@ -1,4 +1,4 @@
-"""MonitorEvents: what happens inside a train step, and what an event tells of itself."""
+"""MonitorEvents, and the spike that its handlers find in the engine's state."""
 
 from __future__ import annotations
 
@@ -9,29 +9,26 @@ from typing import Any, NamedTuple
 from ignite.engine import Engine
 from ignite.engine.events import EventEnum
 
-from ignite_monitor.model._torch import sees_backward
-
 
 class MonitorEvents(EventEnum):
-    """What happens inside a train step, fired on the user's engine by the monitors attached to it.
+    """Events inside a train step, fired on the user's engine by the monitors attached to it.
 
-    Handlers, filters and loggers use them like Ignite's own events; a filter counts iterations. They are registered
-    on an engine by the first monitor attached to it, and fire in monitored iterations; where handlers of the user's
-    own listen to them, in every iteration.
+    Handlers and filters use them like Ignite's own events; filters count iterations. The first monitor attached to an
+    engine registers them. They fire in monitored iterations; with handlers of the user's, in every iteration.
 
-    - GRADIENTS_READY : a backward that reached the parameters of a monitored model has ended, with everything
-      reduced (a backward under ``no_sync()`` of DistributedDataParallel has not been, and fires nothing). Once per
-      backward, before ``backward()`` returns. Under ``checkpoint(use_reentrant=True)`` once more for every
-      checkpointed segment, the last time with the whole gradient.
-    - SPIKE_DETECTED : a value exceeded its threshold, a gradient norm for one. ``engine.state.spike`` tells of it while
-      the handlers run: monitor, name, value, threshold, culprits, origin.
-    - THRESHOLD_RESET : so many spikes came in a row that the threshold rule starts afresh from the last one, of which
-      ``engine.state.spike`` tells; fired before the train step's end is. On an accelerator a listener waits for it.
-    - ROLLED_BACK : the training has gone back to an earlier state; before other handlers of ITERATION_COMPLETED run.
-    - OPTIMIZER_STEP_STARTED : an optimizer that holds parameters of a monitored model is about to make its step; where
-      the step is given a closure, when that has returned for the first time.
-    - OPTIMIZER_STEP_COMPLETED : it has returned from it.
-    - TRAIN_STEP_COMPLETED : the train step has returned, ITERATION_COMPLETED is next; monitors publish here.
+    - GRADIENTS_READY : a backward that reached parameters of a monitored model has ended, and its gradients are
+      reduced. Once per backward, before ``backward()`` returns. Not under ``no_sync()``, nor where the train step
+      calls ``finalize_backward()`` itself. Under ``checkpoint(use_reentrant=True)`` once more for every checkpointed
+      segment, the last time with the whole gradient.
+    - SPIKE_DETECTED : a value, for example a gradient norm, exceeded its threshold. ``engine.state.spike`` has the
+      monitor, name, value, threshold, culprits and source while the handlers run.
+    - THRESHOLD_RESET : after several consecutive spikes the threshold rule was reset; ``engine.state.spike`` has the
+      last one. Fires before TRAIN_STEP_COMPLETED. On an accelerator a handler synchronizes host and device.
+    - ROLLED_BACK : an earlier state of the training was restored; fires before other handlers of ITERATION_COMPLETED.
+    - OPTIMIZER_STEP_STARTED : an optimizer that holds parameters of a monitored model starts its step; if the step is
+      given a closure, when that has returned for the first time.
+    - OPTIMIZER_STEP_COMPLETED : the step has returned.
+    - TRAIN_STEP_COMPLETED : the train step has returned, ITERATION_COMPLETED is next; monitors publish their values.
     """
 
     GRADIENTS_READY = "gradients_ready"
@@ -39,9 +36,9 @@ class MonitorEvents(EventEnum):
     SPIKE_DETECTED = "spike_detected"
     """triggered when a value exceeds its threshold."""
     THRESHOLD_RESET = "threshold_reset"
-    """triggered when a threshold rule starts afresh."""
+    """triggered when a threshold rule is reset."""
     ROLLED_BACK = "rolled_back"
-    """triggered when the training has gone back to an earlier state."""
+    """triggered when an earlier state of the training was restored."""
     OPTIMIZER_STEP_STARTED = "optimizer_step_started"
     """triggered before an optimizer's step."""
     OPTIMIZER_STEP_COMPLETED = "optimizer_step_completed"
@@ -51,22 +48,20 @@ class MonitorEvents(EventEnum):
 
 
 def register_events(engine: Engine) -> None:
-    """Make an engine know :class:`MonitorEvents`."""
+    """Register :class:`MonitorEvents` on an engine, once."""
     if not engine.has_registered_events(MonitorEvents.TRAIN_STEP_COMPLETED):
-        events = [event for event in MonitorEvents if event != MonitorEvents.GRADIENTS_READY or sees_backward()]
-        engine.register_events(*events, event_to_attr=dict.fromkeys(events, "iteration"))
+        engine.register_events(*MonitorEvents, event_to_attr=dict.fromkeys(MonitorEvents, "iteration"))
 
 
 class NonFiniteSource(NamedTuple):
-    """What has produced the first number that is not finite.
+    """Source of the first non-finite value.
 
     Attributes:
-        name: a module's name, ``_root_`` for the whole model; where ``kind`` is gradient, that of a parameter; else
-            empty.
-        kind: ``"forward"``: the module's inputs are finite, and its output is not. ``"backward"``: the gradient of its
-            output is finite, and what it makes of that is not. ``"input"``: what the model is called with is not
-            finite. ``"loss"``: the model is finite, and what is computed of its output is not. ``"gradient"``: no more
-            is known than the first parameter, in backward's order, whose gradient is not finite.
+        name: name of a module, ``_root_`` for the whole model; for ``kind`` gradient, of a parameter; else empty.
+        kind: ``"forward"``: the module's inputs are finite, its output is not. ``"backward"``: the gradient of its
+            output is finite, the gradients it computes are not. ``"input"``: the model's inputs are not finite.
+            ``"loss"``: the model's output is finite, the loss is not. ``"gradient"``: only the first parameter, in
+            order of backward, is known whose gradient is not finite.
         text: the same as a sentence.
     """
 
@@ -79,12 +74,12 @@ class Spike(NamedTuple):
     """``engine.state.spike`` while handlers of SPIKE_DETECTED and THRESHOLD_RESET run.
 
     Attributes:
-        monitor: the monitor that has found it.
-        name: what has been judged: ``grad/norm`` for one, ``grad/loss`` where the loss alone makes the step a spike.
+        monitor: the monitor that has detected the spike.
+        name: name of the value: ``grad/norm``, for example, or ``grad/loss`` where only the loss is a spike.
         value: the value.
-        threshold: what it was compared with; inf where nothing is judged by size yet.
-        culprits: parameter -> its share of the excess, where single tensors are judged too; else empty.
-        origin: where a value that is not finite comes from, as far as a ``GradMonitor`` has found it; else None.
+        threshold: its threshold; inf as long as there is none.
+        culprits: parameter -> share of the excess, where single tensors have thresholds too; else empty.
+        source: source of a non-finite value, as far as a ``GradMonitor`` has located it; else None.
     """
 
     monitor: Any
@@ -92,22 +87,25 @@ class Spike(NamedTuple):
     value: float
     threshold: float
     culprits: Mapping[str, float]
-    origin: NonFiniteSource | None = None
+    source: NonFiniteSource | None = None
 
 
-_ATTRIBUTE = "spike"
 _NONE = object()
 
 
 @contextmanager
-def told(engine: Engine, spike: Spike) -> Iterator[None]:
-    """Have ``engine.state.spike`` for a while."""
-    before = getattr(engine.state, _ATTRIBUTE, _NONE)
-    setattr(engine.state, _ATTRIBUTE, spike)
+def exposed_spike(engine: Engine, spike: Spike) -> Iterator[None]:
+    """Set ``engine.state.spike`` for the duration of a context."""
+    state: Any = engine.state
+    before = getattr(state, "spike", _NONE)
+    state.spike = spike
     try:
         yield
     finally:
         if before is _NONE:
-            delattr(engine.state, _ATTRIBUTE)
+            del state.spike
         else:
-            setattr(engine.state, _ATTRIBUTE, before)
+            state.spike = before
+
+
+told = exposed_spike

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from ignite_monitor.checks import check_count, check_function, check_real, check_type
+from ignite_monitor.checks import check_count, check_real, check_type
 from ignite_monitor.detection.spikes import Detection, SpikeDetector, may_be_true
-from ignite_monitor.detection.thresholds import ThresholdRule, as_rule
-from ignite_monitor.events.accumulation_probe import Look
+from ignite_monitor.detection.thresholds import Threshold, as_rule
+from ignite_monitor.events.accumulation_probe import AccumulationProbe
 from ignite_monitor.events.gradient_tracker import GradientsReady, OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.gradient.judge import GradientJudge
@@ -61,7 +61,7 @@ class GradMonitor(GradientTelling, schema=GRADIENT):
     Of the first non-finite gradient in a row the log says, in one line, what has produced it: the model is run once
     more on the same inputs with the same random numbers, and the first module is named whose inputs are finite and
     whose output is not; if forward is finite, the module whose backward makes the gradient non-finite, or the loss
-    (with a ``scaler`` this is an overflow, of which nothing is said). ``engine.state.spike.origin`` has it too. Nothing
+    (with a ``scaler`` this is an overflow, of which nothing is said). ``engine.state.spike.source`` has it too. Nothing
     of the training is changed by that, but for functions of your own that hooks call once more. It is looked for where
     the detection is known on the host: on the CPU, and on an accelerator where ``on_spike`` or a handler of
     SPIKE_DETECTED waits for it.
@@ -70,8 +70,8 @@ class GradMonitor(GradientTelling, schema=GRADIENT):
         model: the model, as the train step uses it (wrapped, where it is wrapped).
         optimizer: the optimizer whose steps are judged. Its parameters alone count, where it does not hold all.
         scaler: the GradScaler of the train step.
-        threshold: a threshold rule, of which a copy is taken, or a function ``(mean, std, count) -> threshold``.
-            By default ``MeanStdThreshold()``.
+        threshold: a threshold rule, of which a copy is taken, a function ``(mean, std, count) -> threshold``, or a
+            number for a static threshold. By default ``MeanStdThreshold()``.
         loss: a second sign of a spike, which finds harm that the norm does not show: a criterion module whose output is
             the loss, or a function of the engine that returns it when a backward has ended (``engine.state.output`` is
             still that of the iteration before). A step is then a spike as well where the logarithm of its loss is more
@@ -85,16 +85,16 @@ class GradMonitor(GradientTelling, schema=GRADIENT):
             shares in the values, in ``engine.state.spike.culprits``, and in the log once the values are on the host.
             ``"clip"`` leaves no tensor above its threshold. No collective is added; with ``reduction="sum"`` each rank
             judges and names what it holds, and all agree on what is a spike.
-        reaction: what to do at a spike. None: nothing but tell. ``"skip"``: the optimizer's ``step()`` does nothing, no
+        on_spike: the action at a spike. None: report it only. ``"skip"``: the optimizer's ``step()`` does nothing, no
             update, no weight decay, no momentum, no step count. Fused optimizers skip on the device; for others the
             flag is read on the host. Of optimizers outside ``torch.optim`` the step is not run, so it has to be called
             as ``optimizer.step()``, without a closure: a ValueError says so at the first step. ``"clip"``: when the
             step of any optimizer starts, the gradients are multiplied by threshold / norm in place, whatever has been
-            done with them since backward, on the device without waiting. (Where a step evaluates its closure again,
-            those gradients are not clipped.) Non-finite gradients can't be clipped: their step is left out on the CPU
-            and of fused optimizers, if these are of ``torch.optim``, and is made elsewhere.
-        skip_step: True means ``reaction="skip"``.
-        on_spike: function ``(engine, norm)``, called at a spike.
+            done with them since backward, on the device without synchronization. (Where a step evaluates its closure
+            again, those gradients are not clipped.) Non-finite gradients can't be clipped: their step is skipped on the
+            CPU and by fused optimizers, if these are of ``torch.optim``, and is made elsewhere. Each skip and clip is
+            logged at INFO: the first ten of a run, then every hundredth. A function ``(engine, norm)`` is called at a
+            spike.
         max_consecutive_spikes: how many spikes in a row mean a new level, from which the rule then starts afresh.
         norm_type: p of the norm, greater than 0, ``math.inf`` allowed.
         reduction: how the norms of several ranks make one. ``"mean"``: every rank has the same gradient (DDP), and
@@ -109,9 +109,8 @@ class GradMonitor(GradientTelling, schema=GRADIENT):
     Raises:
         TypeError: if an argument is of another type.
         ValueError: if an argument has a value it can't have, the optimizer holds none of the model's parameters,
-            ``skip_step`` contradicts ``reaction``, a reaction is asked for without an optimizer, skipping with one
-            that needs a closure (LBFGS, SAM), or
-            ``reduction`` is not that of the model's wrapper: "mean" for DistributedDataParallel, "sum" for
+            skipping or clipping is requested without an optimizer, skipping with one that needs a closure (LBFGS,
+            SAM), or ``reduction`` is not that of the model's wrapper: "mean" for DistributedDataParallel, "sum" for
             FullyShardedDataParallel.
 
     Examples:
@@ -140,12 +139,10 @@ class GradMonitor(GradientTelling, schema=GRADIENT):
         optimizer: Optimizer | None = None,
         *,
         scaler: GradScaler | None = None,
-        threshold: ThresholdRule | Callable[[Tensor, Tensor, Tensor], Tensor | float] | None = None,
+        threshold: Threshold = None,
         loss: LossSource | None = None,
         per_parameter: bool = False,
-        reaction: str | None = None,
-        skip_step: bool = False,
-        on_spike: Callable[[Engine, float | Tensor], Any] | None = None,
+        on_spike: str | Callable[[Engine, float | Tensor], Any] | None = None,
         max_consecutive_spikes: int = 10,
         norm_type: float = 2.0,
         reduction: str = "mean",
@@ -158,8 +155,7 @@ class GradMonitor(GradientTelling, schema=GRADIENT):
             check_holds(optimizer, model)
         if scaler is not None:
             check_type("scaler", scaler, GradScaler, "torch.amp.GradScaler or None")
-        self._reaction = Reaction(reaction, skip_step, optimizer)
-        check_function("on_spike", on_spike, "the engine", "the norm")
+        self._reaction = Reaction(on_spike, optimizer)
         if norm_type != math.inf:
             norm_type = check_real("norm_type", norm_type, above=0.0)
         check_type("reduction", reduction, str, "str")
@@ -188,7 +184,7 @@ class GradMonitor(GradientTelling, schema=GRADIENT):
             model, detector, loss=loss, per_parameter=per_parameter, norm_type=self.norm_type, reduction=reduction
         )
         self._window = GradientWindow()
-        self._look: Look | None = None  # what decides on its tentative entry
+        self._look: AccumulationProbe | None = None  # what decides on its tentative entry
         self._seen = False  # whether there was a gradient in this iteration
         self._unstepped = Unstepped(optimizer)
         self._origins = NonFiniteLocator(model)
@@ -200,7 +196,7 @@ class GradMonitor(GradientTelling, schema=GRADIENT):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         counts = self._reaction.counts_of(state_dict) if isinstance(state_dict, Mapping) else {}
         super().load_state_dict(state_dict)
-        self._reaction.counts, self._reaction.device = counts, torch.device("cpu")
+        self._reaction.load(counts)
         self._window.before = None
 
     # What it listens to
@@ -233,8 +229,8 @@ class GradMonitor(GradientTelling, schema=GRADIENT):
         if self._judge.losses.source is not None:
             contexts.append(self._judge.losses.listening())
         # It may have looked already, in a backward under no_sync().
-        if self._window.before is not None and (self._look is None or self._look.grows is None):
-            self._look = self._source.tracker(self.model).look(self.optimizer)
+        if self._window.before is not None and (self._look is None or self._look.accumulates is None):
+            self._look = self._source.tracker(self.model).accumulation_probe(self.optimizer)
             contexts.append(self._look)
         return contexts
 
@@ -245,6 +241,7 @@ class GradMonitor(GradientTelling, schema=GRADIENT):
 
     def reset_run_state(self) -> None:
         self._origins.calls.release()
+        self._reaction.new_run()
         # What is accumulated in the gradients stays there.
         self._iteration = -1
         self._stepped, self._shown, self._where, self._suspect = False, None, None, None
@@ -255,7 +252,7 @@ class GradMonitor(GradientTelling, schema=GRADIENT):
         super().reset_run_state()
 
     def _on_gradients_ready(self, engine: Engine, backward: GradientsReady) -> None:
-        parameters = backward.tracker.own(self.optimizer)
+        parameters = backward.tracker.parameters_of(self.optimizer)
         gradients = _gradients(parameters)
         is_all = parameters is backward.tracker.parameters
         if not gradients or not (is_all or backward.reaches(self.optimizer)):  # it reached others of the model
@@ -282,7 +279,7 @@ class GradMonitor(GradientTelling, schema=GRADIENT):
         tracker = step.tracker
         # Where optimizers make their steps inside of backward there is never a whole gradient.
         is_whole = tracker.reduced and not (self.optimizer is None and in_backward())
-        parameters = tracker.own(self.optimizer) if is_whole else []
+        parameters = tracker.parameters_of(self.optimizer) if is_whole else []
         if all(each.grad is None for each in parameters):
             self._window.close()
             self._show_last(engine)
@@ -363,7 +360,7 @@ class GradMonitor(GradientTelling, schema=GRADIENT):
 
     def _decide_tentative(self, device: torch.device) -> None:
         look, self._look = self._look, None
-        grows = self._judge.has_grown(None if look is None else look.grows, device)
+        grows = self._judge.has_grown(None if look is None else look.accumulates, device)
         # Only who has been told of a spike, and has thus waited for it, waits here.
         known = grows.device.type == "cpu" or self._window.announced
         before = self._window.decided(is_new=known and not bool(grows))

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ignite_monitor.checks import check_type
+from ignite_monitor.checks import check_function
 from ignite_monitor.detection.spikes import Detection, may_be_true
 from ignite_monitor.gradient.skip import StepSkipper, check_hooks, check_skippable, hides_gradients, skips_on_device
 from ignite_monitor.model._torch import foreach_scale, sparse_parts
 from ignite_monitor.model.devices import move, move_like
 from ignite_monitor.model.norms import is_sharded
+
+_CHOICES = "None, 'skip', 'clip' or a function of the engine and the norm"
 
 
 class Reaction:
@@ -27,42 +29,43 @@ class Reaction:
     ``torch.optim``, and made elsewhere.
 
     Args:
-        reaction: "skip", "clip" or None.
-        skip_step: True means "skip".
+        on_spike: "skip", "clip", a function, or None.
         optimizer: whose steps they are.
 
     Raises:
-        TypeError: if an argument is of another type.
-        ValueError: if the arguments contradict each other, or the optimizer does not allow it.
+        TypeError: if ``on_spike`` is of another type.
+        ValueError: if it is another string, or the optimizer does not allow it.
     """
 
-    def __init__(self, reaction: str | None, skip_step: bool, optimizer: Optimizer | None) -> None:
-        check_type("skip_step", skip_step, bool, "bool")
-        if reaction is not None:
-            check_type("reaction", reaction, str, "str or None")
-        if reaction not in (None, "skip", "clip"):
-            raise ValueError(f"Argument reaction should be 'skip', 'clip' or None, but given {reaction!r}")
-        if skip_step and reaction == "clip":
-            raise ValueError("Argument skip_step means reaction='skip', but given reaction='clip' too")
-        self.kind = "skip" if skip_step else reaction
+    def __init__(self, on_spike: Any, optimizer: Optimizer | None) -> None:
+        self.kind = on_spike if isinstance(on_spike, str) else None
+        if self.kind is None:
+            check_function("on_spike", on_spike, "the engine", "the norm", described=_CHOICES)
+        elif self.kind not in ("skip", "clip"):
+            raise ValueError(f"Argument on_spike should be {_CHOICES}, but given {on_spike!r}")
         if self.kind == "skip":
             check_skippable(optimizer)
         elif self.kind == "clip":
             if optimizer is None:
-                raise ValueError(
-                    "Argument reaction needs the argument optimizer, in whose step the gradient is clipped"
-                )
-            check_hooks("reaction", optimizer)
+                raise ValueError("on_spike='clip' needs the argument optimizer, in whose step the gradient is clipped")
+            check_hooks("clip", optimizer)
         zero = torch.zeros((), dtype=torch.float64, device="cpu")
         self.counts = {"skipped_count": zero} | ({"clipped_count": zero} if self.kind == "clip" else {})
         self.device = zero.device
         self._optimizer = optimizer
         self._skipper = StepSkipper()
         self._skipped: Tensor | None = None  # whether the step that is going on is left out
+        self._logged: dict[str, float] = {}  # the counts at the last log line
+        self._in_run = dict.fromkeys(self.counts, 0.0)
 
     def contexts(self, completed: Callable[[Optimizer], None]) -> list[AbstractContextManager[None]]:
         """What has to be around the train step for steps to be left out, of which ``completed`` is told."""
         return [] if self._optimizer is None else [self._skipper.around(self._optimizer, completed)]
+
+    def load(self, counts: dict[str, Tensor]) -> None:
+        """Continue from counts that :meth:`counts_of` returned."""
+        self.counts, self.device = counts, torch.device("cpu")
+        self._logged = {name: float(count) for name, count in counts.items()}
 
     def to(self, reference: Tensor) -> None:
         """Move the counts to where a tensor is."""
@@ -112,6 +115,26 @@ class Reaction:
     def restore(self) -> None:
         """Put back what leaving out a step has changed."""
         self._skipper.restore()
+
+    def new_run(self) -> None:
+        """Count the log lines of a run anew."""
+        self._in_run = dict.fromkeys(self.counts, 0.0)
+
+    def message(self, counts: Sequence[float]) -> str | None:
+        """What the log says of steps skipped and clipped since the last call: the first ten of a run, and hundredths.
+
+        Args:
+            counts: :attr:`counts`, read on the host.
+        """
+        parts = []
+        for name, count in zip(self.counts, counts, strict=True):
+            before = self._in_run[name]
+            self._in_run[name] = now = before + count - self._logged.get(name, 0.0)
+            self._logged[name] = count
+            if now > before and (before < 10 or now // 100 > before // 100):
+                action = "optimizer step skipped" if name == "skipped_count" else "gradient scaled to its threshold"
+                parts.append(f"{action} ({now:.0f} in this run)")
+        return ", ".join(parts) or None
 
     def counts_of(self, state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
         """The counts in a saved state, 0 for those that it does not hold; what is no number is a ValueError."""

@@ -26,7 +26,7 @@ from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer
 from ignite_monitor.model.norms import any_sharded
 from ignite_monitor.model.optimizers import parameters_of
 
-_REMEDY = "leave the step out in the train step, where engine.state.unhealthy_spike is True after backward"
+_FIX = "skip the step in the train step, if engine.state.unhealthy_spike is True after backward"
 
 
 def check_skippable(optimizer: Optimizer | None) -> None:
@@ -36,7 +36,7 @@ def check_skippable(optimizer: Optimizer | None) -> None:
         ValueError: if there is none, its step evaluates a closure when and as often as it likes, or it has no hooks.
     """
     if optimizer is None:
-        raise ValueError("Argument skip_step needs the argument optimizer, whose step is to be skipped")
+        raise ValueError("on_spike='skip' needs the argument optimizer, whose step is to be skipped")
     optimizer = _innermost(optimizer)
     name = type(optimizer).__name__
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
@@ -47,16 +47,16 @@ def check_skippable(optimizer: Optimizer | None) -> None:
         or (hasattr(optimizer, "first_step") and not _is_torchs(optimizer))
     ):
         raise ValueError(
-            f"Argument skip_step does not work with {name}, whose step evaluates a closure more than once: {_REMEDY}"
+            f"on_spike='skip' does not work with {name}, whose step evaluates a closure more than once: {_FIX}"
         )
-    check_hooks("skip_step", optimizer)
+    check_hooks("skip", optimizer)
 
 
-def check_hooks(argument: str, optimizer: Optimizer) -> None:
-    """Refuse an optimizer whose steps nobody hears of.
+def check_hooks(action: str, optimizer: Optimizer) -> None:
+    """Refuse an optimizer without step hooks.
 
     Args:
-        argument: what needs them.
+        action: the value of ``on_spike`` that needs them.
 
     Raises:
         ValueError: if it has no hooks.
@@ -64,8 +64,8 @@ def check_hooks(argument: str, optimizer: Optimizer) -> None:
     optimizer = _innermost(optimizer)
     if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         raise ValueError(
-            f"Argument {argument} needs an optimizer with step hooks, but {type(optimizer).__name__} does not call the "
-            f"constructor of torch.optim.Optimizer: {_REMEDY}"
+            f"on_spike={action!r} needs an optimizer with step hooks, but {type(optimizer).__name__} does not call the "
+            f"constructor of torch.optim.Optimizer: {_FIX}"
         )
 
 
@@ -161,13 +161,13 @@ class StepSkipper:
         name = type(optimizer).__name__
         if callable(kwargs.get("closure", args[1] if len(args) > 1 else None)):
             raise ValueError(
-                f"skip_step can't leave out a step of {name} that is given a closure, since nobody knows what it has "
-                f"changed when it evaluates it: call backward() before step(), or {_REMEDY}"
+                f"on_spike='skip' cannot skip a step of {name} that is given a closure, because it may have changed "
+                f"parameters when it evaluates the closure: call backward() before step(), or {_FIX}"
             )
         if not self._is_inside:
             raise ValueError(
-                f"skip_step can leave out a step of {name} only where it is called as optimizer.step(), but a method "
-                f"kept from before was called: call optimizer.step(), or {_REMEDY}"
+                f"on_spike='skip' can skip a step of {name} only if it is called as optimizer.step(), but a method "
+                f"kept from before was called: call optimizer.step(), or {_FIX}"
             )
         if self._is_left_out:
             raise _LeftOut

@@ -19,6 +19,7 @@ from ignite_monitor.gradient.per_parameter import described
 from ignite_monitor.gradient.reaction import Reaction
 from ignite_monitor.gradient.window import GradientWindow
 from ignite_monitor.model.modes import users_grad_mode
+from ignite_monitor.monitor import publisher
 from ignite_monitor.monitor.publisher import as_published
 from ignite_monitor.monitor.ranks import world_size
 from ignite_monitor.nonfinite.locator import NonFiniteLocator
@@ -28,7 +29,7 @@ class GradientTelling(JudgingMonitor[GradientJudge]):
     """Tells of detections on the gradient; which one that is, a subclass decides."""
 
     scaler: GradScaler | None
-    on_spike: Callable[[Any, float | Tensor], Any] | None
+    on_spike: str | Callable[[Any, float | Tensor], Any] | None
     _norm_attribute: str
     _window: GradientWindow[Detection, Known]
     _reaction: Reaction
@@ -74,6 +75,8 @@ class GradientTelling(JudgingMonitor[GradientJudge]):
             self._publish_detection(detection, where, log=True)
         else:
             self._publish_unstepped()
+        if self._reaction.kind is not None and publisher.is_on_host(detection.norm):
+            self._log_action([float(count) for count in self._reaction.counts.values()], detection)
         if self._judge.restarts:
             self._tell_of_new_level(engine, detection)
 
@@ -117,13 +120,16 @@ class GradientTelling(JudgingMonitor[GradientJudge]):
             self.publish(stepped=0.0)
 
     def deferred_tensors(self) -> list[Tensor]:
-        extra = [] if self._where is None else [self._where]
+        extra = [] if self._reaction.kind is None else [torch.stack([*self._reaction.counts.values()])]
+        extra += [] if self._where is None else [self._where]
         if self._suspect is not None:
             extra += [self._suspect.spike, self._judge.of_spike(self._suspect)]
         return extra
 
     def resolve_deferred(self, extra: list[list[float]]) -> dict[str, float]:
         numbers = iter(extra)
+        if self._reaction.kind is not None:
+            self._log_action(next(numbers))
         if self._where is not None and not next(numbers)[0]:
             self._publish_unstepped()
         elif self._suspect is not None and next(numbers)[0]:
@@ -138,6 +144,17 @@ class GradientTelling(JudgingMonitor[GradientJudge]):
 
     # What is said
 
+    def _log_action(self, counts: list[float], detection: Detection | None = None) -> None:
+        action = self._reaction.message(counts)
+        if action is None:
+            return
+        cause = ""
+        if detection is not None and detection.spike:
+            cause = described("gradient norm", float(detection.norm), float(detection.threshold), {}) + "; "
+        self.logger.info(
+            "%s (%s): iteration %d: %s%s", type(self).__name__, self.prefix, self._iteration, cause, action
+        )
+
     def _log_spike(self, numbers: list[float]) -> None:
         name, value, threshold, culprits = self._judge.told(numbers)
         text = described({"norm": "gradient norm"}.get(name, name), value, threshold, self._judge.named(culprits))
@@ -146,11 +163,11 @@ class GradientTelling(JudgingMonitor[GradientJudge]):
     def _announce(self, engine: Any, detection: Detection) -> None:
         def first() -> None:
             self._window.announced = True
-            if self.on_spike is not None:
+            if callable(self.on_spike):
                 with users_grad_mode():
                     self.on_spike(engine, as_published(detection.norm))
 
-        awaited = self.on_spike is not None or self._is_awaited(MonitorEvents.SPIKE_DETECTED)
+        awaited = callable(self.on_spike) or self._is_awaited(MonitorEvents.SPIKE_DETECTED)
         if awaited and not self._window.announced and self._is_known_spike(detection):
             self._tell(engine, MonitorEvents.SPIKE_DETECTED, detection, first)
 
@@ -163,13 +180,13 @@ class GradientTelling(JudgingMonitor[GradientJudge]):
             return
         nonfinite = as_published(detection.nonfinite)
         if not isinstance(nonfinite, bool):
-            if self.on_spike is None and not self._is_awaited(MonitorEvents.SPIKE_DETECTED):  # nobody waits
+            if not callable(self.on_spike) and not self._is_awaited(MonitorEvents.SPIKE_DETECTED):  # nobody waits
                 self._origins.calls.backward_ended()
                 return
             # Without a scaler one that is no spike is finite, and nobody has to wait once more.
             nonfinite = (self.scaler is not None or self._is_known_spike(detection)) and bool(detection.nonfinite)
         text = self._origins.look(not nonfinite, self.scaler is not None, alone=nonfinite and world_size() == 1)
-        self._source.origin = self._origins.found or self._source.origin
+        self._source.nonfinite_source = self._origins.found or self._source.nonfinite_source
         if text is not None:
             self.logger.warning("%s: iteration %d: %s", self.prefix, engine.state.iteration, text)
 

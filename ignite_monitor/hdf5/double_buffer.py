@@ -1,13 +1,14 @@
-"""Appending to an HDF5 file such that there is a complete, closed file under its name at every moment.
+"""Appending to an HDF5 file such that a complete, closed file has its name at every moment.
 
-HDF5 files are not written in one piece, and a process that is killed within leaves one that doesn't open. So there are
-two copies, of which one has the name. What is new goes to the other, the shadow, which is closed and renamed over the
-first. The first becomes the shadow, and gets what it lacks with the next write: nothing is ever copied as a whole.
+HDF5 files are not written in one piece, and a process that is killed while writing leaves one that can't be opened. So
+there are two copies, of which one has the name. New data goes to the other one, the standby copy, which is then closed
+and renamed over the first. The first becomes the standby copy, and gets what it lacks with the next write.
 
-A reader that has the first copy open keeps it: what is open or has another name too is not written to, and a fresh copy
-is made instead. A reader that opens it while it has the name, and locks it only once it is written again (it has to be
-stopped in between for as long as passes between two writes), gets a BlockingIOError from its lock and never half a
-file; :func:`~ignite_monitor.read_hdf5` tries again.
+The whole file is copied only where the standby copy can't be used: at the first write, once after a reader has opened
+the file or given it a second name (neither is written to), and at every write where the file system has no hard links.
+
+A reader that opens the first copy while it has the name, and locks it only when it is being written again, gets a
+BlockingIOError from its lock and never half a file; :func:`~ignite_monitor.read_hdf5` tries again.
 """
 
 from __future__ import annotations
@@ -31,36 +32,36 @@ except ModuleNotFoundError:  # Windows
     fcntl = None  # type: ignore[assignment, unused-ignore]
 
 Patch = list[tuple[str, int, NDArray[Any]]]
-"""What to put where: dataset, first index, elements. Applying it twice does no harm."""
+"""Dataset, first index, elements. Applying a patch twice has the same effect as once."""
 
 
-class SwappedFile:
-    """The file, which nobody else writes until it is closed; BlockingIOError if another writer has it."""
+class DoubleBuffer:
+    """A file, locked against other writers until it is closed; BlockingIOError if another writer has it."""
 
     def __init__(self, path: Path, mode: str) -> None:
         self.path = path
-        self._shadow, self._spare = (path.with_name(f".{path.name}.{end}") for end in ("shadow", "spare"))
-        self._behind: Patch | None = None  # what the shadow lacks; None: there is no shadow that can be relied on
+        self._standby, self._spare = (path.with_name(f".{path.name}.{end}") for end in ("standby", "spare"))
+        self._behind: Patch | None = None  # what the standby copy lacks; None if there is no usable one
         if mode == "x" and path.exists():
             raise FileExistsError(path)
         self._lock = Lock(path.with_name(f".{path.name}.lock"))
         try:
             self._discard()
             if mode == "w" or not path.exists():
-                create(self._shadow)
+                create(self._standby)
                 if mode != "w" and path.exists():
                     raise FileExistsError(path)
-                os.replace(self._shadow, path)
+                os.replace(self._standby, path)
             self._published = {_identity(path)}
         except BaseException:
             self.close()
             raise
 
     def write(self, patch: Patch) -> None:
-        """Put a patch into the file.
+        """Apply a patch to the file.
 
         Raises:
-            OSError: if that fails. The file is then as it was.
+            OSError: if that fails. The file is then unchanged.
         """
         behind, self._behind = self._behind, None
         try:
@@ -77,14 +78,14 @@ class SwappedFile:
             self._behind = patch
 
     def close(self) -> None:
-        """Leave nothing but the file."""
+        """Remove all files but the one with the name."""
         self._discard()
         self._lock.release()
 
     def _is_free(self) -> bool:
-        """Whether the shadow is open nowhere else, which HDF5 says by its locks, and has no other name."""
+        """Whether the standby copy is open nowhere else, by HDF5's locks, and has no other name."""
         try:
-            with self._shadow.open("r+b") as file:
+            with self._standby.open("r+b") as file:
                 if fcntl is not None:
                     fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return os.fstat(file.fileno()).st_nlink == 1
@@ -92,34 +93,33 @@ class SwappedFile:
             return False
 
     def _check_place(self) -> None:
-        """Leave alone what somebody else has put there.
+        """Refuse to replace a file of another program.
 
         Raises:
-            FileExistsError: if the file is not the one that was put there.
+            FileExistsError: if the file is not the one written last.
         """
         if self.path.exists():
-            found = _identity(self.path)
-            if found not in self._published:
+            identity = _identity(self.path)
+            if identity not in self._published:
                 raise FileExistsError("another program has changed it, or put another file in its place")
-            self._published = {found}
+            self._published = {identity}
 
     def _copy(self) -> None:
         needed = self.path.stat().st_size
-        if shutil.disk_usage(self.path.parent).free < needed:  # known before a long file is copied in vain
-            raise self._no_room(errno.ENOSPC, needed)
-        shutil.copyfile(self.path, self._shadow)
+        if shutil.disk_usage(self.path.parent).free < needed:  # checked before a long file is copied
+            raise self._no_space(errno.ENOSPC, needed)
+        shutil.copyfile(self.path, self._standby)
 
     def _apply(self, patch: Patch, *, locking: bool) -> bool:
-        """Put a patch into the shadow; False if a reader has opened it just now, which may be only with ``locking``.
+        """Apply a patch to the standby copy; False if a reader has just opened it (only with ``locking``).
 
-        HDF5 does not survive a disk that is full: the process ends in a segmentation fault. So the room that it may
-        need is taken before, where an error is an error.
+        A full disk ends HDF5 in a segmentation fault. So the space that it may need is reserved first.
 
         Raises:
-            OSError: if there is no room, or the shadow can't be opened although nobody else has it.
+            OSError: if there is no space, or the standby copy can't be opened although nobody else has it.
         """
-        with self._shadow.open("r+b") as file:
-            needed = (1 << 17) + sum(_room_for(name, len(elements)) for name, _, elements in patch)
+        with self._standby.open("r+b") as file:
+            needed = (1 << 17) + sum(_space_for(name, len(elements)) for name, _, elements in patch)
             try:
                 if hasattr(os, "posix_fallocate"):
                     os.posix_fallocate(file.fileno(), file.seek(0, os.SEEK_END), needed)
@@ -127,9 +127,9 @@ class SwappedFile:
                     file.seek(0, os.SEEK_END)
                     file.write(bytes(needed))
             except OSError as error:
-                raise self._no_room(error.errno, needed) from error
+                raise self._no_space(error.errno, needed) from error
         try:
-            opened = import_h5py().File(self._shadow, "r+", libver=("v110", "v110"), locking=locking)
+            opened = import_h5py().File(self._standby, "r+", libver=("v110", "v110"), locking=locking)
         except OSError:
             if locking:
                 return False
@@ -146,36 +146,36 @@ class SwappedFile:
         """Swap the copies; False if the first could not be kept.
 
         Raises:
-            FileExistsError: if the file is not the one that was put there.
+            FileExistsError: if the file is not the one written last.
         """
         kept = True
         try:
             self._check_place()
-            shutil.copymode(self.path, self._shadow)
+            shutil.copymode(self.path, self._standby)
             os.link(self.path, self._spare)
         except FileExistsError:
             raise
-        except OSError:  # it was removed, or there are no hard links here
+        except OSError:  # it was removed, or the file system has no hard links
             kept = False
-        next_one = _identity(self._shadow)
-        self._published.add(next_one)  # before it is put there: an interrupt may come right after
-        os.replace(self._shadow, self.path)
-        self._published = {next_one}
+        replacement = _identity(self._standby)
+        self._published.add(replacement)  # before the renaming: an interrupt may come right after
+        os.replace(self._standby, self.path)
+        self._published = {replacement}
         if kept:
             try:
-                os.replace(self._spare, self._shadow)
+                os.replace(self._spare, self._standby)
             except OSError:
                 kept = False
         return kept
 
-    def _no_room(self, number: int | None, needed: int) -> OSError:
-        words = f"{os.strerror(number or errno.EIO)}: a write may need {_kilobytes(needed)} of room"
+    def _no_space(self, number: int | None, needed: int) -> OSError:
+        words = f"{os.strerror(number or errno.EIO)}: a write may need {_kilobytes(needed)}"
         if number == errno.ENOSPC:
             words += f", and {_kilobytes(shutil.disk_usage(self.path.parent).free)} are free"
         return OSError(number, words)
 
     def _discard(self) -> None:
-        for path in (self._shadow, self._spare):
+        for path in (self._standby, self._spare):
             with contextlib.suppress(OSError):
                 path.unlink()
 
@@ -184,22 +184,22 @@ def _kilobytes(size: int) -> str:
     return f"{size / 1000:,.0f} kB"
 
 
-def _room_for(name: str, elements: int) -> int:
-    """How many bytes a dataset may grow by at most when elements are added, compressed or not."""
+def _space_for(name: str, elements: int) -> int:
+    """Upper bound of the bytes by which a dataset grows when elements are added, compressed or not."""
     dtype, chunk = COLUMNS[name]
     return (math.ceil(elements / chunk) + 2) * (chunk * dtype.itemsize + 4096)
 
 
 def _identity(path: Path) -> tuple[int, int, int]:
-    """The size too, since the inode of a file that was removed is soon another's."""
-    found = path.stat()
-    return found.st_dev, found.st_ino, found.st_size
+    """Device, inode and size: the inode of a removed file is soon reused."""
+    status = path.stat()
+    return status.st_dev, status.st_ino, status.st_size
 
 
 class Lock:
-    """Holds a file beside the one to be written, until it is released or the process ends, however it ends.
+    """Lock on a file next to the one to be written, until it is released or the process ends, however it ends.
 
-    Where the file system has no locks, nobody is refused.
+    On file systems without locks no writer is refused.
     """
 
     def __init__(self, path: Path) -> None:
@@ -207,7 +207,7 @@ class Lock:
         self._file = path.open("ab")
         try:
             _lock(self._file.fileno())
-            # Its last holder may have removed it between the opening and the locking.
+            # The last holder may have removed it between opening and locking.
             held = path.exists() and os.path.samestat(path.stat(), os.fstat(self._file.fileno()))
         except BlockingIOError:
             held = False
@@ -217,7 +217,7 @@ class Lock:
         _HELD.add(self)
 
     def release(self) -> None:
-        """Let others have it."""
+        """Release the lock."""
         if os.getpid() == self._process and not self._file.closed:
             with contextlib.suppress(OSError):
                 self._path.unlink()
@@ -235,7 +235,7 @@ def _lock(descriptor: int) -> None:
 
 
 def _close_in_child() -> None:
-    """A forked process has the same open file, and would go on holding it when its parent has been killed."""
+    """Close the lock in a forked process, which would otherwise hold it after its parent has been killed."""
     for lock in _HELD:
         lock._file.close()
 

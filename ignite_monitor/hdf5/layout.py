@@ -1,21 +1,21 @@
-"""What stands in a file, and how to read one that anybody may have made.
+"""Layout of the file, and the checks that make files from untrusted sources safe to read.
 
 =========== ==================================================================================================
-``names``   one JSON string a line: the name of value 0, of value 1, …
-``ids``     numbers of names; a list of them stands once, however many rows use it
-``values``  float32
-``exact``   values that float32 can't hold (:func:`needs_float64`), by their index in ``values``
-``rows``    one row per write: ``count`` values from ``values[values]`` on, named by ``ids[ids:]``; ``step``; ``time``
-            in milliseconds since 1970. ``run`` numbers the runs of an engine, ``iteration`` is that engine's, and
-            ``nested`` is 1 where the values are another engine's, run within it. A row that was taken back has count 0
+``names``   one JSON line per name: ``[name, kind, root]``. ``kind`` is the schema kind of the monitor that publishes
+            the name, ``"user"`` for any other name; the monitor's key is what follows ``root/`` in the name
+``ids``     indices of names; a list of indices is stored once, however many rows use it
+``values``  float64
+``rows``    one row per write: ``count`` values from ``values[values]`` on, with names ``ids[ids:]``; ``step``; ``time``
+            in milliseconds since 1970; ``session``, the number of the logger; ``run``, the number of the engine's run;
+            ``start``, the iteration after which the run started; ``iteration`` of its engine; ``nested``, 1 where the
+            values belong to another engine that ran within it
 =========== ==================================================================================================
 
-All are chunked, compressed with deflate and checksummed. Every file is complete and closed when it gets its name:
-see :mod:`ignite_monitor.hdf5.double_buffer`.
+All datasets are chunked, compressed with deflate and checksummed. No row is ever changed: rows that a resumed run
+replaces are dropped by the reader (:mod:`ignite_monitor.hdf5.superseded`).
 
-What is read holds exactly that, or a ValueError names it. HDF5 files can point to other files, compute their data by
-filters from plugins, and claim any size. So links, layouts, filters and sizes are looked at before anything is read,
-and what is read before anything is computed from it.
+HDF5 files can refer to other files, compute data by filters from plugins, and claim any size. Links, layouts, filters
+and sizes are therefore checked before data is read, and the data before anything is computed from it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ import json
 import math
 import stat
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -33,18 +35,17 @@ from numpy.typing import NDArray
 
 from ignite_monitor.report.series import printable
 
-FORMAT, VERSION = "ignite_monitor", 1
-DEFLATE_RATIO = 1032  # what deflate makes of zeros; nothing gets smaller
+FORMAT, VERSION = "ignite_monitor", 2
+DEFLATE_RATIO = 1032  # the largest that deflate reaches
 RUNS = 2**62
 LONGEST_CHUNK = 2**16
-NOTHING = np.empty(0)
 
-ROW = np.dtype([(field, "<i8") for field in ["step", "iteration", "time", "run", "nested", "ids", "values", "count"]])
-EXACT = np.dtype([("place", "<i8"), ("value", "<f8")])
+FIELDS = ("step", "iteration", "time", "session", "run", "start", "nested", "ids", "values", "count")
+ROW = np.dtype([(field, "<i8") for field in FIELDS])
 
 
 class Column(NamedTuple):
-    """A one-dimensional dataset: the type of its elements, and how many of them a chunk holds."""
+    """A one-dimensional dataset: the type of its elements, and the number of elements per chunk."""
 
     dtype: np.dtype[Any]
     chunk: int
@@ -53,14 +54,21 @@ class Column(NamedTuple):
 COLUMNS = {
     "names": Column(np.dtype("u1"), 4096),
     "ids": Column(np.dtype("<i4"), 4096),
-    "values": Column(np.dtype("<f4"), 8192),
-    "exact": Column(EXACT, 256),
+    "values": Column(np.dtype("<f8"), 8192),
     "rows": Column(ROW, 512),
 }
 
 
+class Name(NamedTuple):
+    """A name, the schema kind of the monitor that publishes it, and what precedes the monitor's key in it."""
+
+    name: str
+    kind: str = "user"
+    root: str = ""
+
+
 def import_h5py() -> ModuleType:
-    """The module ``h5py``, which only those need who use a file.
+    """Import ``h5py``, an optional dependency.
 
     Raises:
         ModuleNotFoundError: if it is not installed.
@@ -75,9 +83,9 @@ def import_h5py() -> ModuleType:
 
 
 def create(path: Path) -> None:
-    """Write a file without rows; one that is there is replaced."""
-    # Without a list of free space, which has to be asked for, a chunk that grows leaves its old place empty for good:
-    # files of small rows take 40 times as much. The format of HDF5 1.10 has checksums for all but the data.
+    """Write a file without rows, replacing an existing one."""
+    # Without a persistent list of free space, a chunk that grows leaves its old place empty for good: files of small
+    # rows take 40 times as much. The format of HDF5 1.10 has checksums for all but the data.
     options = {"libver": ("v110", "v110"), "fs_strategy": "fsm", "fs_persist": True, "fs_threshold": 1}
     with import_h5py().File(path, "w", locking=False, **options) as file:
         file.attrs.update(format=FORMAT, version=VERSION, created=time.time())
@@ -87,64 +95,60 @@ def create(path: Path) -> None:
             )
 
 
-def needs_float64(values: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Which values float32 would turn into another number, not just round: integers, and what is out of its range."""
-    limits = np.finfo(np.float32)
-    with np.errstate(over="ignore", invalid="ignore"):
-        changed = values.astype(np.float32) != values
-        size = np.abs(values)
-        other = (size > limits.max) | (size < limits.tiny) | (values == np.rint(values))
-    return np.asarray(changed & other & np.isfinite(values))
-
-
 def one_line(error: BaseException) -> str:
-    """What an error says, in one line that is safe to send to a terminal; HDF5's have several."""
+    """Text of an error in one line that is safe to print to a terminal; HDF5's errors have several."""
     return printable(" ".join(str(error).split())) or type(error).__name__
 
 
 class Contents(NamedTuple):
-    """What a file holds; ``rows`` with those that were taken back, ``values`` only where they are asked for."""
+    """The names, lists of names and rows of a file, checked; ``values`` is the dataset."""
 
     sizes: dict[str, int]  # of the datasets
-    names: list[str]
+    names: list[Name]
     ids: NDArray[np.int32]
     rows: NDArray[Any]
-    values: NDArray[np.float64] = NOTHING
+    values: Any
 
 
-def load(path: Path, *, values: bool = False, continued: bool = False) -> Contents:
-    """Read a file.
+@contextmanager
+def opened(path: Path, *, continued: bool = False) -> Iterator[Contents]:
+    """Open a file for reading.
 
     Args:
-        continued: whether it will be written to, so that its datasets have to be able to grow.
+        continued: whether it will be written to, so that its datasets must be resizable.
 
     Raises:
-        OSError: if it is not there, or can't be opened.
-        ValueError: if it is damaged, or not what HDF5Logger writes.
-        BlockingIOError: if it is being written just now, which can only be where it was opened before and locked after
-            it was replaced.
+        OSError: if the file does not exist, or can't be opened.
+        ValueError: if it is damaged, or has another layout.
+        MemoryError: if it holds more than fits in memory.
+        BlockingIOError: if it is being written; only possible between a reader's opening and its lock.
     """
     h5py = import_h5py()
     check_regular(path)
-    path.open("rb").close()  # h5py says less well what the system has against it
+    path.open("rb").close()  # the system's errors are clearer than h5py's
     try:
         with h5py.File(path, "r", locking="best-effort") as file:
             _check_attributes(h5py, file)
-            sizes = {name: _check_dataset(h5py, file, name, file.id.get_filesize(), continued) for name in COLUMNS}
-            return _load(file, sizes, values)
-    except BlockingIOError:
+            file_size = file.id.get_filesize()
+            sizes = {name: _check_dataset(h5py, file, name, file_size, continued) for name in COLUMNS}
+            rows, ids, names = file["rows"][()], file["ids"][()], _names(file["names"][()].tobytes())
+            _check_rows(rows, sizes)
+            if not _within(ids, len(names)):
+                raise ValueError("ids refers to names that do not exist")
+            yield Contents(sizes, names, ids, rows, file["values"])
+    except (BlockingIOError, MemoryError):  # the latter: a file that is larger than the memory
         raise
-    except Exception as error:  # what h5py raises depends on where a file is damaged
+    except Exception as error:  # the type that h5py raises depends on where a file is damaged
         shown = printable(str(path))
         raise ValueError(f"{shown} is damaged, or was not written by HDF5Logger: {one_line(error)}") from error
 
 
 def check_regular(path: Path) -> None:
-    """Refuse what is there but no file on a disk; opening a pipe would wait for its other end.
+    """Refuse what is no regular file; opening a pipe would block.
 
     Raises:
-        ValueError: if it is none.
-        OSError: if it is not there.
+        ValueError: if it is a directory, device, pipe or socket.
+        OSError: if it does not exist.
     """
     mode = path.stat().st_mode
     if not stat.S_ISREG(mode):
@@ -154,8 +158,7 @@ def check_regular(path: Path) -> None:
 
 def _check_attributes(h5py: Any, file: Any) -> None:
     text, number = (file.attrs.get_id(name) for name in ("format", "version"))
-    # The text itself lies in a heap without a checksum, in which HDF5 goes round in circles where it is damaged: nobody
-    # looks at it. The datasets say well enough whose file it is.
+    # The text itself is in a heap without a checksum, in which HDF5 can loop for ever if it is damaged: it is not read.
     string = h5py.check_string_dtype(text.dtype)
     if string is None or string.length is not None or text.shape != ():
         raise ValueError("it has another format")
@@ -167,10 +170,10 @@ def _check_attributes(h5py: Any, file: Any) -> None:
 
 
 def _check_dataset(h5py: Any, file: Any, name: str, file_size: int, continued: bool) -> int:
-    """How many elements a dataset has, all of which the file itself holds.
+    """Number of elements of a dataset, all of which are stored in the file itself.
 
     Raises:
-        ValueError: if it is laid out in another way than HDF5Logger's.
+        ValueError: if its layout is not HDF5Logger's.
     """
     dtype, chunk = COLUMNS[name]
     if not isinstance(file.get(name, getlink=True), h5py.HardLink) or not isinstance(file[name], h5py.Dataset):
@@ -186,64 +189,56 @@ def _check_dataset(h5py: Any, file: Any, name: str, file_size: int, continued: b
         or not filters <= {h5z.FILTER_SHUFFLE, h5z.FILTER_DEFLATE, h5z.FILTER_FLETCHER32}
         or (continued and (dataset.chunks, dataset.maxshape) != ((chunk,), (None,)))
     ):
-        raise ValueError(f"{name} is not laid out as HDF5Logger does it")
+        raise ValueError(f"{name} has another layout than HDF5Logger's")
     size, in_chunk = len(dataset), dataset.chunks[0] if dataset.chunks else 0
     if size * dtype.itemsize > DEFLATE_RATIO * file_size or in_chunk > LONGEST_CHUNK:
         raise ValueError(f"{name} has {size} elements, which a file of {file_size} bytes can't hold")
-    # What HDF5 finds nowhere it would fill with zeros.
+    # HDF5 would fill missing parts with zeros.
     if dataset.chunks:
-        whole = dataset.id.get_num_chunks() == math.ceil(size / in_chunk)
+        complete = dataset.id.get_num_chunks() == math.ceil(size / in_chunk)
     else:
-        whole = dataset.id.get_storage_size() == size * dtype.itemsize
-    if not whole:
+        complete = dataset.id.get_storage_size() == size * dtype.itemsize
+    if not complete:
         raise ValueError(f"parts of {name} are missing")
     return size
 
 
-def _load(file: Any, sizes: dict[str, int], with_values: bool) -> Contents:
-    rows = file["rows"][()]
-    _check_rows(rows, sizes)
-    ids, names = file["ids"][()], _names(file["names"][()].tobytes())
-    if not _within(ids, len(names)):
-        raise ValueError("ids has numbers of names that are not there")
-    exact = file["exact"][()]
-    if not _within(exact["place"], sizes["values"]) or (np.diff(exact["place"]) <= 0).any():
-        raise ValueError("exact has values that are not there")
-    if not with_values:
-        return Contents(sizes, names, ids, rows)
-    values = file["values"][()].astype(np.float64)
-    values[exact["place"]] = exact["value"]
-    return Contents(sizes, names, ids, rows, values)
-
-
 def _check_rows(rows: NDArray[Any], sizes: dict[str, int]) -> None:
-    """See that the values of rows follow each other, and that they and their names are there.
+    """Check that rows follow each other without a gap, and that their values and names exist.
 
     Raises:
-        ValueError: if it is not so.
+        ValueError: if not.
     """
     first, count, ids = (rows[field] for field in ("values", "count", "ids"))
-    limits = [(first, sizes["values"]), (count, sizes["values"]), (ids, sizes["ids"]), (rows["run"], RUNS)]
+    limits = [(count, sizes["values"]), (ids, sizes["ids"]), (rows["nested"], 1)]
+    limits += [(rows[field], RUNS) for field in ("session", "run", "start")]
     in_range = all(_within(numbers, limit + 1) for numbers, limit in limits)
-    beyond = np.diff(first, append=sizes["values"]) - count  # values that only rows which were taken back leave behind
+    ends = np.cumsum(count)
     if (
         not in_range
+        or (count == 0).any()
         or (ids + count > sizes["ids"]).any()
-        or (beyond < 0).any()
-        or ((beyond > 0) & (count > 0)).any()
-        or np.append(first, sizes["values"])[0] != 0
+        or (first != ends - count).any()
+        or (ends[-1] if len(ends) else 0) != sizes["values"]
     ):
         raise ValueError("rows and values do not agree")
+    order = np.argsort(ids, kind="stable")
+    if (np.diff(count[order])[np.diff(ids[order]) == 0] != 0).any():
+        raise ValueError("a list of names has two lengths")
 
 
 def _within(numbers: NDArray[Any], end: int) -> bool:
     return bool(((numbers >= 0) & (numbers < end)).all())
 
 
-def _names(lines: bytes) -> list[str]:
-    names = [json.loads(line) for line in lines.split(b"\n")[:-1]]
-    if (lines and not lines.endswith(b"\n")) or not all(isinstance(name, str) for name in names):
-        raise ValueError("names has other lines than JSON strings")
-    if len(set(names)) < len(names):
+def _names(lines: bytes) -> list[Name]:
+    entries = [json.loads(line) for line in lines.split(b"\n")[:-1]]
+    if (lines and not lines.endswith(b"\n")) or not all(
+        isinstance(entry, list) and len(entry) == 3 and all(isinstance(part, str) for part in entry)
+        for entry in entries
+    ):
+        raise ValueError("names has lines other than [name, kind, root]")
+    names = [Name(*entry) for entry in entries]
+    if len({name for name, _, _ in names}) < len(names):
         raise ValueError("names has a name twice")
     return names

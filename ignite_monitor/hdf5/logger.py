@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import operator
 import os
@@ -19,8 +20,9 @@ from ignite.engine.events import RemovableEventHandle
 from ignite.handlers.base_logger import BaseLogger, BaseOptimizerParamsHandler, BaseOutputHandler
 
 from ignite_monitor.checks import check_count
-from ignite_monitor.hdf5.layout import check_regular, import_h5py, one_line
-from ignite_monitor.hdf5.runs import Clock
+from ignite_monitor.events.source import EventSource
+from ignite_monitor.hdf5.clock import Clock
+from ignite_monitor.hdf5.layout import Name, check_regular, import_h5py, one_line
 from ignite_monitor.hdf5.values import flatten
 from ignite_monitor.hdf5.writer import Writer
 from ignite_monitor.model._torch import put_first
@@ -30,31 +32,26 @@ MODES = ("x", "w", "a")
 
 
 class HDF5Logger(BaseLogger):
-    """Writes metrics to an HDF5 file, which other programs can read at any time.
+    """Write metrics to one HDF5 file, which can be read at any time.
 
-    What was written is in the file even when the process is killed, but for the last ``flush_every`` iterations:
-    at every moment the file is a complete one. :func:`~ignite_monitor.read_hdf5` gives the values back by name.
+    The file is complete at every moment. A killed process loses at most the last ``flush_every`` iterations, and those
+    of slow runs of the last ten seconds. :func:`~ignite_monitor.read_hdf5` returns the values by name.
 
-    Values are float32, as TensorBoard's are. Those that float32 would turn into another number (integers beyond
-    16,777,216, magnitudes beyond 3.4e38 or below 1.2e-38) are kept in float64; NaN and infinite ones stay what they
-    are.
+    Values are stored in float64, with the monitor that published them and the iteration. Values that are no numbers are
+    skipped, with one warning per name.
 
-    When a write fails (a full disk), the logger warns, training goes on, and the file keeps what it holds. What is
-    logged waits in memory, up to about 128 MiB, and every flush tries again; a second warning says when one succeeds,
-    and what did not fit. What is no number is left out, with one warning for each name.
+    If a write fails (a full disk), the logger warns and training continues. The values are kept in memory, up to about
+    128 MiB, and written at the first flush that succeeds.
 
-    With several processes only rank 0 writes: make the logger after the process group.
+    With several processes only rank 0 writes: create the logger after the process group.
 
-    While it is open, two hidden files stand beside the file: a copy of it that is written next, and a lock.
+    While the logger is open, two hidden files are next to the file: a standby copy and a lock.
 
     Args:
-        path: the file. Its directory has to be there.
-        mode: ``"x"`` makes a new file, ``"w"`` replaces one that is there, ``"a"`` continues it, or makes it. A run
-            that is resumed from iteration n and continues the file takes the place of what the file holds after n;
-            so does, in any mode, one that goes back to a checkpoint while the logger stays. A run from the beginning
-            with the same logger (another loader) adds its steps to those that are there.
-        flush_every: how many iterations are collected in memory before they are written. They are also written after
-            ten seconds, at the end of a run, and by :meth:`close`.
+        path: the file, in an existing directory.
+        mode: ``"x"`` creates a new file, ``"w"`` replaces an existing one, ``"a"`` continues it, or creates it. A run
+            that resumes from iteration n replaces what the file holds after n; one from the beginning adds its steps.
+        flush_every: number of iterations that are collected in memory before they are written.
 
     Raises:
         TypeError: if an argument is of another type.
@@ -86,8 +83,8 @@ class HDF5Logger(BaseLogger):
         self.path = Path(os.path.realpath(os.fspath(path)))
         self.logger = logging.getLogger(f"{type(self).__module__}.{type(self).__name__}")
         self._engines: weakref.WeakSet[Engine] = weakref.WeakSet()
-        self._told: set[str] = set()
-        self._one_thread = threading.RLock()  # engines may run side by side
+        self._warned: set[str] = set()
+        self._one_thread = threading.RLock()  # engines may run in several threads
         self._is_closed = False
         self._writer: Writer | None = None
         if idist.get_rank() == 0:
@@ -100,21 +97,22 @@ class HDF5Logger(BaseLogger):
         self, engine: Engine, log_handler: Callable[..., Any], event_name: Any, *args: Any, **kwargs: Any
     ) -> RemovableEventHandle:
         self._follow(engine)
+        self._warn_if_closed()
         return super().attach(engine, log_handler, event_name, *args, **kwargs)
 
     def flush(self) -> None:
-        """Write what waits in memory."""
+        """Write the values that are in memory."""
         if self._writer is None or not self._writer.is_own:
             return
         with self._one_thread:
-            if self._writer is not None and self._writer.waits:
+            if self._writer is not None and self._writer.has_rows:
                 self._writer.flush()
                 self._clock.written()
 
     def close(self) -> None:
-        """Write what waits, and let go of the file. What is logged from then on is lost, with one warning."""
+        """Write the values that are in memory, and release the file. Later values are lost, with one warning."""
         self._is_closed = True
-        if self._writer is None or not self._writer.is_own:  # a lock may be another thread's, which was not forked
+        if self._writer is None or not self._writer.is_own:  # a forked process may hold a lock of another thread
             return
         with self._one_thread:
             writer, self._writer = self._writer, None
@@ -130,7 +128,7 @@ class HDF5Logger(BaseLogger):
             engine: the engine that they come from.
             step: their step.
             values: name -> number, 0-dim or 1-dim tensor, or a dict, list or tuple of such.
-            tag: what to put before the names, with a slash.
+            tag: prefix of the names, before a slash.
 
         Raises:
             TypeError: if ``step`` is no integer.
@@ -147,34 +145,33 @@ class HDF5Logger(BaseLogger):
         if not self.is_writing:
             return
         try:
-            names, numbers = flatten(values, self._leave_out)
+            names, numbers = flatten(values, self._skip)
         except Exception as error:  # noqa: BLE001 - a mapping that holds itself, say: training goes on
             self.warn_once("write", f"HDF5Logger can not log what was given at step {step}: {one_line(error)}")
             return
         with self._one_thread:
             if names and self._writer is not None:
                 self._follow(engine)
-                self._writer.add(step, tag, names, numbers, self._clock.position(engine))
+                position = self._clock.position(engine)
+                self._writer.add(step, tag, names, numbers, position, functools.partial(_origin, engine, tag))
                 if self._clock.is_time() or self._writer.is_full:
                     self.flush()
-        self._tell_of_gap()
 
     @property
     def is_writing(self) -> bool:
-        """Whether values are taken: not on other ranks, in forked processes, or after a close."""
-        if self._writer is None and self._is_closed:
-            self.warn_once("closed", f"{printable(str(self.path))} is closed, and nothing more is logged there")
+        """Whether values are written: not on other ranks, in forked processes, or after a close."""
+        self._warn_if_closed()
         return self._writer is not None and self._writer.is_own and idist.get_rank() == 0
 
     def warn_once(self, about: str, message: str) -> None:
-        """Give a warning, unless there was one about the same.
+        """Give one warning per subject.
 
         Args:
-            about: what it is about.
-            message: its words.
+            about: the subject.
+            message: the text.
         """
-        if about not in self._told:
-            self._told.add(about)
+        if about not in self._warned:
+            self._warned.add(about)
             warnings.warn(message, stacklevel=2)
 
     def _create_output_handler(self, *args: Any, **kwargs: Any) -> OutputHandler:
@@ -183,12 +180,12 @@ class HDF5Logger(BaseLogger):
     def _create_opt_params_handler(self, *args: Any, **kwargs: Any) -> OptimizerParamsHandler:
         return OptimizerParamsHandler(*args, **kwargs)
 
-    def _tell_of_gap(self) -> None:
-        if self._writer is not None and (gap := self._writer.gap) is not None:
-            self.warn_once(
-                "gap",
-                f"{printable(str(self.path))} ends at iteration {gap.end}, and the run is resumed after iteration "
-                f"{gap.start}: what is between them is lost. Call flush() before each checkpoint is saved.",
+    def _warn_if_closed(self) -> None:
+        if self._is_closed and "closed" not in self._warned:
+            self._warned.add("closed")
+            self.logger.warning(
+                "HDF5Logger (%s): the logger is closed; nothing is written. Close it after the last run.",
+                printable(str(self.path)),
             )
 
     def _follow(self, engine: Engine) -> None:
@@ -196,7 +193,7 @@ class HDF5Logger(BaseLogger):
             self._engines.add(engine)
             for event, handler in self._handlers():
                 engine.add_event_handler(event, handler)
-            # First of all, or an evaluation at the start of a training would not be known as one within it.
+            # First of all, or an evaluation at the start of a run would belong to the run before.
             put_first(engine, Events.STARTED)
 
     def _handlers(self) -> list[tuple[Events, Callable[[Engine], None]]]:
@@ -207,18 +204,12 @@ class HDF5Logger(BaseLogger):
         ]
 
     def _start(self, engine: Engine) -> None:
-        self._follow_run(self._clock.start, engine)
+        with self._one_thread:
+            self._clock.start(engine)
 
     def _start_iteration(self, engine: Engine) -> None:
-        self._follow_run(self._clock.tick, engine)
-
-    def _follow_run(self, clock: Callable[[Engine], int | None], engine: Engine) -> None:
-        if self._writer is None or not self._writer.is_own:
-            return
         with self._one_thread:
-            start = clock(engine)
-            if start is not None and self._writer is not None:
-                self._writer.begin(start)
+            self._clock.tick(engine)
             if self._clock.is_time():
                 self.flush()
 
@@ -233,7 +224,7 @@ class HDF5Logger(BaseLogger):
                     engine.remove_event_handler(handler, event)
         self._engines.clear()
 
-    def _leave_out(self, name: str, value: Any) -> None:
+    def _skip(self, name: str, value: Any) -> None:
         if isinstance(value, torch.Tensor) and value.ndim == 0:
             described = f"of {value.dtype}, {value.layout}, on {value.device}"
         else:
@@ -241,11 +232,23 @@ class HDF5Logger(BaseLogger):
         self.warn_once(f"value {name}", f"HDF5Logger can not log metrics {described}: {name}")
 
 
+def _origin(engine: Engine, tag: str | None, name: str) -> Name:
+    """The monitor attached to the engine that publishes a value."""
+    full = f"{tag}/{name}" if tag else name
+    source: EventSource | None = getattr(engine, EventSource._ATTRIBUTE, None)
+    for monitor in source.monitors if source is not None else ():
+        for published in (name, full):
+            if published in monitor.metrics:
+                key = published.removeprefix(f"{monitor.prefix}/")
+                return Name(full, monitor.schema.kind, full.removesuffix(key).removesuffix("/"))
+    return Name(full)
+
+
 def _open(path: Path, mode: str, logger: logging.Logger) -> Writer:
     import_h5py()
     shown = printable(str(path))
     if not path.parent.is_dir():
-        raise FileNotFoundError(f"The directory of {shown} is not there")
+        raise FileNotFoundError(f"The directory of {shown} does not exist")
     if path.is_dir():
         raise IsADirectoryError(f"{shown} is a directory")
     if os.path.lexists(path):
@@ -253,7 +256,7 @@ def _open(path: Path, mode: str, logger: logging.Logger) -> Writer:
     try:
         return Writer(path, mode, logger)
     except FileExistsError:
-        raise FileExistsError(f"{shown} is there already; mode 'a' continues it, mode 'w' replaces it") from None
+        raise FileExistsError(f"{shown} exists already; mode 'a' continues it, mode 'w' replaces it") from None
     except BlockingIOError:
         raise BlockingIOError(f"{shown} is open in another program, or in another logger of this one") from None
     except OSError as error:
@@ -261,7 +264,7 @@ def _open(path: Path, mode: str, logger: logging.Logger) -> Writer:
 
 
 class OutputHandler(BaseOutputHandler):
-    """Writes an engine's metrics, output and state attributes; its arguments are those of Ignite's output handlers."""
+    """Write an engine's metrics, output and state attributes, with the arguments of Ignite's output handlers."""
 
     def __init__(
         self,
@@ -287,7 +290,7 @@ class OutputHandler(BaseOutputHandler):
                 if name in metrics:
                     values[name] = metrics[name]
                 else:
-                    logger.warn_once(f"absent {name}", f"Metric {name} is not in engine.state.metrics: {list(metrics)}")
+                    logger.warn_once(f"metric {name}", f"Metric {name} is not in engine.state.metrics: {list(metrics)}")
         if self.output_transform is not None:
             output = self.output_transform(engine.state.output)
             values.update(output if isinstance(output, dict) else {"output": output})
@@ -296,7 +299,7 @@ class OutputHandler(BaseOutputHandler):
 
 
 class OptimizerParamsHandler(BaseOptimizerParamsHandler):
-    """Writes a parameter of an optimizer's groups, as ``{tag}/{param_name}/group_{i}``."""
+    """Write a parameter of an optimizer's groups, as ``{tag}/{param_name}/group_{i}``."""
 
     def __call__(self, engine: Engine, logger: HDF5Logger, event_name: Any) -> None:
         if _writes(self, logger):

@@ -6,17 +6,20 @@ import os
 import re
 import time
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ignite_monitor.hdf5.layout import Contents, load
+from ignite_monitor.hdf5.layout import Contents, Name, opened
+from ignite_monitor.hdf5.superseded import current
 from ignite_monitor.report.series import printable
 
 RETRIES = 50
 COMMON = 8
+BLOCK = 2**18  # values
 
 Indices = NDArray[np.int64]
 
@@ -29,14 +32,18 @@ class Series(NamedTuple):
 
 
 class Recording(Mapping[str, Series]):
-    """What a file holds: name -> (steps, values), in the order in which the names appeared.
+    """Contents of a file: name -> (steps, values), in the order in which the names were first written.
 
     Args:
         series: name -> (steps, values).
+        rows: name -> the rows of its values.
+        monitors: name -> the monitor that published it.
     """
 
-    def __init__(self, series: dict[str, Series], times: dict[str, NDArray[np.datetime64]]) -> None:
-        self._series, self._times = series, times
+    def __init__(
+        self, series: dict[str, Series], rows: dict[str, NDArray[Any]], monitors: dict[str, Name] | None = None
+    ) -> None:
+        self._series, self._rows, self._monitors = series, rows, monitors or {}
 
     def __getitem__(self, name: str) -> Series:
         return self._series[name]
@@ -54,15 +61,41 @@ class Recording(Mapping[str, Series]):
         """When the values of a name were written, in UTC, to the millisecond.
 
         Raises:
-            KeyError: if there is none such.
+            KeyError: if the name is not in the file.
         """
-        return self._times[name]
+        return self._rows[name]["time"].astype("datetime64[ms]")
+
+    def iterations(self, name: str) -> NDArray[np.int64]:
+        """Iterations in which the values of a name were written; of an evaluator's values, those of the trainer.
+
+        Raises:
+            KeyError: if the name is not in the file.
+        """
+        return self._rows[name]["iteration"]
+
+    def sessions(self, name: str) -> NDArray[np.int64]:
+        """Number of the logger that wrote each value: 0 for the one that created the file.
+
+        Raises:
+            KeyError: if the name is not in the file.
+        """
+        return self._rows[name]["session"]
+
+    def monitor(self, name: str) -> tuple[str, str]:
+        """Kind of the monitor that published a name, and what precedes the monitor's key in it (tag and prefix).
+
+        The kind is ``"user"`` for any other name.
+
+        Raises:
+            KeyError: if the name is not in the file.
+        """
+        return self._monitors[name][1:]
 
     def to_pandas(self) -> Any:
         """A ``pandas.DataFrame`` with the columns ``name`` (categorical), ``step``, ``value`` and ``time``.
 
-        One column per name is made of it by ``frame.pivot_table("value", "step", "name", observed=True)``, which puts
-        NaN where nothing was written.
+        ``frame.pivot_table("value", "step", "name", observed=True)`` makes one column per name of it, with NaN where
+        nothing was written.
 
         Raises:
             ModuleNotFoundError: if pandas is not installed.
@@ -74,12 +107,12 @@ class Recording(Mapping[str, Series]):
                 "to_pandas needs pandas. Install it with: pip install pandas", name="pandas"
             ) from error
         series = self._series.values()
-        codes = np.repeat(np.arange(len(self)), [len(each.steps) for each in series])
+        codes = np.repeat(np.arange(len(self)), [len(steps) for steps, _ in series])
         columns = {
             "name": pandas.Categorical.from_codes(codes, categories=list(self)),
-            "step": np.concatenate([np.empty(0, np.int64), *(each.steps for each in series)]),
-            "value": np.concatenate([np.empty(0), *(each.values for each in series)]),
-            "time": np.concatenate([np.empty(0, "datetime64[ms]"), *self._times.values()]),
+            "step": np.concatenate([np.empty(0, np.int64), *(steps for steps, _ in series)]),
+            "value": np.concatenate([np.empty(0), *(values for _, values in series)]),
+            "time": np.concatenate([np.empty(0, "datetime64[ms]"), *map(self.times, self)]),
         }
         return pandas.DataFrame(columns)
 
@@ -87,19 +120,21 @@ class Recording(Mapping[str, Series]):
 def read_hdf5(path: str | os.PathLike[str], metrics: str | re.Pattern[str] | None = None) -> Recording:
     """Read a file that an :class:`~ignite_monitor.HDF5Logger` has written or is writing.
 
+    What a resumed run has replaced is not returned.
+
     Args:
         path: the file.
-        metrics: a regular expression; only names in which it is found are read.
+        metrics: a regular expression; only values of names in which it is found are kept in memory.
 
     Returns:
         A mapping: name -> (steps, values), two NumPy arrays of int64 and float64 with what was written and no more.
-        ``to_pandas()`` makes a data frame of it.
+        ``to_pandas()`` returns a data frame.
 
     Raises:
         TypeError: if ``path`` is no path, or ``metrics`` no regular expression.
-        FileNotFoundError: if the file is not there.
-        ValueError: if it is damaged, or not one of HDF5Logger's.
-        BlockingIOError: if another program than an HDF5Logger is writing it.
+        FileNotFoundError: if the file does not exist.
+        ValueError: if it is damaged, or was not written by HDF5Logger.
+        BlockingIOError: if a program other than HDF5Logger is writing it.
         ModuleNotFoundError: if h5py is not installed.
 
     Examples:
@@ -117,49 +152,63 @@ def read_hdf5(path: str | os.PathLike[str], metrics: str | re.Pattern[str] | Non
         raise ValueError(f"Argument metrics should be a regular expression, but given {metrics!r}: {error}") from None
     path = Path(path)
     try:
-        return _recording(_load(path), pattern)
+        for _ in range(RETRIES):
+            try:
+                return _read(path, pattern)
+            except BlockingIOError:  # opened just before it became the standby copy
+                time.sleep(0.01)
+        return _read(path, pattern)
     except MemoryError:
         raise ValueError(f"{printable(str(path))} holds more than fits in memory") from None
 
 
-def _load(path: Path) -> Contents:
-    for _ in range(RETRIES):
-        try:
-            return load(path, values=True)
-        except BlockingIOError:  # opened just before it became the shadow
-            time.sleep(0.01)
-    return load(path, values=True)
+def _read(path: Path, pattern: re.Pattern[str]) -> Recording:
+    with opened(path) as contents:
+        wanted = np.array([pattern.search(name) is not None for name, _, _ in contents.names], bool)
+        rows = contents.rows[current(contents.rows, contents.ids, len(wanted))]
+        parts: dict[int, list[tuple[Indices, Indices]]] = {}
+        for number, of_rows, offsets in _occurrences(rows, contents.ids):
+            if wanted[number]:
+                parts.setdefault(number, []).append((of_rows, rows["values"][of_rows] + offsets))
+        places: dict[int, Indices] = {}
+        rows_of: dict[str, NDArray[Any]] = {}
+        for number in sorted(parts):
+            of_rows, at = (np.concatenate(part) for part in zip(*parts[number], strict=True))
+            in_time = np.argsort(of_rows, kind="stable")
+            rows_of[contents.names[number].name] = rows[of_rows[in_time]]
+            places[number] = at[in_time]
+        values = _values(contents, places, all_of_them=bool(wanted.all()))
+    names = [contents.names[number] for number in places]
+    series = {name: Series(rows_of[name]["step"], its) for (name, _, _), its in zip(names, values, strict=True)}
+    return Recording(series, rows_of, {name.name: name for name in names})
 
 
-def _recording(contents: Contents, pattern: re.Pattern[str]) -> Recording:
-    rows = contents.rows[contents.rows["count"] > 0]
-    wanted = [pattern.search(name) is not None for name in contents.names]
-    parts: dict[int, list[tuple[Indices, Indices]]] = {}
-    for number, of_rows, offsets in _occurrences(rows, contents.ids):
-        if wanted[number]:
-            parts.setdefault(number, []).append((of_rows, offsets))
-    series: dict[str, Series] = {}
-    times: dict[str, NDArray[np.datetime64]] = {}
-    for number in sorted(parts):
-        of_rows, offsets = (np.concatenate(part) for part in zip(*parts[number], strict=True))
-        in_time = np.argsort(of_rows, kind="stable")
-        of_rows, name = of_rows[in_time], contents.names[number]
-        series[name] = Series(rows["step"][of_rows], contents.values[rows["values"][of_rows] + offsets[in_time]])
-        times[name] = rows["time"][of_rows].astype("datetime64[ms]")
-    return Recording(series, times)
+def _values(contents: Contents, places: dict[int, Indices], all_of_them: bool) -> list[NDArray[np.float64]]:
+    """Values at places, block by block where not all are read."""
+    if all_of_them:
+        values = contents.values[()]
+        return [values[at] for at in places.values()]
+    flat = np.concatenate([np.empty(0, np.int64), *places.values()])
+    order, out = np.argsort(flat), np.empty(len(flat))
+    ends = np.searchsorted(flat, np.arange(0, contents.sizes["values"] + BLOCK, BLOCK), sorter=order)
+    for block, (first, end) in enumerate(pairwise(ends)):
+        if first < end:
+            where = order[first:end]
+            out[where] = contents.values[block * BLOCK : (block + 1) * BLOCK][flat[where] - block * BLOCK]
+    return np.split(out, np.cumsum([len(at) for at in places.values()])[:-1]) if places else []
 
 
 def _occurrences(rows: NDArray[Any], ids: NDArray[np.int32]) -> Iterator[tuple[int, Indices, Indices]]:
-    """(number of a name, the rows that have it, its offset in each of them), several times for a name."""
+    """(index of a name, the rows that have it, its offset in each row), possibly several times for a name."""
     if not len(rows):
         return
-    lists, which, uses = np.unique(rows[["ids", "count"]], return_inverse=True, return_counts=True)
+    lists, which, uses = np.unique(rows["ids"], return_inverse=True, return_counts=True)
     by_list = np.split(np.argsort(which, kind="stable"), np.cumsum(uses)[:-1])
-    for (start, count), of_rows in zip(lists.tolist(), by_list, strict=True):
+    for start, of_rows in zip(lists.tolist(), by_list, strict=True):
         if len(of_rows) >= COMMON:
-            for offset, number in enumerate(ids[start : start + count].tolist()):
+            for offset, number in enumerate(ids[start : start + rows["count"][of_rows[0]]].tolist()):
                 yield number, of_rows, np.full(len(of_rows), offset)
-    # Where every row has names of its own, a look at each list would take longer than sorting all values by name.
+    # Where every row has names of its own, sorting all values by name is faster than a loop over the lists.
     rare = np.flatnonzero(uses[which] < COMMON)
     if len(rare):
         counts = rows["count"][rare]

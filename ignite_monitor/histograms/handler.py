@@ -32,7 +32,6 @@ from ignite_monitor.model.sharding import check_whole
 from ignite_monitor.model.structure import modules_by_name
 from ignite_monitor.model.tensors import tagged_tensors
 from ignite_monitor.monitor.base import Handlers, Monitor
-from ignite_monitor.monitor.loggers import AddedHandlers
 from ignite_monitor.monitor.publisher import NamedValues
 from ignite_monitor.monitor.rank_reduction import RankReduction, Rows
 from ignite_monitor.monitor.ranks import all_take_part, world_size
@@ -152,10 +151,8 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
     ) -> None:
         super().log_to(logger, engine, event, tag, include=include, exclude=exclude)
         if isinstance(logger, TensorboardLogger):
-            added = AddedHandlers(engine)
-            logger.attach(engine, _Writer(self, f"{tag}/" if tag else "", Selection(include, exclude)), event)
-            added.note()
-            self._log_handlers.append(added)
+            writer = _Writer(self, f"{tag}/" if tag else "", Selection(include, exclude))
+            self._log_handlers.append(logger.attach(engine, writer, event))
 
     def handlers(self) -> Handlers:
         of_gradients: Handlers = [

@@ -172,10 +172,22 @@ modules_of_each = _of_each("_modules", modules_in)
 module_call = _or("torch.nn.Module._call_impl", nn.Module.__call__).__code__
 
 
-def registries(module: nn.Module) -> list[dict[str, Any]]:
-    """What a module keeps its own parameters and submodules in, which changes with them; without the names nothing."""
-    kept = [getattr(module, "_parameters", None), getattr(module, "_modules", None)]
-    return [] if any(each is None for each in kept) else kept  # type: ignore[return-value]
+def registries(modules: Iterable[nn.Module]) -> list[dict[str, Any]]:
+    """The dictionaries of modules' own parameters and submodules; scripted modules have none, and never change."""
+    return [
+        registry
+        for module in modules
+        for registry in (module._parameters, module._modules)
+        if isinstance(registry, dict)
+    ]
+
+
+def finalizes_manually(module: nn.Module) -> bool:
+    """Whether a wrapper leaves gradients unreduced until ``finalize_backward()`` is called on it, since torch 2.15."""
+    state = getattr(module, "_get_fsdp_state", None)  # of fully_shard
+    if state is not None:
+        return getattr(state()._state_ctx, "manual_backward_finalization", False)
+    return getattr(module, "require_manual_backward_finalization", False)
 
 
 def forward_hooks(modules: Iterable[nn.Module], before: bool, with_kwargs: bool) -> list[list[Any]]:

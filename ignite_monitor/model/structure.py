@@ -77,3 +77,24 @@ def _kinds(modules: dict[str, nn.Module]) -> dict[str, str]:
         return "FSDPModule" not in {base.__name__ for base in kind.__mro__}
 
     return {name: next(filter(is_own, type(module).__mro__)).__name__ for name, module in modules.items()}
+
+
+def hookable_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The :func:`modules_by_name` on which a forward hook does not change the model's result.
+
+    ``nn.TransformerEncoderLayer`` leaves its fast path, whose result differs in the last bits and at padded positions,
+    where it or a module inside has a forward hook. Frozen layers in evaluation mode are excluded, with all inside.
+    """
+    modules = modules_by_name(model)
+    inside = {
+        id(each)
+        for layer in modules.values()
+        if isinstance(layer, nn.TransformerEncoderLayer) and _may_take_fast_path(layer)
+        for each in layer.modules()
+    }
+    return {name: module for name, module in modules.items() if id(module) not in inside}
+
+
+def _may_take_fast_path(layer: nn.TransformerEncoderLayer) -> bool:
+    # Of a layer with gradients, or in training mode, the fast path is not taken.
+    return not layer.training and not any(each.requires_grad for each in layer.parameters())

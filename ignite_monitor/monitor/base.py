@@ -1,49 +1,69 @@
-"""What every monitor shares: attaching, publishing, logging, letting go."""
+"""Base class of all monitors: attach, publish, log, detach."""
 
 from __future__ import annotations
 
 import inspect
 import logging
-import re
+import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from itertools import repeat
+from typing import Any, ClassVar
 
-from ignite.engine import Engine, Events, EventsList, State
+from ignite.base import Serializable
+from ignite.engine import Engine, Events, EventsList
 from ignite.engine.events import CallableEventWithFilter, RemovableEventHandle
 from ignite.handlers.base_logger import BaseLogger
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedParameter
 
 from ignite_monitor.checks import check_type
+from ignite_monitor.events.gradient_tracker import OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.events.source import EventSource, check_events
 from ignite_monitor.model._torch import put_first
 from ignite_monitor.model.names import Pattern, Selection
-from ignite_monitor.monitor.loggers import AddedHandlers, add_logger, events_of
-from ignite_monitor.monitor.publisher import Publisher
+from ignite_monitor.monitor import transfer
+from ignite_monitor.monitor.arguments import NoModel as NoModel
+from ignite_monitor.monitor.arguments import check_flag as check_flag
+from ignite_monitor.monitor.arguments import check_free, check_model, check_prefix, iteration_events
+from ignite_monitor.monitor.handles import MonitorHandle as MonitorHandle
+from ignite_monitor.monitor.handles import forget_last_values
+from ignite_monitor.monitor.loggers import add_logger
+from ignite_monitor.monitor.scaler import check_scaler, lacks_scaler
+from ignite_monitor.monitor.transfer import NamedValues, as_published, bring_to_host
 from ignite_monitor.schema import Schema
 
 Handlers = list[tuple[MonitorEvents, Callable[..., Any]]]
 
 
-class Monitor(Publisher):
-    """Base of all monitors.
+class Monitor(Serializable):
+    """Base class of all monitors, and of your own.
 
-    A monitor overrides :meth:`handlers`, whose handlers run in monitored iterations only, and calls
-    :meth:`publish`; what else it overrides, it extends. In its docstring ``{keys}`` is its schema's table.
+    A subclass overrides :meth:`handlers`, whose methods are called in monitored iterations only, and calls
+    :meth:`publish`. Its values are in :attr:`metrics` and ``engine.state.metrics`` until the next iteration starts:
+    floats on the CPU, 0-dim tensors on a device until a logger or :meth:`on_host` reads them. A non-finite number is
+    not reported, unless the schema allows it. ``{keys}`` in a docstring is replaced by the table of the schema.
 
     Args:
-        model: the model to watch, as the train step uses it (wrapped, where it is wrapped), or a :class:`NoModel`.
-        prefix: what the names of its values start with, before a slash.
-        families: what comes next in every name, one of these; with them the prefix may be empty.
+        model: the model, as the train step uses it (wrapped, if it is wrapped), or a :class:`NoModel`.
+        prefix: prefix of all names, without the slash.
+        families: the first parts of names that follow the prefix; with them the prefix may be empty.
+
+    Attributes:
+        schema: the keys that the monitor publishes.
+        metrics: values of this iteration by name.
+        attributes: attributes of ``engine.state`` that the monitor sets -> their value before it is known.
+        kept_on_rollback: keys of :meth:`state_dict` that a rollback does not restore.
 
     Raises:
         TypeError: if an argument is of another type.
-        ValueError: if the model has no parameters, some that no forward pass has initialized yet, or none with data,
-            or ``prefix`` holds what a tag can't.
+        ValueError: if the model has no parameters, uninitialized ones, or none with data, or ``prefix`` holds
+            characters that a tag can't.
     """
+
+    schema: ClassVar[Schema] = Schema("other", "", ())
 
     def __init_subclass__(cls, schema: Schema | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -54,124 +74,135 @@ class Monitor(Publisher):
 
     def __init__(self, model: nn.Module, prefix: str, families: Sequence[str] = ()) -> None:
         if not isinstance(model, NoModel):
-            _check_model(model)
-        check_type("prefix", prefix, str, "str")
-        if not (prefix or families) or not re.fullmatch(r"[A-Za-z0-9_./-]*", prefix):
-            raise ValueError(f"Argument prefix should be letters, digits, '-', '_', '.' and '/', but given {prefix!r}")
-        super().__init__(prefix)
-        self.model = model
-        # What its names start with, so that none is another monitor's, and loggers have a tag for each.
+            check_model(model)
+        check_prefix(prefix, optional=bool(families))
+        self.model, self.prefix = model, prefix
+        # No two monitors on an engine share a family, and loggers write every family under a tag of its own.
         self.families = [self._named(family) for family in families] or [prefix]
-        # What it sets on the engine's state: name -> value where there is nothing to tell.
+        self.metrics: dict[str, float | Tensor] = {}
         self.attributes: dict[str, Any] = {}
-        self.logger = logging.getLogger(f"{type(self).__module__}.{type(self).__name__}")
-        # Keys of its state that stay as they are where the training goes back: a reference does not change.
         self.kept_on_rollback: tuple[str, ...] = ("reference",)
+        self.logger = logging.getLogger(f"{type(self).__module__}.{type(self).__name__}")
+        self._engine: weakref.ref[Engine] | None = None
         self._source: EventSource | None = None
         self._filters: list[Callable[[Engine, int], bool] | None] = []
-        self._log_handlers: list[AddedHandlers] = []
+        self._log_handlers: list[RemovableEventHandle] = []
         self._warned_texts: set[str] = set()
-        self._monitored = False
-
-    # What a monitor overrides
+        self._monitored = self._has_seen_step = False
+        self._waiting: list[NamedValues] = []  # published tensors on a device
+        self._is_complete = True  # False until deferred values have been resolved
 
     def handlers(self) -> Handlers:
-        """The events the monitor listens to, each with its method."""
+        """Return the events the monitor listens to in monitored iterations, with its methods."""
         return []
 
     def engine_handlers(self) -> list[tuple[Events, Callable[..., Any]]]:
-        """Ignite's events, each with what to call in iterations that are not monitored too; first, where one starts."""
+        """Return Ignite's events, with functions to call in every iteration; first, at ITERATION_STARTED."""
         return []
 
     def start_iteration(self, engine: Engine) -> None:
-        """Get ready for a monitored iteration."""
+        """Prepare for a monitored iteration."""
 
     def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
-        """What to have around the train step that is about to start, where the monitor is armed."""
+        """Return context managers to enter around the train step."""
         return []
 
     def on_run_end(self) -> None:
-        """The run has ended: say what it lacked."""
+        """Report at the end of a run."""
 
     def reset_run_state(self) -> None:
-        """Let go of everything that belongs to the run that has ended, or is interrupted."""
+        """Release everything that belongs to a run that ended or was interrupted."""
 
     def clear(self, engine: Engine) -> None:
-        """Take this monitor's values out of the engine's state."""
+        """Reset metrics and attributes, at the start of every iteration and on detaching."""
         self.clear_metrics()
         for name, value in self.attributes.items():
             setattr(engine.state, name, value)
 
     def counts(self) -> Tensor | None:
-        """Spikes, values that are not finite and fresh starts of its rule so far; None of who judges nothing."""
+        """Return the numbers of spikes, non-finite values and resets so far; None without a threshold."""
         return None
 
     def reset_threshold(self) -> None:
-        """Forget the level that values are judged by; counts go on."""
+        """Reset the running statistics of the threshold; counts are kept."""
 
-    # What users call
+    def deferred_tensors(self) -> list[Tensor]:
+        """Return tensors to bring to the host in the same transfer as published values."""
+        return []
+
+    def resolve_deferred(self, extra: list[list[float]]) -> dict[str, float]:
+        """Compute further values on the host.
+
+        Args:
+            extra: the elements of the tensors that :meth:`deferred_tensors` returned.
+
+        Returns:
+            name without the prefix -> number.
+        """
+        return {}
+
+    def state_dict(self) -> OrderedDict[str, Any]:
+        """Return the state to save; empty by default."""
+        return OrderedDict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a saved state.
+
+        Args:
+            state_dict: a state that :meth:`state_dict` returned.
+
+        Raises:
+            TypeError: if it is no mapping.
+            ValueError: if it was saved by a monitor of another kind.
+        """
+        super().load_state_dict(state_dict)
 
     def attach(
         self, engine: Engine, event: CallableEventWithFilter | EventsList = Events.ITERATION_STARTED
     ) -> MonitorHandle:
-        """Start to watch an engine's iterations.
+        """Attach the monitor to an engine.
 
         Args:
             engine: the engine that trains the model.
             event: ``Events.ITERATION_STARTED``, with any filter: ``Events.ITERATION_STARTED(every=10)``.
 
         Returns:
-            A handle whose ``remove()`` detaches again; a ``with`` block does it at its end.
+            A handle: ``remove()`` detaches; so does the end of a ``with`` block, which keeps the last metrics.
 
         Raises:
             TypeError: if ``engine`` is no Engine, or ``event`` no event.
-            ValueError: if ``event`` is another event, the monitor is attached already, or the names that it needs in
-                the engine's state are taken.
-            RuntimeError: if what it needs is gone from the installed torch or Ignite.
-
-        Examples:
-            .. code-block:: python
-
-                with monitor.attach(trainer, Events.ITERATION_STARTED(every=10)):
-                    trainer.run(loader, max_epochs=5)
+            ValueError: if ``event`` is another event, the monitor is attached already, or a name is taken.
+            RuntimeError: if the installed torch or Ignite lacks a private name that the monitor needs.
         """
         check_type("engine", engine, Engine, "ignite.engine.Engine")
-        events = events_of(event)
-        if not events or any(each != Events.ITERATION_STARTED for each in events):
-            raise ValueError(f"Argument event should be Events.ITERATION_STARTED, filtered or not, but given {event}")
+        events = iteration_events(event)
         if self._attached_to() is not None:
             raise ValueError(f"This {type(self).__name__} is attached already: detach() it first, or make another one")
-        taken = [name for name in self.attributes if hasattr(engine.state, name)]
-        if taken:
-            raise ValueError(
-                f"engine.state.{taken[0]} is already claimed, by another monitor or by code of your own: detach() the "
-                f"other {type(self).__name__}, as before a cell of a notebook is run again, or give this one a prefix "
-                "and a flag of its own"
-            )
+        check_free(engine, self.attributes, type(self).__name__)
         check_events(type(self).__name__, engine, [event for event, _ in self.handlers()])
         source = EventSource.of(engine)
         source.add(self, self.model, self.families)
-        self._source = source
-        self._engine = weakref.ref(engine)
-        self._filters = [getattr(each, "filter", None) for each in events]
+        self._source, self._engine = source, weakref.ref(engine)
+        self._filters = [getattr(single, "filter", None) for single in events]
         engine.add_event_handler(Events.ITERATION_STARTED, self._start)
         for name, handler in self.engine_handlers():
             engine.add_event_handler(name, handler)
             if name == Events.ITERATION_STARTED:
                 put_first(engine, name)
-        for event_name, listener in self.handlers():
+        for event_name, listener in self._all_handlers():
             source.listen(event_name, listener)
+        forget_last_values(engine)
         self.clear(engine)
         return MonitorHandle(self, engine)
 
     def detach(self) -> None:
-        """Undo :meth:`attach` and :meth:`log_to`: no handler, hook, value or attribute stays on engine or model."""
+        """Undo :meth:`attach` and :meth:`log_to`: remove all hooks, handlers, metrics and attributes."""
         while self._log_handlers:
             self._log_handlers.pop().remove()
         engine = self._attached_to()
         if engine is None or self._source is None:
             return
-        for event_name, listener in self.handlers():
+        for event_name, listener in self._all_handlers():
             self._source.unlisten(event_name, listener)
         engine.remove_event_handler(self._start, Events.ITERATION_STARTED)
         for name, handler in self.engine_handlers():
@@ -179,9 +210,8 @@ class Monitor(Publisher):
         self.on_run_end()
         self.reset_run_state()
         self.clear(engine)
-        self._monitored = False
         self._source.remove(self, self.model, self.families)
-        self._source = self._engine = None
+        self._source, self._engine, self._monitored = None, None, False
         for attribute in self.attributes:
             delattr(engine.state, attribute)
 
@@ -195,108 +225,122 @@ class Monitor(Publisher):
         include: Pattern = None,
         exclude: Pattern = None,
     ) -> None:
-        """Write each monitored iteration's values to an Ignite logger, before or after :meth:`attach`.
+        """Write the values of monitored iterations to an Ignite logger; call before or after :meth:`attach`.
 
-        Whatever the number of monitors, values and loggers on an engine: the values come to the host together, in
-        one transfer per iteration. Where no iteration was monitored nothing is written.
+        All monitors and loggers on the engine share one transfer to the host per iteration.
 
         Args:
             logger: any Ignite logger: ``TensorboardLogger``, ``WandBLogger``, ``MLflowLogger``, ``ProgressBar`` …
             engine: the engine the monitor is attached to.
-            event: when to write, any event of the engine or of :class:`MonitorEvents`, filtered or not.
-            tag: what to put before the values' names; None for nothing.
-            include: a regular expression; only values in whose name it is found are written. None for all.
-            exclude: a regular expression; those in whose name it is found are not.
+            event: any event of the engine or of :class:`MonitorEvents`, filtered or not.
+            tag: prefix of the written names; None for none.
+            include: a regular expression; only names in which it matches are written. None for all.
+            exclude: a regular expression; names in which it matches are not written.
 
         Raises:
             TypeError: if an argument is of another type.
-            ValueError: if ``event`` is not one that loggers can write at, or a pattern is no regular expression.
+            ValueError: if loggers can't write at ``event``, or a pattern is no regular expression.
         """
-        self._log_handlers.append(add_logger(self, logger, engine, event, tag, Selection(include, exclude)))
+        self._log_handlers += add_logger(self, logger, engine, event, tag, Selection(include, exclude))
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a saved state.
+    def on_host(self) -> Mapping[str, float | Tensor]:
+        """Return this iteration's values as floats; all monitors on the engine share a transfer."""
+        if not self._is_complete:
+            monitors: Sequence[Monitor] = [self] if self._source is None else self._source.monitors
+            bring_to_host([monitor for monitor in monitors if not monitor._is_complete])
+        return self.metrics
+
+    def publish(self, **values: Tensor | float) -> None:
+        """Publish values in ``metrics`` and in ``engine.state.metrics``.
 
         Args:
-            state_dict: what :meth:`state_dict` returned.
-
-        Raises:
-            TypeError: if it is no mapping.
-            ValueError: if it was saved by a monitor of another kind.
+            values: name without the prefix -> number or 0-dim tensor.
         """
-        super().load_state_dict(state_dict)
+        numbers: dict[str, float] = {}
+        for name, value in values.items():
+            if not isinstance(value, Tensor):
+                numbers[name] = float(value)
+            elif transfer.is_on_host(value):
+                numbers[name] = float(as_published(value))
+            else:
+                self.publish_table([name], value.reshape(1))
+        self._is_complete = False
+        self._put_numbers(numbers)
 
-    # Its state
+    def publish_table(self, names: Sequence[str], values: Tensor) -> None:
+        """Publish many values.
 
-    def nothing_to_log(self) -> None:
-        """Say once where there never will be anything."""
-        if self._engine is None:
-            self._warn_once("log_to() was called, but attach() was not, so nothing is measured")
+        Args:
+            names: the names without the prefix.
+            values: the values, one-dimensional.
+        """
+        if transfer.is_on_host(values):
+            self._put_numbers(dict(zip(names, values.tolist(), strict=True)))
+        else:
+            self._waiting.append(NamedValues(names, values))
+            self._put(dict(zip(names, values.unbind(), strict=True)))
+        self._is_complete = False
 
-    def _warn_once(self, text: str, *values: object) -> None:
-        """Log a warning, unless there has been one of this text, if with other values in it."""
-        if text not in self._warned_texts:
-            self._warned_texts.add(text)
-            self.logger.warning(f"%s: {text}", self.prefix, *values)
+    def clear_metrics(self) -> None:
+        """Remove this iteration's values."""
+        self._remove(list(self.metrics))
+        self._waiting.clear()
+        self._is_complete = True
 
     @property
     def _is_running(self) -> bool:
-        """Whether a train step is going on that this monitor watches."""
+        """True during a train step that this monitor watches."""
         return self._monitored and self._source is not None and self._source.running
 
-    def _with_same_engine(self) -> Sequence[Publisher]:
-        return [self] if self._source is None else self._source.monitors
+    def _warn_once(self, text: str, *values: object) -> None:
+        """Log a warning, once per format text."""
+        if text not in self._warned_texts:
+            self._warned_texts.add(text)
+            self.logger.warning(f"%s: {text}", self._title, *values)
+
+    def _all_handlers(self) -> Handlers:
+        check = [(MonitorEvents.OPTIMIZER_STEP_STARTED, self._check_scaler)]
+        return self.handlers() + (check if lacks_scaler(self) else [])
+
+    def _check_scaler(self, engine: Engine, step: OptimizerStep) -> None:
+        check_scaler(self, step)
+
+    @property
+    def _title(self) -> str:
+        """Class and prefix, as log messages begin."""
+        return f"{type(self).__name__} ({self.prefix})" if self.prefix else type(self).__name__
+
+    def _attached_to(self) -> Engine | None:
+        return self._engine() if self._engine is not None else None
+
+    def _named(self, name: str) -> str:
+        return f"{self.prefix}/{name}" if self.prefix else name
 
     def _start(self, engine: Engine) -> None:
         self.clear(engine)
-        iteration = engine.state.iteration
-        self._monitored = any(accepts is None or accepts(engine, iteration) for accepts in self._filters)
+        # Every filter is called, as by Ignite: it may have a state.
+        accepted = [accepts is None or accepts(engine, engine.state.iteration) for accepts in self._filters]
+        self._monitored = any(accepted)
         if self._monitored and self._source is not None:
             self._source.monitor_iteration(self)
             self.start_iteration(engine)
 
+    def _put_numbers(self, numbers: dict[str, float]) -> None:
+        if not numbers:
+            return
+        if not math.isfinite(sum(numbers.values())):
+            not_reported = self.schema.not_reported(numbers)
+            self._remove([self._named(name) for name in not_reported])
+            numbers = {name: numbers[name] for name in numbers if name not in not_reported}
+        self._put(numbers)
 
-class NoModel(nn.Module):
-    """What a monitor that watches no model has in place of one."""
+    def _put(self, values: Mapping[str, float | Tensor]) -> None:
+        named = {self._named(name): value for name, value in values.items()} if self.prefix else values
+        self.metrics.update(named)
+        if (engine := self._attached_to()) is not None:
+            engine.state.metrics.update(named)
 
-
-class MonitorHandle(RemovableEventHandle):
-    """Undoes :meth:`Monitor.attach`.
-
-    Args:
-        monitor: the monitor.
-        engine: the engine it is attached to.
-    """
-
-    def __init__(self, monitor: Monitor, engine: Engine) -> None:
-        super().__init__(Events.ITERATION_STARTED, monitor._start, engine)
-        self._monitor = weakref.ref(monitor)
-
-    def remove(self) -> None:
-        """Detach the monitor, if it is still attached to the engine."""
-        monitor, engine = self._monitor(), self.engine()
-        if monitor is not None and engine is not None and monitor._attached_to() is engine:
-            monitor.detach()
-
-
-def check_flag(flag: str) -> None:
-    """Refuse a name that can't be an attribute of an engine's state.
-
-    Raises:
-        TypeError: if it is no string.
-        ValueError: if it is no name, or Ignite uses it.
-    """
-    check_type("flag", flag, str, "str")
-    if not flag.isidentifier() or hasattr(State(), flag):
-        raise ValueError(f"Argument flag should name an attribute that Ignite does not use, but given {flag!r}")
-
-
-def _check_model(model: nn.Module) -> None:
-    check_type("model", model, nn.Module, "torch.nn.Module")
-    parameters = list(model.parameters())
-    if not parameters:
-        raise ValueError("Argument model should have parameters, but it has none")
-    if any(isinstance(parameter, UninitializedParameter) for parameter in parameters):
-        raise ValueError("Argument model has lazy modules: run one forward pass before a monitor is made")
-    if all(parameter.is_meta for parameter in parameters):
-        raise ValueError("Argument model has no data, but lies on the meta device: materialize it first")
+    def _remove(self, names: Iterable[str]) -> None:
+        engine = self._attached_to()
+        for values in [self.metrics] if engine is None else [self.metrics, engine.state.metrics]:
+            deque(map(values.pop, names, repeat(None)), maxlen=0)  # twice as fast as a loop

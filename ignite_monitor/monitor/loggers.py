@@ -1,4 +1,4 @@
-"""From a monitor's values to Ignite's loggers."""
+"""Writing a monitor's values to Ignite's loggers."""
 
 from __future__ import annotations
 
@@ -7,135 +7,118 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from ignite.engine import Engine, EventsList, State
-from ignite.engine.events import CallableEventWithFilter
+from ignite.engine import Engine, State
+from ignite.engine.events import RemovableEventHandle
 from ignite.handlers.base_logger import BaseLogger
 from ignite.handlers.tqdm_logger import ProgressBar
 
 from ignite_monitor.checks import check_type
 from ignite_monitor.events.monitor_events import MonitorEvents, register_events
-from ignite_monitor.model._torch import event_handlers, need
 from ignite_monitor.model.names import Selection
-
-
-class AddedHandlers:
-    """The handlers that something adds to an engine between the making of this object and :meth:`note`.
-
-    Ignite's own handles do not tell two equal handlers from each other, and a progress bar gives none.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = weakref.ref(engine)
-        need("log_to", event_handlers(engine))
-        self._before = {id(handler) for handlers in event_handlers(engine).values() for handler in handlers}
-        self._added: list[tuple[Any, tuple[Any, ...]]] = []
-
-    def note(self, values: Values | None = None) -> None:
-        """Take the handlers down that are new; those of a monitor's values are called only where there are any.
-
-        For some loggers an empty record is a request to a server, or a step of its own. A filtered event would do as
-        well, but Ignite's filters close a reference cycle through the engine.
-
-        Args:
-            values: what they write; None if they are to be called always.
-        """
-        engine = self._engine()
-        if engine is None:
-            return
-        for event, handlers in event_handlers(engine).items():
-            for index, (handler, args, kwargs) in enumerate(handlers):
-                if id(handlers[index]) in self._before:
-                    continue
-                if values is not None and isinstance(getattr(handler, "__self__", None), BaseLogger):
-                    continue  # its own business: it sees a run begin and end
-                if values is not None:
-                    handlers[index] = (_where_any(handler, values), args, kwargs)
-                self._added.append((event, handlers[index]))
-            self._before |= {id(handler) for handler in handlers}
-
-    def remove(self) -> None:
-        """Remove the handlers from the engine."""
-        engine = self._engine()
-        for event, added in self._added:
-            if engine is not None:
-                handlers = event_handlers(engine)[event]
-                event_handlers(engine)[event] = [handler for handler in handlers if handler is not added]
-        self._added.clear()
+from ignite_monitor.monitor.arguments import events_of
 
 
 def add_logger(
     monitor: Any, logger: BaseLogger, engine: Engine, event: Any, tag: str | None, selection: Selection
-) -> AddedHandlers:
-    """Let a logger write a monitor's values whose names are selected, with a tag before them.
+) -> list[RemovableEventHandle]:
+    """Let a logger write the selected values of a monitor under a tag.
+
+    Returns:
+        Handles that remove what was added to the engine.
 
     Raises:
-        ValueError: if ``event`` is not one that loggers can write at.
+        TypeError: if an argument is of another type.
+        ValueError: if loggers can't write at ``event``.
     """
     check_type("logger", logger, BaseLogger, "ignite.handlers.base_logger.BaseLogger")
     check_type("engine", engine, Engine, "ignite.engine.Engine")
     if tag is not None:
         check_type("tag", tag, str, "str or None")
-    for each in [event] if isinstance(event, str) else events_of(event):
-        if each not in State.event_to_attr and each not in list(MonitorEvents):
-            raise ValueError(f"Argument event should be an event that counts epochs or iterations, but given {each}")
+    for single in [event] if isinstance(event, str) else events_of(event):
+        if single not in State.event_to_attr and single not in list(MonitorEvents):
+            raise ValueError(f"Argument event should be an event that counts epochs or iterations, but given {single}")
     register_events(engine)
-    added = AddedHandlers(engine)
     if isinstance(logger, ProgressBar):
-        logger.attach(engine, output_transform=Values(monitor, "", selection), event_name=event)
-        added.note()
-        return added
-    # Ignite's handlers always put a tag before a name: where the user wants none, it is the name's first part.
+        bar = _BarEngine(engine)
+        logger.attach(bar, output_transform=Values(monitor, "", selection), event_name=event)  # type: ignore[arg-type]
+        return bar.handles
+    handles: list[RemovableEventHandle] = []
+    # Ignite's handlers always write a tag before a name: without one of the user's, it is the name's first part.
     for family in [""] if tag else monitor.families:
         values = Values(monitor, family, selection)
-        logger.attach_output_handler(engine, event, tag=tag or family, output_transform=values)
-        added.note(values)
-    return added
+        handler = logger._create_output_handler(tag=tag or family, output_transform=values)  # type: ignore[call-arg]
+        handles.append(logger.attach(engine, LogHandler(handler, values), event))
+    return handles
 
 
-def events_of(event: Any) -> list[CallableEventWithFilter]:
-    """The events that the argument is, or is a list of.
+class LogHandler:
+    """Call a logger's handler in iterations that have values.
 
-    Raises:
-        TypeError: if it is none.
+    For some loggers an empty record is a request to a server, or a step of its own.
+
+    Args:
+        handler: the logger's output handler.
+        values: its ``output_transform``.
     """
-    if not isinstance(event, (CallableEventWithFilter, EventsList)):
-        raise TypeError(f"Argument event should be an event of Ignite or of MonitorEvents, but given {type(event)}")
-    return list(event) if isinstance(event, EventsList) else [event]
 
+    def __init__(self, handler: Callable[..., Any], values: Values) -> None:
+        self.handler = handler
+        self.values = values
 
-def _where_any(handler: Callable[..., Any], values: Values) -> Callable[..., Any]:
-    @functools.wraps(handler, updated=())
-    def handle(*args: Any, **kwargs: Any) -> Any:
-        return handler(*args, **kwargs) if values.are_there() else None
-
-    return handle
+    def __call__(self, engine: Engine, logger: BaseLogger, event_name: Any) -> None:
+        if self.values.are_there():
+            self.handler(engine, logger, event_name)
 
 
 class Values:
-    """An ``output_transform`` that gives a monitor's values of one family instead of the engine's output.
+    """An ``output_transform`` that returns a monitor's values of one family in place of the engine's output.
 
     Args:
-        monitor: the monitor, which is not kept alive.
-        family: what the names of the values start with; empty for any.
-        selection: the names that are given.
+        monitor: the monitor, kept by a weak reference.
+        family: the first part of the names; empty for all.
+        selection: the names to return.
     """
 
     def __init__(self, monitor: Any, family: str, selection: Selection) -> None:
         self._monitor = weakref.ref(monitor)
         self._start = f"{family}/" if family else ""
-        self._selection, self._is_all = selection, selection.is_all
+        self._selection = selection
+
+    @property
+    def monitor(self) -> Any:
+        """The monitor; None if it has been freed."""
+        return self._monitor()
 
     def are_there(self) -> bool:
-        """Whether there are any in this iteration."""
+        """Return True if there are values in this iteration."""
         monitor = self._monitor()
-        if monitor is not None and not monitor.metrics:
-            monitor.nothing_to_log()
-        there = monitor is not None and any(name.startswith(self._start) for name in monitor.metrics)
-        return there and (self._is_all or bool(self(None)))
+        if monitor is None:
+            return False
+        if not monitor.metrics and monitor._attached_to() is None:
+            monitor._warn_once("log_to() was called, but attach() was not, so nothing is measured")
+        there = any(name.startswith(self._start) for name in monitor.metrics)
+        return there and (self._selection.is_all or bool(self(None)))
 
     def __call__(self, _: Any) -> dict[str, Any]:
         monitor = self._monitor()
         host = {} if monitor is None else monitor.on_host()
-        start = self._start
-        names = [name for name in host if name.startswith(start)]
-        return {name[len(start) :]: host[name] for name in (names if self._is_all else self._selection.of(names))}
+        names = [name for name in host if name.startswith(self._start)]
+        return {name[len(self._start) :]: host[name] for name in self._selection.of(names)}
+
+
+class _BarEngine:
+    """An engine for :meth:`ProgressBar.attach` that keeps the handles of what the bar adds.
+
+    The bar returns none, and its closing handlers are equal, so Ignite would remove those of others too.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.handles: list[RemovableEventHandle] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def add_event_handler(self, event: Any, handler: Callable[..., Any], *args: Any) -> RemovableEventHandle:
+        self.handles.append(self._engine.add_event_handler(event, functools.partial(handler), *args))
+        return self.handles[-1]

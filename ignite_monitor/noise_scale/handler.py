@@ -160,15 +160,17 @@ class GradientNoiseScaleHandler(Monitor, schema=NOISE_SCALE):
         if self._source is None:
             return
         tracker = self._source.tracker(self.model)
-        parameters = [each for each in tracker.own(self.optimizer) if each.requires_grad and not each.is_inference()]
+        parameters = [
+            each for each in tracker.parameters_of(self.optimizer) if each.requires_grad and not each.is_inference()
+        ]
         increments = _Increments(weakref.WeakMethod(self._add), parameters)
         hook = functools.partial(out_of_compiler(_Increments.before_adding), increments)
         handles = [each.register_hook(hook) for each in parameters]
-        tracker.looks.append(increments)
+        tracker.observers.append(increments)
         try:
             yield
         finally:
-            tracker.looks.remove(increments)
+            tracker.observers.remove(increments)
             for handle in handles:
                 handle.remove()
 

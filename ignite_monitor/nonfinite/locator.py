@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from ignite_monitor.events.monitor_events import NonFiniteSource
 from ignite_monitor.model._torch import DispatchMode, buffers_of_each, need, pytree
 from ignite_monitor.model.eager import Eager
+from ignite_monitor.model.isolation import reference_run
 from ignite_monitor.model.names import named_modules, named_parameters, unwrapped
 from ignite_monitor.model.norms import any_sharded
 from ignite_monitor.model.sharding import flat_sharding
 from ignite_monitor.nonfinite.calls import ModelCall, ModelCalls
 from ignite_monitor.nonfinite.trace import Trace, TracedCall, not_finite
 from ignite_monitor.reference.copies import detached_copy
-from ignite_monitor.reference.isolation import marked, put_back
+from ignite_monitor.reference.isolation import put_back
 from ignite_monitor.reference.rng import generators_of, preserved_rng_state
 
 
@@ -201,7 +202,7 @@ def _unnoticed(modules: list[nn.Module], call: ModelCall) -> Iterator[None]:
         preserved_rng_state(devices, held),
         _kept(modules),
         put_back(modules, buffers_of_each(modules)),
-        marked(),
+        reference_run(),
         Eager(*modules[:1]),
         torch.enable_grad(),
         _Alone() if has_ranks else nullcontext(),

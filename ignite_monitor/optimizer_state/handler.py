@@ -1,4 +1,4 @@
-"""OptimizerStateHandler: what an optimizer's moments say of its steps."""
+"""OptimizerStateHandler: gradients against the moments of an optimizer."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ from ignite_monitor.model.optimizers import check_holds, check_optimizer
 from ignite_monitor.model.sharding import check_whole
 from ignite_monitor.model.updates import order_statistics
 from ignite_monitor.monitor.base import Handlers, Monitor
-from ignite_monitor.optimizer_state.sampled_step import Measured, SampledStep
+from ignite_monitor.optimizer_state.measured_step import MeasuredStep, StepResult
 
 
 class OptimizerStateHandler(Monitor, schema=OPTIMIZER_STATE):
-    r"""Watches what Adam and its kin, SGD with momentum, Muon and Lion keep of each parameter, and their steps by it.
+    r"""Compare gradients with the moments of Adam-family, momentum-SGD, Muon and Lion optimizers.
 
-    For any optimizer with ``exp_avg``, ``exp_avg_sq`` or ``momentum_buffer`` in its state, whatever its class. Of each
-    tensor, with its gradient g as the step uses it (reduced, unscaled, clipped), and the moments as the step leaves
-    them:
+    Any optimizer with ``exp_avg``, ``exp_avg_sq`` or ``momentum_buffer`` in its state is measured. For each tensor with
+    gradient g as the step uses it (reduced, unscaled, clipped), and the moments as the step leaves them:
 
     .. math::
         \mathrm{RMS} = \sqrt{\frac{1}{n} \sum_i \frac{g_i^2}{\max(\hat v_i, \epsilon^2)}}, \qquad
@@ -37,29 +36,20 @@ class OptimizerStateHandler(Monitor, schema=OPTIMIZER_STATE):
         \frac{\langle g, m \rangle}{\lVert g \rVert \lVert m \rVert},
 
     with m in ``exp_avg`` or ``momentum_buffer``, and :math:`\hat v = v / (1 - \beta_2^t)` with v in ``exp_avg_sq``
-    (``max_exp_avg_sq`` where there is one). Without a count t of steps, or where there are not two ``betas``,
-    :math:`\hat v` is v as it is. An RMS far above 1 says that the second moment is stale: the gradient has become
-    larger, and steps are too large for it (`arXiv:2304.13013 <https://arxiv.org/abs/2304.13013>`_, section 3.4, which
-    relates values above 2.3 to spikes of the loss). Where :math:`\epsilon` rules, a step is no longer adapted to the
-    size of the gradient.
+    (``max_exp_avg_sq`` where there is one); without a step count t or two ``betas``, :math:`\hat v = v`. An RMS far
+    above 1 means that the second moment is stale (`arXiv:2304.13013 <https://arxiv.org/abs/2304.13013>`_).
 
     {keys}
 
-    The last kind is named by values, so it appears when a logger writes. What an optimizer does not keep is absent,
-    as are tensors with sparse gradients or complex elements, with moments in another shape, on another device, in 8
-    bits or in a basis of their own, and steps that are left out. Where several steps are made in an iteration, the last
-    one counts.
-
-    Tensors are looked at through a sample of their elements, as :class:`WeightUpdateHandler` does it; of DTensors each
-    rank looks at its part, and one collective per mesh and sharded dimension puts these together.
+    Quantities that an optimizer does not keep are not reported. The last kind appears when a logger writes. If several
+    steps are made in an iteration, the last one counts, and ``update_norm`` is that of all.
 
     Args:
-        optimizer: the optimizer.
-        model: the model whose parameters it holds, as the train step uses it, to name them by; None for the optimizer's
-            own names, where it was given any, or else ``group_0.3`` and the like.
-        sample_size: how many elements of a parameter to look at; None for all.
-        top_k: how many tensors at most to publish by name.
-        prefix: what the values' names start with.
+        model: the model, as the train step uses it (wrapped, where it is wrapped).
+        optimizer: the optimizer whose state is measured.
+        sample_size: the number of elements to sample per parameter; None for all.
+        top_k: the number of tensors to publish by name.
+        prefix: the first part of the keys.
 
     Raises:
         TypeError: if an argument is of another type.
@@ -69,7 +59,7 @@ class OptimizerStateHandler(Monitor, schema=OPTIMIZER_STATE):
     Examples:
         .. code-block:: python
 
-            handler = OptimizerStateHandler(optimizer, model)
+            handler = OptimizerStateHandler(model, optimizer)
             handler.attach(trainer, Events.ITERATION_STARTED(every=100))
             handler.log_to(tensorboard_logger, trainer)
     """
@@ -78,32 +68,26 @@ class OptimizerStateHandler(Monitor, schema=OPTIMIZER_STATE):
 
     def __init__(
         self,
+        model: nn.Module,
         optimizer: Optimizer,
-        model: nn.Module | None = None,
         *,
         sample_size: int | None = 256,
         top_k: int = 5,
         prefix: str = "optimizer",
     ) -> None:
-        check_optimizer(optimizer)
-        if model is None:
-            model = _Held(optimizer)
-            if all(parameter.is_meta for parameter in model.parameters()):
-                raise ValueError("Argument optimizer holds no parameters with data")
         super().__init__(model, prefix)
+        check_optimizer(optimizer)
         check_whole(model)
         check_holds(optimizer, model)
         self.optimizer = optimizer
         self.sample_size = None if sample_size is None else check_count("sample_size", sample_size, least=1)
         self.top_k = check_count("top_k", top_k)
-        self._tags: list[str] = []
-        self._step: SampledStep | None = None  # while a run lasts
-        self._measured: Measured | None = None  # of this iteration
-        self._is_going_on = False
-        self._monitored_count = self._stepped = self._published = 0
+        self._step: MeasuredStep | None = None  # while a run lasts
+        self._measured: StepResult | None = None  # of this iteration
+        self._monitored_count = self._stepped_count = self._published_count = 0
 
     def state_dict(self) -> OrderedDict[str, Any]:
-        """How many elements are looked at; what it looks at is the optimizer's to save."""
+        """The sample size; the optimizer saves everything else."""
         return OrderedDict(sample_size=self.sample_size)
 
     def handlers(self) -> Handlers:
@@ -114,58 +98,53 @@ class OptimizerStateHandler(Monitor, schema=OPTIMIZER_STATE):
         ]
 
     def start_iteration(self, engine: Engine) -> None:
-        self._measured, self._is_going_on = None, False
-        if isinstance(self.model, _Held):
-            self.model.hold(self.optimizer)
+        self._measured = None
+        if self._step is None or not self._step.fits():
+            self._step = MeasuredStep(self.model, self.sample_size, self.optimizer)
+        self._step.start()
 
     def on_run_end(self) -> None:
-        if self._monitored_count and not self._published:
+        if self._monitored_count and not self._published_count:
             why = "its state holds no exp_avg, exp_avg_sq or momentum_buffer of a parameter's shape, element by element"
-            self.logger.warning(
-                "%s: nothing is published of %s in %d monitored iterations, since %s",
-                self.prefix,
+            self._warn_once(
+                "nothing is reported of %s in %d monitored iterations, since %s",
                 type(self.optimizer).__name__,
                 self._monitored_count,
-                why if self._stepped else "it made no step in them with a gradient of the model",
+                why if self._stepped_count else "it made no step in them with a gradient of the model",
             )
-        self._monitored_count = self._stepped = self._published = 0
+        self._monitored_count = self._stepped_count = self._published_count = 0
 
     def reset_run_state(self) -> None:
         self._step = self._measured = None
 
     def _on_step_started(self, engine: Engine, step: OptimizerStep) -> Callable[[], Callable[[], None]] | None:
-        # Once others have clipped or hidden the gradient.
-        return (lambda: functools.partial(self._begin, step)) if step.is_of(self.optimizer) else None
+        # After the other monitors, which may clip or hide gradients.
+        return (lambda: functools.partial(self._start_step, step)) if step.is_of(self.optimizer) else None
 
-    def _begin(self, step: OptimizerStep) -> None:
-        if self._step is None or not self._step.fits(step.optimizer):
-            self._step = SampledStep(self.model, self.sample_size, step.optimizer)
-            self._tags = tags(self.model.names if isinstance(self.model, _Held) else self._step.samples.names)
-        self._step.started(step.optimizer, step.scale)
-        self._is_going_on = True
+    def _start_step(self, step: OptimizerStep) -> None:
+        if self._step is not None:
+            self._step.keep_gradients(step.optimizer, step.scale)
 
     def _on_step_completed(self, engine: Engine, step: OptimizerStep) -> None:
-        if self._step is not None and self._is_going_on and step.is_of(self.optimizer):
-            made, measured = self._step.completed(step.optimizer)
-            self._is_going_on = False
-            self._stepped += made
-            self._measured = measured or self._measured
+        if self._step is not None and step.is_of(self.optimizer) and self._step.fits():
+            self._measured = self._step.completed(step.optimizer) or self._measured
 
     def _on_train_step_completed(self, engine: Engine) -> None:
-        if not self._is_running:
+        if not self._is_running or self._step is None:
             return
         self._monitored_count += 1
+        self._stepped_count += self._step.stepped.any
         if self._measured is None:
             return
-        self._published += 1
-        rms, eps, cosine = order_statistics(self._measured.statistics).unbind()
+        self._published_count += 1
+        rms, fraction, cosine = order_statistics(self._measured.statistics).unbind()
         median, p95, least, most = range(4)
         self.publish(
             rms_median=rms[median],
             rms_p95=rms[p95],
             rms_max=rms[most],
-            eps_share_median=eps[median],
-            eps_share_max=eps[most],
+            epsilon_dominated_median=fraction[median],
+            epsilon_dominated_max=fraction[most],
             momentum_cosine_median=cosine[median],
             momentum_cosine_min=cosine[least],
             update_norm=self._measured.update_norm,
@@ -177,31 +156,7 @@ class OptimizerStateHandler(Monitor, schema=OPTIMIZER_STATE):
         return [] if self._measured is None or not self.metrics else [self._measured.statistics[0]]
 
     def resolve_deferred(self, extra: list[list[float]]) -> dict[str, float]:
-        rms = extra[0] if extra else []
-        largest = heapq.nlargest(
-            self.top_k, [index for index, each in enumerate(rms) if each >= 0], key=rms.__getitem__
-        )
-        return {f"topk_rms/{self._tags[index]}": rms[index] for index in largest}
-
-
-class _Held(nn.Module):
-    """The parameters that an optimizer holds.
-
-    Attributes:
-        names: what the optimizer calls them.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        super().__init__()
-        self.names: list[str] = []
-        self.hold(optimizer)
-
-    def hold(self, optimizer: Optimizer) -> None:
-        """Take in the parameters that the optimizer has got since."""
-        known = set(map(id, self.parameters()))
-        for number, group in enumerate(optimizer.param_groups):
-            names = group.get("param_names") or [f"group_{number}.{i}" for i in range(len(group["params"]))]
-            for name, parameter in zip(names, group["params"], strict=True):
-                if isinstance(parameter, nn.Parameter) and id(parameter) not in known:
-                    self.register_parameter(str(len(self.names)), parameter)
-                    self.names.append(name)
+        if not extra or self._measured is None:
+            return {}
+        known = [(rms, tag) for tag, rms in zip(tags(self._measured.names), extra[0], strict=True) if rms >= 0]
+        return {f"topk_rms/{tag}": rms for rms, tag in heapq.nlargest(self.top_k, known, key=lambda pair: pair[0])}

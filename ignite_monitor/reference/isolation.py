@@ -5,30 +5,32 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import threading
 from collections.abc import Iterator, Mapping
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import nn
 
 from ignite_monitor.model.forward import before_forward
+from ignite_monitor.model.isolation import is_reference_run as is_reference_run
+from ignite_monitor.model.isolation import preserved_buffers
+from ignite_monitor.model.isolation import reference_run as reference_run
 from ignite_monitor.model.tensors import floating_tensors
 from ignite_monitor.reference.call import NotComparableError
 
 
-class _Here(threading.local):
-    running = False
+class _Here:
+    @property
+    def running(self) -> bool:
+        return is_reference_run()
 
 
 here = _Here()
-"""Whether a forward pass of this thread is one of a reference, and none of the model that is trained."""
 
 
-def is_reference_run() -> bool:
-    """What ``here.running`` says."""
-    return here.running
+def put_back(modules: list[nn.Module], registries: list[dict[str, Any]]) -> contextlib.AbstractContextManager[None]:
+    """Former name of ``preserved_buffers``."""
+    return preserved_buffers(modules)
 
 
 _REMEDY = "copy.deepcopy does not go into what holds it, so give a module of its own as the argument reference"
@@ -116,35 +118,3 @@ def _caller() -> str:
                 return f"{where}, the attribute {attribute} of a {type(holder).__name__}"
         frame = frame.f_back
     return where
-
-
-@contextlib.contextmanager
-def put_back(modules: list[nn.Module], registries: list[dict[str, Any]]) -> Iterator[None]:
-    """Training flags and buffers, kept in registries, are the same afterwards; buffers are copies while it lasts."""
-    modes = [module.training for module in modules]
-    buffers = [(registry, dict(registry)) for registry in registries if registry]
-    try:
-        for registry, saved in buffers:
-            registry.update((name, None if each is None else each.clone()) for name, each in saved.items())
-        yield
-    finally:
-        for module, mode in zip(modules, modes, strict=True):
-            if module.training != mode:
-                module.training = mode
-        for registry, saved in buffers:
-            registry.clear()
-            registry.update(saved)
-
-
-@contextlib.contextmanager
-def marked() -> Iterator[None]:
-    """While it lasts, this thread runs a reference."""
-    outer, cached = here.running, torch.is_autocast_cache_enabled()
-    try:
-        # What is cast without gradients here would be found in the cache by those who want gradients.
-        torch.set_autocast_cache_enabled(False)
-        here.running = True
-        yield
-    finally:
-        here.running = outer
-        torch.set_autocast_cache_enabled(cached)

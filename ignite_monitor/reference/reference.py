@@ -16,10 +16,11 @@ from torch.func import functional_call
 from torch.nn.parallel import DataParallel
 
 from ignite_monitor.model._torch import buffers_in, counts_changes, move, need, parameters_in
+from ignite_monitor.model.isolation import reference_run
 from ignite_monitor.model.names import named_modules, unwrapped
 from ignite_monitor.model.structure import first_difference, first_difference_of_states, modules_by_name
 from ignite_monitor.reference.copies import detached_copy, separate_copy
-from ignite_monitor.reference.isolation import Fence, marked, put_back
+from ignite_monitor.reference.isolation import Fence, put_back
 from ignite_monitor.reference.rng import copy_generator_state, generators_of, preserved_rng_state
 
 _logger = logging.getLogger(__name__)
@@ -198,7 +199,7 @@ class Reference:
         with (
             preserved_rng_state(devices, [mine for mine, _ in generators]),
             put_back([theirs for _, theirs in within], registries),
-            marked(),
+            reference_run(),
             contextlib.nullcontext() if name else self._fence.around(),
         ):
             for mine, copied in generators:

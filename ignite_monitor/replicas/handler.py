@@ -115,7 +115,7 @@ class ReplicaCheckHandler(Monitor, schema=REPLICAS):
             return
         world, device = world_size(), device_of(self.model)
         if world == 1:
-            self.publish(agree=torch.ones((), device=device), differing_count=torch.zeros((), device=device))
+            self.publish(in_sync=torch.ones((), device=device), differing_count=torch.zeros((), device=device))
             return
         if not all_take_part(self.model):
             return
@@ -183,7 +183,7 @@ class ReplicaCheckHandler(Monitor, schema=REPLICAS):
         found = differs.any()
         self._differ.set(found)
         self._table = table
-        self.publish(agree=(~found).float(), differing_count=differs.sum())
+        self.publish(in_sync=(~found).float(), differing_count=differs.sum())
         self._warn(wait=False)
 
     def _warn(self, wait: bool) -> None:

@@ -9,10 +9,10 @@ SEVERITIES = ("problem", "warning", "note")
 
 KINDS = {
     "nonfinite_metric": "Find what overflowed: the first module and the first gradient that are not finite tell where.",
-    "nonfinite_gradients": "Lower the learning rate, or leave these steps out: GradMonitor(skip_step=True).",
+    "nonfinite_gradients": "Lower the learning rate, or leave these steps out: GradMonitor(on_spike='skip').",
     "no_step": "Give GradMonitor the optimizer whose step() the train step calls.",
     "ranks_differ": "Go back to a checkpoint from before, and look at that rank's hardware and its random seeds.",
-    "spikes": "Look at these batches, or leave the steps out: GradMonitor(skip_step=True).",
+    "spikes": "Look at these batches, or leave the steps out: GradMonitor(on_spike='skip').",
     "went_back": "Look at the batches that were left out, and at the learning rate there.",
     "early_norms": "Warm the learning rate up, and look at these batches: no rule judges the first norms.",
     "loss_rose": "Lower the learning rate, and go back to a checkpoint from before.",

@@ -178,7 +178,7 @@ def _spikes(group: Group, known: Norms) -> Iterator[Finding]:
     what = f"{what} {_handled(group, known, at, missing)}".rstrip()
     if severity == "problem":
         what += f" Afterwards the norm stayed {times(after)} as large as before: it has done damage."
-        advice = "Go back to a checkpoint from before; GradMonitor(skip_step=True) leaves such steps out."
+        advice = "Go back to a checkpoint from before; GradMonitor(on_spike='skip') leaves such steps out."
     elif severity == "warning" and total == _total(group, "skipped_count"):
         advice = "Look at these batches; there is nothing else to do."
     yield Finding("spikes", severity, what, (group.name("spike"), group.name("norm")), steps(at), values, advice)

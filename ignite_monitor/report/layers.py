@@ -169,8 +169,7 @@ def untrained(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
     """Layers whose weights are those they began with, while others' are not."""
     update = {layer: each for layer, each in group.finite("weight_update").items() if len(each.values) > 1}
     still = [layer for layer, series in update.items() if not series.values.any()]
-    told = any({"not_optimized", "no_gradient"} & each.items.keys() for each in run if each.kind == "weights")
-    if 0 < len(still) < len(update) and not told:
+    if 0 < len(still) < len(update):
         what = f"{plural(len(still), 'layer')} whose weights are what they were at the start, to the end "
         what += f"({group.root}/weight_update): {together(still)}."
         names = group.names("weight_update", still)

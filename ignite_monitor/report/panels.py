@@ -179,7 +179,7 @@ def _optimizer(group: Group) -> Iterator[Panel]:
     lines = _scalars(group, "rms_median", "rms_p95", "rms_max")
     yield Panel(f"{group.root}: gradient against second moment (RMS)", lines, "optimizer", rank=7)
     for metrics, title, limits in (
-        (("eps_share_median", "eps_share_max"), "share of elements where eps rules", SHARE),
+        (("epsilon_dominated_median", "epsilon_dominated_max"), "share of elements where eps rules", SHARE),
         (("momentum_cosine_median", "momentum_cosine_min"), "cosine of gradient and momentum", (-1.02, 1.02)),
         (("update_norm",), "norm of the update", None),
     ):

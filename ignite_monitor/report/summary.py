@@ -26,7 +26,6 @@ RULES: dict[str, tuple[Rule, ...]] = {
         weights.frozen,
         weights.ratios,
         weights.small_or_large_gradients,
-        weights.untrained,
         weights.lost_updates,
     ),
     "activation": (layers.nonfinite, layers.dead, layers.outliers),

@@ -71,7 +71,7 @@ def stale(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
 
 def eps_rules(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
     """Steps that are not adapted to the gradient, since it is small beside eps."""
-    name, series = group.name("eps_share_median"), group.get("eps_share_median").finite
+    name, series = group.name("epsilon_dominated_median"), group.get("epsilon_dominated_median").finite
     if persists(series, limits.EPS_SHARE):
         share = series.last_quarter.end(1.0)
         what = f"Of the median parameter's elements {100 * share:.0f} % have a second moment below eps, to the end "

@@ -170,18 +170,6 @@ def _lasts(factors: Series, end: float) -> bool:
     return count >= limits.RATIO_POINTS and end >= limits.LASTING_SHARE * float(np.median(second))
 
 
-def untrained(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
-    """Parameters that are in no optimizer, or never had a gradient, where the handler says so."""
-    for metric, why in (("not_optimized", "are in no optimizer"), ("no_gradient", "never had a gradient")):
-        series = group.each(metric)
-        end = max((each.steps[-1] for each in (*series.values(), group.get("update_ratio_median")) if each), default=0)
-        lasting = {name: int(each.last) for name, each in series.items() if each.last > 0 and each.steps[-1] == end}
-        if lasting:
-            count = sum(lasting.values())
-            what = f"{plural(count, 'parameter')} that {why} ({group.root}/{metric}): {together(lasting)}."
-            yield Finding("untrained", "note", what, group.names(metric, lasting), values={"count": count})
-
-
 def lost_updates(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
     """Updates that rounding takes."""
     name, series = group.name("lost_update_fraction"), group.get("lost_update_fraction").finite

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import heapq
 import math
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from ignite.engine import Engine
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ignite_monitor.checks import check_choice, check_count, check_type
-from ignite_monitor.events.gradient_tracker import GradientsReady, OptimizerStep
+from ignite_monitor.events.gradient_tracker import OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import SPECTRAL
 from ignite_monitor.model.devices import upload
@@ -23,7 +25,7 @@ from ignite_monitor.model.samples import reshard
 from ignite_monitor.model.sharding import check_whole
 from ignite_monitor.model.updates import order_statistics
 from ignite_monitor.monitor.base import Handlers, Monitor
-from ignite_monitor.monitor.stepped import HostMasks, SteppedParameters
+from ignite_monitor.monitor.stepped import SteppedParameters
 from ignite_monitor.spectral.effective_weights import EffectiveWeight, Weight, as_weights, effective_weights
 from ignite_monitor.spectral.norm import METHODS
 from ignite_monitor.spectral.spectra import Spectra, SpectralMeter
@@ -165,9 +167,7 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
         handlers: Handlers = [(MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed)]
         if self.updates:
             handlers += [
-                (MonitorEvents.GRADIENTS_READY, self._on_gradients_ready),
                 (MonitorEvents.OPTIMIZER_STEP_STARTED, self._on_step_started),
-                (MonitorEvents.OPTIMIZER_STEP_COMPLETED, self._on_step_completed),
             ]
         return handlers
 
@@ -189,15 +189,12 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
         self._before = {}
         self._stepped = SteppedParameters({})
 
-    def _on_gradients_ready(self, engine: Engine, backward: GradientsReady) -> None:
-        if backward.optimizer is not None:
-            self._stepped.met_gradients(backward.optimizer)
+    def _on_step_started(self, engine: Engine, step: OptimizerStep) -> Callable[[], Callable[[], object]]:
+        # After the other monitors, which may hide gradients.
+        return lambda: functools.partial(self._start_step, step.optimizer)
 
-    def _on_step_started(self, engine: Engine, step: OptimizerStep) -> None:
-        self._stepped.started(step.optimizer)
-
-    def _on_step_completed(self, engine: Engine, step: OptimizerStep) -> None:
-        self._stepped.completed(step.optimizer)
+    def _start_step(self, optimizer: Optimizer) -> None:
+        self._stepped.started(optimizer)
 
     @torch.no_grad()
     def _on_train_step_completed(self, engine: Engine) -> None:
@@ -251,7 +248,7 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
             return {}
         device = measured.norms.device
         size = 1 + max(origins)
-        moved = self._stepped.mask(HostMasks(size, device))[upload(torch.tensor(origins, device="cpu"), device)]
+        moved = self._stepped.mask(size, device)[upload(torch.tensor(origins, device="cpu"), device)]
         norms = torch.where(moved, measured.norms, torch.nan)
         return {
             "update_norm_max": _largest(norms),

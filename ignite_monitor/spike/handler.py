@@ -15,7 +15,7 @@ from ignite_monitor.checks import check_count, check_function
 from ignite_monitor.detection.judge import NormJudge
 from ignite_monitor.detection.monitor import JudgingMonitor
 from ignite_monitor.detection.spikes import Detection, SpikeDetector
-from ignite_monitor.detection.thresholds import ThresholdRule, as_rule
+from ignite_monitor.detection.thresholds import Threshold, as_rule
 from ignite_monitor.events.monitor_events import MonitorEvents, Spike
 from ignite_monitor.keys import SPIKE
 from ignite_monitor.model.devices import wide_dtype
@@ -41,8 +41,8 @@ class SpikeMonitor(JudgingMonitor[NormJudge], schema=SPIKE):
         value: function of the engine that returns a number, a tensor with one element, or None where there is no value
             this time. ``engine.state.output`` is what the train step has returned, and ``engine.state.metrics`` has
             what other monitors publish.
-        threshold: a threshold rule, of which a copy is taken, or a function ``(mean, std, count) -> threshold``.
-            By default ``MeanStdThreshold()``.
+        threshold: a threshold rule, of which a copy is taken, a function ``(mean, std, count) -> threshold``, or a
+            number for a static threshold. By default ``MeanStdThreshold()``.
         max_consecutive_spikes: how many spikes in a row mean a new level, from which the rule then starts afresh.
         prefix: what the values' names start with.
         flag: the attribute of ``engine.state`` that says whether the value is a spike: False when an iteration starts,
@@ -74,7 +74,7 @@ class SpikeMonitor(JudgingMonitor[NormJudge], schema=SPIKE):
         self,
         value: Callable[[Engine], float | Tensor | None],
         *,
-        threshold: ThresholdRule | Callable[[Tensor, Tensor, Tensor], Tensor | float] | None = None,
+        threshold: Threshold = None,
         max_consecutive_spikes: int = 10,
         prefix: str = "spike",
         flag: str = "unhealthy_value",
@@ -127,8 +127,8 @@ class SpikeMonitor(JudgingMonitor[NormJudge], schema=SPIKE):
 
     def _spike(self, detection: Detection) -> Spike:
         value, threshold = torch.stack((detection.given, detection.threshold)).tolist()
-        origin = None if self._source is None or math.isfinite(value) else self._source.origin
-        return Spike(self, f"{self.prefix}/value", value, threshold, {}, origin)
+        source = None if self._source is None or math.isfinite(value) else self._source.nonfinite_source
+        return Spike(self, f"{self.prefix}/value", value, threshold, {}, source)
 
 
 def _as_number(value: Any) -> Tensor:

@@ -191,7 +191,7 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
             "norm": spike.value,
             "threshold": spike.threshold,
             "culprits": {str(name): float(share) for name, share in spike.culprits.items()},
-            "origin": None if spike.origin is None else spike.origin._asdict(),
+            "source": None if spike.source is None else spike.source._asdict(),
             "lr": None if optimizer is None else [float(group["lr"]) for group in optimizer.param_groups],
             "ids": self._saved("ids", lambda: self._ids_of(engine.state.batch)),
             "batch": self._saved("batch", lambda: None if self._kept is None else self._kept.save(self.largest_batch)),

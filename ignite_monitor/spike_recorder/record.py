@@ -34,7 +34,7 @@ class SpikeRecord:
         norm: its value.
         threshold: what that was compared with; inf where it was not judged by size.
         culprits: parameter -> its share of the excess; empty where single tensors are not judged.
-        origin: where a value comes from that is not finite: a dictionary of ``name``, ``kind`` and ``text``, see
+        source: where a value comes from that is not finite: a dictionary of ``name``, ``kind`` and ``text``, see
             ``GradMonitor``; None where it is finite, or that has not been found.
         lr: the learning rate of each parameter group of the monitor's optimizer; None where it has none.
         ids: what ``ids`` returned for the batch; None without.
@@ -52,7 +52,7 @@ class SpikeRecord:
     norm: float
     threshold: float
     culprits: dict[str, float]
-    origin: dict[str, str] | None
+    source: dict[str, str] | None
     lr: list[float] | None
     ids: Any
     batch: Any

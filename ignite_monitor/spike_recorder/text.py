@@ -55,7 +55,7 @@ def _compared(record: SpikeRecord) -> str:
 
 def _parts(record: SpikeRecord) -> Iterator[tuple[str, str]]:
     yield "culprits", "; ".join(f"{name} {share:.0%}" for name, share in record.culprits.items())
-    yield "origin", "" if record.origin is None else record.origin["text"]
+    yield "source", "" if record.source is None else record.source["text"]
     yield "lr", "" if record.lr is None else ", ".join(f"{rate:.4g}" for rate in record.lr)
     yield "losses", "; ".join(_rows(record))
     yield "ids", _shortened(record.ids)

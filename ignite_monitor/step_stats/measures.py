@@ -1,4 +1,4 @@
-"""How long a train step takes, without waiting for the device; and how much memory there is."""
+"""Duration of a train step without host-device synchronization, and memory of the process."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 
 
 class StepClock:
-    """A context that measures how long what runs in it takes on a device.
+    """Context manager that measures the duration of its block on a device.
 
-    On a CUDA device events are put into the current stream, and the time is known once the second has passed there.
+    On CUDA it records two events in the current stream; the duration is known when the second has passed.
 
     Args:
         device: a CPU or a CUDA device.
@@ -26,23 +26,23 @@ class StepClock:
         self._times: list[float] = []
 
     def __enter__(self) -> StepClock:
-        self._note()
+        self._record()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._note()
+        self._record()
 
     def seconds(self) -> float | None:
-        """How long it took; None if that is not known yet."""
+        """Return the duration; None if it is not known yet."""
         if len(self._times) == 2:
             return self._times[1] - self._times[0]
         if len(self._events) == 2 and self._events[1].query():
             return float(self._events[0].elapsed_time(self._events[1])) / 1e3
         return None
 
-    def _note(self) -> None:
+    def _record(self) -> None:
         if self._device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
             event.record(torch.cuda.current_stream(self._device))
@@ -52,28 +52,28 @@ class StepClock:
 
 
 class DataClock:
-    """How long an engine has waited for its last batch: between two events, on the host's clock."""
+    """Time between an engine's request for a batch and the batch, on the host's clock."""
 
     def __init__(self) -> None:
         self.seconds: float | None = None
         self._since: float | None = None
 
     def start(self) -> None:
-        """The engine asks for a batch; the loader may be started anew before there is one."""
+        """Start at GET_BATCH_STARTED; a loader that is restarted in between is part of the wait."""
         self._since = self.now()
 
     def stop(self) -> None:
-        """It has the batch."""
+        """Stop at GET_BATCH_COMPLETED."""
         self.seconds, self._since = None if self._since is None else self.now() - self._since, None
 
     @staticmethod
     def now() -> float:
-        """The time in seconds, from any moment on."""
+        """Return the time in seconds."""
         return time.perf_counter()
 
 
 def peak_memory() -> float | None:
-    """The most memory that this process ever had resident, in MiB; None where the system does not say."""
+    """Return the peak resident memory of this process in MiB; None where the system does not report it."""
     try:
         import resource
     except ImportError:  # Windows
@@ -83,7 +83,7 @@ def peak_memory() -> float | None:
 
 
 def resident_memory() -> float | None:
-    """The memory that this process has resident now, in MiB; None where the system does not say."""
+    """Return the resident memory of this process in MiB; None where the system does not report it."""
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     except OSError:

@@ -1,11 +1,12 @@
-"""WeightUpdateHandler: how much every train step moves each parameter, and which have stopped learning."""
+"""WeightUpdateHandler: update ratios, gradient norms and frozen parameters."""
 
 from __future__ import annotations
 
+import functools
 import heapq
 import math
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -19,24 +20,30 @@ from ignite_monitor.events.gradient_tracker import GradientsReady, OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import WEIGHT_UPDATE
 from ignite_monitor.model.names import named_parameters, tags
-from ignite_monitor.model.optimizers import check_holds, check_optimizer, held_by
+from ignite_monitor.model.optimizers import check_holds, check_optimizer
 from ignite_monitor.model.sharding import check_whole
-from ignite_monitor.model.updates import order_statistics, update_ratios
+from ignite_monitor.model.updates import order_statistics
+from ignite_monitor.monitor import publisher
 from ignite_monitor.monitor.base import Handlers, Monitor
-from ignite_monitor.weight_update.frozen import FrozenParameters, LostUpdates, on_host
-from ignite_monitor.weight_update.train_step import SampledTrainStep, unknown_where
+from ignite_monitor.weight_update.frozen import FrozenParameters
+from ignite_monitor.weight_update.train_step import MeasuredStep
 from ignite_monitor.weight_update.untrained import UntrainedParameters
+
+_ROUNDING = (
+    ". Weights in bfloat16 or float16 lose small updates to rounding: keep float32 weights and use torch.autocast, or "
+    "an optimizer that keeps float32 copies of them."
+)
 
 
 class ParameterDiagnostics(NamedTuple):
-    """What the last monitored iteration that had a gradient or a step said of one parameter.
+    """One parameter in the last monitored iteration that had a gradient or a step.
 
     Attributes:
-        grad_norm: norm of its gradient; NaN if it had none that is new.
-        update_ratio: how much the train step moved it for its size; NaN if it had no step.
+        grad_norm: the norm of its gradient; NaN if it had no new one.
+        update_ratio: the norm of its change over its own; NaN if no step was to move it.
         is_vanishing: whether the norm is below ``vanishing_grad_threshold``.
         is_exploding: whether the norm is above ``exploding_grad_threshold``, or not finite.
-        is_frozen: whether it had a step, and that and all of the last ``frozen_patience_steps`` have not moved it.
+        is_frozen: whether it had a step, and was not moved by the last ``frozen_patience_steps``.
     """
 
     grad_norm: float
@@ -47,65 +54,36 @@ class ParameterDiagnostics(NamedTuple):
 
 
 class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
-    r"""Watches how much each train step moves every parameter, and sums it up in a few values.
+    r"""Measure how far each train step moves every parameter, and find parameters that have stopped learning.
 
     The update ratio of a parameter is
 
     .. math:: \frac{\lVert w' - w\rVert_2}{\lVert w\rVert_2 + \epsilon}
 
-    over sampled elements, where w is the weight when the iteration starts and w' when the train step has returned:
-    momentum, weight decay, clipping and all steps of all optimizers are in it. Around 1e-3 is usual; it is
-    dimensionless. The gradient's norm is that of what backward left: unscaled, reduced over ranks, not yet clipped. It
-    is that of the parameter's own last step, or where it had none of its last backward; gradients left over from an
-    earlier iteration have none.
+    with w the weight before the train step and w' after it. Around 1e-3 is usual. The gradient norm is that of the last
+    backward before the parameter's last step: unscaled, reduced over ranks, not clipped.
 
     {keys}
 
-    ``topk_grad`` and ``topk_frozen`` are named by values, so they appear when a logger writes, or :attr:`diagnostics`
-    is read. The others wait for nothing.
-
-    A parameter is frozen once its update ratio has been at most ``frozen_update_ratio_threshold`` in
-    ``frozen_patience_steps`` monitored steps in a row; a warning in the log names it. Only steps that were to move it
-    count: of an optimizer that holds it, with ``requires_grad`` and a learning rate other than 0, and not those that a
-    GradScaler or :class:`GradMonitor` leaves out. In an iteration without any, update ratios and ``frozen_count`` are
-    absent. A parameter without a new gradient counts as neither vanishing nor exploding; a gradient that is not finite
-    has the norm inf, or none with a ``scaler``, which looks after it.
-
-    **Sampling.** Of parameters with more than ``sample_size`` elements that many are looked at, at places derived from
-    the parameter's name, the same in every run and on every rank; of a two-dimensional one that has more rows than
-    that, one of each row, since it may be an embedding, of which a step moves few. With ``sample_size=None``, and for
-    smaller parameters, all is exact. Otherwise the ratio has a relative standard error of about :math:`\sqrt{(\kappa_w
-    + \kappa_{\Delta} - 2) / 4k}`, and a gradient's norm of :math:`\sqrt{(\kappa_g - 1) / 4k}`, for a sample of k
-    elements and kurtosis :math:`\kappa = E x^4 / (E x^2)^2`: 3 % and 2 % for normally distributed ones (:math:`\kappa
-    = 3`) and k = 1024, more where few elements hold most of the norm. The median over many parameters is nearer than
-    that. Norms of sparse gradients are exact.
-
-    **Low precision.** Weights in bfloat16 or float16 move only by whole roundings (2\ :sup:`-8` of their size, or
-    2\ :sup:`-11`), so the ratio is of what is left of an update after rounding: 0 for one that is lost, which does
-    freeze the parameter, and the warning says that rounding does it. Where the optimizer keeps a float32 copy of a
-    weight in its state, under a key with "master" or "fp32" in it, the ratio is that of the copy.
-    ``lost_update_fraction`` is the share of the elements with a gradient other than 0 that the train step left bit for
-    bit what they were, over all weights of low precision without such a copy, estimated by the sample: for bfloat16
-    weights of a usual size under Adam 0.3 to 0.9, 0.6 to 0.8 and 0.95 to 0.98 at learning rates of 1e-3, 1e-4 and 1e-5
-    after 100 steps, and less at first. A warning says once that most updates are lost. Parameters are left out whose
-    optimizer makes up for rounding, with a key with "kahan" or "compensation" in its state.
-
-    **Untrained parameters.** After ``frozen_patience_steps`` monitored steps those are named that no optimizer holds
-    whose step was seen, and those of the others that have not had a gradient so far, ``requires_grad=False`` included.
-    Where they are more than ``top_k``, the modules are named that they are in; the value says how many they are.
+    A parameter is frozen once ``frozen_patience_steps`` consecutive monitored steps that were to move it have had
+    update ratios of at most ``frozen_update_ratio_threshold``; a warning names it once. Parameters with more than
+    ``sample_size`` elements are estimated from a sample, with a relative standard error of about
+    :math:`\sqrt{(\kappa_w + \kappa_\Delta - 2) / 4k}` for the ratio and :math:`\sqrt{(\kappa_g - 1) / 4k}` for the
+    gradient norm, for k sampled elements and kurtosis :math:`\kappa`: 3 % and 2 % of normally distributed ones by
+    default. The ``topk`` keys appear when a logger writes.
 
     Args:
         model: the model, as the train step uses it (wrapped, where it is wrapped).
-        optimizer: the optimizer whose parameters count; None for those of any optimizer.
+        optimizer: the optimizer whose parameters count; None for those of every optimizer.
         scaler: the GradScaler of the train step.
-        sample_size: how many elements of a parameter to look at; None for all.
+        sample_size: the number of elements to sample per parameter; None for all.
         vanishing_grad_threshold: the smallest gradient norm that is not vanishing.
         exploding_grad_threshold: the largest gradient norm that is not exploding.
-        frozen_update_ratio_threshold: the largest update ratio that means standing still.
-        frozen_patience_steps: after how many monitored steps of standing still a parameter is frozen.
-        top_k: how many parameters at most to publish by name, of each kind.
+        frozen_update_ratio_threshold: the largest update ratio of a step that does not move a parameter.
+        frozen_patience_steps: the number of such monitored steps after which a parameter is frozen.
+        top_k: the number of parameters to publish by name, of each kind.
         eps: :math:`\epsilon`, greater than 0.
-        prefix: what the values' names start with.
+        prefix: the first part of the keys.
 
     Raises:
         TypeError: if an argument is of another type.
@@ -164,41 +142,37 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
             )
 
         self._names = [name for name, _, _ in named_parameters(model)]
-        self._tags = tags(self._names)
         self._frozen = FrozenParameters(self._names, self.frozen_update_ratio_threshold, self.frozen_patience_steps)
-        self._lost = LostUpdates(self.frozen_patience_steps)
-        self._untrained = UntrainedParameters(self.frozen_patience_steps, self.top_k)
-        self._step: SampledTrainStep | None = None  # while a run lasts
+        self._untrained = UntrainedParameters(self.frozen_patience_steps)
+        self._step: MeasuredStep | None = None  # while a run lasts
         self._table: Tensor | None = None  # of the last monitored iteration: gradient norms, ratios, still
         self._rows: list[list[float]] | None = None  # the same on the host
-        self._rounded: frozenset[str] = frozenset()
-        self._monitored_count = self._stepped = 0
-        self._replaced_reported = False
+        self._reported: set[str] = set()  # names of parameters that were reported as frozen
+        self._monitored_count = self._stepped_count = 0
 
     @property
     def diagnostics(self) -> dict[str, ParameterDiagnostics]:
-        """What the last monitored iteration that had a gradient or a step said of every parameter, by name.
+        """Every parameter in the last monitored iteration that had a gradient or a step, by name.
 
-        Brings it to the host.
+        Synchronizes with the device.
         """
-        rows = self._look()
+        rows = self._on_host()
         if rows is None:
-            nan = [math.nan] * len(self._names)
-            rows = [nan, nan, nan]
+            rows = [[math.nan] * len(self._names)] * 3
         return {
             name: ParameterDiagnostics(
                 norm,
                 ratio,
                 norm < self.vanishing_grad_threshold,
                 norm > self.exploding_grad_threshold,
-                self._frozen.is_frozen(ratio, still),
+                not math.isnan(ratio) and self._frozen.is_frozen(still),
             )
             for name, norm, ratio, still in zip(self._names, *rows, strict=True)
         }
 
     def state_dict(self) -> OrderedDict[str, Any]:
-        """What the monitored steps have shown of each parameter: names, numbers and a tensor."""
-        return OrderedDict(**self._frozen.state_dict(), untrained=self._untrained.state_dict())
+        """For each parameter, how many monitored steps in a row have not moved it: names and a tensor."""
+        return self._frozen.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a saved state; parameters that it does not know start anew.
@@ -212,17 +186,13 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
         """
         super().load_state_dict(state_dict)
         self._frozen.load_state_dict(state_dict)
-        if "untrained" in state_dict:
-            self._untrained.load_state_dict(state_dict["untrained"])
-        self._step = None  # the counts are on the CPU now: the next iteration takes them to the device
+        self._step = None  # the counts are on the CPU: the next iteration moves them to the device
 
     def detach(self) -> None:
-        """Undo ``attach`` and ``log_to``; :attr:`diagnostics` keeps what it last knew."""
+        """Undo ``attach`` and ``log_to``; :attr:`diagnostics` keeps the last values."""
         super().detach()
-        self._look()
+        self._on_host()
         self._table = None
-
-    # What it listens to
 
     def handlers(self) -> Handlers:
         return [
@@ -233,114 +203,88 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
         ]
 
     def start_iteration(self, engine: Engine) -> None:
-        if self._frozen.changed():
-            self._warn()
-        self._lost.warn(self.logger, self.prefix)
         if self._step is None or not self._step.fits():
-            self._sample(engine)
-        if self._step is not None:
-            self._step.start()
+            self._step = MeasuredStep(self.model, self.sample_size, self.optimizer)
+            samples = self._step.samples
+            self._frozen.rename(samples.names, like=samples.factors)
+            if samples.names != self._names:
+                self._names, self._table, self._rows = samples.names, None, None
+        self._step.start()
 
     def on_run_end(self) -> None:
-        if self._monitored_count and not self._stepped:
-            self.logger.warning(
-                "%s: none of %d monitored iterations had an optimizer step with a gradient of the model, so no update "
-                "ratio is published. Either model or optimizer is not the one that the train step uses, or only "
+        if self._monitored_count and not self._stepped_count:
+            self._warn_once(
+                "none of %d monitored iterations had an optimizer step with a gradient of the model, so no update "
+                "ratio is reported. Either model or optimizer is not the one that the train step uses, or only "
                 "iterations without a step are monitored: then attach with another filter.",
-                self.prefix,
                 self._monitored_count,
             )
-        self._monitored_count = self._stepped = 0
+        self._monitored_count = self._stepped_count = 0
 
     def reset_run_state(self) -> None:
         self._step = None
-        if self._frozen.changed(wait=True):
-            self._warn()
-        self._lost.warn(self.logger, self.prefix, wait=True)
-        self._lost.restart()
 
     def _on_gradients_ready(self, engine: Engine, backward: GradientsReady) -> None:
         if self._step is not None:
-            self._step.gradients_ready(backward.scale(self.scaler), backward.reached, backward.optimizer)
-            self._untrained.gradients_found(self._step.trainable)
+            self._step.gradients_ready(backward.reached, backward.scale(self.scaler))
+            self._untrained.gradients(self._step.samples.parameters)
 
-    def _on_step_started(self, engine: Engine, step: OptimizerStep) -> None:
+    def _on_step_started(self, engine: Engine, step: OptimizerStep) -> Callable[[], Callable[[], None]] | None:
+        # After the other monitors, which may hide gradients.
+        return lambda: functools.partial(self._start_step, step)
+
+    def _start_step(self, step: OptimizerStep) -> None:
         if self._step is not None:
-            self._step.step_started(step.optimizer, step.scale, step.tracker.reduced)
-            self._untrained.gradients_found(self._step.trainable)
-            self._untrained.step_made(self._step.trainable, held_by(step.optimizer))
+            self._step.measured_step_started(step)
+            self._untrained.gradients(self._step.samples.parameters)
+            self._untrained.step(step.optimizer)
 
     def _on_step_completed(self, engine: Engine, step: OptimizerStep) -> None:
         if self._step is not None:
-            self._step.step_completed(step.optimizer)
+            self._step.step_completed()
 
     def _on_train_step_completed(self, engine: Engine) -> None:
         if not self._is_running or self._step is None:
             return
         if not self._step.fits():
-            self._report_replaced(engine)
+            self._warn_once(
+                "parameters were replaced in the train step of iteration %d, so nothing is reported of it",
+                engine.state.iteration,
+            )
             return
         self._monitored_count += 1
+        self._stepped_count += self._step.stepped.any
         measured = self._step.completed()
-        self._stepped += self._step.stepped
         if measured is None:
             return
         norms = measured.gradients
-        if measured.with_gradient is not None:
-            norms = norms.masked_fill(norms.isnan(), math.inf)
-            if self.scaler is not None:  # which looks after overflows
-                norms = norms.masked_fill(norms.isinf(), math.nan)
-        norms = unknown_where(norms, measured.with_gradient)
-        ratios = update_ratios(measured.changes, measured.weights, self.eps)
-        ratios = unknown_where(ratios.masked_fill(ratios.isinf(), math.nan), measured.moved)
-        values: dict[str, Tensor | float] = {}
+        if self.scaler is not None:  # which handles overflows
+            norms = norms.masked_fill(norms.isinf(), math.nan)
+        ratios = torch.full_like(norms, math.nan)
+        values: dict[str, Tensor] = {}
+        if measured.moved is not None:
+            ratios = measured.changes / (measured.weights + self.eps)
+            ratios = ratios.masked_fill(~measured.moved | ratios.isinf(), math.nan)
+            frozen = self._frozen.observe(ratios, measured.moved)
+            values["frozen_count"] = torch.where(measured.moved.any(), frozen.sum(dtype=ratios.dtype), math.nan)
+            if measured.lost is not None:
+                values["lost_update_fraction"] = measured.lost
         of_norms, of_ratios = order_statistics(torch.stack([norms, ratios])).unbind()
-        if measured.with_gradient is not None:
+        if measured.has_gradients:
             values |= _named("grad", of_norms)
             values["vanishing_count"] = (norms < self.vanishing_grad_threshold).sum(dtype=norms.dtype)
             values["exploding_count"] = (norms > self.exploding_grad_threshold).sum(dtype=norms.dtype)
         if measured.moved is not None:
             values |= _named("update_ratio", of_ratios)
-            frozen = self._frozen.observe(ratios, measured.moved)
-            values["frozen_count"] = torch.where(measured.moved.any(), frozen.sum(dtype=ratios.dtype), math.nan)
-            if measured.lost is not None:
-                values["lost_update_fraction"] = measured.lost
-                self._lost.observe(measured.lost)
-            values |= self._untrained.observe(self._step.trainable)
         self._table, self._rows = torch.stack([norms, ratios, self._frozen.still]), None
-        self._rounded = frozenset(self._step.rounded)
         self.publish(**values)
-
-    def _sample(self, engine: Engine) -> None:
-        again = self._step is not None
-        self._lost.restart()
-        self._step = SampledTrainStep(self.model, self.sample_size, self.optimizer)
-        samples = self._step.samples
-        self._frozen.rename(samples.names, like=torch.empty(0, dtype=samples.dtype, device=samples.device))
-        if samples.names == self._names:
-            return
-        added = [name for name in samples.names if name not in set(self._names)]
-        self._names, self._tags = samples.names, tags(samples.names)
-        self._table = self._rows = None
-        if added:
-            self.logger.warning(
-                "%s: added to the model since %s, and measured from iteration %d on: %s",
-                self.prefix,
-                "the last monitored iteration" if again else "the handler was made or last ran",
-                engine.state.iteration,
-                ", ".join(added),
-            )
-
-    def _report_replaced(self, engine: Engine) -> None:
-        # Of those that are added the next monitored iteration tells.
-        added = any(name not in set(self._names) for name, _, _ in named_parameters(self.model))
-        if not added and not self._replaced_reported:
-            self._replaced_reported = True
-            self.logger.warning(
-                "%s: parameters were replaced after iteration %d had started, so nothing is published of it",
-                self.prefix,
-                engine.state.iteration,
-            )
+        if publisher.is_on_host(self._table):
+            self._warn_of_frozen(self._table[2].tolist())
+        if measured.moved is not None:
+            samples = self._step.samples
+            report = self._untrained.completed({samples.names[i]: samples.parameters[i] for i in samples.measurable})
+            if report:
+                self._warn_once("parameters with requires_grad=True that do not learn: %s", report)
 
     # Values on the host
 
@@ -350,32 +294,33 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
     def resolve_deferred(self, extra: list[list[float]]) -> dict[str, float]:
         if not extra:
             return {}
-        (flat,) = extra
         count = len(self._names)
-        self._rows = [flat[i * count : (i + 1) * count] for i in range(3)]
-        norms, ratios, still = self._rows
-        self._warn()
+        self._rows = norms, ratios, still = [extra[0][i * count : (i + 1) * count] for i in range(3)]
+        self._warn_of_frozen(still)
+        names = tags(self._names)
         with_norm = [index for index in range(count) if norms[index] >= 0]
-        largest = heapq.nlargest(self.top_k, with_norm, key=lambda index: norms[index])
-        frozen = [i for i in range(count) if still[i] and self._frozen.is_frozen(ratios[i], still[i])]
-        longest = heapq.nlargest(self.top_k, frozen, key=lambda index: still[index])
-        return {f"topk_grad/{self._tags[index]}": norms[index] for index in largest} | {
-            f"topk_frozen/{self._tags[index]}": still[index] for index in longest
+        largest = heapq.nlargest(self.top_k, with_norm, key=norms.__getitem__)
+        frozen = [i for i in range(count) if not math.isnan(ratios[i]) and self._frozen.is_frozen(still[i])]
+        longest = heapq.nlargest(self.top_k, frozen, key=still.__getitem__)
+        return {f"topk_grad/{names[index]}": norms[index] for index in largest} | {
+            f"topk_frozen/{names[index]}": still[index] for index in longest
         }
 
-    def _warn(self) -> None:
-        if self._table is None:
-            return
-        if self._rows is not None:
-            has_gradient = [norm >= self.vanishing_grad_threshold for norm in self._rows[0]]
-            still = self._frozen.is_still(self._rows[2])
-        else:
-            has_gradient = on_host(self._table[0] >= self.vanishing_grad_threshold)
-            still = self._frozen.is_still()
-        rounded = [gradient and name in self._rounded for name, gradient in zip(self._names, has_gradient, strict=True)]
-        self._frozen.report(self.logger, self.prefix, still, rounded)
+    def _warn_of_frozen(self, still: list[float]) -> None:
+        frozen = [name for name, count in zip(self._names, still, strict=True) if self._frozen.is_frozen(count)]
+        new = [name for name in frozen if name not in self._reported]
+        self._reported.update(new)
+        if new:
+            self.logger.warning(
+                "%s (%s): not moved by the last %d monitored steps: %s%s",
+                type(self).__name__,
+                self.prefix,
+                self.frozen_patience_steps,
+                ", ".join(new),
+                _ROUNDING if self._step is not None and self._step.rounds(new) else "",
+            )
 
-    def _look(self) -> list[list[float]] | None:
+    def _on_host(self) -> list[list[float]] | None:
         if self._rows is None and self._table is not None:
             self.on_host()
             if self._rows is None:  # nothing is published, as after the run

@@ -1,91 +1,58 @@
-"""Which parameters no optimizer holds, and which never have a gradient."""
+"""Trainable parameters that no optimizer uses, or that no backward reaches."""
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
+from torch.optim import Optimizer
 
-from ignite_monitor.model.names import tags
+from ignite_monitor.model.optimizers import held_by
 
-NOT_OPTIMIZED, NO_GRADIENT = "not_optimized", "no_gradient"
+_NAMED = 10
 
 
 class UntrainedParameters:
-    """What the monitored train steps have shown so far of a model's parameters, by name.
+    """Finds, within the first measured steps, parameters with ``requires_grad`` that can't learn.
 
     Args:
-        patience: how many train steps to look at before anything is said.
-        top_k: how many names to give of each kind at most.
+        patience: after how many steps to report.
     """
 
-    def __init__(self, patience: int, top_k: int) -> None:
-        self._patience = patience
-        self._top_k = top_k
-        self._steps = 0
-        self._seen: dict[str, set[str]] = {NOT_OPTIMIZED: set(), NO_GRADIENT: set()}
+    def __init__(self, patience: int) -> None:
+        self._left = patience
+        self._held: set[int] = set()
+        self._reached: set[int] = set()
 
-    def gradients_found(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Gradients are there."""
-        seen = self._seen[NO_GRADIENT]
-        if not parameters.keys() <= seen:
-            seen.update(name for name, each in parameters.items() if name not in seen and each.grad is not None)
+    def gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Note which parameters have a gradient."""
+        if self._left:
+            self._reached.update(id(parameter) for parameter in parameters if parameter.grad is not None)
 
-    def step_made(self, parameters: Mapping[str, nn.Parameter], held: Collection[int]) -> None:
-        """An optimizer makes a step, which holds parameters by these ids."""
-        seen = self._seen[NOT_OPTIMIZED]
-        if not parameters.keys() <= seen:
-            seen.update(name for name, each in parameters.items() if id(each) in held)
+    def step(self, optimizer: Optimizer) -> None:
+        """Note which parameters an optimizer that makes a step holds."""
+        if self._left:
+            self._held |= held_by(optimizer)
 
-    def observe(self, names: Iterable[str]) -> dict[str, float]:
-        """A train step has been made: kind and name -> how many parameters of that name there are.
-
-        The names are those of all parameters that can be trained.
-        """
-        self._steps += 1
-        if self._steps < self._patience:
-            return {}
-        held, reached = self._seen[NOT_OPTIMIZED], self._seen[NO_GRADIENT]
-        if held.issuperset(names) and reached.issuperset(names):
-            return {}
-        kinds = {NOT_OPTIMIZED: [each for each in names if each not in held]}
-        kinds[NO_GRADIENT] = [each for each in names if each in held and each not in reached]
-        return {
-            f"{kind}/{tag}": float(count)
-            for kind, untrained in kinds.items()
-            for tag, count in _together(untrained, self._top_k).items()
+    def completed(self, parameters: Mapping[str, nn.Parameter]) -> str:
+        """Count a step: what there is to report once it is the last one, else nothing."""
+        if not self._left:
+            return ""
+        self._left -= 1
+        if self._left:
+            return ""
+        trainable = {id(each): name for name, each in parameters.items() if each.requires_grad}
+        without = {
+            "in no optimizer that has made a step": trainable.keys() - self._held,
+            "without a gradient so far": (trainable.keys() & self._held) - self._reached,
         }
-
-    def state_dict(self) -> OrderedDict[str, Any]:
-        """A count and lists of names."""
-        return OrderedDict(steps=self._steps, **{kind: sorted(names) for kind, names in self._seen.items()})
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        """Continue from a saved state.
-
-        Raises:
-            TypeError: if it is something else.
-        """
-        try:
-            steps = int(state_dict["steps"])
-            seen = {kind: {str(name) for name in state_dict[kind]} for kind in self._seen}
-        except (TypeError, KeyError, ValueError) as error:
-            raise TypeError(
-                f"Argument state_dict should hold a count and lists of names in 'untrained': {error!r}"
-            ) from error
-        self._steps, self._seen = steps, seen
+        return "; ".join(
+            f"{what}: {_list([name for key, name in trainable.items() if key in keys])}"
+            for what, keys in without.items()
+            if keys
+        )
 
 
-def _together(names: Collection[str], most: int) -> dict[str, int]:
-    """Names of parameters, or where those are more than ``most`` of the modules they are in -> how many they are."""
-    depth = max((name.count(".") for name in names), default=0) + 1
-    counts: Counter[str] = Counter()
-    while depth:
-        counts = Counter(".".join(name.split(".")[:depth]) for name in names)
-        if len(counts) <= most:
-            break
-        depth -= 1
-    largest = dict(counts.most_common(most))
-    return dict(zip(tags(largest), largest.values(), strict=True))
+def _list(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more

@@ -32,7 +32,7 @@ MONITORS: dict[str, tuple[int, Make]] = {
     "GradMonitor": (30, GradMonitor),
     "GradMonitor, RobustThreshold": (40, lambda m, o: GradMonitor(m, o, threshold=RobustThreshold())),
     "WeightUpdateHandler": (90, WeightUpdateHandler),
-    "OptimizerStateHandler": (70, lambda m, o: OptimizerStateHandler(o, m)),
+    "OptimizerStateHandler": (70, lambda m, o: OptimizerStateHandler(m, o)),
     "ActivationHandler": (50, lambda m, o: ActivationHandler(m, activations=True)),
     "ActivationHandler, attention": (60, lambda m, o: ActivationHandler(m, activations=True, attention=True)),
     "ActivationHandler, gradients and parameters": (

@@ -81,7 +81,7 @@ MONITORS: dict[str, Make] = {
     "GradMonitor, StaticThreshold": lambda m, o, s: GradMonitor(m, o, scaler=s, threshold=StaticThreshold(1.5)),
     "GradMonitor, function": lambda m, o, s: GradMonitor(m, o, scaler=s, threshold=lambda mean, std, count: 2 * mean),
     "GradMonitor, loss": lambda m, o, s: GradMonitor(m, o, scaler=s, loss=_loss),
-    "GradMonitor, clip": lambda m, o, s: GradMonitor(m, o, scaler=s, threshold=StaticThreshold(1.5), reaction="clip"),
+    "GradMonitor, clip": lambda m, o, s: GradMonitor(m, o, scaler=s, threshold=StaticThreshold(1.5), on_spike="clip"),
     "GradMonitor, largest": lambda m, o, s: GradMonitor(m, o, scaler=s, norm_type=float("inf")),
     "WeightUpdateHandler": lambda m, o, s: WeightUpdateHandler(m, o, scaler=s, sample_size=128),
     "WeightUpdateHandler of all": lambda m, o, s: WeightUpdateHandler(m, scaler=s, sample_size=None),
@@ -102,7 +102,7 @@ MONITORS: dict[str, Make] = {
     "GradMonitor, tensors": lambda m, o, s: GradMonitor(
         m, o, scaler=s, threshold=StaticThreshold(1.5), per_parameter=True
     ),
-    "OptimizerStateHandler": lambda m, o, s: OptimizerStateHandler(o, m),
+    "OptimizerStateHandler": lambda m, o, s: OptimizerStateHandler(m, o),
     "ReplicaCheckHandler": lambda m, o, s: ReplicaCheckHandler(m, o),
     "HistogramHandler": lambda m, o, s: HistogramHandler(m, scaler=s),
 }

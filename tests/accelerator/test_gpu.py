@@ -104,7 +104,7 @@ def test_fused_optimizers_with_a_scaler(kind, device):
     training.optimizer = kind(training.model.parameters(), lr=0.01, fused=True)
     training.trainer.run(batches(1, device.name))
     monitors = [
-        GradMonitor(training.model, training.optimizer, scaler=training.scaler, skip_step=True),
+        GradMonitor(training.model, training.optimizer, scaler=training.scaler, on_spike="skip"),
         MONITORS["WeightUpdateHandler"](training.model, training.optimizer, training.scaler),
     ]
     rows = training.run(monitors, batches(6, device.name))

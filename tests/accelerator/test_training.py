@@ -74,7 +74,7 @@ def test_a_fused_optimizer_skips_on_the_device(kind, device):
     training = Training(device, kind, fused=True)
     data = batches(SPIKE + 3, device.name, [SPIKE])
     monitor = GradMonitor(
-        training.model, training.optimizer, scaler=training.scaler, threshold=StaticThreshold(20.0), skip_step=True
+        training.model, training.optimizer, scaler=training.scaler, threshold=StaticThreshold(20.0), on_spike="skip"
     )
     weights = []
     training.trainer.run(data[:1])  # the optimizer's first step makes its state, and is looked at on the host
@@ -92,7 +92,7 @@ def test_a_fused_optimizer_skips_on_the_device(kind, device):
 
 def test_other_optimizers_read_the_flag_once(device):
     training = Training(device)
-    monitor = GradMonitor(training.model, training.optimizer, threshold=StaticThreshold(20.0), skip_step=True)
+    monitor = GradMonitor(training.model, training.optimizer, threshold=StaticThreshold(20.0), on_spike="skip")
     counts = []
     monitor.attach(training.trainer)
     for batch in batches(SPIKE + 2, device.name, [SPIKE]):

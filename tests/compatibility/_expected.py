@@ -42,7 +42,7 @@ def expected(recorded: Recorded) -> list[Values]:
         if number == CURVED:
             values |= curvature(recorded, iteration, moments)
         values |= moments.values(iteration)
-        values |= truth.update(still, 5)
+        values |= truth.update(still)
         for part in (truth.activations, truth.attention_inputs, truth.rcc, truth.spectral, truth.alignment):
             values |= part()
         every.append(values | truth.stats(RATE))
@@ -101,9 +101,9 @@ class Moments:
             length = norm([g]) * norm([self.first[name]])
             cosines += [float((g * self.first[name]).sum()) / length] if length else []
             moved.append(wide(iteration.after[name]) - wide(iteration.weights[name]))
-        values = order_statistics("rms", rms) | order_statistics("eps_share", shares)
+        values = order_statistics("rms", rms) | order_statistics("epsilon_dominated", shares)
         values |= order_statistics("momentum_cosine", cosines) | {"update_norm": norm(moved)}
-        names = ("rms_median", "rms_p95", "rms_max", "eps_share_median", "eps_share_max", "update_norm")
+        names = ("rms_median", "rms_p95", "rms_max", "epsilon_dominated_median", "epsilon_dominated_max", "update_norm")
         names += ("momentum_cosine_median", "momentum_cosine_min")
         return {f"optimizer/{name}": values[name] for name in names}
 

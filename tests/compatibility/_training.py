@@ -127,7 +127,7 @@ class Monitored(Training):
             RollbackHandler({"model": of, "optimizer": optimizer}, every=1),
             GradientNoiseScaleHandler(of, optimizer, micro_batches=MICRO_BATCHES, items=count_items),
             WeightUpdateHandler(of, optimizer, sample_size=None),
-            OptimizerStateHandler(optimizer, of, sample_size=None),
+            OptimizerStateHandler(of, optimizer, sample_size=None),
             ReplicaCheckHandler(of, optimizer),
             HistogramHandler(of),
             ActivationHandler(of, **everything, reference="init", attention=True),

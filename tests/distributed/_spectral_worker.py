@@ -123,39 +123,6 @@ def columns():
     }
 
 
-def operations(wrap):
-    """What a train step of both ranks' halves of a model, or of a batch, is counted to."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 10))
-    model, size = wrap(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-
-    def train_step(_, batch):
-        model(batch).sum().backward()
-        optimizer.step()
-
-    stats = StepStatsHandler(model, optimizer, peak_flops=1e9)
-    engine = Engine(train_step)
-    stats.attach(engine)
-    engine.run([torch.ones(size, 20)] * 2)
-    return {"flops": stats.flops}
-
-
-def halved(model):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-    return parallelize_module(model, init_device_mesh("cpu", (WORLD,)), plan), 8
-
-
-def sharded(model):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    return fully_shard(model, mesh=init_device_mesh("cpu", (WORLD,))), 4
-
-
 SCENARIOS = {
     "ddp": lambda rank: train(DistributedDataParallel(net()), rank),
     "fsdp": lambda rank: train(fsdp(), rank),
@@ -163,9 +130,6 @@ SCENARIOS = {
     "fsdp resumed": resumed,
     "fsdp svd": lambda rank: train(fsdp(), rank, "svd"),
     "columns": lambda rank: columns(),
-    "flops ddp": lambda rank: operations(lambda model: (DistributedDataParallel(model), 4)),
-    "flops fsdp": lambda rank: operations(sharded),
-    "flops tensor parallel": lambda rank: operations(halved),
 }
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ def train(used: nn.Module, rank: int, plant: Any = None, factor: float = 1.0) ->
     spike = load_spike(directory / f"grad-00000003-rank{rank}.spike.pt")
     result = {
         "files": sorted(each.name for each in directory.iterdir()),
-        "origin": spike.origin,
+        "source": spike.source,
         "own": (spike.iteration, spike.rank) == (3, rank) and same(spike.batch, batches[2]),
         "said": said,
         "finite": bool(losses[-1].isfinite().all()),

@@ -71,10 +71,10 @@ def train(model: nn.Module, rank: int | None, sample_size: int | None = 20, skip
     engine = Engine(train_step)
     handler.attach(engine)
     # After one step all of the first are 1 but for rounding, which would choose the largest.
-    state = OptimizerStateHandler(optimizer, model, sample_size=sample_size, top_k=9)
+    state = OptimizerStateHandler(model, optimizer, sample_size=sample_size, top_k=9)
     state.attach(engine)
     if skip:
-        GradMonitor(model, optimizer, threshold=StaticThreshold(1e-9), skip_step=True).attach(engine)
+        GradMonitor(model, optimizer, threshold=StaticThreshold(1e-9), on_spike="skip").attach(engine)
     published: list[dict[str, float]] = []
     diagnostics: list[dict[str, list[float]]] = []
 

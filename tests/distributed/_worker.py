@@ -145,7 +145,7 @@ def skipping(make, **kwargs: Any):
             return kwargs["optimizer"](model.parameters()) if "optimizer" in kwargs else None
 
         first, second = make(), make()
-        skipped = train(first, rank, optimizer=optimizer(first), spike=SPIKE, skip_step=True)
+        skipped = train(first, rank, optimizer=optimizer(first), spike=SPIKE, on_spike="skip")
         left_out = train(second, rank, optimizer=optimizer(second), spike=SPIKE, monitored=False, leave_out=SPIKE)
         return {**skipped, "left out": left_out["parameters"]}
 
@@ -379,7 +379,7 @@ def ddp_trainer(rank: int, watched: bool) -> tuple[Engine, nn.Module, nn.Module]
 
     trainer = Engine(train_step)
     if watched:
-        GradMonitor(model, optimizer, skip_step=True).attach(trainer)
+        GradMonitor(model, optimizer, on_spike="skip").attach(trainer)
     trainer.run(batches())
     return trainer, model, model.module
 
@@ -499,14 +499,14 @@ SCENARIOS: dict[str, Any] = {
     "accumulating ddp bucket view": lambda rank: accumulating(ddp(gradient_as_bucket_view=True), rank),
     "accumulating fsdp": lambda rank: accumulating(fsdp(), rank),
     "accumulating fsdp zeroed in place": lambda rank: accumulating(fsdp(), rank, zero=True),
-    "clip ddp": lambda rank: train(ddp(), rank, spike=SPIKE, reaction="clip"),
-    "clip fsdp": lambda rank: train(fsdp(), rank, spike=SPIKE, reaction="clip"),
+    "clip ddp": lambda rank: train(ddp(), rank, spike=SPIKE, on_spike="clip"),
+    "clip fsdp": lambda rank: train(fsdp(), rank, spike=SPIKE, on_spike="clip"),
     "loss ddp": lambda rank: train(ddp(), rank, loss=lambda engine: loss_at(engine.state.iteration, rank)),
     "loss fsdp": lambda rank: train(fsdp(), rank, loss=lambda engine: loss_at(engine.state.iteration, rank)),
     "tensors ddp": lambda rank: single_tensors(DistributedDataParallel, rank),
     "tensors fsdp": lambda rank: single_tensors(sharded, rank),
-    "tensors clip fsdp": lambda rank: single_tensors(sharded, rank, reaction="clip"),
-    "tensors skip ddp": lambda rank: single_tensors(DistributedDataParallel, rank, skip_step=True),
+    "tensors clip fsdp": lambda rank: single_tensors(sharded, rank, on_spike="clip"),
+    "tensors skip ddp": lambda rank: single_tensors(DistributedDataParallel, rank, on_spike="skip"),
     "tensors sum": lambda rank: different_parameters(rank, reduction="sum", per_parameter=True),
     "tensors mean": lambda rank: different_parameters(rank, reduction="mean", per_parameter=True),
     "sum": lambda rank: different_parameters(rank, reduction="sum"),

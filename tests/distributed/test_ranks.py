@@ -301,7 +301,7 @@ def test_process_group_that_does_not_wait_for_a_monitor(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["tensors ddp", "tensors fsdp", "tensors clip fsdp", "tensors skip ddp"])
 def test_tensors_are_judged_the_same_on_all_ranks(results, name):
-    reaction = {"reaction": "clip"} if "clip" in name else {"skip_step": True} if "skip" in name else {}
+    reaction = {"on_spike": "clip"} if "clip" in name else {"on_spike": "skip"} if "skip" in name else {}
     alone = train(OneTensor(), None, per_parameter=True, **reaction)
     ranks = results(name)
     assert ranks[0]["seen"] == ranks[1]["seen"]

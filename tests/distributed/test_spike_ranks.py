@@ -25,24 +25,24 @@ def test_each_rank_has_a_file_of_its_own(results, name):
 
 
 def test_each_rank_can_make_its_step_again(results):
-    assert [(each["same"], each["losses"], each["origin"]) for each in results("spike")] == [(True, True, None)] * 2
+    assert [(each["same"], each["losses"], each["source"]) for each in results("spike")] == [(True, True, None)] * 2
 
 
 def test_what_begins_on_both_ranks_is_named_on_both(results):
-    assert [(each["origin"]["name"], each["origin"]["kind"]) for each in results("nan on both")] == [
+    assert [(each["source"]["name"], each["source"]["kind"]) for each in results("nan on both")] == [
         ("norm", "forward")
     ] * 2
 
 
 def test_what_begins_on_another_rank_is_not_named(results):
     first, second = results("nan on one")
-    assert first["origin"] is None
+    assert first["source"] is None
     assert ["all is finite on this rank" in text for text in first["said"]] == [True]
-    assert (second["origin"]["name"], second["origin"]["kind"]) == ("norm", "forward")
+    assert (second["source"]["name"], second["source"]["kind"]) == ("norm", "forward")
 
 
 @pytest.mark.parametrize(("name", "reason"), [("communicating", "communicates"), ("fsdp", "sharded")])
 def test_nobody_communicates_for_it(results, name, reason):
     for result in results(name):
-        assert result["origin"] is None
+        assert result["source"] is None
         assert [reason in text for text in result["said"]] == [True]

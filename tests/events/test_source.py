@@ -530,7 +530,7 @@ def test_skipped_step_that_raises_and_is_retried_is_skipped_again():
         assert all(p.grad is not None for p in model.parameters())
 
     trainer = Engine(train_step)
-    GradMonitor(model, optimizer, threshold=StaticThreshold(50.0), skip_step=True).attach(trainer)
+    GradMonitor(model, optimizer, threshold=StaticThreshold(50.0), on_spike="skip").attach(trainer)
     trainer.run(make_batches(3, spikes=[2]))
 
 
@@ -697,7 +697,7 @@ def test_a_backward_that_raised_an_error_leaves_no_reference_to_parameters():
 @pytest.mark.parametrize("event", [*INSIDE, MonitorEvents.SPIKE_DETECTED])
 def test_exception_in_a_user_handler_propagates_and_leaves_no_hook(event, error):
     model, optimizer, trainer = make_trainer(lr=1e-6)
-    GradMonitor(model, optimizer, threshold=StaticThreshold(50.0), skip_step=True).attach(trainer)
+    GradMonitor(model, optimizer, threshold=StaticThreshold(50.0), on_spike="skip").attach(trainer)
     before = hooks_only(footprint(trainer, model, optimizer))
 
     @trainer.on(event)
@@ -856,7 +856,7 @@ def test_handler_that_detaches_in_the_middle_of_an_iteration(event, skip_step):
     model, optimizer, trainer = make_trainer(lr=1e-6)
     before = footprint(trainer, model, optimizer)
     rule = StaticThreshold(50.0)
-    monitor = GradMonitor(model, optimizer, threshold=rule, skip_step=skip_step)
+    monitor = GradMonitor(model, optimizer, threshold=rule, on_spike="skip" if skip_step else None)
     other = GradMonitor(model, threshold=rule, prefix="other", flag="other_spike")
     monitor.attach(trainer)
     other_handle = other.attach(trainer)

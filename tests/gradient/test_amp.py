@@ -116,7 +116,7 @@ def test_an_overflow_is_counted_and_not_flagged_and_the_scaler_does_its_work(nam
     def run(monitored):
         told = []
         step, monitor = build(
-            name, step={"clip": clip}, skip_step=skip_step, on_spike=lambda *_: told.append(1),
+            name, step={"clip": clip}, on_spike="skip" if skip_step else lambda *_: told.append(1),
             threshold=MeanStdThreshold(k=50.0, warmup=5),
         )  # fmt: skip
         batches = make_batches(20, spikes=[first, 10, 11], factor=value)
@@ -180,7 +180,7 @@ def test_an_overflow_while_accumulating_counts_once(name, where, zero_at):
 
 @pytest.mark.parametrize("name", MAKE)
 def test_a_finite_spike_beside_a_scaler_is_flagged(name):
-    step, monitor = build(name, threshold=StaticThreshold(100.0), skip_step=True)
+    step, monitor = build(name, threshold=StaticThreshold(100.0), on_spike="skip")
     recorder = train(step, make_batches(10, spikes=[6]), monitor)
     assert step.flags == recorder.flags == [i == 6 for i in range(1, 11)]
     assert recorder.of("grad/skipped_count")[-1] == 1
@@ -189,7 +189,7 @@ def test_a_finite_spike_beside_a_scaler_is_flagged(name):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_disabled_scaler_looks_after_nothing(value):
-    step, monitor = build(scaler=GradScaler("cpu", enabled=False), skip_step=True)
+    step, monitor = build(scaler=GradScaler("cpu", enabled=False), on_spike="skip")
     recorder = train(step, make_batches(10, spikes=[6], factor=value), monitor)
     finite = [(found, true) for found, true in zip(recorder.norms, step.truth, strict=True) if math.isfinite(true)]
     assert [found for found, _ in finite] == pytest.approx([true for _, true in finite], **CLOSE)

@@ -221,3 +221,22 @@ def test_an_iteration_that_only_accumulates_says_that_no_step_was_made(caplog):
     _, published = run_with(steps_of(0, every=3), 9, caplog)
     assert [values["grad/stepped"] for values in published] == [0, 0, 1] * 3
     assert [set(values) == {"grad/stepped"} for values in published] == [True, True, False] * 3
+
+
+@pytest.mark.parametrize(("on_spike", "action"), [("skip", "optimizer step skipped"), ("clip", "gradient scaled")])
+def test_skips_and_clips_are_logged_ten_of_a_run_and_then_every_hundredth(on_spike, action, caplog):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    trainer = trainer_of(model, optimizer, norms := [])
+    monitor = GradMonitor(model, optimizer, threshold=1e-6, on_spike=on_spike, max_consecutive_spikes=1000)
+    monitor.attach(trainer)
+    with caplog.at_level(logging.INFO, "ignite_monitor"):
+        trainer.run(make_batches(205))
+        lines = [record.getMessage() for record in caplog.records]
+        trainer.run(make_batches(2), max_epochs=1)
+    assert len(lines) == 12
+    for line, iteration in zip(lines, [*range(1, 11), 100, 200], strict=True):
+        assert line.startswith(f"GradMonitor (grad): iteration {iteration}: gradient norm {norms[iteration - 1]:.3g}")
+        assert f"{action}" in line
+        assert f"({iteration} in this run)" in line
+    assert "(1 in this run)" in caplog.records[12].getMessage()

@@ -544,7 +544,9 @@ def test_non_finite_gradients_during_warm_up_publish_nothing_that_is_not_known(b
     model = make_model()
     optimizer = sgd(model)
     batches = make_batches(10, spikes=bad, factor=math.nan)
-    monitor = GradMonitor(model, optimizer, threshold=MeanStdThreshold(warmup=3), skip_step=skip_step)
+    monitor = GradMonitor(
+        model, optimizer, threshold=MeanStdThreshold(warmup=3), on_spike="skip" if skip_step else None
+    )
     recorder = train(plain_step(model, optimizer, leave_out=not skip_step), batches, monitor)
 
     judge = Judge(warmup=3)
@@ -559,7 +561,7 @@ def test_a_level_that_rises_for_good_costs_at_most_max_consecutive_spikes_steps_
     model = make_model()
     optimizer = sgd(model, lr=1e-5)
     monitor = GradMonitor(
-        model, optimizer, threshold=MeanStdThreshold(k=6.0, warmup=5), skip_step=True, max_consecutive_spikes=4
+        model, optimizer, threshold=MeanStdThreshold(k=6.0, warmup=5), on_spike="skip", max_consecutive_spikes=4
     )
     with caplog.at_level(logging.WARNING):
         recorder = train(plain_step(model, optimizer), make_batches(60, spikes=range(21, 61), factor=100), monitor)
@@ -1230,7 +1232,9 @@ def test_training_is_bitwise_the_same_with_the_monitor_as_without(make, skip_ste
             optimizer.step()
             outputs.append(loss.detach())
 
-        monitors = [GradMonitor(model, optimizer, threshold=MeanStdThreshold(k=100.0), skip_step=skip_step)]
+        monitors = [
+            GradMonitor(model, optimizer, threshold=MeanStdThreshold(k=100.0), on_spike="skip" if skip_step else None)
+        ]
         train(step, make_batches(40), *monitors * monitored)
         return training_state(model, optimizer), outputs, torch.get_rng_state(), random.getstate()
 
@@ -1290,7 +1294,9 @@ def test_a_resumed_run_publishes_what_the_uninterrupted_run_does(rule, half, spi
         model = make_model()
         optimizer = sgd(model)
         engine = Engine(plain_step(model, optimizer, leave_out=not skip_step))
-        monitor = GradMonitor(model, optimizer, threshold=RULES[rule](), skip_step=skip_step, max_consecutive_spikes=4)
+        monitor = GradMonitor(
+            model, optimizer, threshold=RULES[rule](), on_spike="skip" if skip_step else None, max_consecutive_spikes=4
+        )
         monitor.attach(engine)
         parts = {"model": model, "optimizer": optimizer, "trainer": engine, "monitor": monitor}
         return parts, Recorder(engine)

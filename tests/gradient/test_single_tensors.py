@@ -150,8 +150,8 @@ def test_how_a_spike_is_described():
 
 
 @pytest.mark.parametrize("how", ["skip", "clip"])
-def test_reactions(how):
-    training = Training(reaction=how, factor=200.0)
+def test_on_spike(how):
+    training = Training(on_spike=how, factor=200.0)
     before = []
     engine = Engine(training.step)
     training.monitor.attach(engine)

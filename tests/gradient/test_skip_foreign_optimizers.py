@@ -137,7 +137,7 @@ def attributes(optimizer):
     }
 
 
-def run(name, batches, scaler=None, reaction="skip", before_step=lambda model: None):
+def run(name, batches, scaler=None, on_spike="skip", before_step=lambda model: None):
     model, optimizer = build(name)
     scaler = None if scaler is None else scaler()
     scheduler = StepLR(optimizer, 3)
@@ -155,8 +155,8 @@ def run(name, batches, scaler=None, reaction="skip", before_step=lambda model: N
         assert all(parameter.grad is not None for parameter in model.parameters())
 
     monitors = []
-    if reaction is not None:
-        monitors = [GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), reaction=reaction, scaler=scaler)]
+    if on_spike is not None:
+        monitors = [GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), on_spike=on_spike, scaler=scaler)]
     torch.manual_seed(1)
     recorder = train(step, batches, *monitors)
     return model, optimizer, scheduler, recorder
@@ -172,7 +172,7 @@ def test_a_skipped_step_was_not_made(name, spikes, amp):
     model, optimizer, _, recorder = run(name, batches, scaler)
     assert recorder.of("grad/skipped_count")[-1] == len(spikes)
     kept = [batch for i, batch in enumerate(batches, 1) if i not in spikes]
-    other, other_optimizer, _, _ = run(name, kept, scaler, reaction=None)
+    other, other_optimizer, _, _ = run(name, kept, scaler, on_spike=None)
     assert_same(training_state(model, optimizer), training_state(other, other_optimizer))
     assert_same(attributes(optimizer), attributes(other_optimizer))
 
@@ -186,8 +186,8 @@ def test_a_clipped_step_is_that_of_the_scaled_gradient(name):
                 parameter.grad.copy_(parameter.grad.double() * (LIMIT / norm))
 
     batches = make_batches(10, (2, 7), 1e3)
-    model, _, _, recorder = run(name, batches, reaction="clip")
-    other, *_ = run(name, batches, reaction=None, before_step=scale)
+    model, _, _, recorder = run(name, batches, on_spike="clip")
+    other, *_ = run(name, batches, on_spike=None, before_step=scale)
     assert recorder.of("grad/clipped_count")[-1] == 2
     for own, theirs in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(own, theirs, rtol=1e-5, atol=1e-6)
@@ -206,7 +206,7 @@ def test_it_leaves_the_optimizer_as_it_came(name):
         if engine.state.iteration == 3:
             raise KeyError("mine")
 
-    GradMonitor(model, optimizer, skip_step=True, threshold=StaticThreshold(LIMIT)).attach(engine := Engine(step))
+    GradMonitor(model, optimizer, on_spike="skip", threshold=StaticThreshold(LIMIT)).attach(engine := Engine(step))
     with pytest.raises(KeyError, match="mine"):
         engine.run(make_batches(5, (3,)))
     assert vars(optimizer)["step"] is before[0]["step"]
@@ -223,7 +223,7 @@ def test_a_schedule_does_not_warn_of_it():
         optimizer.step()
         scheduler.step()  # a warning would be an error here
 
-    GradMonitor(model, optimizer, skip_step=True, threshold=StaticThreshold(LIMIT)).attach(engine := Engine(step))
+    GradMonitor(model, optimizer, on_spike="skip", threshold=StaticThreshold(LIMIT)).attach(engine := Engine(step))
     engine.run(make_batches(5, (1, 3)))
 
 
@@ -238,7 +238,7 @@ def test_update_ratios_know_that_no_step_was_made():
     engine = Engine(step)
     updates = WeightUpdateHandler(model, optimizer)
     updates.attach(engine)
-    GradMonitor(model, optimizer, skip_step=True, threshold=StaticThreshold(LIMIT)).attach(engine)
+    GradMonitor(model, optimizer, on_spike="skip", threshold=StaticThreshold(LIMIT)).attach(engine)
     seen = []
     engine.add_event_handler(
         Events.ITERATION_COMPLETED, lambda: seen.append("monitor/update_ratio_median" in updates.metrics)
@@ -286,7 +286,7 @@ class NoConstructor(torch.optim.Optimizer):
 def test_what_is_known_beforehand_is_refused_in_the_constructor(kind):
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match=f"{kind.__name__}.*unhealthy_spike"):
-        GradMonitor(model, kind(model.parameters()), skip_step=True)
+        GradMonitor(model, kind(model.parameters()), on_spike="skip")
 
 
 def test_a_closure_is_refused_at_the_first_step_before_anything_has_moved():
@@ -296,7 +296,7 @@ def test_a_closure_is_refused_at_the_first_step_before_anything_has_moved():
     def step(engine, batch):
         optimizer.step(lambda: loss_of(model, batch))
 
-    GradMonitor(model, optimizer, skip_step=True).attach(engine := Engine(step))
+    GradMonitor(model, optimizer, on_spike="skip").attach(engine := Engine(step))
     with pytest.raises(ValueError, match=r"MuonLike.*closure.*unhealthy_spike"):
         engine.run(make_batches(2))
     assert_same(training_state(model, optimizer), before)
@@ -311,7 +311,7 @@ def test_a_method_that_was_kept_from_before_is_refused():
         loss_of(model, batch).backward()
         kept()
 
-    GradMonitor(model, optimizer, skip_step=True).attach(engine := Engine(step))
+    GradMonitor(model, optimizer, on_spike="skip").attach(engine := Engine(step))
     with pytest.raises(ValueError, match=r"MuonLike.*optimizer.step\(\)"):
         engine.run(make_batches(2))
 
@@ -337,11 +337,11 @@ def test_optimizers_that_pass_steps_on():
         loss_of(model, batch).backward()
         optimizer.step()
 
-    monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), skip_step=True)
+    monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), on_spike="skip")
     recorder = train(step, make_batches(6, (3,)), monitor)
     assert recorder.of("grad/skipped_count")[-1] == 1
     kept = [batch for i, batch in enumerate(make_batches(6, (3,)), 1) if i != 3]
-    other = run("MuonLike", kept, reaction=None)[0]
+    other = run("MuonLike", kept, on_spike=None)[0]
     assert_same([*model.parameters()], [*other.parameters()])
 
 

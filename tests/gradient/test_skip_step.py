@@ -1,4 +1,4 @@
-"""skip_step: a run in which a spike is skipped is bitwise the run that leaves its batch out."""
+"""on_spike="skip": a run in which a spike is skipped is bitwise the run that leaves its batch out."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def compare(name, spikes, make_step, count=12, factor=1e3, limit=LIMIT, scaler=N
     batches = make_batches(count, spikes, factor)
     model, optimizer = build(name)
     monitor = GradMonitor(
-        model, optimizer, threshold=threshold or StaticThreshold(limit), skip_step=True, scaler=scaler and scaler()
+        model, optimizer, threshold=threshold or StaticThreshold(limit), on_spike="skip", scaler=scaler and scaler()
     )
     recorder = train(make_step(model, optimizer, monitor.scaler), batches, monitor)
     skipped = [0.0, *recorder.of("grad/skipped_count")]
@@ -175,7 +175,7 @@ def test_a_spike_in_any_micro_batch_skips_the_accumulated_step(name, where):
         return step
 
     model, optimizer = build(name)
-    monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), skip_step=True)
+    monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), on_spike="skip")
     recorder = train(make_step(model, optimizer), batches, monitor)
     other, other_optimizer = build(name)
     train(make_step(other, other_optimizer), batches[:3] + batches[6:])
@@ -200,7 +200,7 @@ def test_a_spike_in_the_first_of_two_backwards_inside_a_closure_skips_the_whole_
         return step
 
     model, optimizer = build(name)
-    monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), skip_step=True)
+    monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), on_spike="skip")
     recorder = train(make_step(model, optimizer, spike=4), batches, monitor)
     other, other_optimizer = build(name)
     train(make_step(other, other_optimizer), batches[:3] + batches[4:])
@@ -213,7 +213,7 @@ def test_a_spike_in_the_first_of_two_backwards_inside_a_closure_skips_the_whole_
 def test_the_gradients_are_still_there_after_a_skipped_step(name):
     def run(factor):
         model, optimizer = build(name)
-        GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), skip_step=True).attach(
+        GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), on_spike="skip").attach(
             engine := Engine(hand_written(model, optimizer))
         )
         engine.run(make_batches(3, [3], factor), max_epochs=1)
@@ -252,7 +252,7 @@ def test_two_groups_and_a_learning_rate_scheduler(fused):
             if batch[1].abs().max() < 100:
                 scheduler.step()
 
-        monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), skip_step=True)
+        monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), on_spike="skip")
         train(step, batches, *[monitor] * monitored)
         return training_state(model, optimizer), scheduler.state_dict()
 
@@ -274,7 +274,7 @@ def test_parameters_that_the_optimizer_holds_outside_the_model_are_skipped_too(n
             nn.functional.mse_loss(model(batch[0]) * extra, batch[1]).backward()
             optimizer.step()
 
-        monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), skip_step=True)
+        monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), on_spike="skip")
         train(step, batches, *[monitor] * monitored)
         return training_state(model, optimizer), extra.detach(), extra.grad
 
@@ -297,7 +297,7 @@ def test_a_parameter_whose_first_gradient_comes_with_a_spike(name):
             nn.functional.mse_loss(late(outputs) if spike else outputs, batch[1]).backward()
             optimizer.step()
 
-        monitor = GradMonitor(whole, optimizer, threshold=StaticThreshold(LIMIT), skip_step=True)
+        monitor = GradMonitor(whole, optimizer, threshold=StaticThreshold(LIMIT), on_spike="skip")
         train(step, batches, *[monitor] * monitored)
         return training_state(whole, optimizer)["model"], optimizer.state_dict()
 
@@ -317,14 +317,14 @@ def test_the_other_optimizer_of_the_train_step_is_not_skipped():
         watched.step()
         free.step()
 
-    train(step, make_batches(3, [3]), GradMonitor(model, watched, threshold=StaticThreshold(50.0), skip_step=True))
+    train(step, make_batches(3, [3]), GradMonitor(model, watched, threshold=StaticThreshold(50.0), on_spike="skip"))
     changed = [not torch.equal(a, b) for a, b in zip(before[3], model.parameters(), strict=True)]
     assert changed == [False, False, True, True]
 
 
 def test_at_most_max_consecutive_spikes_steps_are_lost_in_a_row():
     model, optimizer = build("AdamW")
-    monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), skip_step=True, max_consecutive_spikes=3)
+    monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), on_spike="skip", max_consecutive_spikes=3)
     recorder = train(hand_written(model, optimizer), make_batches(20, range(6, 21)), monitor)
     assert recorder.of("grad/skipped_count")[-1] == 3
     assert float(optimizer.state_dict()["state"][0]["step"]) == 17
@@ -333,7 +333,7 @@ def test_at_most_max_consecutive_spikes_steps_are_lost_in_a_row():
 def test_iterations_that_are_not_monitored_are_not_skipped():
     model, optimizer = build("AdamW")
     engine = Engine(hand_written(model, optimizer))
-    monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), skip_step=True)
+    monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), on_spike="skip")
     recorder = Recorder(engine)
     with monitor.attach(engine):
         engine.run(make_batches(4, [2]), max_epochs=1)
@@ -347,7 +347,7 @@ def test_what_is_published_of_a_skipped_step_is_the_same_in_any_order_of_attachi
     def published(order):
         model, optimizer = build(name)
         monitors = {
-            "grad": GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), skip_step=True),
+            "grad": GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), on_spike="skip"),
             "update": WeightUpdateHandler(model, optimizer),
             "activation": ActivationHandler(model, gradients={"norm": torch.linalg.vector_norm}),
             "spectral": SpectralNormHandler(model, updates=True),
@@ -368,5 +368,5 @@ def test_what_is_published_of_a_skipped_step_is_the_same_in_any_order_of_attachi
 
 def test_lbfgs_is_refused():
     model = make_model()
-    with pytest.raises(ValueError, match=r"skip_step.*LBFGS"):
-        GradMonitor(model, torch.optim.LBFGS(model.parameters()), skip_step=True)
+    with pytest.raises(ValueError, match=r"on_spike='skip'.*LBFGS"):
+        GradMonitor(model, torch.optim.LBFGS(model.parameters()), on_spike="skip")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import os
 import shutil
 import signal
@@ -12,7 +11,8 @@ import h5py
 import numpy as np
 import pytest
 
-from ignite_monitor.hdf5.double_buffer import SwappedFile
+from ignite_monitor.hdf5 import double_buffer
+from ignite_monitor.hdf5.double_buffer import DoubleBuffer
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def count_copies(monkeypatch):
 
 
 def test_nothing_is_copied_but_once(path, monkeypatch):
-    copies, file = count_copies(monkeypatch), SwappedFile(path, "x")
+    copies, file = count_copies(monkeypatch), DoubleBuffer(path, "x")
     for number in range(50):
         file.write(values(number, number))
         assert held(path) == list(range(number + 1))
@@ -47,7 +47,7 @@ def test_nothing_is_copied_but_once(path, monkeypatch):
 
 
 def test_a_published_file_does_not_change_while_it_is_open(path, monkeypatch):
-    copies, file = count_copies(monkeypatch), SwappedFile(path, "x")
+    copies, file = count_copies(monkeypatch), DoubleBuffer(path, "x")
     for number in range(10):
         file.write(values(number, number))
     with h5py.File(path, "r") as reader:
@@ -66,7 +66,7 @@ def test_a_published_file_does_not_change_while_it_is_open(path, monkeypatch):
 
 
 def test_a_patch_twice_is_a_patch_once(path):
-    file = SwappedFile(path, "x")
+    file = DoubleBuffer(path, "x")
     file.write(values(0, 1, 2))
     file.write(values(0, 1, 2, 3))
     file.write(values(2, 3, 4))
@@ -75,7 +75,7 @@ def test_a_patch_twice_is_a_patch_once(path):
 
 
 def test_an_error_leaves_the_file_as_it_was(path, monkeypatch):
-    file = SwappedFile(path, "x")
+    file = DoubleBuffer(path, "x")
     file.write(values(0, 1))
     file.write(values(1, 2))
     before = path.read_bytes()
@@ -88,19 +88,18 @@ def test_an_error_leaves_the_file_as_it_was(path, monkeypatch):
 
 
 def test_leftovers_of_a_killed_writer(path):
-    SwappedFile(path, "x").close()
-    for end in ("shadow", "spare", "lock"):
+    DoubleBuffer(path, "x").close()
+    for end in ("standby", "spare", "lock"):
         path.with_name(f".run.h5.{end}").write_text("left over")
-    file = SwappedFile(path, "a")
+    file = DoubleBuffer(path, "a")
     file.write(values(0, 1))
     file.close()
     assert held(path) == [1]
     assert list(path.parent.iterdir()) == [path]
 
 
-STEPS = ["swap.create", "swap.shutil.copyfile", "swap.SwappedFile._is_free", "swap.SwappedFile._apply",
-         "swap.SwappedFile._publish", "swap.shutil.copymode", "swap.os.link", "swap.os.replace",
-         "swap.os.fstat"]  # fmt: skip
+STEPS = ["create", "shutil.copyfile", "DoubleBuffer._is_free", "DoubleBuffer._apply", "DoubleBuffer._publish",
+         "shutil.copymode", "os.link", "os.replace", "os.fstat"]  # fmt: skip
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 4])
@@ -109,7 +108,7 @@ STEPS = ["swap.create", "swap.shutil.copyfile", "swap.SwappedFile._is_free", "sw
 def test_killed_at_every_step(path, where, after, number):
     """Whatever the moment, there is a whole file or, before the first is there, none."""
     *owner, name = where.split(".")
-    target = functools.reduce(getattr, owner[1:], importlib.import_module(f"ignite_monitor.hdf5.{owner[0]}"))
+    target = functools.reduce(getattr, owner, double_buffer)
     original, calls = getattr(target, name), []
 
     def kill(*args, **kwargs):
@@ -123,7 +122,7 @@ def test_killed_at_every_step(path, where, after, number):
     child = os.fork()
     if child == 0:
         setattr(target, name, kill)
-        file = SwappedFile(path, "x")
+        file = DoubleBuffer(path, "x")
         for count in range(6):
             file.write(values(count, count))
             os.write(write, b".")
@@ -134,7 +133,7 @@ def test_killed_at_every_step(path, where, after, number):
         written = len(pipe.read())
     if written or path.exists():
         assert held(path) in (list(range(written)), list(range(written + 1)))
-    file = SwappedFile(path, "a")
+    file = DoubleBuffer(path, "a")
     file.write(values(0, *range(8)))
     file.close()
     assert held(path) == list(range(8))
@@ -142,13 +141,13 @@ def test_killed_at_every_step(path, where, after, number):
 
 
 def test_one_writer_at_a_time(path):
-    file = SwappedFile(path, "x")
+    file = DoubleBuffer(path, "x")
     for _ in range(3):
         with pytest.raises(BlockingIOError):
-            SwappedFile(path, "w")
+            DoubleBuffer(path, "w")
     file.write(values(0, 1))
     file.close()
-    SwappedFile(path, "w").close()
+    DoubleBuffer(path, "w").close()
     assert held(path) == []
     with pytest.raises(FileExistsError):
-        SwappedFile(path, "x")
+        DoubleBuffer(path, "x")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
+import contextlib
 
 import pytest
 import torch
 from ignite.engine import Events
 from ignite.handlers import Checkpoint, DiskSaver, global_step_from_engine
 
-from ignite_monitor import GradMonitor, HDF5Logger
+from ignite_monitor import GradMonitor, HDF5Logger, read_hdf5
 from tests._helpers import make_batches, make_trainer
 from tests.hdf5._runs import as_lists, engine_of, log_output, run
 
@@ -22,7 +22,7 @@ def path(tmp_path):
 def test_x_refuses_w_replaces_a_continues(path):
     run(path, 10)
     before = path.read_bytes()
-    with pytest.raises(FileExistsError, match=r"run\.h5 is there already; mode 'a' continues it"):
+    with pytest.raises(FileExistsError, match=r"run\.h5 exists already; mode 'a' continues it"):
         HDF5Logger(path)
     assert path.read_bytes() == before
     run(path, 20, "a", start=10)
@@ -237,33 +237,63 @@ def test_from_a_checkpoint_with_a_monitor(tmp_path):
     assert whole == parts
 
 
-# Gaps
+# An exception
 
 
-@pytest.mark.parametrize(
-    ("every", "end", "start", "gap"),
-    [
-        (1, 100, 100, False),
-        (1, 100, 60, False),
-        (1, 100, 101, True),
-        (1, 100, 122, True),
-        (20, 100, 119, False),  # the next would have been written in iteration 120
-        (20, 100, 120, True),
-    ],
-)
-def test_a_gap_between_two_runs_is_told_once(path, every, end, start, gap):
-    run(path, end, every=every)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run(path, start + 60, "a", start=start, every=every)
-    told = [str(each.message) for each in caught]
-    assert len(told) == gap
-    assert all(f"ends at iteration {end}, and the run is resumed after iteration {start}:" in each for each in told)
+class Stop(BaseException):
+    """Neither an error nor a KeyboardInterrupt."""
 
 
-def test_a_gap_that_was_there_before_hides_no_other(path):
-    run(path, 50)
-    with pytest.warns(UserWarning, match="ends at iteration 50, and the run is resumed after iteration 90"):
-        run(path, 100, "a", start=90)
-    with pytest.warns(UserWarning, match="ends at iteration 100, and the run is resumed after iteration 105"):
-        run(path, 110, "a", start=105)
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, Stop])
+@pytest.mark.parametrize("where", [Events.STARTED, Events.ITERATION_COMPLETED])
+@pytest.mark.parametrize("same_logger", [True, False])
+def test_resuming_after_an_exception_while_the_engine_is_alive(path, error, where, same_logger):
+    """As in a notebook, whose traceback keeps the engine."""
+    engines, logger = [], HDF5Logger(path)
+
+    def train(value, start, fail_at=None):
+        engine = engine_of(lambda _: {"loss": value})
+        engines.append(engine)
+        log_output(logger, engine)
+        engine.load_state_dict({"iteration": start, "epoch_length": 60, "max_epochs": 1})
+
+        def fail():
+            if fail_at is not None and engine.state.iteration >= fail_at:
+                raise error
+
+        engine.add_event_handler(where, fail)
+        with contextlib.suppress(error):
+            engine.run(range(60))
+
+    train(1.0, 0, fail_at=31 if where == Events.ITERATION_COMPLETED else None)
+    train(2.0, 20, fail_at=20 if where == Events.STARTED else 41)
+    if not same_logger:
+        logger.close()
+        logger = HDF5Logger(path, "a")
+    train(3.0, 25)
+    logger.close()
+    kept = 25 if where == Events.STARTED else 20  # the second run ended before its first iteration
+    assert as_lists(path)["train/loss"] == (list(range(1, 61)), [1.0] * kept + [2.0] * (25 - kept) + [3.0] * 35)
+
+
+def test_sessions_and_iterations(path):
+    """Of an evaluator, whose steps are epochs, the iterations of the trainer."""
+    for mode, start in (("x", 0), ("a", 10)):
+        trainer, evaluator = engine_of(), engine_of(lambda _: {"accuracy": 0.5})
+        trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda _, evaluator=evaluator: evaluator.run(range(3)))
+        with HDF5Logger(path, mode) as logger:
+            log_output(logger, trainer, Events.ITERATION_COMPLETED(every=5))
+            log_output(
+                logger,
+                evaluator,
+                Events.COMPLETED,
+                tag="valid",
+                global_step_transform=global_step_from_engine(trainer, Events.EPOCH_COMPLETED),
+            )
+            trainer.load_state_dict({"iteration": start, "epoch_length": 10, "max_epochs": 3})
+            trainer.run(range(10))
+    recording = read_hdf5(path)
+    assert recording["valid/accuracy"].steps.tolist() == [1, 2, 3]
+    assert recording.iterations("valid/accuracy").tolist() == [10, 20, 30]
+    assert recording.iterations("train/loss").tolist() == [5, 10, 15, 20, 25, 30]
+    assert recording.sessions("train/loss").tolist() == [0, 0, 1, 1, 1, 1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import struct
 from collections import Counter, namedtuple
 from decimal import Decimal
 from fractions import Fraction
@@ -11,13 +10,10 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from ignite.engine import Engine
 from ignite.handlers.base_logger import BaseOutputHandler
 from torch import Tensor
 
-from ignite_monitor.hdf5.layout import needs_float64
 from ignite_monitor.hdf5.values import flatten
 
 Pair = namedtuple("Pair", "left right")
@@ -87,15 +83,12 @@ def test_names_and_values_are_ignites(keys):
         torch.zeros((), device="meta"),
         torch.zeros(3, device="meta"),
         torch.eye(2).to_sparse(),
-        torch.ones(3).to_sparse(),
-        torch.ones(()).to_sparse(),
         torch.ones(3) * 1j,
         torch.zeros((), dtype=torch.bits8),
-        torch.zeros((), dtype=torch.uint4),
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_is_no_number_is_left_out_and_told(value):
+def test_what_is_no_number_is_skipped(value):
     told = []
     names, values = flatten({"a": 1.0, "x": {"y": value}, "b": torch.tensor(2.0)}, lambda name, _: told.append(name))
     assert names == ("a", "b")
@@ -103,18 +96,9 @@ def test_what_is_no_number_is_left_out_and_told(value):
     assert told == ["x/y"]
 
 
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
-@pytest.mark.parametrize("shape", [(), (3,)])
-def test_quantized_tensors_are_left_out(shape):
-    told = []
-    value = torch.quantize_per_tensor(torch.ones(shape), 0.1, 0, torch.quint8)
-    assert flatten({"x": value, "b": 2.0}, lambda name, _: told.append(name))[0] == ("b",)
-    assert told == ["x"]
-
-
 @pytest.mark.filterwarnings("ignore:(ComplexHalf|BComplex32):UserWarning")
 @pytest.mark.parametrize("dtype", [each for each in vars(torch).values() if isinstance(each, torch.dtype)], ids=str)
-def test_a_tensor_of_any_type_is_its_number_or_left_out(dtype):
+def test_a_tensor_of_any_type_is_its_number_or_skipped(dtype):
     """Among others, of which it takes none with it."""
     try:
         value = torch.tensor(1.0).to(dtype)
@@ -126,21 +110,14 @@ def test_a_tensor_of_any_type_is_its_number_or_left_out(dtype):
     assert ("x" in names) or not usual
 
 
-class Odd(Tensor):
-    """A tensor whose numbers nobody gets."""
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        if function is torch.stack:
-            raise RuntimeError
-        return super().__torch_function__(function, types, args, kwargs or {})
+class Subclass(Tensor):
+    pass
 
 
-def test_one_odd_tensor_takes_no_other_with_it():
-    told = []
-    named = {"a": torch.tensor(1.0), "x": torch.tensor(3.0).as_subclass(Odd), "b": torch.tensor(2.0)}
-    names, numbers = flatten(named, lambda name, _: told.append(name))
-    assert (names, numbers.tolist(), told) == (("a", "b"), [1.0, 2.0], ["x"])
+def test_a_subclass_is_read_by_float():
+    named = {"a": torch.tensor(1.0), "x": torch.tensor(3.0).as_subclass(Subclass), "b": torch.tensor(2.0)}
+    names, numbers = flatten(named, unexpected)
+    assert (names, numbers.tolist()) == (("a", "x", "b"), [1.0, 3.0, 2.0])
 
 
 def test_arrays_and_keys_of_other_types():
@@ -164,24 +141,4 @@ def test_one_transfer_whatever_the_number_of_values(monkeypatch):
     values = [torch.tensor(float(i), dtype=[torch.float32, torch.float64, torch.int64][i % 3]) for i in range(300)]
     _, numbers = flatten({"a": values, "b": torch.ones(50), **{str(i): v for i, v in enumerate(values)}}, unexpected)
     assert numbers.tolist() == [*range(300), *[1] * 50, *range(300)]
-    assert counts == {"cpu": 1, "numpy": 1}
-
-
-@given(st.lists(st.floats(width=64) | st.integers(-(2**63), 2**63).map(float), min_size=1))
-def test_what_is_kept_in_float64(values):
-    for value, exact in zip(values, needs_float64(np.array(values)).tolist(), strict=True):
-        if math.isnan(value) or math.isinf(value) or math.isinf(single := _single(value)):
-            assert exact is math.isfinite(value)
-        elif value == int(value):
-            assert exact is (single != value)
-        elif exact:
-            assert abs(value) < 2.0**-126
-        else:
-            assert abs(single - value) <= 2.0**-24 * abs(value)
-
-
-def _single(value):
-    try:
-        return struct.unpack("f", struct.pack("f", value))[0]
-    except OverflowError:
-        return math.copysign(math.inf, value)
+    assert counts == {"tolist": 1}

@@ -76,12 +76,11 @@ def features():
             )
         ),
         "HistogramHandler": on(lambda model, _: im.HistogramHandler(model)),
-        "OptimizerStateHandler": on(lambda model, optimizer: im.OptimizerStateHandler(optimizer, model)),
+        "OptimizerStateHandler": on(lambda model, optimizer: im.OptimizerStateHandler(model, optimizer)),
         "ReplicaCheckHandler": on(im.ReplicaCheckHandler),
         "RCCHandler": on(lambda model, _: im.RCCHandler(model)),
         "SpectralNormHandler": on(lambda model, _: im.SpectralNormHandler(model)),
         "StepStatsHandler": on(im.StepStatsHandler),
-        "operations": on(lambda model, optimizer: im.StepStatsHandler(model, optimizer, peak_flops=1e12)),
         "log_to": logged,
     }
 

@@ -12,7 +12,6 @@ from ignite_monitor import (
     GradMonitor,
     RCCHandler,
     StaticThreshold,
-    StepStatsHandler,
     WeightUpdateHandler,
 )
 from ignite_monitor.model import _torch
@@ -133,7 +132,7 @@ def test_skipped_steps_of_a_compiled_train_step(backend):
     torch._dynamo.reset()
     rule = StaticThreshold(norms[0] / 2)  # every norm is greater
     model, _, flags, metrics = train(
-        backend, lambda model, optimizer: [GradMonitor(model, optimizer, threshold=rule, skip_step=True)], whole=True
+        backend, lambda model, optimizer: [GradMonitor(model, optimizer, threshold=rule, on_spike="skip")], whole=True
     )
     start, _ = model_of("", backend)
     assert_same(model, start)
@@ -223,50 +222,3 @@ def test_without_the_names_everything_runs_eagerly_and_a_warning_says_so(monkeyp
     trainer.run(BATCHES)
     assert counting.runs == len(BATCHES) - 2
     assert caplog.text.count("this torch can't tell models apart") == 1
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_compiled_optimizer_beside_a_count_of_operations(backend, caplog):
-    def run(make):
-        torch._dynamo.reset()
-        model, _ = model_of("", backend)
-        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-        compiled = torch.compile(optimizer.step, backend=backend)
-
-        def step(engine, x):
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            compiled()
-
-        trainer = Engine(step)
-        metrics = []
-        if make is not None:
-            make(model, optimizer).attach(trainer)
-        trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: metrics.append(dict(engine.state.metrics)))
-        trainer.run(BATCHES)
-        return model, metrics
-
-    plain, _ = run(None)
-    model, metrics = run(lambda model, optimizer: StepStatsHandler(model, optimizer, peak_flops=1e12))
-    assert_same(model, plain)
-    assert "step/time_ms" in metrics[-1]
-    assert not any("step/mfu" in each for each in metrics)
-    assert caplog.text.count("operations can't be counted, so mfu is absent") == 1
-    assert "step stays compiled" in caplog.text
-
-
-def test_operations_of_a_compiled_model_are_counted():
-    """In an eager run: two products forward, two for the gradients of weights, one for that of the activation."""
-    model, called = model_of("wrapped", "inductor")
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-
-    def step(engine, x):
-        optimizer.zero_grad()
-        called(x).square().mean().backward()
-        optimizer.step()
-
-    trainer = Engine(step)
-    stats = StepStatsHandler(called, optimizer, peak_flops=1e12)
-    stats.attach(trainer)
-    trainer.run(BATCHES)
-    assert stats.flops == 2 * 3 * (2 * 6 * 8 + 3 * 8 * 3)

@@ -95,11 +95,9 @@ NEEDED_BY = {
     "_pop_mode": {"attention"},
     "_len_torch_function_stack": {"attention"},
     "DeviceContext": {"attention"},
-    "TorchDispatchMode": {"operations"},
     "_version": REFERENCES,
     "_forward_hooks": REFERENCES,
     "_forward_pre_hooks": REFERENCES,
-    "_event_handlers": {"log_to"},
 }
 ALL = "_process_function"
 

@@ -49,9 +49,8 @@ def footprint(engine, model):
         ("model", [None, "model", 3, [nn.Linear(2, 2)], nn.Linear, lambda x: x]),
         ("optimizer", ["sgd", 3, nn.Linear(2, 2), [1], torch.optim.SGD, True]),
         ("scaler", ["scaler", 1.0, True, GradScaler]),
-        ("threshold", ["mean", 3.0, [1], True, MeanStdThreshold, ThresholdRule, StaticThreshold]),
-        ("skip_step", [None, 1, "yes", 0.0]),
-        ("on_spike", [3, "print", [print], False]),
+        ("threshold", ["mean", [1], True, MeanStdThreshold, ThresholdRule, StaticThreshold]),
+        ("on_spike", [3, [print], False, True, lambda engine: None]),
         ("max_consecutive_spikes", [None, 1.5, "3", True, [3]]),
         ("norm_type", ["2", "inf", None, True, [2], 2j, torch.tensor(2.0), {}]),
         ("reduction", [None, 1, True, ["mean"], {"mean"}, b"mean"]),
@@ -75,7 +74,8 @@ def test_an_argument_of_a_wrong_type_is_a_type_error_that_names_it(name, values)
         ("reduction", ["", "max", "Mean", "avg"]),
         ("prefix", ["", "a b", "a:b", "größe", "grad\n"]),
         ("flag", ["", "a b", "1a", "metrics", "iteration", "output", "batch", "grad_norm", "max_epochs", "times"]),
-        ("threshold", [lambda mean, std, count: 1 / 0]),
+        ("threshold", [lambda mean, std, count: 1 / 0, 0, -1.0, math.nan, math.inf]),
+        ("on_spike", ["", "Skip", "halve"]),
     ],
 )
 def test_an_argument_of_a_wrong_value_is_a_value_error_that_names_it(name, values):
@@ -103,10 +103,10 @@ def test_all_but_model_and_optimizer_are_keyword_only():
 
 
 @pytest.mark.parametrize("optimizer", [None, "LBFGS"])
-def test_skip_step_needs_an_optimizer_whose_step_can_be_left_out(optimizer):
+def test_skipping_needs_an_optimizer_whose_step_can_be_left_out(optimizer):
     model = make_model()
-    with pytest.raises(ValueError, match="skip_step"):
-        GradMonitor(model, optimizer and torch.optim.LBFGS(model.parameters()), skip_step=True)
+    with pytest.raises(ValueError, match="on_spike='skip'"):
+        GradMonitor(model, optimizer and torch.optim.LBFGS(model.parameters()), on_spike="skip")
 
 
 @pytest.mark.parametrize(

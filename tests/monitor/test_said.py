@@ -43,7 +43,6 @@ def test_the_optimizer_in_a_wrapper_is_named(kind):
 @pytest.mark.parametrize(
     ("threshold", "hint"),
     [
-        (3.0, r"give StaticThreshold\(3.0\), or MeanStdThreshold\(k=3.0\)"),
         (RobustThreshold, r"give one of these, RobustThreshold\(…\)"),
         ("robust", "but given robust$"),
     ],

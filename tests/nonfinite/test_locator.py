@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ignite_monitor import GradMonitor, MonitorEvents, SpikeMonitor, StaticThreshold
-from ignite_monitor.monitor import publisher
+from ignite_monitor.monitor import transfer
 from tests._helpers import same
 from tests.nonfinite._models import GPT, IN_BACKWARD, MODELS, loss_of, nan_in_output
 
@@ -55,7 +55,7 @@ def planted(kind, plants, make=None):
 
     def note(engine):
         assert engine.state.iteration % 2 == 0
-        found[engine.state.iteration // 2 - 1].append(engine.state.spike.origin)
+        found[engine.state.iteration // 2 - 1].append(engine.state.spike.source)
 
     engine = Engine(step)
     GradMonitor(model, optimizer, threshold=StaticThreshold(1e30)).attach(engine)
@@ -123,7 +123,7 @@ def trained(model, batches, loss_of=loss_of, *, monitored=True, plant=None, at=2
     engine = Engine(step)
     if monitored:
         GradMonitor(model, optimizer, threshold=StaticThreshold(1e30), **options).attach(engine)
-        engine.add_event_handler(MonitorEvents.SPIKE_DETECTED, lambda engine: found.append(engine.state.spike.origin))
+        engine.add_event_handler(MonitorEvents.SPIKE_DETECTED, lambda engine: found.append(engine.state.spike.source))
     torch.manual_seed(7)
     random.seed(7)
     np.random.seed(7)
@@ -390,7 +390,7 @@ def test_a_loss_that_is_judged_elsewhere_has_the_origin_too():
     GradMonitor(model, optimizer).attach(engine)
     engine.add_event_handler(MonitorEvents.SPIKE_DETECTED, lambda engine: found.append(engine.state.spike))
     engine.run(vectors(2))
-    assert [(each.name, each.origin.name) for each in found] == [("grad/norm", "norm"), ("loss/value", "norm")]
+    assert [(each.name, each.source.name) for each in found] == [("grad/norm", "norm"), ("loss/value", "norm")]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -467,7 +467,7 @@ def test_a_model_of_which_parts_alone_are_called(caplog):
 
 def test_without_a_reader_an_accelerator_is_not_waited_for(monkeypatch, caplog):
     """Where the detection is on a device, only a listener has the model looked at."""
-    monkeypatch.setattr(publisher, "is_on_host", lambda values: False)
+    monkeypatch.setattr(transfer, "is_on_host", lambda values: False)
     for listens in (False, True):
         caplog.clear()
         with caplog.at_level(logging.WARNING):

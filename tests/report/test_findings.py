@@ -646,11 +646,14 @@ def test_second_moments_that_are_stale_and_steps_where_eps_rules():
         found(
             {
                 "optimizer/rms_p95": runs.series(np.full(40, 1.1)),
-                "optimizer/eps_share_median": runs.series(np.zeros(40)),
+                "optimizer/epsilon_dominated_median": runs.series(np.zeros(40)),
             }
         )
         == []
     )
-    run = {"optimizer/rms_p95": runs.series(np.full(40, 4.0)), "optimizer/eps_share_median": runs.series(np.ones(40))}
+    run = {
+        "optimizer/rms_p95": runs.series(np.full(40, 4.0)),
+        "optimizer/epsilon_dominated_median": runs.series(np.ones(40)),
+    }
     assert only(run, "stale_moments").severity == "warning"
     assert only(run, "eps_rules").values == {"share": 1.0}

@@ -7,10 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from ignite_monitor.report.families import Group
-from ignite_monitor.report.series import Series, tidy
+from ignite_monitor.report.series import tidy
 from ignite_monitor.report.summary import find, healthy, looked_at
-from ignite_monitor.report.weights import together, untrained
+from ignite_monitor.report.weights import together
 from tests.report import _runs as runs
 from tests.report.test_findings import found, only, rcc, with_stepped
 
@@ -222,23 +221,6 @@ def test_layers_that_never_changed_are_named():
     assert "blocks.1 (3 in it)" in finding.text
     assert found(rcc(a=(1.0, 1.0), b=(1.0, 1.0)), "untrained") == []
     assert found(rcc(a=(0.0, 0.0), b=(0.0, 0.0)), "untrained") == []  # nothing at all moved: not a block's
-
-
-def test_parameters_that_the_handler_names_are_told():
-    one = Series(*runs.series(np.ones(3)))
-    items = {metric: {f"{name}.weight": (f"monitor/{metric}/{name}.weight", one) for name in names} for metric, names in
-             {"not_optimized": ("h.3.a", "h.3.b", "head"), "no_gradient": ("spare",)}.items()}  # fmt: skip
-    texts = [finding.text for finding in untrained(Group("weights", "monitor", {}, items), [])]
-    assert "3 parameters that are in no optimizer (monitor/not_optimized): h.3 (2 in it) and head.weight." in texts[0]
-    assert "1 parameter that never had a gradient (monitor/no_gradient): spare.weight." in texts[1]
-
-
-def test_a_module_stands_for_its_parameters():
-    run = runs.weights() | {"monitor/no_gradient/blocks.1": runs.series(np.full(40, 12.0), 5)}
-    run["monitor/no_gradient/early"] = runs.series(np.ones(3), 5)  # it had one later
-    finding = only(run, "untrained")
-    assert "12 parameters that never had a gradient (monitor/no_gradient): blocks.1 (12 in it)." in finding.text
-    assert found(runs.weights() | {"monitor/no_gradient/early": runs.series(np.ones(3), 5)}, "untrained") == []
 
 
 @pytest.mark.parametrize(("fraction", "told"), [(0.9, True), (0.4, False)])

@@ -238,17 +238,6 @@ def test_a_training_that_ends_in_the_warm_up(train):
     assert "Nothing unusual, but the gradients were not judged." in words(summary)
 
 
-def test_a_block_that_was_forgotten_is_named(train):
-    model = GPT()
-    kept = [parameter for name, parameter in model.named_parameters() if "blocks.1." not in name]
-    summary = train(model, text(), lambda model: torch.optim.AdamW(kept, 2e-3), iterations=60)
-    assert (
-        "16 parameters that are in no optimizer (monitor/not_optimized): blocks.1 (16 in it)"
-        in of(summary, "untrained").text
-    )
-    assert of(summary, "untrained").severity == "note"
-
-
 @pytest.mark.parametrize("name", ["attn.v_proj", "mlp.0", "ln_2", "attn.q_proj"])
 def test_the_module_that_makes_nan_is_named(train, name):
     """It is the first in the order of execution, in which ``ln_2`` comes after the attention."""

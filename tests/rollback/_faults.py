@@ -140,7 +140,7 @@ def train(
             wreck(model, fault)
 
     if monitor:
-        GradMonitor(model, optimizer, scaler=scaler, skip_step=skip_step).attach(trainer)
+        GradMonitor(model, optimizer, scaler=scaler, on_spike="skip" if skip_step else None).attach(trainer)
     rollback = None
     if handler:
         to_save = {"model": model, "optimizer": optimizer} | ({"scaler": scaler} if scaler else {})

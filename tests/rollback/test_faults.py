@@ -1,7 +1,7 @@
 """What goes wrong for longer than a batch, and how well the training ends: thirty iterations later as if undisturbed.
 
 By default every fault and every way of training is met once. With ``FULL_MATRIX=1`` in the environment each fault meets
-each way, with ``skip_step`` and without, from three seeds; healthy trainings are longer and many then.
+each way, with skipped steps and without, from three seeds; healthy trainings are longer and many then.
 """
 
 from __future__ import annotations

@@ -234,7 +234,7 @@ def test_trouble_right_after_a_snapshot_goes_to_the_one_before():
 
 
 def test_a_snapshot_is_not_taken_after_an_unhealthy_iteration_and_a_spike_starts_the_count_anew():
-    training = Training(every=10, quiet=5, monitor={"skip_step": True})
+    training = Training(every=10, quiet=5, monitor={"on_spike": "skip"})
     training.run(make_batches(80, bad=[40, 54]), request=[47, 70])
     # 40 is unhealthy: the snapshot is taken after 41. It is good at 46.
     assert training.of("restored_iteration")[47] == 41
@@ -255,7 +255,7 @@ def test_trouble_again_before_another_is_good_takes_an_earlier_one(resumed):
 
 
 def test_one_bad_batch_is_left_alone():
-    training = Training(monitor={"skip_step": True})
+    training = Training(monitor={"on_spike": "skip"})
     training.run(make_batches(60, bad=[40, 44, 50]))
     assert training.of("count")[60] == 0
 
@@ -264,7 +264,7 @@ def test_one_bad_batch_is_left_alone():
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_nonfinite_batch_is_its_own_business_if_the_state_is_finite(monitored, value):
     """With the steps left out the weights stay finite, but not the buffers that a forward pass has changed."""
-    training = Training(monitor={"skip_step": True} if monitored else None)
+    training = Training(monitor={"on_spike": "skip"} if monitored else None)
     step = training.train_step
 
     def leaves_out(engine, batch):
@@ -282,7 +282,7 @@ def test_a_nonfinite_batch_is_its_own_business_if_the_state_is_finite(monitored,
 def test_nan_in_the_inputs_once(skip_step):
     batches = make_batches(60)
     batches[39][0][0, 0] = math.nan
-    training = Training(monitor={"skip_step": skip_step})
+    training = Training(monitor={"on_spike": "skip" if skip_step else None})
     training.run(batches)
     assert training.of("restored_iteration") == {40: 0}
     assert training.of("count")[60] == 1
@@ -299,7 +299,7 @@ def test_so_many_nonfinite_losses_in_a_row_go_back():
     assert training.of("discarded_count")[60] == 6
 
 
-@pytest.mark.parametrize("monitor", [None, {}, {"skip_step": True}])
+@pytest.mark.parametrize("monitor", [None, {}, {"on_spike": "skip"}])
 def test_nan_for_ever_ends_the_run_with_a_message(monitor, caplog):
     batches = make_batches(200)
     for x, _ in batches[60:]:
@@ -328,7 +328,7 @@ def test_a_state_that_is_not_finite_again_and_again_ends_the_run(caplog):
 
 @pytest.mark.parametrize("late", [False, True])
 def test_masks_of_minus_infinity_are_no_trouble(late):
-    training = Training(monitor={"skip_step": True}, names=["model", "optimizer"])
+    training = Training(monitor={"on_spike": "skip"}, names=["model", "optimizer"])
     if late:
 
         @training.trainer.on(Events.ITERATION_STARTED(once=20))
@@ -401,7 +401,7 @@ RULES = {
 @pytest.mark.parametrize("rule", RULES)
 def test_a_row_of_spikes_does_not_widen_its_own_threshold(rule, handler):
     """Of nine in a row the first is taken in, and no rule learns from the others."""
-    training = Training(monitor=RULES[rule] | {"skip_step": True}, handler=handler)
+    training = Training(monitor=RULES[rule] | {"on_spike": "skip"}, handler=handler)
     value = SpikeMonitor(lambda engine: engine.state.output, threshold=RULES[rule].get("threshold"))
     value.attach(training.trainer)
     known = {}
@@ -526,7 +526,7 @@ def test_memory_is_allocated_once_and_as_large_as_promised():
 
 
 def start_to_resume():
-    training = Training(OPTIMIZERS["adamw"], monitor={"skip_step": True}, every=10, quiet=5)
+    training = Training(OPTIMIZERS["adamw"], monitor={"on_spike": "skip"}, every=10, quiet=5)
     step = training.train_step
 
     def seeded(engine, batch):

@@ -223,7 +223,7 @@ def test_optimizers_with_a_state_of_their_own(kind, make, evaluates):
         training.trainer.add_event_handler(Events.ITERATION_COMPLETED(every=5), evaluate)
         training.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=34), evaluate)
     training.run(make_batches(40), request=[34])
-    assert training.of("iteration") == {34: 20}
+    assert training.of("restored_iteration") == {34: 20}
     assert_same(back, [training.before[20]])
     assert modes == {True}
     if evaluates:

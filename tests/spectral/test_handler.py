@@ -185,7 +185,7 @@ def test_no_step_no_update(batches, how):
     elif how == "lr 0":
         optimizer.param_groups[0]["lr"] = 0.0
     elif how == "skipped spike":
-        GradMonitor(model, optimizer, threshold=StaticThreshold(1e-9), skip_step=True).attach(trainer)
+        GradMonitor(model, optimizer, threshold=StaticThreshold(1e-9), on_spike="skip").attach(trainer)
     elif how == "frozen":
         for weight in matrices_of(model).values():
             weight.requires_grad_(False)

@@ -107,7 +107,7 @@ def test_the_step_made_again_has_the_same_loss_to_the_last_bit(tmp_path):
     for iteration, name in zip((3, 6), files(tmp_path), strict=True):
         spike = load_spike(tmp_path / name)
         assert (spike.iteration, spike.epoch, spike.rank) == (iteration, 1, 0)
-        assert (spike.name, spike.threshold, spike.lr, spike.culprits, spike.origin) == (
+        assert (spike.name, spike.threshold, spike.lr, spike.culprits, spike.source) == (
             ("grad/norm", 1e3, [0.05], {}, None)
         )
         assert spike.ids == data[iteration - 1]["id"]
@@ -243,7 +243,7 @@ def test_a_row_of_spikes_stays_one_where_the_training_goes_back(tmp_path):
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     trainer = create_supervised_trainer(model, optimizer, F.mse_loss)
-    monitor = GradMonitor(model, optimizer, skip_step=True)
+    monitor = GradMonitor(model, optimizer, on_spike="skip")
     recorder = SpikeRecorder(monitor, tmp_path, keep=6)
     rollback = RollbackHandler({"model": model, "optimizer": optimizer})
     for each in (monitor, recorder, rollback):
@@ -448,7 +448,7 @@ def test_where_a_value_comes_from_that_is_not_finite(tmp_path):
     SpikeRecorder(monitor, tmp_path).attach(engine)
     engine.run([X] * 3)
     spike = load_spike(tmp_path / files(tmp_path)[0])
-    assert (spike.iteration, spike.origin["name"], spike.origin["kind"]) == (1, "1", "backward")
+    assert (spike.iteration, spike.source["name"], spike.source["kind"]) == (1, "1", "backward")
     assert math.isnan(spike.norm)
     assert same(spike.batch, X)
 

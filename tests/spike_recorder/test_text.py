@@ -24,7 +24,7 @@ def put(folder, iteration=340, rank=0, **values):
         "norm": 15.1,
         "threshold": 1.08,
         "culprits": {NAME: 0.96, "head.bias": 0.04},
-        "origin": None,
+        "source": None,
         "lr": [1e-3, 5e-4],
         "ids": [f"image-{i}" for i in range(64)],
         "batch": {"x": torch.zeros(64, 1, 28, 28), "y": torch.zeros(64, dtype=torch.int64), "id": ["a"] * 64},
@@ -44,12 +44,12 @@ def shown(capsys, *arguments):
 
 
 def test_a_directory_is_shown_in_order(tmp_path, capsys):
-    origin = {
+    source = {
         "name": "blocks.3.attention",
         "kind": "forward",
         "text": "It comes from blocks.3.attention: its inputs are finite, and its output is not",
     }
-    put(tmp_path, 1000, rank=1, origin=origin, norm=math.nan, culprits={}, lr=None, ids=None, batch=None, losses=None)
+    put(tmp_path, 1000, rank=1, source=source, norm=math.nan, culprits={}, lr=None, ids=None, batch=None, losses=None)
     put(tmp_path)
     assert shown(capsys, tmp_path) == (
         """\
@@ -65,7 +65,7 @@ iteration 340, epoch 3: grad/norm 15.1, 14 x its threshold 1.08
   file      grad-00000340-rank0.spike.pt
 
 iteration 1000, epoch 3, rank 1: grad/norm nan, threshold 1.08
-  origin    It comes from blocks.3.attention: its inputs are finite, and its
+  source    It comes from blocks.3.attention: its inputs are finite, and its
             output is not
   file      grad-00001000-rank1.spike.pt
 

@@ -66,10 +66,10 @@ def fsdp() -> nn.Module:
 def all_monitors(model: nn.Module, optimizer: torch.optim.Optimizer, metric: Any = torch.abs) -> dict[str, Any]:
     own: Any = {"mean": True, "own": metric}
     return {
-        "grad": GradMonitor(model, optimizer, skip_step=True),
+        "grad": GradMonitor(model, optimizer, on_spike="skip"),
         "update": WeightUpdateHandler(model, optimizer),
         "activation": ActivationHandler(model, activations=own, gradients=own, parameters=own),
-        "optimizer": OptimizerStateHandler(optimizer, model),
+        "optimizer": OptimizerStateHandler(model, optimizer),
         "replicas": ReplicaCheckHandler(model, optimizer),
         "rcc": RCCHandler(model, reference=dense()),
         "alignment": AlignmentHandler(model, reference=dense()),

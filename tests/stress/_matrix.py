@@ -209,8 +209,8 @@ class Run:
         judging = {
             prefix: (
                 GradMonitor(
-                    model, optimizer, scaler=scaler, threshold=MeanStdThreshold(**RULE), skip_step=case.skip,
-                    prefix=prefix, flag=f"{prefix}_spike",
+                    model, optimizer, scaler=scaler, threshold=MeanStdThreshold(**RULE),
+                    on_spike="skip" if case.skip else None, prefix=prefix, flag=f"{prefix}_spike",
                 ),
                 every,
             )

@@ -117,7 +117,7 @@ PROBLEMS: dict[str, tuple[Callable[[], nn.Module], Callable[..., list[Batch]], C
 # name -> (model, optimizer) -> monitor
 MONITORS: dict[str, Callable[..., Any]] = {
     "grad": lambda model, optimizer: GradMonitor(
-        model, optimizer, skip_step=True, threshold=MeanStdThreshold(k=20.0, warmup=2)
+        model, optimizer, on_spike="skip", threshold=MeanStdThreshold(k=20.0, warmup=2)
     ),
     "update": lambda model, optimizer: WeightUpdateHandler(model, optimizer, sample_size=64),
     "activation": lambda model, optimizer: ActivationHandler(
@@ -130,10 +130,10 @@ MONITORS: dict[str, Callable[..., Any]] = {
         reference="init",
         attention=True,
     ),
-    "moments": lambda model, optimizer: OptimizerStateHandler(optimizer, model),
+    "moments": lambda model, optimizer: OptimizerStateHandler(model, optimizer),
     "rcc": lambda model, optimizer: RCCHandler(model),
     "spectral": lambda model, optimizer: SpectralNormHandler(model, updates=True, per_parameter=True),
-    "stats": lambda model, optimizer: StepStatsHandler(model, optimizer, peak_flops=1e12),
+    "stats": lambda model, optimizer: StepStatsHandler(model, optimizer, peak_flops=1e12, flops_per_item=1e3),
     "alignment": lambda model, optimizer: AlignmentHandler(model),
 }
 # What clocks and operating systems say is not the same twice.

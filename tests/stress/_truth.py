@@ -151,7 +151,7 @@ class Truth:
         if not self.theirs:
             self.theirs = run_reference(self.initial, self.iteration)
 
-    def update(self, still: dict[str, int], top_k: int = 0) -> Values:
+    def update(self, still: dict[str, int]) -> Values:
         """Of WeightUpdateHandler; ``still`` is how long each parameter has not moved, and goes on."""
         of, before, after = self.iteration.gradients, self.iteration.weights, self.iteration.after
         own = [name for name in before if name in self.held and before[name].numel()]
@@ -173,28 +173,7 @@ class Truth:
             if had:
                 same = [((before[name] == after[name]) & (dense(of[name]) != 0)).sum() for name in narrow]
                 values["lost_update_fraction"] = int(sum(same)) / had
-            values |= self._untrained(still, top_k)
         return {f"monitor/{name}": value for name, value in values.items()}
-
-    def _untrained(self, still: dict[str, int], top_k: int) -> Values:
-        """Names of parameters, or of modules with as many; ``still`` knows how many steps there were, and gradients."""
-        still[""] = still.get("", 0) + 1
-        still |= {f"gradient of {name}": 1 for name in self.iteration.gradients}
-        floats = [
-            name for name, each in self.iteration.weights.items() if each.is_floating_point() or each.is_complex()
-        ]
-        floats = [name for name in floats if self.iteration.weights[name].numel()]
-        left_out = [name for name in floats if name not in self.held]
-        without = [name for name in floats if name in self.held and f"gradient of {name}" not in still]
-        values = {}
-        for kind, names in (("not_optimized", left_out), ("no_gradient", without)):
-            for depth in range(9, 0, -1):
-                cut = [".".join(name.split(".")[:depth]) for name in names]
-                if len(set(cut)) <= top_k:
-                    break
-            largest = sorted(dict.fromkeys(cut), key=lambda each: -cut.count(each))[:top_k]
-            values |= {f"{kind}/{tag}": cut.count(each) for each, tag in zip(largest, tags(largest), strict=True)}
-        return values if still[""] >= 3 else {}
 
     def activations(self) -> Values:
         """Of ActivationHandler with everything."""

@@ -49,7 +49,7 @@ HANDLERS = {
     "rcc": lambda model, optimizer: RCCHandler(model),
     "spectral": lambda model, optimizer: SpectralNormHandler(model, updates=True, per_parameter=True, top_k=0),
     "alignment": lambda model, optimizer: AlignmentHandler(model),
-    "stats": lambda model, optimizer: StepStatsHandler(model, optimizer, peak_flops=1e12),
+    "stats": lambda model, optimizer: StepStatsHandler(model, optimizer, peak_flops=1e12, flops_per_item=1e3),
 }
 # What clocks and the operating system say, how "power" has got there, and what it says of its error.
 UNCHECKED = (
@@ -134,7 +134,7 @@ def is_refused(kind: str, plan: Plan, model: nn.Module) -> bool:
     return False
 
 
-def expected(kinds: list[str], recorded: Recorded, top_k: int = 0) -> list[dict[str, float]]:
+def expected(kinds: list[str], recorded: Recorded) -> list[dict[str, float]]:
     judge, still = Judge(mean_std(6.0, 20, 0.99)), dict[str, int]()
     every = []
     for iteration in recorded.iterations:
@@ -149,7 +149,7 @@ def expected(kinds: list[str], recorded: Recorded, top_k: int = 0) -> list[dict[
                 "grad/spike_score": 0.0,
             }
         if "update" in kinds:
-            values |= truth.update(still, top_k)
+            values |= truth.update(still)
         if "activation" in kinds:
             values |= truth.activations()
         if "rcc" in kinds:
@@ -249,7 +249,7 @@ def test_the_handlers_most_trainings_want(plan):
         return
     attach_monitors(training.engine, training.model, training.optimizer, every=1)
     published = published_by(training)
-    truths = expected(["grad", "update", "activation"], recorded_like(training, plan), top_k=5)
+    truths = expected(["grad", "update", "activation"], recorded_like(training, plan))
     wanted = ("std", "max_abs", "dead_fraction", "nonfinite_count")
     for place, (said, truth) in enumerate(zip(published, truths, strict=True)):
         chosen = {

@@ -18,7 +18,7 @@ from ignite.engine import Engine, Events
 from torch import nn
 from torch.amp import GradScaler
 
-from ignite_monitor import GradMonitor
+from ignite_monitor import GradMonitor, MonitorEvents
 from tests.stress._judge import LARGEST, SMALLEST, Judge, Rule, function, mean_std, robust, static
 from tests.stress._profile import examples
 
@@ -64,7 +64,7 @@ class Run:
     dtype: torch.dtype
     norms: list[float]
     rule: Rule
-    reaction: str  # to a spike: "step", "skip_step", or the train step itself "leaves out" the optimizer's
+    reaction: str  # to a spike: "step", "skip", or the train step itself "leaves out" the optimizer's
     max_consecutive: int
     with_optimizer: bool
     scaled: bool
@@ -75,14 +75,14 @@ class Run:
 def runs(draw: Any) -> Run:
     dtype = draw(st.sampled_from([*DTYPES]))
     norms = draw(sequences(dtype))
-    reaction = draw(st.sampled_from(["step", "skip_step", "leaves out"]))
+    reaction = draw(st.sampled_from(["step", "skip", "leaves out"]))
     return Run(
         dtype,
         norms,
         draw(RULES),
         reaction,
         draw(st.integers(1, 4)),
-        reaction == "skip_step" or draw(st.booleans()),
+        reaction == "skip" or draw(st.booleans()),
         draw(st.booleans()),
         draw(st.integers(0, len(norms))),
     )
@@ -120,8 +120,7 @@ class Observed:
             self.optimizer if self.run.with_optimizer else None,
             scaler=self.scaler,
             threshold=self.run.rule.make(),
-            skip_step=self.run.reaction == "skip_step",
-            on_spike=lambda engine, norm: self.spikes.append(float(norm)),
+            on_spike="skip" if self.run.reaction == "skip" else None,
             max_consecutive_spikes=self.run.max_consecutive,
         )
 
@@ -131,6 +130,7 @@ class Observed:
         batches = [torch.full((3,), n) if not math.isfinite(n) else n * directions for n in norms]
         engine = Engine(self._step)
         monitor.attach(engine)
+        engine.add_event_handler(MonitorEvents.SPIKE_DETECTED, lambda e: self.spikes.append(e.state.grad_norm))
         engine.add_event_handler(Events.ITERATION_COMPLETED, self._note)
         if batches:
             engine.run(batches, max_epochs=1)
@@ -190,13 +190,13 @@ def test_what_is_said_of_any_sequence_of_norms(run):
         stepped = not overflow and not (detection.spike and run.reaction == "leaves out")
         if stepped or not run.with_optimizer or detection.spike or overflow:
             judge.observe(detection)
-        skipped += detection.spike and stepped and run.reaction == "skip_step"
+        skipped += detection.spike and stepped and run.reaction == "skip"
         counts = {
             "spike_count": judge.spike_count,
             "spike_score": judge.spike_score,
             "skipped_count": skipped,
             "nonfinite_count": judge.nonfinite_count,
-            "stepped": float(stepped and not (detection.spike and run.reaction == "skip_step")),
+            "stepped": float(stepped and not (detection.spike and run.reaction == "skip")),
         } | ({"scale": observed.scales[place]} if run.scaled else {})
         expected = {f"grad/{name}": value for name, value in (detection.statistics() | counts).items()}
         # Of equal norms the mean is rounded, and the deviation from it is of that size.

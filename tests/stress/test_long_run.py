@@ -61,7 +61,7 @@ def monitors(training: Training) -> list[Any]:
     """All there are; of no parameters by name, since HDF5Logger remembers the last 64 lists of names, each another."""
     model, optimizer = training.model, training.optimizer
     return [
-        GradMonitor(model, optimizer, skip_step=True),
+        GradMonitor(model, optimizer, on_spike="skip"),
         WeightUpdateHandler(model, optimizer, top_k=0),
         ActivationHandler(
             model,
@@ -73,10 +73,10 @@ def monitors(training: Training) -> list[Any]:
             reference="init",
             attention=True,
         ),
-        OptimizerStateHandler(optimizer, model, top_k=0),
+        OptimizerStateHandler(model, optimizer, top_k=0),
         RCCHandler(model),
         SpectralNormHandler(model, updates=True, top_k=0),
-        StepStatsHandler(model, optimizer, items=lambda _: 32, peak_flops=1e12),
+        StepStatsHandler(model, optimizer, items=lambda _: 32, peak_flops=1e12, flops_per_item=1e3),
     ]
 
 

@@ -57,9 +57,9 @@ def test_every_two_values_of_two_axes_meet():
             assert met == {(a, b) for a in one for b in other}
 
 
-def test_what_skip_step_cannot_skip_is_refused_by_name():
+def test_what_cannot_be_skipped_is_refused_by_name():
     model = make_model()
-    with pytest.raises(ValueError, match=r"skip_step.*LBFGS"):
-        GradMonitor(model, torch.optim.LBFGS(model.parameters()), skip_step=True)
-    with pytest.raises(ValueError, match=r"skip_step.*optimizer"):
-        GradMonitor(model, skip_step=True)
+    with pytest.raises(ValueError, match=r"on_spike='skip'.*LBFGS"):
+        GradMonitor(model, torch.optim.LBFGS(model.parameters()), on_spike="skip")
+    with pytest.raises(ValueError, match=r"on_spike='skip'.*optimizer"):
+        GradMonitor(model, on_spike="skip")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 import statistics
-from collections import Counter
 from unittest.mock import MagicMock
 
 import pytest
@@ -237,7 +235,7 @@ def test_closure():
             loss = loss_of(model, batch)
             loss.backward()
             norms = {name: norm(parameter.grad) for name, parameter in model.named_parameters()}
-            first.setdefault(engine.state.iteration, norms)  # what is evaluated later is the line search's
+            first.setdefault(engine.state.iteration, norms)  # later evaluations are the line search's
             return loss
 
         optimizer.step(closure)
@@ -247,83 +245,59 @@ def test_closure():
     run.check()
 
 
-def test_weights_changed_by_hand_in_the_train_step_are_in_the_ratio():
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = plain_step(model, optimizer)
-
-    def train_step(engine, batch):
-        step(engine, batch)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.clamp_(-0.2, 0.2)
-
-    Watched(model, train_step, WeightUpdateHandler(model, optimizer)).run(make_batches(3)).check()
+def normal(shape, seed, uneven=False):
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    if uneven:  # one element of three has nearly all of the weight
+        values.view(-1)[::3] *= 20
+    return values
 
 
-def test_ignites_own_trainer():
-    from ignite.engine import create_supervised_trainer
-
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = create_supervised_trainer(model, optimizer, nn.MSELoss())._process_function
-    Watched(model, step, WeightUpdateHandler(model, optimizer)).run(make_batches(3)).check()
-
-
+@pytest.mark.parametrize("uneven", [False, True])
 @pytest.mark.parametrize("sample_size", [256, 1024])
-def test_sampled_ratio_and_norm_are_within_the_stated_error(sample_size):
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(40)))
-    for layer in model:
-        nn.init.normal_(layer.weight, std=0.1)
+def test_sampled_ratio_and_norm_are_unbiased_and_within_the_stated_error(sample_size, uneven):
+    model = nn.ParameterDict({f"w{i}": nn.Parameter(normal((96, 128), i)) for i in range(40)})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gradients = {name: normal((96, 128), 100 + i, uneven) for i, name in enumerate(model)}
 
     def train_step(_, batch):
-        for parameter in model.parameters():
-            parameter.grad = torch.randn_like(parameter)
+        optimizer.zero_grad()
+        sum((model[name] * gradient).sum() for name, gradient in gradients.items()).backward()
         optimizer.step()
 
     handler = WeightUpdateHandler(model, sample_size=sample_size)
     run = Watched(model, train_step, handler).run(make_batches(1))
-    diagnostics = handler.diagnostics
-    off = [diagnostics[name].update_ratio / ratio - 1 for name, ratio in run.ratios[0].items()]
-    expected = 1 / math.sqrt(sample_size)
-    assert 0.6 * expected < math.sqrt(statistics.fmean(x * x for x in off)) < 1.4 * expected  # 40 of them: 11 %
-    off = [diagnostics[name].grad_norm / norm(parameter.grad) - 1 for name, parameter in model.named_parameters()]
-    assert math.sqrt(statistics.fmean(x * x for x in off)) < 1.4 / math.sqrt(2 * sample_size)
+    x = gradients["w0"].double()
+    kurtosis = float(x.pow(4).mean() / x.square().mean() ** 2)
+    stated = math.sqrt((kurtosis - 1) / (4 * sample_size)), math.sqrt((3 + kurtosis - 2) / (4 * sample_size))
+    off = [
+        [handler.diagnostics[name].grad_norm / norm(gradients[name]) - 1 for name in model],
+        [handler.diagnostics[name].update_ratio / run.ratios[0][name] - 1 for name in model],
+    ]
+    for errors, error in zip(off, stated, strict=True):
+        # 40 errors give their root mean square to 11 %, and their mean to error / 6.3.
+        assert 0.6 * error < math.sqrt(statistics.fmean(each * each for each in errors)) < 1.4 * error
+        assert abs(statistics.fmean(errors)) < 4 * error / math.sqrt(40)
 
 
-def test_sampled_norms_are_unbiased_where_the_sample_is_not_much_smaller_than_the_tensor():
-    """One tap of three has all the weight, and strata of one and two elements take turns with them."""
-    names = [f"layer{i}" for i in range(40)]
-    model = nn.ModuleDict({name: nn.Conv1d(512, 512, 3, groups=512, bias=False) for name in names})
+def test_the_sample_is_that_of_an_independent_generator():
+    """Seeded by the FNV-1a hash of the name; with replacement; small parameters as a whole."""
+    model = nn.Linear(30, 40)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    generator = torch.Generator().manual_seed(0)
-
-    def uneven(like):
-        values = 0.05 * torch.randn(like.shape, generator=generator)
-        values[:, 0, 1] = torch.randn(512, generator=generator)
-        return values
-
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.ones_like(parameter))
-
-    def train_step(_, batch):
-        for parameter in model.parameters():
-            parameter.grad = uneven(parameter)
-        optimizer.step()
-
-    handler = WeightUpdateHandler(model)
-    run = Watched(model, train_step, handler).run(range(1))
-    diagnostics = handler.diagnostics
-    x = model["layer0"].weight.grad
-    claim = math.sqrt((float(x.pow(4).mean() / x.square().mean() ** 2) - 1) / (4 * 1024))
-    norms = [diagnostics[n].grad_norm / norm(p.grad) - 1 for n, p in model.named_parameters()]
-    ratios = [diagnostics[n].update_ratio / ratio - 1 for n, ratio in run.ratios[0].items()]
-    for off in (norms, ratios):
-        assert math.sqrt(statistics.fmean(each * each for each in off)) < 1.2 * claim
-        assert abs(statistics.fmean(off)) < 3 * claim / math.sqrt(40)
+    handler = WeightUpdateHandler(model, optimizer, sample_size=100)
+    before = model.weight.detach().double().flatten()
+    engine = Engine(lambda *_: (model(torch.ones(2, 30)).square().sum().backward(), optimizer.step()))
+    handler.attach(engine)
+    engine.run([0])
+    seed = 0xCBF29CE484222325
+    for byte in b"weight":
+        seed = (seed ^ byte) * 0x100000001B3 % 2**64
+    index = torch.randint(1200, (100,), generator=torch.Generator().manual_seed(seed))
+    change = (model.weight.detach().double().flatten() - before)[index]
+    found = handler.diagnostics
+    assert found["weight"].update_ratio == pytest.approx(float(change.norm() / before[index].norm()), rel=1e-5)
+    sampled = float(model.weight.grad.flatten()[index].double().norm()) * math.sqrt(12)
+    assert found["weight"].grad_norm == pytest.approx(sampled, rel=1e-6)
+    assert found["bias"].grad_norm == pytest.approx(norm(model.bias.grad), rel=1e-6)
 
 
 def test_sample_of_a_parameter_is_the_same_under_every_wrapping():
@@ -335,8 +309,7 @@ def test_sample_of_a_parameter_is_the_same_under_every_wrapping():
         optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
 
         def train_step(_, batch):
-            for seed, parameter in enumerate(model.parameters()):
-                parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
+            sum((parameter**2).sum() for parameter in model.parameters()).backward()
             optimizer.step()
 
         handler = WeightUpdateHandler(wrapped, sample_size=100)
@@ -374,18 +347,32 @@ def still_step(model, optimizer, still, name="3.weight"):
     return train_step
 
 
-def test_frozen_after_patience_and_thawed_as_soon_as_it_moves(caplog):
+@pytest.mark.parametrize("patience", [1, 2, 3])
+def test_frozen_after_patience_and_thawed_as_soon_as_it_moves(caplog, patience):
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    handler = WeightUpdateHandler(model, optimizer, frozen_patience_steps=3)
-    step = still_step(model, optimizer, still={2, 3, 5, 6, 7, 8, 10, 11, 12})
+    handler = WeightUpdateHandler(model, optimizer, frozen_patience_steps=patience)
+    still = {2, 3, 5, 6, 7, 8, 10, 11, 12}
+    run = Watched(model, still_step(model, optimizer, still), handler)
+    frozen, warned = [], []
+    run.engine.add_event_handler(
+        Events.ITERATION_COMPLETED,
+        lambda _: (frozen.append(handler.diagnostics["3.weight"].is_frozen), warned.append(len(caplog.messages))),
+    )
     with caplog.at_level(logging.WARNING, LOGGER):
-        run = Watched(model, step, handler).run(make_batches(12))
-    assert frozen_counts(run) == [0, 0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 1]
-    warnings = [record.getMessage() for record in caplog.records]
-    assert len(warnings) == 2
-    assert all("3.weight" in warning and "0.weight" not in warning for warning in warnings)
-    assert {name for name, each in handler.diagnostics.items() if each.is_frozen} == {"3.weight"}
+        run.run(make_batches(12))
+    in_a_row = [0]
+    for iteration in range(1, 13):
+        in_a_row.append(in_a_row[-1] + 1 if iteration in still else 0)
+    expected = [count >= patience for count in in_a_row[1:]]
+    assert frozen_counts(run) == expected
+    assert frozen == expected
+    # One warning, in the iteration in which it freezes first.
+    assert warned == [int(any(expected[: i + 1])) for i in range(12)]
+    (message,) = caplog.messages
+    assert "3.weight" in message
+    assert "0.weight" not in message
+    assert "rounding" not in message
 
 
 @pytest.mark.parametrize("given", [True, False])
@@ -499,7 +486,7 @@ def test_step_that_grad_monitor_skipped_is_no_step(first, how):
         optimizer.step(*[closure] * (how == "closure"))
 
     handler = WeightUpdateHandler(model, optimizer, frozen_patience_steps=2)
-    monitor = GradMonitor(model, optimizer, skip_step=True, threshold=StaticThreshold(1e4))
+    monitor = GradMonitor(model, optimizer, on_spike="skip", threshold=StaticThreshold(1e4))
     run = Watched(model, train_step, handler)
     if first == "grad monitor":
         handler.detach()
@@ -516,15 +503,6 @@ def test_step_that_grad_monitor_skipped_is_no_step(first, how):
         assert run.published[i]["grad_max"] == pytest.approx(max(run.norms[i].values()), rel=1e-5)
     assert [frozen_counts(run)[i] for i in (0, 1, 5, 6)] == [0] * 4
     run.check(0, 1, 5, 6)
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_gradients_hidden_by_a_users_own_hook_are_no_step(fused):
-    model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
-    optimizer.register_step_pre_hook(lambda *_: model.zero_grad())
-    run = Watched(model, plain_step(model, optimizer), WeightUpdateHandler(model)).run(make_batches(4))
-    assert frozen_counts(run) == [None] * 4
 
 
 def test_patience_survives_a_checkpoint(tmp_path):
@@ -579,16 +557,48 @@ def test_state_is_kept_by_name_through_wrapping_and_new_parameters():
 # Gradients
 
 
-def test_gradients_that_the_step_zeroes_at_its_end():
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_gradients_that_no_backward_leaves_are_measured_when_the_step_starts(in_backward):
+    """Set by hand, or used up by optimizers that step within the backward."""
+    model, norms = make_model(), {}
+    optimizers = {each: torch.optim.SGD([each], lr=0.1) for each in model.parameters()}
+
+    def step(parameter):
+        norms[parameter] = norm(parameter.grad)
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad(set_to_none=False)
+
+    if in_backward:
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(step)
 
     def train_step(_, batch):
-        loss_of(model, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        if in_backward:
+            loss_of(model, batch).backward()
+            return
+        gradients = torch.autograd.grad(loss_of(model, batch), list(model.parameters()))
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+            step(parameter)
 
-    Watched(model, train_step, WeightUpdateHandler(model)).run(make_batches(3)).check()
+    run = Watched(model, train_step, WeightUpdateHandler(model))
+    run.engine.add_event_handler(
+        Events.ITERATION_COMPLETED,
+        lambda _: run.norms.append({name: norms[each] for name, each in model.named_parameters()}),
+    )
+    run.engine.add_event_handler(Events.ITERATION_COMPLETED, lambda _: run.norms.pop(-2))
+    run.run(make_batches(3)).check()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_non_finite_gradient_is_exploding(value):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    handler = WeightUpdateHandler(model, optimizer)
+    engine = Engine(plain_step(model, optimizer))
+    handler.attach(engine)
+    engine.run([(torch.full((8, 5), value), torch.zeros(8, 3))])
+    assert float(handler.metrics["monitor/exploding_count"]) == 6
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -607,25 +617,6 @@ def test_gradients_are_unscaled_under_a_scaler(fused, unscale):
         scaler.update()
 
     Watched(model, train_step, WeightUpdateHandler(model, scaler=scaler)).run(make_batches(6)).check()
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_gradients_set_by_hand(fused):
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
-    norms = []
-
-    def train_step(_, batch):
-        gradients = torch.autograd.grad(loss_of(model, batch), list(model.parameters()))
-        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-            parameter.grad = gradient
-        norms.append(summary(map(norm, gradients)))
-        optimizer.step()
-
-    run = Watched(model, train_step, WeightUpdateHandler(model)).run(make_batches(3))
-    for values, expected in zip(run.published, norms, strict=True):
-        assert values["grad_max"] == pytest.approx(expected["max"], rel=1e-5)
-        assert values["grad_median"] == pytest.approx(expected["median"], rel=1e-5)
 
 
 def test_missing_gradient_is_neither_vanishing_nor_exploding_and_zero_is_vanishing():
@@ -661,23 +652,6 @@ def test_missing_gradient_is_neither_vanishing_nor_exploding_and_zero_is_vanishi
     assert not (diagnostics["unused"].is_exploding)
     assert (diagnostics["zero"].is_vanishing, diagnostics["large"].is_exploding) == (True, True)
     assert diagnostics["large"].grad_norm == pytest.approx(1e3 * math.sqrt(3))
-
-
-def test_non_finite_gradient_is_exploding():
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-
-    def train_step(_, batch):
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        model[0].bias.grad[0] = math.nan
-        optimizer.step()
-
-    handler = WeightUpdateHandler(model, optimizer)
-    engine = Engine(train_step)
-    handler.attach(engine)
-    engine.run([(torch.full((8, 5), math.nan), torch.zeros(8, 3))])
-    assert float(handler.metrics["monitor/exploding_count"]) == 6
 
 
 def test_of_two_backward_passes_the_one_that_the_step_used_counts():
@@ -736,28 +710,6 @@ def test_gradient_left_over_from_an_earlier_iteration_has_no_norm(given):
     assert len(seen) == 5
 
 
-def test_optimizer_that_steps_every_third_iteration_has_norms_in_these_alone():
-    model = two_parts()
-    handler = WeightUpdateHandler(model)
-    optimizers = {name: torch.optim.Adam(part.parameters()) for name, part in model.items()}
-
-    def train_step(engine, batch):
-        for name in "ab"[engine.state.iteration % 3 != 0 :]:
-            optimizers[name].zero_grad()
-            model[name](torch.ones(2, 4)).square().sum().backward()
-            optimizers[name].step()
-
-    engine, has_norm = Engine(train_step), []
-    handler.attach(engine)
-
-    @engine.on(Events.ITERATION_COMPLETED)
-    def look(_):
-        has_norm.append([not math.isnan(value) for value in gradient_norms(handler).values()])
-
-    engine.run(range(6))
-    assert has_norm == [[False, True], [False, True], [True, True]] * 2
-
-
 @pytest.mark.parametrize("none", [True, False])
 def test_two_optimizers_with_a_backward_each_in_one_iteration(none):
     model, true = two_parts(), {}
@@ -800,27 +752,6 @@ def test_gan_with_one_handler_has_the_norms_of_each_models_own_step(rate):
     assert gradient_norms(handler) == pytest.approx(true)
 
 
-@pytest.mark.parametrize("sample_size", [None, 8])
-def test_optimizers_that_step_in_backward(sample_size):
-    model, true = make_model(), {}
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
-
-    def step(parameter):
-        true[names[parameter]] = norm(parameter.grad)
-        optimizers[parameter].step()
-        optimizers[parameter].zero_grad()
-
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(step)
-    handler = WeightUpdateHandler(model, sample_size=sample_size)
-    Watched(model, lambda _, batch: loss_of(model, batch).backward(), handler).run(make_batches(3))
-    exact = [name for name, parameter in model.named_parameters() if sample_size is None or parameter.numel() <= 8]
-    got = gradient_norms(handler)
-    assert {name: got[name] for name in exact} == pytest.approx({name: true[name] for name in exact})
-    assert got == pytest.approx(true, rel=0.9)
-
-
 def test_what_is_put_in_a_gradients_place_after_its_backward_leaves_its_norm():
     model, norms = make_model(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -837,55 +768,7 @@ def test_what_is_put_in_a_gradients_place_after_its_backward_leaves_its_norm():
     assert [values["grad_max"] for values in run.published] == pytest.approx(norms, rel=1e-5)
 
 
-def test_zero_gradients_of_parameters_that_need_none_do_not_vanish():
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def train_step(engine, batch):
-        model[0].requires_grad_(engine.state.iteration < 2)
-        optimizer.zero_grad(set_to_none=False)
-        loss_of(model, batch).backward()
-        optimizer.step()
-
-    handler = WeightUpdateHandler(model, optimizer)
-    run = Watched(model, train_step, handler).run(make_batches(4))
-    assert [values["vanishing_count"] for values in run.published] == [0] * 4
-    assert math.isnan(handler.diagnostics["0.weight"].grad_norm)
-
-
-def test_gradients_are_each_measured_once_in_an_ordinary_iteration(monkeypatch):
-    from ignite_monitor.model.samples import ParameterSamples
-
-    asked, original = [], ParameterSamples.gradient_norms
-    monkeypatch.setattr(
-        ParameterSamples, "gradient_norms", lambda self, g: asked.append(sorted(g)) or original(self, g)
-    )
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def train_step(_, batch):
-        loss_of(model, batch).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-
-    Watched(model, train_step, WeightUpdateHandler(model)).run(make_batches(3)).check()
-    assert asked == [list(range(6))] * 3
-
-
 # Low precision
-
-
-def test_bfloat16_update_below_rounding_is_said_to_be(caplog):
-    model = make_model().to(torch.bfloat16)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-7)
-    batches = [(x.bfloat16(), y.bfloat16()) for x, y in make_batches(4)]
-    handler = WeightUpdateHandler(model, optimizer)
-    with caplog.at_level(logging.WARNING, LOGGER):
-        Watched(model, plain_step(model, optimizer), handler).run(batches)
-    text = " ".join(record.getMessage() for record in caplog.records)
-    assert "3.weight" in text
-    assert "rounding" in text
 
 
 class MasterSGD(torch.optim.Optimizer):
@@ -1053,10 +936,10 @@ def test_embedding_of_which_a_step_touches_few_rows(mode, sample_size):
     run = Watched(model, train_step, handler).run(make_batches(4))
     assert frozen_counts(run) == [0] * 4
     got = handler.diagnostics["0.weight"]
-    # 3 of 500 sampled rows have moved, by numbers of which the sample has one each
-    assert got.update_ratio == pytest.approx(run.ratios[-1]["0.weight"], rel=1e-4 if sample_size is None else 0.7)
+    # One element of each of the 3 rows of 500 that have moved is sampled.
+    assert got.update_ratio == pytest.approx(run.ratios[-1]["0.weight"], rel=1e-4 if sample_size is None else 0.9)
     exact = sample_size is None or mode != "dense"
-    assert got.grad_norm == pytest.approx(run.norms[-1]["0.weight"], rel=1e-4 if exact else 0.7)
+    assert got.grad_norm == pytest.approx(run.norms[-1]["0.weight"], rel=1e-4 if exact else 0.9)
 
 
 def test_non_contiguous_weights_and_gradients():
@@ -1072,33 +955,35 @@ def test_non_contiguous_weights_and_gradients():
         Watched(model, plain_step(model, optimizer), handler).run(batches).check()
 
 
-@pytest.mark.parametrize("when", ["between epochs", "in a train step"])
-def test_parameter_added_after_attach(when, caplog):
+@pytest.mark.parametrize("change", ["append", "replace"])
+@pytest.mark.parametrize("when", ["between iterations", "in a train step"])
+def test_parameters_that_are_added_or_replaced(when, change, caplog):
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = plain_step(model, optimizer)
-    done = []
 
     def grow():
-        done.append(True)
-        model.append(nn.Linear(3, 3))
-        optimizer.add_param_group({"params": list(model[4].parameters())})
+        layer = nn.Linear(3, 3) if change == "append" else nn.Linear(7, 3, bias=False)
+        if change == "append":
+            model.append(layer)
+        else:
+            model[3] = layer
+        optimizer.add_param_group({"params": list(layer.parameters())})
 
     def train_step(engine, batch):
         if when == "in a train step" and engine.state.iteration == 3:
             grow()
-        step(engine, batch)
+        plain_step(model, optimizer)(engine, batch)
 
-    handler = WeightUpdateHandler(model, optimizer)
-    run = Watched(model, train_step, handler)
-    run.engine.add_event_handler(Events.EPOCH_STARTED(once=2), lambda _: when == "between epochs" and grow())
-    with caplog.at_level(logging.WARNING, LOGGER):
-        run.run(make_batches(2), max_epochs=3)
-    run.check(0, 1, 3 if when == "in a train step" else 2, 5)
-    (record,) = caplog.records
-    assert "added" in record.getMessage()
-    assert "4.weight, 4.bias" in record.getMessage()
-    assert "4.weight" in handler.diagnostics
+    run = Watched(model, train_step, WeightUpdateHandler(model))
+    run.engine.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda _: when != "in a train step" and grow())
+    run.run(make_batches(5))
+    run.check(0, 1, 3, 4)
+    assert list(run.handler.diagnostics) == [name for name, _ in model.named_parameters()]
+    if when == "in a train step":
+        assert run.published[2] == {}
+        assert len([each for each in caplog.messages if "replaced in the train step of iteration 3" in each]) == 1
+    else:
+        run.check(2)
 
 
 def test_patience_stays_with_its_parameter_when_one_is_added_before_it():
@@ -1116,16 +1001,6 @@ def test_patience_stays_with_its_parameter_when_one_is_added_before_it():
     assert [name for name, each in handler.diagnostics.items() if each.is_frozen] == ["3.weight"]
 
 
-def test_parameter_replaced_or_removed():
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run = Watched(model, lambda e, b: plain_step(model, optimizer)(e, b), WeightUpdateHandler(model))
-    run.run(make_batches(2))
-    model[3] = nn.Linear(7, 3, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run.run(make_batches(2)).check()
-
-
 def test_names_that_a_tag_cannot_hold():
     model = nn.ModuleDict({"a b": nn.Linear(5, 3), "a_b": nn.Linear(5, 3), "é": nn.Linear(5, 3)})
     model.forward = lambda x: sum(each(x) for each in model.values())
@@ -1140,31 +1015,6 @@ def test_names_that_a_tag_cannot_hold():
 
 
 # Names, loggers and synchronisations
-
-
-class Reads(Counter):
-    """Counts every way in which Python reads a tensor's value on the host."""
-
-    NAMES = (
-        "item", "tolist", "__bool__", "__int__", "__float__", "__index__", "numpy", "cpu", "is_nonzero", "equal",
-        "__contains__", "__format__", "__array__",
-    )  # fmt: skip
-
-
-@pytest.fixture
-def reads(monkeypatch):
-    counts = Reads()
-
-    def counting(name, original):
-        def wrapped(self, *args, **kwargs):
-            counts[name] += 1
-            return original(self, *args, **kwargs)
-
-        return wrapped
-
-    for name in Reads.NAMES:
-        monkeypatch.setattr(Tensor, name, counting(name, getattr(Tensor, name)), raising=False)
-    return counts
 
 
 def wandb(logged):
@@ -1207,54 +1057,6 @@ def test_named_keys(top_k):
     assert {name: float(value) for name, value in run.engine.state.metrics.items()} == logged[-1]
 
 
-@pytest.mark.parametrize("sample_size", [4, 1024])
-def test_nothing_is_read_on_the_host_without_a_logger(reads, on_a_device, sample_size):
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = Engine(plain_step(model, optimizer))
-    WeightUpdateHandler(model, optimizer, sample_size=sample_size).attach(engine)
-    reads.clear()
-    engine.run(make_batches(10))
-    assert reads == {}
-
-
-def test_one_transfer_for_any_number_of_loggers(reads, on_a_device):
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = Engine(plain_step(model, optimizer))
-    handler = WeightUpdateHandler(model, optimizer)
-    handler.attach(engine)
-    GradMonitor(model).attach(engine)
-    logged: list[dict[str, float]] = []
-    for _ in range(3):
-        handler.log_to(wandb(logged), engine)
-    each = []
-    # Flag and norm are Python numbers on the CPU, as soon as backward returns.
-    engine.add_event_handler(MonitorEvents.TRAIN_STEP_COMPLETED, lambda _: reads.clear())
-    engine.add_event_handler(Events.ITERATION_COMPLETED, lambda _: each.append(dict(reads)))
-    engine.run(make_batches(4))
-    assert each == [{"tolist": 1}] * 4
-    assert len(logged) == 12
-
-
-@pytest.mark.parametrize("log_first", [False, True])
-def test_logger_on_train_step_completed_sees_this_iteration(log_first):
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = Engine(plain_step(model, optimizer))
-    handler = WeightUpdateHandler(model, optimizer, top_k=0)
-    logged: list[dict[str, float]] = []
-    steps = [
-        lambda: handler.log_to(wandb(logged), engine, MonitorEvents.TRAIN_STEP_COMPLETED),
-        lambda: handler.attach(engine, Events.ITERATION_STARTED(every=2)),
-    ]
-    for step in steps if log_first else reversed(steps):
-        step()
-    engine.run(make_batches(4))
-    assert len(logged) == 2
-    assert logged[-1] == {name: float(value) for name, value in handler.metrics.items()}
-
-
 def test_diagnostics_are_python_numbers_before_during_and_after_a_run():
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -1292,29 +1094,6 @@ def test_learning_rate_of_0_throughout_is_no_reason_for_a_warning(caplog):
         run = Watched(model, plain_step(model, optimizer), WeightUpdateHandler(model)).run(make_batches(3))
     assert frozen_counts(run) == [None] * 3
     assert not caplog.records
-
-
-@pytest.mark.parametrize("sample_size", [8, None])
-def test_memory_is_that_of_the_sample_and_allocated_once(sample_size):
-    model = nn.Sequential(nn.Linear(5, 300), nn.Linear(300, 300), nn.Linear(300, 3))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    handler = WeightUpdateHandler(model, optimizer, sample_size=sample_size)
-    engine = Engine(plain_step(model, optimizer))
-    handler.attach(engine)
-    held = []
-
-    @engine.on(Events.ITERATION_COMPLETED)
-    def look(_):
-        groups = handler._step.samples.groups
-        held.append([buffer.data_ptr() for group in groups for buffer in (group.before, group.now)])
-        elements = sum(group.before.numel() + group.now.numel() for group in groups)
-        assert elements == 2 * (
-            300 + 8 + 300 + 8 + 8 + 3 if sample_size else sum(p.numel() for p in model.parameters())
-        )
-
-    engine.run(make_batches(3))
-    assert held[0] == held[1] == held[2]
-    assert handler._step is None
 
 
 def test_model_of_several_dtypes():
@@ -1396,22 +1175,3 @@ def test_default_device_is_of_no_concern():
         unset_default_device()
     assert all(0 < named["monitor/update_ratio_min"] < 1 for named in logged)
     assert len(logged) == 3
-
-
-def test_arguments_after_the_second_are_keyword_only():
-    model = make_model()
-    with pytest.raises(TypeError):
-        WeightUpdateHandler(model, torch.optim.SGD(model.parameters()), None)
-
-
-def test_training_is_untouched():
-    def train(watched):
-        model = make_model()
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        engine = Engine(plain_step(model, optimizer))
-        if watched:
-            WeightUpdateHandler(model, optimizer, sample_size=3).attach(engine)
-        engine.run(make_batches(5))
-        return copy.deepcopy([list(model.parameters()), optimizer.state_dict()["state"], torch.get_rng_state()])
-
-    torch.testing.assert_close(train(True), train(False), rtol=0, atol=0)

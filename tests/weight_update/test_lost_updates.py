@@ -111,7 +111,12 @@ class WithCopies(torch.optim.SGD):
 
 @pytest.mark.parametrize(
     ("key", "dtype", "absent"),
-    [("master_param", torch.float32, True), ("kahan_comp", torch.bfloat16, True), ("exp_avg", torch.bfloat16, False)],
+    [
+        ("master_param", torch.float32, True),
+        ("fp32_weight", torch.float32, True),
+        ("kahan_comp", torch.bfloat16, True),
+        ("exp_avg", torch.bfloat16, False),
+    ],
 )
 def test_an_optimizer_that_makes_up_for_rounding_loses_nothing(key, dtype, absent):
     model = make_model()
@@ -122,20 +127,10 @@ def test_an_optimizer_that_makes_up_for_rounding_loses_nothing(key, dtype, absen
 def test_without_a_step_there_is_no_share():
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(1e-9), skip_step=True)
+    monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(1e-9), on_spike="skip")
     assert Run(model, optimizer, others=[monitor]).published == [None] * 6
     optimizer.param_groups[0]["lr"] = 0.0
     assert Run(model, optimizer).published == [None] * 6
-
-
-@pytest.mark.parametrize(("lr", "told"), [(1e-5, True), (3e-3, False)])
-def test_the_warning_comes_once_and_names_remedies(caplog, lr, told):
-    caplog.set_level(logging.WARNING)
-    model = make_model()
-    Run(model, torch.optim.AdamW(model.parameters(), lr=lr), iterations=8)
-    warnings = [each.getMessage() for each in caplog.records if "lost to rounding" in each.getMessage()]
-    assert len(warnings) == told
-    assert all("torch.autocast" in each and "float32 copies" in each for each in warnings)
 
 
 def test_what_reaches_a_model_after_its_own_step_is_another_model_s():
@@ -164,14 +159,28 @@ def test_what_reaches_a_model_after_its_own_step_is_another_model_s():
     assert published == pytest.approx(true, abs=1e-12)
 
 
-def test_parameters_that_rounding_freezes_are_named_once(caplog):
-    """One element or another of theirs moves now and then, and they freeze anew."""
+def test_float32_moments_are_no_copies_of_the_weights():
+    """Whatever their key: the ratio is that of the weights."""
+    model = make_model()
+    optimizer = WithCopies(model.parameters(), "fp32_exp_avg", torch.float32)
+    before = [parameter.detach().double() for parameter in model.parameters()]
+    run = Run(model, optimizer, iterations=1)
+    ratios = [
+        float((after.detach().double() - was).norm() / was.norm())
+        for was, after in zip(before, model.parameters(), strict=True)
+    ]
+    assert run.published == pytest.approx(run.true, abs=1e-12)
+    assert run.engine.state.metrics["monitor/update_ratio_max"] == pytest.approx(max(ratios), rel=1e-5)
+
+
+@pytest.mark.parametrize(("lr", "warned"), [(1e-9, True), (1.0, False)])
+def test_the_warning_of_frozen_parameters_names_rounding(caplog, lr, warned):
+    """Once per parameter, however often it freezes."""
     model = make_model(width=16)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.0)
     with caplog.at_level(logging.WARNING, "ignite_monitor"):
-        run = Run(model, optimizer, iterations=40, frozen_patience_steps=2)
-    assert sum(fraction < 1 for fraction in run.true) > 5
-    texts = [record.getMessage() for record in caplog.records if "frozen" in record.getMessage()]
-    named = [name for text in texts for name in text.split("moved them: ")[1].split(";")[0].split(", ")]
-    assert named
-    assert len(named) == len(set(named))
+        Run(model, torch.optim.SGD(model.parameters(), lr=lr), iterations=12, frozen_patience_steps=2)
+    texts = [text for text in caplog.messages if "not moved by the last 2 monitored steps" in text]
+    assert bool(texts) is warned
+    names = [name for text in texts for name in text.split("steps: ")[1].split(". Weights")[0].split(", ")]
+    assert len(names) == len(set(names))
+    assert all("torch.autocast" in text and "float32 copies" in text for text in texts)

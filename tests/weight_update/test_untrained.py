@@ -1,24 +1,25 @@
-"""Parameters in no optimizer, or without a gradient, are named; few names whatever the model."""
+"""One warning names parameters in no optimizer, or without a gradient."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from ignite.engine import Engine, Events
+from ignite.engine import Engine
 from torch import nn
 
 from ignite_monitor import WeightUpdateHandler
 
 
 class Net(nn.Module):
-    """Blocks, the last of which is called when ``deep`` is set."""
+    """Blocks, the last of which may be left out, and a layer that is not used."""
 
-    def __init__(self, blocks=3):
+    def __init__(self, blocks=2, spare=True):
         super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Tanh()) for _ in range(blocks))
-        self.head, self.spare = nn.Linear(4, 2), nn.Linear(4, 2)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(blocks))
+        self.head = nn.Linear(4, 2)
         self.deep = True
+        if spare:
+            self.spare = nn.Linear(4, 2, bias=False)
 
     def forward(self, x):
         for block in self.blocks if self.deep else self.blocks[:-1]:
@@ -26,115 +27,59 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def named(metrics):
-    kinds = ("not_optimized", "no_gradient")
-    return {key.removeprefix("monitor/"): value for key, value in metrics.items() if key.split("/")[1] in kinds}
-
-
-def train(model, *optimizers, given=None, iterations=4, before=lambda iteration: None, state=None, start=0, **kwargs):
-    """What is published in each iteration, and the handler."""
+def warnings(caplog, model, *optimizers, given=None, iterations=5, deep=lambda iteration: True, patience=3):
+    """The warnings, and the iteration in which the first came."""
+    caplog.clear()
+    first = []
 
     def train_step(engine, batch):
-        before(start + engine.state.iteration)
+        model.deep = deep(engine.state.iteration)
+        if not first and caplog.messages:
+            first.append(engine.state.iteration - 1)
         model.zero_grad()
         model(batch).square().mean().backward()
         for optimizer in optimizers:
             optimizer.step()
 
-    engine, published = Engine(train_step), []
-    handler = WeightUpdateHandler(model, given, **kwargs)
-    if state is not None:
-        handler.load_state_dict(state)
-    handler.attach(engine)
-    engine.add_event_handler(Events.ITERATION_COMPLETED, lambda _: published.append(named(engine.state.metrics)))
-    engine.run([torch.randn(3, 4, generator=torch.Generator().manual_seed(0))] * iterations)
-    return published, handler
+    engine = Engine(train_step)
+    with WeightUpdateHandler(model, given, frozen_patience_steps=patience).attach(engine):
+        engine.run([torch.randn(3, 4)] * iterations)
+    return [text for text in caplog.messages if "do not learn" in text], first
 
 
 def sgd(*modules):
     return torch.optim.SGD([each for module in modules for each in module.parameters()], lr=0.1)
 
 
-def test_a_model_that_trains_whole_names_nothing():
-    model = Net()
-    del model.spare
-    assert train(model, sgd(model))[0] == [{}] * 4
-
-
-@pytest.mark.parametrize("given", [False, True])
-def test_what_no_optimizer_holds_and_what_gets_no_gradient(given):
-    model = Net()
-    model.blocks[0].requires_grad_(False)
-    optimizer = sgd(model.blocks[0], model.blocks[2], model.head, model.spare)
-    published, _ = train(model, optimizer, given=optimizer if given else None)
-    assert published[:2] == [{}, {}]
-    expected = {
-        **{f"not_optimized/blocks.1.{name}": 1.0 for name in ("0.weight", "0.bias", "1.weight", "1.bias")},
-        **dict.fromkeys(("no_gradient/blocks.0.0", "no_gradient/blocks.0.1"), 2.0),
-    }
-    # Six have none: more than five names, so modules stand for them, each as deep as five allow.
-    assert published[2:] == [expected | {"no_gradient/spare.weight": 1.0, "no_gradient/spare.bias": 1.0}] * 2
-
-
-def test_few_names_whatever_the_model():
-    model = Net(blocks=40)
-    optimizer = sgd(model.head)
-    published, _ = train(model, optimizer, top_k=2)
-    assert published[-1] == {"not_optimized/blocks": 160.0, "not_optimized/spare": 2.0}
-    assert train(model, optimizer, top_k=1)[0][-1] == {"not_optimized/blocks": 160.0}
-    assert train(model, optimizer, top_k=0)[0][-1] == {}
-
-
-def test_two_optimizers_are_both_seen_whichever_is_given():
-    model = Net()
-    del model.spare
+def test_a_model_that_trains_whole_is_not_reported(caplog):
+    model = Net(spare=False)
     first, second = sgd(model.blocks), sgd(model.head)
     for given in (None, first, second):
-        assert train(model, first, second, given=given)[0][-1] == {}
+        assert warnings(caplog, model, first, second, given=given) == ([], [])
 
 
-def test_one_gradient_is_enough():
+@pytest.mark.parametrize("patience", [1, 3])
+@pytest.mark.parametrize("given", [False, True])
+def test_one_warning_names_both_kinds(caplog, given, patience):
     model = Net()
-    del model.spare
-    model.deep = False
-
-    def before(iteration):
-        model.deep = iteration == 4
-
-    published, _ = train(model, sgd(model), iterations=6, before=before)
-    assert [len(each) for each in published] == [0, 0, 4, 0, 0, 0]
-
-
-def test_unfreezing_and_adding_to_the_optimizer():
-    model = Net()
-    del model.spare
-    optimizer = sgd(model.head)
-
-    def before(iteration):
-        if iteration == 5:
-            optimizer.add_param_group({"params": list(model.blocks.parameters())})
-
-    published, _ = train(model, optimizer, given=optimizer, iterations=6, before=before)
-    assert [sum(each.values()) for each in published] == [0, 0, 12, 12, 0, 0]
+    model.blocks[0].requires_grad_(False)  # on purpose
+    optimizer = sgd(model.blocks[0], model.head, model.spare)
+    given = optimizer if given else None
+    texts, first = warnings(caplog, model, optimizer, given=given, patience=patience)
+    assert len(texts) == 1
+    assert first == [patience]
+    assert "in no optimizer that has made a step: blocks.1.weight, blocks.1.bias;" in texts[0]
+    assert texts[0].endswith("without a gradient so far: spare.weight")
 
 
-def test_a_resumed_run_names_what_the_whole_one_does():
-    def before(iteration):
-        model.deep = iteration == 1
-
-    model = Net()
-    whole, _ = train(model, sgd(model), iterations=6, before=before)
-    model = Net()
-    first, handler = train(model, sgd(model), iterations=2, before=before)
-    second, _ = train(model, sgd(model), iterations=4, before=before, state=handler.state_dict(), start=2)
-    assert first + second == whole
-    assert whole[-1] == {"no_gradient/spare.weight": 1.0, "no_gradient/spare.bias": 1.0}
+def test_long_lists_are_cut(caplog):
+    model = Net(blocks=40, spare=False)
+    (text,), _ = warnings(caplog, model, sgd(model.head))
+    assert text.count("blocks.") == 10
+    assert text.endswith("and 70 more")
 
 
-def test_a_checkpoint_from_before_still_loads():
-    _, handler = train(Net(), sgd(model := Net()), iterations=1)
-    state = handler.state_dict()
-    del state["untrained"]
-    WeightUpdateHandler(model).load_state_dict(state)
-    with pytest.raises(TypeError, match="untrained"):
-        handler.load_state_dict(state | {"untrained": {"steps": 1}})
+def test_one_gradient_is_enough(caplog):
+    model = Net(spare=False)
+    assert warnings(caplog, model, sgd(model), deep=lambda iteration: iteration == 2) == ([], [])
+    assert len(warnings(caplog, model, sgd(model), deep=lambda iteration: iteration == 4)[0]) == 1

@@ -1,0 +1,79 @@
+"""Transfer of values from a device to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ignite_monitor.model.devices import upload, wide_dtype
+
+
+class NamedValues(NamedTuple):
+    """Names and their values.
+
+    Attributes:
+        names: the names.
+        values: a number, or a row of numbers, for every name.
+    """
+
+    names: Sequence[str]
+    values: Tensor
+
+    def rows(self, index: Sequence[int]) -> NamedValues:
+        """Select rows by index, in that order."""
+        chosen = upload(torch.tensor(index, dtype=torch.int64, device="cpu"), self.values.device)
+        return NamedValues([self.names[i] for i in index], self.values[chosen])
+
+
+def joined(parts: Sequence[NamedValues]) -> NamedValues:
+    """Concatenate parts on the device of the first; the last value of a name replaces earlier ones.
+
+    Args:
+        parts: at least one.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    names = [name for part in parts for name in part.names]
+    like = parts[0].values
+    wide = wide_dtype(like.device)
+    values = [part.to(like.device, wide, non_blocking=like.device.type != "cpu") for _, part in parts]
+    together = NamedValues(names, torch.cat(values))
+    last = {name: index for index, name in enumerate(names)}
+    return together if len(last) == len(names) else together.rows([*last.values()])
+
+
+def is_on_host(values: Tensor) -> bool:
+    """Return True if the values can be read without synchronization."""
+    return values.is_cpu
+
+
+def as_published(value: Tensor) -> Any:
+    """Convert a 0-dim tensor on the host to a Python number; return one on a device as it is."""
+    return value.tolist() if is_on_host(value) else value
+
+
+def transfer(groups: Sequence[Sequence[Tensor]]) -> list[list[list[float]]]:
+    """Copy groups of tensors to the host in one transfer per device; every tensor becomes a flat list."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for tensors in groups:
+        for tensor in tensors:
+            wide = tensor.to(wide_dtype(tensor.device))
+            by_device.setdefault(tensor.device, []).append(wide.reshape(-1))
+    numbers = {device: iter(torch.cat(tensors).tolist()) for device, tensors in by_device.items()}
+    return [[list(islice(numbers[tensor.device], tensor.numel())) for tensor in tensors] for tensors in groups]
+
+
+def bring_to_host(monitors: Sequence[Any]) -> None:
+    """Replace the published tensors of monitors by floats, in one transfer, and resolve their deferred values."""
+    groups = [[*(values for _, values in monitor._waiting), *monitor.deferred_tensors()] for monitor in monitors]
+    for monitor, numbers in zip(monitors, transfer(groups), strict=True):
+        waiting = [names for names, _ in monitor._waiting]
+        monitor._waiting.clear()
+        monitor._is_complete = True
+        for names, own in zip(waiting, numbers, strict=False):
+            monitor._put_numbers(dict(zip(names, own, strict=True)))
+        monitor._put_numbers(monitor.resolve_deferred(numbers[len(waiting) :]))

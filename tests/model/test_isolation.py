@@ -1,0 +1,119 @@
+"""A second pass leaves RNG state, buffers and training flags as it found them."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import io
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ignite_monitor.model.isolation import (
+    capture_rng_state,
+    generators_of,
+    is_reference_run,
+    isolated_pass,
+    preserved_rng_state,
+    restore_rng_state,
+)
+from ignite_monitor.model.structure import hookable_modules
+
+BIT_GENERATORS = [np.random.MT19937, np.random.PCG64, np.random.Philox, np.random.SFC64, np.random.PCG64DXSM]
+
+
+@pytest.fixture(params=BIT_GENERATORS, ids=lambda kind: kind.__name__)
+def bit_generator(request):
+    """NumPy's global generator is of another kind, and has a normal number in store."""
+    before = np.random.get_bit_generator()
+    np.random.set_bit_generator(request.param(3))
+    np.random.randn()
+    yield
+    np.random.set_bit_generator(before)
+
+
+def draws():
+    return [*torch.rand(2).tolist(), random.random(), random.gauss(0, 1), *np.random.randn(3), np.random.randint(99)]
+
+
+def test_rng_state_is_plain_data_that_draws_the_same_again(bit_generator):
+    random.gauss(0, 1)  # Python keeps the second of a pair
+    file = io.BytesIO()
+    torch.save(capture_rng_state(), file)
+    expected = draws()
+    file.seek(0)
+    restore_rng_state(torch.load(file, weights_only=True))
+    assert draws() == expected
+
+
+def test_rng_state_is_preserved_after_an_error(bit_generator):
+    state = capture_rng_state()
+    expected = draws()
+    restore_rng_state(state)
+    with pytest.raises(ZeroDivisionError), preserved_rng_state():
+        draws()[0] / 0
+    assert draws() == expected
+
+
+def test_a_state_of_devices_that_do_not_exist_is_restored_without_them():
+    state = capture_rng_state()
+    restore_rng_state(state | {"devices": {"cuda:99": torch.zeros(16, dtype=torch.uint8)}})
+
+
+class Drawing(nn.Module):
+    """Holds generators in every place that is searched."""
+
+    def __init__(self):
+        super().__init__()
+        of_torch, of_python, of_numpy = (torch.Generator() for _ in range(5)), random.Random(1), np.random.default_rng
+        self.own, listed, closed, bound, deep = of_torch
+        self.listed, self.queue = [{"a": listed}], collections.deque([of_python])
+        self.function = lambda: torch.rand((), generator=closed)
+        self.partial = functools.partial(torch.rand, generator=bound)
+        self.holder = type("Holder", (), {})()
+        self.holder.deep, self.holder.older = (deep, of_numpy(2)), np.random.RandomState(3)
+        self.inner = nn.Dropout()
+        self.register_buffer("calls", torch.zeros(()))
+        self.generators = [self.own, listed, closed, bound, deep]
+
+    def forward(self):
+        values = [float(torch.rand((), generator=each)) for each in self.generators]
+        numpy, older = self.holder.deep[1], self.holder.older
+        values += [self.queue[0].random(), float(numpy.random()), float(older.rand())]
+        self.calls += 1
+        self.calls = self.calls.clone()
+        self.inner.eval()
+        return values
+
+
+def test_an_isolated_pass_restores_generators_buffers_and_flags():
+    model = Drawing()
+    assert len(generators_of(model)) == 8
+    calls = model.calls
+    state = capture_rng_state()
+    expected = draws()
+    restore_rng_state(state)
+    with isolated_pass(model):
+        assert is_reference_run()
+        first = model()
+        draws()
+    assert not is_reference_run()
+    assert model.calls is calls
+    assert model.calls == 0
+    assert model.inner.training
+    assert draws() == expected
+    assert model() == first
+
+
+@pytest.mark.parametrize(("training", "frozen", "excluded"), [(0, 1, True), (1, 1, False), (0, 0, False)])
+def test_modules_of_a_fast_path_are_not_hookable(training, frozen, excluded):
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    model = nn.Sequential(nn.TransformerEncoder(layer, 2), nn.Linear(4, 4))
+    model[0].requires_grad_(not frozen).train(bool(training))
+    inside = {f"0.layers.{i}{rest}" for i in range(2) for rest in ("", ".linear1", ".self_attn.out_proj", ".norm2")}
+    hookable = hookable_modules(model)
+    assert {"", "0", "1"} <= hookable.keys()
+    assert inside.isdisjoint(hookable) if excluded else inside <= hookable.keys()

@@ -1,0 +1,97 @@
+"""The base class, by the smallest monitor of one's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ignite.engine import Events
+from ignite.handlers import Checkpoint, DiskSaver, ProgressBar
+
+from ignite_monitor import Key, Monitor, MonitorEvents, RollbackHandler, Schema
+from tests._helpers import make_batches, make_trainer
+
+
+class Smallest(Monitor, schema=Schema("smallest", "smallest", (Key("one", "the number 1"), Key("{name}", "any")))):
+    """{keys}"""
+
+    def __init__(self, model, prefix="smallest"):
+        super().__init__(model, prefix)
+
+    def handlers(self):
+        return [(MonitorEvents.TRAIN_STEP_COMPLETED, self.measure)]
+
+    def measure(self, engine):
+        self.publish(one=1.0)
+
+
+def test_a_stateful_filter_in_a_list_is_called_once_per_iteration_as_by_ignite():
+    def run(attach):
+        _, _, trainer = parts = make_trainer()
+        calls, measured = [], set()
+
+        def every_third_call(engine, iteration):
+            calls.append(iteration)
+            return len(calls) % 3 == 0
+
+        event = Events.ITERATION_STARTED(every=2) | Events.ITERATION_STARTED(event_filter=every_third_call)
+        attach(parts, event, measured)
+        trainer.run(make_batches(12))
+        return calls, measured
+
+    def monitor(parts, event, measured):
+        model, _, trainer = parts
+        own = Smallest(model)
+        own.attach(trainer, event)
+        trainer.add_event_handler(
+            Events.ITERATION_COMPLETED, lambda engine: measured.update([engine.state.iteration] * bool(own.metrics))
+        )
+
+    def ignite(parts, event, measured):
+        parts[2].add_event_handler(event, lambda engine: measured.add(engine.state.iteration))
+
+    assert run(monitor) == run(ignite)
+
+
+def test_a_monitor_without_state_works_in_a_checkpoint_and_beside_rollback_handler(tmp_path):
+    model, optimizer, trainer = make_trainer()
+    monitor = Smallest(model)
+    monitor.attach(trainer)
+    rollback = RollbackHandler({"model": model, "optimizer": optimizer})
+    rollback.attach(trainer)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=60), lambda engine: rollback.request("a test"))
+    saver = Checkpoint({"model": model, "monitor": monitor}, DiskSaver(tmp_path), filename_pattern="saved.pt")
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=70), saver)
+    trainer.run(make_batches(70))
+    assert trainer.state.metrics["rollback/count"] == trainer.state.metrics["smallest/one"] == 1
+    saved = torch.load(tmp_path / "saved.pt", weights_only=True)
+    Checkpoint.load_objects({"model": model, "monitor": Smallest(model)}, saved)
+    assert saved["monitor"] == {}
+
+
+def test_a_warning_is_given_once_per_text_whatever_the_values(caplog):
+    monitor = Smallest(make_trainer()[0])
+    for value in (1, 2):
+        monitor._warn_once("layer %d is skipped", value)
+        monitor._warn_once("other")
+    assert caplog.messages == ["Smallest (smallest): layer 1 is skipped", "Smallest (smallest): other"]
+
+
+def test_removing_a_progress_bar_keeps_the_user_s_own_closing_handler():
+    model, _, trainer = make_trainer()
+    bar = ProgressBar(disable=True)
+    bar.attach(trainer)
+    monitor = Smallest(model)
+    before = {event: list(handlers) for event, handlers in trainer._event_handlers.items() if handlers}
+    monitor.log_to(bar, trainer)
+    monitor.detach()
+    assert {event: list(handlers) for event, handlers in trainer._event_handlers.items() if handlers} == before
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_number_that_turns_non_finite_is_no_longer_reported(number):
+    model, _, trainer = make_trainer()
+    monitor = Smallest(model)
+    monitor.attach(trainer)
+    monitor.publish(one=1.0, other=2.0)
+    monitor.publish(one=number)
+    assert monitor.metrics == trainer.state.metrics == {"smallest/other": 2.0}
