@@ -1,10 +1,9 @@
-"""The best learning rate of a small Llama and of a ViT at three widths: in the standard parametrization, under muP, and
-under muP with the alignment that MaxPScheduler measures.
+"""The best learning rate of a small Llama and of a ViT at three widths, in the standard parametrization and under muP.
 
 The Llama (two layers, 32 bytes of context) learns the docstrings of Python's standard library, the ViT (two layers, 17
 positions) scikit-learn's handwritten digits. All learn with Adam, whose learning rate rises over 10 steps and falls to
-0. What counts is the loss at the end: of text that the Llama has not seen, and of the first 256 digits. Weights of all
-three start alike, but the readout's; the standard parametrization has one learning rate for all of them.
+0. What counts is the loss at the end: of text that the Llama has not seen, and of the first 256 digits. Weights of both
+start alike, but the readout's; the standard parametrization has one learning rate for all of them.
 
 Every training is one line of a file, so that a run may be stopped and goes on where it was.
 
@@ -33,10 +32,10 @@ from ignite.engine import Engine, Events
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from benchmarks.coordinate_checks import Case, probe, transformer, vit_transformers
-from ignite_monitor.scaling import PRESETS, MaxPScheduler, parametrize
+from benchmarks.families import Case, probe, transformer, vit_transformers
+from ignite_monitor.scaling import PRESETS, parametrize
 
-KINDS = {"standard": "standard", "mup": "muP", "maxp": "muP, measured alignment"}
+KINDS = {"standard": "standard", "mup": "muP"}
 TASKS = {"llama": "Llama", "vit": "ViT"}
 SHOWN = {"llama": ((2.5, 2.75, 3, 3.5), (2.45, 3.6)), "vit": ((0.1, 0.2, 0.5, 1, 2), (0.1, 2.5))}  # losses
 WIDTHS = (64, 256, 512)
@@ -45,10 +44,8 @@ STEPS, BATCH, LENGTH, HELD_OUT = 120, 8, 32, 64
 STARTS = {
     ("llama", "standard"): -7,
     ("llama", "mup"): -2,
-    ("llama", "maxp"): -2,
     ("vit", "standard"): -9,
     ("vit", "mup"): -3,
-    ("vit", "maxp"): -3,
 }
 
 
@@ -119,12 +116,7 @@ def train(run: Run, steps: int = STEPS) -> float:
     torch.manual_seed(run.seed)  # the same batches for all
 
     trainer = Engine(lambda _, batch: made.step(scaled.model, optimizer, batch))
-    scheduled = optimizer
-    if run.kind == "maxp":
-        scheduler = MaxPScheduler(scaled, optimizer, solve_interval=5, warmup_steps=5, alignment_ema=0.5)
-        scheduler.attach(trainer)
-        scheduled = scheduler.as_optimizer()
-    schedule = LambdaLR(scheduled, lambda step: min(1.0, (step + 1) / 10) * (1 - step / steps))
+    schedule = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10) * (1 - step / steps))
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: schedule.step())
     trainer.run([draw() for _ in range(steps)], max_epochs=1)
     with torch.no_grad():

@@ -230,7 +230,7 @@ def make_scaled(width):
         return nn.Sequential(nn.Linear(32, n), nn.ReLU(), nn.Linear(n, n), nn.ReLU(), nn.Linear(n, 10))
 
     parametrization = parametrize(perceptron, (16, width), sample_input=torch.zeros(1, 32), lr_prefactor=0.01)
-    return parametrization.model, torch.optim.Adam(parametrization.param_groups)
+    return parametrization, torch.optim.Adam(parametrization.param_groups)
 
 
 def train(file, iterations=500, damaged=333):

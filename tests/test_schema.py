@@ -41,7 +41,7 @@ from ignite_monitor import (
 from ignite_monitor.keys import ACTIVATION, SCHEMAS
 from ignite_monitor.report.families import groups
 from ignite_monitor.report.series import Run, Series
-from ignite_monitor.scaling import AlignmentHandler, MaxPScheduler, Parametrization, ParametrizedModule
+from ignite_monitor.scaling import AlignmentHandler, MaxPScheduler, parametrize
 from ignite_monitor.schema import Key, Schema
 from ignite_monitor.tensorboard import tensorboard_layout
 from tests._helpers import make_batches, make_trainer
@@ -59,10 +59,10 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.table = nn.Embedding(4, 6)
-        self.first = ParametrizedModule(nn.Linear(6, 8), width_dim=8, layer_type="embedding")
+        self.first = nn.Linear(6, 8)
         self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-        self.hidden = ParametrizedModule(nn.Linear(8, 8), width_dim=8, layer_type="hidden")
-        self.last = ParametrizedModule(nn.Linear(8, 3), width_dim=8, layer_type="readout")
+        self.hidden = nn.Linear(8, 8)
+        self.last = nn.Linear(8, 3)
         self.shift = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
         self.position_table = nn.Parameter(torch.ones(3, 8))
         self.unused, self.left_out = nn.Linear(8, 8), nn.Linear(8, 8)
@@ -76,10 +76,12 @@ class Model(nn.Module):
 
 def make_parametrized():
     torch.manual_seed(0)
-    layers = [(6, 8, "embedding"), (8, 8, "hidden"), (8, 3, "readout")]
-    model = nn.Sequential(*(ParametrizedModule(nn.Linear(i, o), width_dim=8, layer_type=kind) for i, o, kind in layers))
-    parametrization = Parametrization(model, lr_prefactor=0.02)
-    return model, torch.optim.SGD(parametrization.param_groups, lr=0.1), parametrization
+
+    def model(n):
+        return nn.Sequential(nn.Linear(6, n), nn.Linear(n, n), nn.Linear(n, 3))
+
+    parametrization = parametrize(model, (4, 8), sample_input=torch.zeros(1, 6), lr_prefactor=0.02)
+    return parametrization.model, torch.optim.SGD(parametrization.param_groups, lr=0.1), parametrization
 
 
 def make_all():

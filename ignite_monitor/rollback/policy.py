@@ -61,7 +61,7 @@ class RecoveryPolicy:
     "Too long" means ``max_rollbacks`` within ``WINDOW`` iterations while watching, and ``HOLD`` iterations since the
     first sign while recovering; the run ends only if the last ``patience`` iterations were not finite as well.
 
-    Args:
+    Attributes:
         patience: number of consecutive non-finite batches that count as a ruined state.
         max_rollbacks: number of rollbacks within ``WINDOW`` iterations.
     """

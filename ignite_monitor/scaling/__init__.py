@@ -2,15 +2,15 @@
 
 from ignite_monitor.scaling.alignment_handler import AlignmentHandler
 from ignite_monitor.scaling.coordinate_check import coordinate_check
-from ignite_monitor.scaling.coordinate_result import CoordinateCheck, Record, Slope
-from ignite_monitor.scaling.graph import ALIGNMENTS, PRESETS, Alignment, LayerGraph, Node, chain
-from ignite_monitor.scaling.labels import TracingError
-from ignite_monitor.scaling.layers import ParametrizedLayer
+from ignite_monitor.scaling.coordinate_result import CoordinateCheck
+from ignite_monitor.scaling.graph import LayerGraph, Node
 from ignite_monitor.scaling.maxp import MaxPScheduler
-from ignite_monitor.scaling.module import ParametrizedModule
-from ignite_monitor.scaling.parametrization import Parametrization
+from ignite_monitor.scaling.parametrization import Parametrization, ParametrizedLayer
+from ignite_monitor.scaling.parametrize import parametrize
+from ignite_monitor.scaling.presets import ALIGNMENTS, PRESETS, Alignment
+from ignite_monitor.scaling.program import TracingError
+from ignite_monitor.scaling.slopes import Record, Slope
 from ignite_monitor.scaling.solver import InfeasibleError, Solution, solve
-from ignite_monitor.scaling.widths import parametrize
 
 __all__ = [
     "ALIGNMENTS",
@@ -24,12 +24,10 @@ __all__ = [
     "Node",
     "Parametrization",
     "ParametrizedLayer",
-    "ParametrizedModule",
     "Record",
     "Slope",
     "Solution",
     "TracingError",
-    "chain",
     "coordinate_check",
     "parametrize",
     "solve",

@@ -1,20 +1,19 @@
-r"""Alignment: how much larger a product with a weight is than its factors, as an exponent of the fan-in.
+r"""Alignment of inputs and weights: the size of their product over that of its factors, as an exponent of the fan-in.
 
 A layer with weights :math:`W_0 + \Delta W` and n inputs gets :math:`z_0 + \Delta z`, where it got :math:`z_0` at the
 start. For an input z, W of shape (outputs, n), and root mean squares over their elements,
 
 .. math:: \frac{\log \mathrm{RMS}(z W^\top) - \log(\mathrm{RMS}(z)\, \mathrm{RMS}(W))}{\log n}
 
-is 1/2 in the mean where z and W know nothing of each other, since n random terms add up to :math:`\sqrt n`, and 1 where
-every term has the same sign, as for :math:`W = u z^\top`. The three products of what changes are those of `Scaling
-Exponents Across Parameterizations and Optimizers <https://arxiv.org/abs/2407.05872>`_: :math:`\alpha` of
-:math:`z_0 \Delta W^\top`, :math:`\omega` of :math:`\Delta z W_0^\top`, and u of :math:`\Delta z \Delta W^\top`.
+is 1/2 in the mean if z and W are independent, since n random terms add up to :math:`\sqrt n`, and 1 if all terms have
+the same sign, as for :math:`W = u z^\top`. The three products of a layer's change (arXiv:2407.05872) are :math:`\alpha`
+of :math:`z_0 \Delta W^\top`, :math:`\omega` of :math:`\Delta z W_0^\top`, and u of :math:`\Delta z \Delta W^\top`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -27,24 +26,23 @@ from ignite_monitor.model.structure import modules_by_name
 from ignite_monitor.monitor.ranks import sum_over_ranks
 from ignite_monitor.reference.call import Call, Comparison, NotComparableError
 from ignite_monitor.reference.reference import Reference
-from ignite_monitor.scaling.module import layer_name
 from ignite_monitor.scaling.parametrization import Parametrization
 
 TERMS = ("z0_dW", "dZ_w0", "dZ_dW")
-"""What the three are of."""
+"""Names of the three products in keys."""
 
 Product = Callable[[Tensor, Tensor], Tensor]
 
 
 def rms(values: Tensor) -> Tensor:
-    """The root mean square of every row; rows are the first dimension."""
+    """Return the root mean square of every row; rows are the first dimension."""
     rows = values.flatten(1)
     norms: Tensor = torch.linalg.vector_norm(rows, dim=1)
     return norms / math.sqrt(rows.shape[1])
 
 
 def row_alignment(product: Product, fan_in: float, x: Tensor, weight: Tensor) -> Tensor:
-    """The alignment of an input and a weight, by row; NaN where the input, the weight or their product is 0."""
+    """Return the alignment of an input and a weight by row; NaN where the input, the weight or their product is 0."""
     exponents = (rms(product(x, weight)).log() - (rms(x) * rms(weight[None])).log()) / math.log(fan_in)
     return torch.where(exponents.isfinite(), exponents, math.nan)
 
@@ -57,12 +55,12 @@ def alignment_sums(
     initial_weight: Tensor,
     weight_change: Tensor,
 ) -> Tensor:
-    """The sums of all three alignments over the rows of a batch in which they are defined, and the numbers of these.
+    """Return the sums of all three alignments over the rows in which they are defined, and the numbers of these rows.
 
     Args:
-        product: of an input and a weight, linear in either: a matrix product or a convolution.
-        fan_in: n, how many products each output is the sum of, more than 1.
-        initial_input: its first dimension is that of the rows.
+        product: maps an input and a weight, linearly in either: a matrix product or a convolution.
+        fan_in: n, the number of products that each output is the sum of; more than 1.
+        initial_input: rows are its first dimension.
 
     Returns:
         A tensor of shape (2, 3): sums and counts, in the order of :data:`TERMS`.
@@ -74,7 +72,7 @@ def alignment_sums(
 
 
 def over_layers(alignments: Tensor) -> Tensor:
-    """Mean, smallest and largest over the layers of (layers, terms), in (3, terms); NaN where it is not defined."""
+    """Return mean, minimum and maximum over the layers of a table (layers, terms), in (3, terms); NaN if undefined."""
     unknown = alignments.isnan()
     smallest = alignments.masked_fill(unknown, math.inf).amin(0)
     largest = alignments.masked_fill(unknown, -math.inf).amax(0)
@@ -83,11 +81,17 @@ def over_layers(alignments: Tensor) -> Tensor:
 
 
 class AlignmentCalls(Comparison):
-    """Measures how the calls of a model's layers are aligned; ``layers`` has the names of each one's modules."""
+    """Measures the alignment in the calls of layers.
 
-    def __init__(self, reference: Reference, layers: Mapping[str, Sequence[str]], sample_size: int) -> None:
+    Args:
+        reference: the initial model.
+        layers: names of the modules to measure.
+        sample_size: number of rows of each batch to measure.
+    """
+
+    def __init__(self, reference: Reference, layers: Sequence[str], sample_size: int) -> None:
         self.layers = list(layers)
-        self.rows = {name: row for row, names in enumerate(layers.values()) for name in names}  # of modules
+        self.rows = {name: row for row, name in enumerate(layers)}
         self._reference = reference
         self._sample_size = sample_size
         self._sums: list[tuple[str, Tensor]] = []
@@ -102,12 +106,12 @@ class AlignmentCalls(Comparison):
         module: Any = call.module
         bound = linear_map(module)
         if bound is None:
-            raise NotComparableError("its forward has been replaced since the handler was made")
+            raise NotComparableError("its forward was replaced after the handler was made")
         reference: Any = self._reference.modules[call.name]
         weight, initial = module.weight, reference.weight
         x0, x = call.kept.pop(), self._sample(call)
         if x is None or x0 is None:
-            raise NotComparableError("its input is no dense tensor on one device")
+            raise NotComparableError("its input is not a dense tensor on one device")
         if x.shape != x0.shape:
             raise NotComparableError(f"its inputs are {tuple(x.shape)}, in the reference {tuple(x0.shape)}")
         if not isinstance(weight, Tensor) or not is_plain(weight):
@@ -124,7 +128,7 @@ class AlignmentCalls(Comparison):
         self._sums += [(name, sums) for name, calls in results.items() for sums in calls]
 
     def result(self, incomplete: Collection[str]) -> Tensor:
-        """The alignments over all ranks, each of which has to ask: a row for each layer, NaN where there is none."""
+        """Return the alignments over all ranks, one row per layer, NaN if undefined. A collective."""
         device = device_of(self._reference.module)
         table = torch.zeros(len(self.layers), 2, len(TERMS), dtype=wide_dtype(device), device=device)
         without = {self.rows[name] for name in incomplete}
@@ -140,15 +144,15 @@ class AlignmentCalls(Comparison):
         if not isinstance(x, Tensor) or not is_plain(x) or not x.is_floating_point():
             return None
         with aside():
-            # A row has all dimensions from that of the features on.
+            # A row has all dimensions from the features on.
             rows = x.detach().reshape(-1, *x.shape[x.ndim + feature_dim(call.module) :])
             step = max(len(rows) // self._sample_size, 1)
-            # A copy, so that no whole batch stays with it, and nothing that the model does in place changes it.
+            # A copy: it keeps no batch alive, and in-place operations of the model do not change it.
             return rows[::step][: self._sample_size].clone()
 
 
 def fan_in(module: nn.Module) -> float:
-    """How many products each output of a linear map is the sum of."""
+    """Return the number of products that each output of a linear map is the sum of."""
     weight: Any = module.weight
     if isinstance(module, TRANSPOSED):
         return float(weight[:, 0].numel() / module.groups / math.prod(module.stride))
@@ -157,24 +161,18 @@ def fan_in(module: nn.Module) -> float:
     return float(weight.shape[0])
 
 
-def find_layers(model: nn.Module, parametrization: Parametrization | None) -> dict[str, list[str]]:
-    """The layers whose alignment is defined, each with the names of its modules.
+def measurable_layers(model: nn.Module, parametrization: Parametrization | None) -> list[str]:
+    """Return the names of modules whose alignment is defined.
 
     Args:
-        parametrization: with it only its layers count, and only those whose inputs grow with the width.
+        parametrization: with it only hidden layers and readouts count, whose fan-in grows with the width.
     """
-    modules = modules_by_name(model)
-    layers: dict[str, list[str]] = {}
-    wanted: dict[nn.Module, str] = {}
-    if parametrization is not None:
-        for known in parametrization.layers.values():
-            if known.layer_type in ("hidden", "readout") and known.is_module:
-                wanted |= dict.fromkeys(known.module.modules(), known.name)
-    for name, module in modules.items():
+    layers = []
+    for name, module in modules_by_name(model).items():
         weight: Any = getattr(module, "weight", None)
         if linear_map(module) is None or not weight.numel() or fan_in(module) <= 1:
             continue
-        layer = layer_name(modules, name) if parametrization is None else wanted.get(module)
-        if layer is not None:
-            layers.setdefault(layer, []).append(name)
+        known = None if parametrization is None else parametrization.layers.get(name)
+        if parametrization is None or (known is not None and known.module and known.layer_type != "embedding"):
+            layers.append(name)
     return layers

@@ -1,4 +1,4 @@
-"""The graph of a model's layers, with what each does to exponents of the width, as plain data."""
+"""The graph of a model's layers as plain data."""
 
 from __future__ import annotations
 
@@ -6,67 +6,25 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from ignite_monitor.checks import check_real
+from ignite_monitor.scaling.presets import LAYER_TYPES
 
-LAYER_TYPES = ("embedding", "hidden", "readout", "attention")
-JUNCTIONS = ("sum", "product", "contraction", "fixed")
-
-PRESETS: dict[str, dict[str, tuple[float, float]]] = {
-    "mup": {"embedding": (-0.5, 0.5), "hidden": (0.0, 0.5), "readout": (0.5, 0.5), "attention": (1.0, 0.0)},
-    "standard": {"embedding": (0.0, 0.0), "hidden": (0.0, 0.5), "readout": (0.0, 0.5)},
-    "ntk": {"embedding": (0.0, 0.0), "hidden": (0.5, 0.0), "readout": (0.5, 0.0)},
-    "mean_field": {"embedding": (0.0, 0.0), "hidden": (0.5, 0.0), "readout": (1.0, 0.0)},
-}
-"""Exponents (a, b) per layer type, as ``ab_overrides`` takes them."""
-
-
-class Alignment(NamedTuple):
-    r"""How a layer's products grow with its fan-in n, as n to the power of one of these.
-
-    Attributes:
-        alpha: of the initial input and the weights' change, :math:`z_0 \Delta W^\top`.
-        omega: of the input's change and the initial weights, :math:`\Delta z W_0^\top`.
-        u: of both changes, :math:`\Delta z \Delta W^\top`.
-    """
-
-    alpha: float
-    omega: float
-    u: float
-
-
-ALIGNMENTS = {"full": Alignment(1.0, 0.5, 1.0), "no": Alignment(0.5, 0.5, 0.5)}
-
-
-def as_alignment(name: str, value: object) -> Alignment:
-    """An alignment, given by its name or as three numbers.
-
-    Raises:
-        TypeError: if it is neither a name nor three numbers.
-        ValueError: if there is no alignment of that name, or a number is not finite.
-    """
-    if isinstance(value, str):
-        if value not in ALIGNMENTS:
-            raise ValueError(
-                f"Argument {name} should be one of {list(ALIGNMENTS)} or three numbers, but given {value!r}"
-            )
-        return ALIGNMENTS[value]
-    if not isinstance(value, (tuple, list)) or len(value) != 3:
-        raise TypeError(f"Argument {name} should be one of {list(ALIGNMENTS)} or three numbers, but given {value!r}")
-    return Alignment(*(check_real(name, number) for number in value))
+KINDS = (*LAYER_TYPES, "junction", "fixed")
 
 
 class Node(NamedTuple):
     r"""One node of a graph: a layer, or a junction of branches.
 
     Attributes:
-        name: what it is called; of a layer, its name in the model.
-        kind: a layer type ("embedding", "hidden", "readout", "attention"); "sum", "product" or "contraction"; or
-            "fixed", a weight that is as large at any width, and learns at the same rate.
-        inputs: names of the nodes whose values it takes; values that do not change while training have none.
-        a: of a layer, its output multiplier's exponent.
-        b: of a layer with weights, the exponent of their initial standard deviation.
-        c: its learning rate's exponent where that is not to be solved for.
-        shares: the layer whose weights it has, where they are not its own.
-        few: of a hidden layer, whether it gives as many numbers at any width, as a readout does.
+        name: unique name; for a layer, its name in the model.
+        kind: "embedding", "hidden" or "readout"; "junction" for a sum or product of its inputs; or "fixed" for a
+            weight whose size does not depend on the width.
+        inputs: names of the nodes whose values it takes; constant inputs are not listed.
+        a: exponent of a layer's output multiplier.
+        b: exponent of a layer's initial standard deviation.
+        c: a given exponent of the learning rate; None to solve for it.
+        shares: the layer whose weights it uses, if they are not its own.
+        few: True for a hidden layer whose number of outputs does not grow.
+        update: for a layer that Muon trains, the exponent of its output's change per step; else None.
     """
 
     name: str
@@ -77,27 +35,28 @@ class Node(NamedTuple):
     c: float | None = None
     shares: str | None = None
     few: bool = False
+    update: float | None = None
 
     @property
     def layer(self) -> str:
-        """The layer whose weights it has: itself, or the one that it shares them with."""
+        """The layer whose weights it uses: itself, or the one it shares them with."""
         return self.name if self.shares is None else self.shares
 
     @property
     def has_weights(self) -> bool:
-        """Whether it has a learning rate."""
-        return self.kind in {"embedding", "hidden", "readout"}
+        """True for nodes with a learning rate."""
+        return self.kind in LAYER_TYPES
 
 
 class LayerGraph:
-    """Layers and junctions of a model, in the order of its forward pass.
+    """Layers and junctions of a model, in the order of the forward pass.
 
     Args:
-        nodes: the nodes, each after those it takes its inputs from.
+        nodes: the nodes, each after its inputs.
 
     Raises:
-        ValueError: if two nodes have one name, a kind or an input is not known, a junction has no input, or a layer
-            has an (a, b) with which its activations would grow or vanish with width from the start.
+        ValueError: if names are not unique, a kind or an input is unknown, a junction has no input, or the activations
+            of a layer would grow or vanish with width at initialization, by its (a, b).
 
     Examples:
         .. code-block:: python
@@ -105,7 +64,7 @@ class LayerGraph:
             LayerGraph([
                 Node("fc1", "embedding", a=-0.5, b=0.5),
                 Node("fc2", "hidden", ("fc1",), b=0.5),
-                Node("skip", "sum", ("fc1", "fc2")),
+                Node("skip", "junction", ("fc1", "fc2")),
                 Node("out", "readout", ("skip",), a=0.5, b=0.5),
             ])
     """
@@ -126,82 +85,47 @@ class LayerGraph:
         return [node for node in self.nodes if node.has_weights and node.shares is None]
 
     def _check(self, node: Node) -> None:
-        if node.kind not in LAYER_TYPES + JUNCTIONS:
-            raise ValueError(f"Node {node.name} should be of a kind in {LAYER_TYPES + JUNCTIONS}, but is {node.kind!r}")
+        if node.kind not in KINDS:
+            raise ValueError(f"Node {node.name} should be of a kind in {KINDS}, but is {node.kind!r}")
         if node.name in self._by_name:
-            raise ValueError(f"There are two nodes called {node.name}")
-        unknown = [name for name in node.inputs if name not in self._by_name]
-        if unknown:
-            raise ValueError(f"Node {node.name} takes its input from {unknown}, which no node before it is called")
-        if node.kind in JUNCTIONS[:3] and not node.inputs:
-            raise ValueError(f"Node {node.name} is a {node.kind} without inputs")
-        if node.shares is not None and node.shares not in self._by_name:
-            raise ValueError(f"Node {node.name} shares the weights of {node.shares!r}, which is no layer before it")
+            raise ValueError(f"Two nodes are named {node.name}")
+        for name in node.inputs if node.shares is None else (*node.inputs, node.shares):
+            if name not in self._by_name:
+                raise ValueError(f"Node {node.name} refers to {name!r}, which no earlier node is named")
+        if node.kind == "junction" and not node.inputs:
+            raise ValueError(f"Node {node.name} is a junction without inputs")
         for exponent, value in (("a", node.a), ("b", node.b), ("c", 0.0 if node.c is None else node.c)):
             check_real(f"{exponent} of {node.name}", value)
-        total = node.a + node.b
-        wanted = {"embedding": 0.0, "hidden": 0.5, "readout": 0.5}.get(node.kind)
-        if wanted is None or abs(total - wanted) < 1e-9 or (node.kind == "readout" and total > wanted):
+        total, expected = node.a + node.b, 0.0 if node.kind == "embedding" else 0.5
+        if not node.has_weights or abs(total - expected) < 1e-9 or (node.kind == "readout" and total > expected):
             return
         relation = "at least" if node.kind == "readout" else "equal to"
         raise ValueError(
-            f"Layer {node.name} should have a + b {relation} {wanted:g}, with which the outputs of {node.kind} layers "
-            f"neither grow nor vanish with width from the start, but has {node.a:g} + {node.b:g}"
+            f"Layer {node.name} should have a + b {relation} {expected:g}, so that its outputs neither grow nor vanish "
+            f"with width at initialization, but has {node.a:g} + {node.b:g}"
         )
 
 
-def chain(nodes: Iterable[Node]) -> LayerGraph:
-    """A graph in which each layer takes the output of the one before it.
-
-    An embedding takes no input, and adds to what the layers before it give. Nothing takes a readout's output.
+def tied(graph: LayerGraph, parameters: Mapping[str, object]) -> LayerGraph:
+    """Return the graph in which layers with the same weight have one learning rate.
 
     Args:
-        nodes: the layers in their order; inputs that they name are ignored.
+        parameters: layer -> its weight.
 
     Raises:
-        ValueError: if a name comes twice, or an (a, b) is not possible.
-    """
-    found: list[Node] = []
-    current: tuple[str, ...] = ()
-    for node in nodes:
-        if node.kind == "embedding":
-            found.append(node._replace(inputs=()))
-            current = (*current, node.name)
-            continue
-        inputs = current
-        if len(current) > 1:
-            found.append(Node(f"{node.name}.input", "sum", current))
-            inputs = current = (f"{node.name}.input",)
-        found.append(node._replace(inputs=inputs))
-        if node.kind != "readout":
-            current = (node.name,)
-    return LayerGraph(found)
-
-
-def tied(graph: LayerGraph, parameters: Mapping[str, Iterable[object]]) -> LayerGraph:
-    """The graph in which layers with the same weights have one learning rate.
-
-    Args:
-        parameters: the weights of each layer.
-
-    Raises:
-        ValueError: if layers share some of their weights and not all, or have different fixed c.
+        ValueError: if layers that share a weight are given different c.
     """
     owners: dict[int, str] = {}
-    primary: dict[str, str] = {}
-    fixed: dict[str, set[float]] = {}
+    given: dict[str, set[float]] = {}
+    owner_of = {node.name: owners.setdefault(id(parameters[node.name]), node.name) for node in graph.layers}
     for node in graph.layers:
-        shared = {owners.setdefault(id(each), node.name) for each in parameters[node.name]}
-        if len(shared) > 1:
-            raise ValueError(f"Layers {', '.join(sorted(shared))} share some of their weights, but not all")
-        owner = primary[node.name] = shared.pop() if shared else node.name
-        given = fixed.setdefault(owner, set())
-        given |= set() if node.c is None else {node.c}
-        if len(given) > 1:
-            raise ValueError(f"Layers {owner} and {node.name} share their weights, but have different c: {given}")
+        values = given.setdefault(owner_of[node.name], set())
+        values |= set() if node.c is None else {node.c}
+        if len(values) > 1:
+            raise ValueError(f"{owner_of[node.name]} and {node.name} share a weight, but have different c: {values}")
 
     def joined(node: Node) -> Node:
-        owner = primary[node.layer]
-        return node._replace(shares=None if owner == node.name else owner, c=next(iter(fixed[owner]), None))
+        owner = owner_of[node.layer]
+        return node._replace(shares=None if owner == node.name else owner, c=next(iter(given[owner]), None))
 
     return LayerGraph(joined(node) if node.has_weights else node for node in graph.nodes)

@@ -1,4 +1,4 @@
-"""MaxPScheduler: learning rates that are as large as the measured alignment allows."""
+"""MaxPScheduler: learning rates as large as the measured alignment allows."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from ignite.engine import Engine
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from ignite_monitor.checks import check_count, check_real, check_type
@@ -19,67 +18,56 @@ from ignite_monitor.model.names import tags
 from ignite_monitor.model.optimizers import check_optimizer
 from ignite_monitor.monitor.base import Monitor
 from ignite_monitor.reference.monitor import ReferenceMonitor
-from ignite_monitor.scaling.alignment import AlignmentCalls, find_layers
-from ignite_monitor.scaling.graph import Alignment
+from ignite_monitor.scaling.alignment import AlignmentCalls, measurable_layers
 from ignite_monitor.scaling.parametrization import Parametrization
+from ignite_monitor.scaling.presets import Alignment
+from ignite_monitor.scaling.rates import LayerRates
 from ignite_monitor.scaling.solver import Solution
 
 
 class MaxPScheduler(ReferenceMonitor, schema=MAXP):
-    r"""Sets each layer's learning rate to the largest with which, as its layers are aligned now, nothing grows.
+    r"""Set each layer's learning rate to the largest with which, at its measured alignment, no activation grows.
 
-    A :class:`Parametrization` supposes an alignment and solves for exponents c once. This handler measures the
-    alignment while the model trains, as :class:`AlignmentHandler` does, solves anew, and sets the learning rate of each
-    of the optimizer's groups to
+    A :class:`Parametrization` assumes an alignment and solves for exponents c once. This handler measures the alignment
+    during training, as :class:`AlignmentHandler` does, solves again (:func:`solve`), and sets the learning rate of each
+    group to
 
     .. math:: \mathtt{lr\_prefactor} \cdot n^{-c}
 
-    for the next train step (arXiv:2407.05872). A term that is not defined, as all of them before the first update,
-    keeps its value. Layers whose c was given keep it, and so do those that can't be measured keep their alignment.
+    for the next train step (arXiv:2407.05872). No layer is slower than under full alignment. Terms that are undefined
+    keep their values, as do layers that can't be measured, and given c.
 
     {keys}
 
-    **Smoothing.** With ``alignment_ema`` e, an alignment becomes e times what it was plus 1 - e times what is measured,
-    starting from that of the parametrization, and likewise with ``c_ema`` an exponent.
-
-    **Schedules.** ``lr_prefactor`` may be set at any time, and takes effect at once. To Ignite's parameter schedulers
-    the handler is an optimizer with one group, whose "lr" it is; to schedulers of torch :meth:`as_optimizer` is. A
-    schedule of the optimizer itself would be undone by the next solve, and is warned of.
-
-    **Waiting.** Solving needs the measured alignments on the host, so that each solve waits for the device, once.
-    Iterations without one only publish what is known already.
-
-    A solve that fails, or gives what is not finite, changes nothing; it is counted, and the first one is warned of.
+    ``lr_prefactor`` may be set at any time. Ignite's parameter schedulers take the handler in place of an optimizer,
+    torch's take :meth:`as_optimizer`. A solve synchronizes host and device once. If it fails, nothing is changed; the
+    first failure is logged as a warning.
 
     Args:
-        parametrization: the parametrization of the model that is trained. Where that is wrapped in
-            DistributedDataParallel, or sharded, make the handler afterwards.
-        optimizer: an optimizer made of its ``param_groups``, which may be divided further, and of groups of your own:
-            those without "layer_name" keep their learning rates.
-        warmup_steps: for how many train steps the learning rates stay as they are; of iterations that ``attach`` was
-            told to leave out, none counts.
-        solve_interval: after how many train steps, counted likewise, to measure and solve again.
-        sample_size: how many rows of a batch to measure.
-        c_ema: how much of an exponent stays at each solve, at least 0 and less than 1.
-        alignment_ema: how much of an alignment stays at each measurement, likewise.
+        parametrization: the parametrization of the trained model. Wrap or shard the model first.
+        optimizer: an optimizer made of its ``param_groups``; other groups keep their learning rates.
+        warmup_steps: number of monitored train steps without a solve.
+        solve_interval: number of monitored train steps from one solve to the next.
+        freeze_after: number of monitored train steps after which the exponents stay; None for never.
+        sample_size: number of rows of a batch to measure.
+        c_ema: share of an exponent's old value that is kept at each solve, at least 0 and less than 1.
+        alignment_ema: the same for each measured alignment, starting from that of the parametrization.
         reference: ``"init"`` for a frozen copy of the model as it is now, which is saved with the handler; or a module
-            of the same structure, as a copy that was made before ``fully_shard``.
+            of the same structure, such as a copy from before ``fully_shard``.
 
     Attributes:
-        alignment: name -> :class:`Alignment`, as it is now.
-        solution: the exponents as they are now, a :class:`Solution`.
-        failed_count: how often there was no solution.
+        alignment: name -> current :class:`Alignment`.
+        failed_count: number of failed solves.
 
     Raises:
         TypeError: if an argument is of another type.
-        ValueError: if an argument has a value it can't have, or the optimizer has other groups.
+        ValueError: if an argument is invalid, or the optimizer has other groups.
 
     Examples:
         .. code-block:: python
 
             scheduler = MaxPScheduler(parametrization, optimizer, warmup_steps=100, solve_interval=10)
             scheduler.attach(trainer)
-            # A schedule of the prefactor:
             cosine = CosineAnnealingScheduler(scheduler, "lr", 0.1, 0.0, cycle_size=1000)
             trainer.add_event_handler(Events.ITERATION_STARTED, cosine)
     """
@@ -93,6 +81,7 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
         *,
         warmup_steps: int = 0,
         solve_interval: int = 1,
+        freeze_after: int | None = None,
         sample_size: int = 32,
         c_ema: float = 0.0,
         alignment_ema: float = 0.0,
@@ -105,52 +94,51 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
         self.optimizer = optimizer
         self._warmup_steps = check_count("warmup_steps", warmup_steps)
         self._solve_interval = check_count("solve_interval", solve_interval, least=1)
+        self._freeze_after = math.inf if freeze_after is None else check_count("freeze_after", freeze_after, least=1)
         sample_size = check_count("sample_size", sample_size, least=1)
         self._c_ema = check_real("c_ema", c_ema, least=0.0, below=1.0)
         self._alignment_ema = check_real("alignment_ema", alignment_ema, least=0.0, below=1.0)
         self._rates = LayerRates(parametrization, optimizer)
         self.alignment = dict(parametrization.alignment)
-        self.solution = parametrization.solution
         self.failed_count = 0
-        self._lr_prefactor = parametrization.lr_prefactor
         self._steps = 0
         self._names: list[str] = []
         self._tags: list[str] = []
         if isinstance(reference, str) and reference != "init":
             raise ValueError(f"Argument reference should be 'init' or a module, but given {reference!r}")
         made = self._set_reference(reference)
-        layers = find_layers(made.root, parametrization)
-        self._calls = AlignmentCalls(made, layers, sample_size)
+        self._calls = AlignmentCalls(made, measurable_layers(made.root, parametrization), sample_size)
         self._compare(self._calls.rows, self._calls)
 
     @property
+    def solution(self) -> Solution:
+        """The current exponents."""
+        return self._rates.solution
+
+    @property
     def lr_prefactor(self) -> float:
-        """What all learning rates are proportional to; to set it sets them."""
-        return self._lr_prefactor
+        """The factor of all learning rates; setting it sets them."""
+        return float(self._rates.prefactor.param_groups[0]["lr"])
 
     @lr_prefactor.setter
     def lr_prefactor(self, value: float) -> None:
-        self._lr_prefactor = check_real("lr_prefactor", value, least=0.0)
-        self._set_learning_rates()
+        self._rates.prefactor.param_groups[0]["lr"] = check_real("lr_prefactor", value, least=0.0)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """One group, whose "lr" is ``lr_prefactor``, for Ignite's parameter schedulers."""
-        return [PrefactorGroup(self)]
+        return self._rates.prefactor.param_groups
 
     def as_optimizer(self) -> Optimizer:
-        """An optimizer whose only group is that of :attr:`param_groups`, for schedulers of torch.
-
-        Ignite's ``LRScheduler`` and ``ReduceLROnPlateauScheduler`` are around one of these.
-        """
-        return PrefactorOptimizer(self)
+        """Return the optimizer whose only group is that of :attr:`param_groups`, for torch's schedulers."""
+        return self._rates.prefactor
 
     def state_dict(self) -> OrderedDict[str, Any]:
-        """The alignments and exponents as they are now, the number of steps, and the reference's weights."""
+        """Return alignments, exponents, the prefactor, the number of steps, and the reference's weights."""
         return OrderedDict(
             super().state_dict(),
             steps=self._steps,
-            lr_prefactor=self._lr_prefactor,
+            lr_prefactor=self.lr_prefactor,
             alignment={name: list(alignment) for name, alignment in self.alignment.items()},
             c=dict(self.solution.c),
             bias_c=dict(self.solution.bias_c),
@@ -164,8 +152,8 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
             state_dict: what :meth:`state_dict` returned.
 
         Raises:
-            TypeError: if it is no mapping.
-            ValueError: if it was saved by a monitor of another kind, or with another model.
+            TypeError: if it is not a mapping.
+            ValueError: if it was saved by another kind of monitor, or with another model.
         """
         Monitor.load_state_dict(self, state_dict)
         alignment = {name: Alignment(*each) for name, each in state_dict["alignment"].items()}
@@ -175,25 +163,25 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
         self._steps = int(state_dict["steps"])
         self.failed_count = int(state_dict["failed_count"])
         self.alignment = alignment
-        self.solution = Solution(dict(state_dict["c"]), self.solution.r, dict(state_dict["bias_c"]))
+        self._rates.solution = Solution(dict(state_dict["c"]), self.solution.r, dict(state_dict["bias_c"]))
         self.lr_prefactor = state_dict["lr_prefactor"]
 
-    # What it listens to
+    # Events
 
     def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
         return super().train_step_contexts() if self._is_due() else []
 
     def _is_due(self) -> bool:
         steps = self._steps - self._warmup_steps
-        return steps >= 0 and steps % self._solve_interval == 0
+        return steps >= 0 and steps % self._solve_interval == 0 and self._steps < self._freeze_after
 
     def _on_train_step_completed(self, engine: Engine) -> None:
         if not self._is_running:
             return
         if self._rates.are_changed():
             self._warn(
-                "something else sets learning rates of the optimizer, which the next solve will undo: let it set "
-                "lr_prefactor of this handler"
+                "other code sets learning rates of the optimizer, which the next solve will replace: schedule "
+                "lr_prefactor of this handler instead"
             )
         if self._is_due():
             super()._on_train_step_completed(engine)
@@ -212,12 +200,12 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
         for name, row in zip(self._calls.layers, measured, strict=True):
             self.alignment[name] = Alignment(*map(self._smoothed_alignment, self.alignment[name], row))
         try:
-            self.solution = self._smoothed(self.parametrization.solve(self.alignment))
+            self._rates.solution = self._smoothed(self.parametrization.solve(self.alignment))
         except (ValueError, ArithmeticError) as error:
             self.failed_count += 1
             if self.failed_count == 1:
-                self._warn(f"no solution for the measured alignment, so the exponents stay as they are: {error}")
-        self._set_learning_rates()
+                self._warn(f"no solution for the measured alignment; the exponents are not changed: {error}")
+        self._rates.apply()
 
     def _smoothed_alignment(self, before: float, measured: float) -> float:
         kept = self._alignment_ema
@@ -231,87 +219,3 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
         if not all(map(math.isfinite, [*c.values(), *bias_c.values()])):
             raise ArithmeticError("an exponent is not finite")
         return Solution(c, solution.r, bias_c)
-
-    def _set_learning_rates(self) -> None:
-        self._rates.set(self.solution, self._lr_prefactor)
-
-
-class LayerRates:
-    """Learning rates of the groups that belong to a parametrization; others, without "layer_name", are left alone."""
-
-    def __init__(self, parametrization: Parametrization, optimizer: Optimizer) -> None:
-        self._parametrization = parametrization
-        self._optimizer = optimizer
-        names = {group["layer_name"] for group in self._groups}
-        if not names or not names <= {*parametrization.layers, "_other"}:
-            raise ValueError("Argument optimizer should be made of the parametrization's param_groups")
-        self._rates = self._computed(parametrization.solution, parametrization.lr_prefactor)
-
-    @property
-    def _groups(self) -> list[dict[str, Any]]:
-        return [group for group in self._optimizer.param_groups if group.get("layer_name") is not None]
-
-    def _computed(self, solution: Solution, prefactor: float) -> list[tuple[float, float]]:
-        """(c, lr) of each group."""
-        rates = []
-        for group in self._groups:
-            name, layers = group["layer_name"], self._parametrization.layers
-            c = self._parametrization.exponent(name, bias=group.get("bias", False), solution=solution)
-            rates.append((c, prefactor * (layers[name].fan_in if name in layers else 1) ** -c))
-        return rates
-
-    def _now(self) -> list[tuple[dict[str, Any], float]]:
-        """Each group, and the learning rate that it was given; groups may have been added since."""
-        return [(group, lr) for group, (_, lr) in zip(self._groups, self._rates, strict=False)]
-
-    def set(self, solution: Solution, prefactor: float) -> None:
-        """Set each group's "lr" to prefactor * fan_in ** -c, and its "c"."""
-        self._rates = self._computed(solution, prefactor)
-        for group, (c, lr) in zip(self._groups, self._rates, strict=True):
-            group["c"] = c
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(lr)
-            else:
-                group["lr"] = lr
-
-    def are_changed(self) -> bool:
-        """Whether someone else has set one since; of those that are tensors it is not known without waiting."""
-        return any(not isinstance(group["lr"], Tensor) and group["lr"] != lr for group, lr in self._now())
-
-    def values(self) -> dict[str, float]:
-        """The learning rates, of ``{layer}``, ``{layer}.bias`` and ``_other``."""
-        return {
-            f"{group['layer_name']}{'.bias' * bool(group.get('bias'))}": (
-                lr if isinstance(group["lr"], Tensor) else group["lr"]
-            )
-            for group, lr in self._now()
-        }
-
-
-class PrefactorGroup(dict[str, Any]):
-    """A group of an optimizer, whose "lr" is the scheduler's prefactor."""
-
-    def __init__(self, owner: MaxPScheduler) -> None:
-        super().__init__(lr=owner.lr_prefactor)
-        self._owner = owner
-
-    def __getitem__(self, name: str) -> Any:
-        return self._owner.lr_prefactor if name == "lr" else super().__getitem__(name)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        super().__setitem__(name, value)
-        if name == "lr":
-            self._owner.lr_prefactor = value
-
-
-class PrefactorOptimizer(Optimizer):
-    """An optimizer with nothing to optimize, and one group, whose "lr" is the scheduler's prefactor."""
-
-    def __init__(self, owner: MaxPScheduler) -> None:
-        super().__init__([torch.zeros(1)], {"lr": owner.lr_prefactor})
-        self.param_groups = [PrefactorGroup(owner)]
-        self._opt_called = True  # torch's schedulers warn of steps of theirs before one of the optimizer's
-
-    def step(self, closure: Any = None) -> Any:
-        """Do nothing."""
-        return None

@@ -35,7 +35,7 @@ def shard(model):
     return fully_shard(model, mesh=mesh)
 
 
-def train(rank, seed=0, reference="init", wrap=DistributedDataParallel):
+def train(rank, seed=0, wrap=DistributedDataParallel):
     """What was published in each iteration; rank None has the whole batch."""
     torch.manual_seed(seed)
     parametrization = parametrize(make_net, (8, 16), sample_input=torch.zeros(1, 6), lr_prefactor=0.1)
@@ -49,9 +49,8 @@ def train(rank, seed=0, reference="init", wrap=DistributedDataParallel):
         F.mse_loss(model(inputs), targets).backward()
         optimizer.step()
 
-    measured = model if reference == "init" else parametrization
     handlers = (
-        AlignmentHandler(measured, reference=initial if wrap is shard else reference),
+        AlignmentHandler(model, reference=initial),
         MaxPScheduler(parametrization, optimizer, reference=initial),
     )
     engine = Engine(train_step)
@@ -67,8 +66,8 @@ def train(rank, seed=0, reference="init", wrap=DistributedDataParallel):
 
 
 def train_with_own_seeds(rank):
-    """Each rank has random numbers of its own."""
-    return train(rank, seed=rank, reference="seed")
+    """Each rank has an RNG state of its own; initial weights are those of rank 0."""
+    return train(rank, seed=rank)
 
 
 def train_sharded(rank):

@@ -1,4 +1,4 @@
-"""Models for tests of tracing and parametrizations, each as it is written and with its layers wrapped by hand."""
+"""Models for tests of parametrizations."""
 
 from __future__ import annotations
 
@@ -6,28 +6,34 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ignite_monitor.scaling import ParametrizedModule
+from ignite_monitor.scaling.parametrization import Multiplier
 
 HEADS = 4
 
 
-def plain(module, width_dim, layer_type):
-    return module
+def multipliers(model):
+    """Factors of the forward hooks of a model's modules, by name."""
+    return {
+        name: hook.value
+        for name, module in model.named_modules()
+        for hook in module._forward_hooks.values()
+        if isinstance(hook, Multiplier)
+    }
 
 
-def wrapped(module, width_dim, layer_type):
-    return ParametrizedModule(module, width_dim=width_dim, layer_type=layer_type)
+def weight_of(parametrization, layer):
+    return parametrization.model.get_parameter(parametrization.layers[layer].weight)
 
 
-def mlp(n, layer=plain):
+def mlp(n):
     return nn.Sequential(
-        layer(nn.Linear(6, n), n, "embedding"),
+        nn.Linear(6, n),
         nn.ReLU(inplace=True),
         nn.Dropout(0.5),
-        layer(nn.Linear(n, n), n, "hidden"),
+        nn.Linear(n, n),
         nn.LayerNorm(n),
         nn.GELU(),
-        layer(nn.Linear(n, 3), n, "readout"),
+        nn.Linear(n, 3),
     )
 
 
@@ -48,10 +54,10 @@ def rotate(x):
 
 
 class Attention(nn.Module):
-    def __init__(self, n, layer, fused=True):
+    def __init__(self, n, fused=True):
         super().__init__()
-        self.qkv = layer(nn.Linear(n, 3 * n, bias=False), n, "hidden")
-        self.out = layer(nn.Linear(n, n), n, "hidden")
+        self.qkv = nn.Linear(n, 3 * n, bias=False)
+        self.out = nn.Linear(n, n)
         self.fused = fused
 
     def forward(self, x):
@@ -67,21 +73,21 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    def __init__(self, n, layer):
+    def __init__(self, n):
         super().__init__()
-        self.gate = layer(nn.Linear(n, 2 * n), n, "hidden")
-        self.up = layer(nn.Linear(n, 2 * n), n, "hidden")
-        self.down = layer(nn.Linear(2 * n, n), 2 * n, "hidden")
+        self.gate = nn.Linear(n, 2 * n)
+        self.up = nn.Linear(n, 2 * n)
+        self.down = nn.Linear(2 * n, n)
 
     def forward(self, x):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 class Block(nn.Module):
-    def __init__(self, n, layer, fused):
+    def __init__(self, n, fused):
         super().__init__()
         self.norm1, self.norm2 = RMSNorm(n), nn.LayerNorm(n)
-        self.attention, self.mlp = Attention(n, layer, fused), SwiGLU(n, layer)
+        self.attention, self.mlp = Attention(n, fused), SwiGLU(n)
 
     def forward(self, x):
         x = x + self.attention(self.norm1(x))
@@ -89,13 +95,13 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    def __init__(self, n, layer=plain, fused=True):
+    def __init__(self, n, fused=True):
         super().__init__()
-        self.tokens = layer(nn.Embedding(11, n), n, "embedding")
+        self.tokens = nn.Embedding(11, n)
         self.positions = nn.Parameter(0.02 * torch.randn(8, n))
-        self.blocks = nn.ModuleList(Block(n, layer, fused) for _ in range(2))
+        self.blocks = nn.ModuleList(Block(n, fused) for _ in range(2))
         self.norm = RMSNorm(n)
-        self.head = layer(nn.Linear(n, 11), n, "readout")
+        self.head = nn.Linear(n, 11)
 
     def forward(self, tokens, targets=None):
         x = self.tokens(tokens) + self.positions[: tokens.shape[1]]

@@ -1,18 +1,8 @@
-"""Coordinate checks of models that people train, each parametrized as it is.
-
-Prints a table: of every quantity the layer whose slope is furthest from 0, and how many layers are beyond what is flat.
-Models of torchvision, timm and PEFT are left out, with a word, where these are not installed.
-
-    PYTHONPATH=. python benchmarks/coordinate_checks.py [--only NAME,NAME] [--widths 32,64,128,256] [--details]
-"""
+"""Tiny models of families that people train, at any width, with batches for them."""
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import logging
-import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ignite_monitor.scaling import CoordinateCheck, coordinate_check, parametrize
+from ignite_monitor.scaling import parametrize
 
 VOCABULARY, LENGTH, BATCH, CLASSES = 64, 8, 2, 10
 HEAD = 8  # the dimension of a head, the same at all widths
@@ -40,12 +30,12 @@ class Case:
         make: Callable[[int], nn.Module],
         inputs: Callable[[], dict[str, Tensor]],
         loss: Callable[[Any, dict[str, Tensor]], Tensor] | None = None,
-    ) -> None:
+    ):
         self.make = make
         self.inputs = inputs
         self.loss = loss
 
-    def step(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor]) -> None:
+    def step(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor]):
         """One update."""
         optimizer.zero_grad()
         output = model(**{key: value for key, value in batch.items() if key != "target"})
@@ -53,16 +43,16 @@ class Case:
         optimizer.step()
 
 
-def tokens() -> dict[str, Tensor]:
+def tokens():
     """Token ids that are not all alike, as both input and label."""
     ids = (torch.rand(BATCH, LENGTH).square() * VOCABULARY).long()
     return {"input_ids": ids, "labels": ids}
 
 
-def pictures(size: int, key: str = "x") -> Callable[[], dict[str, Tensor]]:
+def pictures(size: int, key: str = "x"):
     """Pictures whose class can be seen."""
 
-    def inputs() -> dict[str, Tensor]:
+    def inputs():
         target = torch.randint(CLASSES, (BATCH,))
         mean = torch.linspace(-1, 1, CLASSES)[target].view(-1, 1, 1, 1)
         return {key: torch.randn(BATCH, 3, size, size) + mean, "target": target}
@@ -70,12 +60,12 @@ def pictures(size: int, key: str = "x") -> Callable[[], dict[str, Tensor]]:
     return inputs
 
 
-def cross_entropy(output: Any, batch: dict[str, Tensor]) -> Tensor:
+def cross_entropy(output: Any, batch: dict[str, Tensor]):
     logits = getattr(output, "logits", output)
     return F.cross_entropy(logits.flatten(0, -2), batch["target"].flatten())
 
 
-def transformer(kind: str, **more: Any) -> Case:
+def transformer(kind: str, **more: Any):
     """A language model of transformers with two layers."""
     import transformers
 
@@ -85,7 +75,7 @@ def transformer(kind: str, **more: Any) -> Case:
         "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     }[kind]
 
-    def make(n: int) -> nn.Module:
+    def make(n: int):
         options = {
             "vocab_size": VOCABULARY,
             "hidden_size": n,
@@ -102,7 +92,7 @@ def transformer(kind: str, **more: Any) -> Case:
     return Case(make, tokens)
 
 
-def gpt2() -> Case:
+def gpt2():
     from transformers import GPT2Config, GPT2LMHeadModel
 
     return Case(
@@ -113,7 +103,7 @@ def gpt2() -> Case:
     )
 
 
-def t5() -> Case:
+def t5():
     from transformers import T5Config, T5ForConditionalGeneration
 
     return Case(
@@ -132,7 +122,7 @@ def t5() -> Case:
     )
 
 
-def bert() -> Case:
+def bert():
     from transformers import BertConfig, BertForMaskedLM
 
     return Case(
@@ -150,7 +140,7 @@ def bert() -> Case:
     )
 
 
-def vit_transformers(**more: Any) -> Case:
+def vit_transformers(**more: Any):
     from transformers import ViTConfig, ViTForImageClassification
 
     options = {"num_hidden_layers": 2, "image_size": 16, "patch_size": 4, "num_labels": CLASSES} | more
@@ -163,7 +153,7 @@ def vit_transformers(**more: Any) -> Case:
     )
 
 
-def vit_torchvision() -> Case:
+def vit_torchvision():
     from torchvision.models import VisionTransformer
 
     return Case(
@@ -171,7 +161,7 @@ def vit_torchvision() -> Case:
     )
 
 
-def resnet_torchvision() -> Case:
+def resnet_torchvision():
     """Bottlenecks, whose inner width grows; the stream between them is as torchvision makes it."""
     from torchvision.models.resnet import Bottleneck, ResNet
 
@@ -180,12 +170,12 @@ def resnet_torchvision() -> Case:
     )
 
 
-def timm_model(kind: str, options: Callable[[int], dict[str, Any]], size: int) -> Case:
+def timm_model(kind: str, options: Callable[[int], dict[str, Any]], size: int):
     timm = importlib.import_module("timm.models")
     return Case(lambda n: getattr(timm, kind)(num_classes=CLASSES, **options(n)), pictures(size), cross_entropy)
 
 
-def resnet_timm() -> Case:
+def resnet_timm():
     from timm.models.resnet import BasicBlock
 
     return timm_model(
@@ -201,29 +191,29 @@ def resnet_timm() -> Case:
     )
 
 
-def mixer() -> Case:
+def mixer():
     return timm_model("MlpMixer", lambda n: {"img_size": 16, "patch_size": 4, "num_blocks": 2, "embed_dim": n}, 16)
 
 
-def convnext() -> Case:
+def convnext():
     return timm_model("ConvNeXt", lambda n: {"depths": (1, 1, 1, 1), "dims": (n, n, 2 * n, 2 * n)}, 32)
 
 
 class LSTMLanguageModel(nn.Module):
     """An embedding, two LSTM layers and a readout."""
 
-    def __init__(self, n: int) -> None:
+    def __init__(self, n: int):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, n)
         self.lstm = nn.LSTM(n, n, num_layers=2, batch_first=True)
         self.head = nn.Linear(n, VOCABULARY)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor):
         return self.head(self.lstm(self.embedding(ids))[0])
 
 
-def lstm() -> Case:
-    def inputs() -> dict[str, Tensor]:
+def lstm():
+    def inputs():
         ids = tokens()["input_ids"]
         return {"ids": ids, "target": ids.roll(-1, 1)}
 
@@ -233,31 +223,31 @@ def lstm() -> Case:
 class Seq2Seq(nn.Module):
     """``nn.Transformer`` between embeddings and a readout."""
 
-    def __init__(self, n: int) -> None:
+    def __init__(self, n: int):
         super().__init__()
         self.source, self.target = nn.Embedding(VOCABULARY, n), nn.Embedding(VOCABULARY, n)
         self.transformer = nn.Transformer(n, n // HEAD, 2, 2, 2 * n, dropout=0.0, batch_first=True)
         self.head = nn.Linear(n, VOCABULARY)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor):
         return self.head(self.transformer(self.source(ids), self.target(ids)))
 
 
-def seq2seq() -> Case:
-    def inputs() -> dict[str, Tensor]:
+def seq2seq():
+    def inputs():
         ids = tokens()["input_ids"]
         return {"ids": ids, "target": ids.roll(-1, 1)}
 
     return Case(Seq2Seq, inputs, cross_entropy)
 
 
-def lora() -> Case:
+def lora():
     """On a frozen Llama that is parametrized itself, as if it had been trained at this width."""
     import peft
 
     base = transformer("llama")
 
-    def make(n: int) -> nn.Module:
+    def make(n: int):
         torch.manual_seed(n)
         model = parametrize(base.make, (8, n), sample_input=probe(base)).model
         config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
@@ -286,70 +276,6 @@ CASES: dict[str, Callable[[], Case]] = {
 }
 
 
-def probe(case: Case) -> dict[str, Tensor]:
+def probe(case: Case):
     """An input to trace with."""
     return {key: value for key, value in case.inputs().items() if key != "target"}
-
-
-def check(case: Case, widths: list[int], steps: int, seeds: int, lr: float, base: int) -> CoordinateCheck:
-    """The coordinate check of a case, with Adam."""
-
-    # One batch, and few positions: with more positions than n, sums over n are not yet what they are in the limit.
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        batch = case.inputs()
-
-    def make_model(n: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-        made = parametrize(case.make, (base, n), sample_input=probe(case), lr_prefactor=lr)
-        return made.model, torch.optim.Adam(made.param_groups)
-
-    return coordinate_check(make_model, lambda n: dict(batch), widths, train_step=case.step, steps=steps, seeds=seeds)
-
-
-def row(name: str, result: CoordinateCheck, seconds: float) -> str:
-    slopes = result.slopes_at()
-    cells = []
-    for quantity in result.quantities:
-        found = [slope for (_, each), slope in slopes.items() if each == quantity]
-        worst = max((each for each in found if not each.is_explained), key=lambda each: abs(each.slope))
-        cells.append(f"{worst.slope:+.2f} ({worst.layer})")
-    steep = sum(slope.is_steep for slope in slopes.values())
-    kinds = ("is_start", "is_unaligned", "is_drift")
-    explained = [str(sum(getattr(slope, each) for slope in slopes.values())) for each in kinds]
-    return f"| {name} | {len(result.layers)} | {' | '.join([*cells, *explained])} | {steep} | {seconds:.0f} |"
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Coordinate checks of models that people train.")
-    parser.add_argument("--only", default="")
-    parser.add_argument("--widths", default="32,64,128,256")
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--lr", type=float, default=0.03)
-    parser.add_argument("--details", action="store_true", help="every layer's slopes, and the summary")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    logging.getLogger("ignite_monitor").setLevel(logging.ERROR)
-    widths = [int(each) for each in args.widths.split(",")]
-    print(
-        "| model | layers | output | change | by its weights | by its input | starts | alpha < 1 | drifts | steep | s |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|---|")
-    for name, make in CASES.items():
-        if args.only and not any(each.lower() in name.lower() for each in args.only.split(",")):
-            continue
-        started = time.perf_counter()
-        try:
-            case = make()
-        except ImportError as error:
-            print(f"{name}: left out, {error}", file=sys.stderr)
-            continue
-        result = check(case, widths, args.steps, args.seeds, args.lr, base=widths[0] // 2)
-        print(row(name, result, time.perf_counter() - started), flush=True)
-        if args.details:
-            print(result.table(), result.summary(), sep="\n\n", flush=True)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""What parametrize makes of weights that no module of their own multiplies, of the model's factors, and what is kept.
+"""Roles, fan-ins and factors that are read from exported models, and weights that keep their values.
 
 Exponents are compared with those of the same function made of Linear layers, or with arithmetic.
 """
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ignite_monitor.scaling import TracingError, parametrize
-from ignite_monitor.scaling.module import multiplier_of
+from tests.scaling._models import multipliers, weight_of
 
 X = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(0))
 TOKENS = torch.tensor([[1, 2, 3, 4, 5]])
@@ -62,8 +62,8 @@ def test_recurrent_layers(case):
     for name in names:
         layer = layers[f"between.{name}"]
         assert (layer.layer_type, layer.fan_in, layer.a, layer.b, layer.c) == ("hidden", 32, 0, 0.5, pytest.approx(1))
-        assert layer.weights[name].std().item() == pytest.approx(32**-0.5, rel=0.1)
-        assert not layer.biases[name.replace("weight", "bias")].any()
+        assert weight_of(parametrization, layer.name).std().item() == pytest.approx(32**-0.5, rel=0.1)
+        assert layer.biases == (layer.weight.replace("weight", "bias"),)
     held = [id(each) for group in parametrization.param_groups for each in group["params"]]
     assert sorted(held) == sorted(map(id, parametrization.model.parameters()))
 
@@ -125,7 +125,7 @@ def test_transformer_layers():
     }
     graph = parametrization.graph
     (before,) = graph["last"].inputs
-    assert graph[before].kind == "sum"
+    assert graph[before].kind == "junction"
 
 
 class Weight(nn.Module):
@@ -169,7 +169,7 @@ def test_weights_used_functionally(case):
     }
     layer = parametrization.layers["between"]
     assert layer.c == pytest.approx(1)
-    assert layer.weights["weight"].std().item() == pytest.approx(32**-0.5, rel=0.1)
+    assert weight_of(parametrization, "between").std().item() == pytest.approx(32**-0.5, rel=0.1)
 
 
 def test_what_no_module_gives_is_the_same_training_without_a_multiplier():
@@ -228,8 +228,8 @@ class Bare(nn.Module):
 def test_a_weight_of_the_model_itself(name):
     layers = parametrize(lambda n: Bare(n, name), WIDTHS, sample_input=X).layers
     first, last = layers["" if name == "weight" else name], layers["last"]
-    assert (first.a, first.b, first.c, first.is_module) == (0, 0, 0, False)
-    assert (last.a, last.b, last.c, last.is_module) == (0.5, 0.5, 0.5, True)
+    assert (first.a, first.b, first.c, first.module) == (0, 0, 0, None)
+    assert (last.a, last.b, last.c, last.module) == (0.5, 0.5, 0.5, "last")
 
 
 def test_a_buffer_of_many_dimensions_is_an_input():
@@ -259,23 +259,6 @@ def test_weights_that_do_not_grow_are_no_layers():
     assert parametrization.solution.r["5"] == 0
 
 
-@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
-@pytest.mark.parametrize("norm", [nn.utils.parametrizations.weight_norm, nn.utils.weight_norm])
-def test_weight_norm(norm):
-    def make(n):
-        return nn.Sequential(norm(nn.Linear(6, n)), nn.ReLU(), norm(nn.Linear(n, n)), nn.ReLU(), norm(nn.Linear(n, 3)))
-
-    parametrization = parametrize(make, widths=WIDTHS, sample_input=X)
-    assert kinds(parametrization) == {"0": ("embedding", 32), "2": ("hidden", 32), "4": ("readout", 32)}
-    assert parametrization.solution.c == pytest.approx({"0": 0.5, "2": 1.0, "4": 0.5})
-    parametrization.model(X)
-    for name, layer in parametrization.layers.items():
-        (key,) = layer.weights
-        module = parametrization.model.get_submodule(name)
-        assert torch.allclose(module.weight, layer.initial_weight(key), atol=1e-6)
-        assert multiplier_of(module).value == 32**-layer.a
-
-
 # The model's own factors
 
 
@@ -288,6 +271,18 @@ OWN = {
     "nothing": (nn.Embedding, lambda m, x, n: m.head(F.layer_norm(m.tokens(x), (n,))), 0, 0),
     "after the embedding": (nn.Embedding, lambda m, x, n: m.head(F.gelu(m.tokens(x) * n**0.5)), 0.5, 0),
     "a tensor": (nn.Embedding, lambda m, x, n: m.head(F.gelu(m.tokens(x) * torch.tensor(n**0.5))), 0.5, 0),
+    "a tensor of many elements": (
+        nn.Embedding,
+        lambda m, x, n: m.head(F.gelu(m.tokens(x) * torch.full((n,), n**0.5))),
+        0.5,
+        0,
+    ),
+    "a buffer": (
+        nn.Embedding,
+        lambda m, x, n: m.head(F.gelu(m.tokens(x) * torch.ones(n).mul(n**0.5).sqrt() * torch.tensor(n**0.25))),
+        0.5,
+        0,
+    ),
     "a keyword": (nn.Embedding, lambda m, x, n: m.head(F.gelu(torch.mul(m.tokens(x), other=n**0.5))), 0.5, 0),
     "in a subclass": (Scaled, lambda m, x, n: m.head(F.gelu(m.tokens(x))), 0.5, 0),
     "in place": (nn.Embedding, lambda m, x, n: m.head(F.gelu(m.tokens(x).mul_(n**0.5))), 0.5, 0),
@@ -320,13 +315,13 @@ def test_own_factors_count_in_a(case):
             return forward(self, x, self.n)
 
     parametrization = parametrize(Model, widths=WIDTHS, sample_input=TOKENS)
-    model, layers = parametrization.model, parametrization.layers
-    multipliers = [hook.value if (hook := multiplier_of(each)) else 1.0 for each in (model.tokens, model.head)]
-    for name, own, multiplier in zip(("tokens", "head"), (first, last), multipliers, strict=True):
+    layers = parametrization.layers
+    hooks = multipliers(parametrization.model)
+    for name, own in (("tokens", first), ("head", last)):
         layer = layers[name]
         assert layer.a + layer.b == pytest.approx({"tokens": 0, "head": 1}[name])
         assert layer.c == pytest.approx({"tokens": 0, "head": 1}[name] - layer.a)
-        assert 32**own * multiplier == pytest.approx(32**-layer.a)
+        assert 32**own * hooks.get(name, 1.0) == pytest.approx(32**-layer.a)
 
 
 def test_a_factor_of_no_layer_names_its_line():
@@ -340,7 +335,7 @@ def test_a_factor_of_no_layer_names_its_line():
 
     line = Model.forward.__code__.co_firstlineno + 1
     with pytest.raises(
-        TracingError, match=rf"last takes its input from test_weights_in_use\.py:{line}, a factor .* 2 fr"
+        TracingError, match=rf"last takes its input from sin \(test_exported\.py:{line}\), behind a factor .* 2 fr"
     ):
         parametrize(Model, widths=WIDTHS, sample_input=X)
 
@@ -355,7 +350,7 @@ def test_a_factor_of_one_use_among_several_names_its_line():
             x = self.first(x)
             return self.last(x.tanh() + (x * self.n**0.5).sin())
 
-    with pytest.raises(TracingError, match=r"first is used in several ways, .*test_weights_in_use\.py"):
+    with pytest.raises(TracingError, match=r"first is used with different factors .*test_exported\.py"):
         parametrize(Model, widths=WIDTHS, sample_input=X)
 
 
@@ -380,7 +375,7 @@ def test_heads_that_grow_are_told_of_wherever_they_are_scaled(scale, warns, way,
 
     parametrization = parametrize(Model, widths=WIDTHS, sample_input=X)
     assert ("the heads grow with width, from 8 to 32" in caplog.text) is warns
-    assert multiplier_of(parametrization.model.q).value == 1  # the scale is the scores'
+    assert "q" not in multipliers(parametrization.model)  # the scale is the scores'
     assert parametrization.layers["q"].a == 0
 
 
@@ -418,13 +413,9 @@ def test_frozen_base_with_lora(caplog):
     }
     for name, value in parametrization.model.state_dict().items():
         assert torch.equal(value, kept[name]) is (name != "1.a.weight")
-    assert all((hook := multiplier_of(each)) is None or hook.value == 1 for each in parametrization.model.modules())
-    (message,) = [record.message for record in caplog.records]
-    assert message == (
-        "Weights that are not drawn anew: 3 frozen, as they are (0.weight, …); 1 zero, as they are (1.b.weight)"
-    )
-    drifts = {name: hook.drift for name, each in parametrization.model.named_modules() if (hook := multiplier_of(each))}
-    assert drifts == {"1.a": 0.5, "1.b": 0.5}
+    assert not multipliers(parametrization.model)
+    (message,) = [record.message for record in caplog.records if record.name.startswith("ignite")]
+    assert message == ("parametrize: weights that are not drawn at random: 3 frozen (0.weight, …); 1 zero (1.b.weight)")
 
 
 @pytest.mark.parametrize(("along", "slope"), [(True, 0.5), (False, 0.0)])
@@ -463,7 +454,7 @@ def test_zero_residuals_stay_zero(caplog):
     parametrization = found(Block)
     assert not parametrization.model.between.down.weight.any()
     assert parametrization.solution.c["between.down"] == pytest.approx(1)
-    assert "1 zero, as they are (between.down.weight)" in caplog.text
+    assert "1 zero (between.down.weight)" in caplog.text
 
 
 # Outputs of a fixed size inside the network
@@ -488,11 +479,12 @@ def test_keys_and_values_that_all_heads_share_start_at_zero(caplog):
     for name in ("between.k", "between.v"):
         layer = parametrization.layers[name]
         assert (layer.layer_type, layer.a, layer.b, layer.c) == ("readout", 0, 1, pytest.approx(1))
-        assert not layer.weights["weight"].any()
-        assert not layer.initial_weight("weight").any()
-    assert "2 set to zero, since other layers take their outputs, whose number does not grow" in caplog.text
+        assert not weight_of(parametrization, name).any()
+        assert layer.std == 0
+    assert "2 set to zero, as other layers take their few outputs" in caplog.text
     drawn = found(Shared, ab_overrides={"between.v": (0.5, 0.5)})
-    assert drawn.layers["between.v"].weights["weight"].std().item() == pytest.approx(1 / 32, rel=0.3)
+    start = weight_of(drawn, "between.v").std().item() * drawn.layers["between.v"].multiplier
+    assert start == pytest.approx(1 / 32, rel=0.3)
 
 
 @pytest.mark.parametrize("normed", [False, True])
@@ -509,15 +501,16 @@ def test_with_sgd_few_outputs_inside_the_network_are_refused(normed):
             few = F.layer_norm(self.few(x), (2,)) if normed else self.few(x)
             return self.last(x.unflatten(-1, (-1, 2)).mul(few[..., None, :]).flatten(-2))
 
-    with pytest.raises(ValueError, match=r"hands back to .* with SGD follows no power of the width.* train with Adam"):
+    with pytest.raises(ValueError, match=r"does not grow, so the gradient .* train with Adam"):
         parametrize(Few, WIDTHS, sample_input=X, optimizer_type="sgd")
     assert set(parametrize(Few, WIDTHS, sample_input=X).layers) == {"first", "few", "last"}
 
 
 def test_in_front_of_a_norm_only_the_relative_change_counts():
-    layers = found(lambda n: Shared(n, norm=True)).layers
+    parametrization = found(lambda n: Shared(n, norm=True))
+    layers = parametrization.layers
     assert (layers["between.k"].layer_type, layers["between.k"].b, layers["between.k"].c) == ("hidden", 0.5, 1.0)
-    assert layers["between.k"].weights["weight"].std().item() == pytest.approx(32**-0.5, rel=0.3)
+    assert weight_of(parametrization, "between.k").std().item() == pytest.approx(32**-0.5, rel=0.3)
     assert layers["between.v"].layer_type == "readout"
 
 
@@ -536,10 +529,10 @@ def test_two_that_are_multiplied_do_not_both_start_at_zero(fused):
 
     parametrization = found(Fixed)
     layers = parametrization.layers
-    assert not layers["between.q"].seeds
-    assert not layers["between.v"].seeds
-    assert layers["between.k"].weights["weight"].std().item() == pytest.approx(32**-0.5, rel=0.3)
-    assert multiplier_of(parametrization.model.between.k).value == pytest.approx(32**-0.5)
+    assert layers["between.q"].std == 0
+    assert layers["between.v"].std == 0
+    assert weight_of(parametrization, "between.k").std().item() == pytest.approx(32**-0.5, rel=0.3)
+    assert layers["between.k"].multiplier == pytest.approx(32**-0.5)
     optimizer = torch.optim.Adam(parametrization.param_groups)
     before = [each.clone() for each in parametrization.model.parameters()]
     for _ in range(4):
@@ -569,9 +562,10 @@ def test_a_router_is_drawn_as_a_readout(way):
                 share = share * F.one_hot(chosen, 3).sum(-2)
             return torch.stack([F.linear(x, each) for each in self.experts], -2).mul(share[..., None]).sum(-2)
 
-    gate = found(Experts).layers["between.gate"]
+    parametrization = found(Experts)
+    gate = parametrization.layers["between.gate"]
     assert (gate.layer_type, gate.a, gate.b, gate.c) == ("readout", 0.5, 0.5, pytest.approx(0.5))
-    assert gate.weights["weight"].std().item() == pytest.approx(32**-0.5, rel=0.3)
+    assert weight_of(parametrization, "between.gate").std().item() == pytest.approx(32**-0.5, rel=0.3)
 
 
 def test_generators_of_modules_are_left_alone():

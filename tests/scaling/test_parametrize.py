@@ -1,0 +1,445 @@
+"""Parametrizations: initial weights, multipliers, groups, weight decay, Muon, given roles, and refused models."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from ignite_monitor.scaling import PRESETS, InfeasibleError, TracingError, parametrize
+from tests.scaling import _models
+from tests.scaling._models import multipliers, weight_of
+
+X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+WIDTHS = (16, 64)
+
+
+def made(make=_models.mlp, widths=WIDTHS, sample_input=X, **options):
+    torch.manual_seed(0)
+    return parametrize(make, widths, sample_input=sample_input, **options)
+
+
+def by_name(groups, bias=False):
+    return {group["layer_name"]: group for group in groups if group["bias"] is bias}
+
+
+def messages(caplog):
+    return [record.message for record in caplog.records if record.name.startswith("ignite_monitor")]
+
+
+def test_mlp_has_what_mup_says():
+    """Of width 64: outputs times n^-a, weights of n^-b, Adam's learning rates of n^-c; b = 1/2 everywhere."""
+    parametrization = made(lr_prefactor=0.1, std_prefactor=2.0)
+    model = parametrization.model
+    groups, biases = by_name(parametrization.param_groups), by_name(parametrization.param_groups, bias=True)
+    expected = {"0": (-0.5, 0.5, -0.5 + 1), "3": (0.0, 1.0, 0.0), "6": (0.5, 0.5, -0.5)}
+    for name, (a, c, bias_c) in expected.items():
+        module, group = model[int(name)], groups[name]
+        assert (group["fan_in"], group["c"], group["lr"]) == (64, pytest.approx(c), pytest.approx(0.1 * 64**-c))
+        assert [id(each) for each in group["params"]] == [id(module.weight)]
+        assert biases[name]["lr"] == pytest.approx(0.1 * 64**-bias_c)
+        assert [id(each) for each in biases[name]["params"]] == [id(module.bias)]
+        assert module.weight.std().item() == pytest.approx(2 / 8, rel=4 / math.sqrt(2 * module.weight.numel()))
+        assert not module.bias.any()
+        x = torch.randn(2, module.in_features)
+        assert torch.equal(module(x), nn.functional.linear(x, module.weight, module.bias) * 64**-a)
+    assert sorted(multipliers(model)) == ["0", "6"]  # none where a is 0
+    other = groups["_other"]
+    assert (other["lr"], other["c"], other["fan_in"]) == (0.1, 0.0, 1)
+    assert [id(each) for each in other["params"]] == [id(each) for each in model[4].parameters()]
+    assert torch.equal(model[4].weight, torch.ones(64))
+
+
+def test_transformer_and_its_groups():
+    parametrization = made(_models.Transformer, sample_input=_models.TOKENS)
+    held = [id(parameter) for group in parametrization.param_groups for parameter in group["params"]]
+    assert sorted(held) == sorted(map(id, parametrization.model.parameters()))
+    kinds = {name: (layer.layer_type, layer.fan_in) for name, layer in parametrization.layers.items()}
+    assert kinds["tokens"] == ("embedding", 64)
+    assert kinds["blocks.1.attention.qkv"] == ("hidden", 64)
+    assert kinds["blocks.1.mlp.down"] == ("hidden", 128)
+    assert kinds["head"] == ("readout", 64)
+    assert len(kinds) == 2 + 2 * 5
+
+
+def test_groups_hold_the_parameters_that_the_model_has_now():
+    """Sharding, and materializing a model of the meta device, replace them."""
+    parametrization = made()
+    for module in parametrization.model.modules():
+        for name, parameter in module._parameters.items():
+            module._parameters[name] = nn.Parameter(parameter.detach().clone())
+    held = {id(each) for group in parametrization.param_groups for each in group["params"]}
+    assert held == {id(each) for each in parametrization.model.parameters()}
+
+
+def test_multipliers_are_copied_pickled_compiled_and_not_saved():
+    model = made().model.eval()
+    expected = model(X)
+    assert torch.equal(copy.deepcopy(model)(X), expected)
+    assert torch.equal(pickle.loads(pickle.dumps(model))(X), expected)
+    assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(X), expected)
+    assert set(model.state_dict()) == set(_models.mlp(16).state_dict())
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_seed_of_torch_decides_wherever_the_weights_are(device):
+    def weights(seed):
+        torch.manual_seed(seed)
+        with torch.device(device):
+            return parametrize(_models.mlp, WIDTHS, sample_input=X.to(device)).model[3].weight
+
+    assert weights(0).device.type == device
+    if device == "cpu":
+        assert torch.equal(weights(0), weights(0))
+        assert not torch.equal(weights(0), weights(1))
+
+
+def test_the_model_is_only_initialized():
+    """Export leaves training flags, buffers, attributes and random numbers of modules as they are."""
+
+    class Counting(nn.Module):
+        def __init__(self, n):
+            super().__init__()
+            self.calls, self.norm, self.generator = 0, nn.BatchNorm1d(n), torch.Generator().manual_seed(5)
+
+        def forward(self, x):
+            self.calls += 1
+            return self.norm(x)
+
+    def make(n):
+        return nn.Sequential(nn.Linear(6, n), Counting(n), nn.Linear(n, 3))
+
+    model = made(make).model
+    assert model[1].calls == 0
+    assert model[1].norm.training
+    assert model[1].norm.num_batches_tracked == 0
+    assert torch.equal(model[1].generator.get_state(), torch.Generator().manual_seed(5).get_state())
+
+
+def test_a_failure_leaves_the_model_as_it_was():
+    models = []
+
+    def make(n):
+        models.append(_models.mlp(n))
+        models.append(copy.deepcopy(models[-1]))
+        return models[-2]
+
+    with pytest.raises(InfeasibleError):
+        made(make, c_overrides={"3": 0.5})
+    for name, value in models[2].state_dict().items():
+        assert torch.equal(value, models[3].state_dict()[name])
+    assert not multipliers(models[2])
+
+
+# Overrides
+
+
+def nested(n):
+    fc = {name: nn.Sequential() for name in "ab"}
+    for module in fc.values():
+        module.fc = nn.Linear(n, n)
+    return nn.Sequential(nn.Linear(6, n), fc["a"], fc["b"], nn.Linear(n, 3))
+
+
+def test_overrides_by_name_then_last_part_then_type():
+    c = {"hidden": 1.1, "fc": 1.2, "1.fc": 1.3}
+    found = made(nested, c_overrides=c).solution.c
+    assert found == pytest.approx({"0": 0.5, "1.fc": 1.3, "2.fc": 1.2, "3": 0.5})
+    ab = {"fc": (0.25, 0.25), "2.fc": (0.5, 0.0), "readout": (0.0, 0.5)}
+    layers = made(nested, ab_overrides=ab).layers
+    assert {name: layer.a for name, layer in layers.items()} == {"0": -0.5, "1.fc": 0.25, "2.fc": 0.5, "3": 0.0}
+    found = made(nested, alignment="no", alignment_overrides={"fc": "full", "3": (0.7, 0.5, 0.7)}).solution.c
+    assert found == pytest.approx({"0": 0.5, "1.fc": 1.0, "2.fc": 1.0, "3": 0.2})
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_as_overrides(preset):
+    found = made(ab_overrides=PRESETS[preset]).layers
+    assert {layer.layer_type: (layer.a, layer.b) for layer in found.values()} == PRESETS[preset]
+
+
+def test_solve_again_changes_nothing():
+    parametrization = made()
+    before = copy.deepcopy(parametrization.solution)
+    assert parametrization.solve({"3": (0.75, 0.5, 0.75)}).c == pytest.approx({"0": 0.5, "3": 0.75, "6": 0.5})
+    assert parametrization.solution == before
+    with pytest.raises(ValueError, match=r"name layers, but given \['4'\]"):
+        parametrization.solve({"4": "full"})
+
+
+class Tied(nn.Module):
+    def __init__(self, n, functional=False):
+        super().__init__()
+        self.tokens, self.hidden = nn.Embedding(11, n), nn.Linear(n, n)
+        self.head = None if functional else nn.Linear(n, 11, bias=False)
+        if self.head is not None:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, x):
+        x = self.hidden(self.tokens(x))
+        return nn.functional.linear(x, self.tokens.weight) if self.head is None else self.head(x)
+
+
+def test_tied_weights_have_one_group():
+    parametrization = made(Tied, sample_input=_models.TOKENS, alignment="no")
+    groups = by_name(parametrization.param_groups)
+    assert list(groups) == ["tokens", "hidden"]
+    assert parametrization.layers["head"].c == parametrization.layers["tokens"].c == pytest.approx(0.5)
+    for overrides in ({"ab_overrides": PRESETS["standard"]}, {"make": lambda n: Tied(n, functional=True)}):
+        with pytest.raises(ValueError, match=r"share their weight, so both should have the same width"):
+            made(**{"make": Tied, "sample_input": _models.TOKENS} | overrides)
+    with pytest.raises(ValueError, match="different c"):
+        made(Tied, sample_input=_models.TOKENS, c_overrides={"tokens": 0.5, "head": 0.75})
+
+
+# Weight decay
+
+
+def share_left(width, **options):
+    """Share of each weight's norm that steps of AdamW without gradients leave."""
+    parametrization = made(widths=(16, width), lr_prefactor=0.3, **options)
+    optimizer = torch.optim.AdamW(parametrization.param_groups)
+    weights = [weight_of(parametrization, name) for name in ("0", "3", "6")]
+    before = [weight.detach().norm() for weight in weights]
+    for _ in range(20):
+        for parameter in parametrization.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    return [float(weight.detach().norm() / norm) for weight, norm in zip(weights, before, strict=True)]
+
+
+def test_weight_decay_does_not_depend_on_layer_and_width():
+    """(1 - lr_prefactor * weight_decay)^20 is left of each weight."""
+    for width in (32, 256):
+        assert share_left(width, weight_decay=0.1) == pytest.approx([0.97**20] * 3, rel=1e-4)
+
+
+def test_without_weight_decay_the_optimizers_is_used():
+    assert all("weight_decay" not in group for group in made().param_groups)
+
+
+# Muon
+
+
+@pytest.mark.parametrize(("adjust", "c"), [("original", 0.0), ("match_rms_adamw", 0.5)])
+def test_muon_has_the_hidden_weights(adjust, c):
+    parametrization = made(optimizer_type="muon", adjust_lr_fn=adjust, lr_prefactor=0.02)
+    muon, rest = parametrization.muon_groups, parametrization.param_groups
+    assert [(group["layer_name"], group["bias"], group["lr"]) for group in muon] == [
+        ("3", False, pytest.approx(0.02 * 64**-c))
+    ]
+    held = [id(each) for group in (*muon, *rest) for each in group["params"]]
+    assert sorted(held) == sorted(map(id, parametrization.model.parameters()))
+    optimizers = torch.optim.Muon(muon, adjust_lr_fn=adjust), torch.optim.AdamW(rest)
+    parametrization.model(X).square().sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+@pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
+def test_muons_steps_change_outputs_by_as_much_at_any_width(adjust):
+    """The change of a hidden layer's output for the input that made its gradients, after three steps."""
+    changes = []
+    for n in (64, 256):
+        parametrization = made(widths=(16, n), optimizer_type="muon", adjust_lr_fn=adjust, lr_prefactor=0.1)
+        weight, z = weight_of(parametrization, "3"), torch.randn(n)
+        before = weight.detach().clone()
+        optimizer = torch.optim.Muon(parametrization.muon_groups, adjust_lr_fn=adjust, weight_decay=0.0)
+        for _ in range(3):
+            weight.grad = torch.outer(torch.randn(n), z)
+            optimizer.step()
+        changes.append(float(((weight - before) @ z).detach().norm() / z.norm()))
+    assert math.log(changes[1] / changes[0]) / math.log(4) == pytest.approx(0.0, abs=0.1)
+
+
+# Weights that are kept
+
+
+def pretrained(n):
+    model = _models.mlp(n)
+    model[3].load_state_dict({"weight": torch.full((n, n), 7.0), "bias": torch.ones(n)})
+    return model
+
+
+def test_pretrained_weights_are_named(caplog):
+    with caplog.at_level(logging.WARNING):
+        parametrization = made(pretrained)
+    assert messages(caplog) == [
+        "parametrize: 3 weights are re-initialized, and 1 of them had values that were not drawn at random, such as "
+        "pretrained ones (first 3.weight). initialize=False keeps them."
+    ]
+    assert abs(float(weight_of(parametrization, "3").detach().mean())) < 1
+
+
+def test_weights_that_were_drawn_are_not_named(caplog):
+    def make(n):
+        model = _models.Transformer(n)
+        with torch.no_grad():
+            nn.init.orthogonal_(model.head.weight)
+            model.tokens.weight.copy_(torch.randn(11, n) * 0.02)
+            model.tokens.weight[0].fill_(0)
+        return model
+
+    with caplog.at_level(logging.WARNING):
+        made(make, sample_input=_models.TOKENS)
+    assert "re-initialized" not in caplog.text
+
+
+def test_initialize_false_keeps_the_function(caplog):
+    torch.manual_seed(0)
+    model = pretrained(64).eval()
+    expected = model(X)
+    with caplog.at_level(logging.WARNING):
+        parametrization = parametrize(
+            lambda n: model if n == 64 else pretrained(n), WIDTHS, sample_input=X, lr_prefactor=0.1, initialize=False
+        )
+    assert parametrization.model is model
+    assert torch.equal(model(X), expected)
+    assert parametrization.solution.c == pytest.approx({"0": 0.0, "3": 1.0, "6": 1.0})  # of (0, a + b, a + c)
+    assert not messages(caplog)
+
+
+def test_frozen_and_zero_weights_keep_their_values(caplog):
+    def make(n):
+        model = _models.mlp(n)
+        model[0].weight.requires_grad_(False).fill_(0.5)
+        nn.init.zeros_(model[6].weight)
+        return model
+
+    with caplog.at_level(logging.WARNING):
+        parametrization = made(make)
+    assert (parametrization.model[0].weight == 0.5).all()
+    assert not parametrization.model[6].weight.any()
+    assert list(parametrization.layers) == ["3", "6"]
+    assert messages(caplog) == [
+        "parametrize: weights that are not drawn at random: 1 frozen (0.weight); 1 zero (6.weight)"
+    ]
+
+
+# Given roles
+
+
+class Awkward(nn.Module):
+    """A model between whose layers is an operation that can't be read."""
+
+    def __init__(self, n, way):
+        super().__init__()
+        self.way, self.emb, self.mid, self.head = way, nn.Linear(6, n), nn.Linear(n, n), nn.Linear(n, 3)
+        self.mix = nn.Bilinear(n, 6, n) if way == "bilinear" else None
+
+    def forward(self, x):
+        y = self.emb(x).relu()
+        if self.way == "branch" and y.sum() > 0:
+            y = -y
+        elif self.way == "numpy":
+            y = y + torch.from_numpy(y.detach().numpy()).mean()
+        elif self.way == "fft":
+            y = torch.fft.fft(y).real
+        elif self.way == "bilinear":
+            y = self.mix(y, x)
+        return self.head(self.mid(y))
+
+
+@pytest.mark.parametrize(
+    ("way", "match", "kinds"),
+    [
+        ("branch", r"can't read .*: test_parametrize.py:\d+ in forward: .*kinds=\{name", {"mid": "hidden"}),
+        ("numpy", r"can't read .*: test_parametrize.py:\d+ in forward: .*kinds=\{name", {"mid": "hidden"}),
+        ("fft", r"mid takes its input from .*fft.* \(test_parametrize.py:\d+\).*'mid.weight'", {"mid": "hidden"}),
+        ("bilinear", r"bilinear .* uses mix.weight, which grows with width.*\{'mix.weight'", {"mix": "hidden"}),
+    ],
+)  # fmt: skip
+def test_refusals_name_the_place_and_given_roles_work(way, match, kinds):
+    with pytest.raises((RuntimeError, ValueError), match=match):
+        made(lambda n: Awkward(n, way))
+    found = made(lambda n: Awkward(n, way), kinds=kinds)
+    expected = {"emb": ("embedding", 0.5), "mid": ("hidden", 1.0), "head": ("readout", 0.5)}
+    if way == "bilinear":
+        expected |= {"mix": ("hidden", 1.0)}
+    assert {name: (layer.layer_type, pytest.approx(layer.c)) for name, layer in found.layers.items()} == expected
+    assert {name: layer.multiplier for name, layer in found.layers.items()}["head"] == 1 / 8
+
+
+def test_old_torch_is_refused_by_name_and_given_roles_work(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.6.0+cpu")
+    with pytest.raises(TracingError, match=r"torch 2\.6\.0\+cpu is not supported, but 2\.7 or newer"):
+        made()
+    assert made(kinds={"3": "hidden"}).solution.c == pytest.approx({"0": 0.5, "3": 1.0, "6": 0.5})
+
+
+def test_raw_weights_of_a_model_that_can_not_be_exported_need_roles():
+    class Raw(Awkward):
+        def __init__(self, n):
+            super().__init__(n, "branch")
+            self.raw = nn.Parameter(torch.randn(2, n, n))
+
+    with pytest.raises(TracingError, match="give the roles of raw, too"):
+        made(Raw, kinds={"mid": "hidden"})
+    layer = made(Raw, kinds={"raw": "hidden"}).layers["raw"]
+    assert (layer.fan_in, layer.multiplier, layer.c) == (64, 1.0, 1.0)
+    assert "raw" not in made(Raw, kinds={"raw": "vector"}).layers
+
+
+# Refused models and arguments
+
+
+def odd_weight(n):
+    model = _models.mlp(n)
+    model.mixing = nn.Parameter(torch.randn(n, n))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "widths", "error", "match"),
+    [
+        (_models.mlp(8), (8, 16), TypeError, "make_model should be a function of the width"),
+        (_models.mlp, (16, 8), ValueError, "a small and a large width"),
+        (_models.mlp, 8, TypeError, "a small and a large width"),
+        (_models.mlp, (8.0, 16.0), TypeError, "widths should be an integer"),
+        (lambda n: n, (8, 16), TypeError, "make_model should be of type a function that returns"),
+        (lambda n: nn.Linear(6, 3), (8, 16), ValueError, "whose weights grow with width, but none does"),
+        (lambda n: nn.Sequential(*(nn.Linear(n, n) for _ in range(n // 8))), (8, 16), ValueError, "other modules"),
+        (lambda n: nn.Sequential(nn.Linear(6, n, bias=n > 8)), (8, 16), ValueError, r"but 0\.bias differs"),
+        (odd_weight, (8, 16), TracingError, r"does not use mixing \(Sequential\)"),
+        (lambda n: nn.LazyLinear(n), (8, 16), ValueError, "is lazy: run it once"),
+        (
+            lambda n: nn.Sequential(nn.Linear(6, n), nn.utils.parametrizations.weight_norm(nn.Linear(n, 3))),
+            (8, 16),
+            ValueError,
+            "but 1 computes its weight from other parameters",
+        ),
+    ],
+)
+def test_models_it_can_not_compare(make, widths, error, match):
+    with pytest.raises(error, match=match):
+        parametrize(make, widths=widths, sample_input=X)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({"optimizer_type": "lion"}, ValueError, "optimizer_type should be"),
+        ({"optimizer_type": "muon", "adjust_lr_fn": "none"}, ValueError, "adjust_lr_fn should be"),
+        ({"alignment": "half"}, ValueError, "alignment should be one of"),
+        ({"lr_prefactor": 0.0}, ValueError, "lr_prefactor should be"),
+        ({"std_prefactor": -1.0}, ValueError, "std_prefactor should be greater than 0"),
+        ({"weight_decay": -1.0}, ValueError, "weight_decay should be at least 0"),
+        ({"initialize": 1}, TypeError, "initialize should be of type bool"),
+        ({"ab_overrides": {"3": 0.5}}, TypeError, r"ab_overrides\['3'\] should be two numbers"),
+        ({"ab_overrides": {"3": (0.5, 0.5)}}, ValueError, r"Layer 3 should have a \+ b equal to 0\.5"),
+        ({"ab_overrides": [1]}, TypeError, "ab_overrides should be of type Mapping or None"),
+        ({"c_overrides": {"4": 0.5}}, ValueError, r"name layers of the model or layer types, but given \['4'\]"),
+        ({"alignment_overrides": {"3": (1, 2)}}, TypeError, r"alignment_overrides\['3'\] should be one of"),
+        ({"kinds": {"3": "attention"}}, ValueError, r"kinds\['3'\] should be 'embedding' or"),
+        ({"kinds": {"4": "hidden"}}, ValueError, r"weights or modules that grow with width, but given \['4'\]"),
+        ({"kinds": ["3"]}, TypeError, "kinds should be of type Mapping or None"),
+    ],
+)
+def test_wrong_arguments(arguments, error, match):
+    with pytest.raises(error, match=match):
+        made(**arguments)
