@@ -67,10 +67,8 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
     Examples:
         .. code-block:: python
 
-            to_save = {"model": model, "optimizer": optimizer, "lr_scheduler": scheduler}
-            rollback = RollbackHandler(to_save)
+            rollback = RollbackHandler({"model": model, "optimizer": optimizer})
             rollback.attach(trainer)
-            checkpoint = Checkpoint(to_save | {"trainer": trainer, "rollback": rollback}, "checkpoints")
     """
 
     _state_dict_all_req_keys = ("policy", "snapshots", "triggers", "count", "discarded_count")
