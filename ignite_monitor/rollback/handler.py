@@ -192,11 +192,8 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
                 if not self._any_rank(bool(self._nonfinite())):
                     self._snapshots.take(before, self._training.state(), self._thresholds(), self._lr_scale)
             elif overdue >= _UNSEEN * self._snapshots.every:
-                self._warn_once(
-                    "no snapshot for %d iterations: the optimizers in to_save made no step; give those that the "
-                    "train step uses",
-                    before - self._snapshots.taken,
-                )
+                text = "no snapshot for %d iterations: the optimizers in to_save made no step; give those in use"
+                self._warn_once(text, before - self._snapshots.taken)
         self._stepped = not self._training.optimizers
 
     def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
@@ -236,12 +233,8 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
             findings = Findings()
         event, reason = self._classify(engine, findings)
         if event == Event.UNSTABLE and not self._policy.recovering and self._triggers.is_known_level():
-            self.logger.warning(
-                "RollbackHandler (%s): iteration %d: %s, as before; assuming a regime change, all thresholds are reset",
-                self.prefix,
-                iteration,
-                reason,
-            )
+            text = "%s: iteration %d: %s, as before; assuming a regime change, all thresholds are reset"
+            self.logger.warning(text, self._title, iteration, reason)
             self._accept()
             event = Event.HEALTHY
         was_recovering, action = self._policy.recovering, self._policy.next(event, iteration)
@@ -249,20 +242,15 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         self._snapshots.note(self._healthy)
         values: dict[str, float] = {}
         if action != Action.NONE and self._snapshots.all:
-            snapshot = self._restore(
-                action, was_recovering, findings.is_decisive or event in (Event.RUINED, Event.NONFINITE)
-            )
+            decisive = findings.is_decisive or event in (Event.RUINED, Event.NONFINITE)
+            snapshot = self._restore(action, was_recovering, decisive)
             self._report(engine, action, snapshot, reason)
             values["restored_iteration"] = snapshot.iteration
         elif was_recovering and not self._policy.recovering:
             self._snapshots.drop_newer()
             self._triggers.recovered()
-            self.logger.info(
-                "RollbackHandler (%s): iteration %d: recovered; %d iterations discarded",
-                self.prefix,
-                iteration,
-                self._policy.discarded,
-            )
+            text = "%s: iteration %d: recovered; %d iterations discarded"
+            self.logger.info(text, self._title, iteration, self._policy.discarded)
         if self._healthy and not self._policy.recovering:
             self._triggers.healthy()
         self.publish(count=self._count, discarded_count=self._discarded_count, **values)
@@ -330,17 +318,15 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
             snapshot.thresholds = thresholds
 
     def _report(self, engine: Engine, action: Action, snapshot: Snapshot, reason: str) -> None:
-        start = f"RollbackHandler ({self.prefix}): iteration {engine.state.iteration}: {reason}; "
-        to = f"rolled back to iteration {snapshot.iteration}"
+        iteration, restored = engine.state.iteration, snapshot.iteration
+        text = f"{self._title}: iteration {iteration}: {reason}; rolled back to iteration {restored}"
         if action == Action.ROLL_BACK:
             rates = f", learning rates multiplied by {self._lr_scale:g}" if self._lr_scale != 1.0 else ""
-            self.logger.warning(
-                "%s%s, %d batches skipped%s", start, to, engine.state.iteration - snapshot.iteration, rates
-            )
+            self.logger.warning("%s, %d batches skipped%s", text, iteration - restored, rates)
         elif action == Action.ACCEPT:
-            self.logger.warning("%s%s a last time; assuming a regime change, all thresholds are reset", start, to)
+            self.logger.warning("%s a last time; assuming a regime change, all thresholds are reset", text)
         elif action == Action.END:
-            self.logger.error("%s%s; the run ends", start, to)
+            self.logger.error("%s; the run ends", text)
         if action == Action.END or (action == Action.ACCEPT and self.on_exhausted == "terminate"):
             engine.terminate()
 
