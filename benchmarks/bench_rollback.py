@@ -63,8 +63,8 @@ def main() -> None:
         ratio = statistics.median(both / without for without, both in pairs)
         trainer, rollback, model = make(width, handler=True)
         trainer.run(batches, max_epochs=1)
-        held = [*rollback._snapshots.good, *rollback._snapshots.pending]
-        memory = sum(bytes_in(each.state["parts"]) for each in held)
+        held = rollback._snapshots.all
+        memory = sum(bytes_in(each.state) for each in held)
         weights = sum(each.nbytes for each in model.parameters())
         print(f"{width:5}  {1e3 * bare / ITERATIONS:12.2f}  {ratio:5.3f}  {len(held):9}  {memory / weights:.2f}")
 

@@ -49,10 +49,10 @@ from ignite_monitor.hdf5.reader import read_hdf5
 from ignite_monitor.report.panels import picture
 from ignite_monitor.report.plot import draw
 from ignite_monitor.report.series import tidy
+from ignite_monitor.report.spikes import spikes_text
 from ignite_monitor.report.summary import summarise
 from ignite_monitor.report.text import findings_text
 from ignite_monitor.scaling import AlignmentHandler, coordinate_check, parametrize
-from ignite_monitor.spike_recorder.text import described
 
 HERE = Path(__file__).resolve().parent
 MOST_BYTES = 150_000
@@ -96,8 +96,8 @@ def make_pictures(directory, browser):
     shoot_terminal(browser, directory, "ignite-monitor summary runs/demo/run.h5", findings, "summary.png")
     (snippet,) = re.findall("^```python\n(.*?)^```", (HERE / "monitors/spike_recorder.md").read_text(), re.S | re.M)
     subprocess.run([sys.executable, "-c", snippet], check=True, cwd=directory)
-    lines = described(directory / "spikes")
-    shoot_terminal(browser, directory, "ignite-monitor spike spikes", lines, "figures/spike_recorder.png")
+    parts = spikes_text(directory / "spikes")
+    shoot_terminal(browser, directory, "ignite-monitor spike spikes", parts, "figures/spike_recorder.png")
     with tensorboard(directory, "runs/demo/tensorboard") as address:
         shoot(browser, f"{address}/#custom_scalars", directory / "charts.png", "1400,760", 25_000)
     keep(directory / "charts.png", "tensorboard.png")

@@ -78,8 +78,8 @@ examples:
   ignite-monitor spike spikes/
   ignite-monitor spike spikes/grad-00000340-rank0.spike.pt
 
-In Python, ignite_monitor.load_spike(FILE) has the batch and all else that it takes
-to make the step again."""
+In Python, ignite_monitor.load_spike(FILE) returns the batch and the RNG state, which reproduce
+the step."""
 
 
 class BadInput(Exception):  # noqa: N818
@@ -235,10 +235,10 @@ def _compare(chosen: argparse.Namespace) -> None:
 
 def _spike(chosen: argparse.Namespace) -> None:
     with _one_line(chosen.path):
-        from ignite_monitor.spike_recorder.text import described
+        from ignite_monitor.report.spikes import spikes_text
+        from ignite_monitor.report.text import show
 
-        for line in described(Path(chosen.path)):
-            print(_printable(line))
+        show(spikes_text(Path(chosen.path)))
 
 
 def _print_json(value: dict[str, Any]) -> None:

@@ -16,9 +16,10 @@ from ignite_monitor.report.summary import Summary, detection
 
 try:
     from rich import box
-    from rich.console import Console, ConsoleOptions, RenderableType
-    from rich.table import Table
-    from rich.text import Text
+    from rich.console import Console, ConsoleOptions
+    from rich.console import RenderableType as RenderableType
+    from rich.table import Table as Table
+    from rich.text import Text as Text
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("This needs rich: pip install 'ignite-monitor[cli]'", name="rich") from error
 

@@ -25,6 +25,7 @@ from ignite_monitor.rollback.policy import Action, Event, RecoveryPolicy
 from ignite_monitor.rollback.snapshots import Snapshot, Snapshots
 from ignite_monitor.rollback.triggers import Findings, Triggers
 
+_KNOWN_AFTER = 2  # iterations discarded before a level that was seen in an earlier recovery is accepted
 _UNSEEN = 20  # iterations without any trigger, or snapshots overdue for want of a step, before a warning
 
 
@@ -67,10 +68,8 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
     Examples:
         .. code-block:: python
 
-            to_save = {"model": model, "optimizer": optimizer, "lr_scheduler": scheduler}
-            rollback = RollbackHandler(to_save)
+            rollback = RollbackHandler({"model": model, "optimizer": optimizer})
             rollback.attach(trainer)
-            checkpoint = Checkpoint(to_save | {"trainer": trainer, "rollback": rollback}, "checkpoints")
     """
 
     _state_dict_all_req_keys = ("policy", "snapshots", "triggers", "count", "discarded_count")
@@ -194,11 +193,8 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
                 if not self._any_rank(bool(self._nonfinite())):
                     self._snapshots.take(before, self._training.state(), self._thresholds(), self._lr_scale)
             elif overdue >= _UNSEEN * self._snapshots.every:
-                self._warn_once(
-                    "no snapshot for %d iterations: the optimizers in to_save made no step; give those that the "
-                    "train step uses",
-                    before - self._snapshots.taken,
-                )
+                text = "no snapshot for %d iterations: the optimizers in to_save made no step; give those in use"
+                self._warn_once(text, before - self._snapshots.taken)
         self._stepped = not self._training.optimizers
 
     def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
@@ -237,34 +233,24 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
             self._accept()
             findings = Findings()
         event, reason = self._classify(engine, findings)
-        if event == Event.UNSTABLE and not self._policy.recovering and self._triggers.is_known_level():
-            self.logger.warning(
-                "RollbackHandler (%s): iteration %d: %s, as before; assuming a regime change, all thresholds are reset",
-                self.prefix,
-                iteration,
-                reason,
-            )
-            self._accept()
-            event = Event.HEALTHY
-        was_recovering, action = self._policy.recovering, self._policy.next(event, iteration)
+        was_recovering = self._policy.recovering
+        if event in (Event.UNHEALTHY, Event.UNSTABLE) and self._is_known_regime():
+            action, reason = Action.ACCEPT, "restored weights are at the level of an earlier recovery again"
+        else:
+            action = self._policy.next(event, iteration)
         self._iteration, self._healthy = iteration, event == Event.HEALTHY
         self._snapshots.note(self._healthy)
         values: dict[str, float] = {}
         if action != Action.NONE and self._snapshots.all:
-            snapshot = self._restore(
-                action, was_recovering, findings.is_decisive or event in (Event.RUINED, Event.NONFINITE)
-            )
+            decisive = findings.is_decisive or event in (Event.RUINED, Event.NONFINITE)
+            snapshot = self._restore(action, was_recovering, decisive)
             self._report(engine, action, snapshot, reason)
             values["restored_iteration"] = snapshot.iteration
         elif was_recovering and not self._policy.recovering:
             self._snapshots.drop_newer()
             self._triggers.recovered()
-            self.logger.info(
-                "RollbackHandler (%s): iteration %d: recovered; %d iterations discarded",
-                self.prefix,
-                iteration,
-                self._policy.discarded,
-            )
+            text = "%s: iteration %d: recovered; %d iterations discarded"
+            self.logger.info(text, self._title, iteration, self._policy.discarded)
         if self._healthy and not self._policy.recovering:
             self._triggers.healthy()
         self.publish(count=self._count, discarded_count=self._discarded_count, **values)
@@ -297,6 +283,10 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
             raise TypeError(f"Argument loss should return one number or None, but it returned {value!r}")
         return None
 
+    def _is_known_regime(self) -> bool:
+        """Whether restored weights are at a level that the data caused before."""
+        return self._policy.recovering and self._policy.discarded >= _KNOWN_AFTER and self._triggers.is_known_level()
+
     def _restore(self, action: Action, was_recovering: bool, decisive: bool) -> Snapshot:
         accepting = action == Action.ACCEPT
         if action == Action.ROLL_BACK:
@@ -310,6 +300,8 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
             self._discarded_count += 1
             self._triggers.note_discarded()
         self._training.restore(snapshot.state)
+        if accepting:
+            self._lr_scale = snapshot.lr_scale
         if self._lr_scale != snapshot.lr_scale:
             scale_learning_rates(self._training.things, self._lr_scale / snapshot.lr_scale)
         if accepting:
@@ -332,17 +324,15 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
             snapshot.thresholds = thresholds
 
     def _report(self, engine: Engine, action: Action, snapshot: Snapshot, reason: str) -> None:
-        start = f"RollbackHandler ({self.prefix}): iteration {engine.state.iteration}: {reason}; "
-        to = f"rolled back to iteration {snapshot.iteration}"
+        iteration, restored = engine.state.iteration, snapshot.iteration
+        text = f"{self._title}: iteration {iteration}: {reason}; rolled back to iteration {restored}"
         if action == Action.ROLL_BACK:
             rates = f", learning rates multiplied by {self._lr_scale:g}" if self._lr_scale != 1.0 else ""
-            self.logger.warning(
-                "%s%s, %d batches skipped%s", start, to, engine.state.iteration - snapshot.iteration, rates
-            )
+            self.logger.warning("%s, %d batches skipped%s", text, iteration - restored, rates)
         elif action == Action.ACCEPT:
-            self.logger.warning("%s%s a last time; assuming a regime change, all thresholds are reset", start, to)
+            self.logger.warning("%s a last time; assuming a regime change, all thresholds are reset", text)
         elif action == Action.END:
-            self.logger.error("%s%s; the run ends", start, to)
+            self.logger.error("%s; the run ends", text)
         if action == Action.END or (action == Action.ACCEPT and self.on_exhausted == "terminate"):
             engine.terminate()
 

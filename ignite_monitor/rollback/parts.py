@@ -42,7 +42,7 @@ class ModulePart(Part):
         return {
             "parameters": dict(self.thing.named_parameters()),
             "buffers": dict(self.thing.named_buffers()),
-            "extra": {name: module.get_extra_state() for name, module in modules if _overrides(module, base)},
+            "extra": {n: module.get_extra_state() for n, module in modules if type(module).get_extra_state is not base},
         }
 
     def restore(self, state: Any) -> None:
@@ -189,10 +189,6 @@ def restore_monitors(monitors: Iterable[Monitor], states: Mapping[str, Any]) -> 
 
 def _name_of(monitor: Monitor) -> str:
     return monitor.prefix or monitor.families[0]
-
-
-def _overrides(module: nn.Module, method: Any) -> bool:
-    return getattr(type(module), method.__name__) is not method
 
 
 def _numbers_in(state: Any) -> dict[str, Tensor]:

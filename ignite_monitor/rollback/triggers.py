@@ -105,22 +105,20 @@ class Findings:
     check_state: bool = False  # something is not finite: is the state?
     is_decisive: bool = False  # it is known when the instability began
 
+    def add_decisive(self, reason: str) -> None:
+        """Add a reason that tells when the instability began."""
+        self.reasons.append(reason)
+        self.is_decisive = True
+
     def over_ranks(self, device: torch.device) -> Findings:
         """Combine the findings of all ranks in one sum."""
-        own = [
-            self.loss,
-            self.losses,
-            bool(self.reasons),
-            self.is_unhealthy,
-            self.is_nonfinite,
-            self.check_state,
-            self.is_decisive,
-        ]
-        loss, losses, unstable, *flags = sum_over_ranks(
-            torch.tensor(own, dtype=wide_dtype(device), device=device)
-        ).tolist()
+        flags = (self.is_unhealthy, self.is_nonfinite, self.check_state, self.is_decisive)
+        own = torch.tensor(
+            [self.loss, self.losses, bool(self.reasons), *flags], dtype=wide_dtype(device), device=device
+        )
+        loss, losses, unstable, *flags_of_all = sum_over_ranks(own).tolist()
         reasons = self.reasons or ["another rank is unstable"] * bool(unstable)
-        return Findings(loss, losses, reasons, *map(bool, flags))
+        return Findings(loss, losses, reasons, *map(bool, flags_of_all))
 
 
 class Triggers:
@@ -180,25 +178,23 @@ class Triggers:
 
     def collect(self, loss: float | Tensor | None, monitors: Sequence[Monitor], ranks: int = 1) -> Findings:
         """Findings of the iteration that ends, the same on every rank but for the reasons."""
-        judging = [monitor for monitor in monitors if monitor.counts() is not None]
-        values = [_value_and_threshold(monitor) for monitor in judging]
+        counted = {monitor: own for monitor in monitors if (own := monitor.counts()) is not None}
         tensors = [
             [loss] if isinstance(loss, Tensor) else [],
-            [own for monitor in judging if (own := monitor.counts()) is not None],
-            [number for pair in values for number in pair],
+            [*counted.values()],
+            [number for monitor in counted for number in _value_and_threshold(monitor)],
             second_moments(self._modules),
         ]
-        none: list[list[list[float]]] = [[], [], [], []]
-        losses, counts, pairs, moments = transfer(tensors) if any(tensors) else none
+        losses, counts, numbers, moments = transfer(tensors) if any(tensors) else [[], [], [], []]
         number = losses[0][0] if isinstance(loss, Tensor) else loss
         self.has_any = self.has_any or number is not None or any(tensors)
         findings = Findings(0.0 if number is None else number, number is not None)
-        for i, monitor in enumerate(judging):
-            self._judge_monitor(findings, monitor, counts[i], pairs[2 * i][0], pairs[2 * i + 1][0])
+        values, thresholds = ([number[0] for number in numbers[first::2]] for first in (0, 1))
+        for judged in zip(counted, counts, values, thresholds, strict=True):
+            self._judge_monitor(findings, *judged)
         self._judge_statistics(findings, [moment for group in moments for moment in group])
         if self.request is not None:
-            findings.is_decisive = True
-            findings.reasons.append(self.request)
+            findings.add_decisive(self.request)
             self.request = None
         if ranks > 1:
             findings = findings.over_ranks(device_of(self._modules[0]))
@@ -221,8 +217,7 @@ class Triggers:
         if resets and value > signal.accepted:
             findings.reasons.append(f"the threshold of {name} was reset after consecutive spikes")
         elif signal.far >= _FAR_PATIENCE and not nonfinite:
-            findings.is_decisive = True
-            findings.reasons.append(f"{name} exceeded {_FAR:g} times its threshold {signal.far} times in a row")
+            findings.add_decisive(f"{name} exceeded {_FAR:g} times its threshold {signal.far} times in a row")
 
     def _judge_statistics(self, findings: Findings, moments: list[float]) -> None:
         if not moments:
@@ -234,8 +229,7 @@ class Triggers:
         signal = self._signals.setdefault("statistics", Signal())
         findings.is_unhealthy |= signal.note(ratio, math.inf, ratio > 1.0)
         if self._statistics.row >= _STATISTICS_PATIENCE and ratio > signal.accepted:
-            findings.is_decisive = True
-            findings.reasons.append("running statistics of a normalization exceed three times their baseline")
+            findings.add_decisive("running statistics of a normalization exceed three times their baseline")
 
     def _judge_loss(self, findings: Findings, loss: float) -> None:
         if not math.isfinite(loss):
@@ -254,8 +248,7 @@ class Triggers:
         if bool(detection.threshold_reset) and loss > signal.accepted:
             findings.reasons.append(f"the loss exceeded its threshold {self._patience} times in a row")
         elif signal.far >= _FAR_PATIENCE:
-            findings.is_decisive = True
-            findings.reasons.append(f"the loss exceeded {_FAR:g} times its threshold {signal.far} times in a row")
+            findings.add_decisive(f"the loss exceeded {_FAR:g} times its threshold {signal.far} times in a row")
 
     def state_dict(self) -> dict[str, Any]:
         """Baselines and accepted values: tensors, numbers and dicts."""

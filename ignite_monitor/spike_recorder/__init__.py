@@ -1,1 +1,1 @@
-"""SpikeRecorder: what there was when a spike came, kept in files."""
+"""SpikeRecorder: files with the batch, the losses and the RNG state of every spike."""

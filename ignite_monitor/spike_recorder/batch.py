@@ -1,4 +1,4 @@
-"""A batch in what can be loaded without trusting whoever has written it."""
+"""Batches in types that ``torch.load(weights_only=True)`` reads."""
 
 from __future__ import annotations
 
@@ -13,53 +13,55 @@ from ignite_monitor.model.modes import is_plain
 
 
 class CannotBeSavedError(Exception):
-    """Why not; its message completes "it is left out: …"."""
+    """A batch or a part of it can't be saved; the message gives the reason."""
 
 
 class KeptBatch:
-    """A batch as it was given to a train step, of which nothing is copied before it is saved."""
+    """References to the tensors of a batch, in containers of their own; copied only when saved."""
 
     def __init__(self, batch: Any) -> None:
-        self._tensors: list[tuple[Tensor, int]] = []
+        self._versions: list[tuple[Tensor, int]] = []
         self._batch = self._keep(batch)
 
     def save(self, largest: int) -> Any:
-        """As :func:`plain`; CannotBeSavedError also if it has more than so many bytes, or is no more what it was."""
-        if any(version(tensor) != then for tensor, then in self._tensors):
+        """Copy the batch to the CPU.
+
+        Raises:
+            CannotBeSavedError: if it has more bytes, was changed in place, or holds other types.
+        """
+        if any(version(tensor) != kept for tensor, kept in self._versions):
             raise CannotBeSavedError("the train step changes it in place")
-        size = sum(each.numel() * each.element_size() for each, _ in self._tensors if not each.is_sparse)
+        size = sum(tensor.numel() * tensor.element_size() for tensor, _ in self._versions if not tensor.is_sparse)
         if size > largest:
-            raise CannotBeSavedError(f"it has {size / 2**20:,.0f} MiB, and {largest / 2**20:,.0f} are the most")
-        return plain(self._batch)
+            raise CannotBeSavedError(f"{size / 2**20:,.0f} MiB exceed the limit of {largest / 2**20:,.0f} MiB")
+        return _copy(self._batch)
 
     def _keep(self, value: Any) -> Any:
-        """The same in containers that the train step does not have."""
         if isinstance(value, Tensor):
-            self._tensors.append((value, version(value)))
+            self._versions.append((value, version(value)))
         elif isinstance(value, Mapping):
-            return {key: self._keep(each) for key, each in value.items()}
+            return {key: self._keep(item) for key, item in value.items()}
         elif isinstance(value, (tuple, list)):
             return (list if isinstance(value, list) else tuple)(map(self._keep, value))
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-            return {each.name: self._keep(getattr(value, each.name)) for each in dataclasses.fields(value)}
+            return {item.name: self._keep(getattr(value, item.name)) for item in dataclasses.fields(value)}
         return value
 
 
-def plain(value: Any) -> Any:
-    """A copy on the CPU in what ``torch.load(weights_only=True)`` knows; else a CannotBeSavedError."""
+def _copy(value: Any) -> Any:
     if isinstance(value, Tensor):
         if type(value) is Tensor and value.is_sparse:
             return value.detach().cpu()
         if not is_plain(value):
-            raise CannotBeSavedError(f"there is a {type(value).__name__} in it, of a kind that is not one array")
-        # A part of a tensor would be saved with all of it.
+            raise CannotBeSavedError(f"it holds a {type(value).__name__} that is not a single dense array")
+        # Cloned, since torch.save writes the whole storage of a view.
         return value.detach().as_subclass(Tensor).cpu().clone()
     if value is None or type(value) in (bool, int, float, complex, str, bytes):
         return value
-    if isinstance(value, Mapping):
-        return {plain(key): plain(each) for key, each in value.items()}
+    if isinstance(value, dict):
+        return {_copy(key): _copy(item) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
-        return (list if isinstance(value, list) else tuple)(map(plain, value))
+        return type(value)(map(_copy, value))
     if type(value).__module__ == "numpy" and hasattr(value, "item") and not getattr(value, "ndim", 1):
-        return plain(value.item())
-    raise CannotBeSavedError(f"there is a {type(value).__name__} in it, and not only tensors, numbers and texts")
+        return _copy(value.item())
+    raise CannotBeSavedError(f"it holds a {type(value).__name__}; only tensors, numbers and strings can be saved")

@@ -42,7 +42,7 @@ def test_one_wait_per_iteration_and_one_per_snapshot(monitored, device):
     waits = waits_of(training, batches(COUNT, device.name), device)
     snapshots = 3  # before the iterations 1, 6 and 11
     assert len(waits) <= COUNT + snapshots + monitored, waits  # the monitor looks at its flag when the run ends
-    assert len(rollback._snapshots) == snapshots
+    assert len(rollback._snapshots.all) == snapshots
     alone = Training(device)
     alone.trainer.run(batches(COUNT, device.name), max_epochs=1)
     assert same(state_of(training), state_of(alone))
@@ -52,9 +52,7 @@ def test_one_wait_per_iteration_and_one_per_snapshot(monitored, device):
 @pytest.mark.parametrize("kind", ["plain", "accumulated"])
 def test_it_goes_back_to_the_last_bit(kind, where, device):
     training = Training(device, kind)
-    rollback = RollbackHandler(
-        {"model": training.model, "optimizer": training.optimizer}, every=4, where=where
-    )
+    rollback = RollbackHandler({"model": training.model, "optimizer": training.optimizer}, every=4, where=where)
     rollback.attach(training.trainer)
     before, after = {}, []
     training.trainer.add_event_handler(
@@ -64,7 +62,7 @@ def test_it_goes_back_to_the_last_bit(kind, where, device):
     training.trainer.add_event_handler(MonitorEvents.ROLLED_BACK, lambda _: after.append(state_of(training)))
     training.trainer.run(batches(9, device.name), max_epochs=1)
     assert same(after, [before[4]])
-    leaves = tree_leaves(rollback._snapshots.current.state["parts"]["model"])
+    leaves = tree_leaves(rollback._snapshots.newest.state["model"])
     kept = {each.device.type for each in leaves if isinstance(each, torch.Tensor)}
     assert kept == {"cpu" if where == "host" else torch.device(device.name).type}
 

@@ -22,12 +22,20 @@ from tests._helpers import same
 from tests.distributed._launch import run_scenarios
 
 
+class Norm(nn.LayerNorm):
+    nan_rank: int | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = super().forward(x)
+        return output * math.nan if torch.distributed.get_rank() == self.nan_rank else output
+
+
 class Net(nn.Module):
     def __init__(self, sync: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 3)
-        self.norm: nn.Module = nn.LayerNorm(8)
+        self.norm = Norm(8)
         self.sync = sync
 
     def forward(self, x: Tensor) -> Tensor:
@@ -39,14 +47,7 @@ class Net(nn.Module):
         return self.last(F.dropout(x, 0.5, self.training))
 
 
-def nan_on(rank: int) -> Any:
-    def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
-        return output * math.nan if torch.distributed.get_rank() == rank else None
-
-    return hook
-
-
-def train(used: nn.Module, rank: int, plant: Any = None, factor: float = 1.0) -> dict[str, Any]:
+def train(used: nn.Module, rank: int, nan_rank: int | None = None, factor: float = 1.0) -> dict[str, Any]:
     """Trouble in the third of five iterations, whose step is left out: what is said, and found in the files."""
     model: Any = used.module if isinstance(used, DistributedDataParallel) else used
     optimizer = torch.optim.SGD(used.parameters(), lr=0.05)
@@ -59,7 +60,7 @@ def train(used: nn.Module, rank: int, plant: Any = None, factor: float = 1.0) ->
 
     def step(engine: Engine, batch: tuple[Tensor, Tensor]) -> None:
         is_planted = engine.state.iteration == 3
-        handle = model.norm.register_forward_hook(plant) if is_planted and plant is not None else None
+        model.norm.nan_rank = nan_rank if is_planted else None
         if is_planted and not isinstance(next(used.parameters()), torch.distributed.tensor.DTensor):
             before.update(copy.deepcopy(model.state_dict()))
         optimizer.zero_grad()
@@ -67,8 +68,6 @@ def train(used: nn.Module, rank: int, plant: Any = None, factor: float = 1.0) ->
         record("losses", each)
         losses.append(each.detach())
         (each.mean() * (factor if is_planted else 1.0)).backward()
-        if handle is not None:
-            handle.remove()
         if not is_planted:
             optimizer.step()
 
@@ -91,7 +90,7 @@ def train(used: nn.Module, rank: int, plant: Any = None, factor: float = 1.0) ->
         "said": said,
         "finite": bool(losses[-1].isfinite().all()),
     }
-    if before and plant is None:
+    if before and nan_rank is None:
         again = Net()
         again.load_state_dict(before)
         spike.restore_random_state()
@@ -108,10 +107,10 @@ def sharded() -> nn.Module:
 
 SCENARIOS = {
     "spike": lambda rank: train(DistributedDataParallel(Net()), rank, factor=1e6),
-    "nan on both": lambda rank: train(DistributedDataParallel(Net()), rank, nan_on(rank)),
-    "nan on one": lambda rank: train(DistributedDataParallel(Net()), rank, nan_on(1)),
-    "communicating": lambda rank: train(DistributedDataParallel(Net(sync=True)), rank, nan_on(1)),
-    "fsdp": lambda rank: train(sharded(), rank, nan_on(1)),
+    "nan on both": lambda rank: train(DistributedDataParallel(Net()), rank, rank),
+    "nan on one": lambda rank: train(DistributedDataParallel(Net()), rank, 1),
+    "communicating": lambda rank: train(DistributedDataParallel(Net(sync=True)), rank, 1),
+    "fsdp": lambda rank: train(sharded(), rank, 1),
 }
 
 

@@ -15,7 +15,6 @@ from ignite_monitor import (
     MonitorEvents,
     RollbackHandler,
     SpikeMonitor,
-    SpikeRecorder,
     StaticThreshold,
     StepStatsHandler,
 )
@@ -176,13 +175,12 @@ def test_a_loss_that_is_no_module_and_no_function_of_the_engine_is_refused(loss)
         GradMonitor(make_model(), loss=loss)
 
 
-def test_functions_of_other_arguments_are_refused_at_once(tmp_path):
+def test_functions_of_other_arguments_are_refused_at_once():
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for argument, make in {
         "value": lambda wrong: SpikeMonitor(wrong),
         "on_spike": lambda wrong: GradMonitor(model, on_spike=wrong),
-        "ids": lambda wrong: SpikeRecorder(GradMonitor(model), tmp_path, ids=wrong),
         "items": lambda wrong: StepStatsHandler(model, optimizer, items=wrong),
         "loss": lambda wrong: RollbackHandler({"model": model, "optimizer": optimizer}, loss=wrong),
     }.items():

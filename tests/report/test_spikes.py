@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ignite_monitor.cli import main
-from ignite_monitor.spike_recorder.random_state import RandomState, saved
+from ignite_monitor.model.isolation import capture_rng_state
 from ignite_monitor.spike_recorder.record import write
 
 NAME = "transformer.blocks.11.attention.a_projection_with_a_long_name.weight"
@@ -26,21 +26,16 @@ def put(folder, iteration=340, rank=0, **values):
         "culprits": {NAME: 0.96, "head.bias": 0.04},
         "source": None,
         "lr": [1e-3, 5e-4],
-        "ids": [f"image-{i}" for i in range(64)],
         "batch": {"x": torch.zeros(64, 1, 28, 28), "y": torch.zeros(64, dtype=torch.int64), "id": ["a"] * 64},
         "losses": torch.arange(64.0),
-        "random_state": saved(RandomState().now()),
+        "random_state": capture_rng_state(),
     }
-    path = folder / f"grad-{iteration:08d}-rank{rank}.spike.pt"
-    write(path, written | values)
-    return path
+    return write(folder, f"grad-{iteration:08d}-rank{rank}", written | values)
 
 
 def shown(capsys, *arguments):
     assert main(["spike", *map(str, arguments)]) == 0
-    text = capsys.readouterr().out
-    assert max(map(len, text.splitlines())) <= 80
-    return text
+    return capsys.readouterr().out
 
 
 def test_a_directory_is_shown_in_order(tmp_path, capsys):
@@ -49,25 +44,20 @@ def test_a_directory_is_shown_in_order(tmp_path, capsys):
         "kind": "forward",
         "text": "It comes from blocks.3.attention: its inputs are finite, and its output is not",
     }
-    put(tmp_path, 1000, rank=1, source=source, norm=math.nan, culprits={}, lr=None, ids=None, batch=None, losses=None)
+    put(tmp_path, 1000, rank=1, source=source, norm=math.nan, culprits={}, lr=None, batch=None, losses=None)
     put(tmp_path)
     assert shown(capsys, tmp_path) == (
-        """\
+        f"""\
 iteration 340, epoch 3: grad/norm 15.1, 14 x its threshold 1.08
-  culprits  transformer.blocks.11.attention.a_projection_with_a_long_name.weight
-            96%; head.bias 4%
+  culprits  {NAME} 96%; head.bias 4%
   lr        0.001, 0.0005
-  losses    row 63 (image-63) 63; row 62 (image-62) 62; row 61 (image-61) 61;
-            median 31 of 64
-  ids       ['image-0', 'image-1', 'image-2', 'image-3', 'image-4', 'image-5',
-            'image-6', 'image-7', 'image-8', 'image-9', 'image-10', ...
+  losses    row 63 63; row 62 62; row 61 61; median 31 of 64
   batch     x: float32 64x1x28x28, y: int64 64, id: 64 of str
   file      grad-00000340-rank0.spike.pt
 
 iteration 1000, epoch 3, rank 1: grad/norm nan, threshold 1.08
-  source    It comes from blocks.3.attention: its inputs are finite, and its
-            output is not
-  file      grad-00001000-rank1.spike.pt
+  source  {source["text"]}
+  file    grad-00001000-rank1.spike.pt
 
 2 records
 """
@@ -86,8 +76,7 @@ def test_damaged_files_are_said_to_be_so(tmp_path, capsys):
     put(tmp_path)
     (tmp_path / "b.spike.pt").write_bytes(b"nothing")
     assert main(["spike", str(tmp_path)]) == 0
-    text = "".join(capsys.readouterr().out.split())  # a long path may be broken anywhere
-    assert re.search(r"1record\S+b\.spike\.ptisnorecord", text)
+    assert re.search(r"\n1 record\n\S+b\.spike\.pt is no spike file", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("path", ["none", "empty", "other"])
@@ -101,10 +90,6 @@ def test_bad_input_is_one_line(tmp_path, path, capsys):
     assert str(tmp_path / path) in output.err
 
 
-def test_ids_that_are_not_the_rows(tmp_path, capsys):
-    for place, ids in enumerate((7, "text", torch.arange(64), [1, 2], {"a": 1}, "\x1b[31m\n")):
-        put(tmp_path, place, ids=ids)
-    text = shown(capsys, tmp_path)
-    assert text.count("row 63 (63) 63") == 1
-    assert text.count("row 63 63") == 5
-    assert "\x1b" not in text
+def test_control_characters_are_escaped(tmp_path, capsys):
+    put(tmp_path, culprits={"\x1b[31m\n": 1.0}, name="\x1b[31m")
+    assert "\x1b" not in shown(capsys, tmp_path)
