@@ -371,25 +371,26 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
             self._show(engine, self._window.last.detection)
 
     def _publish_detection(self, detection: GradientDetection, where: Tensor | None, log: bool = False) -> None:
-        norm, stepped, dtype = detection.norm, self._stepped, detection.norm.value.dtype
-        counts = self._detector.counts()
+        norm, counts = detection.norm, self._detector.counts()
         values = {"norm": norm.value, "threshold": norm.threshold, "mean": norm.mean, "std": norm.std}
         values |= {"spike": detection.spike, "spike_count": counts[0], "nonfinite_count": counts[1]}
         values |= self._action.counts
         if detection.loss is not None:  # a loss without a logarithm is not compared
-            values["loss_spike"] = detection.loss.spike.to(dtype).masked_fill(detection.loss.value.isneginf(), math.nan)
+            of_loss = detection.loss.spike.to(norm.value.dtype)
+            values["loss_spike"] = of_loss.masked_fill(detection.loss.value.isneginf(), math.nan)
         if self._scale is not None:
             values["scale"] = self._scale
-        if isinstance(stepped, Tensor):
-            values["stepped"] = stepped
-        table = torch.stack([move_like(value, norm.value) for value in values.values()])
+        if isinstance(self._stepped, Tensor):
+            values["stepped"] = self._stepped
         self.clear_metrics()
         self._where = self._suspect = None
         if where is not None and not where.is_cpu:
-            table, self._where = torch.where(where, table, math.nan), where
-        self.publish_table([*values], table)
-        if not isinstance(stepped, Tensor):
-            self.publish(stepped=float(stepped))
+            table, self._where = torch.stack([move_like(value, norm.value) for value in values.values()]), where
+            self.publish_table([*values], torch.where(where, table, math.nan))
+        else:
+            self.publish(**values)
+        if not isinstance(self._stepped, Tensor):
+            self.publish(stepped=self._stepped)
         if self.per_parameter and may_be_true(detection.spike):
             if detection.spike.is_cpu:
                 spike = self._spike_numbers(detection)
