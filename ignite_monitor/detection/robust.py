@@ -59,6 +59,6 @@ class RobustThreshold(ThresholdRule):
         return torch.lerp(limit, self.state["mean"], 0.5)
 
     def include(self, state: State, value: Tensor) -> State:
-        excess = torch.where(state["count"] > 0, value - state["mean"], 0.0).clamp(min=0.0)
+        excess = (value - state["mean"]).masked_fill(state["count"] < 1, 0.0).clamp(min=0.0)
         upper = torch.add(excess**3, state["upper"], alpha=self.decay)
         return super().include(state, value) | {"upper": upper}

@@ -121,18 +121,19 @@ class SpikeDetector:
             if not is_false(value != self.ignored):
                 self.rule.observe(value)
             return
-        updates = (value != self.ignored) > detection.nonfinite
+        if not math.isnan(self.ignored):
+            value = value.masked_fill(value == self.ignored, math.nan)
         if when is not None:
-            updates, reset = updates & when, reset & when
+            value, above, reset = value.masked_fill(~when, math.nan), above & when, reset & when
+        updates = value < math.inf  # not NaN, as what updates nothing
         clipped = above > reset
-        entry = torch.where(clipped, self.rule.entry(detection.limit), value)
-        self.rule.observe(entry, when=updates > (clipped & self._previous), reset=reset)
-        recent = torch.add(self._recent - self._DECREASE, above, alpha=1.0 + self._DECREASE).clamp(min=0.0)
-        recent = recent.masked_fill(reset, 0.0)
-        self._recent = torch.where(updates, recent, self._recent)
+        entry = self.rule.entry(detection.limit).masked_fill(self._previous, math.nan)
+        self.rule.observe(torch.where(clipped, entry, value), reset=reset)
+        recent = torch.add(self._recent, updates, alpha=-self._DECREASE)
+        recent = torch.add(recent, above, alpha=1.0 + self._DECREASE).clamp(min=0.0)
+        self._recent = recent.masked_fill(reset, 0.0)
         self._previous = torch.where(updates, clipped, self._previous)
-        within = (value <= detection.limit) & updates
-        self._suspended = (self._suspended > within) | reset
+        self._suspended = (self._suspended > (value <= detection.limit)) | reset
 
     def _is_calm(self) -> bool:
         return is_false(self._recent > 0) and is_false(self._suspended)  # then the previous value was no spike either

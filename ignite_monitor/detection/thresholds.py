@@ -139,10 +139,8 @@ class ThresholdRule:
         before = self.state if reset is None else _where(reset, self._initial, self.state)
         usable = value <= largest_usable(value)
         when = usable if when is None else when & usable
-        if when.ndim or not when.is_cpu or not torch.is_nonzero(when):
-            self.state = _where(when, self.include(before, value), before)
-        else:
-            self.state = self.include(before, value)
+        after = self.include(before, value)
+        self.state = after if is_true(when) else _where(when, after, before)
 
     def reset(self) -> None:
         """Discard all values."""
@@ -160,7 +158,7 @@ class ThresholdRule:
             values = {name: move_like(value, reference) for name, value in state.items()}
             return {name: value.expand(reference.shape) for name, value in values.items()} if scalar else values
 
-        self.state, self._initial = moved(self.state), moved(self._initial)
+        self.state, self._initial = moved(self.state), _joined(moved(self._initial))
 
     def state_dict(self) -> State:
         """Return the state, name -> tensor."""
@@ -197,12 +195,37 @@ def largest_usable(value: Tensor) -> float:
     return float(torch.finfo(value.dtype).max ** 0.3)
 
 
+def is_true(flag: Tensor) -> bool:
+    """Return True if a bool tensor is known to be True without synchronization."""
+    return flag.is_cpu and not flag.ndim and torch.is_nonzero(flag)
+
+
+class _Joined(State):
+    """A state whose tensors are the rows of one."""
+
+    rows: Tensor
+
+
+def _joined(state: State) -> State:
+    """Join the tensors of a state if they have one shape."""
+    if isinstance(state, _Joined) or len({value.shape for value in state.values()}) > 1:
+        return state
+    return _split([*state], torch.stack([*state.values()]))
+
+
+def _split(names: list[str], rows: Tensor) -> _Joined:
+    state = _Joined(zip(names, rows.unbind(), strict=True))
+    state.rows = rows
+    return state
+
+
 def _where(flag: Tensor, some: State, others: State) -> State:
     """Select each tensor of two states by a flag."""
-    if any(value.shape != flag.shape for value in others.values()):
-        return {name: torch.where(flag, some[name], value) for name, value in others.items()}
-    chosen = torch.where(flag, torch.stack([*some.values()]), torch.stack([others[name] for name in some]))
-    return dict(zip(some, chosen.unbind(), strict=True))
+    names = [*others]
+    some, others = _joined({name: some[name] for name in names} if [*some] != names else some), _joined(others)
+    if isinstance(some, _Joined) and isinstance(others, _Joined):
+        return _split(names, torch.where(flag, some.rows, others.rows))
+    return {name: torch.where(flag, some[name], value) for name, value in others.items()}
 
 
 class MeanStdThreshold(ThresholdRule):

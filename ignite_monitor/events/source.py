@@ -24,7 +24,7 @@ from ignite_monitor.model._torch import (
 )
 from ignite_monitor.model.modes import users_grad_mode
 
-_EVENTS = tuple(MonitorEvents)
+_NAMES = tuple(event.name for event in MonitorEvents)  # equal to the events, but faster to look up
 
 
 class EventSource:
@@ -50,7 +50,7 @@ class EventSource:
         weakref.finalize(self, remove_all, self._handles).atexit = False
         self._installed = False
         self._monitors: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._listeners: dict[MonitorEvents, list[weakref.WeakMethod[Any]]] = {event: [] for event in MonitorEvents}
+        self._listeners: dict[str, list[weakref.WeakMethod[Any]]] = {name: [] for name in _NAMES}
         self._prefixes: set[str] = set()
         self.monitored = self.running = self.listened = self._awaits_step = False
         self._monitoring: set[int] = set()  # ids of the monitors of this iteration
@@ -122,20 +122,22 @@ class EventSource:
                 called when all monitors have read the gradients, and may change them; a function which that returns
                 is called after all changes.
         """
-        self._listeners[event].append(weakref.WeakMethod(handler))
+        self._listeners[event.name].append(weakref.WeakMethod(handler))
 
     def unlisten(self, event: MonitorEvents, handler: Callable[..., Any]) -> None:
         """Undo :meth:`listen`."""
-        self._listeners[event] = [method for method in self._listeners[event] if method() not in (None, handler)]
+        name = event.name
+        self._listeners[name] = [method for method in self._listeners[name] if method() not in (None, handler)]
 
-    def has_handlers(self, *events: MonitorEvents) -> bool:
-        """Whether the user's handlers listen to one of the events."""
-        engine = self.engine
-        return engine is not None and any(map(getattr(engine, EVENT_HANDLERS).get, events))
+    def has_handlers(self, *names: str) -> bool:
+        """Whether the user's handlers listen to one of the events, given by name."""
+        engine = self._engine()
+        return engine is not None and any(map(getattr(engine, EVENT_HANDLERS).get, names))
 
     def is_awaited(self, event: MonitorEvents) -> bool:
         """Whether monitors or the user's handlers listen to an event."""
-        return bool(self._listeners[event]) or self.has_handlers(event)
+        name = event.name
+        return bool(self._listeners[name]) or self.has_handlers(name)
 
     @property
     def monitors(self) -> list[Any]:
@@ -163,11 +165,11 @@ class EventSource:
             about: id of a model -> second argument for its monitors. Monitors of other models, and those that do not
                 monitor this iteration, are not called. None calls all; at the train step's end those that monitor it.
         """
-        engine = self.engine
+        engine, name = self._engine(), event.name
         if engine is None:
             return
-        handlers: list[Any] = [handler for method in self._listeners[event] if (handler := method()) is not None]
-        if event == MonitorEvents.TRAIN_STEP_COMPLETED or about is not None:
+        handlers: list[Any] = [handler for method in self._listeners[name] if (handler := method()) is not None]
+        if event is MonitorEvents.TRAIN_STEP_COMPLETED or about is not None:
             handlers = [handler for handler in handlers if id(handler.__self__) in self._monitoring]
         # All monitors read before one changes anything: the order of attaching must not matter.
         if about is None:
@@ -180,15 +182,15 @@ class EventSource:
             ]
         while changes:
             changes = [change() for change in changes if change is not None]
-        if event == MonitorEvents.TRAIN_STEP_COMPLETED:
+        if event is MonitorEvents.TRAIN_STEP_COMPLETED:
             self.running = False
-        if self.has_handlers(event):
+        if self.has_handlers(name):
             with users_grad_mode():
                 engine.fire_event(event)
 
     def fire_step(self, event: MonitorEvents, optimizer: Optimizer) -> None:
         """Fire an event of an optimizer's step."""
-        if event == MonitorEvents.OPTIMIZER_STEP_STARTED:
+        if event is MonitorEvents.OPTIMIZER_STEP_STARTED:
             for tracker in self._models.values():
                 tracker.step_started(optimizer)
         self.fire(event, {key: OptimizerStep(tracker, optimizer) for key, tracker in self._models.items()})
@@ -273,7 +275,7 @@ class EventSource:
         original(error)
 
     def _train_step(self, original: Callable[..., Any], engine: Engine, batch: Any) -> Any:
-        self.listened = self.has_handlers(*_EVENTS)
+        self.listened = self.has_handlers(*_NAMES)
         self.running, self._awaits_step = self.monitored or self.listened, False
         for tracker in self._models.values():
             if not (self.running and self.is_awaited(MonitorEvents.GRADIENTS_READY)):

@@ -61,19 +61,24 @@ def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
         if any_sharded(local):
             local = [tensor.to_local() if is_sharded(tensor) else tensor for tensor in local]
         values = _local_norms(local, norm_type)
-        if _fits({tensor.dtype for tensor in local}, norm_type, values.dtype):
-            return torch.linalg.vector_norm(values, norm_type)  # type: ignore[no-any-return]
-        return combine(values, norm_type) if local else values.sum()
+        if not local:
+            return values.sum()
+        return combine(values, norm_type, local)
 
 
-def combine(norms: Iterable[Tensor] | Tensor, norm_type: float = 2.0) -> Tensor:
+def combine(norms: Iterable[Tensor] | Tensor, norm_type: float = 2.0, parts: Iterable[Tensor] | None = None) -> Tensor:
     r"""The norm of a vector from the norms of its parts, :math:`(\sum_i n_i^p)^{1/p}`.
 
     Args:
         norms: 0-dim tensors on one device and of one dtype, or a vector.
+        parts: the parts, if powers of their norms may fit the dtype of the norms; None if that is not known.
     """
     values = norms if isinstance(norms, Tensor) else torch.stack(list(norms))
-    unit = 1.0 if norm_type in (1.0, math.inf) else _unit(values.max())
+    if norm_type in (1.0, math.inf) or (
+        parts is not None and _fits({part.dtype for part in parts}, norm_type, values.dtype)
+    ):
+        return torch.linalg.vector_norm(values, norm_type)  # type: ignore[no-any-return]
+    unit = _unit(values.max())
     return unit * torch.as_tensor(torch.linalg.vector_norm(values / unit, norm_type))
 
 

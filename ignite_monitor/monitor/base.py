@@ -32,7 +32,7 @@ from ignite_monitor.monitor.handles import MonitorHandle as MonitorHandle
 from ignite_monitor.monitor.handles import forget_last_values
 from ignite_monitor.monitor.loggers import add_logger
 from ignite_monitor.monitor.scaler import check_scaler, lacks_scaler
-from ignite_monitor.monitor.transfer import NamedValues, as_published, bring_to_host
+from ignite_monitor.monitor.transfer import NamedValues, bring_to_host
 from ignite_monitor.schema import Schema
 
 Handlers = list[tuple[MonitorEvents, Callable[..., Any]]]
@@ -257,15 +257,17 @@ class Monitor(Serializable):
             values: name without the prefix -> number or 0-dim tensor.
         """
         numbers: dict[str, float] = {}
+        tensors: dict[str, Tensor] = {}
         for name, value in values.items():
-            if not isinstance(value, Tensor):
-                numbers[name] = float(value)
-            elif transfer.is_on_host(value):
-                numbers[name] = float(as_published(value))
+            if isinstance(value, Tensor) and not transfer.is_on_host(value):
+                tensors[name] = value
+                self._waiting.append(NamedValues([name], value.reshape(1)))
             else:
-                self.publish_table([name], value.reshape(1))
+                numbers[name] = float(value)
         self._is_complete = False
         self._put_numbers(numbers)
+        if tensors:
+            self._put(tensors)
 
     def publish_table(self, names: Sequence[str], values: Tensor) -> None:
         """Publish many values.

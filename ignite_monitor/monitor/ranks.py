@@ -69,10 +69,10 @@ def norm_of_parts(
         The norm, and the flag of any rank.
     """
     if reduction is None or world_size() == 1:
-        return combine(norms, norm_type), flag
+        return combine(norms, norm_type, gradients), flag
     sharded = list(map(is_sharded, gradients))
     if all(sharded):
-        return combine(norms, norm_type), flag
+        return combine(norms, norm_type, gradients), flag
     each = norms.unbind()
     plain = combine([norm for norm, of_all in zip(each, sharded, strict=True) if not of_all], norm_type)
     norm, any_flag = _over_ranks(torch.stack((plain, flag.to(plain))), norm_type, reduction).unbind()

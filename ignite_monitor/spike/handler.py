@@ -136,7 +136,8 @@ class SpikeMonitor(DetectionMonitor, schema=SPIKE):
         detection = self._detector.detect(number.masked_fill(too_low, torch.inf))._replace(given=number)
         # As far below the mean as the threshold is above it. Without a threshold NaN, which fmax ignores.
         lowest = detection.mean - (detection.limit - detection.mean).abs()
-        self._detector.observe(detection._replace(value=torch.fmax(detection.value, lowest)))
+        raised = torch.fmax(detection.value, lowest).masked_fill(detection.nonfinite, math.nan)
+        self._detector.observe(detection._replace(value=raised))
         flags = torch.stack((detection.spike, detection.nonfinite, detection.threshold_reset))
         self._counts = move_like(self._counts, number) + flags
         self._resets.set(detection.threshold_reset)

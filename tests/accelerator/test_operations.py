@@ -12,6 +12,7 @@ pytestmark = pytest.mark.cuda
 
 # What runs in hooks on modules, one after the other, in which no dispatch mode is on: each output is copied.
 LAUNCHED = {
+    "GradMonitor, per_parameter": 130,
     "ActivationHandler": 240,
     "ActivationHandler, attention": 560,
     "ActivationHandler, gradients and parameters": 1300,

@@ -43,7 +43,7 @@ def test_the_optimizer_in_a_wrapper_is_named(kind):
 @pytest.mark.parametrize(
     ("threshold", "hint"),
     [
-        (RobustThreshold, r"give one of these, RobustThreshold\(…\)"),
+        (RobustThreshold, r"give an instance, RobustThreshold\(…\)"),
         ("robust", "but given robust$"),
     ],
 )
