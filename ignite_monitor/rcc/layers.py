@@ -117,16 +117,14 @@ class _Layer:
             raise NotComparableError("its inputs are other than in the reference")
         for tensor, other in zip(tensors, others, strict=True):
             _check(tensor, other)
-        x, reference_x = (tensors[0], others[0]) if tensors else (None, None)
         dtype = self._dtype([*tensors, *weights.values()])
         with _no_autocast(next(iter(weights.values()))):
-            if x is None or reference_x is None:
-                update = self._change(call, [], [], weights, initial, dtype).weight_update
-                return norm_sums(update, None, None, None, self._dim)
-            wide = [item.to(dtype) for item in tensors]
-            reference_wide = [item.to(dtype) for item in others if item is not None]
-            change = self._change(call, wide, reference_wide, weights, initial, dtype)
-            return norm_sums(*change, wide[0], wide[0] - reference_wide[0], self._dim)
+            x, reference_x = ([item.to(dtype) for item in own if item is not None] for own in (tensors, others))
+            moved = x[0] - reference_x[0] if x else None
+            change = self._change(call, x, reference_x, moved, weights, initial, dtype)
+            if moved is None:
+                return norm_sums(change.weight_update, None, None, None, self._dim)
+            return norm_sums(*change, x[0], moved, self._dim)
 
     def leave(self, call: Call, entered: Any) -> NormSums:
         result: NormSums = entered
@@ -139,7 +137,14 @@ class _Layer:
         return _promoted(tensors)
 
     def _change(
-        self, call: Call, x: list[Tensor], reference_x: list[Tensor], weights: Weights, initial: Weights, dtype: Any
+        self,
+        call: Call,
+        x: list[Tensor],
+        reference_x: list[Tensor],
+        moved: Tensor | None,
+        weights: Weights,
+        initial: Weights,
+        dtype: Any,
     ) -> Change:
         runs = ((x, weights), (x, initial), (reference_x, initial))
         outputs = [self._evaluate(call, inputs, own, dtype) for inputs, own in runs]
@@ -188,16 +193,27 @@ class _Linear(_Layer):
         return _promoted(tensors)
 
     def _change(
-        self, call: Call, x: list[Tensor], reference_x: list[Tensor], weights: Weights, initial: Weights, dtype: Any
+        self,
+        call: Call,
+        x: list[Tensor],
+        reference_x: list[Tensor],
+        moved: Tensor | None,
+        weights: Weights,
+        initial: Weights,
+        dtype: Any,
     ) -> Change:
         if type(self._module) not in type(call.module).__mro__ or "forward" in vars(call.module):
             raise NotComparableError("its forward has been replaced since the handler was made")
-        moved = {name: item.to(dtype) - initial[name].to(dtype) for name, item in weights.items()}
-        update = self._evaluate(call, x, moved, dtype)
-        if not x:
+        updates = {name: item.to(dtype) - initial[name].to(dtype) for name, item in weights.items()}
+        product_of = linear_map(self._module)
+        if moved is None or product_of is None:  # Embedding
+            update = self._evaluate(call, x, updates, dtype)
             return Change(update, update)
-        without_bias = {name: torch.zeros_like(item) if name == "bias" else item for name, item in initial.items()}
-        return Change(update, self._evaluate(call, [x[0] - reference_x[0]], without_bias, dtype))
+        product = product_of(call.args, call.kwargs)
+        update = product(x[0], updates["weight"])
+        if "bias" in updates:
+            update += updates["bias"].view(-1, *[1] * (-1 - self._dim))
+        return Change(update, product(moved, initial["weight"].to(dtype)))
 
 
 class _Whole(_Layer):
