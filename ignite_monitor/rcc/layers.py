@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ignite_monitor.model._torch import (
+    MODULE_ATTRIBUTES,
     batch_norm,
     buffers_in,
     hooks_before_forward,
@@ -153,7 +154,7 @@ class _Layer:
     def _evaluate(self, call: Call, tensors: list[Tensor], weights: Weights, dtype: torch.dtype) -> Tensor:
         args, kwargs = _replaced((call.args, call.kwargs), iter(tensors))
         isolated: AbstractContextManager[Any] = nullcontext()
-        if not isinstance(self._module, _WITHOUT_RNG) and linear_map(self._module) is None:
+        if not isinstance(self._module, _WITHOUT_RNG):
             isolated = self._reference.isolated(self._name)
         with isolated:
             module: Any = _with_weights(self._module, {name: item.to(dtype) for name, item in weights.items()}, dtype)
@@ -264,7 +265,9 @@ def _with_weights(module: nn.Module, weights: Weights, dtype: torch.dtype) -> nn
         name: item if item is None else item.to(dtype if item.is_floating_point() else item.dtype, copy=True)
         for name, item in buffers_in(module).items()
     }
-    if not _is_of_torch(module) and linear_map(module) is None:  # a user's module may keep state in its attributes
+    attributes = [item for name, item in vars(module).items() if name not in MODULE_ATTRIBUTES]
+    if not _is_of_torch(module) and not all(isinstance(item, (int, float, str)) for item in attributes):
+        # It may keep state in them.
         memo = {id(hook): hook for _, hooks in user_forward_hooks([module]) for hook in hooks.values()}
         memo |= {id(item): weights.get(name) for name, item in parameters_in(module).items()}
         module = detached_copy(module, memo)
