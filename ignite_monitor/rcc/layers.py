@@ -41,6 +41,7 @@ from ignite_monitor.reference.call import Call, Comparison, NotComparableError
 from ignite_monitor.reference.copies import detached_copy, user_forward_hooks
 from ignite_monitor.reference.reference import Reference
 
+Tensors = list[Tensor]
 Weights = dict[str, Tensor]
 
 _WITHOUT_RNG = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.PReLU, nn.Embedding, batch_norm)
@@ -122,7 +123,8 @@ class _Layer:
         with _no_autocast(next(iter(weights.values()))):
             x, reference_x = ([item.to(dtype) for item in own if item is not None] for own in (tensors, others))
             moved = x[0] - reference_x[0] if x else None
-            change = self._change(call, x, reference_x, moved, weights, initial, dtype)
+            weights, initial = ({name: item.to(dtype) for name, item in own.items()} for own in (weights, initial))
+            change = self._change(call, x, reference_x, moved, weights, initial)
             if moved is None:
                 return norm_sums(change.weight_update, None, None, None, self._dim)
             return norm_sums(*change, x[0], moved, self._dim)
@@ -138,31 +140,23 @@ class _Layer:
         return _promoted(tensors)
 
     def _change(
-        self,
-        call: Call,
-        x: list[Tensor],
-        reference_x: list[Tensor],
-        moved: Tensor | None,
-        weights: Weights,
-        initial: Weights,
-        dtype: Any,
+        self, call: Call, x: Tensors, reference_x: Tensors, moved: Tensor | None, weights: Weights, initial: Weights
     ) -> Change:
         runs = ((x, weights), (x, initial), (reference_x, initial))
-        outputs = [self._evaluate(call, inputs, own, dtype) for inputs, own in runs]
-        return output_change(*outputs)
+        return output_change(*(self._evaluate(call, inputs, own) for inputs, own in runs))
 
-    def _evaluate(self, call: Call, tensors: list[Tensor], weights: Weights, dtype: torch.dtype) -> Tensor:
+    def _evaluate(self, call: Call, tensors: Tensors, weights: Weights) -> Tensor:
         args, kwargs = _replaced((call.args, call.kwargs), iter(tensors))
         isolated: AbstractContextManager[Any] = nullcontext()
         if not isinstance(self._module, _WITHOUT_RNG):
             isolated = self._reference.isolated(self._name)
         with isolated:
-            module: Any = _with_weights(self._module, {name: item.to(dtype) for name, item in weights.items()}, dtype)
+            module: Any = _with_weights(self._module, weights)
             module.training = call.module.training
             output = _first((type(module).forward(module, *args, **kwargs),), {})
         if output is None:
             raise NotComparableError("no floating-point tensor is in its output")
-        return output.to(dtype)
+        return output.to(next(iter(weights.values())).dtype)
 
     def _weights(self, call: Call) -> tuple[Weights, Weights]:
         """Parameters of the model's and the reference's module by name.
@@ -194,27 +188,20 @@ class _Linear(_Layer):
         return _promoted(tensors)
 
     def _change(
-        self,
-        call: Call,
-        x: list[Tensor],
-        reference_x: list[Tensor],
-        moved: Tensor | None,
-        weights: Weights,
-        initial: Weights,
-        dtype: Any,
+        self, call: Call, x: Tensors, reference_x: Tensors, moved: Tensor | None, weights: Weights, initial: Weights
     ) -> Change:
         if type(self._module) not in type(call.module).__mro__ or "forward" in vars(call.module):
             raise NotComparableError("its forward has been replaced since the handler was made")
-        updates = {name: item.to(dtype) - initial[name].to(dtype) for name, item in weights.items()}
+        updates = {name: item - initial[name] for name, item in weights.items()}
         product_of = linear_map(self._module)
         if moved is None or product_of is None:  # Embedding
-            update = self._evaluate(call, x, updates, dtype)
+            update = self._evaluate(call, x, updates)
             return Change(update, update)
         product = product_of(call.args, call.kwargs)
         update = product(x[0], updates["weight"])
         if "bias" in updates:
             update += updates["bias"].view(-1, *[1] * (-1 - self._dim))
-        return Change(update, product(moved, initial["weight"].to(dtype)))
+        return Change(update, product(moved, initial["weight"]))
 
 
 class _Whole(_Layer):
@@ -259,8 +246,9 @@ def _layer(name: str, reference: Reference) -> _Layer:
     return (_Whole if is_whole else _Layer)(name, reference)
 
 
-def _with_weights(module: nn.Module, weights: Weights, dtype: torch.dtype) -> nn.Module:
-    """Copy of a module without children that has other weights, and buffers of a dtype."""
+def _with_weights(module: nn.Module, weights: Weights) -> nn.Module:
+    """Copy of a module without children that has other weights, and buffers of their dtype."""
+    dtype = next(iter(weights.values())).dtype
     buffers = {
         name: item if item is None else item.to(dtype if item.is_floating_point() else item.dtype, copy=True)
         for name, item in buffers_in(module).items()
