@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ignite_monitor.model._torch import (
+    MODULE_ATTRIBUTES,
     batch_norm,
     buffers_in,
     hooks_before_forward,
@@ -40,6 +41,7 @@ from ignite_monitor.reference.call import Call, Comparison, NotComparableError
 from ignite_monitor.reference.copies import detached_copy, user_forward_hooks
 from ignite_monitor.reference.reference import Reference
 
+Tensors = list[Tensor]
 Weights = dict[str, Tensor]
 
 _WITHOUT_RNG = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.PReLU, nn.Embedding, batch_norm)
@@ -117,16 +119,15 @@ class _Layer:
             raise NotComparableError("its inputs are other than in the reference")
         for tensor, other in zip(tensors, others, strict=True):
             _check(tensor, other)
-        x, reference_x = (tensors[0], others[0]) if tensors else (None, None)
         dtype = self._dtype([*tensors, *weights.values()])
         with _no_autocast(next(iter(weights.values()))):
-            if x is None or reference_x is None:
-                update = self._change(call, [], [], weights, initial, dtype).weight_update
-                return norm_sums(update, None, None, None, self._dim)
-            wide = [item.to(dtype) for item in tensors]
-            reference_wide = [item.to(dtype) for item in others if item is not None]
-            change = self._change(call, wide, reference_wide, weights, initial, dtype)
-            return norm_sums(*change, wide[0], wide[0] - reference_wide[0], self._dim)
+            x, reference_x = ([item.to(dtype) for item in own if item is not None] for own in (tensors, others))
+            moved = x[0] - reference_x[0] if x else None
+            weights, initial = ({name: item.to(dtype) for name, item in own.items()} for own in (weights, initial))
+            change = self._change(call, x, reference_x, moved, weights, initial)
+            if moved is None:
+                return norm_sums(change.weight_update, None, None, None, self._dim)
+            return norm_sums(*change, x[0], moved, self._dim)
 
     def leave(self, call: Call, entered: Any) -> NormSums:
         result: NormSums = entered
@@ -139,27 +140,26 @@ class _Layer:
         return _promoted(tensors)
 
     def _change(
-        self, call: Call, x: list[Tensor], reference_x: list[Tensor], weights: Weights, initial: Weights, dtype: Any
+        self, call: Call, x: Tensors, reference_x: Tensors, moved: Tensor | None, weights: Weights, initial: Weights
     ) -> Change:
         runs = ((x, weights), (x, initial), (reference_x, initial))
-        outputs = [self._evaluate(call, inputs, own, dtype) for inputs, own in runs]
-        return output_change(*outputs)
+        return output_change(*(self._evaluate(call, inputs, own) for inputs, own in runs))
 
-    def _evaluate(self, call: Call, tensors: list[Tensor], weights: Weights, dtype: torch.dtype) -> Tensor:
+    def _evaluate(self, call: Call, tensors: Tensors, weights: Weights) -> Tensor:
         if not _is_of_torch(self._module):  # its forward may change tensors in place
             tensors = [tensor.clone() for tensor in tensors]
             weights = {name: weight.clone() for name, weight in weights.items()}
         args, kwargs = _replaced((call.args, call.kwargs), iter(tensors))
         isolated: AbstractContextManager[Any] = nullcontext()
-        if not isinstance(self._module, _WITHOUT_RNG) and linear_map(self._module) is None:
+        if not isinstance(self._module, _WITHOUT_RNG):
             isolated = self._reference.isolated(self._name)
         with isolated:
-            module: Any = _with_weights(self._module, {name: item.to(dtype) for name, item in weights.items()}, dtype)
+            module: Any = _with_weights(self._module, weights)
             module.training = call.module.training
             output = _first((type(module).forward(module, *args, **kwargs),), {})
         if output is None:
             raise NotComparableError("no floating-point tensor is in its output")
-        return output.to(dtype)
+        return output.to(next(iter(weights.values())).dtype)
 
     def _weights(self, call: Call) -> tuple[Weights, Weights]:
         """Parameters of the model's and the reference's module by name.
@@ -191,16 +191,20 @@ class _Linear(_Layer):
         return _promoted(tensors)
 
     def _change(
-        self, call: Call, x: list[Tensor], reference_x: list[Tensor], weights: Weights, initial: Weights, dtype: Any
+        self, call: Call, x: Tensors, reference_x: Tensors, moved: Tensor | None, weights: Weights, initial: Weights
     ) -> Change:
         if type(self._module) not in type(call.module).__mro__ or "forward" in vars(call.module):
             raise NotComparableError("its forward has been replaced since the handler was made")
-        moved = {name: item.to(dtype) - initial[name].to(dtype) for name, item in weights.items()}
-        update = self._evaluate(call, x, moved, dtype)
-        if not x:
+        updates = {name: item - initial[name] for name, item in weights.items()}
+        product_of = linear_map(self._module)
+        if moved is None or product_of is None:  # Embedding
+            update = self._evaluate(call, x, updates)
             return Change(update, update)
-        without_bias = {name: torch.zeros_like(item) if name == "bias" else item for name, item in initial.items()}
-        return Change(update, self._evaluate(call, [x[0] - reference_x[0]], without_bias, dtype))
+        product = product_of(call.args, call.kwargs)
+        update = product(x[0], updates["weight"])
+        if "bias" in updates:
+            update += updates["bias"].view(-1, *[1] * (-1 - self._dim))
+        return Change(update, product(moved, initial["weight"]))
 
 
 class _Whole(_Layer):
@@ -245,13 +249,16 @@ def _layer(name: str, reference: Reference) -> _Layer:
     return (_Whole if is_whole else _Layer)(name, reference)
 
 
-def _with_weights(module: nn.Module, weights: Weights, dtype: torch.dtype) -> nn.Module:
-    """Copy of a module without children that has other weights, and buffers of a dtype."""
+def _with_weights(module: nn.Module, weights: Weights) -> nn.Module:
+    """Copy of a module without children that has other weights, and buffers of their dtype."""
+    dtype = next(iter(weights.values())).dtype
     buffers = {
         name: item if item is None else item.to(dtype if item.is_floating_point() else item.dtype, copy=True)
         for name, item in buffers_in(module).items()
     }
-    if not _is_of_torch(module) and linear_map(module) is None:  # a user's module may keep state in its attributes
+    attributes = [item for name, item in vars(module).items() if name not in MODULE_ATTRIBUTES]
+    if not _is_of_torch(module) and not all(isinstance(item, (int, float, str)) for item in attributes):
+        # It may keep state in them.
         memo = {id(hook): hook for _, hooks in user_forward_hooks([module]) for hook in hooks.values()}
         memo |= {id(item): weights.get(name) for name, item in parameters_in(module).items()}
         module = detached_copy(module, memo)

@@ -68,14 +68,14 @@ def norm_sums(
     """Sum the feature norms of one call.
 
     Args:
-        update: the weight update.
+        update: the weight update; with a drift it is overwritten by the output's change.
         drift: the input drift; None without a floating-point input, as what follows.
         x: the model's input.
         input_change: its difference from the reference's input.
         dim: the dimension of the features.
     """
-    total = None if drift is None else update + drift
-    norms = [None if item is None else feature_norms(item, dim) for item in (update, drift, x, input_change, total)]
+    norms = [None if item is None else feature_norms(item, dim) for item in (update, drift, x, input_change)]
+    norms.append(None if drift is None else feature_norms(update.add_(drift), dim))
     wide = wide_dtype(update.device)
     sums = [update.new_zeros((), dtype=wide) if item is None else item.sum(dtype=wide) for item in norms]
     return NormSums(torch.stack(sums), [0 if item is None else len(item) for item in norms])

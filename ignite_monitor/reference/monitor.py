@@ -34,7 +34,6 @@ class ReferenceMonitor(Monitor):
         self._comparison: Comparison | None = None
         self._passes: ReferencePasses | None = None
         self._compared_count = 0  # train steps of this run
-        self._title_of_warnings = "" if families else f"{prefix}: "
 
     def _compared(self, incomplete: set[str]) -> None:
         """Publish the results of a train step that returned on every rank.
@@ -48,8 +47,8 @@ class ReferenceMonitor(Monitor):
         self._reference = Reference(self.model, reference)
         return self._reference
 
-    def _compare(self, names: Iterable[str], comparison: Comparison, *, offload: bool = False) -> None:
-        """Compare the calls of modules in monitored iterations; ``offload`` is ignored."""
+    def _compare(self, names: Iterable[str], comparison: Comparison) -> None:
+        """Compare the calls of modules in monitored iterations."""
         if self._reference is None:
             return
         monitor = weakref.ref(self)  # contexts of a train step hold the passes
@@ -63,9 +62,7 @@ class ReferenceMonitor(Monitor):
         self._passes = ReferencePasses(self._reference, names, comparison, warn)
 
     def _warn(self, reason: str) -> None:
-        if reason not in self._warned_texts:
-            self._warned_texts.add(reason)
-            self.logger.warning("%s%s", self._title_of_warnings, reason)
+        self._warn_once(reason.replace("%", "%%"))
 
     # Public methods
 

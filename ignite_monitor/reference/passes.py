@@ -49,7 +49,7 @@ class ReferencePasses:
         self._reasons: set[str] = set()
         self._current: _Pass | None = None
         self._around = contextlib.ExitStack()
-        self._weights: list[Tensor] = []
+        self._weights: dict[int, Tensor] = {}
         self._names = list(names)
         self._modules = modules_by_name(reference.root)
         self._model_names: dict[nn.Module, str] = {}
@@ -109,7 +109,7 @@ class ReferencePasses:
 
     def _forget(self) -> None:
         self._current = None
-        self._weights = []
+        self._weights = {}
         self._around.close()
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -135,7 +135,7 @@ class ReferencePasses:
         if current is None:
             return
         if self._comparison.by_weights and not any_sharded(module.parameters()):
-            self._weights = list(module.parameters())
+            self._weights = {id(item): item for item in module.parameters()}
         if self._reference.is_copy:
             self._around.enter_context(_changes_by_user_hooks(self._modules, self._on_change_by_hook))
         self._current = current
@@ -193,7 +193,7 @@ class ReferencePasses:
             return
         call = Call(name, module, args, kwargs, kept=kept)
         try:
-            if self._weights and not set(map(id, module.parameters())).issubset(map(id, self._weights)):
+            if self._weights and any(id(item) not in self._weights for item in module.parameters()):
                 raise NotComparableError("its weights are given in its call, as torch.func.functional_call does it")
             call.entered = self._comparison.enter(call)
             current.open[name] = call

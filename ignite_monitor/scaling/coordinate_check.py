@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ignite_monitor.checks import check_count, check_function, check_type
 from ignite_monitor.model.devices import wide_dtype
 from ignite_monitor.model.eager import Eager
+from ignite_monitor.model.isolation import cuda_devices, generators_of, preserved_rng_state
 from ignite_monitor.model.modes import is_plain
 from ignite_monitor.model.structure import is_layer
 from ignite_monitor.model.tensors import floating_tensors
@@ -25,7 +26,6 @@ from ignite_monitor.rcc.terms import output_change
 from ignite_monitor.reference.call import Call, Comparison, NotComparableError
 from ignite_monitor.reference.passes import ReferencePasses
 from ignite_monitor.reference.reference import Reference
-from ignite_monitor.reference.rng import cuda_devices, generators_of, preserved_rng_state
 from ignite_monitor.scaling.coordinate_result import CoordinateCheck
 from ignite_monitor.scaling.parametrization import Parametrization
 from ignite_monitor.scaling.slopes import QUANTITIES, Record

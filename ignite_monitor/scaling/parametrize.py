@@ -31,8 +31,8 @@ from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import type_before_parametrizations
 
 from ignite_monitor.checks import check_choice, check_count, check_real, check_type
+from ignite_monitor.model.isolation import cuda_devices, preserved_rng_state
 from ignite_monitor.model.names import named_modules, named_parameters
-from ignite_monitor.reference.rng import cuda_devices, preserved_rng_state
 from ignite_monitor.scaling.exported import ExportedModels, LayerUse
 from ignite_monitor.scaling.graph import LayerGraph, Node, tied
 from ignite_monitor.scaling.parametrization import (

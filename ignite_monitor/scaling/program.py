@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from ignite_monitor.model._torch import pytree
+from ignite_monitor.model.isolation import cuda_devices, generators_of, preserved_rng_state
 from ignite_monitor.model.names import unwrapped
-from ignite_monitor.reference.rng import cuda_devices, generators_of, preserved_rng_state
 from ignite_monitor.scaling.operations import name_of
 
 OLDEST = (2, 7)

@@ -564,7 +564,7 @@ def test_a_reference_elsewhere_stops_nothing(caplog):
     for _ in range(2):
         assert measure(handler, [torch.ones(2, 6)]) == {}
     assert len(caplog.records) == 1
-    assert "rcc: the reference can't be run on the model's inputs" in caplog.text
+    assert "RCCHandler (rcc): the reference can't be run on the model's inputs" in caplog.text
 
 
 def test_own_copy_follows_the_model_to_another_device():

@@ -31,7 +31,7 @@ def test_means_of_several_calls():
     x = torch.tensor([[3.0, 4.0], [0.0, 1.0]])
     calls = [
         norm_sums(2 * x, -x, x, x / 2, -1),
-        norm_sums(x[:1], x[:1], x[:1], x[:1], -1),
+        norm_sums(x[:1].clone(), x[:1], x[:1], x[:1], -1),
         norm_sums(x, *[None] * 3, -1),
     ]
     means = mean_norms(*table_of([0, 0, 1], calls, 3))

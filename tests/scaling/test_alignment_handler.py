@@ -194,8 +194,8 @@ def test_nothing_that_can_be_measured_is_said_once(caplog):
         assert train(model, [handler], steps=3) == [[{}]] * 3
         handler.detach()
     assert [record.message for record in caplog.records] == [
-        "alignment: none of 3 monitored iterations had a forward pass of the whole model in training mode, so nothing "
-        "is measured"
+        "AlignmentHandler (alignment): none of 3 monitored iterations had a forward pass of the whole model in "
+        "training mode, so nothing is measured"
     ]
 
 

@@ -250,7 +250,7 @@ def test_failed_solves_change_nothing_and_are_counted(monkeypatch, caplog):
     assert scheduler.failed_count == 3  # in the first iteration there is nothing to solve for
     assert float(scheduler.metrics["maxp/failed_count"]) == 3
     assert [record.message for record in caplog.records if record.name.startswith("ignite")] == [
-        "maxp: no solution for the measured alignment; the exponents are not changed: no way"
+        "MaxPScheduler (maxp): no solution for the measured alignment; the exponents are not changed: no way"
     ]
 
 
