@@ -142,7 +142,7 @@ def test_examples_of_docstrings(source, folder, capsys):
 
 
 def test_readme_is_one_page():
-    assert len(PAGES["README.md"].splitlines()) < 200
+    assert len(PAGES["README.md"].splitlines()) <= 100
 
 
 def test_links_lead_somewhere():
