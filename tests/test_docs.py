@@ -32,7 +32,7 @@ PAGES = {
     for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
     if path.exists()
 }
-FENCE = re.compile(r"^(?:<!-- needs: (\w+) -->\n)?```(\w*)\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
+FENCE = re.compile(r"^(?:<!-- needs: (\w+) -->\n)?```([\w{}-]*)[^\n]*\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
 SNIPPETS = [
     pytest.param(source, needs, id=f"{page}:{text[: found.start()].count(chr(10)) + 1}")
     for page, text in PAGES.items()
