@@ -63,7 +63,25 @@ def attach_monitors(
 ) -> AttachedMonitors:
     """Attach the monitors that most training runs want.
 
-    ================  ===================================================  =============
+    ================  ===================================================  ====================
+    name              monitor                                              iterations
+    ================  ===================================================  ====================
+    ``grad``          ``GradMonitor(model, optimizer)``                    all
+    ``update``        ``WeightUpdateHandler(model, optimizer)``            one in ``every``
+    ``activation``    ``ActivationHandler(model)``: std, max_abs,          one in ``every``
+                      dead_fraction, nonfinite_count, attention
+    ``step``          ``StepStatsHandler(model, optimizer)``               one in ``every``
+    ``optimizer``     ``OptimizerStateHandler(model, optimizer)``,         one in ``every``
+                      if the optimizer has ``betas`` or momentum
+    ``rollback``      ``RollbackHandler(rollback)``, if given              all
+    ``spike_record``  ``SpikeRecorder(grad, record_spikes)``, if given     all
+    ``histograms``    ``HistogramHandler(model)``, if in ``extra``         one in ``every``
+    ``replicas``      ``ReplicaCheckHandler(model, optimizer)``, if in     one in ``every``
+                      ``extra``
+    ``spectral``      ``SpectralNormHandler(model)``, if in ``extra``      one in ``every``
+    ``rcc``           ``RCCHandler(model)``, if in ``extra``               one in ``every``
+    ================  ===================================================  ====================
+
     An ``HDF5Logger`` gets all values. Other loggers get those of the whole model, its children and its blocks: the
     members of module lists, of more than six the first, the middle and the last. For a GPT with 6 blocks of 4 heads
     that is about 80 of 600 names.
