@@ -146,6 +146,9 @@ class _Layer:
         return output_change(*outputs)
 
     def _evaluate(self, call: Call, tensors: list[Tensor], weights: Weights, dtype: torch.dtype) -> Tensor:
+        if not _is_of_torch(self._module):  # its forward may change tensors in place
+            tensors = [tensor.clone() for tensor in tensors]
+            weights = {name: weight.clone() for name, weight in weights.items()}
         args, kwargs = _replaced((call.args, call.kwargs), iter(tensors))
         isolated: AbstractContextManager[Any] = nullcontext()
         if not isinstance(self._module, _WITHOUT_RNG) and linear_map(self._module) is None:

@@ -37,7 +37,7 @@ def test_one_wait_per_iteration_and_one_per_snapshot(monitored, device):
     training = Training(device)
     if monitored:
         GradMonitor(training.model, training.optimizer).attach(training.trainer)
-    rollback = RollbackHandler({"model": training.model, "optimizer": training.optimizer}, every=5, quiet=2)
+    rollback = RollbackHandler({"model": training.model, "optimizer": training.optimizer}, every=5)
     rollback.attach(training.trainer)
     waits = waits_of(training, batches(COUNT, device.name), device)
     snapshots = 3  # before the iterations 1, 6 and 11
@@ -53,7 +53,7 @@ def test_one_wait_per_iteration_and_one_per_snapshot(monitored, device):
 def test_it_goes_back_to_the_last_bit(kind, where, device):
     training = Training(device, kind)
     rollback = RollbackHandler(
-        {"model": training.model, "optimizer": training.optimizer}, every=4, quiet=2, where=where
+        {"model": training.model, "optimizer": training.optimizer}, every=4, where=where
     )
     rollback.attach(training.trainer)
     before, after = {}, []

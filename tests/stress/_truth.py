@@ -274,9 +274,7 @@ class Truth:
             update, drift = means[f"weight_update/{layer}"], means[key]
             means[f"weight_share/{layer}"] = update / (update + drift) if update + drift else 0.0
         for kind in ("weight_update", "input_drift"):
-            plain = {key for key in means if key.startswith(f"{kind}/")} - {
-                f"{key}.weight" for key in means if key.startswith(f"{kind}/")
-            }
+            plain = {key for key in means if key.startswith(f"{kind}/")}
             if plain:
                 summary = order_statistics(kind, [means[key] for key in plain])
                 means |= {f"{kind}_max": summary[f"{kind}_max"], f"{kind}_median": summary[f"{kind}_median"]}
@@ -311,14 +309,6 @@ class Truth:
             else:
                 update, drift = z @ (weight - weight_0).T, (z - z_0) @ weight_0.T
             bias = sum(pair("bias")[i] * (1, -1)[i] for i in (0, 1)) if module.bias is not None else 0.0
-            if module.bias is not None or type(module) is nn.LayerNorm:
-                found |= {
-                    f"input/{tag}.weight": z,
-                    f"input_change/{tag}.weight": z - z_0,
-                    f"weight_update/{tag}.weight": update,
-                    f"input_drift/{tag}.weight": drift,
-                    f"output_change/{tag}.weight": update + drift,
-                }
             update = update + bias
         else:
             if now.changed or then.changed or not now.outputs or not then.outputs:
