@@ -52,9 +52,7 @@ def test_one_wait_per_iteration_and_one_per_snapshot(monitored, device):
 @pytest.mark.parametrize("kind", ["plain", "accumulated"])
 def test_it_goes_back_to_the_last_bit(kind, where, device):
     training = Training(device, kind)
-    rollback = RollbackHandler(
-        {"model": training.model, "optimizer": training.optimizer}, every=4, where=where
-    )
+    rollback = RollbackHandler({"model": training.model, "optimizer": training.optimizer}, every=4, where=where)
     rollback.attach(training.trainer)
     before, after = {}, []
     training.trainer.add_event_handler(
