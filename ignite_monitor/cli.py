@@ -42,14 +42,14 @@ examples:
   ignite-monitor summary runs/demo/run.h5 --json | jq '.findings[].text'
 
 --json prints one object:
-  version      2; raised when a key changes
+  version      3; raised when a key changes
   file         the run's file
   iterations   {first, last}
-  healthy      true, false, or null where the gradients were not judged
-  looked_at    what was judged, in words
-  findings     [{kind, severity (problem, warning, note), text, metrics, iterations, values}], what happened first first
+  healthy      true, false, or null if the gradients were not monitored
+  measured     what the file has measurements of, in words
+  findings     [{kind, severity (problem, warning, note), text, metrics, iterations, values}], in the order of events
   metrics      {name: {first, last, min, max, values, nonfinite, first_step, last_step}}
-A number that is NaN or infinite is null.
+NaN and infinite numbers are null.
 """
 
 PLOT = """\
@@ -66,11 +66,11 @@ examples:
 Where one run is longer, each metric is compared up to the last step that both have.
 
 --json prints one object:
-  version          2; raised when a key changes
+  version          3; raised when a key changes
   compared_until   the last iteration that both have
   runs             [A, B], each {file, last_iteration, findings, only_here}; findings as in summary --json
   metrics          {name: {a, b, best_a, best_b, relative, matters}} of those in both, what differs most first
-A number that is NaN or infinite is null.
+NaN and infinite numbers are null.
 """
 
 SPIKE = """\

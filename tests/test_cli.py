@@ -81,7 +81,7 @@ def test_summary_of_a_healthy_run(files, capsys):
     output = capsys.readouterr().out
     assert "iterations 1 to 60" in output
     assert "Healthy: nothing in this run needs attention." in output
-    assert "Looked at: 60 gradient norms" in output
+    assert "Measured: 60 gradient norms" in output
 
 
 def test_summary_of_a_run_with_a_spike(files, capsys):
@@ -145,7 +145,7 @@ def test_summary_for_machines(files):
     done = run("summary", files / "hurt.h5", "--json")
     assert done.returncode == 0
     summary = json.loads(done.stdout, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
-    assert set(summary) == {"version", "file", "iterations", "healthy", "looked_at", "findings", "metrics"}
+    assert set(summary) == {"version", "file", "iterations", "healthy", "measured", "findings", "metrics"}
     assert summary["iterations"] == {"first": 1, "last": 60}
     assert summary["healthy"] is False
     assert [finding["kind"] for finding in summary["findings"][:3]] == [

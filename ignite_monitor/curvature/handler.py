@@ -27,7 +27,7 @@ from ignite_monitor.model.names import unwrapped
 from ignite_monitor.model.norms import any_sharded
 from ignite_monitor.model.optimizers import check_holds, check_optimizer, parameters_of
 from ignite_monitor.model.sharding import check_whole
-from ignite_monitor.monitor import publisher
+from ignite_monitor.monitor import transfer
 from ignite_monitor.monitor.base import Handlers, Monitor, MonitorHandle
 from ignite_monitor.monitor.ranks import all_take_part, sum_over_ranks, world_size
 from ignite_monitor.reference.copies import guarded, separate_copy
@@ -146,7 +146,7 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
         if not self._is_running or not self._values:
             return
         self.publish(**self._values)
-        if publisher.is_on_host(self._tridiagonals["hessian_max_eigenvalue"].diagonal):
+        if transfer.is_on_host(self._tridiagonals["hessian_max_eigenvalue"].diagonal):
             self.publish(**self.resolve_deferred([tensor.tolist() for tensor in self.deferred_tensors()]))
 
     def _measure(self, batch: Any) -> None:

@@ -16,6 +16,7 @@ from ignite_monitor.events.gradient_tracker import GradientsReady, GradientTrack
 from ignite_monitor.events.hooks import Patch, remove_all
 from ignite_monitor.events.monitor_events import MonitorEvents, NonFiniteSource, register_events
 from ignite_monitor.events.optimizer_steps import OptimizerSteps
+from ignite_monitor.events.run_summary import log_run_summary
 from ignite_monitor.model._torch import (
     EVENT_HANDLERS,
     HANDLE_EXCEPTION,
@@ -243,6 +244,8 @@ class EventSource:
         self._awaits_step = True
 
     def _end(self, engine: Engine | None = None) -> None:
+        if engine is not None:  # after an error the device may not answer
+            log_run_summary(self._monitors)
         for monitor in self._monitors:
             monitor.on_run_end()
         self._uninstall()

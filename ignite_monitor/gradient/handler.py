@@ -21,6 +21,7 @@ from ignite_monitor.detection.thresholds import Threshold, as_rule
 from ignite_monitor.events.accumulation_probe import AccumulationProbe
 from ignite_monitor.events.gradient_tracker import GradientsReady, OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
+from ignite_monitor.events.run_summary import RunSummary
 from ignite_monitor.gradient.action import SpikeAction
 from ignite_monitor.gradient.detector import GradientDetection, GradientDetector
 from ignite_monitor.gradient.loss import LossSource
@@ -160,6 +161,10 @@ class GradMonitor(GradientReports, schema=GRADIENT):
     def counts(self) -> Tensor:
         return self._detector.counts()
 
+    def run_totals(self) -> dict[str, float | Tensor]:
+        counts = {name.removesuffix("_count"): count for name, count in self._action.counts.items()}
+        return {"spikes": self._detector.counts()[0], **counts}
+
     def reset_threshold(self) -> None:
         self._detector.reset_threshold()
 
@@ -194,6 +199,7 @@ class GradMonitor(GradientReports, schema=GRADIENT):
 
     def start_iteration(self, engine: Engine) -> None:
         iteration = engine.state.iteration
+        self.run_summary = self.run_summary or RunSummary(self.run_totals())
         # Steps of iterations that are not monitored are not seen.
         unseen = iteration != self._iteration + 1
         self._window.iteration_started(unseen)
@@ -294,6 +300,8 @@ class GradMonitor(GradientReports, schema=GRADIENT):
         if taken is not None:
             made = self._action.made(step.optimizer, taken.detection.spike)
             self._stepped = made if self._stepped is False else self._stepped | made
+            if self.run_summary is not None:
+                self.run_summary.step(step.optimizer, made)
             if taken.updates:
                 self._detector.observe(taken.detection)
                 self._resets.set(taken.detection.threshold_reset)

@@ -21,9 +21,9 @@ from ignite_monitor.gradient.per_parameter import described
 from ignite_monitor.gradient.window import GradientWindow
 from ignite_monitor.model.devices import move_like
 from ignite_monitor.model.modes import users_grad_mode
-from ignite_monitor.monitor import publisher
-from ignite_monitor.monitor.publisher import as_published
+from ignite_monitor.monitor import transfer
 from ignite_monitor.monitor.ranks import world_size
+from ignite_monitor.monitor.transfer import as_published
 from ignite_monitor.nonfinite.locator import NonFiniteLocator
 
 _LOSS_PATIENCE = 20
@@ -172,7 +172,7 @@ class GradientReports(DetectionMonitor):
 
     def _report_action(self, detection: GradientDetection) -> None:
         """Log a skip or clip, if it is known on the host."""
-        if self._action.kind is not None and publisher.is_on_host(detection.spike):
+        if self._action.kind is not None and transfer.is_on_host(detection.spike):
             self._log_action([float(count) for count in self._action.counts.values()], detection)
 
     def _log_action(self, counts: list[float], detection: GradientDetection | None = None) -> None:

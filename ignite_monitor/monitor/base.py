@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ignite_monitor.checks import check_type
 from ignite_monitor.events.gradient_tracker import OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
+from ignite_monitor.events.run_summary import RunSummary
 from ignite_monitor.events.source import EventSource, check_events
 from ignite_monitor.model._torch import put_first
 from ignite_monitor.model.names import Pattern, Selection
@@ -82,6 +83,7 @@ class Monitor(Serializable):
         self.metrics: dict[str, float | Tensor] = {}
         self.attributes: dict[str, Any] = {}
         self.kept_on_rollback: tuple[str, ...] = ("reference",)
+        self.run_summary: RunSummary | None = None  # of the current run, in monitors with run_totals()
         self.logger = logging.getLogger(f"{type(self).__module__}.{type(self).__name__}")
         self._engine: weakref.ref[Engine] | None = None
         self._source: EventSource | None = None
@@ -112,6 +114,10 @@ class Monitor(Serializable):
 
     def reset_run_state(self) -> None:
         """Release everything that belongs to a run that ended or was interrupted."""
+
+    def run_totals(self) -> dict[str, float | Tensor]:
+        """Return the counts for the log line at the end of a run, over all runs: word -> count."""
+        return {}
 
     def clear(self, engine: Engine) -> None:
         """Reset metrics and attributes, at the start of every iteration and on detaching."""
@@ -211,7 +217,7 @@ class Monitor(Serializable):
         self.reset_run_state()
         self.clear(engine)
         self._source.remove(self, self.model, self.families)
-        self._source, self._engine, self._monitored = None, None, False
+        self._source, self._engine, self._monitored, self.run_summary = None, None, False, None
         for attribute in self.attributes:
             delattr(engine.state, attribute)
 

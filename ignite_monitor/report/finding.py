@@ -11,7 +11,7 @@ LOWER, RAISE = -1, 1
 
 KINDS: dict[str, tuple[str, int]] = {
     # causes
-    "not_judged": ("", 0),
+    "not_monitored": ("", 0),
     "group_rate": ("Give this group a learning rate nearer to the others', or check that its updates are intended.", 0),
     "untrained": ("If this is not intended, set requires_grad and pass the parameters to the optimizer.", 0),
     "no_step": ("Give GradMonitor the optimizer whose step() the train step calls.", 0),
@@ -30,8 +30,8 @@ KINDS: dict[str, tuple[str, int]] = {
     "nonfinite_activations": ("Inspect that module and its input first.", 0),
     "nonfinite_gradients": ('Lower the learning rate, or skip these steps: GradMonitor(on_spike="skip").', LOWER),
     "nonfinite_metric": ("Find the first non-finite value: the log names the module and the iteration.", 0),
-    "level_change": ("Check what changed there (data, learning rate); if nothing did, treat it as a spike.", 0),
-    "went_back": ("Inspect the batches that were skipped, and the learning rate there.", 0),
+    "regime_change": ("Check what changed there (data, learning rate); if nothing did, treat it as a spike.", 0),
+    "rolled_back": ("Inspect the batches that were skipped, and the learning rate there.", 0),
     "overflows": ("Give the GradScaler a larger growth_interval, or use bfloat16.", 0),
     # consequences
     "attention_collapse": ("Normalize queries and keys, or scale their initial weights down.", 0),
@@ -39,7 +39,7 @@ KINDS: dict[str, tuple[str, int]] = {
     "vanishing_gradients": ("Check that the loss depends on these parameters; handler.diagnostics names them.", 0),
     "frozen_parameters": ("Check that the loss depends on them, and that their learning rate is not 0.", 0),
     "small_updates": ("Raise the learning rate, and check that gradients arrive.", RAISE),
-    "eps_rules": ("Lower eps, or scale the loss up.", 0),
+    "epsilon_dominated": ("Lower eps, or scale the loss up.", 0),
     "lost_updates": ("Keep the weights in float32 under torch.autocast, or keep a float32 copy of them.", 0),
     "weight_update_outlier": ("Give these layers a learning rate of their own.", 0),
     "spectral_growth": ("Lower the learning rate, or use more weight decay.", LOWER),
@@ -61,7 +61,7 @@ FOLLOWS = {
     "frozen_parameters": {"dead_units", "no_step", "untrained", "nonfinite_gradients"},
     "vanishing_gradients": {"dead_units", "frozen_parameters"},
     "small_updates": {"dead_units", "frozen_parameters", "no_step"},
-    "eps_rules": {"dead_units", "frozen_parameters"},
+    "epsilon_dominated": {"dead_units", "frozen_parameters"},
     "nonfinite_metric": {"nonfinite_gradients", "nonfinite_activations"},
     "loss_rose": {"group_rate", "spikes", "loss_spikes", "no_step", "nonfinite_gradients", "large_updates"},
     "loss_rose_again": {"group_rate", "spikes", "loss_spikes", "no_step", "nonfinite_gradients", "large_updates"},

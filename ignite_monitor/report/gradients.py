@@ -79,7 +79,7 @@ def gradient_findings(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
 
 
 def _steps(group: Group, known: Norms | None) -> Iterator[Finding]:
-    """Steps that were never made, or no longer; and norms of which none was judged."""
+    """Steps that were never made, or no longer; and norms of which none was compared with a threshold."""
     stepped, name = group.get("stepped"), group.name("stepped")
     made = stepped.where(stepped.values > 0)
     since = stepped.steps[stepped.steps > made[-1]] if len(made) else stepped.steps
@@ -92,16 +92,17 @@ def _steps(group: Group, known: Norms | None) -> Iterator[Finding]:
     elif len(since) and not handled and not len(made):
         yield _no_step(name, len(since), int(since[0]))
     elif known is not None and not known.threshold.finite:
-        what = f"None of {plural(len(known.each.steps), 'gradient norm')} ({group.name('norm')}) was judged: the "
-        what += "threshold's warm-up was not over."
+        what = f"None of {plural(len(known.each.steps), 'gradient norm')} ({group.name('norm')}) was compared with a "
+        what += "threshold: the threshold's warm-up was not over."
         advice = "Train for longer, or give the threshold rule a shorter warmup."
-        yield Finding("not_judged", "note", what, (group.name("norm"),), advice=advice)
+        yield Finding("not_monitored", "note", what, (group.name("norm"),), advice=advice)
 
 
 def _no_step(name: str, count: int, first: int) -> Finding:
     """With accumulation a short run may hold no step."""
-    kind, severity = ("no_step", "warning") if count >= limits.STEPLESS else ("not_judged", "note")
-    what = f"No gradient was judged: the optimizer made no step in {plural(count, 'monitored iteration')} ({name})."
+    kind, severity = ("no_step", "warning") if count >= limits.STEPLESS else ("not_monitored", "note")
+    what = "No gradient was compared with a threshold: the optimizer made no step in "
+    what += f"{plural(count, 'monitored iteration')} ({name})."
     advice = "Give GradMonitor the optimizer whose step() the train step calls."
     return Finding(kind, severity, what, (name,), (first,), {"count": count}, advice)
 
@@ -271,7 +272,7 @@ def _new_levels(group: Group, known: Norms, rollbacks: Sequence[int]) -> Iterato
         name = group.name("spike")
         what = f"{limits.SPIKES_IN_A_ROW} or more consecutive spikes ({name}), up to {iterations(resets)}: "
         what += "the norm's baseline has changed, and GradMonitor resets the threshold statistics there."
-        yield Finding("level_change", "warning", what, (name,), steps(resets))
+        yield Finding("regime_change", "warning", what, (name,), steps(resets))
 
 
 def _early(group: Group, known: Norms) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""From where on something is worth a word. All of them stand here, each with its reason."""
+"""Limits of the findings, with the reason for each."""
 
 from __future__ import annotations
 
@@ -65,16 +65,24 @@ OVERFLOW_ALLOWANCE = 20
 """Overflows that say nothing, whatever their share: halving 65,536 down to 1 takes 16."""
 
 PERSISTENT_SHARE = 0.5
-"""In what share of the last quarter of a run something has to be so, to be so at its end."""
+"""Share of the last quarter of a run above its limit from which on a metric persists there."""
+
+PERSISTENT = {
+    "vanishing_count": 0.0,
+    "exploding_count": 0.0,
+    # Rounding takes 0.3 to 0.4 of bfloat16 updates at a learning rate of 1e-3, and 0.9 at 1e-4.
+    "lost_update_fraction": 0.5,
+    "rms_p95": 2.3,  # a spike of the loss is likely (arXiv:2304.13013)
+    "epsilon_dominated_median": 0.5,  # most elements of the step are no longer Adam's
+    "data_wait_share": 0.3,  # an iteration could be 1.4 times as fast
+}
+"""Metric -> the value above which it is reported if it persists there."""
 
 LARGE_UPDATE = 0.1
 """A median update ratio that is too large: usual is 1e-3, and at 0.1 a weight is replaced within ten steps."""
 
 SMALL_UPDATE = 1e-6
 """A median update ratio that is too small: a thousandth of what is usual, 1e5 steps for a change of a tenth."""
-
-LOST_UPDATES = 0.5
-"""Which part of the updates rounding may take: in bfloat16 0.3 to 0.4 at a learning rate of 1e-3, 0.9 at 1e-4."""
 
 UPDATE_SPREAD = 15.0
 """How many times the median ratio the largest is far above it, where it does not fall. Those of healthy runs settle at
@@ -94,17 +102,8 @@ RATIO_POINTS = 8
 SLOW_SPREAD = 1e3
 """How many times the median ratio is above the smallest for that to be far: norms' weights of 1 are 30 times slower."""
 
-STALE_RMS = 2.3
-"""From which RMS of gradient over second moment on arXiv:2304.13013 finds that the loss is likely to spike."""
-
 STALE_SHARE = 0.05
 """In what share of the looks it has to be so, for more than chance: the first hundred steps of a run are such."""
-
-DATA_WAIT_SHARE = 0.3
-"""What share of the time waiting for data has to take for a word: an iteration could be 1.4 times as fast."""
-
-EPS_SHARE = 0.5
-"""Of what share of a tensor's elements eps has to rule, for the step to be another one than Adam's."""
 
 FEW_VANISHING = 2
 """How many gradients that vanish from the beginning on are few in any model."""

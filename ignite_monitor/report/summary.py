@@ -1,4 +1,4 @@
-"""What happened in a run, and what was judged; as JSON for machines."""
+"""Findings and measurements of a run, also as JSON."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ignite_monitor.report.finding import Finding, in_order
 from ignite_monitor.report.gradients import gradient_findings, norms, value_spikes
 from ignite_monitor.report.series import Series, Statistics, natural, number, plural, statistics
 
-VERSION = 2
-"""Of the JSON: raised when a key changes its meaning or goes."""
+VERSION = 3
+"""Version of the JSON; raised when a key changes its meaning or is removed."""
 
 Rule = Callable[[Group, Sequence[Group]], Iterator[Finding]]
 
@@ -45,7 +45,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
 
 
 def find(run: Mapping[str, Series]) -> list[Finding]:
-    """What happened in a run, in this order; notes last.
+    """Findings of a run in the order of what happened; notes last.
 
     Examples:
         .. code-block:: python
@@ -56,33 +56,33 @@ def find(run: Mapping[str, Series]) -> list[Finding]:
     every = groups(run)
     findings = [each for group in every for rule in RULES.get(group.kind, ()) for each in rule(group, every)]
     if not any(group.kind == "grad" and (group.get("norm") or group.get("stepped")) for group in every):
-        what = "The gradients were not judged: no GradMonitor's metrics are in the file."
-        findings.append(Finding("not_judged", "note", what, advice="Attach a GradMonitor and log_to the logger."))
+        what = "The gradients were not monitored: the file has no metrics of a GradMonitor."
+        findings.append(Finding("not_monitored", "note", what, advice="Attach a GradMonitor and log_to the logger."))
     return in_order(findings)
 
 
 def healthy(findings: list[Finding]) -> bool | None:
-    """Whether all of them are notes; None if so, and the gradients were not judged."""
+    """True if all findings are notes; None if, in addition, the gradients were not monitored."""
     if any(finding.severity != "note" for finding in findings):
         return False
-    return None if any(finding.kind == "not_judged" for finding in findings) else True
+    return None if any(finding.kind == "not_monitored" for finding in findings) else True
 
 
 def detection(findings: list[Finding], monitored: bool) -> str:
-    """A run in a few words; ``monitored``: whether there is a monitor's metric in the file."""
+    """Describe a run in a few words; ``monitored``: whether the file has metrics of a monitor."""
     counts = {kind: sum(finding.severity == kind for finding in findings) for kind in ("problem", "warning")}
-    told = [plural(count, kind) for kind, count in counts.items() if count]
-    if told:
-        return f"Needs attention: {' and '.join(told)}."
+    parts = [plural(count, kind) for kind, count in counts.items() if count]
+    if parts:
+        return f"Needs attention: {' and '.join(parts)}."
     if not monitored:
-        return "No monitor's metrics are in this file, so there is little to judge by."
+        return "The file has no metrics of a monitor, so little can be detected."
     if healthy(findings) is None:
-        return "Nothing unusual, but the gradients were not judged."
+        return "Nothing unusual, but the gradients were not monitored."
     return "Healthy: nothing in this run needs attention."
 
 
-def looked_at(run: Mapping[str, Series]) -> list[str]:
-    """What was judged, in words."""
+def measured(run: Mapping[str, Series]) -> list[str]:
+    """Measurements in the file, in words."""
     every = groups(run)
     return [words for group in every if (words := _words(group, every))]
 
@@ -109,23 +109,23 @@ def _words(group: Group, run: Sequence[Group]) -> str:
 
 @dataclass(frozen=True)
 class Summary:
-    """What happened in a run."""
+    """Findings, measurements and statistics of a run."""
 
     file: str
     first: int  # iteration
     last: int
     findings: list[Finding]  # in the order of what happened
-    looked_at: list[str]  # what the file lets one judge
+    measured: list[str]  # measurements in the file, in words
     metrics: dict[str, Statistics]  # the user's own first, those of single layers last
 
     @property
     def healthy(self) -> bool | None:
-        """Whether nothing but notes was found; None if there was too little to judge by."""
+        """True if all findings are notes; None if, in addition, the gradients were not monitored."""
         return healthy(self.findings)
 
 
 def summarise(file: str, run: Mapping[str, Series]) -> Summary:
-    """What happened in a run, which has one series at least."""
+    """Summarise a run, which has one series at least."""
     own: list[str] = []
     monitored: list[str] = []
     parts: list[str] = []  # of layers, parameters, heads
@@ -140,7 +140,7 @@ def summarise(file: str, run: Mapping[str, Series]) -> Summary:
         min(int(steps[0]) for steps in counting),
         max(int(steps[-1]) for steps in counting),
         find(run),
-        looked_at(run),
+        measured(run),
         {name: statistics(run[name]) for name in (*own, *monitored)},
     )
 
@@ -152,7 +152,7 @@ def as_json(summary: Summary) -> dict[str, Any]:
         "file": summary.file,
         "iterations": {"first": summary.first, "last": summary.last},
         "healthy": summary.healthy,
-        "looked_at": summary.looked_at,
+        "measured": summary.measured,
         "findings": findings_json(summary.findings),
         "metrics": {name: plain(numbers._asdict()) for name, numbers in summary.metrics.items()},
     }

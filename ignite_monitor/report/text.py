@@ -40,16 +40,16 @@ def summary_text(summary: Summary, every: bool = False) -> list[RenderableType]:
     rows = [[name, *_numbers(numbers)] for name, numbers in summary.metrics.items()][: None if every else ROWS]
     table = _Rows(("metric", "first", "last", "min", "max", "count"), rows, ("count", "min", "max", "first"))
     title = Text.assemble((printable(summary.file), "bold"), head)
-    left_out = f"{count - len(rows)} of {count} metrics are not in the table: --all shows them."
+    omitted = f"{count - len(rows)} of {count} metrics are not in the table: --all shows them."
     parts = [title, Text(), *findings_text(summary), Text(), table]
-    return [*parts, Text(left_out, style="dim")] if len(rows) < count else parts
+    return [*parts, Text(omitted, style="dim")] if len(rows) < count else parts
 
 
 def findings_text(summary: Summary) -> list[RenderableType]:
     """What happened in a run, to be printed."""
     parts = [_detection(summary), *(_finding(finding) for finding in summary.findings)]
-    if summary.looked_at:
-        parts.append(Text(f"Looked at: {printable('; '.join(summary.looked_at))}.", style="dim"))
+    if summary.measured:
+        parts.append(Text(f"Measured: {printable('; '.join(summary.measured))}.", style="dim"))
     return parts
 
 
@@ -105,7 +105,7 @@ def show(parts: Iterable[RenderableType], stream: TextIO | None = None, width: i
 def _detection(summary: Summary) -> RenderableType:
     worst = {finding.severity for finding in summary.findings}
     style = "bold red" if "problem" in worst else "bold green" if summary.healthy else "bold yellow"
-    return Text(detection(summary.findings, bool(summary.looked_at)), style=style)
+    return Text(detection(summary.findings, bool(summary.measured)), style=style)
 
 
 def _finding(finding: Finding) -> RenderableType:

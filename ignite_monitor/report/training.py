@@ -10,7 +10,7 @@ from ignite_monitor.report import limits
 from ignite_monitor.report.families import Group, groups
 from ignite_monitor.report.finding import Finding, steps
 from ignite_monitor.report.series import Series, iterations, listed, number, printable, times
-from ignite_monitor.report.weights import persists
+from ignite_monitor.report.weights import persistent
 
 
 def noise_scale(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
@@ -57,8 +57,7 @@ def curvature(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
 
 def stale(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
     """Gradients that are too large for the second moments by which they are divided."""
-    name, series = group.name("rms_p95"), group.get("rms_p95").finite
-    at, lasts = series.where(series.values > limits.STALE_RMS), persists(series, limits.STALE_RMS)
+    name, series, at, lasts = persistent(group, "rms_p95")
     if not lasts and len(at) <= limits.STALE_SHARE * len(series.steps):
         return
     worst = float(series.values.max())
@@ -73,13 +72,12 @@ def stale(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
 
 def eps_rules(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
     """Steps that are not adapted to the gradient, which is small against eps."""
-    name, series = group.name("epsilon_dominated_median"), group.get("epsilon_dominated_median").finite
-    if persists(series, limits.EPS_SHARE):
+    name, series, above, lasts = persistent(group, "epsilon_dominated_median")
+    if lasts:
         share = series.last_quarter.end(1.0)
         what = f"{100 * share:.0f} % of the median parameter's elements have a second moment below eps, to the end "
         what += f"({name}): their steps are smaller than the learning rate says."
-        at = steps(series.where(series.values > limits.EPS_SHARE)[:1])
-        yield Finding("eps_rules", "warning", what, (name,), at, {"share": share})
+        yield Finding("epsilon_dominated", "warning", what, (name,), steps(above[:1]), {"share": share})
 
 
 def disagreement(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
@@ -95,8 +93,8 @@ def disagreement(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
 
 def waiting(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
     """Train steps that wait for their data."""
-    name, series = group.name("data_wait_share"), group.get("data_wait_share").finite
-    if persists(series, limits.DATA_WAIT_SHARE):
+    name, series, _, lasts = persistent(group, "data_wait_share")
+    if lasts:
         share = float(np.median(series.last_quarter.values))
         what = f"Waiting for data takes {100 * share:.0f} % of the time of wait and train step ({name})."
         yield Finding("data_wait", "note", what, (name,), values={"share": share})
@@ -119,7 +117,7 @@ def rollbacks(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
     for at, target, undone in went_back(group):
         more = f", {undone} more discarded during recovery" if undone else ""
         what = f"Rolled back to iteration {target} at iteration {at} ({name}): {at - target} batches skipped{more}."
-        yield Finding("went_back", "warning", what, (name,), (at,), {"target": target, "undone": undone})
+        yield Finding("rolled_back", "warning", what, (name,), (at,), {"target": target, "discarded": undone})
 
 
 def rollback_steps(run: Mapping[str, Series]) -> tuple[int, ...]:

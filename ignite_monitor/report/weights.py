@@ -1,4 +1,4 @@
-"""What is said of the weights: gradients that vanish or explode, parameters that stand still, sizes of updates."""
+"""Findings about weights: vanishing and exploding gradients, frozen parameters, sizes of updates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from ignite_monitor.report import limits
 from ignite_monitor.report.families import Group
 from ignite_monitor.report.finding import Finding, steps
-from ignite_monitor.report.series import Series, iterations, listed, number, plural, printable, times
+from ignite_monitor.report.series import Array, Series, iterations, listed, number, plural, printable, times
 
 KEY = re.compile(r"(^|.*[._])(k|key|keys)(_?(proj|projection|lin|linear))?\.bias|.*\.(w_?k|to_k)\.bias")
 BATCH_NORM = re.compile(r"(^|.*[._])(bn|batch_?norm)[\d_a-z]*", re.IGNORECASE)
@@ -37,17 +37,19 @@ def without_gradient(run: Sequence[Group]) -> dict[str, str]:
     return causes
 
 
-def persists(series: Series, above: float) -> bool:
-    """Whether a series is above a number at its end, and not now and then only."""
-    values = series.last_quarter.values
-    return bool(len(values)) and float(np.mean(values > above)) >= limits.PERSISTENT_SHARE and values[-1] > above
+def persistent(group: Group, metric: str) -> tuple[str, Series, Array, bool]:
+    """Name, finite series and the steps above the metric's limit, and whether it persists there to the end."""
+    series, limit = group.get(metric).finite, limits.PERSISTENT[metric]
+    end = series.last_quarter.values > limit
+    lasts = len(end) > 0 and bool(end[-1]) and float(np.mean(end)) >= limits.PERSISTENT_SHARE
+    return group.name(metric), series, series.where(series.values > limit), lasts
 
 
 def small_or_large_gradients(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
     """Gradients that vanish or explode, to the end."""
     for metric, where in (("vanishing", "below"), ("exploding", "above")):
-        name, counts = group.name(f"{metric}_count"), group.get(f"{metric}_count").finite
-        if not persists(counts, 0.0):
+        name, counts, above, lasts = persistent(group, f"{metric}_count")
+        if not lasts:
             continue
         count = max(1, round(counts.last_quarter.end(1.0)))
         known = without_gradient(run) if metric == "vanishing" else {}
@@ -58,8 +60,7 @@ def small_or_large_gradients(group: Group, run: Sequence[Group]) -> Iterator[Fin
         if explained:
             what += f", as expected: {_because(known)}"
         severity, advice = "note" if harmless else "warning", "No action needed." if explained else ""
-        at = steps(counts.where(counts.values > 0)[:1])
-        yield Finding(f"{metric}_gradients", severity, f"{what}.", (name,), at, {"count": count}, advice)
+        yield Finding(f"{metric}_gradients", severity, f"{what}.", (name,), steps(above[:1]), {"count": count}, advice)
 
 
 def _because(known: Mapping[str, str]) -> str:
@@ -206,12 +207,11 @@ def _lasts(factors: Series, end: float) -> bool:
 
 def lost_updates(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
     """Updates that rounding takes."""
-    name, series = group.name("lost_update_fraction"), group.get("lost_update_fraction").finite
-    if persists(series, limits.LOST_UPDATES):
+    name, series, above, lasts = persistent(group, "lost_update_fraction")
+    if lasts:
         share = float(np.median(series.last_quarter.values))
         what = f"Rounding to low precision takes {100 * share:.0f} % of the updates ({name}), to the end."
-        at = steps(series.where(series.values > limits.LOST_UPDATES)[:1])
-        yield Finding("lost_updates", "warning", what, (name,), at, {"share": share})
+        yield Finding("lost_updates", "warning", what, (name,), steps(above[:1]), {"share": share})
 
 
 def together(names: Mapping[str, int] | Iterable[str]) -> str:

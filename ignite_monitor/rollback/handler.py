@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from ignite.engine import Engine, Events
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ignite_monitor.checks import check_choice, check_count, check_function, check_real, check_type
 from ignite_monitor.events.monitor_events import MonitorEvents
+from ignite_monitor.events.run_summary import RunSummary
 from ignite_monitor.keys import ROLLBACK
 from ignite_monitor.model.devices import device_of
 from ignite_monitor.monitor.base import Handlers, Monitor, NoModel
@@ -197,11 +199,14 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
                 self._warn_once(text, before - self._snapshots.taken)
         self._stepped = not self._training.optimizers
 
+    def start_iteration(self, engine: Engine) -> None:
+        self.run_summary = self.run_summary or RunSummary(self.run_totals())
+
+    def run_totals(self) -> dict[str, float | Tensor]:
+        return {"rolled back": self._count, "discarded": self._discarded_count}
+
     def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
-        engine = self._attached_to()
-        if not self._is_running or engine is None or self._snapshots.overdue(engine.state.iteration) < 0:
-            return []
-        return [self._noting_steps()]
+        return [self._noting_steps()] if self._is_running else []
 
     @contextmanager
     def _noting_steps(self) -> Iterator[None]:
@@ -210,8 +215,10 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
                 handles.enter_context(optimizer.register_step_post_hook(self._on_step))
             yield
 
-    def _on_step(self, *_: Any) -> None:
+    def _on_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._stepped = True
+        if self.run_summary is not None:
+            self.run_summary.step(optimizer)
 
     # After the train step
 

@@ -15,8 +15,8 @@ from ignite_monitor.detection.thresholds import ThresholdRule
 from ignite_monitor.model._torch import foreach_norm, part_of_rank
 from ignite_monitor.model.devices import device_of, wide_dtype
 from ignite_monitor.monitor.base import Monitor
-from ignite_monitor.monitor.publisher import transfer
 from ignite_monitor.monitor.ranks import sum_over_ranks
+from ignite_monitor.monitor.transfer import transfer
 
 _FAR = 10.0  # times the threshold: so far above it, _FAR_PATIENCE iterations in a row are decisive
 _FAR_PATIENCE = 3

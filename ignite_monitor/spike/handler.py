@@ -21,7 +21,7 @@ from ignite_monitor.events.monitor_events import MonitorEvents, Spike
 from ignite_monitor.keys import SPIKE
 from ignite_monitor.model.devices import move_like, wide_dtype
 from ignite_monitor.monitor.base import Handlers, NoModel, check_flag
-from ignite_monitor.monitor.publisher import as_published
+from ignite_monitor.monitor.transfer import as_published
 
 
 class SpikeMonitor(DetectionMonitor, schema=SPIKE):

@@ -23,7 +23,7 @@ from ignite_monitor.model.names import named_parameters, tags
 from ignite_monitor.model.optimizers import check_holds, check_optimizer
 from ignite_monitor.model.sharding import check_whole
 from ignite_monitor.model.updates import order_statistics
-from ignite_monitor.monitor import publisher
+from ignite_monitor.monitor import transfer
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.weight_update.frozen import FrozenParameters
 from ignite_monitor.weight_update.train_step import MeasuredStep
@@ -278,7 +278,7 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
             values |= _named("update_ratio", of_ratios)
         self._table, self._rows = torch.stack([norms, ratios, self._frozen.still]), None
         self.publish(**values)
-        if publisher.is_on_host(self._table):
+        if transfer.is_on_host(self._table):
             self._warn_of_frozen(self._table[2].tolist())
         if measured.moved is not None:
             samples = self._step.samples

@@ -81,7 +81,7 @@ def test_metrics_of_one_run_and_spikes_of_each():
     assert comparison.only[0] == sorted(a)
     assert comparison.only[1] == ["only/b"]
     kinds = [[finding.kind for finding in run.findings] for run in comparison.runs]
-    assert kinds == [["spikes"], ["not_judged"]]
+    assert kinds == [["spikes"], ["not_monitored"]]
     assert comparison.differences == []
 
 
@@ -89,7 +89,7 @@ def test_a_run_that_can_not_be_judged_is_not_called_usual():
     stream = io.StringIO()
     show(comparison_text(compared(runs.grad(runs.calm_norms()), {"lr": runs.series([1.0])})), stream)
     text = stream.getvalue()
-    assert text.index("nothing unusual") < text.index("B b.h5") < text.index("not judged")
+    assert text.index("nothing unusual") < text.index("B b.h5") < text.index("not monitored")
 
 
 def test_runs_whose_steps_do_not_meet():

@@ -10,7 +10,7 @@ import pytest
 
 from ignite_monitor.report import limits
 from ignite_monitor.report.finding import KINDS, SEVERITIES
-from ignite_monitor.report.summary import find, healthy, looked_at
+from ignite_monitor.report.summary import find, healthy, measured
 from tests.report import _runs as runs
 from tests.report._runs import tidy
 
@@ -18,7 +18,7 @@ from tests.report._runs import tidy
 def found(run, *kinds):
     """The findings, of the given kinds alone where some are given; else without that there is no GradMonitor."""
     every = find(tidy(run))
-    return [each for each in every if (each.kind in kinds if kinds else each.kind != "not_judged")]
+    return [each for each in every if (each.kind in kinds if kinds else each.kind != "not_monitored")]
 
 
 def only(run, kind):
@@ -50,11 +50,11 @@ def test_noise_raises_no_alarm(seed):
 
 def test_an_empty_run_has_no_findings():
     assert found({}) == []
-    assert looked_at(tidy({})) == []
+    assert measured(tidy({})) == []
 
 
-def test_what_was_looked_at_is_told():
-    told = " ".join(looked_at(tidy(runs.healthy())))
+def test_the_measurements_are_named():
+    told = " ".join(measured(tidy(runs.healthy())))
     for words in (
         "200 gradient norms (grad/norm, 1",
         "weight updates in 40",
@@ -63,7 +63,7 @@ def test_what_was_looked_at_is_told():
         "3 layers",
     ):
         assert words in told
-    assert looked_at(tidy({"train/loss": runs.series([1, 2])})) == []
+    assert measured(tidy({"train/loss": runs.series([1, 2])})) == []
 
 
 # Spikes
@@ -214,7 +214,7 @@ def test_spikes_in_iterations_that_are_not_in_the_file_are_counted():
 def test_spikes_in_a_row_are_a_new_level(length, told):
     norms = np.ones(200)
     norms[100 : 100 + length] = 60
-    findings = found(runs.grad(norms, range(101, 101 + length)), "level_change")
+    findings = found(runs.grad(norms, range(101, 101 + length)), "regime_change")
     assert [finding.iterations for finding in findings] == [(110,)] * told
 
 
@@ -521,7 +521,7 @@ def test_drift_is_set_against_weight_update():
 def test_drift_that_outweighs_nothing_is_a_number_and_no_finding():
     run = rcc(low=(1.0, 1.0), mid=(1.0, 2.9), high=(1.0, 3.0))
     assert found(run) == []
-    assert "3 layers, 26 % of whose change is due to their own weights" in " ".join(looked_at(tidy(run)))
+    assert "3 layers, 26 % of whose change is due to their own weights" in " ".join(measured(tidy(run)))
 
 
 @pytest.mark.parametrize(("factor", "count"), [(50, 0), (200, 1), (0.02, 0), (0.005, 1)])
@@ -651,4 +651,4 @@ def test_second_moments_that_are_stale_and_steps_where_eps_rules():
         "optimizer/epsilon_dominated_median": runs.series(np.ones(40)),
     }
     assert only(run, "stale_moments").severity == "warning"
-    assert only(run, "eps_rules").values == {"share": 1.0}
+    assert only(run, "epsilon_dominated").values == {"share": 1.0}

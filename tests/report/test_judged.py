@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from ignite_monitor.report.summary import find, healthy, looked_at
+from ignite_monitor.report.summary import find, healthy, measured
 from ignite_monitor.report.weights import together
 from tests.report import _runs as runs
 from tests.report._runs import tidy
@@ -24,15 +24,18 @@ def without(run, *metrics):
 def test_a_run_in_its_warm_up_is_not_called_healthy():
     run = without(runs.grad(runs.calm_norms(15)), "threshold") | {"grad/mean": runs.series(np.ones(15))}
     findings = find(tidy(run))
-    assert [(each.kind, each.severity) for each in findings] == [("not_judged", "note")]
-    assert "None of 15 gradient norms (grad/norm) was judged: the threshold's warm-up" in findings[0].text
+    assert [(each.kind, each.severity) for each in findings] == [("not_monitored", "note")]
+    assert (
+        "None of 15 gradient norms (grad/norm) was compared with a threshold: the threshold's warm-up"
+        in findings[0].text
+    )
     assert healthy(findings) is None
 
 
 def test_without_a_monitor_of_gradients_a_run_is_not_called_healthy():
     findings = find(tidy(without(runs.healthy(), "norm", "spike")))
     assert healthy(findings) is None
-    assert "no GradMonitor's metrics are in the file" in findings[0].text
+    assert "the file has no metrics of a GradMonitor" in findings[0].text
     assert healthy(find(tidy(runs.healthy()))) is True
 
 
@@ -83,7 +86,7 @@ def test_spikes_of_partial_gradients_count_once_per_step():
     assert (flags.sum(), counts[-1]) == (27, 11)
     finding = only(run, "spikes")
     assert finding.values["count"] == 11
-    assert "100 gradient norms" in " ".join(looked_at(tidy(run)))
+    assert "100 gradient norms" in " ".join(measured(tidy(run)))
 
 
 def test_a_retracted_spike_is_none():

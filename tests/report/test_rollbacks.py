@@ -29,9 +29,9 @@ def make_run(root="rollback", went_back=((80, 50, 20), (150, 120, 0)), norms=Non
 @pytest.mark.parametrize("root", ["rollback", "train/rollback", "mine"])
 def test_a_finding_each_time(root):
     run = make_run(root)
-    first, second = [each for each in find(run) if each.kind == "went_back"]
+    first, second = [each for each in find(run) if each.kind == "rolled_back"]
     assert (first.iterations, second.iterations) == ((80,), (150,))
-    assert (first.severity, first.values) == ("warning", {"target": 50, "undone": 20})
+    assert (first.severity, first.values) == ("warning", {"target": 50, "discarded": 20})
     assert "Rolled back to iteration 50 at iteration 80" in first.what
     assert "30 batches skipped, 20 more discarded during recovery" in first.what
     assert second.what.endswith("30 batches skipped.")
@@ -39,7 +39,7 @@ def test_a_finding_each_time(root):
 
 def test_without_there_is_none():
     run = make_run(went_back=())
-    assert [each for each in find(run) if each.kind == "went_back"] == []
+    assert [each for each in find(run) if each.kind == "rolled_back"] == []
     assert picture(run).rollbacks == ()
 
 
@@ -47,7 +47,7 @@ def test_a_new_level_that_was_gone_back_from_is_told_once():
     norms = calm_norms(200)
     norms[70:90] = norms[100:110] = 60
     run = make_run(norms=grad(norms, [*range(71, 91), *range(101, 111)]))
-    assert [each.iterations for each in find(run) if each.kind == "level_change"] == [(110,)]
+    assert [each.iterations for each in find(run) if each.kind == "regime_change"] == [(110,)]
 
 
 def test_a_mark_in_every_panel(monkeypatch, tmp_path):

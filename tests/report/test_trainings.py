@@ -235,7 +235,7 @@ def test_a_monitor_of_an_optimizer_that_makes_no_step(train):
 def test_a_training_that_ends_in_the_warm_up(train):
     summary = train(mlp(), vectors(), sgd(0.1), iterations=15)
     assert summary.healthy is None
-    assert "Nothing unusual, but the gradients were not judged." in words(summary)
+    assert "Nothing unusual, but the gradients were not monitored." in words(summary)
 
 
 @pytest.mark.parametrize("name", ["attn.v_proj", "mlp.0", "ln_2", "attn.q_proj"])

@@ -1,0 +1,67 @@
+"""One log line at the end of a run: steps, spikes, how they were handled, and learning rates."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+_logger = logging.getLogger("ignite_monitor")
+
+
+class RunSummary:
+    """The optimizer steps that a monitor saw in a run, without synchronization.
+
+    Args:
+        totals: word -> count so far, over all runs: ``{"spikes": 3}``.
+    """
+
+    def __init__(self, totals: Mapping[str, float | Tensor]) -> None:
+        self.totals = {word: _copied(total) for word, total in totals.items()}
+        self.rates: dict[Optimizer, list[float | Tensor]] = {}
+        self.steps: dict[Optimizer, float | Tensor] = {}
+
+    def step(self, optimizer: Optimizer, made: bool | Tensor = True) -> None:
+        """Count a completed step, which was made or skipped."""
+        if optimizer not in self.steps:
+            self.rates[optimizer] = [_copied(rate) for rate in _rates(optimizer)]
+        self.steps[optimizer] = self.steps.get(optimizer, 0) + made
+
+
+def log_run_summary(monitors: Iterable[Any]) -> None:
+    """Log one line for all monitors with a summary, and drop the summaries; nothing if no step was seen."""
+    monitors = sorted(
+        (monitor for monitor in monitors if monitor.run_summary is not None), key=lambda monitor: monitor.prefix
+    )
+    counts: dict[str, float] = {}
+    steps: dict[Optimizer, float] = {}
+    rates: dict[Optimizer, list[float | Tensor]] = {}
+    for monitor in monitors:
+        summary, monitor.run_summary = monitor.run_summary, None
+        rates |= summary.rates
+        for optimizer, made in summary.steps.items():  # not every monitor knows of a skipped step
+            steps[optimizer] = min(float(made), steps.get(optimizer, float(made)))
+        for word, total in monitor.run_totals().items():
+            counts[word] = counts.get(word, 0.0) + float(total) - float(summary.totals[word])
+    if steps:
+        changes = [
+            f"{float(first):.3g} to {float(last):.3g}"
+            for optimizer in steps
+            for first, last in zip(rates[optimizer], _rates(optimizer), strict=False)
+        ]
+        parts = [f"{sum(steps.values()):.0f} optimizer steps in monitored iterations"]
+        parts += [f"{count:.0f} {word}" for word, count in counts.items()]
+        parts += [f"learning rate {', '.join(dict.fromkeys(changes))}"] * bool(changes)
+        names = ", ".join(f"{type(monitor).__name__} ({monitor.prefix})" for monitor in monitors)
+        _logger.info("%s: end of run: %s.", names, ", ".join(parts))
+
+
+def _rates(optimizer: Optimizer) -> list[float | Tensor]:
+    return [group["lr"] for group in optimizer.param_groups if "lr" in group]
+
+
+def _copied(value: float | Tensor) -> float | Tensor:
+    return value.detach().clone() if isinstance(value, Tensor) else value

@@ -1,0 +1,82 @@
+"""The log line at the end of a run."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from ignite.engine import Engine, Events, create_supervised_trainer
+
+from ignite_monitor import GradMonitor, RollbackHandler, SpikeMonitor
+from tests._trainers import make_batches, make_model
+
+
+def lines(caplog):
+    return [record.message for record in caplog.records if "end of run" in record.message]
+
+
+def make():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = create_supervised_trainer(model, optimizer, torch.nn.functional.mse_loss)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=30, gamma=0.1)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: scheduler.step())
+    return model, optimizer, trainer
+
+
+def run(trainer, caplog, spikes=(40, 50), count=60):
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        trainer.run(make_batches(count, spikes, factor=100.0))
+    return lines(caplog)
+
+
+@pytest.mark.parametrize(
+    ("on_spike", "what"),
+    [
+        (None, "60 optimizer steps in monitored iterations, 2 spikes, 0 skipped"),
+        ("skip", "58 optimizer steps in monitored iterations, 2 spikes, 2 skipped"),
+        ("clip", "60 optimizer steps in monitored iterations, 2 spikes, 0 skipped, 2 clipped"),
+    ],
+)
+def test_grad_monitor(on_spike, what, caplog):
+    model, optimizer, trainer = make()
+    GradMonitor(model, optimizer, on_spike=on_spike).attach(trainer)
+    assert run(trainer, caplog) == [f"GradMonitor (grad): end of run: {what}, learning rate 0.1 to 0.001."]
+
+
+def test_one_line_with_a_rollback_handler_and_other_monitors(caplog):
+    model, optimizer, trainer = make()
+    rollback = RollbackHandler({"model": model, "optimizer": optimizer})
+    for monitor in (rollback, GradMonitor(model, optimizer, on_spike="skip"), SpikeMonitor(lambda e: e.state.output)):
+        monitor.attach(trainer)
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=25), lambda: rollback.request("a test"))
+    assert run(trainer, caplog) == [
+        "GradMonitor (grad), RollbackHandler (rollback): end of run: 58 optimizer steps in monitored iterations, "
+        "2 spikes, 2 skipped, 1 rolled back, 0 discarded, learning rate 0.1 to 0.001."
+    ]
+
+
+def test_rollback_handler_alone_counts_every_run_anew(caplog):
+    model, optimizer, trainer = make()
+    rollback = RollbackHandler({"model": model, "optimizer": optimizer})
+    rollback.attach(trainer)
+    handler = trainer.add_event_handler(Events.ITERATION_STARTED(once=25), lambda: rollback.request("a test"))
+    line = "RollbackHandler (rollback): end of run: {} optimizer steps in monitored iterations, {} rolled back, "
+    assert run(trainer, caplog, ())[0].startswith(line.format(60, 1))
+    handler.remove()
+    assert run(trainer, caplog, (), 20)[0].startswith(line.format(20, 0))
+
+
+def test_no_line_without_a_step_or_after_an_error(caplog):
+    model = make_model()
+    trainer = Engine(lambda engine, batch: None)
+    GradMonitor(model, torch.optim.SGD(model.parameters(), lr=0.1)).attach(trainer)
+    assert run(trainer, caplog) == []
+    model, optimizer, trainer = make()
+    GradMonitor(model, optimizer).attach(trainer)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=5), lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run(trainer, caplog)
+    assert lines(caplog) == []
