@@ -144,9 +144,11 @@ def attach_monitors(
     health = dict.fromkeys(("std", "max_abs", "dead_fraction", "nonfinite_count"), True)
     grad = GradMonitor(model, optimizer, scaler=scaler, prefix=f"{start}grad", flag=flag, **rules)
     always: dict[str, Monitor] = {"grad": grad}
+    activation = ActivationHandler(model, activations=health, attention=True, prefix=prefix)
+    activation.warns_without_attention = False  # nobody has asked for it
     seldom: dict[str, Monitor] = {
         "update": WeightUpdateHandler(model, optimizer, scaler=scaler, prefix=f"{start}monitor"),
-        "activation": ActivationHandler(model, activations=health, attention=True, prefix=prefix),
+        "activation": activation,
         "step": StepStatsHandler(model, optimizer, prefix=f"{start}step"),
     }
     if any("betas" in group or group.get("momentum") for group in optimizer.param_groups):

@@ -153,6 +153,8 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
         if not any(name in self._selection for name in names):
             raise ValueError("Arguments include and exclude should leave a module or a parameter, but leave none")
         self._attention = attention
+        self.warns_without_attention = True
+        self._lacks_attention = False  # the last measured iteration
         if reference is not None:
             self._set_reference(reference)
         self._pauses: list[None] = []
@@ -203,6 +205,13 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
                 stack.enter_context(context)
             yield
 
+    def on_run_end(self) -> None:
+        if self._lacks_attention and self.warns_without_attention:
+            self._warn_once(
+                "attention=True saw no attention call: scaled_dot_product_attention and nn.MultiheadAttention are "
+                "measured"
+            )
+
     def reset_run_state(self) -> None:
         self._known: list[nn.Parameter] | None = None  # the model's parameters when names were taken
         self._modules: dict[str, nn.Module] = {}
@@ -231,11 +240,7 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
         self._gradients = None
         for reason in sorted({reason for _, reason in self._forward.skipped}):
             self._report_skipped(reason, [tag for tag, other in sorted(self._forward.skipped) if other == reason])
-        if not self._forward.saw_attention:
-            self._warn_once(
-                "attention=True saw no attention call: scaled_dot_product_attention and nn.MultiheadAttention are "
-                "measured"
-            )
+        self._lacks_attention = not self._forward.saw_attention
         if any(values.names for values in found):
             self.publish_table(*joined(found))
         elif self.families == [self._named("recorded")] and not self._forward.skipped:

@@ -78,7 +78,7 @@ def name_of(node: fx.Node) -> str:
 
 def is_norm(name: str) -> bool:
     """True for normalizations, of whose input's scale the output does not depend."""
-    return "norm" in name and name not in SUMMED and name != "_weight_norm"
+    return "norm" in name and name not in SUMMED and name.strip("_") != "weight_norm"
 
 
 def is_known(node: fx.Node, name: str) -> bool:
