@@ -26,6 +26,7 @@ class Measurement:
         self._columns = [index for index, wanted in enumerate(metrics.builtin) if wanted]
         self._accumulator = Accumulator()
         self._aggregates: dict[str, _Aggregate] = {}
+        self._order: dict[str, int] = {}  # key -> place in the order of execution
 
     def clear(self) -> None:
         """Forget all tensors."""
@@ -47,6 +48,7 @@ class Measurement:
             copy: whether to copy the tensor where it waits.
         """
         if self._columns:
+            self._order.setdefault(key, len(self._order))
             self._accumulator.add(key, tensor, unit, copy=copy)
         if self.metrics.own:
             self._call(key, name, tensor.detach())
@@ -108,6 +110,10 @@ class Measurement:
                 known = by_name.get(name)
                 by_name[name] = row if known is None else torch.cat([known[:9] + row[:9], known[9:].maximum(row[9:])])
             names, table = list(by_name), torch.stack([*by_name.values()])
+        places = sorted(range(len(names)), key=lambda place: self._order.get(names[place], place))
+        if places != list(range(len(names))):  # the order in which reports look for the first non-finite output
+            names = [names[place] for place in places]
+            table = table[upload(torch.tensor(places, dtype=torch.int64, device="cpu"), table.device)]
         values = statistics(table[:, :7], dead=table[:, 7], units=table[:, 8], largest=table[:, 9])
         keys = [f"{self.family}/{name}/{STATISTICS[index]}" for name in names for index in self._columns]
         chosen = (
