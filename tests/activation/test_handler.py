@@ -1057,3 +1057,13 @@ def test_modes_of_the_users_see_the_model_alone(attention):
 
     run(model, step=step, batches=3, activations=True, attention=attention)
     assert seen == alone
+
+
+def test_names_are_in_the_order_of_execution():
+    """Reports name the first non-finite output by it, whatever the shapes."""
+    model = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 3), nn.Tanh())
+    trainer = Engine(lambda engine, batch: model(batch).sum().backward())
+    ActivationHandler(model, activations={"std": True}).attach(trainer)
+    trainer.run([torch.randn(4, 6)])
+    names = [f"activation/{name}/std" for name in ("0", "1", "2", "3", "_root_")]
+    assert [name for name in trainer.state.metrics if name.startswith("activation/")] == names
