@@ -206,6 +206,7 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
             yield
 
     def on_run_end(self) -> None:
+        super().on_run_end()
         if self._lacks_attention and self.warns_without_attention:
             self._warn_once(
                 "attention=True saw no attention call: scaled_dot_product_attention and nn.MultiheadAttention are "

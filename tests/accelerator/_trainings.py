@@ -94,7 +94,6 @@ MONITORS: dict[str, Make] = {
         m, activation_differences=True, parameter_differences=True, reference="init"
     ),
     "RCCHandler": lambda m, o, s: RCCHandler(m),
-    "RCCHandler, offload": lambda m, o, s: RCCHandler(m, offload=True),
     "SpectralNormHandler": lambda m, o, s: SpectralNormHandler(m, updates=True, per_parameter=True),
     "SpectralNormHandler, ns5": lambda m, o, s: SpectralNormHandler(m, method="ns5-fast", top_k=0),
     "StepStatsHandler": lambda m, o, s: StepStatsHandler(m, o, items=lambda batch: batch[0].numel()),
