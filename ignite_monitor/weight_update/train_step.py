@@ -15,6 +15,8 @@ from ignite_monitor.model.devices import upload
 from ignite_monitor.model.norms import summed_values
 from ignite_monitor.monitor.sampled_step import SampledStep
 
+_ROWS = 5  # gradient, weights, change, and the counts of lost updates and of gradients
+
 
 class StepResult(NamedTuple):
     """What a train step did to each parameter; NaN where it is not known.
@@ -122,7 +124,9 @@ class MeasuredStep(SampledStep):
                 unmoved = [mask & (change == 0) for mask, change in zip(had, changes, strict=True)]
                 rows += [samples.norms([mask.to(before.dtype) for mask in masks]) for masks in (unmoved, had)]
         at = upload(torch.tensor(own, device="cpu"), samples.device)
-        found = samples.over_ranks(torch.stack(rows), own) * samples.factors[at]
+        # A rank that made no step takes part with as many rows as one that did.
+        padding = [torch.zeros_like(rows[0])] * (_ROWS - len(rows))
+        found = samples.over_ranks(torch.stack(rows + padding), own)[: len(rows)] * samples.factors[at]
         every = torch.full((3, len(samples.parameters)), math.nan, dtype=found.dtype, device=found.device)
         gradients, weights, changed = every.index_copy_(1, at, found[:3].expand(3, -1)).unbind()
         if not self.stepped:
