@@ -154,7 +154,7 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
             raise ValueError("Arguments include and exclude should leave a module or a parameter, but leave none")
         self._attention = attention
         self.warns_without_attention = True
-        self._lacks_attention = False  # the last measured iteration
+        self._saw_attention = self._lacks_attention = False  # in any measured iteration; in none of them
         if reference is not None:
             self._set_reference(reference)
         self._pauses: list[None] = []
@@ -241,7 +241,8 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
         self._gradients = None
         for reason in sorted({reason for _, reason in self._forward.skipped}):
             self._report_skipped(reason, [tag for tag, other in sorted(self._forward.skipped) if other == reason])
-        self._lacks_attention = not self._forward.saw_attention
+        self._saw_attention |= self._forward.saw_attention
+        self._lacks_attention = not self._saw_attention
         if any(values.names for values in found):
             self.publish_table(*joined(found))
         elif self.families == [self._named("recorded")] and not self._forward.skipped:
