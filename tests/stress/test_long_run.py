@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import gc
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -136,12 +137,15 @@ def training(tmp_path: Path) -> Any:
 
 
 def test_nothing_grows_over_hundreds_of_iterations(training, tmp_path):
-    """Not by a single tensor in all, nor two Python objects or 1 KiB (an activation in a graph, say) an iteration."""
+    """Not by a single tensor in all, nor two Python objects or 1 KiB (an activation in a graph, say) an iteration.
+
+    The smallest growth of three spans counts: a leak grows in each of them, a cache of the process in one.
+    """
     tensors, heaps, blocks, at_first = [], [], [], {}
 
     @training.engine.on(Events.ITERATION_STARTED)
     def count(engine: Engine) -> None:
-        if engine.state.iteration not in (2, 102, 252):
+        if engine.state.iteration not in (2, 102, 152, 202, 252):
             return
         assert attached(training) == at_first.setdefault("attached", attached(training))
         training.flush()
@@ -151,9 +155,9 @@ def test_nothing_grows_over_hundreds_of_iterations(training, tmp_path):
         blocks.append(sys.getallocatedblocks())
 
     training.run(252)
-    assert tensors[1:] == [tensors[1]] * 2
-    assert blocks[2] - blocks[1] < 300
-    assert heaps[2] - heaps[1] < 150 * 2**10
+    assert tensors[1:] == [tensors[1]] * 4
+    assert min(later - earlier for earlier, later in pairwise(blocks[1:])) < 100
+    assert min(later - earlier for earlier, later in pairwise(heaps[1:])) < 50 * 2**10
     steps, skipped = read_hdf5(tmp_path / "run.h5")["grad/skipped_count"]
     assert (steps[-1], skipped[-1]) == (252, 1)
 
