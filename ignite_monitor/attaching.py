@@ -22,8 +22,8 @@ from ignite_monitor.hdf5.logger import HDF5Logger
 from ignite_monitor.histograms.handler import HistogramHandler
 from ignite_monitor.model.names import named_modules, tags
 from ignite_monitor.model.optimizers import check_optimizer
-from ignite_monitor.monitor.attached import AttachedMonitors as AttachedMonitors
 from ignite_monitor.monitor.base import Monitor
+from ignite_monitor.monitor.handles import AttachedMonitors
 from ignite_monitor.optimizer_state.handler import OptimizerStateHandler
 from ignite_monitor.rcc.handler import RCCHandler
 from ignite_monitor.replicas.handler import ReplicaCheckHandler
@@ -162,13 +162,12 @@ def attach_monitors(
     details = {"activation": _details(model, start), "rcc": shares}
     filtered = Events.ITERATION_STARTED(every=every) if every > 1 else Events.ITERATION_STARTED
     handle = AttachedMonitors(
-        trainer,
         prefix,
         {name: (monitor, Events.ITERATION_STARTED) for name, monitor in always.items()}
         | {name: (monitor, filtered) for name, monitor in seldom.items()},
         [(logger, {} if isinstance(logger, HDF5Logger) else details) for logger in loggers],
     )
-    handle.attach()
+    handle.attach(trainer)
     return handle
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 
 from ignite_monitor.checks import check_type
-from ignite_monitor.monitor.attached import AttachedMonitors
 from ignite_monitor.monitor.base import Monitor
-from ignite_monitor.monitor.handles import MonitorHandle
+from ignite_monitor.monitor.handles import AttachedMonitors, MonitorHandle
 
 Layout = dict[str, dict[str, list[str | list[str]]]]
 
