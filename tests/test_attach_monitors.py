@@ -234,7 +234,7 @@ def test_what_fails_half_way_leaves_nothing(parts):
         ({"optimizer": None}, TypeError, "Argument optimizer"),
         ({"scaler": 1}, TypeError, "Argument scaler"),
         ({"loggers": 1}, TypeError, "Argument loggers"),
-        ({"loggers": [print]}, TypeError, "Argument loggers"),
+        ({"loggers": [print]}, TypeError, "Argument logger"),
         ({"every": 0}, ValueError, "Argument every"),
         ({"every": 2.0}, TypeError, "Argument every"),
         ({"threshold": "3"}, TypeError, "threshold"),
