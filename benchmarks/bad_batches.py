@@ -4,6 +4,7 @@ In small training runs 0, 1 % or 5 % of the batches are bad (random labels, a co
 Each run is repeated with seven reactions, on the same batches from the same initial weights. The table has the held-out
 loss at the end minus that of the run without bad batches and without a reaction, in nats: mean and standard error over
 the seeds. A run whose loss is not a number at the end is lost and counted separately.
+
     python benchmarks/bad_batches.py [--seeds 3] [--iterations 300] [--only cnn mlp ...]
 """
 
