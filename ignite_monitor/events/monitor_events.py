@@ -105,6 +105,3 @@ def exposed_spike(engine: Engine, spike: Spike) -> Iterator[None]:
             del state.spike
         else:
             state.spike = before
-
-
-told = exposed_spike

@@ -68,9 +68,10 @@ class EventSource:
 
     @classmethod
     def of(cls, engine: Engine) -> EventSource:
-        """The engine's source; created by the first monitor."""
+        """The engine's source; the first monitor creates it. A RuntimeError if a private name is missing."""
         source: EventSource | None = getattr(engine, cls._ATTRIBUTE, None)
         if source is None:
+            check_engine(engine)
             register_events(engine)
             source = cls(engine)
             setattr(engine, cls._ATTRIBUTE, source)
@@ -78,34 +79,45 @@ class EventSource:
                 engine.add_event_handler(event, handler)
         return source
 
-    def add(self, monitor: Any, model: nn.Module, prefixes: Iterable[str]) -> None:
-        """Add a monitor of a model.
+    def add(self, monitor: Any, handlers: Iterable[tuple[MonitorEvents, Callable[..., Any]]]) -> None:
+        """Add a monitor, whose handlers are called at their events before all other handlers.
+
+        Args:
+            handlers: bound methods, referenced weakly. They get the engine, and for backward passes and optimizer steps
+                a :class:`GradientsReady` or :class:`OptimizerStep` of their model. A function that one returns is
+                called when all monitors have read the gradients, and may change them; a function which that returns
+                is called after all changes.
 
         Raises:
-            ValueError: if another monitor on this engine has one of the prefixes.
+            ValueError: if another monitor on this engine has one of its families.
         """
-        prefixes = set(prefixes)
-        taken = sorted(prefixes & self._prefixes)
+        taken = sorted(self._prefixes.intersection(monitor.families))
         if taken:
             raise ValueError(
                 f"Another monitor on this engine has the prefix {taken[0]!r}: detach() that one, as before a cell of a "
                 "notebook is run again, or give this one another prefix"
             )
-        self._prefixes |= prefixes
+        self._prefixes.update(monitor.families)
         self._monitors.add(monitor)
-        tracker = self._models.get(id(model))
+        for event, handler in handlers:
+            self._listeners[event.name].append(weakref.WeakMethod(handler))
+        tracker = self._models.get(id(monitor.model))
         if tracker is None:
-            tracker = self._models[id(model)] = GradientTracker(model)
+            tracker = self._models[id(monitor.model)] = GradientTracker(monitor.model)
         tracker.monitors += 1
 
-    def remove(self, monitor: Any, model: nn.Module, prefixes: Iterable[str]) -> None:
+    def remove(self, monitor: Any) -> None:
         """Remove a monitor; with the last one, remove everything from the engine."""
-        self._prefixes.difference_update(prefixes)
+        self._prefixes.difference_update(monitor.families)
         self._monitors.discard(monitor)
-        tracker = self._models[id(model)]
+        for name, methods in self._listeners.items():
+            self._listeners[name] = [
+                method for method in methods if getattr(method(), "__self__", monitor) is not monitor
+            ]
+        tracker = self._models[id(monitor.model)]
         tracker.monitors -= 1
         if not tracker.monitors:
-            del self._models[id(model)]
+            del self._models[id(monitor.model)]
             tracker.hook.remove()
         engine = self.engine
         if not self._monitors and engine is not None:
@@ -113,22 +125,6 @@ class EventSource:
             for event, handler in self._own_handlers():
                 engine.remove_event_handler(handler, event)
             delattr(engine, self._ATTRIBUTE)
-
-    def listen(self, event: MonitorEvents, handler: Callable[..., Any]) -> None:
-        """Call a monitor's method at an event, before all other handlers.
-
-        Args:
-            handler: the bound method, referenced weakly. It gets the engine, and for backward passes and optimizer
-                steps a :class:`GradientsReady` or :class:`OptimizerStep` of its model. A function that it returns is
-                called when all monitors have read the gradients, and may change them; a function which that returns
-                is called after all changes.
-        """
-        self._listeners[event.name].append(weakref.WeakMethod(handler))
-
-    def unlisten(self, event: MonitorEvents, handler: Callable[..., Any]) -> None:
-        """Undo :meth:`listen`."""
-        name = event.name
-        self._listeners[name] = [method for method in self._listeners[name] if method() not in (None, handler)]
 
     def has_handlers(self, *names: str) -> bool:
         """Whether the user's handlers listen to one of the events, given by name."""
@@ -310,8 +306,3 @@ class EventSource:
         self._reset()
         for monitor in self._monitors:
             monitor.reset_run_state()
-
-
-def check_events(feature: str, engine: Engine, events: Iterable[MonitorEvents]) -> None:
-    """Check that torch and the engine have the private names that monitors need; a RuntimeError if they do not."""
-    check_engine(engine)

@@ -58,7 +58,6 @@ def _find(path: str) -> Any:
 backward_number: Callable[[], int] = _find("torch._C._current_graph_task_id")  # in this thread; -1 outside of any
 queue_callback: Callable[[Callable[[], None]], None] = _find("torch.autograd.Variable._execution_engine.queue_callback")
 _gradient_hooks = _find("torch.Tensor._post_accumulate_grad_hooks")
-current_backward = backward_number
 
 
 def in_backward() -> bool:
@@ -212,7 +211,6 @@ unseen_by_dispatch: Callable[[], AbstractContextManager[Any]] = _find("torch._C.
 # ActivationHandler(attention=True) puts its function mode below those of others.
 push_mode = _find("torch.overrides._push_mode")
 pop_mode = _find("torch.overrides._pop_mode")
-modes_on = function_modes
 device_mode = _find("torch.utils._device.DeviceContext")
 
 # Operations are counted, and models traced, by a dispatch mode.

@@ -15,7 +15,7 @@ from ignite_monitor.model._torch import in_backward, module_call
 
 
 def before_forward(
-    modules: Iterable[nn.Module], hook: Callable[..., Any], *, first: bool = False, key: object = None
+    modules: Iterable[nn.Module], hook: Callable[..., Any], *, first: bool = False
 ) -> AbstractContextManager[None]:
     """Call a hook before forward passes of modules, while the context is entered.
 
@@ -23,7 +23,6 @@ def before_forward(
         hook: gets the module, its positional and its keyword arguments. A :class:`ModuleHook` is called for shallow
             copies of the modules too.
         first: whether it runs before the user's hooks, not after them.
-        key: unused.
     """
     return _registered(nn.Module.register_forward_pre_hook, modules, hook, with_kwargs=True, prepend=first)
 

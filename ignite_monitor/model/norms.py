@@ -63,20 +63,17 @@ def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
         values = _local_norms(local, norm_type)
         if not local:
             return values.sum()
-        return combine(values, norm_type, local)
+        return combine(values, norm_type)
 
 
-def combine(norms: Iterable[Tensor] | Tensor, norm_type: float = 2.0, parts: Iterable[Tensor] | None = None) -> Tensor:
+def combine(norms: Iterable[Tensor] | Tensor, norm_type: float = 2.0) -> Tensor:
     r"""The norm of a vector from the norms of its parts, :math:`(\sum_i n_i^p)^{1/p}`.
 
     Args:
         norms: 0-dim tensors on one device and of one dtype, or a vector.
-        parts: the parts, if powers of their norms may fit the dtype of the norms; None if that is not known.
     """
     values = norms if isinstance(norms, Tensor) else torch.stack(list(norms))
-    if norm_type in (1.0, math.inf) or (
-        parts is not None and _fits({part.dtype for part in parts}, norm_type, values.dtype)
-    ):
+    if norm_type in (1.0, math.inf):
         return torch.linalg.vector_norm(values, norm_type)  # type: ignore[no-any-return]
     unit = _unit(values.max())
     return unit * torch.as_tensor(torch.linalg.vector_norm(values / unit, norm_type))
@@ -93,17 +90,6 @@ def reduce_norm(norm: Tensor, norm_type: float, over_ranks: Callable[[Tensor, bo
         return over_ranks(norm, True)
     unit = 1.0 if norm_type in (1.0, 2.0) else _unit(over_ranks(norm, True))
     return unit * over_ranks((norm / unit) ** norm_type, False) ** (1.0 / norm_type)
-
-
-def row_norms(rows: Tensor) -> Tensor:
-    """The l2 norm of every row of a dense tensor, along its last dimension, as :func:`norms`."""
-    dtype = wide_dtype(rows.device)
-    if rows.is_complex():
-        rows = torch.view_as_real(rows).flatten(-2)
-    if not rows.shape[-1] or _fits({rows.dtype}, 2.0, dtype):
-        return torch.linalg.vector_norm(rows, dim=-1, dtype=dtype)  # type: ignore[no-any-return]
-    unit = _unit(torch.linalg.vector_norm(rows, math.inf, dim=-1, keepdim=True, dtype=dtype))
-    return unit.squeeze(-1) * torch.as_tensor(torch.linalg.vector_norm(rows / unit, dim=-1))
 
 
 def any_sharded(tensors: Iterable[Tensor]) -> bool:
@@ -238,11 +224,3 @@ def _as_dense_real(tensor: Tensor, norm_type: float) -> Tensor:
 def _contiguous(tensor: Tensor) -> Tensor:
     """A vector of the elements, in the order in which they lie in memory."""
     return tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True)).reshape(-1)
-
-
-norm_of_each = norms
-
-
-def sharded_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
-    """The p-norm of all elements of all DTensors, with all shards; 0-dim."""
-    return combine(norms(list(tensors), norm_type), norm_type)
