@@ -22,28 +22,26 @@ class BackwardPasses:
     """The backward passes that are running, each with the parameters whose gradients it has accumulated.
 
     Args:
-        source: owner of the passes, referenced weakly: its ``running`` says whether to record a backward, its
-            ``backward_ended`` gets the number of a backward and id of a model -> ids of parameters; its
-            ``gradients_finalized`` gets the id of a model whose hooks are called outside of a backward.
+        source: the :class:`EventSource`, referenced weakly. It gets the ids of reached parameters by id of the model.
     """
 
     def __init__(self, source: Any) -> None:
         self._source = weakref.ref(source)
-        self.reached: dict[int, dict[int, set[int]]] = {}
+        self.reached: dict[int, dict[int, set[int]]] = {}  # by number of the backward
         untraced(_end_backward)  # the compiler would trace into what a compiled train step calls
 
     def gradient_hook(self, model: int) -> Callable[[Tensor], None]:
         """A post-accumulate-grad hook for all parameters of a model, given by its id."""
         passes = weakref.ref(self)
         current, start = backward_number, out_of_compiler(BackwardPasses._start)
-        last, add = -1, _ignore
+        last, add = -1, set[int]().add
 
         def hook(parameter: Tensor) -> None:
             nonlocal last, add
             number = current()
             if number != last or number == -1:
                 last, owner = number, passes()
-                add = _ignore if owner is None else start(owner, number, model)
+                add = set[int]().add if owner is None else start(owner, number, model)
             add(id(parameter))
 
         return untraced(hook)
@@ -51,10 +49,10 @@ class BackwardPasses:
     def _start(self, number: int, model: int) -> Callable[[int], None]:
         source = self._source()
         if source is None or not source.running:
-            return _ignore
+            return set[int]().add
         if number == -1:  # FSDP2 calls hooks outside of a backward where finalize_backward() reduces
             source.gradients_finalized(model)
-            return _ignore
+            return set[int]().add
         if number not in self.reached:
             ranks = dist.is_available() and dist.is_initialized()
             _end_backward(weakref.ref(self), number, _HOPS_WITH_RANKS if ranks else _HOPS)
@@ -64,10 +62,6 @@ class BackwardPasses:
         source, reached = self._source(), self.reached.pop(number, {})
         if source is not None:
             source.backward_ended(number, reached)
-
-
-def _ignore(_: int) -> None:
-    pass
 
 
 def _end_backward(passes: weakref.ref[BackwardPasses], number: int, hops: int) -> None:

@@ -13,16 +13,14 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ignite_monitor.events.hooks import weakly
 from ignite_monitor.events.monitor_events import MonitorEvents
 
 _logger = logging.getLogger(__name__)
 
 
 class OptimizerSteps:
-    """Reports the start and the end of optimizer steps to an event source.
-
-    Args:
-        source: the :class:`EventSource`, referenced weakly.
+    """Reports the start and the end of optimizer steps to an event source, which is referenced weakly.
 
     Attributes:
         stepping: the optimizer whose step is running.
@@ -37,39 +35,28 @@ class OptimizerSteps:
 
     def register(self, handles: list[Any]) -> None:
         """Register hooks on all optimizers, and append their handles one by one."""
-        steps = weakref.ref(self)
+        handles.append(register_optimizer_step_pre_hook(torch.compiler.disable(weakly(self._start))))
+        handles.append(register_optimizer_step_post_hook(torch.compiler.disable(weakly(self.complete))))
 
-        def started(*args: Any) -> Any:
-            owner = steps()
-            return None if owner is None else owner._on_start(*args)
-
-        def completed(optimizer: Optimizer, *_: Any) -> None:
-            owner = steps()
-            if owner is not None:
-                owner.complete(optimizer)
-
-        handles.append(register_optimizer_step_pre_hook(torch.compiler.disable(started)))
-        handles.append(register_optimizer_step_post_hook(torch.compiler.disable(completed)))
-
-    def complete(self, optimizer: Optimizer) -> None:
+    def complete(self, optimizer: Optimizer, *_: Any) -> None:
         """Report the end of the running step, whether it was made or skipped."""
         if self.stepping is optimizer:
-            self._fire(MonitorEvents.OPTIMIZER_STEP_COMPLETED, optimizer)
+            self._fire(MonitorEvents.OPTIMIZER_STEP_COMPLETED)
             self.stepping = None
 
-    def _on_start(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _start(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         source = self._source()
         if source is None:
             return None
         if not source.running:
             self._warn_outside(source, optimizer)
             return None
-        if (self.stepping is not None and is_nested(optimizer)) or not source.shares_parameters(optimizer):
+        if (self.stepping is not None and _is_nested(optimizer)) or not source.shares_parameters(optimizer):
             return None
         self.stepping = optimizer
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
-            self._fire(MonitorEvents.OPTIMIZER_STEP_STARTED, optimizer)
+            self._fire(MonitorEvents.OPTIMIZER_STEP_STARTED)
             return None
         # The step uses the gradients that its closure computes.
         closure = self._firing_once(closure, optimizer)
@@ -83,18 +70,17 @@ class OptimizerSteps:
             nonlocal has_fired
             loss = closure(*args, **kwargs)
             owner = steps()
-            source = None if owner is None else owner._source()
-            if owner is not None and source is not None and source.running and not has_fired:
+            if not has_fired and owner is not None and owner.stepping is optimizer:
                 has_fired = True
-                owner._fire(MonitorEvents.OPTIMIZER_STEP_STARTED, optimizer)
+                owner._fire(MonitorEvents.OPTIMIZER_STEP_STARTED)
             return loss
 
         return fire_after
 
-    def _fire(self, event: MonitorEvents, optimizer: Optimizer) -> None:
+    def _fire(self, event: MonitorEvents) -> None:
         source = self._source()
         if source is not None:
-            source.fire_step(event, optimizer)
+            source.fire_step(event, self.stepping)
 
     def _warn_outside(self, source: Any, optimizer: Optimizer) -> None:
         if self._has_warned or OptimizerSteps.train_steps or not source.shares_parameters(optimizer):
@@ -109,7 +95,7 @@ class OptimizerSteps:
         )
 
 
-def is_nested(optimizer: Optimizer) -> bool:
+def _is_nested(optimizer: Optimizer) -> bool:
     """Whether a step runs inside another step, as those of wrapped optimizers and base classes do.
 
     If not, an earlier step has raised an error that the train step caught.

@@ -17,12 +17,7 @@ from ignite_monitor.events.hooks import Patch, remove_all
 from ignite_monitor.events.monitor_events import MonitorEvents, NonFiniteSource, register_events
 from ignite_monitor.events.optimizer_steps import OptimizerSteps
 from ignite_monitor.events.run_summary import log_run_summary
-from ignite_monitor.model._torch import (
-    EVENT_HANDLERS,
-    HANDLE_EXCEPTION,
-    TRAIN_STEP,
-    check_engine,
-)
+from ignite_monitor.model._torch import EVENT_HANDLERS, HANDLE_EXCEPTION, TRAIN_STEP, check_engine
 from ignite_monitor.model.modes import users_grad_mode
 
 _NAMES = tuple(event.name for event in MonitorEvents)  # equal to the events, but faster to look up
@@ -32,11 +27,10 @@ class EventSource:
     """Fires :class:`MonitorEvents` on one engine; shared by all monitors attached to it.
 
     Hooks exist from the first iteration of a run to its end (completed, terminated, interrupted, or an error); those
-    on parameters exist in monitored iterations only. The engine owns the source. References from the source to the
-    engine, and from hooks to the source, are weak, so that reference counting frees a run that is dropped.
+    on parameters exist in monitored iterations only. The engine owns the source. References from the source to engine
+    and monitors, and from hooks to the source, are weak, so that reference counting frees a run that is dropped.
 
     Attributes:
-        monitored: whether a monitor measures this iteration.
         running: whether a train step is running that monitors or handlers of the user's follow.
         listened: whether the user's handlers listened to any event when the train step started.
         nonfinite_source: source of this iteration's first non-finite value, as far as it has been located.
@@ -49,14 +43,11 @@ class EventSource:
         self._models: dict[int, GradientTracker] = {}
         self._handles: list[Any] = []
         weakref.finalize(self, remove_all, self._handles).atexit = False
-        self._installed = False
         self._monitors: weakref.WeakSet[Any] = weakref.WeakSet()
         self._listeners: dict[str, list[weakref.WeakMethod[Any]]] = {name: [] for name in _NAMES}
-        self._prefixes: set[str] = set()
-        self.monitored = self.running = self.listened = self._awaits_step = False
         self._monitoring: set[int] = set()  # ids of the monitors of this iteration
-        self._passes = BackwardPasses(self)
-        self._steps = OptimizerSteps(self)
+        self.running = self.listened = self._awaits_step = False
+        self._passes, self._steps = BackwardPasses(self), OptimizerSteps(self)
         self.nonfinite_source: NonFiniteSource | None = None
 
     @property
@@ -83,42 +74,35 @@ class EventSource:
         """Add a monitor, whose handlers are called at their events before all other handlers.
 
         Args:
-            handlers: bound methods, referenced weakly. They get the engine, and for backward passes and optimizer steps
-                a :class:`GradientsReady` or :class:`OptimizerStep` of their model. A function that one returns is
-                called when all monitors have read the gradients, and may change them; a function which that returns
-                is called after all changes.
+            handlers: bound methods, referenced weakly, called if their monitor monitors the iteration. They get the
+                engine, and for backward passes and optimizer steps a :class:`GradientsReady` or :class:`OptimizerStep`
+                of their model. A function that one returns is called when all monitors have read the gradients, and
+                may change them; a function which that returns is called after all changes.
 
         Raises:
             ValueError: if another monitor on this engine has one of its families.
         """
-        taken = sorted(self._prefixes.intersection(monitor.families))
+        taken = sorted({family for other in self._monitors for family in other.families}.intersection(monitor.families))
         if taken:
             raise ValueError(
                 f"Another monitor on this engine has the prefix {taken[0]!r}: detach() that one, as before a cell of a "
                 "notebook is run again, or give this one another prefix"
             )
-        self._prefixes.update(monitor.families)
         self._monitors.add(monitor)
         for event, handler in handlers:
             self._listeners[event.name].append(weakref.WeakMethod(handler))
-        tracker = self._models.get(id(monitor.model))
-        if tracker is None:
-            tracker = self._models[id(monitor.model)] = GradientTracker(monitor.model)
-        tracker.monitors += 1
+        if id(monitor.model) not in self._models:
+            self._models[id(monitor.model)] = GradientTracker(monitor.model)
 
     def remove(self, monitor: Any) -> None:
         """Remove a monitor; with the last one, remove everything from the engine."""
-        self._prefixes.difference_update(monitor.families)
         self._monitors.discard(monitor)
         for name, methods in self._listeners.items():
             self._listeners[name] = [
                 method for method in methods if getattr(method(), "__self__", monitor) is not monitor
             ]
-        tracker = self._models[id(monitor.model)]
-        tracker.monitors -= 1
-        if not tracker.monitors:
-            del self._models[id(monitor.model)]
-            tracker.hook.remove()
+        if all(other.model is not monitor.model for other in self._monitors):
+            self._models.pop(id(monitor.model)).hook.remove()
         engine = self.engine
         if not self._monitors and engine is not None:
             self._uninstall()
@@ -126,15 +110,13 @@ class EventSource:
                 engine.remove_event_handler(handler, event)
             delattr(engine, self._ATTRIBUTE)
 
-    def has_handlers(self, *names: str) -> bool:
-        """Whether the user's handlers listen to one of the events, given by name."""
-        engine = self._engine()
-        return engine is not None and any(map(getattr(engine, EVENT_HANDLERS).get, names))
+    def monitor_iteration(self, monitor: Any) -> None:
+        """Follow the train step of the iteration that starts, for a monitor."""
+        self._monitoring.add(id(monitor))
 
     def is_awaited(self, event: MonitorEvents) -> bool:
         """Whether monitors or the user's handlers listen to an event."""
-        name = event.name
-        return bool(self._listeners[name]) or self.has_handlers(name)
+        return bool(self._listeners[event.name]) or self._has_handlers(event.name)
 
     @property
     def monitors(self) -> list[Any]:
@@ -156,32 +138,28 @@ class EventSource:
     # Events
 
     def fire(self, event: MonitorEvents, about: Mapping[int, Any] | None = None) -> None:
-        """Call the monitors that listen to an event, then the user's handlers.
+        """Call the monitors of this iteration that listen to an event, then the user's handlers.
 
         Args:
-            about: id of a model -> second argument for its monitors. Monitors of other models, and those that do not
-                monitor this iteration, are not called. None calls all; at the train step's end those that monitor it.
+            about: id of a model -> second argument for its monitors; monitors of other models are not called.
         """
         engine, name = self._engine(), event.name
         if engine is None:
             return
-        handlers: list[Any] = [handler for method in self._listeners[name] if (handler := method()) is not None]
-        if event is MonitorEvents.TRAIN_STEP_COMPLETED or about is not None:
-            handlers = [handler for handler in handlers if id(handler.__self__) in self._monitoring]
         # All monitors read before one changes anything: the order of attaching must not matter.
-        if about is None:
-            changes = [handler(engine) for handler in handlers]
-        else:
-            changes = [
-                handler(engine, about[id(handler.__self__.model)])
-                for handler in handlers
-                if id(handler.__self__.model) in about
-            ]
+        changes = []
+        for handler in [method() for method in self._listeners[name]]:
+            if handler is None or id(handler.__self__) not in self._monitoring:
+                continue
+            if about is None:
+                changes.append(handler(engine))
+            elif id(handler.__self__.model) in about:
+                changes.append(handler(engine, about[id(handler.__self__.model)]))
         while changes:
             changes = [change() for change in changes if change is not None]
         if event is MonitorEvents.TRAIN_STEP_COMPLETED:
             self.running = False
-        if self.has_handlers(name):
+        if self._has_handlers(name):
             with users_grad_mode():
                 engine.fire_event(event)
 
@@ -204,26 +182,24 @@ class EventSource:
                 changed = self._models[key].backward_ended(number, parameters, self._passes.reached.keys())
                 if changed is not None:
                     ready[key] = changed
-        if not ready:
-            return
         about = {}
         for key, changed in ready.items():
             tracker = self._models[key]
-            shared = len(ready) > 1 and tracker.lacks_any(ready.values())
+            shared = len(ready) > 1 and not set().union(*ready.values()).issubset(map(id, tracker.parameters))
             about[key] = GradientsReady(tracker, changed, shared, self._steps.stepping)
-        self.fire(MonitorEvents.GRADIENTS_READY, about)
+        if about:
+            self.fire(MonitorEvents.GRADIENTS_READY, about)
 
     def gradients_finalized(self, model: int) -> None:
         """Have gradients of a model, given by its id, measured when the optimizer's step starts."""
         if model in self._models:
             self._models[model].defer()
 
-    # A run
+    def _has_handlers(self, *names: str) -> bool:
+        engine = self._engine()
+        return engine is not None and any(map(getattr(engine, EVENT_HANDLERS).get, names))
 
-    def monitor_iteration(self, monitor: Any) -> None:
-        """Follow the train step of the iteration that starts, for a monitor."""
-        self.monitored = True
-        self._monitoring.add(id(monitor))
+    # A run
 
     def _own_handlers(self) -> list[tuple[Events, Callable[..., Any]]]:
         return [
@@ -234,10 +210,50 @@ class EventSource:
         ]
 
     def _start_iteration(self, engine: Engine) -> None:
-        if not self._installed:
-            self._install(engine)
+        if not self._handles:
+            # An interrupt can come at any moment: handles are appended one by one, first the one that removes the rest.
+            # A handler of EXCEPTION_RAISED would make Ignite swallow the exception.
+            self._handles.append(Patch(engine, HANDLE_EXCEPTION, self._handle_exception))
+            # The end of the train step comes before all other handlers of ITERATION_COMPLETED.
+            self._handles.append(Patch(engine, TRAIN_STEP, self._train_step))
+            self._steps.register(self._handles)
         self._reset()
         self._awaits_step = True
+
+    def _reset(self) -> None:
+        self._passes.reached.clear()
+        self._monitoring.clear()
+        for tracker in self._models.values():
+            tracker.iteration_started()
+        self._steps.stepping = self.nonfinite_source = None
+        self.running = self._awaits_step = False
+
+    def _train_step(self, original: Callable[..., Any], engine: Engine, batch: Any) -> Any:
+        self.listened = self._has_handlers(*_NAMES)
+        self.running, self._awaits_step = bool(self._monitoring) or self.listened, False
+        has_hooks = self.running and self.is_awaited(MonitorEvents.GRADIENTS_READY)
+        for tracker in self._models.values():
+            if (self.running and tracker.refresh()) or not has_hooks:
+                tracker.hook.remove()
+            if has_hooks and not tracker.hook.is_registered:
+                tracker.hook.register(tracker.parameters, self._passes.gradient_hook(id(tracker.model)))
+        with ExitStack() as contexts:
+            for monitor in [monitor for monitor in self._monitors if id(monitor) in self._monitoring]:
+                for context in monitor.train_step_contexts():
+                    contexts.enter_context(context)
+            OptimizerSteps.train_steps += 1
+            try:
+                output = original(engine, batch)
+            finally:
+                OptimizerSteps.train_steps -= 1
+        if self.running:
+            engine.state.output = output  # as Ignite is about to, for the handlers of this event
+            self.fire(MonitorEvents.TRAIN_STEP_COMPLETED)
+        return output
+
+    def _handle_exception(self, original: Callable[..., Any], error: BaseException) -> None:
+        self._end()
+        original(error)
 
     def _end(self, engine: Engine | None = None) -> None:
         if engine is not None:  # after an error the device may not answer
@@ -251,58 +267,10 @@ class EventSource:
         if not self._awaits_step:
             self._uninstall()
 
-    def _reset(self) -> None:
-        self._passes.reached.clear()
-        self._monitoring.clear()
-        for tracker in self._models.values():
-            tracker.iteration_started()
-        self._steps.stepping = self.nonfinite_source = None
-        self.monitored = self.running = self._awaits_step = False
-
-    def _install(self, engine: Engine) -> None:
-        remove_all(self._handles)  # of an installation that was interrupted
-        # An interrupt can come at any moment: the handles are appended one by one, first the one that removes the rest.
-        # A handler of EXCEPTION_RAISED would make Ignite swallow the exception.
-        self._handles.append(Patch(engine, HANDLE_EXCEPTION, self._handle_exception))
-        # The end of the train step comes before all other handlers of ITERATION_COMPLETED.
-        self._handles.append(Patch(engine, TRAIN_STEP, self._train_step))
-        self._steps.register(self._handles)
-        self._installed = True
-
-    def _handle_exception(self, original: Callable[..., Any], error: BaseException) -> None:
-        self._end()
-        original(error)
-
-    def _train_step(self, original: Callable[..., Any], engine: Engine, batch: Any) -> Any:
-        self.listened = self.has_handlers(*_NAMES)
-        self.running, self._awaits_step = self.monitored or self.listened, False
-        for tracker in self._models.values():
-            if not (self.running and self.is_awaited(MonitorEvents.GRADIENTS_READY)):
-                tracker.hook.remove()
-                if self.running:
-                    tracker.refresh()
-            elif tracker.refresh() or not tracker.hook.is_registered:
-                if tracker.hook not in self._handles:  # the finalizer of a dropped source removes it
-                    self._handles.append(tracker.hook)
-                tracker.hook.register(tracker.parameters, self._passes.gradient_hook(id(tracker.model)))
-        with ExitStack() as contexts:
-            if self.running:
-                for monitor in [monitor for monitor in self._monitors if id(monitor) in self._monitoring]:
-                    for context in monitor.train_step_contexts():
-                        contexts.enter_context(context)
-            OptimizerSteps.train_steps += 1
-            try:
-                output = original(engine, batch)
-            finally:
-                OptimizerSteps.train_steps -= 1
-        if self.running:
-            engine.state.output = output  # as Ignite is about to, for the handlers of this event
-            self.fire(MonitorEvents.TRAIN_STEP_COMPLETED)
-        return output
-
     def _uninstall(self) -> None:
-        self._installed = False
         remove_all(self._handles)
+        for tracker in self._models.values():
+            tracker.hook.remove()
         self._reset()
         for monitor in self._monitors:
             monitor.reset_run_state()

@@ -65,22 +65,40 @@ def in_backward() -> bool:
     return backward_number() != -1
 
 
-def gradient_hooks(parameters: Iterable[Tensor]) -> list[tuple[Tensor, dict[Any, Any]]]:
-    """Parameters with the dictionaries of their post-accumulate-grad hooks."""
-    places: list[tuple[Tensor, dict[Any, Any]]] = []
-    for parameter in parameters:
-        hooks: Any = parameter._post_accumulate_grad_hooks
-        if hooks is None:
-            hooks = parameter._post_accumulate_grad_hooks = OrderedDict()
-        places.append((parameter, hooks))
-    return places
+class GradientHook:
+    """One post-accumulate-grad hook on many parameters.
 
+    Hooks have to be removed after each monitored iteration. Writing them into torch's own dictionaries costs a sixth of
+    registering and removing them: 0.12 ms instead of 0.7 ms for 292 parameters. A frozen parameter gets the hook too,
+    since it may be unfrozen during the train step.
+    """
 
-def drop_gradient_hooks(places: Iterable[tuple[Tensor, dict[Any, Any]]]) -> None:
-    """Remove dictionaries that are empty."""
-    for parameter, hooks in places:
-        if not hooks and parameter._post_accumulate_grad_hooks is hooks:
-            parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+    def __init__(self) -> None:
+        self._places: list[tuple[Any, dict[Any, Any]]] = []
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether any parameter has the hook."""
+        return bool(self._places)
+
+    def register(self, parameters: Iterable[Tensor], hook: Callable[[Tensor], None]) -> None:
+        """Register the hook on all parameters whose dtype has gradients."""
+        for parameter in parameters:
+            if parameter.is_floating_point() or parameter.is_complex():
+                hooks: Any = parameter._post_accumulate_grad_hooks
+                if hooks is None:
+                    hooks = parameter._post_accumulate_grad_hooks = OrderedDict()
+                self._places.append((parameter, hooks))
+                hooks[self] = hook
+
+    def remove(self) -> None:
+        """Remove the hook from all parameters."""
+        while self._places:
+            parameter, hooks = self._places[-1]
+            hooks.pop(self, None)
+            if not hooks and parameter._post_accumulate_grad_hooks is hooks:
+                parameter._post_accumulate_grad_hooks = None
+            self._places.pop()
 
 
 def finalizes_manually(module: nn.Module) -> bool:
