@@ -37,7 +37,7 @@ class GradientsReady(NamedTuple):
     optimizer: Optimizer | None
 
     def reaches(self, optimizer: Optimizer | None) -> bool:
-        """Whether gradients that an optimizer uses may have changed; None for all of the model's."""
+        """Return True if gradients that an optimizer uses may have changed; None for all of the model's."""
         parameters = self.tracker.parameters_of(optimizer)
         return parameters is self.tracker.parameters or not self.reached.isdisjoint(map(id, parameters))
 
@@ -55,6 +55,7 @@ class OptimizerStep(NamedTuple):
 
     Attributes:
         tracker: of the model of the monitor that is called.
+        optimizer: the optimizer.
     """
 
     tracker: GradientTracker
@@ -62,12 +63,11 @@ class OptimizerStep(NamedTuple):
 
     @property
     def scale(self) -> Tensor | None:
-        """The scale of the gradients during the step, which fused optimizers undo themselves; None for 1."""
-        scale: Tensor | None = getattr(self.optimizer, "grad_scale", None)
-        return scale
+        """The scale of the gradients, which a fused optimizer divides by; None for 1."""
+        return getattr(self.optimizer, "grad_scale", None)
 
     def is_of(self, optimizer: Optimizer | None) -> bool:
-        """Whether an optimizer, or one that wraps it, makes the step; None for any that shares parameters."""
+        """Return True if an optimizer, or one that wraps it, makes the step; None for any that shares parameters."""
         if optimizer is None:
             return self.tracker.shares(self.optimizer)
         return self.optimizer.param_groups is optimizer.param_groups
@@ -125,7 +125,7 @@ class GradientTracker:
         return earlier
 
     def shares(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer holds parameters of the model."""
+        """Return True if an optimizer holds parameters of the model."""
         return bool(self.parameters_of(optimizer))
 
     def iteration_started(self) -> None:

@@ -1,13 +1,15 @@
-"""Functions of an engine that are replaced during a run, and weakly bound methods."""
+"""Functions of an engine that are replaced during a run, and hooks of optimizers."""
 
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 from ignite.engine import Engine
+from torch.optim import Optimizer
 
 
 class Patch:
@@ -58,3 +60,32 @@ def remove_all(handles: list[Any]) -> None:
     """Remove the handles, last first."""
     while handles:
         handles.pop().remove()
+
+
+def calling_after(closure: Callable[..., Any], report: Callable[[], None]) -> Callable[..., Any]:
+    """A closure that calls a function after its first evaluation."""
+    has_reported = False
+
+    @functools.wraps(closure)
+    def evaluate(*args: Any, **kwargs: Any) -> Any:
+        nonlocal has_reported
+        loss = closure(*args, **kwargs)
+        if not has_reported:
+            has_reported = True
+            report()
+        return loss
+
+    return evaluate
+
+
+def is_nested(optimizer: Optimizer) -> bool:
+    """Detect a step inside another step, as those of wrapped optimizers and base classes are.
+
+    If it is not, an earlier step has raised an error that the train step caught.
+    """
+    hooked = getattr(type(optimizer).step, "__code__", None)  # torch's wrapper of every step, which calls its hooks
+    frame, steps = sys._getframe(), 0
+    while frame.f_back is not None:
+        frame = frame.f_back
+        steps += frame.f_code is hooked
+    return steps > 1

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import ExitStack
 from typing import Any
 
+import torch
 from ignite.engine import Engine, Events
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ignite_monitor.events.backward import BackwardPasses
+from ignite_monitor.events.backward import gradient_hook
 from ignite_monitor.events.gradient_tracker import GradientsReady, GradientTracker, OptimizerStep
-from ignite_monitor.events.hooks import Patch, remove_all
+from ignite_monitor.events.hooks import Patch, calling_after, is_nested, remove_all, weakly
 from ignite_monitor.events.monitor_events import MonitorEvents, NonFiniteSource, register_events
-from ignite_monitor.events.optimizer_steps import OptimizerSteps
 from ignite_monitor.events.run_summary import log_run_summary
 from ignite_monitor.model._torch import EVENT_HANDLERS, HANDLE_EXCEPTION, TRAIN_STEP, check_engine
 from ignite_monitor.model.modes import users_grad_mode
@@ -33,6 +35,8 @@ class EventSource:
     Attributes:
         running: whether a train step is running that monitors or handlers of the user's follow.
         listened: whether the user's handlers listened to any event when the train step started.
+        trackers: the trackers of the monitored models, by id of the model.
+        reached: the ids of parameters reached by the backward passes that are running: by number, then id of the model.
         nonfinite_source: source of this iteration's first non-finite value, as far as it has been located.
     """
 
@@ -40,20 +44,16 @@ class EventSource:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)
-        self._models: dict[int, GradientTracker] = {}
+        self.trackers: dict[int, GradientTracker] = {}
+        self.reached: dict[int, dict[int, set[int]]] = {}
+        self._stepping: Optimizer | None = None  # the optimizer whose step is running
         self._handles: list[Any] = []
         weakref.finalize(self, remove_all, self._handles).atexit = False
         self._monitors: weakref.WeakSet[Any] = weakref.WeakSet()
         self._listeners: dict[str, list[weakref.WeakMethod[Any]]] = {name: [] for name in _NAMES}
         self._monitoring: set[int] = set()  # ids of the monitors of this iteration
         self.running = self.listened = self._awaits_step = False
-        self._passes, self._steps = BackwardPasses(self), OptimizerSteps(self)
         self.nonfinite_source: NonFiniteSource | None = None
-
-    @property
-    def engine(self) -> Engine | None:
-        """The engine, if it still exists."""
-        return self._engine()
 
     # Participants
 
@@ -91,8 +91,8 @@ class EventSource:
         self._monitors.add(monitor)
         for event, handler in handlers:
             self._listeners[event.name].append(weakref.WeakMethod(handler))
-        if id(monitor.model) not in self._models:
-            self._models[id(monitor.model)] = GradientTracker(monitor.model)
+        if id(monitor.model) not in self.trackers:
+            self.trackers[id(monitor.model)] = GradientTracker(monitor.model)
 
     def remove(self, monitor: Any) -> None:
         """Remove a monitor; with the last one, remove everything from the engine."""
@@ -102,8 +102,8 @@ class EventSource:
                 method for method in methods if getattr(method(), "__self__", monitor) is not monitor
             ]
         if all(other.model is not monitor.model for other in self._monitors):
-            self._models.pop(id(monitor.model)).hook.remove()
-        engine = self.engine
+            self.trackers.pop(id(monitor.model)).hook.remove()
+        engine = self._engine()
         if not self._monitors and engine is not None:
             self._uninstall()
             for event, handler in self._own_handlers():
@@ -115,7 +115,7 @@ class EventSource:
         self._monitoring.add(id(monitor))
 
     def is_awaited(self, event: MonitorEvents) -> bool:
-        """Whether monitors or the user's handlers listen to an event."""
+        """Return True if monitors or the user's handlers listen to an event."""
         return bool(self._listeners[event.name]) or self._has_handlers(event.name)
 
     @property
@@ -125,15 +125,11 @@ class EventSource:
 
     def tracker(self, model: nn.Module) -> GradientTracker:
         """The tracker of a model's gradients."""
-        return self._models[id(model)]
+        return self.trackers[id(model)]
 
     def parameters(self, model: nn.Module) -> list[nn.Parameter]:
         """The parameters that a model had when the train step started."""
-        return self._models[id(model)].parameters
-
-    def shares_parameters(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer holds parameters of a monitored model."""
-        return any(tracker.shares(optimizer) for tracker in self._models.values())
+        return self.trackers[id(model)].parameters
 
     # Events
 
@@ -163,37 +159,49 @@ class EventSource:
             with users_grad_mode():
                 engine.fire_event(event)
 
-    def fire_step(self, event: MonitorEvents, optimizer: Optimizer) -> None:
-        """Fire an event of an optimizer's step."""
-        if event is MonitorEvents.OPTIMIZER_STEP_STARTED:
-            for tracker in self._models.values():
-                tracker.step_started(optimizer)
-        self.fire(event, {key: OptimizerStep(tracker, optimizer) for key, tracker in self._models.items()})
-
-    def step_completed(self, optimizer: Optimizer) -> None:
-        """Report the end of an optimizer's step that a monitor has skipped."""
-        self._steps.complete(optimizer)
-
-    def backward_ended(self, number: int, reached: Mapping[int, Set[int]]) -> None:
-        """Fire GRADIENTS_READY for the models that a backward has reached; ids of parameters by id of the model."""
+    def backward_ended(self, number: int) -> None:
+        """Fire GRADIENTS_READY for the models that a backward has reached."""
         ready: dict[int, Set[int]] = {}
-        for key, parameters in reached.items():
-            if key in self._models:
-                changed = self._models[key].backward_ended(number, parameters, self._passes.reached.keys())
+        for key, parameters in self.reached.pop(number, {}).items():
+            if key in self.trackers:
+                changed = self.trackers[key].backward_ended(number, parameters, self.reached.keys())
                 if changed is not None:
                     ready[key] = changed
         about = {}
         for key, changed in ready.items():
-            tracker = self._models[key]
+            tracker = self.trackers[key]
             shared = len(ready) > 1 and not set().union(*ready.values()).issubset(map(id, tracker.parameters))
-            about[key] = GradientsReady(tracker, changed, shared, self._steps.stepping)
+            about[key] = GradientsReady(tracker, changed, shared, self._stepping)
         if about:
             self.fire(MonitorEvents.GRADIENTS_READY, about)
 
-    def gradients_finalized(self, model: int) -> None:
-        """Have gradients of a model, given by its id, measured when the optimizer's step starts."""
-        if model in self._models:
-            self._models[model].defer()
+    def step_completed(self, optimizer: Optimizer, *_: Any) -> None:
+        """Report the end of the running optimizer step, made or skipped by a monitor."""
+        if self._stepping is optimizer:
+            self._fire_step(MonitorEvents.OPTIMIZER_STEP_COMPLETED, optimizer)
+            self._stepping = None
+
+    def _start_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        is_inner = self._stepping is not None and is_nested(optimizer)
+        if not self.running or is_inner or not any(tracker.shares(optimizer) for tracker in self.trackers.values()):
+            return None
+        self._stepping = optimizer
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(closure):
+            self._report_step(optimizer)
+            return None
+        # The step uses the gradients that its closure computes.
+        closure = calling_after(closure, functools.partial(weakly(self._report_step), optimizer))
+        return (args, kwargs | {"closure": closure}) if "closure" in kwargs else ((args[0], closure, *args[2:]), kwargs)
+
+    def _report_step(self, optimizer: Optimizer) -> None:
+        if self._stepping is optimizer:
+            for tracker in self.trackers.values():
+                tracker.step_started(optimizer)
+            self._fire_step(MonitorEvents.OPTIMIZER_STEP_STARTED, optimizer)
+
+    def _fire_step(self, event: MonitorEvents, optimizer: Optimizer) -> None:
+        self.fire(event, {key: OptimizerStep(tracker, optimizer) for key, tracker in self.trackers.items()})
 
     def _has_handlers(self, *names: str) -> bool:
         engine = self._engine()
@@ -216,36 +224,34 @@ class EventSource:
             self._handles.append(Patch(engine, HANDLE_EXCEPTION, self._handle_exception))
             # The end of the train step comes before all other handlers of ITERATION_COMPLETED.
             self._handles.append(Patch(engine, TRAIN_STEP, self._train_step))
-            self._steps.register(self._handles)
+            started, completed = map(torch.compiler.disable, map(weakly, (self._start_step, self.step_completed)))
+            self._handles.append(register_optimizer_step_pre_hook(started))
+            self._handles.append(register_optimizer_step_post_hook(completed))
         self._reset()
         self._awaits_step = True
 
     def _reset(self) -> None:
-        self._passes.reached.clear()
+        self.reached.clear()
         self._monitoring.clear()
-        for tracker in self._models.values():
+        for tracker in self.trackers.values():
             tracker.iteration_started()
-        self._steps.stepping = self.nonfinite_source = None
+        self._stepping = self.nonfinite_source = None
         self.running = self._awaits_step = False
 
     def _train_step(self, original: Callable[..., Any], engine: Engine, batch: Any) -> Any:
         self.listened = self._has_handlers(*_NAMES)
         self.running, self._awaits_step = bool(self._monitoring) or self.listened, False
         has_hooks = self.running and self.is_awaited(MonitorEvents.GRADIENTS_READY)
-        for tracker in self._models.values():
+        for tracker in self.trackers.values():
             if (self.running and tracker.refresh()) or not has_hooks:
                 tracker.hook.remove()
             if has_hooks and not tracker.hook.is_registered:
-                tracker.hook.register(tracker.parameters, self._passes.gradient_hook(id(tracker.model)))
+                tracker.hook.register(tracker.parameters, gradient_hook(self, id(tracker.model)))
         with ExitStack() as contexts:
             for monitor in [monitor for monitor in self._monitors if id(monitor) in self._monitoring]:
                 for context in monitor.train_step_contexts():
                     contexts.enter_context(context)
-            OptimizerSteps.train_steps += 1
-            try:
-                output = original(engine, batch)
-            finally:
-                OptimizerSteps.train_steps -= 1
+            output = original(engine, batch)
         if self.running:
             engine.state.output = output  # as Ignite is about to, for the handlers of this event
             self.fire(MonitorEvents.TRAIN_STEP_COMPLETED)
@@ -269,7 +275,7 @@ class EventSource:
 
     def _uninstall(self) -> None:
         remove_all(self._handles)
-        for tracker in self._models.values():
+        for tracker in self.trackers.values():
             tracker.hook.remove()
         self._reset()
         for monitor in self._monitors:
