@@ -14,6 +14,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
@@ -61,7 +62,7 @@ _gradient_hooks = _find("torch.Tensor._post_accumulate_grad_hooks")
 
 
 def in_backward() -> bool:
-    """Whether a backward is running in this thread."""
+    """Return True if a backward is running in this thread."""
     return backward_number() != -1
 
 
@@ -114,44 +115,55 @@ def finalizes_manually(module: nn.Module) -> bool:
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _OF_MODULES = ("_parameters", "_buffers", "_modules", *_HOOKS, *(f"{kind}_with_kwargs" for kind in _HOOKS))
 
+# What is a module's own: parameters, without those that a parametrization computes, buffers, and submodules.
+parameters_in: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
+buffers_in: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
+modules_in: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
 
-def parameters_in(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """A module's own parameters, without those that a parametrization computes."""
-    return module._parameters
+# The code of the frame in which a module is called.
+module_call = getattr(nn.Module, "_call_impl", nn.Module.__call__).__code__
 
-
-def buffers_in(module: nn.Module) -> dict[str, Tensor | None]:
-    """A module's own buffers."""
-    return module._buffers
-
-
-def modules_in(module: nn.Module) -> dict[str, nn.Module | None]:
-    """A module's own submodules."""
-    return module._modules
+# The function that computes the output of a convolution, of input, weight and bias: of a module, and of its class.
+convolution: Callable[[nn.Module], Callable[[Tensor, Tensor, Tensor | None], Tensor]] = attrgetter("_conv_forward")
 
 
-def parameters_of_each(modules: Iterable[nn.Module]) -> list[dict[str, nn.Parameter | None]]:
-    """:func:`parameters_in` of several modules."""
-    return [module._parameters for module in modules]
+def conv_forward(kind: type[nn.Module]) -> Any:
+    """The :func:`convolution` of a class; None for other classes."""
+    return getattr(kind, "_conv_forward", None)
+
+
+# The base of BatchNorm and InstanceNorm, other libraries' too.
+batch_norm: Any = getattr(nn.modules.batchnorm, "_NormBase", nn.modules.batchnorm.BatchNorm1d)
+
+# The attributes under which wrappers keep a module.
+_COMPILED = "_orig_mod"
+WRAPPED = {_COMPILED, "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+
+# What every module has; the compiled call of a module is none of its copies.
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
+
+is_in_join: Callable[[nn.Module], bool] = attrgetter("_join_config.enable")  # of a DistributedDataParallel
+
+
+def is_compilers_wrapper(module: nn.Module) -> bool:
+    """Return True for the wrapper that ``torch.compile`` returns."""
+    return _COMPILED in module._modules
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Return True if ``module.compile()`` was called."""
+    return getattr(module, "_compiled_call_impl", None) is not None
 
 
 def buffers_of_each(modules: Iterable[nn.Module]) -> list[dict[str, Tensor | None]]:
-    """:func:`buffers_in` of several modules."""
-    return [module._buffers for module in modules]
+    """The own buffers of several modules."""
+    return list(map(buffers_in, modules))
 
 
 def registries(modules: Iterable[nn.Module]) -> list[dict[str, Any]]:
     """The dictionaries of modules' own parameters and submodules; scripted modules have none, and never change."""
-    return [
-        registry
-        for module in modules
-        for registry in (module._parameters, module._modules)
-        if isinstance(registry, dict)
-    ]
-
-
-# The code of the frame in which a module is called.
-module_call = getattr(nn.Module, "_call_impl", nn.Module.__call__).__code__
+    pairs = ((module._parameters, module._modules) for module in modules)
+    return [registry for pair in pairs for registry in pair if isinstance(registry, dict)]
 
 
 def known_forward_hooks(modules: Iterable[nn.Module]) -> list[dict[tuple[str, int], Any]]:
@@ -171,55 +183,28 @@ def remove_forward_hook(module: nn.Module, known: tuple[str, int]) -> None:
         getattr(module, place, {}).pop(key, None)
 
 
+def remove_backward_hooks(module: nn.Module) -> None:
+    """Remove all backward hooks of a module."""
+    for kind in ("_backward_hooks", "_backward_pre_hooks"):
+        getattr(module, kind, {}).clear()
+
+
 def move(module: nn.Module, device: torch.device) -> None:
     """Move a module's own parameters and buffers, without those of submodules."""
     module._apply(lambda tensor: tensor.to(device), recurse=False)
 
 
-def conv_forward(kind: type[nn.Module]) -> Any:
-    """The function that computes the output in a class of convolutions; None for other classes."""
-    return getattr(kind, "_conv_forward", None)
-
-
-def convolution(module: Any) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
-    """A convolution's output as a function of input, weight and bias."""
-    return module._conv_forward  # type: ignore[no-any-return]
-
-
-# The base of BatchNorm and InstanceNorm, other libraries' too.
-batch_norm: Any = getattr(nn.modules.batchnorm, "_NormBase", nn.modules.batchnorm.BatchNorm1d)
-
-# The attributes under which wrappers keep a module.
-_COMPILED = "_orig_mod"
-WRAPPED = {_COMPILED, "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-
-
-def is_compilers_wrapper(module: nn.Module) -> bool:
-    """Whether a module is the wrapper that ``torch.compile`` returns."""
-    return _COMPILED in module._modules
-
-
-def is_compiled_in_place(module: nn.Module) -> bool:
-    """Whether ``module.compile()`` was called."""
-    return getattr(module, "_compiled_call_impl", None) is not None
-
-
-def is_in_join(replica: nn.Module) -> bool:
-    """Whether a DistributedDataParallel is in its ``join()``."""
-    return bool(replica._join_config.enable)  # type: ignore[union-attr]
+def with_weights(module: nn.Module, parameters: dict[str, Tensor], buffers: dict[str, Any]) -> nn.Module:
+    """Shallow copy of a module without children, with other parameters and buffers."""
+    other = object.__new__(type(module))
+    vars(other).update(vars(module), _parameters=dict(parameters_in(module)) | parameters, _buffers=buffers)
+    return other
 
 
 # Tensors and modes
 
 is_functorch_wrapped: Callable[[Tensor], bool] = _find("torch._C._functorch.is_functorch_wrapped_tensor")
 _transform = _find("torch._C._functorch.peek_interpreter_stack")
-
-
-def is_transformed(tensors: Iterable[Tensor]) -> bool:
-    """Whether a transform of torch.func is running."""
-    return _transform() is not None
-
-
 function_modes: Callable[[], int] = _find("torch._C._len_torch_function_stack")  # how many of the user's are active
 dispatch_modes: Callable[[], int] = _find("torch._C._len_torch_dispatch_stack")
 set_grad_enabled: Callable[[bool], Any] = _find("torch._C._set_grad_enabled")  # a third of the public function's cost
@@ -231,9 +216,19 @@ push_mode = _find("torch.overrides._push_mode")
 pop_mode = _find("torch.overrides._pop_mode")
 device_mode = _find("torch.utils._device.DeviceContext")
 
-# Operations are counted, and models traced, by a dispatch mode.
+# Operations are counted, and models traced, by a dispatch mode; outputs are multiplied leaf by leaf.
 _dispatch_mode = _find("torch.utils._python_dispatch.TorchDispatchMode")
 _Mode: Any = object if isinstance(_dispatch_mode, Gone) else _dispatch_mode
+pytree = _find("torch.utils._pytree")
+
+foreach_norm: Callable[..., list[Tensor]] = _find("torch._foreach_norm")
+foreach_add: Callable[..., list[Tensor]] = _find("torch._foreach_add")
+foreach_mul: Callable[..., list[Tensor]] = _find("torch._foreach_mul")
+foreach_scale: Callable[..., None] = _find("torch._foreach_mul_")
+foreach_copy: Callable[..., None] = _find("torch._foreach_copy_")
+foreach_addcdiv: Callable[..., list[Tensor]] = _find("torch._foreach_addcdiv")
+
+counts_changes = _find("torch.Tensor._version")
 
 
 class DispatchMode(_Mode):  # type: ignore[misc]
@@ -245,13 +240,9 @@ class DispatchMode(_Mode):  # type: ignore[misc]
         self.supports_higher_order_operators = True
 
 
-foreach_norm: Callable[..., list[Tensor]] = _find("torch._foreach_norm")
-foreach_add: Callable[..., list[Tensor]] = _find("torch._foreach_add")
-foreach_sub: Callable[..., list[Tensor]] = _find("torch._foreach_sub")
-foreach_mul: Callable[..., list[Tensor]] = _find("torch._foreach_mul")
-foreach_scale: Callable[..., None] = _find("torch._foreach_mul_")
-foreach_copy: Callable[..., None] = _find("torch._foreach_copy_")
-foreach_addcdiv: Callable[..., list[Tensor]] = _find("torch._foreach_addcdiv")
+def is_transformed(tensors: Iterable[Tensor]) -> bool:
+    """Return True while a transform of torch.func is running."""
+    return _transform() is not None
 
 
 def sparse_parts(sparse: Tensor) -> tuple[Tensor, Tensor]:
@@ -264,25 +255,10 @@ def version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def versions(tensors: Iterable[Tensor]) -> list[int]:
-    """The :func:`version` of several tensors."""
-    return list(map(version, tensors))
-
-
-counts_changes = _find("torch.Tensor._version")
-
-
 def part_of_rank(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor; any other tensor itself."""
     return getattr(tensor, "_local_tensor", tensor)
 
-
-def storage_of(tensor: Tensor) -> int:
-    """A number that all views of a strided tensor share."""
-    return int(tensor.untyped_storage()._cdata)
-
-
-pytree = _find("torch.utils._pytree")  # of outputs: tracing a model and multiplying its output need it
 
 # Compiled functions
 
@@ -359,7 +335,7 @@ def check_engine(engine: Any) -> None:
         "attach()",
         *(backward_number, queue_callback, _gradient_hooks, counts_changes, is_functorch_wrapped, _transform),
         *(function_modes, dispatch_modes, set_grad_enabled, unseen_by_dispatch, foreach_norm, foreach_add),
-        *(foreach_sub, foreach_mul, foreach_scale, foreach_copy, foreach_addcdiv),
+        *(foreach_mul, foreach_scale, foreach_copy, foreach_addcdiv),
         *(Gone(f"torch.nn.Module.{name}") for name in _OF_MODULES if not hasattr(module, name)),
         *(
             Gone(f"ignite.engine.Engine.{name}")
@@ -373,22 +349,3 @@ def put_first(engine: Any, event: Any) -> None:
     """Move the latest handler of an event to the first place."""
     handlers = getattr(engine, EVENT_HANDLERS)[event]
     handlers.insert(0, handlers.pop())
-
-
-# Copies of modules
-
-# What every module has; the compiled call of a module is none of its copies.
-MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
-
-
-def with_weights(module: nn.Module, parameters: dict[str, Tensor], buffers: dict[str, Any]) -> nn.Module:
-    """Shallow copy of a module without children, with other parameters and buffers."""
-    other = object.__new__(type(module))
-    vars(other).update(vars(module), _parameters=dict(parameters_in(module)) | parameters, _buffers=buffers)
-    return other
-
-
-def remove_backward_hooks(module: nn.Module) -> None:
-    """Remove all backward hooks of a module."""
-    for kind in ("_backward_hooks", "_backward_pre_hooks"):
-        getattr(module, kind, {}).clear()
