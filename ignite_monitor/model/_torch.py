@@ -7,20 +7,16 @@ monitors share, :func:`need` refuses a feature.
 from __future__ import annotations
 
 import contextlib
-import functools
-import logging
 import pkgutil
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from operator import attrgetter
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-_logger = logging.getLogger(__name__)
 
 
 class Gone:
@@ -29,21 +25,17 @@ class Gone:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def __call__(self, *_: Any, **__: Any) -> NoReturn:
-        self.refuse("ignite_monitor")
-
-    def refuse(self, feature: str) -> NoReturn:
-        """Raise the RuntimeError for a feature."""
-        package = self.name.partition(".")[0]
-        version = sys.modules[package].__version__ if package in sys.modules else "installed"
-        raise RuntimeError(f"{feature} needs {self.name}, which {package} {version} does not have")
+    def __call__(self, *_: Any, **__: Any) -> None:
+        need("ignite_monitor", self)
 
 
 def need(feature: str, *names: Any) -> None:
     """Refuse a feature with a RuntimeError if a private name is missing."""
     for name in names:
         if isinstance(name, Gone):
-            name.refuse(feature)
+            package = name.name.partition(".")[0]
+            version = sys.modules[package].__version__ if package in sys.modules else "installed"
+            raise RuntimeError(f"{feature} needs {name.name}, which {package} {version} does not have")
 
 
 def _find(path: str) -> Any:
@@ -79,7 +71,7 @@ class GradientHook:
 
     @property
     def is_registered(self) -> bool:
-        """Whether any parameter has the hook."""
+        """True if any parameter has the hook."""
         return bool(self._places)
 
     def register(self, parameters: Iterable[Tensor], hook: Callable[[Tensor], None]) -> None:
@@ -103,7 +95,7 @@ class GradientHook:
 
 
 def finalizes_manually(module: nn.Module) -> bool:
-    """Whether a wrapper leaves gradients unreduced until ``finalize_backward()`` is called on it, since torch 2.15."""
+    """Return True if a wrapper reduces gradients in ``finalize_backward()`` alone, since torch 2.15."""
     state = getattr(module, "_get_fsdp_state", None)  # of fully_shard
     if state is not None:
         return getattr(state()._state_ctx, "manual_backward_finalization", False)
@@ -167,7 +159,7 @@ def registries(modules: Iterable[nn.Module]) -> list[dict[str, Any]]:
 
 
 def known_forward_hooks(modules: Iterable[nn.Module]) -> list[dict[tuple[str, int], Any]]:
-    """All forward hooks and pre-hooks of the modules, with the keys that :func:`remove_forward_hook` takes."""
+    """Forward hooks and pre-hooks of the modules, with the keys that :func:`remove_forward_hook` takes."""
     return [{(kind, key): hook for kind in _HOOKS for key, hook in getattr(m, kind).items()} for m in modules]
 
 
@@ -276,49 +268,33 @@ _eager: list[Callable[[Any, tuple[Any, ...], dict[str, Any]], bool]] = []
 def eager_where(is_eager: Callable[[Any, tuple[Any, ...], dict[str, Any]], bool]) -> Iterator[None]:
     """Run a compiled function eagerly where a condition on it and its arguments holds.
 
-    Without the private names all compiled functions run eagerly, with one warning.
+    Without the private names all compiled functions run eagerly.
     """
     frames: Any = _find("torch._dynamo.eval_frame")
-    decide, stance = getattr(frames, "_callback_from_stance", None), getattr(frames, "_stance", None)
-    if decide is None or stance is None:
-        _warn_all_eager()
-    _eager.append(is_eager)
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            if decide is None or stance is None or len(_eager) > 1:
-                yield
-                return
+    decide: Any = getattr(frames, "_callback_from_stance", None)
+    stance = getattr(frames, "_stance", None)
 
-            def decide_by_function(callback: Any) -> Any:
-                call = sys._getframe(1).f_locals
-                if callback is None or callback is False or "fn" not in call:
-                    return decide(callback)
-                function, args, kwargs = call["fn"], call.get("args", ()), call.get("kwargs", {})
-                conditions = [condition(function, args, kwargs) for condition in _eager]  # all have to be called
-                if any(conditions):
-                    return decide(callback)
-                forced, frames._stance = frames._stance, stance  # the user's own
-                try:
-                    return decide(callback)
-                finally:
-                    frames._stance = forced
+    def decide_by_function(callback: Any) -> Any:
+        call = sys._getframe(1).f_locals
+        if callback is None or callback is False or "fn" not in call:
+            return decide(callback)
+        function, args, kwargs = call["fn"], call.get("args", ()), call.get("kwargs", {})
+        if any(condition(function, args, kwargs) for condition in _eager):
+            return decide(callback)
+        forced, frames._stance = frames._stance, stance  # the user's own
+        try:
+            return decide(callback)
+        finally:
+            frames._stance = forced
 
+    with contextlib.ExitStack() as exits:
+        _eager.append(is_eager)
+        exits.callback(_eager.remove, is_eager)
+        exits.enter_context(torch.compiler.set_stance("force_eager"))
+        if decide is not None and stance is not None and len(_eager) == 1:
             frames._callback_from_stance = decide_by_function
-            try:
-                yield
-            finally:
-                frames._callback_from_stance = decide
-    finally:
-        _eager.remove(is_eager)
-
-
-@functools.cache
-def _warn_all_eager() -> None:
-    _logger.warning(
-        "torch %s: all compiled functions run eagerly in monitored iterations, because torch._dynamo.eval_frame has "
-        "changed",
-        torch.__version__,
-    )
+            exits.callback(setattr, frames, "_callback_from_stance", decide)
+        yield
 
 
 # Ignite's engines
