@@ -14,9 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ignite_monitor.events.backward import gradient_hook
 from ignite_monitor.events.gradient_tracker import GradientsReady, GradientTracker, OptimizerStep
-from ignite_monitor.events.hooks import Patch, calling_after, is_nested, remove_all, weakly
+from ignite_monitor.events.hooks import Patch, calling_after, gradient_hook, is_nested, remove_all, weakly
 from ignite_monitor.events.monitor_events import MonitorEvents, NonFiniteSource, register_events
 from ignite_monitor.events.run_summary import log_run_summary
 from ignite_monitor.model._torch import EVENT_HANDLERS, HANDLE_EXCEPTION, TRAIN_STEP, check_engine
