@@ -18,61 +18,46 @@ from ignite_monitor.model.eager import out_of_compiler, untraced
 _HOPS, _HOPS_WITH_RANKS = 1, 3
 
 
-class BackwardPasses:
-    """The backward passes that are running, each with the parameters whose gradients it has accumulated.
+def gradient_hook(source: Any, model: int) -> Callable[[Tensor], None]:
+    """A post-accumulate-grad hook for all parameters of a model, which reports to an event source.
 
     Args:
-        source: owner of the passes, referenced weakly: its ``running`` says whether to record a backward, its
-            ``backward_ended`` gets the number of a backward and id of a model -> ids of parameters; its
-            ``gradients_finalized`` gets the id of a model whose hooks are called outside of a backward.
+        source: the :class:`EventSource`, referenced weakly.
+        model: id of the model.
     """
+    source_of = weakref.ref(source)
+    start, last, add = out_of_compiler(_start), -1, set[int]().add
+    untraced(_end_backward)  # the compiler would trace into what a compiled train step calls
 
-    def __init__(self, source: Any) -> None:
-        self._source = weakref.ref(source)
-        self.reached: dict[int, dict[int, set[int]]] = {}
-        untraced(_end_backward)  # the compiler would trace into what a compiled train step calls
+    def hook(parameter: Tensor) -> None:
+        nonlocal last, add
+        number = backward_number()
+        if number != last or number == -1:
+            last, owner = number, source_of()
+            reached = None if owner is None else start(owner, number, model)
+            add = (set[int]() if reached is None else reached).add
+        add(id(parameter))
 
-    def gradient_hook(self, model: int) -> Callable[[Tensor], None]:
-        """A post-accumulate-grad hook for all parameters of a model, given by its id."""
-        passes = weakref.ref(self)
-        current, start = backward_number, out_of_compiler(BackwardPasses._start)
-        last, add = -1, _ignore
-
-        def hook(parameter: Tensor) -> None:
-            nonlocal last, add
-            number = current()
-            if number != last or number == -1:
-                last, owner = number, passes()
-                add = _ignore if owner is None else start(owner, number, model)
-            add(id(parameter))
-
-        return untraced(hook)
-
-    def _start(self, number: int, model: int) -> Callable[[int], None]:
-        source = self._source()
-        if source is None or not source.running:
-            return _ignore
-        if number == -1:  # FSDP2 calls hooks outside of a backward where finalize_backward() reduces
-            source.gradients_finalized(model)
-            return _ignore
-        if number not in self.reached:
-            ranks = dist.is_available() and dist.is_initialized()
-            _end_backward(weakref.ref(self), number, _HOPS_WITH_RANKS if ranks else _HOPS)
-        return self.reached.setdefault(number, {}).setdefault(model, set()).add
-
-    def _end(self, number: int) -> None:
-        source, reached = self._source(), self.reached.pop(number, {})
-        if source is not None:
-            source.backward_ended(number, reached)
+    return untraced(hook)
 
 
-def _ignore(_: int) -> None:
-    pass
+def _start(source: Any, number: int, model: int) -> set[int] | None:
+    """Begin to record a backward; None if it is not to be recorded."""
+    if not source.running or model not in source.trackers:
+        return None
+    if number == -1:  # FSDP2 calls hooks outside of a backward where finalize_backward() reduces
+        source.trackers[model].defer()
+        return None
+    if number not in source.reached:
+        ranks = dist.is_available() and dist.is_initialized()
+        _end_backward(weakref.ref(source), number, _HOPS_WITH_RANKS if ranks else _HOPS)
+    reached: set[int] = source.reached.setdefault(number, {}).setdefault(model, set())
+    return reached
 
 
-def _end_backward(passes: weakref.ref[BackwardPasses], number: int, hops: int) -> None:
-    owner = passes()
+def _end_backward(source_of: weakref.ref[Any], number: int, hops: int) -> None:
+    source = source_of()
     if hops:
-        queue_callback(functools.partial(_end_backward, passes, number, hops - 1))
-    elif owner is not None:
-        out_of_compiler(BackwardPasses._end)(owner, number)
+        queue_callback(functools.partial(_end_backward, source_of, number, hops - 1))
+    elif source is not None:
+        out_of_compiler(type(source).backward_ended)(source, number)

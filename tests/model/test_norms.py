@@ -25,7 +25,7 @@ def close(norm, expected, rtol=1e-6):
     torch.testing.assert_close(norm, expected, rtol=rtol, atol=0.0)
 
 
-@pytest.mark.parametrize("norm_type", [0.5, 1.0, 2.0, 3.0, math.inf])
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_norm_of_many_shapes(dtype, norm_type):
     generator = torch.Generator().manual_seed(0)
@@ -34,7 +34,7 @@ def test_norm_of_many_shapes(dtype, norm_type):
     close(total_norm(tensors, norm_type), exact(tensors, norm_type))
 
 
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
 @pytest.mark.parametrize(
     ("dtype", "value"),
     [
@@ -113,7 +113,7 @@ def test_no_graph_is_built_and_nothing_changes():
 
 
 @pytest.mark.parametrize("factor", [1.0, 1e300, 1e-300])
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
 def test_combining_norms_of_parts(norm_type, factor):
     whole = torch.randn(30, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     parts = [torch.linalg.vector_norm(part, norm_type) * factor for part in whole.split([5, 20, 5])]
@@ -121,7 +121,7 @@ def test_combining_norms_of_parts(norm_type, factor):
     torch.testing.assert_close(combine(parts, norm_type), expected, rtol=1e-12, atol=0.0)
 
 
-@pytest.mark.parametrize("norm_type", [0.5, 2.0, math.inf])
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.complex64])
 def test_the_norm_of_each_of_many(dtype, norm_type):
     generator = torch.Generator().manual_seed(0)
