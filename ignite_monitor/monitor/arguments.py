@@ -61,18 +61,13 @@ def check_attachable(monitor: Any, engine: Engine) -> None:
             )
 
 
-def events_of(event: Any) -> list[CallableEventWithFilter]:
-    """Return the events of an event or a list of events; TypeError if it is neither."""
+def events_of(event: Any, only: Events | None = None) -> list[CallableEventWithFilter]:
+    """Return the events of an event or a list of events; ValueError if there is another one than ``only``."""
     if not isinstance(event, (CallableEventWithFilter, EventsList)):
         raise TypeError(f"Argument event should be an event of Ignite or of MonitorEvents, but given {type(event)}")
-    return list(event) if isinstance(event, EventsList) else [event]
-
-
-def iteration_events(event: Any) -> list[CallableEventWithFilter]:
-    """Return the events of the argument; ValueError unless all of them are ITERATION_STARTED."""
-    events = events_of(event)
-    if not events or any(single != Events.ITERATION_STARTED for single in events):
-        raise ValueError(f"Argument event should be Events.ITERATION_STARTED, filtered or not, but given {event}")
+    events = list(event) if isinstance(event, EventsList) else [event]
+    if only is not None and (not events or any(single != only for single in events)):
+        raise ValueError(f"Argument event should be {only}, filtered or not, but given {event}")
     return events
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.events.run_summary import RunSummary
 from ignite_monitor.events.source import EventSource
-from ignite_monitor.model._torch import check_engine, put_first
+from ignite_monitor.model._torch import put_first
 from ignite_monitor.model.names import Pattern, Selection
 from ignite_monitor.monitor import arguments, transfer
 from ignite_monitor.monitor.arguments import NoModel, check_flag
@@ -73,6 +74,7 @@ class Monitor(Serializable):
         self.kept_on_rollback: tuple[str, ...] = ("reference",)
         self.run_summary: RunSummary | None = None  # of the current run, in monitors with run_totals()
         self.logger = logging.getLogger(f"{type(self).__module__}.{type(self).__name__}")
+        self._engine: weakref.ref[Engine] | None = None
         self._source: EventSource | None = None
         self._filters: list[Any] = []
         self._log_handlers: list[Any] = []
@@ -149,19 +151,17 @@ class Monitor(Serializable):
         Raises:
             ValueError: if ``event`` is another event, the monitor is attached already, or a name is taken.
         """
-        events = arguments.iteration_events(event)
+        events = arguments.events_of(event, only=Events.ITERATION_STARTED)
         arguments.check_attachable(self, engine)
-        check_engine(engine)
-        EventSource.of(engine).add(self, self.model, self.families)
-        self._source = source = EventSource.of(engine)
+        source = EventSource.of(engine)
+        source.add(self, self._all_handlers())
+        self._source, self._engine = source, weakref.ref(engine)
         self._filters = [getattr(single, "filter", None) for single in events]
         engine.add_event_handler(Events.ITERATION_STARTED, self._start)
         for name, handler in self.engine_handlers():
             engine.add_event_handler(name, handler)
             if name == Events.ITERATION_STARTED:
                 put_first(engine, name)
-        for event_name, listener in self._all_handlers():
-            source.listen(event_name, listener)
         forget_last_values(engine)
         self.clear(engine)
         return MonitorHandle(engine, {self.prefix: self})
@@ -173,16 +173,14 @@ class Monitor(Serializable):
         engine = self._attached_to()
         if engine is None or self._source is None:
             return
-        for event_name, listener in self._all_handlers():
-            self._source.unlisten(event_name, listener)
         engine.remove_event_handler(self._start, Events.ITERATION_STARTED)
         for name, handler in self.engine_handlers():
             engine.remove_event_handler(handler, name)
         self.on_run_end()
         self.reset_run_state()
         self.clear(engine)
-        self._source.remove(self, self.model, self.families)
-        self._source, self._monitored, self.run_summary = None, False, None
+        self._source.remove(self)
+        self._source, self._engine, self._monitored, self.run_summary = None, None, False, None
         for attribute in self.attributes:
             delattr(engine.state, attribute)
 
@@ -271,7 +269,7 @@ class Monitor(Serializable):
                 self._warn_once("gradients are scaled by a GradScaler, and measured so: give the argument scaler")
 
     def _attached_to(self) -> Engine | None:
-        return None if self._source is None else self._source.engine
+        return None if self._engine is None else self._engine()
 
     def _named(self, name: str) -> str:
         return f"{self.prefix}/{name}" if self.prefix else name

@@ -37,8 +37,8 @@ class GradientNoiseScaleHandler(Monitor, schema=NOISE_SCALE):
     .. math:: B = \frac{\mathrm{tr}\,\Sigma}{|G|^2}
 
     with the covariance :math:`\Sigma` of the gradients of single items, and the true gradient G (arXiv:1812.06162,
-    equation 2.9). Both are estimated from the gradients that an optimizer step is made from: micro-batches, ranks of
-    DistributedDataParallel, or both (appendix A.1). Each has to be the gradient of a mean over its own items.
+    equation 2.9). Both are estimated from gradients of means over items: those of micro-batches, of ranks of
+    DistributedDataParallel, or of both (appendix A.1).
 
     {keys}
 
