@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -121,8 +121,8 @@ def attach_monitors(
     start = f"{prefix}/" if prefix else ""
     always, seldom = Events.ITERATION_STARTED, Events.ITERATION_STARTED(every=every)
 
-    rules: dict[str, Any] = {"threshold": threshold, "on_spike": on_spike, "loss": loss}
-    grad = GradMonitor(model, optimizer, scaler=scaler, prefix=f"{start}grad", flag=flag, **rules)
+    reaction: Any = {"threshold": threshold, "on_spike": on_spike, "loss": loss}
+    grad = GradMonitor(model, optimizer, scaler=scaler, prefix=f"{start}grad", flag=flag, **reaction)
     monitors: dict[str, tuple[Monitor, Any]] = {"grad": (grad, always)}
     if rollback is not None:
         monitors["rollback"] = RollbackHandler(rollback, prefix=f"{start}rollback"), always
@@ -155,21 +155,16 @@ class AttachedMonitors(MonitorHandle):
     """Handle that :func:`attach_monitors` returns.
 
     Args:
+        monitors: name -> monitor and event.
         loggers: loggers, each with name of a monitor -> pattern of the names that it is given.
 
     Raises:
         ValueError: if monitors of another model have the prefix.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        prefix: str,
-        monitors: Mapping[str, tuple[Monitor, Any]],
-        loggers: Iterable[tuple[BaseLogger, Mapping[str, str]]],
-    ) -> None:
+    def __init__(self, engine: Engine, prefix: str, monitors: Mapping[str, Any], loggers: Sequence[Any]) -> None:
         super().__init__(engine, {name: monitor for name, (monitor, _) in monitors.items()})
-        self._prefix, self._monitors, self._loggers = prefix, monitors, list(loggers)
+        self._prefix, self._attachments, self._loggers = prefix, monitors, loggers
         former: AttachedMonitors | None = vars(engine).get(_ATTACHED, {}).get(prefix)
         if former is not None:
             if former._parameters().isdisjoint(self._parameters()):
@@ -193,7 +188,7 @@ class AttachedMonitors(MonitorHandle):
             del attached[self._prefix]
 
     def _attach(self, engine: Engine) -> None:
-        for name, (monitor, event) in self._monitors.items():
+        for name, (monitor, event) in self._attachments.items():
             monitor.attach(engine, event)
             for logger, shown in self._loggers:
                 monitor.log_to(logger, engine, include=shown.get(name))

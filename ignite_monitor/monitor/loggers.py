@@ -20,10 +20,7 @@ from ignite_monitor.monitor.arguments import events_of
 def add_logger(
     monitor: Any, logger: Any, engine: Engine, event: Any, tag: str | None, selection: Selection
 ) -> list[Any]:
-    """Let a logger write the selected values of a monitor under a tag.
-
-    Returns:
-        Handles that remove what was added to the engine.
+    """Let a logger write the selected values of a monitor under a tag; return removable handles.
 
     Raises:
         ValueError: if loggers can't write at ``event``.
@@ -54,13 +51,7 @@ def add_logger(
 
 
 class Values:
-    """An ``output_transform`` that returns a monitor's values of one family in place of the engine's output.
-
-    Args:
-        monitor: the monitor, kept by a weak reference.
-        family: the first part of the names; empty for all.
-        selection: the names to return.
-    """
+    """An ``output_transform`` that returns a monitor's selected values of a family, or of all if that is empty."""
 
     def __init__(self, monitor: Any, family: str, selection: Selection) -> None:
         self._monitor = weakref.ref(monitor)
