@@ -37,11 +37,8 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
     first sign is restored exactly, learning rates included, and the engine continues with its data iterator. Iterations
     that exceed the thresholds of that time are then discarded one by one, until five in a row are healthy. After 50
     iterations a regime change is assumed and accepted; its level is no instability again. Non-finite state is never
-    accepted: the run ends.
-
-    Triggers: a monitor's THRESHOLD_RESET; a loss above its threshold ``patience`` times in a row; either one more than
-    ten times above it three times in a row; running statistics three times above their baseline; non-finite state;
-    :meth:`request`.
+    accepted: the run ends. Triggers are thresholds that monitors reset, the loss, running statistics, non-finite state
+    and :meth:`request`.
 
     {keys}
 
@@ -231,15 +228,15 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         findings = triggers.collect(self._loss_of(engine), self._monitors())
         event, reason = self._classify(engine, findings)
         was_recovering, values = policy.recovering, dict[str, float]()
-        is_known = policy.discarded >= _KNOWN_AFTER and triggers.is_known_level()
-        if was_recovering and event in (Event.UNHEALTHY, Event.UNSTABLE) and is_known:
+        may_be_known = was_recovering and policy.discarded >= _KNOWN_AFTER
+        if may_be_known and event in (Event.UNHEALTHY, Event.UNSTABLE) and triggers.is_known_level():
             action, reason = Action.ACCEPT, "restored weights are at the level of an earlier recovery again"
         else:
             action = policy.next(event, engine.state.iteration)
         self._snapshots.note(event == Event.HEALTHY)
         if action != Action.NONE and self._snapshots.all:
             self._discarded_count += was_recovering
-            is_decisive = findings.is_decisive or event in (Event.RUINED, Event.NONFINITE)
+            is_decisive = findings.is_decisive or event in (Event.RUINED, Event.NONFINITE) or triggers.is_known_level()
             snapshot = self._restore(action, is_decisive)
             self._report(engine, action, snapshot, reason)
             values["restored_iteration"] = snapshot.iteration
@@ -278,23 +275,19 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         return None
 
     def _restore(self, action: Action, is_decisive: bool) -> Snapshot:
-        snapshots = self._snapshots
         if action == Action.ROLL_BACK:
             self._count += 1
             self._lr_scale *= self.lr_factor if len(self._policy.rollbacks) > 1 else 1.0
-            snapshot = snapshots.choose(is_decisive, 0)
             self._triggers.forget_peaks()
-        else:
-            snapshot = (
-                snapshots.all[-1] if action == Action.ACCEPT else snapshots.choose(is_decisive, self._policy.discarded)
-            )
+        snapshot = newest = self._snapshots.all[-1]
+        if action in (Action.ROLL_BACK, Action.DISCARD):
+            snapshot = self._snapshots.choose(is_decisive, self._policy.discarded)
         if action == Action.ACCEPT:
             self._lr_scale = snapshot.lr_scale
-        self._training.restore(snapshot.state, self._lr_scale / snapshot.lr_scale)
-        if action == Action.ACCEPT:
             self.accept()
         else:
-            self._restore_thresholds(snapshots.all[-1].thresholds)  # from before the instability
+            self._restore_thresholds(newest.thresholds)  # from before the instability
+        self._training.restore(snapshot.state, self._lr_scale / snapshot.lr_scale)
         return snapshot
 
     def _report(self, engine: Engine, action: Action, snapshot: Snapshot, reason: str) -> None:

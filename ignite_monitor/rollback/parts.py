@@ -121,11 +121,7 @@ class _Optimizer(_Part):
 
 
 class TrainingState:
-    """Everything that a rollback restores.
-
-    Args:
-        to_save: name -> object.
-    """
+    """Everything that a rollback restores: the objects in ``to_save`` by name."""
 
     def __init__(self, to_save: Mapping[str, Any]) -> None:
         things = {name: _unwrapped(thing) for name, thing in to_save.items()}

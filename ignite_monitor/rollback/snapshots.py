@@ -66,15 +66,11 @@ class Snapshots:
             self.all.remove(confirmed[0])
 
     def choose(self, is_decisive: bool, discarded: int) -> Snapshot:
-        """Choose the snapshot to restore.
+        """Choose the snapshot to restore, when a recovery begins and after each of its discarded iterations.
 
-        A recovery begins with the newest after a decisive trigger, else with the newest confirmed one. If the one that
-        the last recovery restored has not been confirmed again, with an older one. After an iteration that is discarded
-        it is the newest, every fourth time the newest confirmed one, in case that the newest is damaged.
-
-        Args:
-            is_decisive: whether the trigger tells when the instability began.
-            discarded: iterations discarded in this recovery; 0 when it begins.
+        It begins with the newest after a decisive trigger, else with the newest confirmed one, and with an older one if
+        that of the last recovery has not been confirmed again. Then the newest is restored, every fourth time the
+        newest confirmed one, in case that the newest is damaged.
         """
         if not discarded and self.restored in self.all:
             self.all = self.all[: self.all.index(self.restored)] or [self.restored]

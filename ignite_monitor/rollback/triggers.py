@@ -99,12 +99,7 @@ class Findings:
 
 
 class Triggers:
-    """Collects the findings of every iteration, in one transfer from each device.
-
-    Args:
-        patience: number of consecutive losses above the threshold that count as unstable.
-        modules: modules whose running statistics are measured; the first is on the device that communicates.
-    """
+    """Collects the findings of every iteration, in one transfer from each device."""
 
     def __init__(self, patience: int, modules: Sequence[nn.Module]) -> None:
         self._modules, self._patience = modules, patience
@@ -139,16 +134,11 @@ class Triggers:
 
     def is_known_level(self) -> bool:
         """Return True if every unhealthy signal is at a level that an earlier recovery ended at."""
-        unhealthy = [signal for signal in self._signals.values() if signal.value > -math.inf]
-        return bool(unhealthy) and all(signal.value <= signal.recurring for signal in unhealthy)
+        signals = self._signals.values()
+        return all(signal.value <= signal.recurring for signal in signals) and any(s.value > -math.inf for s in signals)
 
     def collect(self, loss: float | Tensor | None, monitors: Sequence[Monitor]) -> Findings:
-        """Findings of the iteration that ends, the same on every rank but for the reasons.
-
-        Args:
-            loss: the loss on this rank, if it has one.
-            monitors: monitors with a threshold.
-        """
+        """Findings of the iteration that ends, the same on every rank but for the reasons."""
         tensors: list[list[Any]] = [
             [loss] if isinstance(loss, Tensor) else [],
             [monitor.counts() for monitor in monitors],
