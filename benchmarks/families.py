@@ -97,7 +97,7 @@ def gpt2():
 
     return Case(
         lambda n: GPT2LMHeadModel(
-            GPT2Config(vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=n, n_layer=2, n_head=n // HEAD)
+            GPT2Config(vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=n, n_layer=1, n_head=n // HEAD)
         ),
         tokens,
     )
@@ -113,7 +113,7 @@ def t5():
                 d_model=n,
                 d_kv=HEAD,
                 d_ff=2 * n,
-                num_layers=2,
+                num_layers=1,
                 num_heads=n // HEAD,
                 decoder_start_token_id=0,
             )
@@ -130,7 +130,7 @@ def bert():
             BertConfig(
                 vocab_size=VOCABULARY,
                 hidden_size=n,
-                num_hidden_layers=2,
+                num_hidden_layers=1,
                 num_attention_heads=n // HEAD,
                 intermediate_size=2 * n,
                 max_position_embeddings=LENGTH,
@@ -226,7 +226,7 @@ class Seq2Seq(nn.Module):
     def __init__(self, n: int):
         super().__init__()
         self.source, self.target = nn.Embedding(VOCABULARY, n), nn.Embedding(VOCABULARY, n)
-        self.transformer = nn.Transformer(n, n // HEAD, 2, 2, 2 * n, dropout=0.0, batch_first=True)
+        self.transformer = nn.Transformer(n, n // HEAD, 1, 1, 2 * n, dropout=0.0, batch_first=True)
         self.head = nn.Linear(n, VOCABULARY)
 
     def forward(self, ids: Tensor):
@@ -257,14 +257,14 @@ def lora():
 
 
 CASES: dict[str, Callable[[], Case]] = {
-    "Llama, GQA (transformers)": lambda: transformer("llama"),
-    "Llama, MQA (transformers)": lambda: transformer("llama", num_key_value_heads=1),
+    "Llama, GQA (transformers)": lambda: transformer("llama", num_hidden_layers=1),
+    "Llama, MQA (transformers)": lambda: transformer("llama", num_key_value_heads=1, num_hidden_layers=1),
     "GPT-2 (transformers)": gpt2,
     "T5 (transformers)": t5,
-    "Gemma (transformers)": lambda: transformer("gemma"),
+    "Gemma (transformers)": lambda: transformer("gemma", num_hidden_layers=1),
     "BERT (transformers)": bert,
-    "Mixtral (transformers)": lambda: transformer("mixtral"),
-    "ViT (transformers)": vit_transformers,
+    "Mixtral (transformers)": lambda: transformer("mixtral", num_hidden_layers=1),
+    "ViT (transformers)": lambda: vit_transformers(num_hidden_layers=1),
     "ViT (torchvision)": vit_torchvision,
     "ResNet (timm)": resnet_timm,
     "ResNet, Bottleneck (torchvision)": resnet_torchvision,
