@@ -130,7 +130,7 @@ def attach_monitors(
         monitors["spike_record"] = SpikeRecorder(grad, record_spikes), always
     health = dict.fromkeys(("std", "max_abs", "dead_fraction", "nonfinite_count"), True)
     activation = ActivationHandler(model, activations=health, attention=True, prefix=prefix)
-    activation.warns_without_attention = False  # nobody has asked for it
+    activation.warns_without_attention = False  # the user did not ask for it
     update = WeightUpdateHandler(model, optimizer, scaler=scaler, prefix=f"{start}monitor")
     monitors |= {"update": (update, seldom), "activation": (activation, seldom)}
     monitors["step"] = StepStatsHandler(model, optimizer, prefix=f"{start}step"), seldom

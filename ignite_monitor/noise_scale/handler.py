@@ -58,8 +58,8 @@ class GradientNoiseScaleHandler(Monitor, schema=NOISE_SCALE):
 
     Raises:
         TypeError: if an argument is of another type.
-        ValueError: if an argument is out of its range, the optimizer holds none of the model's parameters, they are
-            sharded, or there is one micro-batch and no DistributedDataParallel.
+        ValueError: if an argument is out of its range, parameters are sharded or not the optimizer's, or there is one
+            micro-batch and no DistributedDataParallel.
 
     Examples:
         .. code-block:: python

@@ -37,7 +37,6 @@ class ReplicaCheckHandler(Monitor, schema=REPLICAS):
 
     Of a DTensor every part is compared among the ranks that hold it. Skipped are the running statistics of
     unsynchronized batch norms, and sparse, nested and packed tensors. All ranks have to monitor the same iterations.
-    Under ``join()`` nothing is reported. A check reads all weights and the optimizer state once.
 
     Args:
         model: the model, as the train step uses it (wrapped, if it is wrapped).

@@ -26,11 +26,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def items_of(model: nn.Module, optimizer: Optimizer | None) -> Items:
-    """Return the tensors of a model and its optimizer, and hashes of the optimizer's other values.
-
-    Running statistics of unsynchronized batch norms, which belong to a rank's own batches, and sparse, nested and
-    packed tensors are skipped.
-    """
+    """Return the tensors of a model and its optimizer that ranks share, and hashes of the optimizer's other values."""
     names = {parameter: name for name, parameter, _ in named_parameters(model)}
     items: dict[str, Any] = {name: parameter for parameter, name in names.items()}
     for name, module in named_modules(model):
