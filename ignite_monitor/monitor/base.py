@@ -285,12 +285,11 @@ class Monitor(Serializable):
 
     def _put(self, values: Mapping[str, float | Tensor]) -> None:
         not_reported = self.schema.not_reported(values)
+        named = {self._named(name): value for name, value in values.items() if name not in not_reported}
         for metrics in self._all_metrics():
-            for name, value in values.items():
-                if name in not_reported:
-                    metrics.pop(self._named(name), None)
-                else:
-                    metrics[self._named(name)] = value
+            for name in not_reported:
+                metrics.pop(self._named(name), None)
+            metrics.update(named)
 
     def _all_metrics(self) -> list[dict[str, Any]]:
         engine = self._attached_to()
