@@ -164,7 +164,7 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
 
     def _measure_on_copy(self, batch: Any, parameters: list[Tensor], is_adam: bool, mean: RankMean) -> None:
         root = unwrapped(self.model)
-        model, _ = separate_copy(root)
+        model = separate_copy(root)
         copies = {id(own): copied for own, copied in zip(root.parameters(), model.parameters(), strict=True)}
         own = [copies[id(parameter)] for parameter in parameters if id(parameter) in copies]
         if len(own) < len(parameters):

@@ -58,7 +58,6 @@ class Comparison:
 
     def enter(self, call: Call) -> Any:
         """Handle the start of a call of the model; the result becomes ``call.entered``."""
-        return None
 
     def leave(self, call: Call) -> Any:
         """Return the result of a call of the model, for :meth:`passed`; None for no result."""

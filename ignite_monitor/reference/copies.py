@@ -43,45 +43,30 @@ class _DetachedTensors(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-_MOST_OBJECTS = 1_000_000  # a model that holds its trainer holds a data set
-
-
-class _Memo(dict[int, Any]):
-    def __setitem__(self, key: int, value: Any) -> None:
-        if len(self) > _MOST_OBJECTS:
-            raise ValueError("it holds too many objects")
-        super().__setitem__(key, value)
-
-
-def separate_copy(model: nn.Module) -> tuple[nn.Module, list[str]]:
+def separate_copy(model: nn.Module) -> nn.Module:
     """Deep copy of a model without the users' forward and backward hooks.
-
-    Returns:
-        The copy, and the names of modules that have forward hooks.
 
     Raises:
         ValueError: if the copy would share modules or parameters with the model, or can't be made.
     """
-    check_functions(model)
-    names = {module: name or "the root module" for name, module in model.named_modules()}
-    hooks = dict(user_forward_hooks(names))
-    memo = _Memo((id(hook), hook) for own in hooks.values() for hook in own.values())
+    _check_functions(model)
+    memo = {id(hook): hook for _, own in user_forward_hooks(model.modules()) for hook in own.values()}
     try:
-        with preserved_rng_state({item.device for item in model.parameters()}), _DetachedTensors():
-            separate = copy.deepcopy(model, memo)
+        with preserved_rng_state({item.device for item in model.parameters()}):
+            separate = detached_copy(model, memo)
     except Exception as error:
         raise ValueError(f"it can't be copied ({type(error).__name__}: {error})") from error
-    if first_difference(model, separate) is not None or _shared(model, separate):
+    if first_difference(model, separate) is not None or _parts(model) & _parts(separate):
         raise ValueError("its __deepcopy__ returns the same modules, the same parameters, or another structure")
     for module, own in user_forward_hooks(separate.modules()):
         for key in own:
             remove_forward_hook(module, key)
     for module in separate.modules():
         remove_backward_hooks(module)
-    return separate, [names[module] for module in hooks]
+    return separate
 
 
-def check_functions(model: nn.Module) -> None:
+def _check_functions(model: nn.Module) -> None:
     """Refuse functions over modules of the model, which ``copy.deepcopy`` shares: a copy would run the model's modules.
 
     Raises:
@@ -99,11 +84,12 @@ def check_functions(model: nn.Module) -> None:
 
 def user_forward_hooks(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, dict[tuple[str, int], Any]]]:
     """Modules with forward hooks that users registered, and these hooks; without those of libraries and monitors."""
-    modules = list(modules)
-    of_users = [
-        {key: hook for key, hook in hooks.items() if not _is_of_library(hook)} for hooks in known_forward_hooks(modules)
-    ]
-    return [(module, hooks) for module, hooks in zip(modules, of_users, strict=True) if hooks]
+    hooked = []
+    for module in modules:
+        own = {key: hook for key, hook in known_forward_hooks([module])[0].items() if not _is_of_library(hook)}
+        if own:
+            hooked.append((module, own))
+    return hooked
 
 
 def _is_of_library(hook: Any) -> bool:
@@ -111,13 +97,8 @@ def _is_of_library(hook: Any) -> bool:
     return package.partition(".")[0] in ("torch", "transformers", "ignite_monitor")
 
 
-def _shared(model: nn.Module, separate: nn.Module) -> bool:
-    modules = not set(model.modules()).isdisjoint(separate.modules())
-    return modules or not set(map(id, model.parameters())).isdisjoint(map(id, separate.parameters()))
-
-
-class TrainingModelUsedError(NotComparableError):
-    """A second pass was about to call a module of the training model."""
+def _parts(model: nn.Module) -> set[int]:
+    return {id(item) for item in (*model.modules(), *model.parameters())}
 
 
 @contextlib.contextmanager
@@ -125,20 +106,18 @@ def guarded(model: nn.Module, other: nn.Module) -> Iterator[None]:
     """Stop a second pass of another model before it calls a module of the training model.
 
     Raises:
-        TrainingModelUsedError: on exit, if it was about to, even where the other model's own code caught the error.
+        NotComparableError: on exit, if it was about to, even where the other model's own code caught the error.
     """
     own = set(other.modules())
     names = {module: name or "the root module" for name, module in model.named_modules() if module not in own}
-    errors: list[TrainingModelUsedError] = []
+    errors: list[NotComparableError] = []
 
     def stop(module: nn.Module, *_: Any) -> None:
         if is_reference_run():
-            errors.append(
-                TrainingModelUsedError(
-                    f"the reference calls {names[module]} of the model that trains: give a module as the argument "
-                    "reference"
-                )
+            text = (
+                f"the reference calls {names[module]} of the model that trains: give a module as the argument reference"
             )
+            errors.append(NotComparableError(text))
             raise errors[0]
 
     with before_forward(names, stop, first=True):

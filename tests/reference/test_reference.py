@@ -150,7 +150,7 @@ def test_copy_shares_nothing():
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm")
-def test_hooks_of_the_user_are_not_called_for_the_copy(caplog):
+def test_hooks_of_the_user_are_not_called_for_the_copy():
     seen = []
 
     class Keeper:
@@ -166,7 +166,6 @@ def test_hooks_of_the_user_are_not_called_for_the_copy(caplog):
     model[1].register_forward_pre_hook(lambda module, args: seen.append(args))
     model.register_forward_hook(lambda module, args, kwargs, output: seen.append(output), with_kwargs=True)
     reference = Reference(model, "init")
-    assert "the root module, 1" in caplog.text
     output = reference.run("", (torch.ones(1, 2),), {})
     assert seen == []
     assert torch.equal(output, model(torch.ones(1, 2)))
