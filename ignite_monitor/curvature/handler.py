@@ -30,7 +30,7 @@ from ignite_monitor.model.sharding import check_whole
 from ignite_monitor.monitor import transfer
 from ignite_monitor.monitor.base import Handlers, Monitor, MonitorHandle
 from ignite_monitor.monitor.ranks import all_take_part, sum_over_ranks, world_size
-from ignite_monitor.reference.copies import guarded, separate_copy
+from ignite_monitor.reference.reference import guarded, separate_copy
 
 _MAX_ERROR = 0.1  # largest relative error bound of an eigenvalue that is reported
 

@@ -39,8 +39,7 @@ def is_reference_run() -> bool:
 def isolated_pass(model: nn.Module, devices: Iterable[torch.device] | None = None) -> Iterator[None]:
     """Run a second pass of a model: RNG state, generators, buffers and training flags are restored on exit.
 
-    Args:
-        devices: whose RNG state is restored; None for those of the model's parameters and buffers.
+    The RNG state is that of ``devices``; None for those of the model's parameters and buffers.
     """
     modules = list(model.modules())
     if devices is None:
@@ -75,21 +74,15 @@ def preserved_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
             registry.update(saved)
 
 
-# RNG state
-
-
 def cuda_devices() -> list[torch.device]:
     """CUDA devices of this process; none before CUDA is initialized."""
     return [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if torch.cuda.is_initialized() else []
 
 
 def capture_rng_state(devices: Iterable[torch.device] | None = None) -> dict[str, Any]:
-    """RNG state of torch, Python and NumPy, in tensors, lists, strings and numbers only.
+    """RNG state of torch, Python, NumPy and devices, None for the CUDA devices in use; no device is synchronized.
 
-    ``torch.load(weights_only=True)`` reads what ``torch.save`` writes of it. No device is synchronized.
-
-    Args:
-        devices: accelerators to include; None for the CUDA devices in use.
+    It holds only what ``torch.load(weights_only=True)`` reads.
     """
     version, words, gauss = random.getstate()
     devices = set(cuda_devices() if devices is None else devices)
@@ -109,11 +102,7 @@ def capture_rng_state(devices: Iterable[torch.device] | None = None) -> dict[str
 
 
 def restore_rng_state(state: Mapping[str, Any]) -> None:
-    """Restore what :func:`capture_rng_state` returned; devices that do not exist are skipped.
-
-    Raises:
-        ValueError: if NumPy's global generator is of another kind than the captured one.
-    """
+    """Restore what :func:`capture_rng_state` returned; devices that do not exist are skipped."""
     torch.default_generator.set_state(state["torch"])
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
@@ -132,12 +121,7 @@ def restore_rng_state(state: Mapping[str, Any]) -> None:
 def preserved_rng_state(
     devices: Iterable[torch.device] | None = None, generators: Iterable[Any] = ()
 ) -> Iterator[None]:
-    """Restore RNG state on exit: torch's, Python's, NumPy's, and that of the generators given.
-
-    Args:
-        devices: as for :func:`capture_rng_state`.
-        generators: generators of torch, Python or NumPy, as :func:`generators_of` returns them.
-    """
+    """Restore the state that :func:`capture_rng_state` returns, and that of generators, on exit."""
     state = capture_rng_state(devices)
     own = [(set_state, get_state()) for get_state, set_state in map(_accessors, generators)]
     try:
@@ -154,10 +138,7 @@ def copy_generator_state(generator: Any, source: Any) -> None:
 
 
 def generators_of(module: nn.Module) -> dict[tuple[Any, ...], Any]:
-    """Generators of torch, Python and NumPy that a module holds outside of its submodules, by path.
-
-    Searched are attributes, containers, attributes of other objects, and closures.
-    """
+    """Generators of torch, Python and NumPy that a module reaches, by path."""
     numpy = sys.modules.get("numpy.random")
     kinds = (torch.Generator, random.Random, *(() if numpy is None else (numpy.Generator, numpy.RandomState)))
     return {path: value for path, value in reachable(module) if isinstance(value, kinds)}
@@ -181,9 +162,6 @@ def _accessors(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], None]
     if bits is not None:
         return lambda: bits.state, lambda state: setattr(bits, "state", state)
     return generator.get_state, generator.set_state
-
-
-# What modules hold
 
 
 class Captured(int):

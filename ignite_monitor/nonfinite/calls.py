@@ -72,7 +72,6 @@ class ModelCalls(ModuleHook):
         self._ended = True
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note the start of a call."""
         if torch.compiler.is_compiling() or module is not self._called:  # a shallow copy has the same hooks
             return
         if not torch.is_grad_enabled() or in_backward() or is_reference_run():
@@ -81,22 +80,22 @@ class ModelCalls(ModuleHook):
             self.calls.clear()
             self._ended = False
         generators = self._find_generators()
-        if not generators or (len(generators) > 1 and torch.cuda.is_current_stream_capturing()):
+        if len(generators) > 1 and torch.cuda.is_current_stream_capturing():
             return
         tensors = [(item, version(item)) for item in (*args, *kwargs.values()) if isinstance(item, Tensor)]
         states = [(item, item.get_state()) for item in generators]
         kinds = {item.device.type for item in generators}
         autocast = {kind: (torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds}
-        self.calls.append(ModelCall(args, kwargs, tensors, states, autocast))
+        if states:
+            self.calls.append(ModelCall(args, kwargs, tensors, states, autocast))
 
     def _find_generators(self) -> list[torch.Generator]:
         """Return the generators of the model's devices; none if reading a state would synchronize."""
         device = next(self._called.parameters()).device
         if device != self._device:
             self._device = device
-            devices = {item.device for item in self._called.parameters() if item.device.type != "cpu"}
-            self._generators = []
-            if {item.type for item in devices} <= {"cuda"}:
-                own = [torch.cuda.default_generators[item.index] for item in devices]
-                self._generators = [torch.default_generator, *own]
+            devices = {item.device for item in self._called.parameters()} - {torch.device("cpu")}
+            is_known = {item.type for item in devices} <= {"cuda"}
+            self._generators = [torch.default_generator] if is_known else []
+            self._generators += [torch.cuda.default_generators[item.index] for item in devices if is_known]
         return self._generators

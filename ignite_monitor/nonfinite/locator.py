@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ignite_monitor.events.monitor_events import NonFiniteSource
 from ignite_monitor.model._torch import DispatchMode, version
 from ignite_monitor.model.eager import Eager
 from ignite_monitor.model.forward import after_forward, before_forward
 from ignite_monitor.model.isolation import capture_rng_state, generators_of, isolated_pass
+from ignite_monitor.model.modes import aside, is_plain
 from ignite_monitor.model.names import named_modules, named_parameters, unwrapped
 from ignite_monitor.model.norms import any_sharded
+from ignite_monitor.model.tensors import tensors_in
 from ignite_monitor.nonfinite.calls import MOST_CALLS, ModelCall, ModelCalls
-from ignite_monitor.nonfinite.trace import Trace, is_finite, non_finite
-from ignite_monitor.reference.copies import detached_copy, guarded, separate_copy
+from ignite_monitor.reference.reference import detached_copy, guarded, separate_copy
 
 
 class NotLocatedError(Exception):
@@ -71,20 +72,20 @@ class NonFiniteLocator:
 
 def _locate(root: nn.Module, calls: list[ModelCall], is_overflow: bool, alone: bool) -> NonFiniteSource | None:
     _check(root, calls)
-    gradients = non_finite({name: parameter.grad for name, parameter, _ in named_parameters(root)})
+    gradients = _non_finite({name: parameter.grad for name, parameter, _ in named_parameters(root)})
     model = separate_copy(root)
-    trace = Trace({module: name for name, module in named_modules(model)})
+    trace = _Trace({module: name for name, module in named_modules(model)})
     with _isolated(root, model, [generator.device for generator, _ in calls[0].states]):
         with before_forward(trace.names, trace.enter, first=True), after_forward(trace.names, trace.leave):
             for call in calls:
                 _call_again(model, call)
-        if not all(is_finite(item, may_mask=True) for item in trace.outputs):
+        if not all(_is_finite(item, may_mask=True) for item in trace.outputs):
             return _forward_source(trace, model)
         if is_overflow:
             return None
         operation = trace.backward() if any(item.requires_grad for item in trace.outputs) else None
     reached = {name: item.grad for name, item, _ in named_parameters(model) if item.grad is not None}
-    if operation is not None and non_finite(reached) & gradients:
+    if operation is not None and _non_finite(reached) & gradients:
         name = operation[0] or "_root_"
         text = f"It comes from the backward of {name}: {operation[1]} makes a non-finite gradient of a finite one"
         return NonFiniteSource(name, "backward", text)
@@ -115,28 +116,20 @@ def _check(root: nn.Module, calls: list[ModelCall]) -> None:
             raise NotLocatedError(reason)
 
 
-def _forward_source(trace: Trace, model: nn.Module) -> NonFiniteSource:
+def _forward_source(trace: _Trace, model: nn.Module) -> NonFiniteSource:
     if trace.source is None:
         return NonFiniteSource("", "input", "It comes from the model's inputs, which are not finite")
     source = trace.names[trace.source] or "_root_"
     text = f"It comes from the forward of {source}: its inputs are finite, and its output is not"
     own = set(trace.source.parameters())
-    parameters = non_finite({name: item for name, item, _ in named_parameters(model) if item in own})
+    parameters = _non_finite({name: item for name, item, _ in named_parameters(model) if item in own})
     if parameters:
         text += f", nor is its parameter {min(parameters)}"
     return NonFiniteSource(source, "forward", text)
 
 
-# The second pass
-
-
 @contextlib.contextmanager
 def _isolated(root: nn.Module, model: nn.Module, devices: list[torch.device]) -> Iterator[None]:
-    """Isolate a pass of a copy.
-
-    Raises:
-        NotLocatedError: if it draws random numbers whose state at the model's call is not known.
-    """
     has_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
     with (
         isolated_pass(model, devices),
@@ -148,6 +141,7 @@ def _isolated(root: nn.Module, model: nn.Module, devices: list[torch.device]) ->
         before = capture_rng_state([])
         yield
         after = capture_rng_state([])
+        # The state of these at the model's call is not known.
         if any(before.get(library) != after.get(library) for library in ("python", "numpy")):
             raise NotLocatedError("the model draws from Python's or NumPy's generators")
 
@@ -169,3 +163,81 @@ class _NoCollectives(DispatchMode):
         if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
             raise NotLocatedError("the model communicates with other ranks")
         return func(*args, **(kwargs or {}))
+
+
+class _Trace:
+    """Follow the calls of modules, and the backward pass of the operations in them; masks may hold -inf."""
+
+    def __init__(self, names: Mapping[nn.Module, str]) -> None:
+        self.names = names
+        self._open: list[tuple[nn.Module, bool]] = []  # calls in progress, and whether their inputs are finite
+        self._owners: dict[Any, str] = {}  # node of the graph -> name of a module
+        self.source: nn.Module | None = None  # the first with finite inputs and non-finite outputs
+        self.outputs: list[Tensor] = []  # of the model, the module that no other called
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensors = [tensor for _, tensor in tensors_in((args, kwargs))]
+        # What is not claimed yet was computed by the module around.
+        self._claim(tensors, self.names[self._open[-1][0]] if self._open else "")
+        has_mask = len(tensors) > 1  # a mask is the mask of something
+        self._open.append((module, all(is_plain(item) and _is_finite(item, has_mask) for item in tensors)))
+
+    def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        _, finite_inputs = self._open.pop()
+        tensors = [tensor for _, tensor in tensors_in(output)]
+        self._claim(tensors, self.names[module])
+        if finite_inputs and self.source is None and not all(_is_finite(item, may_mask=True) for item in tensors):
+            self.source = module
+        if not self._open:
+            self.outputs += tensors
+
+    def backward(self) -> tuple[str, str] | None:
+        """Back-propagate random gradients through all outputs.
+
+        Returns:
+            Module whose forward called the first operation that makes a non-finite gradient, and the operation.
+        """
+        operations: list[tuple[str, str]] = []
+
+        def hook_of(node: Any, module: str) -> Any:
+            def hook(grad_inputs: Iterable[Any], grad_outputs: Iterable[Any]) -> None:
+                received = not all(map(_is_finite, grad_outputs))
+                if not operations and (received or not all(map(_is_finite, grad_inputs))):
+                    operations.append((module, f"a gradient hook on the output of {name}" if received else name))
+
+            name = node.name()
+            return node.register_hook(hook)
+
+        outputs = [item for item in self.outputs if item.requires_grad]
+        handles = [hook_of(node, module) for node, module in self._owners.items()]
+        try:
+            gradients = [torch.randn_like(item) / max(item.numel(), 1) ** 0.5 for item in outputs]
+            torch.autograd.backward(outputs, gradients)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return operations[0] if operations else None
+
+    def _claim(self, tensors: Iterable[Tensor], name: str) -> None:
+        """Assign the operations that computed tensors to a module, if they belong to none."""
+        waiting = [tensor.grad_fn for tensor in tensors]
+        while waiting:
+            node = waiting.pop()
+            if node is not None and node not in self._owners:
+                self._owners[node] = name
+                waiting += [following for following, _ in node.next_functions]
+
+
+def _non_finite(tensors: Mapping[str, Tensor | None]) -> set[str]:
+    return {name for name, tensor in tensors.items() if not _is_finite(tensor)}
+
+
+def _is_finite(tensor: Any, may_mask: bool = False) -> bool:
+    """Return whether a tensor is finite; with ``may_mask`` -inf counts as finite in one that requires no gradient."""
+    if not isinstance(tensor, Tensor) or not is_plain(tensor):
+        return True
+    with aside():
+        finite = tensor.isfinite()
+        if may_mask and not tensor.requires_grad and not tensor.is_complex():
+            finite = finite | (tensor == -torch.inf)
+        return bool(finite.all())

@@ -19,9 +19,7 @@ class RCCHandler(ReferenceMonitor, schema=RCC):
     copy of the initial model, runs on the model's inputs with the same RNG state. With weights :math:`W_t` and inputs
     :math:`x_t` of the model, :math:`W_0` and :math:`x_0` of the reference,
 
-    .. math:: W_t x_t - W_0 x_0 = (W_t - W_0)\, x_t + W_0\, (x_t - x_0),
-
-    for any layer :math:`f_t(x_t) - f_0(x_0) = (f_t(x_t) - f_0(x_t)) + (f_0(x_t) - f_0(x_0))`.
+    .. math:: W_t x_t - W_0 x_0 = (W_t - W_0)\, x_t + W_0\, (x_t - x_0).
 
     {keys}
 
@@ -42,8 +40,7 @@ class RCCHandler(ReferenceMonitor, schema=RCC):
 
     Raises:
         TypeError: if an argument is of another type.
-        ValueError: if an argument has an invalid value, the reference has another structure, or the model can't be
-            copied, as one of ``fully_shard``.
+        ValueError: if an argument is invalid, or the model can't be copied, as one of ``fully_shard``.
 
     Examples:
         .. code-block:: python

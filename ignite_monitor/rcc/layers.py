@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import reduce
 from typing import Any
 
 import torch
@@ -27,8 +28,7 @@ from ignite_monitor.model.tensors import floating_tensors
 from ignite_monitor.monitor.ranks import sum_over_ranks
 from ignite_monitor.rcc.terms import QUANTITIES, Change, NormSums, mean_norms, norm_sums, output_change, table_of
 from ignite_monitor.reference.call import Call, Comparison, NotComparableError
-from ignite_monitor.reference.copies import detached_copy, user_forward_hooks
-from ignite_monitor.reference.reference import Reference
+from ignite_monitor.reference.reference import Reference, detached_copy, user_forward_hooks
 
 Weights = dict[str, Tensor]
 
@@ -37,8 +37,7 @@ class LayerChanges(Comparison):
     """Norms of the changes of a model's layers, in one table of layers and quantities.
 
     A layer that is linear in its weights and its input is evaluated with their differences, which keep their digits.
-    Other modules are evaluated three times. Those that hold other modules are run as they are, with the reference's
-    weights.
+    Other layers are evaluated three times; those that hold modules are run as they are, with the reference's weights.
 
     Args:
         tags: name of each layer -> its name in keys.
@@ -62,7 +61,7 @@ class LayerChanges(Comparison):
         return list(_tensors((call.args, call.kwargs)))
 
     def enter(self, call: Call) -> tuple[Tensor | None, int, Any]:
-        """Return the input, its version, and for modules that are run as they are the reference's output, else sums."""
+        """Return the input, its version, and the sums, or the reference's output of a layer that is run as it is."""
         x = _first((call.args, call.kwargs))
         if call.name not in self._whole:
             result: Any = self._evaluated(call)
@@ -85,81 +84,67 @@ class LayerChanges(Comparison):
         self._calls = []
 
     def means(self, incomplete: Collection[str]) -> Tensor:
-        """Mean norms and weight share of each layer over all calls and ranks; NaN where nothing was measured.
-
-        Args:
-            incomplete: names of layers to exclude.
-        """
+        """Mean norms of each layer over all calls and ranks, as :func:`mean_norms`, without incomplete layers."""
         calls = [(self._rows[name], result) for name, result in self._calls if name not in incomplete]
         # Ranks may have measured different layers: the table has the same shape on all of them.
         return mean_norms(*sum_over_ranks(table_of(calls, len(self._rows), device_of(self._reference.root))))
 
     def _compared(self, call: Call, x: Tensor | None, crossed: Tensor | None) -> NormSums:
-        output, (reference_x, reference_output) = _first(call.output), call.kept
-        if output is None or crossed is None or reference_output is None:
+        outputs = [item for item in (_first(call.output), crossed, call.kept[1]) if item is not None]
+        inputs = [item for item in (x, call.kept[0]) if item is not None]
+        if len(outputs) < 3:
             raise NotComparableError("no floating-point tensor is in its output")
-        given = [] if x is None else [x]
-        _check([output, output, *given], [crossed, reference_output, reference_x])
-        with _no_autocast(output.device):
-            dtype = _promoted([output, crossed, reference_output])
-            change = output_change(*(item.detach().to(dtype) for item in (output, crossed, reference_output)))
-            if x is None or reference_x is None:
-                return norm_sums(change, None, None, self._dims[call.name])
-            dtype = _promoted([x, reference_x])
-            return norm_sums(change, x.to(dtype), reference_x.to(dtype), self._dims[call.name])
+        _check([outputs[0], outputs[0], *inputs[:1]], [*outputs[1:], *inputs[1:]])
+        with _no_autocast(outputs[0].device):
+            change = output_change(*(item.to(_wide(outputs)) for item in outputs))
+            return norm_sums(change, [item.to(_wide(inputs)) for item in inputs], self._dims[call.name])
 
     @torch.no_grad()
     def _evaluated(self, call: Call) -> NormSums:
-        module = self._reference.modules[call.name]
         weights, initial = self._weights(call)  # first, since FSDP2 may communicate
-        inputs = list(_tensors((call.args, call.kwargs)))
-        _check(inputs, call.kept)
-        dtype, device = _promoted([*inputs, *weights.values()]), next(iter(weights.values())).device
-        if call.name not in self._linear and _is_of_torch(module):
+        inputs, reference_inputs = list(_tensors((call.args, call.kwargs))), [x for x in call.kept if x is not None]
+        _check(inputs, reference_inputs)
+        dtype, device = _wide([*inputs, *weights.values()]), next(iter(weights.values())).device
+        if call.name not in self._linear and _is_of_torch(self._reference.modules[call.name]):
             dtype = wide_dtype(device)  # a user's forward may compute in another dtype
         with _no_autocast(device):
-            x, reference_x = ([item.to(dtype) for item in own if item is not None] for own in (inputs, call.kept))
+            inputs, reference_inputs = ([x.to(dtype) for x in own] for own in (inputs, reference_inputs))
             weights, initial = ({key: item.to(dtype) for key, item in own.items()} for own in (weights, initial))
             if call.name in self._linear:
-                change = self._linear_change(call, x, reference_x, weights, initial)
+                change = self._linear_change(call, inputs, reference_inputs, weights, initial)
             else:
-                runs = ((x, weights), (x, initial), (reference_x, initial))
-                change = output_change(*(self._evaluate(call, values, own) for values, own in runs))
-            if not x:
-                return norm_sums(change, None, None, self._dims[call.name])
-            return norm_sums(change, x[0], reference_x[0], self._dims[call.name])
+                runs = ((inputs, weights), (inputs, initial), (reference_inputs, initial))
+                change = output_change(*(self._evaluate(call, *run) for run in runs))
+            return norm_sums(change, [*inputs[:1], *reference_inputs[:1]], self._dims[call.name])
 
     def _linear_change(
-        self, call: Call, x: list[Tensor], reference_x: list[Tensor], weights: Weights, initial: Weights
+        self, call: Call, inputs: list[Tensor], reference_inputs: list[Tensor], weights: Weights, initial: Weights
     ) -> Change:
         if not _is_linear(call.module):
             raise NotComparableError("its forward has been replaced since the handler was made")
         updates = {key: item - initial[key] for key, item in weights.items()}
         product_of = linear_map(call.module)
-        if product_of is None or not x:  # Embedding
-            update = self._evaluate(call, x, updates)
+        if product_of is None or not inputs:  # Embedding
+            update = self._evaluate(call, inputs, updates)
             return Change(update, update)
         product = product_of(call.args, call.kwargs)
-        update = product(x[0], updates["weight"])
+        update = product(inputs[0], updates["weight"])
         if "bias" in updates:
             update += updates["bias"].view(-1, *[1] * (-1 - self._dims[call.name]))
-        return Change(update, product(x[0] - reference_x[0], initial["weight"]))
+        return Change(update, product(inputs[0] - reference_inputs[0], initial["weight"]))
 
     def _evaluate(self, call: Call, tensors: list[Tensor], weights: Weights) -> Tensor:
-        module = self._reference.modules[call.name]
+        module, dtype = self._reference.modules[call.name], next(iter(weights.values())).dtype
         args, kwargs = _replaced((call.args, call.kwargs), iter(tensors))
-        isolated: AbstractContextManager[Any] = nullcontext()
-        if not _is_of_torch(module) or isinstance(module, nn.RNNBase):  # it may draw random numbers
-            isolated = self._reference.isolated(call.name)
-        with isolated:
+        draws_nothing = _is_of_torch(module) and not isinstance(module, nn.RNNBase)
+        with nullcontext() if draws_nothing else self._reference.isolated(call.name):
             if not _is_of_torch(module):  # it may change tensors in place, and keep state
-                hooks = [hook for _, own in user_forward_hooks([module]) for hook in own.values()]
+                hooks = [hook for own in user_forward_hooks([module]).values() for hook in own.values()]
                 memo = {id(item): item for item in (*hooks, *module.parameters())}
                 module, weights, args, kwargs = detached_copy((module, weights, args, kwargs), memo)
-            dtype = next(iter(weights.values())).dtype
             buffers = {
-                name: item if item is None else item.to(dtype if item.is_floating_point() else item.dtype, copy=True)
-                for name, item in buffers_in(module).items()
+                key: item if item is None else item.to(dtype if item.is_floating_point() else item.dtype, copy=True)
+                for key, item in buffers_in(module).items()
             }
             other: Any = with_weights(module, weights, buffers)
             other.training = call.module.training
@@ -169,13 +154,9 @@ class LayerChanges(Comparison):
         return output.to(dtype)
 
     def _weights(self, call: Call) -> tuple[Weights, Weights]:
-        """Parameters of the model's and the reference's module by name.
-
-        Raises:
-            NotComparableError: if one of them is sharded.
-        """
+        """Parameters of the model's and the reference's module by name."""
         reference = self._reference.modules[call.name]
-        weights = {key: item for key, item in parameters_in(call.module).items() if item is not None}
+        weights: Weights = {key: item for key, item in parameters_in(call.module).items() if item is not None}
         initial: Weights = {key: getattr(reference, key) for key in weights}
         if any_sharded(initial.values()):
             # FSDP2 gathers weights while the module runs.
@@ -187,13 +168,12 @@ class LayerChanges(Comparison):
         if not all(map(is_plain, [*weights.values(), *initial.values()])):
             raise NotComparableError("its weights are sharded, in the model or in the reference")
         # Mixed precision of FSDP2 rounds the model's weights.
-        return dict(weights), {key: initial[key].to(item.dtype) for key, item in weights.items()}
+        return weights, {key: initial[key].to(item.dtype) for key, item in weights.items()}
 
 
 def _is_linear(module: nn.Module) -> bool:
-    if is_plain_layer(module, nn.Embedding):
-        return getattr(module, "max_norm", None) is None
-    return linear_map(module) is not None
+    is_embedding = is_plain_layer(module, nn.Embedding) and getattr(module, "max_norm", None) is None
+    return is_embedding or linear_map(module) is not None
 
 
 def _is_whole(module: nn.Module) -> bool:
@@ -227,19 +207,17 @@ def _first(value: Any) -> Tensor | None:
     return next((tensor.detach() for _, tensor in floating_tensors(value)), None)
 
 
-def _check(values: list[Tensor], others: list[Tensor | None]) -> None:
+def _check(values: list[Tensor], others: list[Tensor]) -> None:
     if not all(map(is_plain, values)):
         raise NotComparableError("its tensors are sharded, nested or sparse")
-    shapes = [tuple(item.shape) for item in values], [tuple(item.shape) for item in others if item is not None]
-    if shapes[0] != shapes[1]:
-        raise NotComparableError(f"its tensors are {shapes[0]}, in the reference {shapes[1]}")
+    shapes, expected = ([tuple(item.shape) for item in own] for own in (values, others))
+    if shapes != expected:
+        raise NotComparableError(f"its tensors are {shapes}, in the reference {expected}")
 
 
-def _promoted(tensors: list[Tensor]) -> torch.dtype:
-    dtype = torch.float32
-    for tensor in tensors:
-        dtype = torch.promote_types(dtype, tensor.dtype)
-    return dtype
+def _wide(tensors: Iterable[Tensor]) -> torch.dtype:
+    """The common dtype of tensors, float32 or wider."""
+    return reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)
 
 
 def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:

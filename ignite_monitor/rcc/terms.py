@@ -36,16 +36,18 @@ NormSums = tuple[Tensor, list[int]]
 """Sums of the feature norms of one call, and numbers of norms, in the order of :data:`QUANTITIES`."""
 
 
-def norm_sums(change: Change, x: Tensor | None, reference_x: Tensor | None, dim: int) -> NormSums:
-    """Sum the feature norms of one call; without inputs, of the weight update alone.
+def norm_sums(change: Change, inputs: Sequence[Tensor], dim: int) -> NormSums:
+    """Sum the feature norms of one call.
 
     Args:
         change: the change of the output; its weight update is overwritten.
+        inputs: the model's input and the reference's; without them the weight update is measured alone.
         dim: the dimension of the features; the last one if there are fewer dimensions.
     """
     norms = [_feature_norms(change.weight_update, dim)]
-    if x is not None and reference_x is not None:
-        norms += [_feature_norms(item, dim) for item in (change.input_drift, x, x - reference_x)]
+    if inputs:
+        values = change.input_drift, inputs[0], inputs[0] - inputs[1]
+        norms += [_feature_norms(item, dim) for item in values]
         norms.append(_feature_norms(change.weight_update.add_(change.input_drift), dim))
     sums = torch.stack([item.sum(dtype=wide_dtype(item.device)) for item in norms])
     missing = len(QUANTITIES) - len(norms)
@@ -59,12 +61,7 @@ def _feature_norms(values: Tensor, dim: int) -> Tensor:
 
 
 def table_of(calls: Sequence[tuple[int, NormSums]], layers: int, device: torch.device) -> Tensor:
-    """Table of shape (2, layers, quantities) with the sums of norms and their counts.
-
-    Args:
-        calls: the row of each call's layer, and its sums.
-        layers: number of rows.
-    """
+    """Table of shape (2, layers, quantities) of sums of norms and their counts, from rows and sums of calls."""
     dtype = wide_dtype(device)
     counts = torch.zeros(layers, len(QUANTITIES), dtype=dtype, device="cpu")
     sums = torch.zeros(layers, len(QUANTITIES), dtype=dtype, device=device)

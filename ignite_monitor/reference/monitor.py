@@ -35,11 +35,7 @@ class ReferenceMonitor(Monitor):
         self._step_count = 0  # monitored iterations of this run
 
     def _compared(self, incomplete: set[str]) -> None:
-        """Publish the results of a train step that returned on every rank.
-
-        Args:
-            incomplete: names of modules to exclude, since a call could not be compared.
-        """
+        """Publish the results of a train step that returned on every rank, without incomplete modules."""
 
     def _set_reference(self, reference: Any) -> Reference:
         """Create the reference from the user's argument."""
@@ -54,8 +50,6 @@ class ReferenceMonitor(Monitor):
 
     def _warn(self, reason: str) -> None:
         self._warn_once(reason.replace("%", "%%"))
-
-    # Public methods
 
     @property
     def reference(self) -> nn.Module | None:
@@ -76,8 +70,6 @@ class ReferenceMonitor(Monitor):
             self._reference.load_state_dict(state_dict["reference"])
         elif state_dict["reference"] is not None:
             raise ValueError("Argument state_dict holds a reference, but this handler has none")
-
-    # Events
 
     def handlers(self) -> Handlers:
         return [(MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed)]
@@ -118,7 +110,7 @@ class ReferenceMonitor(Monitor):
         """Return whether all ranks take part, so that a collective is safe; warn if not."""
         # A parametrization's model may have a wrapper.
         wrapper = None if self._passes is None else self._passes.outermost()
-        together = all_take_part(self.model) and (wrapper is None or all_take_part(wrapper))
+        together = all(all_take_part(model) for model in (self.model, wrapper) if model is not None)
         if not together:
             self._warn_once("ranks may have run out of data under join(), so nothing is published of forward passes")
         return together

@@ -7,7 +7,6 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,8 +19,9 @@ from ignite_monitor.model.norms import any_sharded
 from ignite_monitor.model.structure import hookable_modules, modules_by_name
 from ignite_monitor.model.tensors import tensors_in
 from ignite_monitor.reference.call import Call, Comparison, FailedFunctionError, NotComparableError
-from ignite_monitor.reference.copies import user_forward_hooks
-from ignite_monitor.reference.reference import Reference
+from ignite_monitor.reference.reference import Reference, user_forward_hooks
+
+_OTHER_CALLS = "it is called other than in the reference"
 
 
 class ReferencePasses:
@@ -130,21 +130,8 @@ class ReferencePasses:
             return
         self._forget()  # a pass that raised an error
         self.outermost = weakref.ref(calls[-1])
-        try:
-            self._pass = self._run_reference(args, kwargs)
-        except NotComparableError as error:
-            self._exclude_all(str(error))
-        except Exception as error:  # noqa: BLE001 - training goes on
-            self._exclude_all(f"the reference can't be run on the model's inputs ({type(error).__name__}: {error})")
-        else:
-            if self.comparison.by_weights and not any_sharded(module.parameters()):
-                self._pass.weights.update(map(id, module.parameters()))
-            if self._reference.is_copy:
-                self._hooks.enter_context(_changes_by_user_hooks(self._modules, self._on_change_by_hook))
-
-    def _run_reference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Pass:
-        current = _Pass()
         names = {self._reference.modules[name]: name for name in self._model_names.values()}
+        current = _Pass()
 
         def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             tensors = self.comparison.keep(Call(names[module], module, args, kwargs, output))
@@ -152,10 +139,20 @@ class ReferencePasses:
             copies = [None if item is None else item.detach().clone() for item in tensors]
             current.kept.setdefault(names[module], deque()).append(copies)
 
-        self._reference.follow()
-        with after_forward(names, keep):
-            self._reference.run("", args, kwargs)
-        return current
+        try:
+            self._reference.follow()
+            with after_forward(names, keep):
+                self._reference.run("", args, kwargs)
+        except NotComparableError as error:
+            self._exclude_all(str(error))
+        except Exception as error:  # noqa: BLE001 - training goes on
+            self._exclude_all(f"the reference can't be run on the model's inputs ({type(error).__name__}: {error})")
+        else:
+            self._pass = current
+            if self.comparison.by_weights and not any_sharded(module.parameters()):
+                current.weights.update(map(id, module.parameters()))
+            if self._reference.is_copy:
+                self._hooks.enter_context(_changes_by_user_hooks(self._modules, self._on_change_by_hook))
 
     def _on_change_by_hook(self, name: str) -> None:
         if self._pass is not None:
@@ -167,7 +164,7 @@ class ReferencePasses:
 
     def _end(self, current: _Pass) -> None:
         self._forget()
-        for name in {name: None for name, calls in current.kept.items() if calls} | dict.fromkeys(current.open):
+        for name in {name for name, calls in current.kept.items() if calls}.union(current.open):
             self._exclude(name, NotComparableError(_OTHER_CALLS))
         self.seen = True
         self.comparison.passed({name: calls for name, calls in current.results.items() if name not in self.incomplete})
@@ -200,24 +197,14 @@ class ReferencePasses:
             current.results.setdefault(call.name, []).append(result)
 
 
-_OTHER_CALLS = "it is called other than in the reference"
-
-
-@dataclass
 class _Pass:
-    """One forward pass of the model.
+    """One forward pass of the model: tensors and calls by name, and ids of the parameters, if weights are compared."""
 
-    Attributes:
-        kept: name -> for each call of the reference that the model has not made yet, copies of its tensors.
-        open: the model's calls that have not returned.
-        results: name -> results of the model's calls.
-        weights: ids of the model's parameters, if weights are compared.
-    """
-
-    kept: dict[str, deque[list[Tensor | None]]] = field(default_factory=dict)
-    open: dict[str, Call] = field(default_factory=dict)
-    results: dict[str, list[Any]] = field(default_factory=dict)
-    weights: set[int] = field(default_factory=set)
+    def __init__(self) -> None:
+        self.kept: dict[str, deque[list[Tensor | None]]] = {}  # of calls that are not made yet
+        self.open: dict[str, Call] = {}  # calls that have not returned
+        self.results: dict[str, list[Any]] = {}
+        self.weights: set[int] = set()
 
 
 def _calls_in_progress() -> list[nn.Module]:
@@ -234,7 +221,7 @@ def _calls_in_progress() -> list[nn.Module]:
 def _changes_by_user_hooks(modules: dict[str, nn.Module], on_change: Callable[[str], None]) -> Iterator[None]:
     """Report the names of modules whose inputs or outputs a user's forward hook changes or replaces."""
     names = {module: name for name, module in modules.items()}
-    hooked = [module for module, _ in user_forward_hooks(names)]
+    hooked = list(user_forward_hooks(names))
     before: list[list[tuple[int, int]]] = []
 
     def note(module: nn.Module, *values: Any) -> None:

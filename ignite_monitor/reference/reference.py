@@ -1,21 +1,43 @@
-"""A frozen model to compare with."""
+"""A frozen model to compare with, and copies of models that share nothing with the training run."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from typing import Any
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DataParallel
+from torch.overrides import TorchFunctionMode
 
-from ignite_monitor.model._torch import buffers_in, counts_changes, move, need, parameters_in
-from ignite_monitor.model.isolation import copy_generator_state, generators_of, isolated_pass
+from ignite_monitor.model._torch import (
+    buffers_in,
+    counts_changes,
+    known_forward_hooks,
+    move,
+    need,
+    parameters_in,
+    remove_backward_hooks,
+    remove_forward_hook,
+)
+from ignite_monitor.model.forward import before_forward
+from ignite_monitor.model.isolation import (
+    Captured,
+    copy_generator_state,
+    generators_of,
+    is_reference_run,
+    isolated_pass,
+    preserved_rng_state,
+    reachable,
+)
 from ignite_monitor.model.names import named_modules, unwrapped
 from ignite_monitor.model.sharding import check_whole
 from ignite_monitor.model.structure import first_difference, first_difference_of_states, modules_by_name
-from ignite_monitor.reference.copies import detached_copy, guarded, separate_copy
+from ignite_monitor.reference.call import NotComparableError
+
+T = TypeVar("T")
 
 
 class Reference:
@@ -70,11 +92,7 @@ class Reference:
         return dict(self.module.state_dict()) if self.is_copy else None
 
     def load_state_dict(self, state: Any) -> None:
-        """Load saved weights.
-
-        Raises:
-            ValueError: if they were saved with another kind of reference, or another structure.
-        """
+        """Load saved weights, of the same kind of reference and the same structure."""
         if self.is_copy != isinstance(state, Mapping):
             saved = "no reference, since it was saved with a module" if state is None else "that of reference='init'"
             raise ValueError(f"Argument state_dict holds {saved}: give the same again, or resume without this state")
@@ -97,18 +115,17 @@ class Reference:
                 move(copied, device)
 
     def run(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the output of a reference module, ``""`` for the whole, for inputs of the model.
-
-        Autocast, training flags, grad mode and RNG state are those of the model: the last bits depend on all of them.
-        Inputs, buffers, RNG state and generators are the same afterwards.
-        """
+        """Return the output of a reference module, ``""`` for the whole, for inputs of the model, which are copied."""
         with self.isolated(name), contextlib.nullcontext() if name else guarded(self.root, self.module):
             args, kwargs = detached_copy((args, kwargs))
             return self.modules[name](*args, **kwargs)
 
     @contextlib.contextmanager
     def isolated(self, name: str) -> Iterator[None]:
-        """Isolate a pass of a reference module, with the model's training flags and states of generators."""
+        """Isolate a pass of a reference module, with the model's training flags and states of generators.
+
+        Autocast, grad mode and RNG state are the model's too: the last bits depend on all of them.
+        """
         inside = set(self.modules[name].modules())
         with isolated_pass(self.modules[name]):
             for path, copied in self.modules.items():
@@ -124,3 +141,95 @@ class Reference:
 def _refuse(difference: str | None, argument: str = "reference") -> None:
     if difference is not None:
         raise ValueError(f"Argument {argument} should be of the model's structure, but {difference}")
+
+
+def detached_copy(value: T, memo: dict[int, Any] | None = None) -> T:
+    """Deep copy, with a memo as that of ``copy.deepcopy``, in which tensors belong to no graph.
+
+    A tensor's copy requires gradients if the tensor does: kernels are selected by that.
+    """
+    with _DetachedTensors():
+        return copy.deepcopy(value, memo)
+
+
+class _DetachedTensors(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__deepcopy__:
+            tensor, memo = args
+            if id(tensor) not in memo:
+                # The clone is no leaf, so that it can be changed in place.
+                memo[id(tensor)] = tensor.detach().requires_grad_(tensor.requires_grad).clone()
+            return memo[id(tensor)]
+        return func(*args, **(kwargs or {}))
+
+
+def separate_copy(model: nn.Module) -> nn.Module:
+    """Deep copy of a model without the users' forward and backward hooks.
+
+    Raises:
+        ValueError: if the copy would share modules or parameters with the model, or can't be made.
+    """
+    _check_functions(model)
+    memo = {id(hook): hook for hooks in user_forward_hooks(model.modules()).values() for hook in hooks.values()}
+    try:
+        with preserved_rng_state({item.device for item in model.parameters()}):
+            separate = detached_copy(model, memo)
+    except Exception as error:
+        raise ValueError(f"it can't be copied ({type(error).__name__}: {error})") from error
+    own, others = ({*map(id, item.modules()), *map(id, item.parameters())} for item in (model, separate))
+    if first_difference(model, separate) is not None or own & others:
+        raise ValueError("its __deepcopy__ returns the same modules, the same parameters, or another structure")
+    for module, hooks in user_forward_hooks(separate.modules()).items():
+        for key in hooks:
+            remove_forward_hook(module, key)
+    for module in separate.modules():
+        remove_backward_hooks(module)
+    return separate
+
+
+def _check_functions(model: nn.Module) -> None:
+    """Refuse functions over modules of the model, which ``copy.deepcopy`` shares: a copy would run these modules."""
+    modules = set(model.modules())
+    for name, module in model.named_modules():
+        for path, value in reachable(module):
+            if isinstance(value, nn.Module) and value in modules and any(isinstance(key, Captured) for key in path):
+                raise ValueError(
+                    f"attribute {path[0]!r} of {name or 'the root module'} is, or holds, a function over a module of "
+                    "the model, which a copy would share"
+                )
+
+
+def user_forward_hooks(modules: Iterable[nn.Module]) -> dict[nn.Module, dict[tuple[str, int], Any]]:
+    """Modules with forward hooks that users registered, and these hooks; without those of libraries and monitors."""
+    hooked = {}
+    for module in modules:
+        hooks = known_forward_hooks([module])[0]
+        if own := {key: hook for key, hook in hooks.items() if not _is_of_library(hook)}:
+            hooked[module] = own
+    return hooked
+
+
+def _is_of_library(hook: Any) -> bool:
+    package = getattr(hook, "__module__", None) or type(hook).__module__
+    return package.partition(".")[0] in ("torch", "transformers", "ignite_monitor")
+
+
+@contextlib.contextmanager
+def guarded(model: nn.Module, other: nn.Module) -> Iterator[None]:
+    """Stop a second pass of another model before it calls a module of the training model, by a NotComparableError."""
+    own = set(other.modules())
+    names = {module: name or "the root module" for name, module in model.named_modules() if module not in own}
+    errors: list[NotComparableError] = []
+
+    def stop(module: nn.Module, *_: Any) -> None:
+        if is_reference_run():
+            text = (
+                f"the reference calls {names[module]} of the model that trains: give a module as the argument reference"
+            )
+            errors.append(NotComparableError(text))
+            raise errors[0]
+
+    with before_forward(names, stop, first=True):
+        yield
+    if errors:  # the other model's own code may have caught it
+        raise errors[0]

@@ -14,7 +14,7 @@ from ignite.engine import Engine, Events
 from torch import nn
 
 from ignite_monitor import RCCHandler
-from ignite_monitor.reference.copies import detached_copy
+from ignite_monitor.reference.reference import detached_copy
 from tests.rcc._truth import QUANTITIES, truth
 
 

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ignite_monitor import ActivationHandler, RCCHandler
-from ignite_monitor.reference.copies import separate_copy
-from ignite_monitor.reference.reference import Reference
+from ignite_monitor.reference.reference import Reference, separate_copy
 from tests._helpers import same
 from tests.reference.test_passes import watch
 
