@@ -22,17 +22,12 @@ from torch import Tensor, nn
 
 from ignite_monitor.model._torch import MODULE_ATTRIBUTES, buffers_of_each
 
-
-class _Thread(threading.local):
-    in_second_pass = False
-
-
-_thread = _Thread()
+_thread = threading.local()
 
 
 def is_reference_run() -> bool:
     """Return True while this thread runs a second pass, which monitors must not measure."""
-    return _thread.in_second_pass
+    return getattr(_thread, "in_second_pass", False)
 
 
 @contextlib.contextmanager
@@ -45,7 +40,7 @@ def isolated_pass(model: nn.Module, devices: Iterable[torch.device] | None = Non
     if devices is None:
         devices = {item.device for item in chain(model.parameters(), model.buffers())}
     generators = [item for module in modules for item in generators_of(module).values()]
-    before = _thread.in_second_pass, torch.is_autocast_cache_enabled()
+    before = is_reference_run(), torch.is_autocast_cache_enabled()
     with preserved_rng_state(devices, generators), preserved_buffers(modules):
         try:
             _thread.in_second_pass = True

@@ -199,23 +199,18 @@ class _Trace:
         """
         operations: list[tuple[str, str]] = []
 
-        def hook_of(node: Any, module: str) -> Any:
+        def hook_of(module: str, name: str) -> Any:
             def hook(grad_inputs: Iterable[Any], grad_outputs: Iterable[Any]) -> None:
                 received = not all(map(_is_finite, grad_outputs))
                 if not operations and (received or not all(map(_is_finite, grad_inputs))):
                     operations.append((module, f"a gradient hook on the output of {name}" if received else name))
 
-            name = node.name()
-            return node.register_hook(hook)
+            return hook
 
+        for node, module in self._owners.items():
+            node.register_hook(hook_of(module, node.name()))
         outputs = [item for item in self.outputs if item.requires_grad]
-        handles = [hook_of(node, module) for node, module in self._owners.items()]
-        try:
-            gradients = [torch.randn_like(item) / max(item.numel(), 1) ** 0.5 for item in outputs]
-            torch.autograd.backward(outputs, gradients)
-        finally:
-            for handle in handles:
-                handle.remove()
+        torch.autograd.backward(outputs, [torch.randn_like(item) / max(item.numel(), 1) ** 0.5 for item in outputs])
         return operations[0] if operations else None
 
     def _claim(self, tensors: Iterable[Tensor], name: str) -> None:

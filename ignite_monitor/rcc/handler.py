@@ -35,9 +35,6 @@ class RCCHandler(ReferenceMonitor, schema=RCC):
         exclude: a regular expression searched in layer names; matching layers are not measured.
         prefix: start of the keys.
 
-    Attributes:
-        reference: the reference, a module.
-
     Raises:
         TypeError: if an argument is of another type.
         ValueError: if an argument is invalid, or the model can't be copied, as one of ``fully_shard``.

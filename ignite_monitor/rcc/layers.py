@@ -34,7 +34,7 @@ Weights = dict[str, Tensor]
 
 
 class LayerChanges(Comparison):
-    """Norms of the changes of a model's layers, in one table of layers and quantities.
+    """Norms of the changes of a model's layers.
 
     A layer that is linear in its weights and its input is evaluated with their differences, which keep their digits.
     Other layers are evaluated three times; those that hold modules are run as they are, with the reference's weights.
@@ -43,7 +43,7 @@ class LayerChanges(Comparison):
         tags: name of each layer -> its name in keys.
 
     Attributes:
-        keys: the keys of the table, row by row.
+        keys: the keys of the table of layers and quantities, row by row.
     """
 
     def __init__(self, reference: Reference, tags: dict[str, str]) -> None:
@@ -154,7 +154,6 @@ class LayerChanges(Comparison):
         return output.to(dtype)
 
     def _weights(self, call: Call) -> tuple[Weights, Weights]:
-        """Parameters of the model's and the reference's module by name."""
         reference = self._reference.modules[call.name]
         weights: Weights = {key: item for key, item in parameters_in(call.module).items() if item is not None}
         initial: Weights = {key: getattr(reference, key) for key in weights}

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ignite_monitor.model.devices import move, upload, wide_dtype
 
+# Columns of the table of norms.
 QUANTITIES = ("weight_update", "input_drift", "input", "input_change", "output_change")
-"""Columns of the table of norms."""
 
 
 class Change(NamedTuple):
@@ -32,8 +32,8 @@ def output_change(output: Tensor, crossed: Tensor, reference_output: Tensor) -> 
     return Change(output - crossed, crossed - reference_output)
 
 
+# Sums of the feature norms of one call, and numbers of norms.
 NormSums = tuple[Tensor, list[int]]
-"""Sums of the feature norms of one call, and numbers of norms, in the order of :data:`QUANTITIES`."""
 
 
 def norm_sums(change: Change, inputs: Sequence[Tensor], dim: int) -> NormSums:

@@ -81,7 +81,6 @@ class ReferenceMonitor(Monitor):
         return [self._eager(), self._passes.watched()]
 
     def _eager(self) -> Eager:
-        """Return a context in which the model and the reference run uncompiled."""
         return Eager(self.model, *([] if self._reference is None else [self._reference.module]))
 
     def start_iteration(self, engine: Any) -> None:

@@ -188,13 +188,12 @@ class ReferencePasses:
         try:
             with torch.no_grad():
                 result = self.comparison.leave(call)
+            if result is not None:
+                current.results.setdefault(call.name, []).append(result)
         except FailedFunctionError:
             raise
         except Exception as error:  # noqa: BLE001 - training goes on
             self._exclude(call.name, error)
-            return
-        if result is not None:
-            current.results.setdefault(call.name, []).append(result)
 
 
 class _Pass:

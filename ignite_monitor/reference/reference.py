@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +36,6 @@ from ignite_monitor.model.names import named_modules, unwrapped
 from ignite_monitor.model.sharding import check_whole
 from ignite_monitor.model.structure import first_difference, first_difference_of_states, modules_by_name
 from ignite_monitor.reference.call import NotComparableError
-
-T = TypeVar("T")
 
 
 class Reference:
@@ -104,15 +102,15 @@ class Reference:
         """Move a copy to the model's devices, and freeze the parameters that are frozen in the model."""
         for name, copied in self.modules.items() if self.is_copy else ():
             model = self._model_modules[name]
-            weights, buffers = parameters_in(model), buffers_in(model)
-            for key, parameter in parameters_in(copied).items():
-                weight = weights.get(key)
-                if parameter is not None and weight is not None and parameter.requires_grad != weight.requires_grad:
-                    parameter.requires_grad_(weight.requires_grad)
-            device = next((item.device for item in (*weights.values(), *buffers.values()) if item is not None), None)
-            copies = (*parameters_in(copied).values(), *buffers_in(copied).values())
-            if device is not None and any(item is not None and item.device != device for item in copies):
-                move(copied, device)
+            own = parameters_in(model) | buffers_in(model)
+            for key, tensor in (parameters_in(copied) | buffers_in(copied)).items():
+                current = own.get(key)
+                if tensor is None or current is None:
+                    continue
+                if isinstance(tensor, nn.Parameter):
+                    tensor.requires_grad_(current.requires_grad)
+                if tensor.device != current.device:
+                    move(copied, current.device)
 
     def run(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the output of a reference module, ``""`` for the whole, for inputs of the model, which are copied."""
@@ -143,7 +141,7 @@ def _refuse(difference: str | None, argument: str = "reference") -> None:
         raise ValueError(f"Argument {argument} should be of the model's structure, but {difference}")
 
 
-def detached_copy(value: T, memo: dict[int, Any] | None = None) -> T:
+def detached_copy(value: Any, memo: dict[int, Any] | None = None) -> Any:
     """Deep copy, with a memo as that of ``copy.deepcopy``, in which tensors belong to no graph.
 
     A tensor's copy requires gradients if the tensor does: kernels are selected by that.
@@ -173,7 +171,7 @@ def separate_copy(model: nn.Module) -> nn.Module:
     memo = {id(hook): hook for hooks in user_forward_hooks(model.modules()).values() for hook in hooks.values()}
     try:
         with preserved_rng_state({item.device for item in model.parameters()}):
-            separate = detached_copy(model, memo)
+            separate: nn.Module = detached_copy(model, memo)
     except Exception as error:
         raise ValueError(f"it can't be copied ({type(error).__name__}: {error})") from error
     own, others = ({*map(id, item.modules()), *map(id, item.parameters())} for item in (model, separate))
