@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 
-from ignite_monitor.model.isolation import is_reference_run
 from ignite_monitor.reference.reference import Reference
 
 
@@ -104,34 +103,6 @@ def test_autocast_hands_no_weight_without_gradient_on():
     assert x.grad is not None
     assert twin.weight.grad is not None
     assert twin.weight.requires_grad
-
-
-def test_runs_as_autocast_runs_the_model():
-    model = nn.Linear(4, 4)
-    reference = Reference(model, "init")
-    x = torch.randn(2, 4)
-    with torch.autocast("cpu", torch.bfloat16):
-        ours = reference.run("", (x,), {})
-        assert ours.dtype == torch.bfloat16
-        assert torch.equal(ours, model(x))
-
-
-def test_says_when_it_runs():
-    seen = []
-
-    class Asks(nn.Linear):
-        def forward(self, x):
-            seen.append(is_reference_run())
-            return super().forward(x)
-
-    model = Asks(2, 2)
-    reference = Reference(model, "init")
-    reference.run("", (torch.ones(1, 2),), {})
-    model(torch.ones(1, 2))
-    with pytest.raises(RuntimeError):
-        reference.run("", (torch.ones(1, 3),), {})
-    assert not is_reference_run()
-    assert seen == [True, False, True]
 
 
 def test_copy_shares_nothing():
