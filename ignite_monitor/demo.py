@@ -97,7 +97,7 @@ def run_demo(directory: Path, iterations: int) -> None:
         OSError: if the directory can't be written.
     """
     from ignite_monitor.hdf5.reader import read_hdf5
-    from ignite_monitor.report.series import tidy
+    from ignite_monitor.report.run import Run
     from ignite_monitor.report.summary import summarise
     from ignite_monitor.report.text import findings_text, show
 
@@ -116,7 +116,7 @@ def run_demo(directory: Path, iterations: int) -> None:
     )
     with HDF5Logger(file, "x") as logger:
         _train(model, text, iterations, damaged, [logger, *_tensorboard(directory / "tensorboard" / file.stem)])
-    summary = summarise(str(file), tidy(read_hdf5(file)))
+    summary = summarise(str(file), Run(read_hdf5(file)))
     _print("\nSummary of the file:")
     show(findings_text(summary), width=80)
     picture = file.with_suffix(".png")
@@ -188,8 +188,8 @@ def _train(model: nn.Module, text: Tensor, iterations: int, damaged: Damaged, lo
     @trainer.on(Events.ITERATION_COMPLETED(every=max(1, iterations // 5)))
     def report(engine: Engine) -> None:
         evaluator.run([test_batch])
-        losses = [each.state.metrics["loss"] for each in (engine, evaluator)]
-        _print(f"iteration {engine.state.iteration:4d}: loss {losses[0]:.3f}, on unseen code {losses[1]:.3f}")
+        loss, unseen = engine.state.metrics["loss"], evaluator.state.metrics["loss"]
+        _print(f"iteration {engine.state.iteration:4d}: loss {loss:.3f}, on unseen code {unseen:.3f}")
 
     warnings_too = logging.getLogger("ignite_monitor")
     level = warnings_too.level

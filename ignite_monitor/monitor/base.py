@@ -22,7 +22,7 @@ from ignite_monitor.checks import check_type
 from ignite_monitor.events.gradient_tracker import OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.events.run_summary import RunSummary
-from ignite_monitor.events.source import EventSource, check_events
+from ignite_monitor.events.source import EventSource
 from ignite_monitor.model._torch import put_first
 from ignite_monitor.model.names import Pattern, Selection
 from ignite_monitor.monitor import transfer
@@ -185,9 +185,8 @@ class Monitor(Serializable):
         if self._attached_to() is not None:
             raise ValueError(f"This {type(self).__name__} is attached already: detach() it first, or make another one")
         check_free(engine, self.attributes, type(self).__name__)
-        check_events(type(self).__name__, engine, [event for event, _ in self.handlers()])
         source = EventSource.of(engine)
-        source.add(self, self.model, self.families)
+        source.add(self, self._all_handlers())
         self._source, self._engine = source, weakref.ref(engine)
         self._filters = [getattr(single, "filter", None) for single in events]
         engine.add_event_handler(Events.ITERATION_STARTED, self._start)
@@ -195,8 +194,6 @@ class Monitor(Serializable):
             engine.add_event_handler(name, handler)
             if name == Events.ITERATION_STARTED:
                 put_first(engine, name)
-        for event_name, listener in self._all_handlers():
-            source.listen(event_name, listener)
         forget_last_values(engine)
         self.clear(engine)
         return MonitorHandle(self, engine)
@@ -208,15 +205,13 @@ class Monitor(Serializable):
         engine = self._attached_to()
         if engine is None or self._source is None:
             return
-        for event_name, listener in self._all_handlers():
-            self._source.unlisten(event_name, listener)
         engine.remove_event_handler(self._start, Events.ITERATION_STARTED)
         for name, handler in self.engine_handlers():
             engine.remove_event_handler(handler, name)
         self.on_run_end()
         self.reset_run_state()
         self.clear(engine)
-        self._source.remove(self, self.model, self.families)
+        self._source.remove(self)
         self._source, self._engine, self._monitored, self.run_summary = None, None, False, None
         for attribute in self.attributes:
             delattr(engine.state, attribute)

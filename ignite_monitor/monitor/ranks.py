@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_monitor.model._torch import is_in_join
-from ignite_monitor.model.norms import any_sharded, combine, is_sharded, reduce_norm, sharded_norm, total_norm
+from ignite_monitor.model.norms import any_sharded, combine, is_sharded, norms, reduce_norm, total_norm
 from ignite_monitor.model.sharding import all_reduce
 
 T = TypeVar("T")
@@ -51,29 +51,29 @@ def gradient_norm(gradients: Sequence[Tensor], norm_type: float, reduction: str 
     if any_sharded(gradients):
         plain = [gradient for gradient in gradients if not is_sharded(gradient)]
         sharded = [gradient for gradient in gradients if is_sharded(gradient)]
-    norms = [_over_ranks(total_norm(plain, norm_type), norm_type, reduction)] if plain else []
-    norms += [sharded_norm(sharded, norm_type)] if sharded else []
-    return norms[0] if len(norms) == 1 else combine(norms, norm_type)
+    parts = [_over_ranks(total_norm(plain, norm_type), norm_type, reduction)] if plain else []
+    parts += [combine(norms(sharded, norm_type), norm_type)] if sharded else []
+    return parts[0] if len(parts) == 1 else combine(parts, norm_type)
 
 
 def norm_of_parts(
-    gradients: Sequence[Tensor], norms: Tensor, norm_type: float, reduction: str | None, flag: Tensor
+    gradients: Sequence[Tensor], tensor_norms: Tensor, norm_type: float, reduction: str | None, flag: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the norm of a gradient over all ranks from the norms of its tensors, by the same collectives.
 
     Args:
-        norms: vector of the norms of the gradients, of DTensors over all their ranks.
+        tensor_norms: vector of the norms of the gradients, of DTensors over all their ranks.
         flag: 0-dim bool tensor.
 
     Returns:
         The norm, and the flag of any rank.
     """
     if reduction is None or world_size() == 1:
-        return combine(norms, norm_type, gradients), flag
+        return combine(tensor_norms, norm_type), flag
     sharded = list(map(is_sharded, gradients))
     if all(sharded):
-        return combine(norms, norm_type, gradients), flag
-    each = norms.unbind()
+        return combine(tensor_norms, norm_type), flag
+    each = tensor_norms.unbind()
     plain = combine([norm for norm, of_all in zip(each, sharded, strict=True) if not of_all], norm_type)
     norm, any_flag = _over_ranks(torch.stack((plain, flag.to(plain))), norm_type, reduction).unbind()
     if any(sharded):

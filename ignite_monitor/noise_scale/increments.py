@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ignite_monitor.events.gradient_tracker import GradientTracker
-from ignite_monitor.model._torch import current_backward, foreach_norm
+from ignite_monitor.model._torch import backward_number, foreach_norm
 from ignite_monitor.model.devices import upload, wide_dtype
 from ignite_monitor.model.eager import out_of_compiler
 from ignite_monitor.model.modes import aside
@@ -81,7 +81,7 @@ class _Observer:
         self._norms: dict[int, list[Tensor]] = {}
 
     def before_adding(self, gradient: Tensor) -> None:
-        task = current_backward()
+        task = backward_number()
         with aside():
             if task not in self._norms:
                 self._before[task] = self._square()

@@ -66,7 +66,7 @@ class ModelCalls:
 
     def __enter__(self) -> None:
         if not is_compiled_in_place(self._called):  # hooks would be compiled with it
-            hook = before_forward([self._called], self._hook, first=True, key=id(self._hook))
+            hook = before_forward([self._called], self._hook, first=True)
             self._hooks.enter_context(hook)
 
     def __exit__(self, *error: object) -> None:

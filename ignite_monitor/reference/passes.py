@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ignite_monitor.model._torch import current_backward, is_transformed, module_call, version
+from ignite_monitor.model._torch import backward_number, is_transformed, module_call, version
 from ignite_monitor.model.forward import ModuleHook, after_forward, before_forward
 from ignite_monitor.model.isolation import is_reference_run
 from ignite_monitor.model.norms import any_sharded
@@ -126,7 +126,7 @@ class ReferencePasses:
 
     def _start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors = [item for item in (*args, *kwargs.values(), *module.parameters()) if isinstance(item, Tensor)]
-        ignored = self._paused or not module.training or is_reference_run() or current_backward() != -1
+        ignored = self._paused or not module.training or is_reference_run() or backward_number() != -1
         if ignored or is_transformed(tensors) or (calls := _calls_in_progress()).count(module) > 1:
             return
         self.outermost = weakref.ref(calls[-1])
@@ -173,7 +173,7 @@ class ReferencePasses:
 
     def _end(self, module: nn.Module) -> None:
         current = self._current
-        if current is None or is_reference_run() or current_backward() != -1 or _calls_in_progress().count(module) > 1:
+        if current is None or is_reference_run() or backward_number() != -1 or _calls_in_progress().count(module) > 1:
             return
         self._forget()
         for name in current.unpaired():
@@ -186,7 +186,7 @@ class ReferencePasses:
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         current, name = self._current, self._model_names.get(module)
-        if current is None or name is None or is_reference_run() or current_backward() != -1:
+        if current is None or name is None or is_reference_run() or backward_number() != -1:
             return
         kept = current.take(name)
         if kept is None:
