@@ -244,7 +244,7 @@ class EventSource:
         for tracker in self.trackers.values():
             if (self.running and tracker.refresh()) or not has_hooks:
                 tracker.hook.remove()
-            if has_hooks and not tracker.hook.is_registered:
+            if has_hooks and not tracker.hook.places:
                 tracker.hook.register(tracker.parameters, gradient_hook(self, id(tracker.model)))
         with ExitStack() as contexts:
             for monitor in [monitor for monitor in self._monitors if id(monitor) in self._monitoring]:

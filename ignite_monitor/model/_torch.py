@@ -67,12 +67,7 @@ class GradientHook:
     """
 
     def __init__(self) -> None:
-        self._places: list[tuple[Any, dict[Any, Any]]] = []
-
-    @property
-    def is_registered(self) -> bool:
-        """True if any parameter has the hook."""
-        return bool(self._places)
+        self.places: list[tuple[Any, dict[Any, Any]]] = []  # parameters with torch's dictionaries
 
     def register(self, parameters: Iterable[Tensor], hook: Callable[[Tensor], None]) -> None:
         """Register the hook on all parameters whose dtype has gradients."""
@@ -81,17 +76,17 @@ class GradientHook:
                 hooks: Any = parameter._post_accumulate_grad_hooks
                 if hooks is None:
                     hooks = parameter._post_accumulate_grad_hooks = OrderedDict()
-                self._places.append((parameter, hooks))
+                self.places.append((parameter, hooks))
                 hooks[self] = hook
 
     def remove(self) -> None:
         """Remove the hook from all parameters."""
-        while self._places:
-            parameter, hooks = self._places[-1]
+        while self.places:
+            parameter, hooks = self.places[-1]
             hooks.pop(self, None)
             if not hooks and parameter._post_accumulate_grad_hooks is hooks:
                 parameter._post_accumulate_grad_hooks = None
-            self._places.pop()
+            self.places.pop()
 
 
 def finalizes_manually(module: nn.Module) -> bool:

@@ -72,12 +72,7 @@ def combine(norms: Iterable[Tensor] | Tensor, norm_type: float = 2.0) -> Tensor:
 
 
 def reduce_norm(norm: Tensor, norm_type: float, over_ranks: Callable[[Tensor, bool], Tensor]) -> Tensor:
-    """Norms of vectors whose parts are on several ranks.
-
-    Args:
-        norm: norms of this rank's parts, of any shape.
-        over_ranks: returns the sum of a tensor over the ranks, or with True as its second argument the maximum.
-    """
+    """Norms of vectors from those of this rank's parts, by the sum over ranks, or with True their maximum."""
     if norm_type == math.inf:
         return over_ranks(norm, True)
     return over_ranks(norm**norm_type, False) ** (1.0 / norm_type)
