@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of one of th
 @functools.cache
 def parametrized(name):
     case = families.CASES[name]()
-    return case, parametrize(case.make, (SMALL, LARGE), sample_input=families.probe(case))
+    return case, parametrize(case.make, (SMALL, LARGE), sample_input=case.probe())
 
 
 def made(name):
