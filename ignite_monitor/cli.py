@@ -37,18 +37,7 @@ Needs no network, and takes less than half a minute."""
 SUMMARY = """\
 examples:
   ignite-monitor summary runs/demo/run.h5 --all | less
-  ignite-monitor summary runs/demo/run.h5 --json | jq '.findings[].text'
-
---json prints one object:
-  version      3; raised when a key changes
-  file         the run's file
-  iterations   {first, last}
-  healthy      true, false, or null if the gradients were not monitored
-  measured     what the file has measurements of, in words
-  findings     [{kind, severity (problem, warning, note), text, metrics, iterations, values}], in the order of events
-  metrics      {name: {first, last, min, max, values, nonfinite, first_step, last_step}}
-NaN and infinite numbers are null.
-"""
+  ignite-monitor summary runs/demo/run.h5 --json | jq '.findings[].text'"""
 
 PLOT = """\
 examples:
@@ -60,22 +49,13 @@ examples:
   ignite-monitor compare runs/small_lr.h5 runs/large_lr.h5
   ignite-monitor compare a.h5 b.h5 --json | jq '.metrics["train/loss"]'
 
-Where one run is longer, each metric is compared up to the last step that both have.
-
---json prints one object:
-  version          3; raised when a key changes
-  compared_until   the last iteration that both have
-  runs             [A, B], each {file, last_iteration, findings, only_here}; findings as in summary --json
-  metrics          {name: {a, b, best_a, best_b, relative, matters}} of those in both, what differs most first
-NaN and infinite numbers are null.
-"""
+Each metric is compared up to the last step that both runs have."""
 
 SPIKE = """\
 examples:
   ignite-monitor spike spikes/grad-00000340-rank0.spike.pt
 
-In Python, ignite_monitor.load_spike(FILE) returns the batch and the RNG state, which reproduce
-the step."""
+In Python, ignite_monitor.load_spike(FILE) returns the batch and the RNG state."""
 
 
 class BadInput(Exception):  # noqa: N818

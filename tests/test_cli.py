@@ -35,8 +35,9 @@ def write(path, run):
         engine.state.metrics = {name: values[step] for name, values in points.items() if step in values}
 
     recorded = runs.Recording(run)
-    origin = patch("ignite_monitor.hdf5.logger._origin", lambda engine, tag, name: Name(name, *recorded.monitor(name)))
-    with HDF5Logger(path) as logger, origin:
+    origin = lambda self, engine, published, name: Name(name, *recorded.monitor(name))  # noqa: E731
+    attributed = patch("ignite_monitor.hdf5.logger.OutputHandler._origin", origin)
+    with HDF5Logger(path) as logger, attributed:
         logger.attach_output_handler(trainer, Events.ITERATION_COMPLETED, tag=None, metric_names="all")
         trainer.run([0], epoch_length=last)
 
