@@ -57,11 +57,7 @@ class DoubleBuffer:
             raise
 
     def write(self, patch: Patch) -> None:
-        """Apply a patch to the file.
-
-        Raises:
-            OSError: if that fails. The file is then unchanged.
-        """
+        """Apply a patch to the file; if that fails, the file is unchanged."""
         behind, self._behind = self._behind, None
         try:
             self._check_place()
@@ -90,11 +86,7 @@ class DoubleBuffer:
             return False
 
     def _check_place(self) -> None:
-        """Refuse to replace a file of another program.
-
-        Raises:
-            FileExistsError: if the file is not the one written last.
-        """
+        """Refuse to replace a file of another program."""
         if self.path.exists():
             identity = _identity(self.path)
             if identity not in self._published:
@@ -134,11 +126,7 @@ class DoubleBuffer:
         return True
 
     def _publish(self) -> bool:
-        """Swap the copies; False if the first could not be kept.
-
-        Raises:
-            FileExistsError: if the file is not the one written last.
-        """
+        """Swap the copies; False if the first could not be kept."""
         self._check_place()
         self._spare.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # it was removed, or the file system has no hard links

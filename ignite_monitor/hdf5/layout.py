@@ -112,7 +112,6 @@ def opened(path: Path, *, continued: bool = False) -> Iterator[Contents]:
         continued: whether it will be written to, so that its datasets must be resizable.
 
     Raises:
-        OSError: if the file does not exist, or can't be opened.
         ValueError: if it is damaged, or has another layout.
         MemoryError: if it holds more than fits in memory.
         BlockingIOError: if it is being written; only possible between a reader's opening and its lock.
@@ -141,7 +140,6 @@ def check_regular(path: Path) -> None:
 
     Raises:
         ValueError: if it is a directory, device, pipe or socket.
-        OSError: if it does not exist.
     """
     mode = path.stat().st_mode
     if not stat.S_ISREG(mode):

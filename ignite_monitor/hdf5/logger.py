@@ -36,17 +36,9 @@ class HDF5Logger(BaseLogger):
     """Write metrics to one HDF5 file, which can be read at any time.
 
     The file is complete at every moment. A killed process loses at most the last ``flush_every`` iterations, and those
-    of slow runs of the last ten seconds. :func:`~ignite_monitor.read_hdf5` returns the values by name.
-
-    Values are stored in float64, with the monitor that published them and the iteration. Values that are no numbers are
-    skipped, with one warning per name.
-
-    If a write fails (a full disk), the logger warns and training continues. The values are kept in memory, up to about
-    128 MiB, and written at the first flush that succeeds.
-
-    With several processes only rank 0 writes: create the logger after the process group.
-
-    While the logger is open, two hidden files are next to the file: a standby copy and a lock.
+    of slow runs of the last ten seconds. If a write fails (a full disk), the logger warns, training continues, and the
+    values are written by the first flush that succeeds. With several processes only rank 0 writes: create the logger
+    after the process group. :func:`~ignite_monitor.read_hdf5` returns the values by name, in float64.
 
     Args:
         path: the file, in an existing directory.
@@ -120,7 +112,7 @@ class HDF5Logger(BaseLogger):
             if writer is not None:
                 self._finalizer.detach()
                 for engine in self._engines:
-                    for event, handler in self._handlers():
+                    for event, handler in self._handlers().items():
                         if engine.has_event_handler(handler, event):
                             engine.remove_event_handler(handler, event)
                 self._engines.clear()
@@ -196,17 +188,14 @@ class HDF5Logger(BaseLogger):
     def _follow(self, engine: Engine) -> None:
         if engine not in self._engines and self._writer is not None:
             self._engines.add(engine)
-            for event, handler in self._handlers():
+            for event, handler in self._handlers().items():
                 engine.add_event_handler(event, handler)
             # First of all, or an evaluation at the start of a run would belong to the run before.
             put_first(engine, Events.STARTED)
 
-    def _handlers(self) -> list[tuple[Events, Callable[[Engine], None]]]:
-        return [
-            (Events.STARTED, self._start),
-            (Events.ITERATION_STARTED, self._start_iteration),
-            (Events.COMPLETED, self._complete),
-        ]
+    def _handlers(self) -> dict[Events, Callable[[Engine], None]]:
+        started, completed = Events.ITERATION_STARTED, Events.COMPLETED
+        return {Events.STARTED: self._start, started: self._start_iteration, completed: self._complete}
 
     def _start(self, engine: Engine) -> None:
         with self._one_thread:
@@ -235,8 +224,6 @@ def _open(path: Path, mode: str, logger: logging.Logger) -> Writer:
     shown = printable(str(path))
     if not path.parent.is_dir():
         raise FileNotFoundError(f"The directory of {shown} does not exist")
-    if path.is_dir():
-        raise IsADirectoryError(f"{shown} is a directory")
     if os.path.lexists(path):
         check_regular(path)  # a device must not be replaced
     try:
@@ -266,7 +253,7 @@ class OutputHandler(BaseOutputHandler):
         if not _writes(self, logger):
             return
         metrics: dict[Any, Any] = engine.state.metrics
-        own: dict[Any, Any] = {}
+        own = {name: getattr(engine.state, name, None) for name in self.state_attributes or ()}
         names = metrics if self.metric_names == "all" else self.metric_names or ()
         for name in names:
             if name not in metrics:
@@ -274,8 +261,7 @@ class OutputHandler(BaseOutputHandler):
         published = {name: metrics[name] for name in names if name in metrics}
         if self.output_transform is not None:
             output = self.output_transform(engine.state.output)
-            own.update(output if isinstance(output, dict) else {"output": output})
-        own.update({name: getattr(engine.state, name, None) for name in self.state_attributes or ()})
+            own = (output if isinstance(output, dict) else {"output": output}) | own
         step = self.global_step_transform(engine, event_name)
         origin = functools.partial(self._origin, engine, published.keys() - own.keys())
         logger._write(engine, step, published | own, self.tag or None, origin)

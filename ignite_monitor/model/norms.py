@@ -164,7 +164,7 @@ def _long_norm(vector: Tensor, norm_type: float) -> Tensor:
 
 def _wide_norms(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
     dtype = wide_dtype(tensors[0].device)
-    largest = max(torch.finfo(tensor.dtype).max for tensor in tensors)
+    largest = max(torch.finfo(kind).max for kind in {tensor.dtype for tensor in tensors})
     if norm_type != 2.0 or largest < torch.finfo(dtype).max ** 0.5:  # no square under- or overflows
         return torch.stack(foreach_norm(list(tensors), norm_type, dtype=dtype))
     units = _unit(torch.stack(foreach_norm(list(tensors), math.inf, dtype=dtype)))

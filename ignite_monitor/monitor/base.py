@@ -48,7 +48,6 @@ class Monitor(Serializable):
         schema: the keys that the monitor publishes.
         metrics: values of this iteration by name.
         attributes: attributes of ``engine.state`` that the monitor sets -> their value before it is known.
-        kept_on_rollback: keys of :meth:`state_dict` that a rollback does not restore.
 
     Raises:
         ValueError: if the model has no initialized parameters with data, or ``prefix`` is unfit for loggers.
@@ -71,7 +70,6 @@ class Monitor(Serializable):
         self.families = [self._named(family) for family in families] or [prefix]
         self.metrics: dict[str, float | Tensor] = {}
         self.attributes: dict[str, Any] = {}
-        self.kept_on_rollback: tuple[str, ...] = ("reference",)
         self.run_summary: RunSummary | None = None  # of the current run, in monitors with run_totals()
         self.logger = logging.getLogger(f"{type(self).__module__}.{type(self).__name__}")
         self._engine: weakref.ref[Engine] | None = None

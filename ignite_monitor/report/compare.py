@@ -13,11 +13,8 @@ from ignite_monitor.report.series import Series, natural
 from ignite_monitor.report.summary import VERSION, Summary, findings_json, plain, summarise
 from ignite_monitor.report.training import direction
 
-MATTERS = 0.05
-"""Relative difference of two values that matters."""
-
-NOISE = 2.0
-"""Ratio of the difference to the spread within the runs that matters."""
+MATTERS = 0.05  # relative difference of two values
+NOISE = 2.0  # ratio of the difference to the noise within the runs
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,6 @@ KINDS: dict[str, tuple[str, int]] = {
     "near_curvature": ("Do not raise the learning rate any further.", LOWER),
     "frozen_for_a_while": ("If this is not intended, check the learning rate and the data there.", 0),
     "data_wait": ("Give the loader more workers, or let it prefetch (prefetch_factor, pin_memory).", 0),
-    "input_drift": ("Expected for normalization layers. For others, raise their learning rate.", RAISE),
 }
 """Kinds of findings, causes before consequences: the advice, and whether it lowers or raises the learning rate."""
 

@@ -215,27 +215,17 @@ def large_logits(monitor: Recorded, run: Run) -> Iterator[Finding]:
 
 
 def coordinate_check(monitor: Recorded, run: Run) -> Iterator[Finding]:
-    """Layers whose output changes by drifting inputs, and layers whose weight update is far from the others'."""
-    updates, drifts = monitor.each("weight_update/{}"), monitor.each("input_drift/{}")
-    ends, name = (
-        {layer: series.end for layer, series in updates.items() if series.end > 0},
-        monitor.name("weight_update"),
-    )
-    ratios = {layer: drifts[layer].end / end for layer, end in ends.items() if layer in drifts}
-    far = sorted((layer for layer in ratios if ratios[layer] > limits.DRIFT_FACTOR), key=lambda layer: -ratios[layer])
-    if far:
-        what = f"Layers whose output changed by their inputs' drift more than {number(limits.DRIFT_FACTOR)} times as "
-        what += f"much as by their own weights ({name}): {_with_values(far, ratios)}."
-        share = float(np.median([1 / (1 + ratio) for ratio in ratios.values()]))
-        values = {"weight_share": share, "layers": len(far)}
-        yield Finding("input_drift", "note", what, monitor.names("input_drift/{}", far), values=values)
+    """Layers whose weight update is far from the others'."""
+    pattern = "weight_update/{}"
+    ends = {layer: series.end for layer, series in monitor.each(pattern).items() if series.end > 0}
     middle = float(np.median(list(ends.values()))) if ends else 1.0
-    far = [layer for layer, end in ends.items() if abs(np.log(end / middle)) > np.log(limits.LAYER_SPREAD)]
+    far = {layer: end for layer, end in ends.items() if abs(np.log(end / middle)) > np.log(limits.LAYER_SPREAD)}
     if far and len(ends) >= 4:
+        named = listed(f"{printable(layer)} ({number(end, 3)})" for layer, end in far.items())
         what = f"Layers whose weight update is more than {number(limits.LAYER_SPREAD)} times above or below the median "
-        what += f"layer's {number(middle, 2)} ({name}): {_with_values(far, ends)}."
-        names, values = monitor.names("weight_update/{}", far), {"median": middle, "layers": len(far)}
-        yield Finding("weight_update_outlier", "warning", what, names, values=values)
+        what += f"layer's {number(middle, 2)} ({monitor.name('weight_update')}): {named}."
+        values = {"median": middle, "layers": len(far)}
+        yield Finding("weight_update_outlier", "warning", what, monitor.names(pattern, far), values=values)
 
 
 def spectral(monitor: Recorded, run: Run) -> Iterator[Finding]:
@@ -245,7 +235,3 @@ def spectral(monitor: Recorded, run: Run) -> Iterator[Finding]:
         first, end = float(series.values[0]), series.end
         what = f"The largest spectral norm grew {times(end / first)} ({name}), from {number(first)} to {number(end)}."
         yield Finding("spectral_growth", "warning", what, (name,), values={"first": first, "end": end})
-
-
-def _with_values(items: Sequence[str], values: Mapping[str, float]) -> str:
-    return listed(f"{printable(item)} ({number(values[item], 3)})" for item in items)

@@ -43,7 +43,6 @@ LARGE_ACTIVATION = 1000.0  # a standard deviation that is too large, whatever th
 COLLAPSED_ENTROPY = 0.1  # nats; 98 % of the attention on one position
 ENTROPY_FALL = 5.0  # some heads are sharp from the start of a fine-tuning on
 LARGE_LOGIT = 100.0  # QK-clip (arXiv:2507.20534) rescales queries and keys there
-DRIFT_FACTOR = 3.0  # input drift to weight update; in a trained network both are of one order
 LAYER_SPREAD = 100.0  # weight update to the median layer's; widths alone explain 10
 SPECTRAL_GROWTH = 10.0  # 2 to 5 in healthy runs
 
@@ -65,46 +64,25 @@ class Persistent(NamedTuple):
     limit: float
     text: str  # of the median value in the last quarter
     below: bool = False  # whether values below the limit are reported
-    largest: str = ""  # pattern of the items to name
     severity: str = "warning"
 
 
+_SIZE = "A step moves the median parameter by {:.2g} of its size; 1e-3 is usual"
 PERSISTENT = (
     Persistent("vanishing_gradients", "weights", "vanishing_count", 0, "Parameters with vanishing gradients: {:.0f}"),
+    Persistent("exploding_gradients", "weights", "exploding_count", 0, "Parameters with exploding gradients: {:.0f}"),
+    # Rounding takes 0.3 to 0.4 of bfloat16 updates at a learning rate of 1e-3, and 0.9 at 1e-4.
+    Persistent("lost_updates", "weights", "lost_update_fraction", 0.5, "Rounding takes {:.0%} of the updates"),
+    # At 0.1 a weight is replaced within ten steps; at 1e-6 it takes 1e5 steps for a change of a tenth.
+    Persistent("large_updates", "weights", "update_ratio_median", 0.1, _SIZE),
+    Persistent("small_updates", "weights", "update_ratio_median", 1e-6, _SIZE, below=True),
+    # A loss spike is likely (arXiv:2304.13013).
+    Persistent("stale_moments", "optimizer", "rms_p95", 2.3, "Gradients are {:.3g} times what second moments expect"),
+    Persistent("epsilon_dominated", "optimizer", "epsilon_dominated_median", 0.5, "{:.0%} of second moments are < eps"),
+    # An iteration could be 1.4 times as fast.
     Persistent(
-        *("exploding_gradients", "weights", "exploding_count", 0, "Parameters with exploding gradients: {:.0f}"),
-        largest="topk_grad/{}",
-    ),
-    Persistent(
-        # Rounding takes 0.3 to 0.4 of bfloat16 updates at a learning rate of 1e-3, and 0.9 at 1e-4.
-        *("lost_updates", "weights", "lost_update_fraction", 0.5),
-        "Rounding to low precision takes {:.0%} of the updates",
-    ),
-    Persistent(
-        # At 0.1 a weight is replaced within ten steps.
-        *("large_updates", "weights", "update_ratio_median", 0.1),
-        "A step moves the median parameter by {:.2g} of its size; 1e-3 is usual",
-    ),
-    Persistent(
-        # 1e5 steps for a change of a tenth.
-        *("small_updates", "weights", "update_ratio_median", 1e-6),
-        "A step moves the median parameter by {:.2g} of its size; 1e-3 is usual",
-        below=True,
-    ),
-    Persistent(
-        # A loss spike is likely (arXiv:2304.13013).
-        *("stale_moments", "optimizer", "rms_p95", 2.3),
-        "Gradients are {:.3g} times as large as the root of their second moments; 1 is usual",
-        largest="topk_rms/{}",
-    ),
-    Persistent(
-        *("epsilon_dominated", "optimizer", "epsilon_dominated_median", 0.5),
-        "The second moment is below eps in {:.0%} of the median parameter's elements",
-    ),
-    Persistent(
-        # An iteration could be 1.4 times as fast.
-        *("data_wait", "step", "data_wait_share", 0.3),
-        "Waiting for data takes {:.0%} of the time",
-        severity="note",
+        "data_wait", "step", "data_wait_share", 0.3, "Waiting for data takes {:.0%} of the time", severity="note"
     ),
 )
+LARGEST = {"exploding_count": "topk_grad/{}", "rms_p95": "topk_rms/{}"}
+"""Key -> pattern of the items that are named."""

@@ -15,11 +15,8 @@ from ignite_monitor.report.series import Series, natural
 from ignite_monitor.report.summary import assessment, find
 from ignite_monitor.report.training import rollbacks
 
-OWN_PANELS = 12
-"""Largest number of panels of the user's own metrics."""
-
-ONE_SCREEN = 8
-"""Number of panels unless all are requested."""
+OWN_PANELS = 12  # of the user's own metrics, at most
+ONE_SCREEN = 8  # panels, unless all are requested
 
 _SCHEMAS = {schema.kind: schema for schema in SCHEMAS}
 

@@ -43,12 +43,9 @@ DARK = Style(
 )
 FEW = len(LIGHT.lines)
 MOST_FINDINGS = 8
-LARGEST = 1e100
-"""Larger sizes, and smaller ones than the inverse, are drawn there: matplotlib's ticks would exceed float64's range."""
-LOG_DECADES = 1.5
-"""Decades of positive values from which on their scale is logarithmic."""
-SIGNED_RANGE = 1e4
-"""Ratio of largest to median size from which on values of both signs are drawn on a logarithmic scale."""
+LARGEST = 1e100  # of larger sizes, and of smaller ones than the inverse, matplotlib's ticks would exceed float64
+LOG_DECADES = 1.5  # of positive values, from which on their scale is logarithmic
+SIGNED_RANGE = 1e4  # ratio of largest to median size from which on a scale for both signs is logarithmic
 
 
 def draw(picture: Picture, path: str | Path, title: str = "", log: bool = False, dark: bool = False) -> None:
@@ -61,13 +58,6 @@ def draw(picture: Picture, path: str | Path, title: str = "", log: bool = False,
 
     Raises:
         ModuleNotFoundError: if matplotlib is not installed.
-        OSError: if the file can't be written.
-        ValueError: if the ending is that of no image.
-
-    Examples:
-        .. code-block:: python
-
-            draw(picture(Run(read_hdf5("run.h5"))), "run.png")
     """
     try:
         import matplotlib

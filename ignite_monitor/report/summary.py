@@ -32,14 +32,7 @@ RULES: dict[str, tuple[Callable[[Recorded, Run], Iterator[Finding]], ...]] = {
 
 
 def find(run: Run) -> list[Finding]:
-    """Return the findings of a run in the order of what happened; notes last.
-
-    Examples:
-        .. code-block:: python
-
-            for finding in find(Run(read_hdf5("run.h5"))):
-                print(finding.severity, finding.text)
-    """
+    """Return the findings of a run in the order of what happened; notes last."""
     findings = [*training.curves(run), *training.rolled_back(run), *training.persistent(run)]
     findings += [
         finding for monitor in run.monitors for rule in RULES.get(monitor.kind, ()) for finding in rule(monitor, run)

@@ -22,9 +22,7 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("This needs rich: pip install 'ignite-monitor[cli]'", name="rich") from error
 
-ROWS = 30
-"""Number of rows of a table, unless all are requested."""
-
+ROWS = 30  # of a table, unless all are requested
 STYLES = {"problem": ("✗", "bold red"), "warning": ("!", "yellow"), "note": ("·", "cyan")}
 
 

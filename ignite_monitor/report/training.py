@@ -120,7 +120,8 @@ def persistent(run: Run) -> Iterator[Finding]:
             if not _lasts(beyond):
                 continue
             value = series.last_quarter.median
-            items = monitor.each(limit.largest) if limit.largest else {}
+            pattern = limits.LARGEST.get(limit.key, "")
+            items = monitor.each(pattern) if pattern else {}
             largest = sorted(items, key=lambda item: -items[item].last_quarter.median)[:3]
             where = f"; largest in {listed(map(printable, largest))}" if largest else ""
             what, severity = f"{limit.text.format(value)} ({name}), to the end{where}.", limit.severity
@@ -129,7 +130,7 @@ def persistent(run: Run) -> Iterator[Finding]:
                     f"{limit.text.format(value)} ({name}), from the beginning, while the rest learn.",
                     "note",
                 )
-            names, at = (name, *monitor.names(limit.largest, largest)), (series.since(beyond),)
+            names, at = (name, *monitor.names(pattern, largest)), (series.since(beyond),)
             yield Finding(limit.kind, severity, what, names, at, {"value": value})
 
 

@@ -118,9 +118,10 @@ class Triggers:
         }
 
     def accept(self) -> None:
-        """Accept the largest values since the last healthy iteration as those of a healthy regime."""
+        """Accept the level of the current instability as that of a healthy regime."""
         for signal in self._signals.values():
-            signal.accepted = max(signal.accepted, signal.peak)
+            if signal.peak > -math.inf:
+                signal.accepted = max(signal.accepted, signal.peak, signal.recurring)
 
     def forget_peaks(self) -> None:
         """Start to note values again: no instability is going on, or weights have been restored."""

@@ -99,13 +99,14 @@ def test_standard_parametrization_has_the_predicted_slopes():
     with them, more or less: from n to the power of 1 (not at all) to 3/2 (fully).
     """
     make_model = standard(mlp, X[:1], 1e-4)
-    result = coordinate_check(make_model, lambda width: (X, Y), WIDTHS, steps=2, seeds=2)
+    # Below a width of 64 the slopes are about 0.1 flatter.
+    result = coordinate_check(make_model, lambda width: (X, Y), [64, 128, 256, 512], steps=1, seeds=2)
     update, drift = slopes_of(result, "weight_update", 1), slopes_of(result, "input_drift", 1)
     for layer, expected in {"0": 0.0, "2": 1.0, "4": 1.0, "6": 1.0}.items():
-        assert update[layer].slope == pytest.approx(expected, abs=0.2), layer
+        assert update[layer].slope == pytest.approx(expected, abs=0.1), layer
     assert drift.keys() == {"2", "4", "6"}  # data do not drift
     assert drift["2"].slope == pytest.approx(0.0, abs=0.1)
-    assert drift["4"].slope == pytest.approx(1.0, abs=0.2)
+    assert drift["4"].slope == pytest.approx(1.0, abs=0.1)
     assert 0.9 < drift["6"].slope < 1.6
     for slope in slopes_of(result, "activation", 0).values():
         assert slope.slope == pytest.approx(0.0, abs=0.1 + 2 * slope.standard_error)

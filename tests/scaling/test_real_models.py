@@ -8,18 +8,14 @@ from __future__ import annotations
 import copy
 import functools
 import random
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from ignite_monitor.scaling import TracingError, parametrize
+from tests.scaling import _families as families
 from tests.scaling._models import weight_of
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-import families
 
 SMALL, LARGE = 16, 32
 EXPONENTS = {"embedding": (-0.5, 0.5), "hidden": (0.0, 1.0), "readout": (0.5, 0.5)}
@@ -29,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of one of th
 @functools.cache
 def parametrized(name):
     case = families.CASES[name]()
-    return case, parametrize(case.make, (SMALL, LARGE), sample_input=families.probe(case))
+    return case, parametrize(case.make, (SMALL, LARGE), sample_input=case.probe())
 
 
 def made(name):
