@@ -66,7 +66,8 @@ class LayerChanges(Comparison):
         if call.name not in self._whole:
             result: Any = self._evaluated(call)
         elif call.name:
-            result = _first(self._reference.run(call.name, call.args, call.kwargs))
+            crossed = _first(self._reference.run(call.name, call.args, call.kwargs))
+            result = None if crossed is None else crossed.detach()
         else:
             result = call.kept[1]  # the inputs of the whole model are those of the reference
         return x, 0 if x is None else version(x), result
@@ -97,7 +98,8 @@ class LayerChanges(Comparison):
         _check([outputs[0], outputs[0], *inputs[:1]], [*outputs[1:], *inputs[1:]])
         with _no_autocast(outputs[0].device):
             change = output_change(*(item.to(_wide(outputs)) for item in outputs))
-            return norm_sums(change, [item.to(_wide(inputs)) for item in inputs], self._dims[call.name])
+            inputs = [item.to(_wide(inputs)) for item in inputs]
+            return norm_sums(change, [inputs[0], inputs[0] - inputs[1]] if inputs else [], self._dims[call.name])
 
     @torch.no_grad()
     def _evaluated(self, call: Call) -> NormSums:
@@ -110,16 +112,15 @@ class LayerChanges(Comparison):
         with _no_autocast(device):
             inputs, reference_inputs = ([x.to(dtype) for x in own] for own in (inputs, reference_inputs))
             weights, initial = ({key: item.to(dtype) for key, item in own.items()} for own in (weights, initial))
+            moved = [inputs[0], inputs[0] - reference_inputs[0]] if inputs else []
             if call.name in self._linear:
-                change = self._linear_change(call, inputs, reference_inputs, weights, initial)
+                change = self._linear_change(call, moved, weights, initial)
             else:
                 runs = ((inputs, weights), (inputs, initial), (reference_inputs, initial))
                 change = output_change(*(self._evaluate(call, *run) for run in runs))
-            return norm_sums(change, [*inputs[:1], *reference_inputs[:1]], self._dims[call.name])
+            return norm_sums(change, moved, self._dims[call.name])
 
-    def _linear_change(
-        self, call: Call, inputs: list[Tensor], reference_inputs: list[Tensor], weights: Weights, initial: Weights
-    ) -> Change:
+    def _linear_change(self, call: Call, inputs: list[Tensor], weights: Weights, initial: Weights) -> Change:
         if not _is_linear(call.module):
             raise NotComparableError("its forward has been replaced since the handler was made")
         updates = {key: item - initial[key] for key, item in weights.items()}
@@ -131,7 +132,7 @@ class LayerChanges(Comparison):
         update = product(inputs[0], updates["weight"])
         if "bias" in updates:
             update += updates["bias"].view(-1, *[1] * (-1 - self._dims[call.name]))
-        return Change(update, product(inputs[0] - reference_inputs[0], initial["weight"]))
+        return Change(update, product(inputs[1], initial["weight"]))
 
     def _evaluate(self, call: Call, tensors: list[Tensor], weights: Weights) -> Tensor:
         module, dtype = self._reference.modules[call.name], next(iter(weights.values())).dtype
@@ -203,7 +204,7 @@ def _replaced(value: Any, tensors: Iterator[Tensor]) -> Any:
 
 
 def _first(value: Any) -> Tensor | None:
-    return next((tensor.detach() for _, tensor in floating_tensors(value)), None)
+    return next((tensor for _, tensor in floating_tensors(value)), None)
 
 
 def _check(values: list[Tensor], others: list[Tensor]) -> None:

@@ -41,13 +41,12 @@ def norm_sums(change: Change, inputs: Sequence[Tensor], dim: int) -> NormSums:
 
     Args:
         change: the change of the output; its weight update is overwritten.
-        inputs: the model's input and the reference's; without them the weight update is measured alone.
+        inputs: the model's input and its change; without them the weight update is measured alone.
         dim: the dimension of the features; the last one if there are fewer dimensions.
     """
     norms = [_feature_norms(change.weight_update, dim)]
     if inputs:
-        values = change.input_drift, inputs[0], inputs[0] - inputs[1]
-        norms += [_feature_norms(item, dim) for item in values]
+        norms += [_feature_norms(item, dim) for item in (change.input_drift, *inputs)]
         norms.append(_feature_norms(change.weight_update.add_(change.input_drift), dim))
     sums = torch.stack([item.sum(dtype=wide_dtype(item.device)) for item in norms])
     missing = len(QUANTITIES) - len(norms)

@@ -32,7 +32,7 @@ def test_means_of_several_calls():
     x = torch.tensor([[3.0, 4.0], [0.0, 1.0]])
     calls = [
         norm_sums(Change(2 * x, -x), [x, x / 2], -1),
-        norm_sums(Change(x[:1].clone(), x[:1]), [x[:1], 0 * x[:1]], -1),
+        norm_sums(Change(x[:1].clone(), x[:1]), [x[:1], x[:1]], -1),
         norm_sums(Change(x, x), [], -1),
     ]
     means = mean_norms(*table_of(list(zip([0, 0, 1], calls, strict=True)), 3, x.device))
