@@ -26,7 +26,7 @@ from ignite_monitor.hdf5.layout import Name, check_regular, import_h5py, one_lin
 from ignite_monitor.hdf5.values import flatten
 from ignite_monitor.hdf5.writer import Writer
 from ignite_monitor.model._torch import put_first
-from ignite_monitor.monitor.base import Monitor
+from ignite_monitor.monitor.loggers import Values
 from ignite_monitor.report.series import printable
 
 Origin = Callable[[str], Name]
@@ -272,7 +272,7 @@ class OutputHandler(BaseOutputHandler):
         source: EventSource | None = getattr(engine, EventSource._ATTRIBUTE, None)
         monitors = source.monitors if source is not None and name in published else ()
         names = [name]
-        if isinstance(monitor := getattr(self.output_transform, "monitor", None), Monitor):
+        if isinstance(self.output_transform, Values) and (monitor := self.output_transform.monitor()) is not None:
             monitors, names = [monitor], [name, full]  # without a tag of the user's, log_to makes one of the prefix
         for monitor in monitors:
             for key in names:

@@ -54,12 +54,12 @@ class Values:
     """An ``output_transform`` that returns a monitor's selected values of a family, or of all if that is empty."""
 
     def __init__(self, monitor: Any, family: str, selection: Selection) -> None:
-        self._monitor = weakref.ref(monitor)
+        self.monitor = weakref.ref(monitor)
         self._start = f"{family}/" if family else ""
         self._selection = selection
 
     def __call__(self, _: Any) -> dict[str, Any]:
-        monitor = self._monitor()
+        monitor = self.monitor()
         if monitor is None:
             return {}
         if not monitor.metrics and monitor._attached_to() is None:
