@@ -30,10 +30,11 @@ class OutputComparison(Comparison):
 
     def __init__(self, tags: Mapping[str, str], metrics: MetricSet) -> None:
         self._tags = tags
-        self.measured = Measurement("activation_difference", metrics)
+        self._metrics = metrics
+        self.clear()
 
     def clear(self) -> None:
-        self.measured.clear()
+        self.measured = Measurement("activation_difference", self._metrics)
 
     def keep(self, call: Call) -> Sequence[Tensor | None]:
         return [tensor for _, tensor in floating_tensors(call.output)]

@@ -11,7 +11,11 @@ import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from ignite_monitor.activation import attention
-from ignite_monitor.activation.attention import attention_entropy
+from ignite_monitor.activation.attention import AttentionArguments
+
+
+def attention_entropy(query, key, mask=None, **kwargs):
+    return attention.attention_entropy(AttentionArguments(query, key, key, mask, **kwargs))
 
 
 def exact(query, key, mask=None, is_causal=False, scale=None, enable_gqa=False):

@@ -43,13 +43,12 @@ class Seen:
         self.names.pop()
 
     def on_call(self, name, call):
-        query, key, _, mask, is_causal, scale, enable_gqa = call
         assert not torch.is_grad_enabled()
         assert not torch.is_autocast_enabled("cpu")
-        assert not any(each.requires_grad for each in call[:4] if each is not None)
+        assert not any(each.requires_grad for each in call if torch.is_tensor(each))
         self.calls.append(name)
         self.arguments.append(call)
-        found = attention_entropy(query, key, mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+        found = attention_entropy(call)
         self.total[name] = self.total.get(name, 0) + found.total
         self.rows[name] = self.rows.get(name, 0) + found.rows
 
@@ -257,8 +256,7 @@ def test_multihead_attention(options, masked, need_weights, watch):
     expected = probabilities_of(attention, args, arguments)
     torch.testing.assert_close(seen.mean("attention"), of(expected), rtol=1e-4, atol=1e-4)
     if not attention.dropout:
-        query, key, value, mask, is_causal, scale, _ = seen.arguments[0]
-        heads = F.scaled_dot_product_attention(query, key, value, mask, 0.0, is_causal, scale=scale)
+        heads = F.scaled_dot_product_attention(**seen.arguments[0]._asdict())
         output = attention.out_proj(heads.permute(0, 2, 1, 3).flatten(2))
         torch.testing.assert_close(output if attention.batch_first else output.transpose(0, 1), model(*args))
 
