@@ -85,20 +85,12 @@ def hookable_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def hookable(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Those of a model's modules on which a forward hook does not change the model's result.
+    """Select those of a model's modules on which a forward hook does not change the model's result.
 
     ``nn.TransformerEncoderLayer`` leaves its fast path, whose result differs in the last bits and at padded positions,
-    where it or a module inside has a forward hook. Frozen layers in evaluation mode are excluded, with all inside.
+    where it or a module inside has a forward hook. Layers in evaluation mode are excluded, with all inside: whether a
+    trainable one takes its fast path is up to ``no_grad``.
     """
-    inside = {
-        id(each)
-        for layer in modules.values()
-        if isinstance(layer, nn.TransformerEncoderLayer) and _may_take_fast_path(layer)
-        for each in layer.modules()
-    }
+    layers = [module for module in modules.values() if isinstance(module, nn.TransformerEncoderLayer)]
+    inside = {id(module) for layer in layers if not layer.training for module in layer.modules()}
     return {name: module for name, module in modules.items() if id(module) not in inside}
-
-
-def _may_take_fast_path(layer: nn.TransformerEncoderLayer) -> bool:
-    # Of a layer with gradients, or in training mode, the fast path is not taken.
-    return not layer.training and not any(each.requires_grad for each in layer.parameters())

@@ -752,14 +752,15 @@ def test_an_empty_micro_batch_has_weight_0(aggregate):
 @pytest.mark.parametrize(
     "chosen", [{"activations": True}, {"attention": True}, {"activations": True, "attention": True}]
 )
-def test_a_frozen_encoder_keeps_its_fast_path(chosen, nested, caplog, monkeypatch):
+@pytest.mark.parametrize("trainable", [False, True])
+def test_an_encoder_in_evaluation_mode_keeps_its_fast_path(trainable, chosen, nested, caplog, monkeypatch):
     """The fast path computes other last bits, and zeros where padding is."""
 
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
             layer = nn.TransformerEncoderLayer(6, 2, 8, batch_first=True)
-            self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=nested).requires_grad_(False).eval()
+            self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=nested).requires_grad_(trainable).eval()
             self.head = nn.Linear(6, 1)
 
         def train(self, mode=True):
@@ -769,7 +770,9 @@ def test_a_frozen_encoder_keeps_its_fast_path(chosen, nested, caplog, monkeypatc
 
         def forward(self, x):
             padding = torch.arange(4)[None] >= torch.tensor([[4], [3]])
-            return self.head(self.encoder(x.view(2, 4, 6), src_key_padding_mask=padding).mean(1))
+            with torch.no_grad():
+                hidden = self.encoder(x.view(2, 4, 6), src_key_padding_mask=padding)
+            return self.head(hidden.mean(1))
 
     fast, calls = torch._transformer_encoder_layer_fwd, []
     monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", lambda *args: calls.append(1) or fast(*args))
