@@ -50,9 +50,7 @@ class AttentionCalls(TorchFunctionMode):
     def during(self, hookable: Iterable[nn.Module]) -> Iterator[None]:
         """Detect calls in forward passes, except where a mode would take torch's modules off their fast path.
 
-        Args:
-            hookable: the modules on which hooks do not change what the model computes. In the forward of modules that
-                contain others, calls are not detected.
+        These are the modules that are not hookable, and those around them.
         """
         modules = list(hookable)
         known = set(map(id, modules))
@@ -112,7 +110,7 @@ class AttentionCalls(TorchFunctionMode):
 
     @property
     def _states(self) -> list[bool]:
-        """Whether detection is enabled, at first and since each :meth:`enter`."""
+        """States of detection, at first and after every open :meth:`enter`: True if enabled."""
         states: list[bool] = vars(self._thread).setdefault("states", [False])
         return states
 
@@ -128,11 +126,7 @@ class AttentionCalls(TorchFunctionMode):
 
 
 def check_attention() -> None:
-    """Refuse what needs torch's private functions for its stack of modes.
-
-    Raises:
-        RuntimeError: if one of them is gone.
-    """
+    """Raise a RuntimeError if a private function of torch for its stack of modes is gone."""
     need("attention=True", push_mode, pop_mode, modes_on, device_mode)
 
 
@@ -162,7 +156,7 @@ def _read_multi_head(*args: Any, **kwargs: Any) -> AttentionArguments | str:
 
 
 def _split_heads(sequence: Tensor, heads: int) -> Tensor:
-    """From (sequence, batch, heads * E) to (batch, heads, sequence, E)."""
+    """Reshape (sequence, batch, heads * E) to (batch, heads, sequence, E)."""
     length, batch, width = sequence.shape
     return sequence.reshape(length, batch, heads, width // heads).permute(1, 2, 0, 3)
 

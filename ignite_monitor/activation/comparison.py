@@ -48,7 +48,7 @@ class OutputComparison(Comparison):
             raise NotComparableError("its outputs have no values of their own here (DTensors, nested, sparse)")
         for (place, tensor), other in zip(tensors, initial, strict=True):
             key = f"{tag}/{place}" if place else tag
-            self.measured.add_difference(key, call.name or "_root_", tensor.detach(), other.detach())
+            self.measured.add(key, call.name or "_root_", tensor.detach(), minus=other.detach())
         return True
 
     def passed(self, results: dict[str, list[Any]]) -> None:

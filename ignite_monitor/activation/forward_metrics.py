@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from numbers import Number
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,23 +31,7 @@ NOT_A_NAME = "recorded names should consist of letters, digits, '-', '_', '.' an
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
-class Layer(NamedTuple):
-    """A module to measure.
-
-    Attributes:
-        name: its name in the model without wrappers, ``_root_`` for the whole model.
-        tag: its name as loggers take it.
-        spatial: the number of spatial dimensions of a convolution; None for other modules.
-    """
-
-    name: str
-    tag: str
-    spatial: int | None
-
-    @classmethod
-    def of(cls, name: str, tag: str, module: nn.Module) -> Layer:
-        """Create the layer of a module."""
-        return cls(name, tag, len(module.kernel_size) if isinstance(module, _CONVOLUTIONS) else None)
+Layer = tuple[str, str]  # name in the model without wrappers, ``_root_`` for the whole model; name for loggers
 
 
 class ForwardMetrics(ModuleHook):
@@ -58,7 +42,7 @@ class ForwardMetrics(ModuleHook):
 
     Args:
         root: the model without wrappers.
-        layers: module -> layer, for the modules to measure.
+        layers: the modules to measure -> their names.
         metrics: metrics of outputs, and of queries, keys and values.
         attention: whether to measure attention.
         pauses: nothing is measured while it has elements.
@@ -92,11 +76,7 @@ class ForwardMetrics(ModuleHook):
         self._channels: dict[tuple[int, ...], int] = {}
 
     def contexts(self, hookable: Iterable[nn.Module]) -> list[AbstractContextManager[Any]]:
-        """Contexts around a train step that is measured.
-
-        Args:
-            hookable: the modules on which a hook does not change what the model computes.
-        """
+        """Contexts around a train step, with hooks on modules where they do not change what the model computes."""
         contexts: list[AbstractContextManager[Any]] = [recording(self._record)]
         if self._metrics:
             contexts.append(outputs_to([module for module in hookable if id(module) in self._layers], self))
@@ -106,7 +86,7 @@ class ForwardMetrics(ModuleHook):
         return contexts
 
     def attention_rows(self) -> tuple[Rows, Rows]:
-        """Entropies and logit maxima, as :meth:`Measurement.rows` gives values."""
+        """Entropies and logit maxima, as :meth:`Measurement.put_rows` gives values."""
         if not self._entropies:
             return {}, {}
         keys = [key for heads in self._entropies for key in heads]
@@ -121,7 +101,7 @@ class ForwardMetrics(ModuleHook):
         return not (self._pauses or current_backward() != -1 or is_reference_run()) and self._root.training
 
     def _skip(self, layer: Layer, reason: str) -> None:
-        self.skipped.setdefault(reason, set()).add(layer.tag)
+        self.skipped.setdefault(reason, set()).add(layer[1])
 
     # Outputs of modules
 
@@ -131,24 +111,25 @@ class ForwardMetrics(ModuleHook):
             return
         if function_modes() or dispatch_modes():
             with aside():
-                self._measure(layer, output)
+                self._measure(module, layer, output)
             return
         records_graph = torch.is_grad_enabled()
         set_grad_enabled(False)  # a third of the cost of torch.no_grad()
         try:
-            self._measure(layer, output)
+            self._measure(module, layer, output)
         finally:
             set_grad_enabled(records_graph)
 
-    def _measure(self, layer: Layer, output: Any) -> None:
+    def _measure(self, module: nn.Module, layer: Layer, output: Any) -> None:
+        name, tag = layer
         for place, tensor in (("", output),) if type(output) is Tensor else tagged_tensors(output):
             if not is_plain(tensor):
                 self._skip(layer, NOT_PLAIN)
             elif tensor.is_floating_point():
-                key = f"{layer.tag}/{place}" if place else layer.tag
-                self.activation.add(key, layer.name, tensor, self._unit(layer, tensor.shape), copy=True)
+                key = f"{tag}/{place}" if place else tag
+                self.activation.add(key, name, tensor, unit=self._unit(module, tensor.shape), copy=True)
 
-    def _unit(self, layer: Layer, shape: Sequence[int]) -> int | None:
+    def _unit(self, module: nn.Module, shape: Sequence[int]) -> int | None:
         """Return the dimension of channels or features; None for a batch of single numbers.
 
         A module after a convolution, an activation function or a normalization, returns as many samples and channels.
@@ -157,8 +138,8 @@ class ForwardMetrics(ModuleHook):
         if dims < 2:
             return None
         kind = (dims, shape[0], shape[1])
-        if layer.spatial is not None:
-            self._channels[kind] = dims - 1 - layer.spatial
+        if isinstance(module, _CONVOLUTIONS):
+            self._channels[kind] = dims - 1 - len(module.kernel_size)
         return self._channels.get(kind, 1 if dims > 3 else dims - 1)
 
     def _pass_ended(self, *_: Any) -> None:
@@ -185,7 +166,7 @@ class ForwardMetrics(ModuleHook):
                     self._skip(layer, COMPLEX)
                 elif weight:
                     number = as_number(tensor, device_of(self._root))
-                    self.recorded.aggregate(f"{layer.tag}/{name}", self._metrics.aggregate, number, weight)
+                    self.recorded.aggregate(f"{layer[1]}/{name}", self._metrics.aggregate, number, weight)
         except Exception:  # noqa: BLE001 - a recorded value never ends training
             self._skip(layer, NOT_A_NUMBER)
 
@@ -200,10 +181,11 @@ class ForwardMetrics(ModuleHook):
             self._skip(layer, call)
             return
         entropy = attention_entropy(call)
-        heads = tuple(f"{layer.tag}/head_{i}" for i in range(len(entropy.total)))
+        name, tag = layer
+        heads = tuple(f"{tag}/head_{i}" for i in range(len(entropy.total)))
         known = self._entropies.get(heads)
         self._entropies[heads] = entropy if known is None else known.plus(entropy)
         for kind, tensor in (("query", call.query), ("key", call.key), ("value", call.value)) if self._metrics else ():
             by_head = with_heads(tensor, tensor.ndim, call.enable_gqa).movedim(-3, 0).flatten(1, -3)
             for i, head in enumerate(by_head):
-                self.activation.add(f"{layer.tag}/head_{i}/{kind}", layer.name, head, head.ndim - 1, copy=True)
+                self.activation.add(f"{tag}/head_{i}/{kind}", name, head, unit=head.ndim - 1, copy=True)

@@ -287,7 +287,7 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
                 current.add(tag, name, whole)
                 if compared:
                     other = whole_tensor(initial[name])
-                    difference.add_difference(tag, name, whole, other.to(whole.device, non_blocking=True))
+                    difference.add(tag, name, whole, minus=other.to(whole.device, non_blocking=True))
         return values_of([current, difference])
 
     def _update_names(self) -> None:
@@ -297,7 +297,7 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
         self._known = self._source.parameters(self.model)
         self._modules = modules = modules_by_name(self.model)
         self._layers = {
-            modules[name]: Layer.of(name or "_root_", tag, modules[name])
+            modules[name]: (name or "_root_", tag)
             for name, tag in zip(modules, tags(name or "_root_" for name in modules), strict=True)
             if (name or "_root_") in self._selection
         }
@@ -312,7 +312,7 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
             without = [tag for item, (_, tag) in self._parameters.items() if item.dtype in WITHOUT_STATISTICS]
             self._report_skipped(COMPLEX, without)
         if self._reference is not None and self._metrics["activation_difference"]:
-            compared = {name: self._layers[module].tag for name, module in modules.items() if module in self._layers}
+            compared = {name: self._layers[module][1] for name, module in modules.items() if module in self._layers}
             compared = {name: tag for name, tag in compared.items() if name in self._reference.modules}
             self._differences = OutputComparison(compared, self._metrics["activation_difference"])
             self._compare(compared, self._differences)

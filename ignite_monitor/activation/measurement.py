@@ -49,28 +49,45 @@ class Measurement:
         """Return True if any metric applies to a module or parameter."""
         return bool(self._columns or self.metrics.of(name))
 
-    def add(self, key: str, name: str, tensor: Tensor, unit: int | None = None, *, copy: bool = False) -> None:
-        """Measure a tensor without a graph, under ``no_grad``; a complex one by the user's own functions alone.
+    def add(
+        self,
+        key: str,
+        name: str,
+        tensor: Tensor,
+        *,
+        unit: int | None = None,
+        minus: Tensor | None = None,
+        copy: bool = False,
+    ) -> None:
+        """Measure a tensor without a graph, which must not change before :meth:`flush`, unless it is copied.
 
         Args:
             key: what its keys start with, after the family.
             name: the module or parameter that it belongs to.
-            tensor: the tensor. It must not change before :meth:`flush`, unless it is copied.
+            tensor: the tensor.
             unit: the dimension whose indices are units.
+            minus: a tensor to subtract; own functions are given both.
             copy: whether to copy the tensor where it waits.
         """
         if self.metrics.own:
-            self._call(key, name, tensor.detach())
-        self._add(key, tensor, unit, copy=copy)
-
-    def add_difference(self, key: str, name: str, tensor: Tensor, other: Tensor) -> None:
-        """Measure the difference of two tensors, both detached."""
-        if self.metrics.own:
-            self._call(key, name, tensor, other)
-        if self._columns and tensor.dtype not in WITHOUT_STATISTICS:
+            self._call(key, name, tensor.detach(), *([] if minus is None else [minus]))
+        size = tensor.numel()
+        if not self._columns or not size or tensor.dtype in WITHOUT_STATISTICS:
+            return
+        if minus is not None:
             # In half precision the difference would be rounded, and float8 has no arithmetic.
-            dtype = torch.float64 if torch.float64 in (tensor.dtype, other.dtype) else torch.float32
-            self._add(key, tensor.to(dtype) - other.to(dtype), None)
+            dtype = torch.float64 if torch.float64 in (tensor.dtype, minus.dtype) else torch.float32
+            tensor = tensor.to(dtype) - minus.to(dtype)
+        self._order.setdefault(key, len(self._order))
+        if size > SMALL:
+            self._measure([key], tensor.unsqueeze(0), unit)
+            return
+        keys, tensors = self._waiting.setdefault((unit, tensor.shape, tensor.dtype, tensor.device), ([], []))
+        keys.append(key)
+        tensors.append(tensor.clone() if copy else tensor)
+        self._waiting_size += size
+        if self._waiting_size > _MOST_WAITING:
+            self.flush()
 
     def aggregate(self, key: str, how: str, value: Tensor, weight: float = 1.0) -> None:
         """Aggregate a value, 0-dim and of the widest dtype, with those of its key."""
@@ -113,27 +130,12 @@ class Measurement:
         if not parts:
             return []
         table = merged_by_name(parts, added)  # one key may have had several numbers of units
-        # The order in which reports look for the first non-finite output.
+        # Reports name the first non-finite output by the order of the names.
         places = sorted(range(len(table.names)), key=lambda i: self._order.get(table.names[i], i))
         keys, rows = table.rows(places)
         values = statistics(rows)
         names = [f"{self.family}/{key}/{STATISTICS[index]}" for key in keys for index in self._columns]
         return [NamedValues(names, torch.stack([values[:, index] for index in self._columns], 1).flatten())]
-
-    def _add(self, key: str, tensor: Tensor, unit: int | None, *, copy: bool = False) -> None:
-        size = tensor.numel()
-        if not self._columns or not size or tensor.dtype in WITHOUT_STATISTICS:
-            return
-        self._order.setdefault(key, len(self._order))
-        if size > SMALL:
-            self._measure([key], tensor.unsqueeze(0), unit)
-            return
-        keys, tensors = self._waiting.setdefault((unit, tensor.shape, tensor.dtype, tensor.device), ([], []))
-        keys.append(key)
-        tensors.append(tensor.clone() if copy else tensor)
-        self._waiting_size += size
-        if self._waiting_size > _MOST_WAITING:
-            self.flush()
 
     def _measure(self, keys: list[str], tensors: Tensor, unit: int | None) -> None:
         rows = moments(tensors, None if unit is None else unit + 1)
@@ -171,12 +173,7 @@ def rows_of(measurements: Iterable[Measurement], sums: Rows, maxima: Rows) -> tu
 
 
 def values_of(measurements: Sequence[Measurement], rows: tuple[Rows, Rows] | None = None) -> list[NamedValues]:
-    """Names and values, not finite where there are none.
-
-    Args:
-        measurements: the measurements.
-        rows: their sums and maxima over ranks; None for those of this rank.
-    """
+    """Names and values, not finite where there are none, from rows of this rank (None) or of all."""
     sums, maxima = rows_of(measurements, {}, {}) if rows is None else rows
     found = [
         NamedValues([f"{kind[0]}/{key}" for key in keys], _VALUES[kind[1]](values))

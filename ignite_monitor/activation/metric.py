@@ -85,18 +85,12 @@ _OF_DTYPES = {"underflow_fraction": underflow_fraction, "overflow_fraction": ove
 
 
 class MetricSet:
-    """Metrics of one kind of tensor.
-
-    Args:
-        argument: the name of the user's argument.
-        given: name -> function, :class:`Metric`, or True for the built-in one; True for the built-in set.
-        builtin: names in the built-in set.
-        aggregate: aggregation of metrics that do not specify one.
-        of_dtypes: whether metrics that take a dtype are available.
+    """Metrics of one kind of tensor, from the user's argument.
 
     Attributes:
         builtin: for each of ``STATISTICS``, whether it is measured.
         own: name -> other metrics.
+        aggregate: aggregation of metrics that do not specify one.
 
     Raises:
         TypeError: if an argument is of another type.
@@ -153,11 +147,7 @@ def is_tag(name: str) -> bool:
 
 
 def call_metric(metric: Metric, description: str, tensors: tuple[Tensor, ...]) -> Tensor:
-    """Return the value of a metric, 0-dim and of the device's widest dtype.
-
-    Raises:
-        FailedFunctionError: if the function raises an error, which is its cause, or returns something else.
-    """
+    """Return the value of a metric, 0-dim and of the device's widest dtype."""
     try:
         with torch.no_grad():
             return as_number(metric.fn(*tensors), tensors[0].device)
@@ -167,11 +157,7 @@ def call_metric(metric: Metric, description: str, tensors: tuple[Tensor, ...]) -
 
 
 def as_number(value: Any, device: torch.device) -> Tensor:
-    """Convert a number, or the mean of a tensor, to a 0-dim tensor of the widest dtype.
-
-    Raises:
-        TypeError: if it is neither.
-    """
+    """Convert a number, or the mean of a tensor, to a 0-dim tensor of the widest dtype."""
     if isinstance(value, Tensor) and not value.is_complex():
         return value.detach().mean(dtype=wide_dtype(value.device))
     if isinstance(value, Real):

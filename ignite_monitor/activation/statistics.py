@@ -113,14 +113,7 @@ def merged_by_name(parts: Sequence[NamedValues], merge: Callable[[Tensor, Tensor
 
 
 def as_sums(rows: Tensor) -> Tensor:
-    """Moments in a form that adds up over ranks.
-
-    Args:
-        rows: of :func:`moments`, of shape (tensors, 6 + units).
-
-    Returns:
-        The moments with sums for means, and the squared sums over the numbers of elements: of shape (tensors, 7).
-    """
+    """Moments with sums for means, and squared sums over numbers of elements: of shape (tensors, 7)."""
     elements, total = rows[:, 0], rows[:, 0] * rows[:, 4]
     columns = [*rows[:, :4].unbind(1), total, rows[:, 5], total * (total / elements)]
     return torch.stack(columns, 1)
@@ -154,9 +147,6 @@ def statistics(rows: Tensor) -> Tensor:
 
     Args:
         rows: of :func:`with_units`, added up over ranks.
-
-    Returns:
-        A tensor of shape (tensors, 6), in the order of ``STATISTICS``.
     """
     elements, vectors, norms, nonfinite, total, squares, of_means, units, dead, largest = rows.unbind(1)
     mean = total / elements

@@ -233,7 +233,7 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
         return self._chosen(found, {name: 0 if name == "_root_" else 1 + name.count(".") for name in found})
 
     def _chosen(self, found: Mapping[str, Any], ranks: Mapping[str, int]) -> dict[Any, str]:
-        """Those with the lowest ranks; of the last rank that fits, some from first to last."""
+        """Select items with the lowest ranks; of the last rank that fits, some from first to last."""
         names = [name for name in found if name in self._selection]
         chosen: set[str] = set()
         for rank in sorted({ranks[name] for name in names}):

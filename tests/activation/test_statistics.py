@@ -20,7 +20,7 @@ def measured(parts, together=True, unit=True, how="mean", **options):
         for name, tensors in parts.items():
             for tensor in tensors[i : i + 1]:
                 dim = (1 if tensor.ndim > 3 else tensor.ndim - 1) if unit and tensor.ndim > 1 else None
-                measurement.add(name, name, tensor, dim, **options)
+                measurement.add(name, name, tensor, unit=dim, **options)
                 if not together:
                     measurement.flush()
         measurement.flush()
@@ -128,7 +128,7 @@ def test_names_in_another_order_each_time():
     for i in range(12):
         for name in "abcd"[i % 4 :] + "abcd"[: i % 3]:
             parts[name].append(randn(4, 5 + i % 2, seed=i).relu())
-            measurement.add(name, name, parts[name][-1], 1)
+            measurement.add(name, name, parts[name][-1], unit=1)
         measurement.flush()
     found = by_name(measurement)
     for name in "abcd":
@@ -154,7 +154,7 @@ def test_inference_mode_on_and_off():
     measurement = Measurement("x", MetricSet("activations", {"mean": True}, ("mean",), "mean"))
     for value, mode in ((1.0, True), (3.0, False), (2.0, True)):
         with torch.inference_mode(mode), torch.no_grad():
-            measurement.add("x", "x", torch.full((3, 4), value), 1, copy=True)
+            measurement.add("x", "x", torch.full((3, 4), value), unit=1, copy=True)
             measurement.flush()
     assert by_name(measurement) == {"x": {"mean": 2.0}}
 
