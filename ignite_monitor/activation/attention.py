@@ -30,17 +30,11 @@ class AttentionArguments(NamedTuple):
 
 
 class HeadEntropy(NamedTuple):
-    """Attention entropy per head, as sums that add up over calls.
+    """Attention entropy per head, as sums that add up over calls: tensors of shape (heads,) and one dtype."""
 
-    Attributes:
-        total: the sum of the rows' entropies in nats, of shape (heads,).
-        rows: the number of rows, of shape (heads,) and the same dtype; 0 for a head without any.
-        largest: the largest score in these rows, with the mask added; -inf for a head without rows.
-    """
-
-    total: Tensor
-    rows: Tensor
-    largest: Tensor
+    total: Tensor  # sum of the rows' entropies in nats
+    rows: Tensor  # number of rows
+    largest: Tensor  # largest score in these rows, with the mask added; -inf for a head without rows
 
     def plus(self, other: HeadEntropy) -> HeadEntropy:
         """Add the sums of another call."""

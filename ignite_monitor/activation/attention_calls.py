@@ -35,12 +35,10 @@ class AttentionCalls(TorchFunctionMode):
 
     Args:
         current: returns what is reported with a call made now, None if the call is not reported.
-        report: is called with it and the arguments, or the reason why these are not available. Neither function may
-            hold the owner of this object, which would close a reference cycle.
+        report: is called with it and the arguments, or the reason why these are not available.
     """
 
     def __init__(self, current: Callable[[], Any], report: Callable[[Any, AttentionArguments | str], None]) -> None:
-        check_attention()
         super().__init__()
         self._current = current
         self._report = report

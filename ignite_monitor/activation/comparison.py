@@ -16,15 +16,7 @@ from ignite_monitor.reference.call import Call, Comparison, NotComparableError
 
 
 class OutputComparison(Comparison):
-    """Measures each output of the model against that of the reference.
-
-    Args:
-        tags: name of a module -> its name as loggers take it.
-        metrics: metrics of the differences.
-
-    Attributes:
-        by_weights: whether modules are compared by their weights.
-    """
+    """Measures each output of the model against that of the reference; the tags are names as loggers take them."""
 
     by_weights = False
 
@@ -57,5 +49,4 @@ class OutputComparison(Comparison):
     def without(self, values: NamedValues, incomplete: Collection[str]) -> NamedValues:
         """Exclude the differences of modules of which a call could not be compared."""
         starts = tuple(f"activation_difference/{self._tags[name]}/" for name in incomplete)
-        kept = [index for index, name in enumerate(values.names) if not name.startswith(starts)] if starts else []
-        return values.rows(kept) if starts and len(kept) < len(values.names) else values
+        return values.rows([i for i, name in enumerate(values.names) if not name.startswith(starts)])

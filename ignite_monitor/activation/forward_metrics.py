@@ -72,7 +72,8 @@ class ForwardMetrics(ModuleHook):
         self.saw_attention = not attention
         self.skipped: dict[str, set[str]] = {}
         self._entropies: dict[tuple[str, ...], HeadEntropy] = {}
-        # The unit dimension of what convolutions return, by number of dimensions and first two sizes.
+        # The unit dimension of what convolutions, and activation functions after them, return, by number of dimensions
+        # and first two sizes.
         self._channels: dict[tuple[int, ...], int] = {}
 
     def contexts(self, hookable: Iterable[nn.Module]) -> list[AbstractContextManager[Any]]:
@@ -130,10 +131,7 @@ class ForwardMetrics(ModuleHook):
                 self.activation.add(key, name, tensor, unit=self._unit(module, tensor.shape), copy=True)
 
     def _unit(self, module: nn.Module, shape: Sequence[int]) -> int | None:
-        """Return the dimension of channels or features; None for a batch of single numbers.
-
-        A module after a convolution, an activation function or a normalization, returns as many samples and channels.
-        """
+        """Return the dimension of channels or features; None for a batch of single numbers."""
         dims = len(shape)
         if dims < 2:
             return None

@@ -42,8 +42,7 @@ class GradientMetrics:
 
     def step_started(self, parameters: Iterable[nn.Parameter], scale: Tensor | None) -> None:
         """Measure the scaled gradients of an optimizer's first step."""
-        own = [parameter for parameter in parameters if parameter in self._parameters]
-        own = [parameter for parameter in own if parameter not in self._stepped]
+        own = [item for item in parameters if item in self._parameters and item not in self._stepped]
         clipped = {item: item.grad for item in own if item in self._measured and item.grad is not None}
         self._measure_before([parameter for parameter in own if parameter not in self._measured], scale)
         # All ranks gather sharded gradients, those without a step too: at the end of the iteration.

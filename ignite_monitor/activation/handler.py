@@ -92,7 +92,6 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
             )
             handler.attach(trainer, Events.ITERATION_STARTED(every=100))
             handler.log_to(tensorboard_logger, trainer)
-            trainer.run(loader, max_epochs=5)
     """
 
     _lacking = "no activation_difference is published"
@@ -204,8 +203,7 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
         super().on_run_end()
         if self._saw_attention is False and self.warns_without_attention:
             self._warn_once(
-                "attention=True saw no attention call: scaled_dot_product_attention and nn.MultiheadAttention are "
-                "measured"
+                "attention=True saw no attention call (scaled_dot_product_attention, nn.MultiheadAttention)"
             )
 
     def reset_run_state(self) -> None:
@@ -268,9 +266,9 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
                 return []
             rows = self._over_ranks(*rows, device_of(self.model))
         found = values_of(measurements, rows)
-        if self._differences is not None and self._passes is not None:
-            self._forget()
+        if self._differences is not None and self._passes is not None and self._passes.incomplete:
             found = [self._differences.without(values, self._passes.incomplete) for values in found]
+        self._forget()
         return found
 
     def _measure_parameters(self) -> list[NamedValues]:

@@ -59,16 +59,7 @@ class Measurement:
         minus: Tensor | None = None,
         copy: bool = False,
     ) -> None:
-        """Measure a tensor without a graph, which must not change before :meth:`flush`, unless it is copied.
-
-        Args:
-            key: what its keys start with, after the family.
-            name: the module or parameter that it belongs to.
-            tensor: the tensor.
-            unit: the dimension whose indices are units.
-            minus: a tensor to subtract; own functions are given both.
-            copy: whether to copy the tensor where it waits.
-        """
+        """Measure a tensor without a graph, which must not change before :meth:`flush`, unless it is copied."""
         if self.metrics.own:
             self._call(key, name, tensor.detach(), *([] if minus is None else [minus]))
         size = tensor.numel()
@@ -150,12 +141,7 @@ class Measurement:
                 self.aggregate(f"{key}/{metric_name}", how, value, tensors[0].numel())
 
 
-_COMBINED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "mean": torch.add,
-    "sum": torch.add,
-    "max": torch.maximum,
-    "min": torch.minimum,
-}
+_COMBINED: dict[str, Any] = {"mean": torch.add, "sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 _EXTREMES = {"max": 1.0, "min": -1.0}
 _VALUES: dict[str, Callable[[Tensor], Tensor]] = {
     "mean": lambda rows: rows[:, 0] / rows[:, 1],

@@ -85,17 +85,7 @@ _OF_DTYPES = {"underflow_fraction": underflow_fraction, "overflow_fraction": ove
 
 
 class MetricSet:
-    """Metrics of one kind of tensor, from the user's argument.
-
-    Attributes:
-        builtin: for each of ``STATISTICS``, whether it is measured.
-        own: name -> other metrics.
-        aggregate: aggregation of metrics that do not specify one.
-
-    Raises:
-        TypeError: if an argument is of another type.
-        ValueError: if a name is not valid, or a dtype is not a floating-point one.
-    """
+    """Metrics of one kind of tensor, from the user's argument."""
 
     def __init__(
         self, argument: str, given: Any, builtin: tuple[str, ...], aggregate: str, of_dtypes: bool = False
