@@ -61,10 +61,10 @@ def _moments(tensors: Tensor) -> Tensor:
     flat, norms = wide.flatten(1), torch.linalg.vector_norm(wide, dim=-1).reshape(len(wide), -1)
     mean, squares = flat.mean(1), torch.linalg.vector_norm(norms, dim=1).square()
     nonfinite, centred = torch.zeros_like(mean), squares - mean.square() * flat.shape[1]
-    # Reading a result synchronizes, but for the CPU.
-    if not mean.is_cpu or not mean.isfinite().all():
+    # Reading the number of results that are not as usual synchronizes, but for the CPU.
+    if not mean.is_cpu or len(mean.isfinite().logical_not_().nonzero()):
         nonfinite = flat.isfinite().logical_not_().sum(1).to(mean.dtype)
-    if not mean.is_cpu or not (centred > _SHARED * squares).all():
+    if not mean.is_cpu or len((centred > _SHARED * squares).logical_not_().nonzero()):
         centred = torch.linalg.vector_norm(flat - mean.unsqueeze(1), dim=1).square_()
     counts = (torch.full_like(mean, rows.shape[1]) for rows in (flat, norms))
     return torch.stack([*counts, norms.sum(1), nonfinite, mean, centred], 1)
