@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ignite_monitor.activation.attention import AttentionArguments
-from ignite_monitor.model._torch import device_mode, modes_on, need, pop_mode, push_mode
+from ignite_monitor.model._torch import device_mode, function_modes, need, pop_mode, push_mode
 from ignite_monitor.model.forward import after_forward, before_forward
 from ignite_monitor.model.modes import aside, in_backward, is_plain
 
@@ -115,7 +115,7 @@ class AttentionCalls(TorchFunctionMode):
     def _switch(self, before: bool, enabled: bool) -> None:
         if before == enabled:
             return
-        modes = [mode for mode in [pop_mode() for _ in range(modes_on())][::-1] if mode is not self]
+        modes = [mode for mode in [pop_mode() for _ in range(function_modes())][::-1] if mode is not self]
         if enabled:
             # Below the others, so that whoever pops a mode pops his own; torch requires a default device to be first.
             modes.insert(bool(modes) and isinstance(modes[0], device_mode), self)
@@ -125,7 +125,7 @@ class AttentionCalls(TorchFunctionMode):
 
 def check_attention() -> None:
     """Raise a RuntimeError if a private function of torch for its stack of modes is gone."""
-    need("attention=True", push_mode, pop_mode, modes_on, device_mode)
+    need("attention=True", push_mode, pop_mode, function_modes, device_mode)
 
 
 def _detached(value: Any) -> Any:

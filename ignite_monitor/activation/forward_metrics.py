@@ -15,7 +15,7 @@ from ignite_monitor.activation.attention_calls import NOT_PLAIN, AttentionCalls
 from ignite_monitor.activation.measurement import Measurement
 from ignite_monitor.activation.metric import MetricSet, as_number, is_tag
 from ignite_monitor.activation.record import recording
-from ignite_monitor.model._torch import current_backward, dispatch_modes, function_modes, set_grad_enabled
+from ignite_monitor.model._torch import backward_number, dispatch_modes, function_modes, set_grad_enabled
 from ignite_monitor.model.devices import device_of, move_like
 from ignite_monitor.model.forward import ModuleHook, after_forward, outputs_to, running_module
 from ignite_monitor.model.isolation import is_reference_run
@@ -99,7 +99,7 @@ class ForwardMetrics(ModuleHook):
 
     def _is_wanted(self) -> bool:
         """Return True if a forward pass is measured; in backward it is a recomputation by activation checkpointing."""
-        return not (self._pauses or current_backward() != -1 or is_reference_run()) and self._root.training
+        return not (self._pauses or backward_number() != -1 or is_reference_run()) and self._root.training
 
     def _skip(self, layer: Layer, reason: str) -> None:
         self.skipped.setdefault(reason, set()).add(layer[1])

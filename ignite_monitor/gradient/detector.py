@@ -16,7 +16,7 @@ from ignite_monitor.detection.thresholds import ThresholdRule
 from ignite_monitor.gradient.loss import LossCollector, LossDetector, LossSource
 from ignite_monitor.gradient.per_parameter import PerParameterDetector
 from ignite_monitor.model.devices import move_like
-from ignite_monitor.model.norms import norm_of_each
+from ignite_monitor.model.norms import norms
 from ignite_monitor.monitor.ranks import (
     all_take_part,
     gradient_norm,
@@ -118,10 +118,10 @@ class GradientDetector:
         if self.parameters is None:
             norm = _divided(gradient_norm(gradients, self._norm_type, self._reduction), scale)
         else:
-            norms = _divided(norm_of_each(gradients, self._norm_type), scale)
-            of_parameters = self.parameters.detect_gradients(self._model, parameters, norms)
+            tensor_norms = _divided(norms(gradients, self._norm_type), scale)
+            of_parameters = self.parameters.detect_gradients(self._model, parameters, tensor_norms)
             norm, any_spike = norm_of_parts(
-                gradients, norms, self._norm_type, self._reduction, of_parameters.spike.any()
+                gradients, tensor_norms, self._norm_type, self._reduction, of_parameters.spike.any()
             )
         of_norm = self.norm.detect(norm)
         spike, reset = of_norm.spike, of_norm.threshold_reset

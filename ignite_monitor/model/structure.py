@@ -1,4 +1,4 @@
-"""Whether two models are built alike."""
+"""The modules of a model, and comparison of two models."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from ignite_monitor.model.names import named_modules
 def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
     """The user's own modules by name, without the wrappers around them.
 
-    What is inside of scripted and traced modules is left out: it is never called from Python.
+    Modules inside of scripted and traced modules are excluded: they are never called from Python.
     """
     modules = dict(named_modules(model))  # a wrapper comes before what it wraps, by the same name
     scripted = [module for module in modules.values() if isinstance(module, torch.jit.ScriptModule)]
-    inside = {id(each) for module in scripted for each in module.modules() if each is not module}
+    inside = {id(inner) for module in scripted for inner in module.modules() if inner is not module}
     return {name: module for name, module in modules.items() if id(module) not in inside}
 
 
 def is_layer(name: str, module: nn.Module) -> bool:
-    """Whether a module has parameters of its own."""
+    """Return True for a module with parameters of its own."""
     # The weights of a parametrized module are in a submodule that it computes them with.
     if ".parametrizations." in f".{name}.":
         return False
-    return any(each is not None for each in parameters_in(module).values()) or hasattr(module, "parametrizations")
+    return any(item is not None for item in parameters_in(module).values()) or hasattr(module, "parametrizations")
 
 
 def first_difference(model: nn.Module, other: nn.Module) -> str | None:
@@ -56,12 +56,8 @@ def _first_difference(ours: dict[str, str], theirs: dict[str, str], what: str) -
 
 
 def _parameters(modules: dict[str, nn.Module]) -> dict[str, str]:
-    return {
-        f"{name}.{last}".lstrip("."): str(tuple(parameter.shape))
-        for name, module in modules.items()
-        for last, parameter in parameters_in(module).items()
-        if parameter is not None
-    }
+    own = ((name, last, item) for name, module in modules.items() for last, item in parameters_in(module).items())
+    return _shapes({f"{name}.{last}".lstrip("."): item for name, last, item in own if item is not None})
 
 
 def _shapes(state: Mapping[str, Any]) -> dict[str, str]:
