@@ -16,73 +16,58 @@ _BLOCK = 2**17
 _BLOCK_ON_ACCELERATOR = 2**24
 
 
+class AttentionArguments(NamedTuple):
+    """Arguments of :func:`torch.nn.functional.scaled_dot_product_attention`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+
 class HeadEntropy(NamedTuple):
-    """Attention entropy per head, as sums that add up over calls.
+    """Attention entropy per head, as sums that add up over calls: tensors of shape (heads,) and one dtype."""
 
-    Attributes:
-        total: the sum of the rows' entropies in nats, of shape (heads,).
-        rows: the number of rows, of shape (heads,) and the same dtype; 0 for a head without any.
-        largest: the largest score in these rows, with the mask added; -inf for a head without rows.
-    """
-
-    total: Tensor
-    rows: Tensor
-    largest: Tensor
+    total: Tensor  # sum of the rows' entropies in nats
+    rows: Tensor  # number of rows
+    largest: Tensor  # largest score in these rows, with the mask added; -inf for a head without rows
 
     def plus(self, other: HeadEntropy) -> HeadEntropy:
-        """Those of two calls together."""
+        """Add the sums of another call."""
         largest = torch.maximum(self.largest, other.largest)
         return HeadEntropy(self.total + other.total, self.rows + other.rows, largest)
 
 
-def attention_entropy(
-    query: Tensor,
-    key: Tensor,
-    mask: Tensor | None = None,
-    *,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> HeadEntropy:
-    r"""Entropy of each query's attention, summed over queries and batch, and the largest score, per head.
+def attention_entropy(call: AttentionArguments) -> HeadEntropy:
+    r"""Compute each query's attention entropy, summed over queries and batch, and the largest score, per head.
 
-    With the scores :math:`s_j = c\, q \cdot k_j + m_j` of a query and :math:`p = \mathrm{softmax}(s)`:
-
-    .. math::
-        H = -\sum_j p_j \log p_j,
-
-    from 0, all attention on one key, to :math:`\log S`, spread evenly over S keys. The arguments are those of
-    :func:`torch.nn.functional.scaled_dot_product_attention`; dropout has no influence.
-
-    Scores are computed in float32 (float64 where an input is), some rows at a time. Rows that are masked as a whole,
-    and rows with a score that is NaN or inf, are excluded. No device is synchronized, no random number is drawn.
+    With the scores :math:`s_j = c\, q \cdot k_j + m_j` of a query and :math:`p = \mathrm{softmax}(s)`, the entropy is
+    :math:`-\sum_j p_j \log p_j`. Scores are computed in float32 (float64 where an input is), some rows at a time. Rows
+    that are masked as a whole, and rows with a score that is NaN or inf, are excluded. Dropout is ignored.
 
     Args:
-        query: of shape (batch ..., heads, L, E). With three dimensions, (batch, L, E), or two there is one head; with
-            ``enable_gqa`` three are (heads, L, E).
-        key: of shape (batch ..., heads, S, E); batch and heads broadcast with those of ``query``.
-        mask: boolean, True where a key takes part, or floating-point and added to the scores; broadcast to
-            (batch ..., heads, L, S).
-        is_causal: whether query i attends to the keys 0 to i only.
-        scale: c, None for :math:`1 / \sqrt{E}`.
-        enable_gqa: whether each head of ``key`` serves several consecutive heads of ``query``.
-
-    Returns:
-        Sums and scores in float64 (float32 on devices without it).
+        call: with queries of shape (batch ..., heads, L, E) and keys of shape (batch ..., heads, S, E). With three
+            dimensions, (batch, L, E), or two there is one head; with ``enable_gqa`` three are (heads, L, E).
     """
+    query, key, mask = call.query, call.key, call.attn_mask
     with torch.no_grad():
         dims = max(query.ndim, key.ndim)
-        query, key = _with_heads(query, dims, enable_gqa), _with_heads(key, dims, enable_gqa)
-        if enable_gqa:
+        query, key = (with_heads(tensor, dims, call.enable_gqa) for tensor in (query, key))
+        if call.enable_gqa:
             key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
         batch = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
         if mask is not None:
-            mask = _with_heads(mask, dims, enable_gqa).expand(*batch, query.shape[-2], key.shape[-2])
-        query, key = (each.expand(*batch, *each.shape[-2:]) for each in (query, key))
-        return _sums(query, key, mask, is_causal, 1 / math.sqrt(max(query.shape[-1], 1)) if scale is None else scale)
+            mask = with_heads(mask, dims, call.enable_gqa).expand(*batch, query.shape[-2], key.shape[-2])
+        query, key = (tensor.expand(*batch, *tensor.shape[-2:]) for tensor in (query, key))
+        scale = 1 / math.sqrt(max(query.shape[-1], 1)) if call.scale is None else call.scale
+        return _sums(query, key, mask, call.is_causal, scale)
 
 
-def _with_heads(tensor: Tensor, dims: int, enable_gqa: bool) -> Tensor:
+def with_heads(tensor: Tensor, dims: int, enable_gqa: bool) -> Tensor:
     """A view with a dimension of heads, and as many dimensions as the other tensors."""
     tensor = tensor[(None,) * (dims - tensor.ndim)]
     for _ in range(4 - dims):

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ignite_monitor.activation.attention_arguments import READERS, AttentionArguments, NotReadableError
+from ignite_monitor.activation.attention import AttentionArguments
 from ignite_monitor.model._torch import device_mode, function_modes, need, pop_mode, push_mode
-from ignite_monitor.model.forward import ModuleHook, after_forward, before_forward
+from ignite_monitor.model.forward import after_forward, before_forward
 from ignite_monitor.model.modes import aside, in_backward, is_plain
 
 NOT_PLAIN = "DTensors, nested, sparse and meta tensors, and tensors in torch.func transforms, are not measured"
+
+_MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
 
 
 class AttentionCalls(TorchFunctionMode):
@@ -29,34 +35,40 @@ class AttentionCalls(TorchFunctionMode):
 
     Args:
         current: returns what is reported with a call made now, None if the call is not reported.
-        report: is called with it and the arguments, or the reason why these are not available. Neither function may
-            hold the owner of this object, which would close a reference cycle.
+        report: is called with it and the arguments, or the reason why these are not available.
     """
 
     def __init__(self, current: Callable[[], Any], report: Callable[[Any, AttentionArguments | str], None]) -> None:
-        check_attention()
         super().__init__()
         self._current = current
         self._report = report
-        self._states = _States()
+        self._thread = threading.local()
 
     @contextlib.contextmanager
     def during(self, hookable: Iterable[nn.Module]) -> Iterator[None]:
         """Detect calls in forward passes, except where a mode would take torch's modules off their fast path.
 
-        Args:
-            hookable: the modules on which hooks do not change what the model computes. In the forward of modules that
-                contain others, calls are not detected.
+        These are the modules that are not hookable, and those around them.
         """
         modules = list(hookable)
         known = set(map(id, modules))
-        apart = {id(each) for each in modules if any(id(inner) not in known for inner in each.modules())}
+        apart = {id(module) for module in modules if any(id(inner) not in known for inner in module.modules())}
+
+        def before(module: nn.Module, *_: Any) -> None:
+            if not in_backward():  # where checkpointing leaves modules half-way
+                has_fast_path = isinstance(module, (nn.TransformerEncoder, nn.MultiheadAttention))
+                self.enter(id(module) not in apart and not (has_fast_path and not module.training))
+
+        def after(*_: Any) -> None:
+            if not in_backward():
+                self.leave()
+
         try:
-            with before_forward(modules, _Enter(self, known, apart)), after_forward(modules, _Leave(self, known)):
+            with before_forward(modules, before), after_forward(modules, after):
                 yield
         finally:  # after an interrupt hooks may not have run
-            self._states.entered.clear()
-            self._enable(False)
+            while len(self._states) > 1:
+                self.leave()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -64,47 +76,45 @@ class AttentionCalls(TorchFunctionMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         # Calls in backward are recomputations by activation checkpointing; compiled parts of the model are only traced.
-        if func in READERS and not in_backward() and not torch.compiler.is_compiling():
-            reported = self._current()
-            if reported is not None:
-                self._read(reported, READERS[func], args, kwargs)
+        if func in _READERS and not in_backward() and not torch.compiler.is_compiling():
+            current = self._current()
+            if current is not None:
+                self._report_call(current, func, args, kwargs)
         return result
 
-    def _read(
-        self,
-        reported: Any,
-        read: Callable[..., AttentionArguments],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+    def _report_call(
+        self, current: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        if not all(is_plain(each) for each in (*args, *kwargs.values()) if isinstance(each, Tensor)):
-            self._report(reported, NOT_PLAIN)
+        if not all(is_plain(value) for value in (*args, *kwargs.values()) if isinstance(value, Tensor)):
+            self._report(current, NOT_PLAIN)
             return
         with aside():
-            try:
-                # The projections run in the user's autocast. It caches copies of weights that require gradients, and
-                # those made here would have none, so arguments are detached.
-                call = read(*map(_detached, args), **{name: _detached(each) for name, each in kwargs.items()})
-            except NotReadableError as error:
-                self._report(reported, str(error))
-                return
-            with torch.autocast(call.query.device.type, enabled=False):
-                self._report(reported, call)
+            # The projections run in the user's autocast. It caches copies of weights that require gradients, and those
+            # made here would have none, so arguments are detached.
+            call = _READERS[func](*map(_detached, args), **{name: _detached(value) for name, value in kwargs.items()})
+            device = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)).device
+            with torch.autocast(device.type, enabled=False):
+                self._report(current, call)
 
     def enter(self, enabled: bool) -> None:
         """Turn detection on or off until :meth:`leave`, for this thread; pairs may be nested."""
-        self._states.entered.append(self._states.enabled)
-        self._enable(enabled)
+        self._states.append(enabled)
+        self._switch(*self._states[-2:])
 
     def leave(self) -> None:
         """Return to what was before the latest :meth:`enter`."""
-        if self._states.entered:
-            self._enable(self._states.entered.pop())
+        if len(self._states) > 1:
+            self._switch(self._states.pop(), self._states[-1])
 
-    def _enable(self, enabled: bool) -> None:
-        if enabled == self._states.enabled:
+    @property
+    def _states(self) -> list[bool]:
+        """States of detection, at first and after every open :meth:`enter`: True if enabled."""
+        states: list[bool] = vars(self._thread).setdefault("states", [False])
+        return states
+
+    def _switch(self, before: bool, enabled: bool) -> None:
+        if before == enabled:
             return
-        self._states.enabled = enabled
         modes = [mode for mode in [pop_mode() for _ in range(function_modes())][::-1] if mode is not self]
         if enabled:
             # Below the others, so that whoever pops a mode pops his own; torch requires a default device to be first.
@@ -114,40 +124,60 @@ class AttentionCalls(TorchFunctionMode):
 
 
 def check_attention() -> None:
-    """Refuse what needs torch's private functions for its stack of modes.
-
-    Raises:
-        RuntimeError: if one of them is gone.
-    """
+    """Raise a RuntimeError if a private function of torch for its stack of modes is gone."""
     need("attention=True", push_mode, pop_mode, function_modes, device_mode)
-
-
-class _States(threading.local):
-    """Whether detection is enabled in a thread, and was before each module that is running."""
-
-    def __init__(self) -> None:
-        self.enabled = False
-        self.entered: list[bool] = []
-
-
-class _Enter(ModuleHook):
-    def __init__(self, calls: AttentionCalls, modules: set[int], apart: set[int]) -> None:
-        self._calls, self._modules, self._apart = calls, modules, apart
-
-    def __call__(self, module: nn.Module, *_: Any) -> None:
-        if id(module) in self._modules and not in_backward():  # where checkpointing leaves modules half-way
-            has_fast_path = isinstance(module, (nn.TransformerEncoder, nn.MultiheadAttention)) and not module.training
-            self._calls.enter(not has_fast_path and id(module) not in self._apart)
-
-
-class _Leave(ModuleHook):
-    def __init__(self, calls: AttentionCalls, modules: set[int]) -> None:
-        self._calls, self._modules = calls, modules
-
-    def __call__(self, module: nn.Module, *_: Any) -> None:
-        if id(module) in self._modules and not in_backward():
-            self._calls.leave()
 
 
 def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
+
+
+def _read_multi_head(*args: Any, **kwargs: Any) -> AttentionArguments | str:
+    """Project the inputs of ``multi_head_attention_forward`` once more; return the reason if that is not supported."""
+    bound = _MULTI_HEAD.bind(*args, **kwargs)
+    bound.apply_defaults()
+    call = SimpleNamespace(**bound.arguments)
+    added = (call.bias_k, call.bias_v, call.static_k, call.static_v)
+    if call.add_zero_attn or any(item is not None for item in added) or call.query.ndim == 2:
+        return "attention with bias_k, bias_v, static_k, static_v or add_zero_attn, or without a batch, is not measured"
+    weights = (call.q_proj_weight, call.k_proj_weight, call.v_proj_weight)
+    if not call.use_separate_proj_weight:
+        weights = call.in_proj_weight.chunk(3)
+    biases = (None,) * 3 if call.in_proj_bias is None else call.in_proj_bias.chunk(3)
+    query, key, value = (
+        _split_heads(F.linear(inputs, weight, bias), call.num_heads)
+        for inputs, weight, bias in zip((call.query, call.key, call.value), weights, biases, strict=True)
+    )
+    # With both torch uses the hint is_causal in place of the mask; otherwise the hint only describes the mask.
+    is_causal = call.is_causal and call.key_padding_mask is None and not call.need_weights
+    return AttentionArguments(query, key, value, None if is_causal else _merged_mask(call), is_causal=is_causal)
+
+
+def _split_heads(sequence: Tensor, heads: int) -> Tensor:
+    """Reshape (sequence, batch, heads * E) to (batch, heads, sequence, E)."""
+    length, batch, width = sequence.shape
+    return sequence.reshape(length, batch, heads, width // heads).permute(1, 2, 0, 3)
+
+
+def _merged_mask(call: SimpleNamespace) -> Tensor | None:
+    """The two masks, in which True excludes a key, as one in which True includes it, or one to add."""
+    masks: list[Tensor] = []
+    if call.attn_mask is not None:
+        per_head = call.attn_mask.ndim == 3
+        masks.append(call.attn_mask.unflatten(0, (-1, call.num_heads)) if per_head else call.attn_mask[None, None])
+    if call.key_padding_mask is not None:
+        masks.append(call.key_padding_mask[:, None, None])
+    if not masks:
+        return None
+    if all(mask.dtype == torch.bool for mask in masks):
+        return ~functools.reduce(torch.logical_or, masks)
+    zero = torch.zeros((), device=masks[0].device)
+    return functools.reduce(
+        torch.add, (torch.where(mask, -torch.inf, zero) if mask.dtype == torch.bool else mask for mask in masks)
+    )
+
+
+_READERS: dict[Callable[..., Any], Callable[..., AttentionArguments | str]] = {
+    F.scaled_dot_product_attention: AttentionArguments,
+    F.multi_head_attention_forward: _read_multi_head,
+}

@@ -16,24 +16,17 @@ from ignite_monitor.reference.call import Call, Comparison, NotComparableError
 
 
 class OutputComparison(Comparison):
-    """Measures each output of the model against that of the reference.
-
-    Args:
-        tags: name of a module -> its name as loggers take it.
-        metrics: metrics of the differences.
-
-    Attributes:
-        by_weights: whether modules are compared by their weights.
-    """
+    """Measures each output of the model against that of the reference; the tags are names as loggers take them."""
 
     by_weights = False
 
     def __init__(self, tags: Mapping[str, str], metrics: MetricSet) -> None:
         self._tags = tags
-        self.measured = Measurement("activation_difference", metrics)
+        self._metrics = metrics
+        self.clear()
 
     def clear(self) -> None:
-        self.measured.clear()
+        self.measured = Measurement("activation_difference", self._metrics)
 
     def keep(self, call: Call) -> Sequence[Tensor | None]:
         return [tensor for _, tensor in floating_tensors(call.output)]
@@ -47,7 +40,7 @@ class OutputComparison(Comparison):
             raise NotComparableError("its outputs have no values of their own here (DTensors, nested, sparse)")
         for (place, tensor), other in zip(tensors, initial, strict=True):
             key = f"{tag}/{place}" if place else tag
-            self.measured.add_difference(key, call.name or "_root_", tensor.detach(), other.detach())
+            self.measured.add(key, call.name or "_root_", tensor.detach(), minus=other.detach())
         return True
 
     def passed(self, results: dict[str, list[Any]]) -> None:
@@ -56,5 +49,4 @@ class OutputComparison(Comparison):
     def without(self, values: NamedValues, incomplete: Collection[str]) -> NamedValues:
         """Exclude the differences of modules of which a call could not be compared."""
         starts = tuple(f"activation_difference/{self._tags[name]}/" for name in incomplete)
-        kept = [index for index, name in enumerate(values.names) if not name.startswith(starts)] if starts else []
-        return values.rows(kept) if starts and len(kept) < len(values.names) else values
+        return values.rows([i for i, name in enumerate(values.names) if not name.startswith(starts)])

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Set
 import torch
 from torch import Tensor, nn
 
-from ignite_monitor.activation.measurement import Measurement, rows_of, values_of
+from ignite_monitor.activation.measurement import Measurement, values_of
 from ignite_monitor.activation.metric import MetricSet
 from ignite_monitor.model.devices import upload
 from ignite_monitor.model.norms import is_sharded, whole_tensor
@@ -38,18 +38,18 @@ class GradientMetrics:
 
     def gradients_ready(self, scale: Tensor | None, reached: Set[int]) -> None:
         """Measure the scaled gradients that a backward may have changed, of parameters given by id."""
-        self._measure_before([each for each in self._parameters if id(each) in reached], scale)
+        self._measure_before([parameter for parameter in self._parameters if id(parameter) in reached], scale)
 
     def step_started(self, parameters: Iterable[nn.Parameter], scale: Tensor | None) -> None:
         """Measure the scaled gradients of an optimizer's first step."""
-        own = [each for each in parameters if each in self._parameters and each not in self._stepped]
-        clipped = {each: each.grad for each in own if each in self._measured and each.grad is not None}
-        self._measure_before([each for each in own if each not in self._measured], scale)
+        own = [item for item in parameters if item in self._parameters and item not in self._stepped]
+        clipped = {item: item.grad for item in own if item in self._measured and item.grad is not None}
+        self._measure_before([parameter for parameter in own if parameter not in self._measured], scale)
         # All ranks gather sharded gradients, those without a step too: at the end of the iteration.
-        self._sharded |= {each: (grad.detach().clone(), scale) for each, grad in clipped.items() if is_sharded(grad)}
-        self._after += self._measure(
-            "gradient_after_clip", {each: grad for each, grad in clipped.items() if not is_sharded(grad)}, scale
-        )
+        sharded = {parameter: grad for parameter, grad in clipped.items() if is_sharded(grad)}
+        self._sharded |= {parameter: (grad.detach().clone(), scale) for parameter, grad in sharded.items()}
+        whole = {parameter: grad for parameter, grad in clipped.items() if parameter not in sharded}
+        self._after += self._measure("gradient_after_clip", whole, scale)
         self._stepped.update(own)
 
     def values(self) -> list[NamedValues]:
@@ -68,7 +68,7 @@ class GradientMetrics:
         return [before, *([_differing(before, joined(self._after))] if self._after else [])]
 
     def _measure_before(self, parameters: Iterable[nn.Parameter], scale: Tensor | None) -> None:
-        found = {each: each.grad for each in parameters if each.grad is not None and each not in self._stepped}
+        found = {item: item.grad for item in parameters if item.grad is not None and item not in self._stepped}
         self._before += self._measure("gradient", found, scale)
         self._measured.update(found)
 
@@ -84,7 +84,7 @@ class GradientMetrics:
                     wide = whole.to(torch.promote_types(whole.dtype, torch.float32))
                     whole = wide / scale.to(whole.device, non_blocking=True)
                 measurement.add(tag, name, whole)
-        return values_of([measurement], *rows_of([measurement]))
+        return values_of([measurement])
 
 
 def _differing(before: NamedValues, after: NamedValues) -> NamedValues:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from ignite_monitor.activation.attention_calls import check_attention
 from ignite_monitor.activation.comparison import OutputComparison
-from ignite_monitor.activation.forward_metrics import COMPLEX, FAST_PATH, ForwardMetrics, Layer
+from ignite_monitor.activation.forward_metrics import COMPLEX, ForwardMetrics, Layer
 from ignite_monitor.activation.gradient_metrics import GradientMetrics
 from ignite_monitor.activation.measurement import Measurement, rows_of, values_of
 from ignite_monitor.activation.metric import AGGREGATES, MetricSet
@@ -35,6 +35,9 @@ from ignite_monitor.monitor.ranks import world_size
 from ignite_monitor.monitor.transfer import NamedValues, joined
 from ignite_monitor.reference.monitor import ReferenceMonitor
 
+_FAST_PATH = (
+    "a hook would take nn.TransformerEncoderLayer in evaluation mode off its fast path, which rounds differently"
+)
 _WITHOUT_UNITS = tuple(name for name in STATISTICS if name != "dead_fraction")
 
 Metrics = Mapping[str, Any] | bool | None
@@ -89,7 +92,6 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
             )
             handler.attach(trainer, Events.ITERATION_STARTED(every=100))
             handler.log_to(tensorboard_logger, trainer)
-            trainer.run(loader, max_epochs=5)
     """
 
     _lacking = "no activation_difference is published"
@@ -116,13 +118,13 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
             "activation": ("activations", activations),
             "activation_difference": ("activation_differences", activation_differences),
             "gradient": ("gradients", gradients),
-            "gradient_after_clip": ("gradients", gradients),
             "parameter": ("parameters", parameters),
             "parameter_difference": ("parameter_differences", parameter_differences),
         }
-        chosen = [family for family, (_, metrics) in given.items() if metrics not in (None, False)]
-        of_attention = ["attention_entropy", "attention_logit_max"] if attention else []
-        super().__init__(model, prefix, ["recorded", *chosen, *of_attention])
+        families = ["recorded", *(family for family, (_, metrics) in given.items() if metrics not in (None, False))]
+        families += ["gradient_after_clip"] if "gradient" in families else []
+        families += ["attention_entropy", "attention_logit_max"] if attention else []
+        super().__init__(model, prefix, families)
         check_choice("aggregate", aggregate, *AGGREGATES)
         self._metrics = {
             family: MetricSet(
@@ -154,11 +156,12 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
             raise ValueError("Arguments include and exclude should leave a module or a parameter, but leave none")
         self._attention = attention
         self.warns_without_attention = True
-        self._saw_attention = self._lacks_attention = False  # in any measured iteration; in none of them
+        self._saw_attention: bool | None = None  # in any measured iteration; None without one
         if reference is not None:
             self._set_reference(reference)
         self._pauses: list[None] = []
         self._reported: set[tuple[str, str]] = set()
+        self._forward: ForwardMetrics | None = None
         self._gradients: GradientMetrics | None = None
         self._of_parameters: list[NamedValues] = []
         self.reset_run_state()
@@ -186,42 +189,32 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
         if not self._is_running:
             return []
         self._update_names()
-        return [self._measuring()]
-
-    @contextlib.contextmanager
-    def _measuring(self) -> Iterator[None]:
-        if self._forward is None:
-            yield
-            return
         self._of_parameters = self._measure_parameters()
         if self._metrics["gradient"]:
             self._gradients = GradientMetrics(self._parameters, self._metrics["gradient"])
-        self._forward.start()
+        self._forward = ForwardMetrics(
+            self._modules[""], self._layers, self._metrics["activation"], self._attention, self._pauses
+        )
         hooked = hookable(self._modules)
-        self._report_skipped(FAST_PATH, [name for name in self._modules if name not in hooked])
-        own = self._forward.train_step_contexts(list(hooked.values()))
-        with contextlib.ExitStack() as stack:
-            for context in [self._eager(), *own, *super().train_step_contexts()]:
-                stack.enter_context(context)
-            yield
+        self._report_skipped(_FAST_PATH, [name for name in self._modules if name not in hooked])
+        return [self._eager(), *self._forward.contexts(list(hooked.values())), *super().train_step_contexts()]
 
     def on_run_end(self) -> None:
         super().on_run_end()
-        if self._lacks_attention and self.warns_without_attention:
+        if self._saw_attention is False and self.warns_without_attention:
             self._warn_once(
-                "attention=True saw no attention call: scaled_dot_product_attention and nn.MultiheadAttention are "
-                "measured"
+                "attention=True saw no attention call (scaled_dot_product_attention, nn.MultiheadAttention)"
             )
 
     def reset_run_state(self) -> None:
         self._known: list[nn.Parameter] | None = None  # the model's parameters when names were taken
         self._modules: dict[str, nn.Module] = {}
-        self._forward: ForwardMetrics | None = None
+        self._layers: dict[nn.Module, Layer] = {}
+        self._parameters: dict[nn.Parameter, tuple[str, str]] = {}
+        self._forward = self._gradients = None
+        self._of_parameters = []
         self._differences: OutputComparison | None = None
         self._comparison = self._passes = None
-        self._gradients = None
-        self._parameters: dict[nn.Parameter, tuple[str, str]] = {}
-        self._of_parameters = []
         self._over_ranks = RankReduction()
 
     def _on_gradients_ready(self, engine: Engine, backward: GradientsReady) -> None:
@@ -233,63 +226,58 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
             self._gradients.step_started(parameters_of(step.optimizer), step.scale)
 
     def _on_train_step_completed(self, engine: Engine) -> None:
-        if not self._is_running or self._forward is None:
+        forward, gradients = self._forward, self._gradients
+        self._forward = self._gradients = None
+        if not self._is_running or forward is None:
             return
-        found, self._of_parameters = self._forward_values() + self._of_parameters, []
-        if self._gradients is not None:
-            found += self._gradients.values()
-        self._gradients = None
-        for reason in sorted({reason for _, reason in self._forward.skipped}):
-            self._report_skipped(reason, [tag for tag, other in sorted(self._forward.skipped) if other == reason])
-        self._saw_attention |= self._forward.saw_attention
-        self._lacks_attention = not self._saw_attention
+        found = self._forward_values(forward) + self._of_parameters
+        if gradients is not None:
+            found += gradients.values()
+        self._of_parameters = []
+        for reason, names in sorted(forward.skipped.items()):
+            self._report_skipped(reason, sorted(names))
+        self._saw_attention = bool(self._saw_attention) or forward.saw_attention
         if any(values.names for values in found):
             self.publish_table(*joined(found))
-        elif self.families == [self._named("recorded")] and not self._forward.skipped:
+        elif self.families == [self._named("recorded")] and not forward.skipped:
             self._warn_once(
                 "nothing is measured: no metrics are chosen, and the model calls no record(). Give activations=True "
                 "for the built-in ones, or attention=True"
             )
 
-    def _report_skipped(self, reason: str, names: list[str]) -> None:
+    def _report_skipped(self, reason: str, names: Iterable[str]) -> None:
         """Warn once for each name and reason."""
-        new = [name for name in names if (name, reason) not in self._reported]
+        new = [name for name in names if name and (name, reason) not in self._reported]
         self._reported.update((name, reason) for name in new)
         if new:
-            self.logger.warning("%s: skipped %s: %s", type(self).__name__, ", ".join(filter(None, new)), reason)
+            self.logger.warning("%s: skipped %s: %s", type(self).__name__, ", ".join(new), reason)
 
     # Values
 
-    def _forward_values(self) -> list[NamedValues]:
-        if self._forward is None:
-            return []
+    def _forward_values(self, forward: ForwardMetrics) -> list[NamedValues]:
         with aside():
-            self._forward.flush()  # of passes of single modules
-        measurements = [self._forward.activation, self._forward.recorded]
+            forward.activation.flush()  # of passes of single modules
+        measurements = [forward.activation, forward.recorded]
         if self._differences is not None:
             measurements.append(self._differences.measured)
-        sums, maxima = rows_of(measurements)
-        attention_sums, attention_maxima = self._forward.attention_rows()
-        sums, maxima = sums | attention_sums, maxima | attention_maxima
+        rows = rows_of(measurements, *forward.attention_rows())
         if world_size() > 1:
             if not self._may_add():
                 return []
-            sums, maxima = self._over_ranks(sums, maxima, device_of(self.model))
-        found = values_of(measurements, sums, maxima)
-        if self._differences is not None and self._passes is not None:
-            self._forget()
+            rows = self._over_ranks(*rows, device_of(self.model))
+        found = values_of(measurements, rows)
+        if self._differences is not None and self._passes is not None and self._passes.incomplete:
             found = [self._differences.without(values, self._passes.incomplete) for values in found]
+        self._forget()
         return found
 
     def _measure_parameters(self) -> list[NamedValues]:
-        if not self._metrics["parameter"] and not self._metrics["parameter_difference"]:
-            return []
-        initial = {}
-        if self._reference is not None and self._metrics["parameter_difference"]:
-            named = named_parameters(self._reference.module)
-            initial = {name: parameter for name, parameter, _ in named if not parameter.is_meta}
         current = Measurement("parameter", self._metrics["parameter"])
         difference = Measurement("parameter_difference", self._metrics["parameter_difference"])
+        initial = {}
+        if self._reference is not None and difference.metrics:
+            named = named_parameters(self._reference.module)
+            initial = {name: parameter for name, parameter, _ in named if not parameter.is_meta}
         for parameter, (name, tag) in self._parameters.items():
             compared = name in initial and difference.wants(name)
             if compared or current.wants(name):
@@ -297,8 +285,8 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
                 current.add(tag, name, whole)
                 if compared:
                     other = whole_tensor(initial[name])
-                    difference.add_difference(tag, name, whole, other.to(whole.device, non_blocking=True))
-        return values_of([current, difference], *rows_of([current, difference]))
+                    difference.add(tag, name, whole, minus=other.to(whole.device, non_blocking=True))
+        return values_of([current, difference])
 
     def _update_names(self) -> None:
         """Take the names of modules and parameters, if parameters may have changed since the last iteration."""
@@ -306,18 +294,11 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
             return
         self._known = self._source.parameters(self.model)
         self._modules = modules = modules_by_name(self.model)
-        layers = {
-            name: Layer.of(name or "_root_", tag, modules[name], self._metrics["activation"])
+        self._layers = {
+            modules[name]: (name or "_root_", tag)
             for name, tag in zip(modules, tags(name or "_root_" for name in modules), strict=True)
             if (name or "_root_") in self._selection
         }
-        self._forward = ForwardMetrics(
-            modules[""],
-            {modules[name]: layer for name, layer in layers.items()},
-            self._metrics["activation"],
-            self._attention,
-            self._pauses,
-        )
         parameters = list(named_parameters(self.model))
         self._parameters = {
             parameter: (name, tag)
@@ -326,12 +307,10 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
         }
         families = ("parameter", "gradient", "parameter_difference")
         if any(any(self._metrics[family].builtin) for family in families):
-            self._report_skipped(
-                COMPLEX, [tag for each, (_, tag) in self._parameters.items() if each.dtype in WITHOUT_STATISTICS]
-            )
+            without = [tag for item, (_, tag) in self._parameters.items() if item.dtype in WITHOUT_STATISTICS]
+            self._report_skipped(COMPLEX, without)
         if self._reference is not None and self._metrics["activation_difference"]:
-            compared = [name for name in layers if name in self._reference.modules]
-            self._differences = OutputComparison(
-                {name: layers[name].tag for name in compared}, self._metrics["activation_difference"]
-            )
+            compared = {name: self._layers[module][1] for name, module in modules.items() if module in self._layers}
+            compared = {name: tag for name, tag in compared.items() if name in self._reference.modules}
+            self._differences = OutputComparison(compared, self._metrics["activation_difference"])
             self._compare(compared, self._differences)

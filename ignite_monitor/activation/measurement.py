@@ -3,123 +3,135 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ignite_monitor.activation.accumulator import Accumulator
 from ignite_monitor.activation.metric import MetricSet, call_metric
-from ignite_monitor.activation.statistics import STATISTICS, WITHOUT_STATISTICS, statistics
+from ignite_monitor.activation.statistics import (
+    STATISTICS,
+    WITHOUT_STATISTICS,
+    added,
+    as_sums,
+    merged,
+    merged_by_name,
+    moments,
+    statistics,
+    with_units,
+)
 from ignite_monitor.model.devices import move_like, upload
 from ignite_monitor.monitor.rank_reduction import Rows
 from ignite_monitor.monitor.transfer import NamedValues
 
+# Tensors of at most so many elements are measured together: an operation on one takes longer than its arithmetic.
+SMALL = 2**16
+
+# Elements of tensors that wait to be measured together.
+_MOST_WAITING = 2**22
+
 
 class Measurement:
-    """Measures tensors of one family of keys."""
+    """Measures tensors of one family of keys in one iteration."""
 
     def __init__(self, family: str, metrics: MetricSet) -> None:
         self.family = family
         self.metrics = metrics
         self._columns = [index for index, wanted in enumerate(metrics.builtin) if wanted]
-        self._accumulator = Accumulator()
-        self._aggregates: dict[str, _Aggregate] = {}
+        self._waiting: dict[Any, tuple[list[str], list[Tensor]]] = {}  # by what measures them together
+        self._waiting_size = 0
+        self._moments: dict[int, list[NamedValues]] = {}  # by number of units, 0 for none
         self._order: dict[str, int] = {}  # key -> place in the order of execution
-
-    def clear(self) -> None:
-        """Forget all tensors."""
-        self._accumulator.clear()
-        self._aggregates.clear()
+        self._aggregates: dict[str, dict[str, tuple[Tensor, float]]] = {}  # aggregation -> key -> value, weight
 
     def wants(self, name: str) -> bool:
-        """Whether any metric applies to a module or parameter."""
+        """Return True if any metric applies to a module or parameter."""
         return bool(self._columns or self.metrics.of(name))
 
-    def add(self, key: str, name: str, tensor: Tensor, unit: int | None = None, *, copy: bool = False) -> None:
-        """Measure a tensor without a graph, under ``no_grad``; a complex one by the user's own functions alone.
-
-        Args:
-            key: what its keys start with, after the family.
-            name: the module or parameter that it belongs to.
-            tensor: the tensor. It must not change before :meth:`flush`, unless it is copied.
-            unit: the dimension whose indices are units.
-            copy: whether to copy the tensor where it waits.
-        """
-        if self._columns:
-            self._order.setdefault(key, len(self._order))
-            self._accumulator.add(key, tensor, unit, copy=copy)
+    def add(
+        self,
+        key: str,
+        name: str,
+        tensor: Tensor,
+        *,
+        unit: int | None = None,
+        minus: Tensor | None = None,
+        copy: bool = False,
+    ) -> None:
+        """Measure a tensor without a graph, which must not change before :meth:`flush`, unless it is copied."""
         if self.metrics.own:
-            self._call(key, name, tensor.detach())
-
-    def add_difference(self, key: str, name: str, tensor: Tensor, other: Tensor) -> None:
-        """Measure the difference of two tensors, both detached."""
-        if self._columns and tensor.dtype not in WITHOUT_STATISTICS:
+            self._call(key, name, tensor.detach(), *([] if minus is None else [minus]))
+        size = tensor.numel()
+        if not self._columns or not size or tensor.dtype in WITHOUT_STATISTICS:
+            return
+        if minus is not None:
             # In half precision the difference would be rounded, and float8 has no arithmetic.
-            dtype = torch.float64 if torch.float64 in (tensor.dtype, other.dtype) else torch.float32
-            self._accumulator.add(key, tensor.to(dtype) - other.to(dtype))
-        if self.metrics.own:
-            self._call(key, name, tensor, other)
+            dtype = torch.float64 if torch.float64 in (tensor.dtype, minus.dtype) else torch.float32
+            tensor = tensor.to(dtype) - minus.to(dtype)
+        self._order.setdefault(key, len(self._order))
+        if size > SMALL:
+            self._measure([key], tensor.unsqueeze(0), unit)
+            return
+        keys, tensors = self._waiting.setdefault((unit, tensor.shape, tensor.dtype, tensor.device), ([], []))
+        keys.append(key)
+        tensors.append(tensor.clone() if copy else tensor)
+        self._waiting_size += size
+        if self._waiting_size > _MOST_WAITING:
+            self.flush()
 
     def aggregate(self, key: str, how: str, value: Tensor, weight: float = 1.0) -> None:
         """Aggregate a value, 0-dim and of the widest dtype, with those of its key."""
-        new = _Aggregate(how, value * weight if how == "mean" else value, weight)
-        known = self._aggregates.get(key)
-        self._aggregates[key] = new if known is None else known.plus(new)
+        values = self._aggregates.setdefault(how, {})
+        value = value * weight if how == "mean" else value
+        if key in values:
+            known, known_weight = values[key]
+            value, weight = _COMBINED[how](known, move_like(value, known)), known_weight + weight
+        values[key] = value, weight
 
     def flush(self) -> None:
-        """Measure the tensors that wait."""
-        self._accumulator.flush()
+        """Measure the tensors that wait, and merge the moments of all passes."""
+        waiting, self._waiting, self._waiting_size = self._waiting, {}, 0
+        for (unit, *_), (keys, tensors) in waiting.items():
+            self._measure(keys, torch.stack(tensors), unit)
+        self._moments = {units: [merged_by_name(parts, merged)] for units, parts in self._moments.items()}
 
-    def rows(self) -> tuple[Rows, Rows]:
-        """Everything measured: rows that add up over ranks, and rows whose maximum over ranks is taken."""
-        sums: Rows = {}
-        maxima: Rows = {}
-        for units, (own, largest) in self._accumulator.result().items():
-            sums[self.family, "sums", units] = own
-            maxima[self.family, "units", units] = NamedValues(own.names, largest)
-        by_kind: dict[str, dict[str, _Aggregate]] = {}
-        for key, each in self._aggregates.items():
-            by_kind.setdefault(each.how, {})[key] = each
-        for how, of_kind in by_kind.items():
-            first = next(iter(of_kind.values())).value
-            values = torch.stack([move_like(each.value, first) for each in of_kind.values()])
+    def put_rows(self, sums: Rows, maxima: Rows) -> None:
+        """Add everything measured to rows that add up over ranks, and to rows whose maximum over ranks is taken."""
+        self.flush()
+        for units, ((keys, rows),) in self._moments.items():
+            sums[self.family, "moments", units] = NamedValues(keys, as_sums(rows))
+            maxima[self.family, "units", units] = NamedValues(keys, rows[:, 6:])
+        for how, found in self._aggregates.items():
+            first = next(iter(found.values()))[0]
+            values = torch.stack([move_like(value, first) for value, _ in found.values()])
             if how in _EXTREMES:
-                maxima[self.family, how] = NamedValues(list(of_kind), (_EXTREMES[how] * values).unsqueeze(1))
+                maxima[self.family, how] = NamedValues([*found], (_EXTREMES[how] * values).unsqueeze(1))
             else:
-                weights = torch.tensor([each.weight for each in of_kind.values()], dtype=values.dtype, device="cpu")
-                rows = torch.stack([values, upload(weights, values.device)], 1)
-                sums[self.family, how] = NamedValues(list(of_kind), rows)
-        return sums, maxima
+                weights = torch.tensor([weight for _, weight in found.values()], dtype=values.dtype, device="cpu")
+                sums[self.family, how] = NamedValues([*found], torch.stack([values, upload(weights, first.device)], 1))
 
     def statistics(self, sums: Rows, maxima: Rows) -> list[NamedValues]:
         """Names and values of the built-in metrics, NaN where there are none, from rows of this rank or of all."""
-        tables, names = [], list[str]()
-        for (family, kind, *rest), (own, rows) in sums.items():
-            if (family, kind) == (self.family, "sums"):
-                (units,) = rest
-                tables.append(_with_units(rows, maxima[family, "units", units].values, units))
-                names += own
-        if not names:
+        parts = [
+            NamedValues(keys, with_units(rows, maxima[self.family, "units", kind[2]].values, kind[2]))
+            for kind, (keys, rows) in sums.items()
+            if kind[:2] == (self.family, "moments")
+        ]
+        if not parts:
             return []
-        table = torch.cat(tables)
-        if len(set(names)) < len(names):  # some tensors have had several numbers of units
-            by_name: dict[str, Tensor] = {}
-            for name, row in zip(names, table.unbind(), strict=True):
-                known = by_name.get(name)
-                by_name[name] = row if known is None else torch.cat([known[:9] + row[:9], known[9:].maximum(row[9:])])
-            names, table = list(by_name), torch.stack([*by_name.values()])
-        places = sorted(range(len(names)), key=lambda place: self._order.get(names[place], place))
-        if places != list(range(len(names))):  # the order in which reports look for the first non-finite output
-            names = [names[place] for place in places]
-            table = table[upload(torch.tensor(places, dtype=torch.int64, device="cpu"), table.device)]
-        values = statistics(table[:, :7], dead=table[:, 7], units=table[:, 8], largest=table[:, 9])
-        keys = [f"{self.family}/{name}/{STATISTICS[index]}" for name in names for index in self._columns]
-        chosen = (
-            values if len(self._columns) == len(STATISTICS) else torch.stack([values[:, i] for i in self._columns], 1)
-        )
-        return [NamedValues(keys, chosen.flatten())]
+        table = merged_by_name(parts, added)  # one key may have had several numbers of units
+        # Reports name the first non-finite output by the order of the names.
+        places = sorted(range(len(table.names)), key=lambda i: self._order.get(table.names[i], i))
+        keys, rows = table.rows(places)
+        values = statistics(rows)
+        names = [f"{self.family}/{key}/{STATISTICS[index]}" for key in keys for index in self._columns]
+        return [NamedValues(names, torch.stack([values[:, index] for index in self._columns], 1).flatten())]
+
+    def _measure(self, keys: list[str], tensors: Tensor, unit: int | None) -> None:
+        rows = moments(tensors, None if unit is None else unit + 1)
+        units = 0 if unit is None else rows.shape[1] - 6
+        self._moments.setdefault(units, []).append(NamedValues(keys, rows))
 
     def _call(self, key: str, name: str, *tensors: Tensor) -> None:
         if tensors[0].numel():
@@ -129,24 +141,7 @@ class Measurement:
                 self.aggregate(f"{key}/{metric_name}", how, value, tensors[0].numel())
 
 
-class _Aggregate(NamedTuple):
-    """Aggregate of several values: weighted sum and sum of weights for a mean, or sum, largest or smallest value."""
-
-    how: str
-    value: Tensor
-    weight: float
-
-    def plus(self, other: _Aggregate) -> _Aggregate:
-        value = _COMBINED[self.how](self.value, move_like(other.value, self.value))
-        return _Aggregate(self.how, value, self.weight + other.weight)
-
-
-_COMBINED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "mean": torch.add,
-    "sum": torch.add,
-    "max": torch.maximum,
-    "min": torch.minimum,
-}
+_COMBINED: dict[str, Any] = {"mean": torch.add, "sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 _EXTREMES = {"max": 1.0, "min": -1.0}
 _VALUES: dict[str, Callable[[Tensor], Tensor]] = {
     "mean": lambda rows: rows[:, 0] / rows[:, 1],
@@ -156,29 +151,19 @@ _VALUES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def rows_of(measurements: Iterable[Measurement]) -> tuple[Rows, Rows]:
-    """The :meth:`Measurement.rows` of several measurements together."""
-    sums: Rows = {}
-    maxima: Rows = {}
-    for each in measurements:
-        own_sums, own_maxima = each.rows()
-        sums |= own_sums
-        maxima |= own_maxima
+def rows_of(measurements: Iterable[Measurement], sums: Rows, maxima: Rows) -> tuple[Rows, Rows]:
+    """Return sums and maxima with the :meth:`Measurement.put_rows` of all measurements."""
+    for measurement in measurements:
+        measurement.put_rows(sums, maxima)
     return sums, maxima
 
 
-def values_of(measurements: Iterable[Measurement], sums: Rows, maxima: Rows) -> list[NamedValues]:
-    """Names and values, not finite where there are none, from rows of this rank or of all."""
+def values_of(measurements: Sequence[Measurement], rows: tuple[Rows, Rows] | None = None) -> list[NamedValues]:
+    """Names and values, not finite where there are none, from rows of this rank (None) or of all."""
+    sums, maxima = rows_of(measurements, {}, {}) if rows is None else rows
     found = [
-        NamedValues([f"{family}/{key}" for key in keys], _VALUES[how](values))
-        for (family, how, *_), (keys, values) in (sums | maxima).items()
-        if how in _VALUES
+        NamedValues([f"{kind[0]}/{key}" for key in keys], _VALUES[kind[1]](values))
+        for kind, (keys, values) in (sums | maxima).items()
+        if kind[1] in _VALUES
     ]
-    return found + [values for each in measurements for values in each.statistics(sums, maxima)]
-
-
-def _with_units(sums: Tensor, largest: Tensor, units: int) -> Tensor:
-    """Sums, the number of dead units, the number of units, the largest absolute value: of shape (tensors, 10)."""
-    top = largest.amax(1)
-    dead = (largest == 0).sum(1).to(top.dtype) if units else torch.zeros_like(top)
-    return torch.cat([sums, torch.stack([dead, torch.full_like(top, units), top], 1)], 1)
+    return found + [values for measurement in measurements for values in measurement.statistics(sums, maxima)]

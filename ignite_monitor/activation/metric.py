@@ -54,8 +54,6 @@ class Metric:
         if aggregate is not None:
             check_choice("aggregate", aggregate, *AGGREGATES)
         self.fn = fn
-        self.include = include
-        self.exclude = exclude
         self.aggregate = aggregate
         self._selection = Selection(include, exclude)
 
@@ -87,23 +85,7 @@ _OF_DTYPES = {"underflow_fraction": underflow_fraction, "overflow_fraction": ove
 
 
 class MetricSet:
-    """Metrics of one kind of tensor.
-
-    Args:
-        argument: the name of the user's argument.
-        given: name -> function, :class:`Metric`, or True for the built-in one; True for the built-in set.
-        builtin: names in the built-in set.
-        aggregate: aggregation of metrics that do not specify one.
-        of_dtypes: whether metrics that take a dtype are available.
-
-    Attributes:
-        builtin: which of ``STATISTICS`` are measured.
-        own: name -> other metrics.
-
-    Raises:
-        TypeError: if an argument is of another type.
-        ValueError: if a name is not valid, or a dtype is not a floating-point one.
-    """
+    """Metrics of one kind of tensor, from the user's argument."""
 
     def __init__(
         self, argument: str, given: Any, builtin: tuple[str, ...], aggregate: str, of_dtypes: bool = False
@@ -112,7 +94,7 @@ class MetricSet:
             given = dict.fromkeys(builtin, True)
         if not isinstance(given, Mapping):
             raise TypeError(f"Argument {argument} should be a dict of functions, True or None, but given {type(given)}")
-        self.builtin = [False] * len(STATISTICS)
+        self.builtin = [given.get(name) is True for name in STATISTICS]
         self.own: dict[str, Metric] = {}
         self.aggregate = aggregate
         for name, metric in given.items():
@@ -123,13 +105,18 @@ class MetricSet:
                     f"Argument {argument} should have names of letters, digits, '-', '_', '.' and '/', "
                     f"but given {name!r}"
                 )
-            if of_dtypes and name in _OF_DTYPES and (metric is True or isinstance(metric, torch.dtype)):
-                self.own[name] = _of_dtype(argument, name, torch.float16 if metric is True else metric)
-            elif metric is True and name in builtin:
-                self.builtin[STATISTICS.index(name)] = True
-            elif metric is True or isinstance(metric, torch.dtype):
-                raise ValueError(f"Argument {argument} has no built-in {name!r}, but {', '.join(builtin)}")
-            elif isinstance(metric, Metric) or callable(metric):
+            if metric is True and name in builtin:
+                continue
+            if metric is True or isinstance(metric, torch.dtype):
+                dtype = torch.float16 if metric is True else metric
+                if not of_dtypes or name not in _OF_DTYPES:
+                    raise ValueError(f"Argument {argument} has no built-in {name!r}, but {', '.join(builtin)}")
+                if not dtype.is_floating_point:
+                    raise ValueError(
+                        f"Argument {argument} should have a floating-point dtype for {name!r}, but {dtype}"
+                    )
+                self.own[name] = Metric(functools.partial(_OF_DTYPES[name], dtype=dtype), aggregate="mean")
+            elif callable(metric) or isinstance(metric, Metric):
                 self.own[name] = metric if isinstance(metric, Metric) else Metric(metric)
             else:
                 raise TypeError(
@@ -140,27 +127,17 @@ class MetricSet:
         return bool(self.own) or any(self.builtin)
 
     def of(self, name: str) -> list[tuple[str, Metric]]:
-        """Metrics other than the built-in ones of a module or parameter."""
+        """Return the metrics, other than the built-in ones, of a module or parameter."""
         return [(key, metric) for key, metric in self.own.items() if name in metric]
 
 
-def _of_dtype(argument: str, name: str, dtype: torch.dtype) -> Metric:
-    if not dtype.is_floating_point:
-        raise ValueError(f"Argument {argument} should have a floating-point dtype for {name!r}, but {dtype}")
-    return Metric(functools.partial(_OF_DTYPES[name], dtype=dtype), aggregate="mean")
-
-
 def is_tag(name: str) -> bool:
-    """Whether loggers take a name as it is."""
+    """Return True if loggers take a name as it is."""
     return re.fullmatch(r"[A-Za-z0-9_./-]+", name) is not None
 
 
 def call_metric(metric: Metric, description: str, tensors: tuple[Tensor, ...]) -> Tensor:
-    """The value of a metric, 0-dim and of the device's widest dtype.
-
-    Raises:
-        FailedFunctionError: if the function raises an error, which is its cause, or returns something else.
-    """
+    """Return the value of a metric, 0-dim and of the device's widest dtype."""
     try:
         with torch.no_grad():
             return as_number(metric.fn(*tensors), tensors[0].device)
@@ -170,11 +147,7 @@ def call_metric(metric: Metric, description: str, tensors: tuple[Tensor, ...]) -
 
 
 def as_number(value: Any, device: torch.device) -> Tensor:
-    """A number, or the mean of a tensor, as a 0-dim tensor of the widest dtype.
-
-    Raises:
-        TypeError: if it is neither.
-    """
+    """Convert a number, or the mean of a tensor, to a 0-dim tensor of the widest dtype."""
     if isinstance(value, Tensor) and not value.is_complex():
         return value.detach().mean(dtype=wide_dtype(value.device))
     if isinstance(value, Real):

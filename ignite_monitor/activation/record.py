@@ -44,7 +44,7 @@ def record(name: str, value: Any, module: nn.Module | None = None) -> None:
 
 @contextlib.contextmanager
 def recording(receive: Callable[[nn.Module | None, str, Any], None]) -> Iterator[None]:
-    """Call a function with what is recorded: the module, None outside of any, the name and the value."""
+    """Call a function with the module, None outside of any, the name and the value of what is recorded."""
     _receivers.append(receive)
     try:
         yield

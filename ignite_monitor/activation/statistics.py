@@ -4,74 +4,70 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from ignite_monitor.model.devices import wide_dtype
+from ignite_monitor.model.devices import move, upload, wide_dtype
+from ignite_monitor.monitor.transfer import NamedValues
 
 STATISTICS = ("mean", "std", "l2_norm", "max_abs", "dead_fraction", "nonfinite_count")
 
 # Their elements are not real numbers.
 WITHOUT_STATISTICS = {torch.complex32, torch.complex64, torch.complex128, getattr(torch, "float4_e2m1fn_x2", None)}
 
-# Elements converted to float64 at a time: a copy of so many stays in the processor's cache.
+# Elements converted to float64 at a time: on the CPU as many as its cache holds.
 PIECE = 2**18
+_PIECE_ON_ACCELERATOR = 2**24
+
+# Of a larger share of the sum of squares, their difference from the mean's has seven digits in float64.
+_SHARED = 1e-8
 
 
-class Moments(NamedTuple):
-    """Moments of several tensors of one shape, or of several parts of each.
-
-    Attributes:
-        elements: the number of elements of each tensor.
-        vectors: the number of vectors along the last dimension of each tensor.
-        rows: mean, sum of squared differences from the mean, sum of the vectors' l2 norms, number of non-finite
-            elements: of shape (tensors, 4).
-        largest: the largest absolute value of each unit, of shape (tensors, units); one unit if there are none.
-    """
-
-    elements: int
-    vectors: int
-    rows: Tensor
-    largest: Tensor
-
-
-def moments(tensors: Tensor, unit: int | None) -> Moments:
+def moments(tensors: Tensor, unit: int | None) -> Tensor:
     """Compute moments in float64 (float32 on devices without it).
 
     ``var_mean`` and ``aminmax`` are 10 to 40 times slower on the CPU than the sums and norms that are used instead.
 
     Args:
         tensors: non-empty tensors of shape (tensors, ...), without a graph.
-        unit: the dimension whose indices are units, None if there are none.
+        unit: the dimension whose indices are units; None for a single unit.
+
+    Returns:
+        Number of elements, number of vectors along the last dimension, sum of the vectors' l2 norms, number of
+        non-finite elements, mean, sum of squared differences from the mean, and the largest absolute value of each
+        unit: of shape (tensors, 6 + units).
     """
     tensors = tensors if tensors.ndim > 1 else tensors.unsqueeze(1)  # single numbers
-    return functools.reduce(merged, (_moments(piece, unit) for piece in _pieces(tensors, unit)))
+    piece = PIECE if tensors.is_cpu else _PIECE_ON_ACCELERATOR
+    sums = functools.reduce(merged, map(_moments, _pieces(tensors, piece)))
+    largest = _largest(tensors.float() if tensors.itemsize == 1 else tensors, unit)
+    return torch.cat([sums, largest.to(sums.dtype)], 1)
 
 
-def _pieces(tensors: Tensor, unit: int | None, dim: int = 1) -> Iterator[Tensor]:
-    """Views of at most ``PIECE`` elements, undivided in the first, the last and the unit dimension."""
-    if tensors.numel() <= PIECE or dim >= tensors.ndim - 1:
+def _pieces(tensors: Tensor, most: int, dim: int = 1) -> Iterator[Tensor]:
+    """Views of at most so many elements, undivided in the first and the last dimension."""
+    if tensors.numel() <= most or dim >= tensors.ndim - 1:
         yield tensors
         return
-    step = tensors.shape[dim] if dim == unit else max(PIECE * tensors.shape[dim] // tensors.numel(), 1)
-    for part in tensors.split(step, dim):
-        yield from _pieces(part, unit, dim + 1)
+    for part in tensors.split(max(most * tensors.shape[dim] // tensors.numel(), 1), dim):
+        yield from _pieces(part, most, dim + 1)
 
 
-def _moments(tensors: Tensor, unit: int | None) -> Moments:
-    wide = tensors.to(wide_dtype(tensors.device), copy=True)
+def _moments(tensors: Tensor) -> Tensor:
+    wide = tensors.to(wide_dtype(tensors.device))
     flat, norms = wide.flatten(1), torch.linalg.vector_norm(wide, dim=-1).reshape(len(wide), -1)
-    mean = flat.mean(1)
-    nonfinite = torch.zeros_like(mean)
-    if wide.device.type != "cpu" or len(mean.isfinite().logical_not_().nonzero()):  # synchronizes, but for the CPU
-        nonfinite = flat.isfinite().logical_not_().sum(1).to(wide.dtype)
-    largest = _largest(wide if tensors.itemsize == 1 else tensors, unit).to(wide.dtype)
-    squares = torch.linalg.vector_norm(flat.sub_(mean.unsqueeze(1)), dim=1).square_()
-    rows = torch.stack([mean, squares, norms.sum(1), nonfinite], 1)
-    return Moments(flat.shape[1], norms.shape[1], rows, largest)
+    mean, squares = flat.mean(1), torch.linalg.vector_norm(norms, dim=1).square()
+    nonfinite, centred = torch.zeros_like(mean), squares - mean.square() * flat.shape[1]
+    # Reading the number of results that are not as usual synchronizes, but for the CPU.
+    if not mean.is_cpu or len(mean.isfinite().logical_not_().nonzero()):
+        nonfinite = flat.isfinite().logical_not_().sum(1).to(mean.dtype)
+    if not mean.is_cpu or len((centred > _SHARED * squares).logical_not_().nonzero()):
+        centred = torch.linalg.vector_norm(flat - mean.unsqueeze(1), dim=1).square_()
+    counts = (torch.full_like(mean, rows.shape[1]) for rows in (flat, norms))
+    return torch.stack([*counts, norms.sum(1), nonfinite, mean, centred], 1)
 
 
 def _largest(tensors: Tensor, unit: int | None) -> Tensor:
@@ -83,32 +79,59 @@ def _largest(tensors: Tensor, unit: int | None) -> Tensor:
     return torch.maximum(tensors.amax(rest), tensors.amin(rest).neg()).reshape(len(tensors), -1)
 
 
-def merged(one: Moments, other: Moments) -> Moments:
+def merged(one: Tensor, other: Tensor) -> Tensor:
     """Merge moments of the same tensors, of other elements, by Chan's formula."""
-    elements = one.elements + other.elements
-    difference = other.rows[:, 0] - one.rows[:, 0]
-    rows = one.rows + other.rows
-    rows[:, 0] = one.rows[:, 0] + difference * (other.elements / elements)
-    rows[:, 1] += difference.square() * (one.elements * (other.elements / elements))
-    return Moments(elements, one.vectors + other.vectors, rows, torch.maximum(one.largest, other.largest))
+    rows = one + other
+    difference, share = other[:, 4] - one[:, 4], other[:, 0] / rows[:, 0]
+    rows[:, 4] = one[:, 4] + difference * share
+    rows[:, 5] += difference.square() * one[:, 0] * share
+    rows[:, 6:] = torch.maximum(one[:, 6:], other[:, 6:])
+    return rows
 
 
-def as_sums(counts: Tensor, rows: Tensor) -> Tensor:
-    """Moments in a form that adds up over ranks.
+def merged_by_name(parts: Sequence[NamedValues], merge: Callable[[Tensor, Tensor], Tensor]) -> NamedValues:
+    """Concatenate parts, and merge the rows of the same name."""
+    device = parts[0].values.device
+    names = [name for names, _ in parts for name in names]
+    together = NamedValues(names, torch.cat([move(rows, device) for _, rows in parts]))
+    if len(set(names)) == len(names):
+        return together
+    turns: list[dict[str, int]] = []  # name -> place of its first row, of its second one, ...
+    counts = Counter[str]()
+    for place, name in enumerate(names):
+        if counts[name] == len(turns):
+            turns.append({})
+        turns[counts[name]][name] = place
+        counts[name] += 1
+    first, *others = turns
+    place_of = {name: place for place, name in enumerate(first)}
+    result = together.rows([*first.values()])
+    for turn in others:
+        into = upload(torch.tensor([place_of[name] for name in turn], device="cpu"), device)
+        result.values[into] = merge(result.values[into], together.rows([*turn.values()]).values)
+    return result
 
-    Args:
-        counts: numbers of elements and vectors, of shape (tensors, 2).
-        rows: as in :class:`Moments`.
 
-    Returns:
-        These numbers, with sums for means, and the squared sums over the numbers of elements: of shape (tensors, 7).
-    """
-    total = counts[:, 0] * rows[:, 0]
-    of_mean = total * (total / counts[:, 0])
-    return torch.cat([counts, total.unsqueeze(1), rows[:, 1:], of_mean.unsqueeze(1)], 1)
+def as_sums(rows: Tensor) -> Tensor:
+    """Moments with sums for means, and squared sums over numbers of elements: of shape (tensors, 7)."""
+    elements, total = rows[:, 0], rows[:, 0] * rows[:, 4]
+    columns = [*rows[:, :4].unbind(1), total, rows[:, 5], total * (total / elements)]
+    return torch.stack(columns, 1)
 
 
-def statistics(sums: Tensor, largest: Tensor, dead: Tensor, units: Tensor) -> Tensor:
+def with_units(sums: Tensor, largest: Tensor, units: int) -> Tensor:
+    """Sums, number of units, number of dead ones, and the largest absolute value: of shape (tensors, 10)."""
+    top = largest.amax(1)
+    dead = (largest == 0).sum(1).to(top.dtype) if units else torch.zeros_like(top)
+    return torch.cat([sums, torch.stack([torch.full_like(top, units), dead, top], 1)], 1)
+
+
+def added(one: Tensor, other: Tensor) -> Tensor:
+    """Merge rows of :func:`with_units` of the same tensors."""
+    return torch.cat([one[:, :9] + other[:, :9], torch.maximum(one[:, 9:], other[:, 9:])], 1)
+
+
+def statistics(rows: Tensor) -> Tensor:
     r"""Statistics of tensors from the sums of their parts.
 
     With n elements :math:`x_i` and m vectors :math:`v_j` along the last dimension:
@@ -123,15 +146,9 @@ def statistics(sums: Tensor, largest: Tensor, dead: Tensor, units: Tensor) -> Te
     a statistic is not defined (the standard deviation of one element), it is NaN.
 
     Args:
-        sums: those of :func:`as_sums`, added up over ranks.
-        largest: the largest absolute value of each tensor.
-        dead: the number of units that are 0 throughout.
-        units: the number of units; 0 for tensors without.
-
-    Returns:
-        A tensor of shape (tensors, 6), in the order of ``STATISTICS``.
+        rows: of :func:`with_units`, added up over ranks.
     """
-    elements, vectors, total, squares, norms, nonfinite, of_means = sums.unbind(1)
+    elements, vectors, norms, nonfinite, total, squares, of_means, units, dead, largest = rows.unbind(1)
     mean = total / elements
     # Within the parts and between them; the second is exactly 0 for a single part.
     variance = (squares + (of_means - total * mean)).clamp(min=0.0) / (elements - 1)

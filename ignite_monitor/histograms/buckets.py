@@ -21,11 +21,7 @@ _PIECE = 1 << 22
 
 
 def count(tensor: Tensor, scale: Tensor | None = None) -> Tensor:
-    """Count the finite elements of a tensor; elements beyond 1e20 are in the outermost buckets.
-
-    Args:
-        tensor: of floating point, without a graph.
-        scale: what the elements are divided by, 0-dim; None for 1.
+    """Count the finite elements of a tensor over a scale; elements beyond 1e20 are in the outermost buckets.
 
     Returns:
         The number of elements in each bucket, their sum, the sum of their squares, the largest element, and the
@@ -43,21 +39,13 @@ def count(tensor: Tensor, scale: Tensor | None = None) -> Tensor:
         extremes = torch.maximum(extremes, signed.amax(1))
         values = torch.where(finite, values, 0.0)
         bucket = torch.bucketize(values, edges, right=True).clamp_(1, len(EDGES) - 1) - 1
-        more = torch.zeros_like(sums).index_add_(0, bucket, finite.to(values.dtype))
-        more[-2:] = torch.stack([values.sum(), values.square().sum()])
-        sums = sums + more
+        sums.index_add_(0, bucket, finite.to(values.dtype))
+        sums[-2:] += torch.stack([values.sum(), values.square().sum()])
     return torch.cat([sums, extremes])
 
 
 def as_histogram(counted: Sequence[float]) -> dict[str, Any] | None:
-    """Arguments of ``SummaryWriter.add_histogram_raw``, without the empty buckets at the ends.
-
-    Args:
-        counted: what :func:`count` returned, on the host.
-
-    Returns:
-        The arguments; None for no elements.
-    """
+    """Convert what :func:`count` returned to arguments of ``SummaryWriter.add_histogram_raw``; None for no elements."""
     *counts, total, squares, largest, smallest = counted
     filled = [bucket for bucket, number in enumerate(counts) if number]
     if not filled:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import weakref
+import functools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from ignite.engine import Engine, Events
-from ignite.handlers.base_logger import BaseHandler, BaseLogger
+from ignite.handlers.base_logger import BaseLogger
 from ignite.handlers.tensorboard_logger import TensorboardLogger
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
@@ -22,7 +22,7 @@ from ignite_monitor.histograms.buckets import as_histogram, count
 from ignite_monitor.keys import HISTOGRAMS
 from ignite_monitor.model.devices import device_of, move
 from ignite_monitor.model.eager import Eager
-from ignite_monitor.model.forward import ModuleHook, is_recomputation, outputs_to
+from ignite_monitor.model.forward import after_forward, is_recomputation
 from ignite_monitor.model.isolation import is_reference_run
 from ignite_monitor.model.modes import aside, is_plain
 from ignite_monitor.model.names import Pattern, Selection, named_parameters, tags, unwrapped
@@ -33,8 +33,6 @@ from ignite_monitor.model.sharding import check_whole
 from ignite_monitor.model.structure import hookable_modules
 from ignite_monitor.model.tensors import tagged_tensors
 from ignite_monitor.monitor.base import Handlers, Monitor
-
-_KINDS = ("weights", "gradients", "activations")
 
 
 class HistogramHandler(Monitor, schema=HISTOGRAMS):
@@ -48,12 +46,9 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
 
     - weights: after the train step,
     - gradients: after the last backward before the optimizer's first step, unscaled and unclipped,
-    - activations: module outputs of this rank's last forward pass in training mode; not those inside a frozen
-      ``nn.TransformerEncoderLayer``.
+    - activations: module outputs of this rank's last forward pass in training mode.
 
-    Of more than ``max_histograms`` the outermost modules are drawn, or some spread over those of equal depth; of
-    parameters first those with several dimensions. With sharded parameters, attach the handler on all ranks. Compiled
-    models run eagerly in monitored iterations.
+    With sharded parameters, attach the handler on all ranks. Compiled models run eagerly in monitored iterations.
 
     Args:
         model: the model, as the train step uses it (wrapped, if it is wrapped).
@@ -110,11 +105,10 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
         self._selection = Selection(include, exclude)
         if not self._chosen_parameters() and not self._chosen_modules():
             raise ValueError("Arguments include and exclude should leave a module or a parameter, but leave none")
-        self._parameters: dict[nn.Parameter, str] = {}
         self._stepped: set[nn.Parameter] = set()
-        self._counts: dict[str, dict[str, Tensor]] = {}  # in a train step: kind -> tag -> counts
-        self._waiting_counts: dict[str, Tensor] = {}  # after it, by name, before they are on the host
+        self._waiting_counts: dict[str, Tensor] = {}  # by name, before they are on the host
         self._histograms: dict[str, dict[str, Any]] = {}
+        self.reset_run_state()
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """The maximum number of histograms: there is nothing else to continue."""
@@ -138,8 +132,8 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
     ) -> None:
         super().log_to(logger, engine, event, tag, include=include, exclude=exclude)
         if isinstance(logger, TensorboardLogger):
-            writer = _Writer(self, f"{tag}/" if tag else "", Selection(include, exclude))
-            self._log_handlers.append(logger.attach(engine, writer, event))
+            write = functools.partial(self._write, f"{tag}/" if tag else "", Selection(include, exclude))
+            self._log_handlers.append(logger.attach(engine, write, event))
 
     def handlers(self) -> Handlers:
         of_gradients: Handlers = [
@@ -152,31 +146,42 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
     def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
         if not self._is_running:
             return []
-        self._parameters = self._chosen_parameters()
-        self._counts = {kind: {} for kind in _KINDS}
-        self._stepped.clear()
+        self.reset_run_state()
+        self._parameters.update(self._chosen_parameters())
         modules = self._chosen_modules()
-        hook = _OutputHook(unwrapped(self.model), modules, self._counts["activations"], self.max_histograms)
-        return [Eager(self.model), outputs_to(modules, hook)] if modules else []
+        root, counts, most = unwrapped(self.model), self._counts["activations"], self.max_histograms
+
+        # It holds no monitor, since the engine holds the contexts of a step.
+        def count_output(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if not root.training or is_recomputation() or is_reference_run():
+                return
+            with aside():
+                for place, tensor in tagged_tensors(output):
+                    name = f"{modules[module]}/{place}" if place else modules[module]
+                    if is_plain(tensor) and (name in counts or len(counts) < most):
+                        counts[name] = count(tensor.detach())
+
+        return [Eager(self.model), after_forward(modules, count_output)] if modules else []
 
     def clear(self, engine: Engine) -> None:
         super().clear(engine)
         self._waiting_counts, self._histograms = {}, {}
 
     def reset_run_state(self) -> None:
-        self._parameters, self._counts = {}, {}
+        self._parameters: dict[nn.Parameter, str] = {}
+        self._counts: dict[str, dict[str, Tensor]] = {"weights": {}, "gradients": {}, "activations": {}}
         self._stepped.clear()
 
     @torch.no_grad()
     def _on_gradients_ready(self, engine: Engine, backward: GradientsReady) -> None:
-        reached = [each for each in self._parameters if id(each) in backward.reached]
+        reached = [parameter for parameter in self._parameters if id(parameter) in backward.reached]
         self._count_gradients(reached, backward.scale(self.scaler))
 
     @torch.no_grad()
     def _on_step_started(self, engine: Engine, step: OptimizerStep) -> None:
         if step.tracker.reduced:
-            own = [each for each in parameters_of(step.optimizer) if each in self._parameters]
-            by_hand = [each for each in own if self._parameters[each] not in self._counts["gradients"]]
+            own = [parameter for parameter in parameters_of(step.optimizer) if parameter in self._parameters]
+            by_hand = [item for item in own if self._parameters[item] not in self._counts["gradients"]]
             self._count_gradients(by_hand, step.scale)
             self._stepped.update(own)
 
@@ -191,97 +196,50 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
             return
         if self.weights:
             reshard(self.model)
-            self._counts["weights"] = {tag: count(whole_tensor(each)) for each, tag in self._parameters.items()}
-        counts, self._counts = self._counts, {}
+            self._counts["weights"] = {tag: count(whole_tensor(item)) for item, tag in self._parameters.items()}
         device = device_of(self.model)
-        for kind, own in counts.items():
-            if own:
-                rows = torch.stack([move(each, device) for each in own.values()])
-                self._waiting_counts |= {f"{kind}/{tag}": row for tag, row in zip(own, rows, strict=True)}
+        for kind, counts in self._counts.items():
+            if counts:
+                rows = torch.stack([move(row, device) for row in counts.values()])
+                self._waiting_counts |= {f"{kind}/{tag}": row for tag, row in zip(counts, rows, strict=True)}
                 self.publish(**{f"{kind}_count": rows[:, :-4].any(1).sum()})
+        self.reset_run_state()
 
     def deferred_tensors(self) -> list[Tensor]:
         return list(self._waiting_counts.values())
 
     def resolve_deferred(self, extra: list[list[float]]) -> dict[str, float]:
         drawn = zip(self._waiting_counts, map(as_histogram, extra), strict=True)
-        self._histograms |= {self._named(name): each for name, each in drawn if each is not None}
+        self._histograms |= {self._named(name): histogram for name, histogram in drawn if histogram is not None}
         self._waiting_counts = {}
         return {}
 
-    # What is drawn
+    def _write(self, start: str, selection: Selection, engine: Engine, logger: Any, event_name: Any) -> None:
+        step = engine.state.get_event_attrib_value(event_name)
+        for name, histogram in self.histograms.items():
+            if name in selection:
+                logger.writer.add_histogram_raw(f"{start}{name}", **histogram, global_step=step)
 
     def _chosen_parameters(self) -> dict[nn.Parameter, str]:
         """Parameters with several dimensions first, and their tags."""
-        if not (self.weights or self.gradients):
-            return {}
-        found = {
-            name: parameter
-            for name, parameter, _ in named_parameters(self.model)
-            if name in self._selection and is_measurable(parameter) and not parameter.is_complex()
-        }
-        chosen = _spread(list(found), lambda name: found[name].ndim < 2, self.max_histograms)
-        return dict(zip(map(found.__getitem__, chosen), tags(chosen), strict=True))
+        parameters = named_parameters(self.model) if self.weights or self.gradients else ()
+        found = {name: item for name, item, _ in parameters if is_measurable(item) and not item.is_complex()}
+        return self._chosen(found, {name: int(item.ndim < 2) for name, item in found.items()})
 
     def _chosen_modules(self) -> dict[nn.Module, str]:
         """The outermost modules first, and their tags."""
-        if not self.activations:
-            return {}
-        found = {
-            name or "_root_": module
-            for name, module in hookable_modules(self.model).items()
-            if (name or "_root_") in self._selection and type(module).forward is not nn.Module.forward
-        }
-        depths = {name: 0 if name == "_root_" else 1 + name.count(".") for name in found}
-        chosen = _spread(list(found), depths.__getitem__, self.max_histograms)
-        return dict(zip(map(found.__getitem__, chosen), tags(chosen), strict=True))
+        modules = hookable_modules(self.model) if self.activations else {}
+        found = {name or "_root_": item for name, item in modules.items() if type(item).forward != nn.Module.forward}
+        return self._chosen(found, {name: 0 if name == "_root_" else 1 + name.count(".") for name in found})
 
-
-class _OutputHook(ModuleHook):
-    """Counts the elements of module outputs. It holds no monitor, since the engine holds the contexts of a step."""
-
-    def __init__(self, root: nn.Module, modules: Mapping[nn.Module, str], counts: dict[str, Tensor], most: int) -> None:
-        self._root, self._counts, self._most = root, counts, most
-        self._tags = {id(module): tag for module, tag in modules.items()}
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        tag = self._tags.get(id(module))
-        if tag is None or not self._root.training or is_recomputation() or is_reference_run():
-            return
-        with aside():
-            for place, tensor in tagged_tensors(output):
-                name = f"{tag}/{place}" if place else tag
-                if is_plain(tensor) and (name in self._counts or len(self._counts) < self._most):
-                    self._counts[name] = count(tensor.detach())
-
-
-class _Writer(BaseHandler):
-    """Writes a monitor's histograms to TensorBoard.
-
-    Args:
-        monitor: the monitor, kept by a weak reference.
-        tag: the start of the names.
-        selection: the names to write.
-    """
-
-    def __init__(self, monitor: HistogramHandler, tag: str, selection: Selection) -> None:
-        self._monitor = weakref.ref(monitor)
-        self._tag = tag
-        self._selection = selection
-
-    def __call__(self, engine: Engine, logger: Any, event_name: Any) -> None:
-        monitor = self._monitor()
-        step = engine.state.get_event_attrib_value(event_name)
-        for name, each in {}.items() if monitor is None else monitor.histograms.items():
-            if name in self._selection:
-                logger.writer.add_histogram_raw(f"{self._tag}{name}", **each, global_step=step)
-
-
-def _spread(names: Sequence[str], rank: Callable[[str], int], most: int) -> list[str]:
-    """Names with the lowest ranks, in their order; of the last rank that fits, some from first to last."""
-    chosen: set[str] = set()
-    for own_rank in sorted({rank(name) for name in names}):
-        own = [name for name in names if rank(name) == own_rank]
-        room = most - len(chosen)
-        chosen |= set(own if len(own) <= room else (own[i * (len(own) - 1) // max(room - 1, 1)] for i in range(room)))
-    return [name for name in names if name in chosen]
+    def _chosen(self, found: Mapping[str, Any], ranks: Mapping[str, int]) -> dict[Any, str]:
+        """Select items with the lowest ranks; of the last rank that fits, some from first to last."""
+        names = [name for name in found if name in self._selection]
+        chosen: set[str] = set()
+        for rank in sorted({ranks[name] for name in names}):
+            own = [name for name in names if ranks[name] == rank]
+            room = self.max_histograms - len(chosen)
+            spread = [own[i * (len(own) - 1) // max(room - 1, 1)] for i in range(room)]
+            chosen.update(own if len(own) <= room else spread)
+        names = [name for name in names if name in chosen]
+        return dict(zip((found[name] for name in names), tags(names), strict=True))

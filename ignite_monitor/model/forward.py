@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
@@ -78,7 +78,11 @@ def _registered(
 ) -> Iterator[None]:
     modules = list(modules)
     hook = hook if isinstance(hook, ModuleHook) else _Hook(hook, modules)
-    with ExitStack() as handles:
+    handles = []
+    try:
         for module in modules:
-            handles.callback(register(module, hook, **options).remove)  # scripted modules refuse the bound method
+            handles.append(register(module, hook, **options))  # scripted modules refuse the bound method
         yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -81,12 +81,12 @@ def hookable_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def hookable(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """The modules of a model on which a forward hook does not change the model's result.
+    """Select those of a model's modules on which a forward hook does not change the model's result.
 
     ``nn.TransformerEncoderLayer`` leaves its fast path, whose result differs in the last bits and at padded positions,
-    where it or a module inside has a forward hook. Frozen layers in evaluation mode are excluded, with all inside.
+    where it or a module inside has a forward hook. Layers in evaluation mode are excluded, with all inside: whether a
+    trainable one takes its fast path is up to ``no_grad``.
     """
-    encoders = [layer for layer in modules.values() if isinstance(layer, nn.TransformerEncoderLayer)]
-    fast = [layer for layer in encoders if not (layer.training or any(p.requires_grad for p in layer.parameters()))]
-    inside = {id(inner) for layer in fast for inner in layer.modules()}
+    layers = [module for module in modules.values() if isinstance(module, nn.TransformerEncoderLayer)]
+    inside = {id(module) for layer in layers if not layer.training for module in layer.modules()}
     return {name: module for name, module in modules.items() if id(module) not in inside}

@@ -55,6 +55,4 @@ def test_moments_are_those_of_the_cpu(piece, device, monkeypatch):
     for tensor in tensors():
         for unit in (None, 1, tensor.ndim - 1) if tensor.ndim > 1 else (None,):
             expected, found = statistics.moments(tensor, unit), statistics.moments(tensor.to(device.name), unit)
-            assert (found.elements, found.vectors) == (expected.elements, expected.vectors)
-            torch.testing.assert_close(found.rows.cpu(), expected.rows, rtol=1e-6, atol=1e-9, equal_nan=True)
-            torch.testing.assert_close(found.largest.cpu(), expected.largest, equal_nan=True)
+            torch.testing.assert_close(found.cpu(), expected, rtol=1e-6, atol=1e-9, equal_nan=True)

@@ -43,13 +43,12 @@ class Seen:
         self.names.pop()
 
     def on_call(self, name, call):
-        query, key, _, mask, is_causal, scale, enable_gqa = call
         assert not torch.is_grad_enabled()
         assert not torch.is_autocast_enabled("cpu")
-        assert not any(each.requires_grad for each in call[:4] if each is not None)
+        assert not any(each.requires_grad for each in call if torch.is_tensor(each))
         self.calls.append(name)
         self.arguments.append(call)
-        found = attention_entropy(query, key, mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+        found = attention_entropy(call)
         self.total[name] = self.total.get(name, 0) + found.total
         self.rows[name] = self.rows.get(name, 0) + found.rows
 
@@ -184,13 +183,6 @@ def test_functions_imported_by_name_are_seen(function, watch):
     assert seen.calls == ["0"]
 
 
-def test_all_calls_of_a_module_are_handed_on(watch):
-    own = Own()
-    seen = watch(model := nn.Sequential(own, own, nn.Sequential(own)))
-    model(inputs(2, 6, 16))
-    assert seen.calls == ["0"] * 3
-
-
 class Multi(nn.Module):
     """nn.MultiheadAttention and what it is called with."""
 
@@ -257,8 +249,7 @@ def test_multihead_attention(options, masked, need_weights, watch):
     expected = probabilities_of(attention, args, arguments)
     torch.testing.assert_close(seen.mean("attention"), of(expected), rtol=1e-4, atol=1e-4)
     if not attention.dropout:
-        query, key, value, mask, is_causal, scale, _ = seen.arguments[0]
-        heads = F.scaled_dot_product_attention(query, key, value, mask, 0.0, is_causal, scale=scale)
+        heads = F.scaled_dot_product_attention(**seen.arguments[0]._asdict())
         output = attention.out_proj(heads.permute(0, 2, 1, 3).flatten(2))
         torch.testing.assert_close(output if attention.batch_first else output.transpose(0, 1), model(*args))
 
@@ -279,23 +270,6 @@ def test_what_is_not_supported_is_reported(added):
     ((name, reason),) = found
     assert name == "here"
     assert "is not measured" in reason
-
-
-@pytest.mark.parametrize("norm_first", [True, False])
-def test_transformer_encoder_in_training(norm_first, watch):
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, norm_first=norm_first, batch_first=True)
-    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-    x = inputs(3, 6, 16)
-    given = []
-    watched = model.layers[1].self_attn.register_forward_pre_hook(lambda module, args: given.append(args))
-    seen = watch(model)
-    model(x, src_key_padding_mask=PADDING)
-    watched.remove()
-    assert seen.calls == ["layers.0.self_attn", "layers.1.self_attn"]
-    seen.remove()
-    expected = probabilities_of(model.layers[1].self_attn, given[0], {"key_padding_mask": PADDING})
-    torch.testing.assert_close(seen.mean("layers.1.self_attn"), of(expected), rtol=1e-4, atol=1e-5)
 
 
 def mixed():
@@ -339,16 +313,6 @@ def test_training_is_bitwise_the_same(autocast, watch):
     assert clean()
 
 
-def test_the_fast_path_of_a_part_in_eval_mode_is_taken(monkeypatch, watch):
-    calls = []
-    fast = torch._transformer_encoder_layer_fwd
-    monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", lambda *args: calls.append(1) or fast(*args))
-    seen = watch(model := mixed())
-    model(inputs(3, 6, 16))
-    assert calls == [1]
-    assert seen.calls == ["1", "2.self_attn"]
-
-
 class Checkpointed(nn.Module):
     def __init__(self, **arguments):
         super().__init__()
@@ -380,14 +344,6 @@ def test_recomputation_in_backward_is_no_second_call(arguments, watch):
     watched, seen = train(watch, Checkpointed(**arguments), True)
     assert all(torch.equal(*pair) for pair in zip(plain, watched, strict=True))
     assert seen.calls == ["inner.1", "inner.2.self_attn"] * 3
-    assert clean()
-
-
-def test_a_model_that_is_checkpointed_as_a_whole(watch):
-    model = mixed()[1:]
-    seen = watch(model)
-    checkpoint(model, inputs(3, 6, 16).requires_grad_(), use_reentrant=False).sum().backward()
-    assert seen.calls == ["1", "2.self_attn"]
     assert clean()
 
 
@@ -486,15 +442,6 @@ def test_a_default_device_does_not_reach_the_function():
     assert not any(each.is_meta for each in found[0])
 
 
-def test_two_watchers_each_see_a_call_once():
-    found = []
-    one, two = (AttentionCalls(lambda name=name: name, lambda name, *_: found.append(name)) for name in ("one", "two"))
-    with running(one), running(two):
-        F.scaled_dot_product_attention(*inputs(3, 1, 2, 4, 8))
-    assert sorted(found) == ["one", "two"]
-    assert clean()
-
-
 def test_other_threads_are_not_watched():
     found = []
 
@@ -510,21 +457,6 @@ def test_other_threads_are_not_watched():
         calls.leave()
         assert clean()
         calls.enter(True)
-
-
-def test_errors_of_the_function_reach_the_caller():
-    def fail(*args):
-        raise ValueError("no")
-
-    with pytest.raises(ValueError, match="no"), running(AttentionCalls(lambda: "here", fail)):
-        F.scaled_dot_product_attention(*inputs(3, 1, 2, 4, 8))
-    assert clean()
-
-
-def test_calls_that_torch_refuses_are_not_handed_on():
-    with running(AttentionCalls(lambda: "here", pytest.fail)), pytest.raises(RuntimeError):
-        F.scaled_dot_product_attention(inputs(1, 2, 4, 8), inputs(1, 2, 4, 7), inputs(1, 2, 4, 8))
-    assert clean()
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")

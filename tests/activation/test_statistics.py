@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from ignite_monitor.activation import accumulator, statistics
-from ignite_monitor.activation.measurement import Measurement, rows_of, values_of
+from ignite_monitor.activation import statistics
+from ignite_monitor.activation.measurement import Measurement, values_of
 from ignite_monitor.activation.metric import MetricSet
 from tests.stress import _truth
 
@@ -20,7 +20,7 @@ def measured(parts, together=True, unit=True, how="mean", **options):
         for name, tensors in parts.items():
             for tensor in tensors[i : i + 1]:
                 dim = (1 if tensor.ndim > 3 else tensor.ndim - 1) if unit and tensor.ndim > 1 else None
-                measurement.add(name, name, tensor, dim, **options)
+                measurement.add(name, name, tensor, unit=dim, **options)
                 if not together:
                     measurement.flush()
         measurement.flush()
@@ -29,7 +29,7 @@ def measured(parts, together=True, unit=True, how="mean", **options):
 
 def by_name(measurement):
     found = {}
-    for names, values in values_of([measurement], *rows_of([measurement])):
+    for names, values in values_of([measurement]):
         for name, value in zip(names, values.tolist(), strict=True):
             _, owner, kind = name.split("/")
             if math.isfinite(value):
@@ -70,7 +70,6 @@ CASES = {
 @pytest.mark.parametrize("together", [False, True])
 def test_statistics_are_those_of_float64(together, piece, monkeypatch):
     monkeypatch.setattr(statistics, "PIECE", piece)
-    monkeypatch.setattr(accumulator, "PIECE", piece)
     found = measured(CASES, together)
     for name, parts in CASES.items():
         truth = _truth.statistics([part.double() for part in parts], True)
@@ -122,16 +121,14 @@ def test_a_copy_is_measured():
     assert by_name(measurement) == {"x": {"mean": -2}}
 
 
-@pytest.mark.parametrize("kept", [accumulator._KEPT, 10])
-def test_names_in_another_order_each_time(kept, monkeypatch):
-    """A model with conditional parts; few numbers are kept apart."""
-    monkeypatch.setattr(accumulator, "_KEPT", kept)
+def test_names_in_another_order_each_time():
+    """A model with conditional parts."""
     parts = {name: [] for name in "abcd"}
     measurement = Measurement("x", MetricSet("activations", True, statistics.STATISTICS, "mean"))
     for i in range(12):
         for name in "abcd"[i % 4 :] + "abcd"[: i % 3]:
             parts[name].append(randn(4, 5 + i % 2, seed=i).relu())
-            measurement.add(name, name, parts[name][-1], 1)
+            measurement.add(name, name, parts[name][-1], unit=1)
         measurement.flush()
     found = by_name(measurement)
     for name in "abcd":
@@ -145,7 +142,7 @@ def test_aggregates(count):
     for how in ("mean", "sum", "max", "min"):
         for value, weight in zip(values, weights, strict=True):
             measurement.aggregate(how, how, value, weight)
-    found = {names[0]: float(number) for names, number in values_of([measurement], *rows_of([measurement]))}
+    found = {names[0]: float(number) for names, number in values_of([measurement])}
     numbers = values.tolist()
     assert found == pytest.approx({
         "own/mean": sum(v * w for v, w in zip(numbers, weights, strict=True)) / sum(weights),
@@ -157,7 +154,7 @@ def test_inference_mode_on_and_off():
     measurement = Measurement("x", MetricSet("activations", {"mean": True}, ("mean",), "mean"))
     for value, mode in ((1.0, True), (3.0, False), (2.0, True)):
         with torch.inference_mode(mode), torch.no_grad():
-            measurement.add("x", "x", torch.full((3, 4), value), 1, copy=True)
+            measurement.add("x", "x", torch.full((3, 4), value), unit=1, copy=True)
             measurement.flush()
     assert by_name(measurement) == {"x": {"mean": 2.0}}
 
