@@ -84,6 +84,7 @@ class Reference:
             raise error_kind(f"Argument reference should be 'init' or a module, but given {reference!r}")
         self.modules = modules_by_name(self.module)
         self._model_modules = modules_by_name(self.root)
+        self._drawing = {name for name, module in self.modules.items() if generators_of(module)}
 
     def state_dict(self) -> dict[str, Any] | None:
         """Weights of a copy; None for a module that was given."""
@@ -129,8 +130,8 @@ class Reference:
             for path, copied in self.modules.items():
                 if copied in inside:
                     copied.training = self._model_modules[path].training
-                    if own := generators_of(copied):
-                        sources = generators_of(self._model_modules[path])
+                    if path in self._drawing:
+                        own, sources = generators_of(copied), generators_of(self._model_modules[path])
                         for place in own.keys() & sources.keys():
                             copy_generator_state(own[place], sources[place])
             yield
