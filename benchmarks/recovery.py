@@ -4,6 +4,8 @@
 
 Three models are trained on the same batches with one fault each, which begins at iteration 300 of 600. "Handlers" are
 ``GradMonitor(on_spike="skip")`` and ``RollbackHandler``. A step is lost if its update is not in the final weights.
+
+Rows are independent: run processes with one model and one fault in parallel, ``--models cnn --faults "NaN batch"``.
 """
 
 from __future__ import annotations
@@ -202,12 +204,15 @@ def main() -> None:
     logging.getLogger("ignite").setLevel(logging.CRITICAL)
     torch.set_num_threads(1)
     if args.healthy:
+        print("| schedule | model | rollbacks | steps lost |\n|---|---|---|---|")
         for name in args.models:
             for schedule in (None, *SCHEDULES):
                 made = [train(name, seed, "", True, SCHEDULES.get(schedule or "")) for seed in range(args.seeds)]
                 lost, back = sum(m["lost"] for m in made), sum(m["rollbacks"] for m in made)
-                text = f"{back:.0f} rollbacks, {lost:.0f} of {LENGTH * len(made)} steps lost"
-                print(f"{name} {schedule or 'constant'}: {text}", flush=True)
+                print(
+                    f"| {schedule or 'constant'} | {name} | {back:.0f} | {lost:.0f} of {LENGTH * len(made)} |",
+                    flush=True,
+                )
         return
     print("| fault | model | without | with handlers | steps lost | rollbacks |\n|---|---|---|---|---|---|")
     for name in args.models:

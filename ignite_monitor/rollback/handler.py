@@ -236,7 +236,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         self._snapshots.note(event == Event.HEALTHY)
         if action != Action.NONE and self._snapshots.all:
             self._discarded_count += was_recovering
-            is_decisive = findings.is_decisive or event in (Event.RUINED, Event.NONFINITE) or triggers.is_known_level()
+            is_decisive = findings.is_decisive or event in (Event.RUINED, Event.NONFINITE)
             snapshot = self._restore(action, is_decisive)
             self._report(engine, action, snapshot, reason)
             values["restored_iteration"] = snapshot.iteration

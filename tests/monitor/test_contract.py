@@ -617,14 +617,14 @@ def test_memory_and_handlers_do_not_grow(setup):
 
     @trainer.on(Events.ITERATION_COMPLETED)
     def count(engine):
-        if engine.state.iteration in (100, 160):
+        if engine.state.iteration in (120, 160):
             gc.collect()
             handlers = sum(map(len, engine._event_handlers.values()))
             tensors = sum(issubclass(type(each), Tensor) for each in gc.get_objects())
             counts[engine.state.iteration] = handlers, tensors, hooks_only(footprint(engine, model, optimizer))["hooks"]
 
     trainer.run(make_batches(20), max_epochs=8)
-    assert counts[160] == counts[100]
+    assert counts[160] == counts[120]
 
 
 def test_no_tensor_of_the_run_is_kept_after_its_end(setup):
