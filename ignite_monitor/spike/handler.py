@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ignite_monitor.checks import check_count, check_function
 from ignite_monitor.detection.monitor import DetectionMonitor
-from ignite_monitor.detection.spikes import Detection, SpikeDetector
-from ignite_monitor.detection.thresholds import Threshold, as_rule, largest_usable
+from ignite_monitor.detection.spikes import Detection, SpikeDetector, largest_usable
+from ignite_monitor.detection.thresholds import Threshold, as_rule
 from ignite_monitor.events.monitor_events import MonitorEvents, Spike
 from ignite_monitor.keys import SPIKE
 from ignite_monitor.model.devices import move_like, wide_dtype
@@ -27,14 +27,12 @@ from ignite_monitor.monitor.transfer import as_published
 class SpikeMonitor(DetectionMonitor, schema=SPIKE):
     """Detect spikes of any scalar, as ``GradMonitor`` detects those of the gradient norm.
 
-    The value is read after the train step, when the other monitors have published and before ITERATION_COMPLETED. It is
-    a spike if it exceeds the threshold that the rule estimates from earlier values (default: exponentially weighted
-    mean + 6 standard deviations), or if it is not finite. SPIKE_DETECTED and THRESHOLD_RESET are fired, with
-    ``engine.state.spike`` describing the value.
+    The value is read after the train step, when the other monitors have published. It is a spike if it is not finite,
+    or exceeds the threshold that the rule estimates from earlier values (default: exponentially weighted mean + 6
+    standard deviations). SPIKE_DETECTED and THRESHOLD_RESET are fired, and ``engine.state.spike`` describes the value.
 
-    A value updates the statistics clipped to the threshold, and to as far below the mean. After
-    ``max_consecutive_spikes`` the rule is reset. Every rank uses the value of its own function. A tensor stays on its
-    device, without synchronization.
+    A value far below the mean updates the statistics clipped to as far below it as the threshold is above. Every rank
+    uses the value of its own function. A tensor stays on its device, without synchronization.
 
     {keys}
 
@@ -131,13 +129,12 @@ class SpikeMonitor(DetectionMonitor, schema=SPIKE):
             return
         self._missing, self._iteration = self._PATIENCE, engine.state.iteration
         number = _as_number(value)
-        # What is too far below all others to update the statistics counts as not finite.
         too_low = number < -largest_usable(number)
-        detection = self._detector.detect(number.masked_fill(too_low, torch.inf))._replace(given=number)
+        detection = self._detector.detect(number, number.masked_fill(too_low, math.inf))
         # As far below the mean as the threshold is above it. Without a threshold NaN, which fmax ignores.
         lowest = detection.mean - (detection.limit - detection.mean).abs()
-        raised = torch.fmax(detection.value, lowest).masked_fill(detection.nonfinite, math.nan)
-        self._detector.observe(detection._replace(value=raised))
+        raised = torch.fmax(detection.compared, lowest).masked_fill(detection.nonfinite, self._detector.ignored)
+        self._detector.observe(detection._replace(compared=raised))
         flags = torch.stack((detection.spike, detection.nonfinite, detection.threshold_reset))
         self._counts = move_like(self._counts, number) + flags
         self._resets.set(detection.threshold_reset)
@@ -159,7 +156,7 @@ class SpikeMonitor(DetectionMonitor, schema=SPIKE):
             )
 
     def _spike(self, detection: Detection) -> Spike:
-        value, threshold = torch.stack((detection.given, detection.threshold)).tolist()
+        value, threshold = torch.stack((detection.value, detection.threshold)).tolist()
         source = None if self._source is None or math.isfinite(value) else self._source.nonfinite_source
         return Spike(self, f"{self.prefix}/value", value, math.inf if math.isnan(threshold) else threshold, {}, source)
 

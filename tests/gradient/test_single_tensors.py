@@ -284,4 +284,4 @@ def test_bad_input():
 def test_nothing_of_the_model_is_kept_after_a_run():
     training = Training()
     train(training.step, make_batches(3), training.monitor)
-    assert training.monitor._detector.parameters._named == ((), ())
+    assert training.monitor._detector._named == ((), ())
