@@ -53,8 +53,7 @@ class SpikeDetector:
       ``max_consecutive_spikes`` a regime change is assumed: the rule is reset, and starts with this value. A rule with
       a shorter warm-up than that is not applied again before a value is within its threshold.
 
-    All state is tensors on the values' device, and nothing is read on the host. All tensors are 0-dim, or have the
-    values' shape if several are compared side by side, each with its own statistics.
+    Nothing is read on the host. All tensors are 0-dim, or have the values' shape if several are compared side by side.
 
     Args:
         max_consecutive_spikes: number of consecutive finite spikes that reset the rule.
@@ -87,38 +86,28 @@ class SpikeDetector:
         self.reset_threshold()
 
     def detect(self, value: Tensor, normalized: Tensor | None = None) -> Detection:
-        """Compare a value with the threshold; updates nothing.
-
-        Args:
-            value: the value, floating point.
-            normalized: what to compare in its place.
-        """
+        """Compare a value, or a normalized one in its place, with the threshold; updates nothing."""
         normalized = value if normalized is None else normalized
         recent = self._state["recent"]
         if value.device != recent.device or value.dtype != recent.dtype or value.shape != recent.shape:
             self.to(value)
         limit, mean, std = self.rule.statistics()
         threshold = limit.masked_fill(self._state["suspended"], math.nan) if self._suspends else limit
-        compared = torch.where(normalized <= largest_usable(value), normalized, self.ignored)
-        nonfinite = compared != normalized
+        nonfinite = ~(normalized <= largest_usable(value))
+        compared = normalized.masked_fill(nonfinite, self.ignored)
         above = compared > threshold
         spike = above | nonfinite if self.overflow_is_spike else above
         reset = above & (self._state["recent"] >= self.max_consecutive_spikes - 1)
         return Detection(value, compared, threshold, limit, mean, std, spike, nonfinite, above, reset)
 
     def observe(self, detection: Detection, when: Tensor | None = None) -> None:
-        """Update the statistics with a detection.
-
-        Args:
-            detection: the detection.
-            when: bool tensor: do so only where it is True; None for True.
-        """
+        """Update the statistics with a detection, where a bool tensor is True; None for True."""
         state, compared, above, reset = self._state, detection.compared, detection.above, detection.threshold_reset
-        if when is None and compared.is_cpu and not compared.ndim:
-            if not (above or detection.nonfinite or state["recent"] or state.get("suspended")):
-                if compared != self.ignored:
-                    self.rule.observe(compared)
-                return
+        on_host = when is None and compared.is_cpu and not compared.ndim
+        if on_host and not (above or detection.nonfinite or state["recent"] or state.get("suspended")):
+            if compared != self.ignored:
+                self.rule.observe(compared)
+            return
         counted = compared != self.ignored
         if when is not None:
             counted, above, reset = counted & when, above & when, reset & when
@@ -147,14 +136,7 @@ class SpikeDetector:
         return {name: value.clone() for name, value in self._state.items()} | {"rule": self.rule.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a saved state.
-
-        Args:
-            state_dict: the :meth:`state_dict` of a detector with a rule of the same kind.
-
-        Raises:
-            ValueError: if it is of another one; nothing has changed then.
-        """
+        """Continue from a saved state; a ValueError if it is of another kind, and nothing has changed then."""
         names = {*self._state, "rule"}
         if not isinstance(state_dict, Mapping) or set(state_dict) != names:
             raise ValueError(f"Argument state_dict should hold {', '.join(sorted(names))}, but given {state_dict}")

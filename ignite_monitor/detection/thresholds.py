@@ -44,10 +44,6 @@ class ThresholdRule:
         state: ``count`` n, ``weight`` :math:`\sum w_i`, ``mean`` :math:`\mu`, ``spread``
             :math:`\frac{1 + d}{2} \sum w_i (x_i - \mu)^2`, and what a subclass adds.
 
-    Raises:
-        TypeError: if an argument is not a number of the required kind.
-        ValueError: if an argument is out of range.
-
     Examples:
         .. code-block:: python
 
@@ -81,12 +77,7 @@ class ThresholdRule:
         return {name: torch.zeros((), dtype=torch.float64, device="cpu") for name in _MOMENTS}
 
     def include(self, state: State, value: Tensor) -> State:
-        """Return the state after one more value, as new tensors of the same shapes.
-
-        Args:
-            state: the state before the value.
-            value: the value, 0-dim.
-        """
+        """Return the state after one more value, 0-dim, as new tensors of the same shapes."""
         weight, spread = state["weight"], state["spread"]
         if self.decay != 1.0:
             weight, spread = foreach_mul((weight, spread), self.decay)
@@ -97,11 +88,7 @@ class ThresholdRule:
         return dict(zip(_MOMENTS, (count, weight, mean, spread), strict=True))
 
     def entry(self, limit: Tensor) -> Tensor:
-        """Return the value that updates the statistics in place of a spike: the limit.
-
-        Args:
-            limit: the threshold that the spike exceeded, 0-dim.
-        """
+        """Return the value that updates the statistics in place of a spike: the threshold it exceeded, 0-dim."""
         return limit
 
     def statistics(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -149,21 +136,14 @@ class ThresholdRule:
             values = {name: move_like(value, reference) for name, value in state.items()}
             return {name: value.expand(reference.shape) for name, value in values.items()} if scalar else values
 
-        self.state, self._initial = moved(self.state), moved(self._initial)
+        self.state, self._initial = moved(self.state), _Packed(moved(self._initial), reference)
 
     def state_dict(self) -> State:
         """Return the state, name -> tensor."""
         return {name: value.clone() for name, value in self.state.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Continue from a saved state.
-
-        Args:
-            state_dict: the :meth:`state_dict` of a rule of the same kind.
-
-        Raises:
-            ValueError: if names or shapes differ from those of this rule.
-        """
+        """Continue from a saved state; a ValueError if its names or shapes are not those of this rule."""
         if not isinstance(state_dict, Mapping):
             raise ValueError(f"Argument state_dict should be a dictionary of tensors, but given {type(state_dict)}")
         given = {name: torch.as_tensor(value) for name, value in state_dict.items()}
@@ -225,15 +205,7 @@ class MeanStdThreshold(ThresholdRule):
 
 
 class StaticThreshold(ThresholdRule):
-    """A value above a fixed number is a spike, from the first one on.
-
-    Args:
-        value: the number, greater than 0.
-
-    Raises:
-        TypeError: if ``value`` is not a number.
-        ValueError: if ``value`` is not greater than 0.
-    """
+    """A value above a fixed number, greater than 0, is a spike, from the first one on."""
 
     def __init__(self, value: float) -> None:
         self.value = check_real("value", value, above=0.0)
@@ -285,12 +257,7 @@ Threshold = ThresholdRule | Callable[[Tensor, Tensor, Tensor], Tensor | float] |
 
 
 def as_rule(threshold: Threshold) -> ThresholdRule:
-    """Make a rule of a ``threshold`` argument: a copy of a rule, one for a function or a number, the default for None.
-
-    Raises:
-        TypeError: if it is no rule, no number, and no function of three tensors that returns a number.
-        ValueError: if the function raises an error, or the number is not greater than 0.
-    """
+    """Make a rule of a ``threshold`` argument; rules are copied."""
     if threshold is None:
         return MeanStdThreshold()
     if isinstance(threshold, Real) and not isinstance(threshold, bool):

@@ -76,11 +76,9 @@ class SpikeAction:
         is_first: bool,
         read: Callable[[], bool],
     ) -> None:
-        """The optimizer starts its step.
+        """Act on the gradients of a step that starts.
 
         Args:
-            gradients: the gradients of the step.
-            detection: of them.
             is_first: whether it is the first step that uses them.
             read: reads on the host whether they are a spike.
         """
@@ -113,11 +111,7 @@ class SpikeAction:
         self._in_run = dict.fromkeys(self.counts, 0.0)
 
     def message(self, counts: Sequence[float]) -> str | None:
-        """Describe the skips and clips since the last call: the first ten of a run, then every hundredth.
-
-        Args:
-            counts: :attr:`counts`, read on the host.
-        """
+        """Describe the skips and clips since the last call, from :attr:`counts` on the host: ten, then each 100th."""
         parts = []
         for name, count in zip(self.counts, counts, strict=True):
             before = self._in_run[name]

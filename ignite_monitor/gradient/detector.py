@@ -28,8 +28,6 @@ from ignite_monitor.monitor.ranks import (
     world_size,
 )
 
-_STATE = ("detector", "loss", "per_parameter")
-
 
 class GradientDetection(NamedTuple):
     """Result for one gradient.
@@ -102,9 +100,11 @@ class GradientDetector:
         check_type("per_parameter", per_parameter, bool, "bool")
         self._model, self._norm_type, self._reduction = model, norm_type, reduction_of(model, reduction)
         self.losses = LossCollector(loss, model)
-        self._norm = SpikeDetector(rule, **options)
-        self._loss = None if loss is None else LossDetector(**options)
-        self._parameters = PerParameterDetector(**options) if per_parameter else None
+        self._detectors: dict[str, Any] = {"detector": SpikeDetector(rule, **options)}
+        if loss is not None:
+            self._detectors["loss"] = LossDetector(**options)
+        if per_parameter:
+            self._detectors["per_parameter"] = PerParameterDetector(**options)
         self._named: tuple[Sequence[nn.Parameter], tuple[str, ...]] = ((), ())  # the last parameters and their names
         self.pending: tuple[GradientDetection, Tensor] | None = None
         self._counts = torch.zeros(3, dtype=torch.float64, device="cpu").unbind()
@@ -112,27 +112,27 @@ class GradientDetector:
     def detect(
         self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], scale: Tensor | None
     ) -> GradientDetection:
-        """Compare gradients with their thresholds; updates nothing.
+        """Compare gradients, at least one, with their thresholds; updates nothing.
 
         Args:
             parameters: the parameters, the same list as long as they are the same.
-            gradients: of those that have one, at least one.
             scale: factor of all gradients, 0-dim; None for 1.
         """
-        if self._parameters is None:
-            parameter = None
+        of_parameters, of_loss = self._detectors.get("per_parameter"), self._detectors.get("loss")
+        loss = parameter = None
+        if of_parameters is None:
             norm = _divided(gradient_norm(gradients, self._norm_type, self._reduction), scale)
         else:
             parts = _divided(norms(gradients, self._norm_type), scale)
-            parameter = self._parameters.detect(self._names(parameters), _with_zeros(parts, parameters))
+            parameter = of_parameters.detect(self._names(parameters), _with_zeros(parts, parameters))
             any_spike = parameter.spike.any()
             norm, any_spike = norm_of_parts(gradients, parts, self._norm_type, self._reduction, any_spike)
-        loss = None if self._loss is None else self._loss.detect(self.losses.mean(norm.device))
-        detection = self._norm.detect(norm)
+        detection = self._detectors["detector"].detect(norm)
         spike, reset = detection.spike, detection.threshold_reset
         if parameter is not None:
             spike, reset = spike | any_spike, reset | parameter.threshold_reset.any()
-        if loss is not None:
+        if of_loss is not None:
+            loss = of_loss.detect(self.losses.mean(norm.device))
             spike, reset = spike | loss.spike, reset | loss.threshold_reset
         return GradientDetection(detection, loss, parameter, spike, reset)
 
@@ -144,19 +144,19 @@ class GradientDetector:
 
     def observe(self, detection: GradientDetection, when: Tensor | None = None) -> None:
         """Update statistics and counts with a detection, where a 0-dim bool tensor is True; None for True."""
-        for detector, part in zip((self._norm, self._loss, self._parameters), detection[:3], strict=True):
-            if detector is not None and part is not None:
-                detector.observe(part, when)
+        parts = {"detector": detection.norm, "loss": detection.loss, "per_parameter": detection.parameters}
+        for name, detector in self._detectors.items():
+            detector.observe(parts[name], when)
         self._counts = self._counts_with(detection, when)
 
     def resolve(self, accumulated: Tensor | None, device: torch.device) -> Tensor:
-        """A backward has ended: let the pending detection update the statistics, unless it was accumulated into.
+        """Let the pending detection update the statistics, unless a backward has accumulated into its gradient.
 
         Args:
-            accumulated: whether a gradient on this rank was accumulated into, a 0-dim bool tensor; None if unknown.
+            accumulated: whether it has on this rank, a 0-dim bool tensor; None if unknown.
 
         Returns:
-            Whether any was on any rank.
+            Whether it has on any rank.
         """
         if accumulated is None:
             accumulated = torch.zeros((), dtype=torch.bool, device=device)
@@ -201,8 +201,9 @@ class GradientDetector:
         """Convert :meth:`spike_numbers`, read on the host; without a threshold it is inf."""
         by_loss, value, threshold, *shares = numbers
         threshold = math.inf if math.isnan(threshold) else threshold
-        named = {} if self._parameters is None else self._parameters.named(shares)
-        keys = {} if self._parameters is None else self._parameters.keys(shares)
+        of_parameters = self._detectors.get("per_parameter")
+        named = of_parameters.named(shares) if of_parameters is not None else {}
+        keys = of_parameters.keys(shares) if of_parameters is not None else {}
         return SpikeNumbers("loss" if by_loss else "norm", value, threshold, named, keys)
 
     def release(self) -> None:
@@ -213,37 +214,30 @@ class GradientDetector:
     def reset_threshold(self) -> None:
         """Discard all earlier values; counts stay."""
         self.settle()
-        for detector in (self._norm, self._loss, self._parameters):
-            if detector is not None:
-                detector.reset_threshold()
+        for detector in self._detectors.values():
+            detector.reset_threshold()
 
     def _copy(self) -> GradientDetector:
         twin = copy.copy(self)
-        twin._norm, twin._loss, twin._parameters = copy.deepcopy((self._norm, self._loss, self._parameters))
+        twin._detectors = copy.deepcopy(self._detectors)
         return twin
 
     def state_dict(self) -> dict[str, Any]:
         """Return statistics and counts, as if the gradient of the pending detection had been discarded."""
         twin = self._copy()
         twin.settle()
-        parts = zip(_STATE, (twin._norm, twin._loss, twin._parameters), strict=True)
-        state = {name: detector.state_dict() for name, detector in parts if detector is not None}
+        state = {name: detector.state_dict() for name, detector in twin._detectors.items()}
         return state | {"counts": torch.stack([*twin._counts])}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a saved state.
-
-        Raises:
-            ValueError: if it is not of this kind; nothing has changed then.
-        """
+        """Continue from a saved state; a ValueError if it is not of this kind, and nothing has changed then."""
         counts = torch.as_tensor(state_dict["counts"], dtype=torch.float64, device="cpu")
         if counts.shape != (3,):
             raise ValueError(f"Argument state_dict should hold three numbers as counts, but given {counts}")
         twin = self._copy()
-        for name, detector in zip(_STATE, (twin._norm, twin._loss, twin._parameters), strict=True):
-            if detector is not None and name in state_dict:
-                detector.load_state_dict(state_dict[name])
-        self._norm, self._loss, self._parameters = twin._norm, twin._loss, twin._parameters
+        for name in twin._detectors.keys() & state_dict.keys():
+            twin._detectors[name].load_state_dict(state_dict[name])
+        self._detectors = twin._detectors
         self._counts, self.pending = counts.clone().unbind(), None
 
 

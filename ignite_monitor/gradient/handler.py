@@ -467,8 +467,9 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
     def _log_action(self, counts: list[float], detection: GradientDetection | None = None) -> None:
         action = self._action.message(counts)
         if action is not None:
-            is_spike = detection is not None and bool(detection.spike)
-            cause = f"{self._detector.read(self._detector.spike_numbers(detection).tolist())}; " if is_spike else ""
+            cause = ""
+            if detection is not None and detection.spike:
+                cause = f"{self._detector.read(self._detector.spike_numbers(detection).tolist())}; "
             self._log(logging.INFO, f"iteration {self._iteration}: {cause}{action}")
 
     def _report_missing(self, engine: Engine) -> None:

@@ -35,7 +35,7 @@ class PerParameterDetector:
     def __init__(self, k: float = 8.0, **options: Any) -> None:
         self.names: tuple[str, ...] = ()
         self._options = {"rule": RobustThreshold(k=k), **options}
-        self.detector = self._make(torch.zeros(0, dtype=torch.float64, device="cpu"))
+        self.detector = SpikeDetector(**self._options)
 
     def detect(self, names: tuple[str, ...], norms: Tensor) -> Detection:
         """Compare norms.
@@ -100,11 +100,11 @@ class PerParameterDetector:
     def _arrange(self, names: tuple[str, ...], reference: Tensor) -> None:
         """Arrange the state for these names; new ones have an empty state."""
         index_of = {name: i for i, name in enumerate(self.names)}
-        index = torch.tensor([index_of.get(name, len(index_of)) for name in names], device="cpu")
-        index = upload(index, reference.device)
+        size = len(index_of)
+        index = upload(torch.tensor([index_of.get(name, size) for name in names], device="cpu"), reference.device)
 
         def arranged(values: Tensor) -> Tensor:
-            return pad(move_like(values, reference), (0, 1))[index]
+            return pad(move_like(values.expand(size), reference), (0, 1))[index]
 
         state = self.detector.state_dict()
         rule = {name: arranged(value) for name, value in state.pop("rule").items()}
@@ -113,13 +113,10 @@ class PerParameterDetector:
 
 
 def excess_shares(detection: Detection) -> Tensor:
-    """Share of each parameter in the excess of all norms over their thresholds.
+    """Share of each parameter in the excess of all norms over their thresholds; NaN if there is none.
 
     Norms that are not finite share it equally. If all norms are within their thresholds, it is the share in the excess
-    over the means. NaN if there is no excess.
-
-    Args:
-        detection: of a vector of norms.
+    over the means.
     """
     huge = torch.finfo(detection.value.dtype).max ** 0.5
     bounds = torch.stack((detection.threshold, detection.mean)).nan_to_num(math.inf)
@@ -129,28 +126,18 @@ def excess_shares(detection: Detection) -> Tensor:
 
 
 def culprits(detection: Detection, spike: Tensor | bool = True) -> Tensor:
-    """Find the parameters with the largest excess over their thresholds.
+    """Return the largest shares of the excess, then the parameters' indices, in one vector.
 
     Args:
         detection: of a vector of norms.
         spike: 0-dim bool: whether to report any.
-
-    Returns:
-        A vector: the largest shares of the excess, then the parameters' indices.
     """
     shares, indices = excess_shares(detection).topk(min(_MOST, len(detection.value)))
     return torch.cat((shares * spike, indices))
 
 
 def described(what: str, value: float, threshold: float, shares: Mapping[str, float]) -> str:
-    """Describe a spike in words.
-
-    Args:
-        what: name of the value.
-        value: the value, as the norm of the whole gradient.
-        threshold: its threshold.
-        shares: name of a parameter -> its share of the excess.
-    """
+    """Describe a spike in words; ``shares`` are those of parameters in the excess, by name."""
     text = f"{what} {value:.3g}"
     if value <= threshold < math.inf:
         text += f", within its threshold {threshold:.3g}"

@@ -144,12 +144,12 @@ class StepSkipper:
 
 
 def hides_gradients(optimizer: Optimizer) -> bool:
-    """Whether its step is skipped by hiding its gradients."""
+    """Return True if its step is skipped by hiding its gradients."""
     return _is_from_torch(optimizer) and not isinstance(optimizer, LBFGS)
 
 
 def skips_on_device(optimizer: Optimizer) -> bool:
-    """Whether its next step can be skipped by its ``found_inf``."""
+    """Return True if its next step can be skipped by its ``found_inf``."""
     if type(optimizer) not in (Adam, AdamW, SGD, Adagrad):  # a subclass may do more in its step
         return False
     if not all(group.get("fused") for group in optimizer.param_groups):
