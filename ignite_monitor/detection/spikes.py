@@ -26,7 +26,7 @@ class Detection(NamedTuple):
         mean: mean of the values that the threshold was estimated from; NaN before the first.
         std: their sample standard deviation; NaN before the second.
         spike: whether it is a spike.
-        nonfinite: whether it is inf or NaN, or so large that its powers are.
+        nonfinite: whether it is inf or NaN.
         above: whether it is finite and above the threshold.
         threshold_reset: whether it resets the rule.
     """
@@ -51,7 +51,7 @@ class SpikeDetector:
       their own threshold. Non-finite values, and those equal to ``ignored``, update nothing.
     - A count rises by 1 at each finite spike and falls by 1/4 at each other value, not below 0. When it reaches
       ``max_consecutive_spikes`` a regime change is assumed: the rule is reset, and starts with this value. A rule with
-      a shorter warm-up than that is not applied again before a value is within its threshold.
+      a shorter warm-up than that, or than 10, is not applied again before a value is within its threshold.
 
     Nothing is read on the host. All tensors are 0-dim, or have the values' shape if several are compared side by side.
 
@@ -81,7 +81,7 @@ class SpikeDetector:
         self.max_consecutive_spikes = check_count("max_consecutive_spikes", max_consecutive_spikes, least=1)
         self.overflow_is_spike = overflow_is_spike
         self.ignored = -math.inf if math.isnan(ignored) else ignored
-        self._suspends = rule.warmup < self.max_consecutive_spikes
+        self._suspends = rule.warmup < max(self.max_consecutive_spikes, 10)
         self._state: dict[str, Tensor] = {}  # count of recent spikes; previous one a spike; rule not applied
         self.reset_threshold()
 
@@ -93,7 +93,7 @@ class SpikeDetector:
             self.to(value)
         limit, mean, std = self.rule.statistics()
         threshold = limit.masked_fill(self._state["suspended"], math.nan) if self._suspends else limit
-        nonfinite = ~(normalized <= largest_usable(value))
+        nonfinite = ~(normalized < math.inf)
         compared = normalized.masked_fill(nonfinite, self.ignored)
         above = compared > threshold
         spike = above | nonfinite if self.overflow_is_spike else above
@@ -105,7 +105,7 @@ class SpikeDetector:
         state, compared, above, reset = self._state, detection.compared, detection.above, detection.threshold_reset
         on_host = when is None and compared.is_cpu and not compared.ndim
         if on_host and not (above or detection.nonfinite or state["recent"] or state.get("suspended")):
-            if compared != self.ignored:
+            if compared != self.ignored and compared <= largest_usable(compared):
                 self.rule.observe(compared)
             return
         counted = compared != self.ignored
@@ -113,7 +113,10 @@ class SpikeDetector:
             counted, above, reset = counted & when, above & when, reset & when
         clipped = above > reset
         entry = torch.where(clipped, self.rule.entry(detection.limit), compared)
-        self.rule.observe(entry, counted > (clipped & state["previous"]), reset)
+        updates = counted > (clipped & state["previous"])
+        if entry.is_cpu or entry.dtype != torch.float64:  # elsewhere only float64 models could exceed it
+            updates = updates & (entry <= largest_usable(entry))
+        self.rule.observe(entry, updates, reset)
         recent = torch.add(state["recent"], counted, alpha=-self._DECREASE)
         recent = torch.add(recent, above, alpha=1.0 + self._DECREASE).clamp(min=0.0)
         previous = clipped if when is None else torch.where(when, clipped, state["previous"])

@@ -82,8 +82,7 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
 
     Raises:
         TypeError: if an argument is of another type.
-        ValueError: if an argument has a value that is not allowed, the optimizer holds no parameter of the model, its
-            step cannot be skipped or clipped, or ``reduction`` is not that of the model's wrapper.
+        ValueError: if an argument has a value that is not allowed, or the optimizer cannot be skipped or clipped.
 
     Examples:
         .. code-block:: python
@@ -175,19 +174,9 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
         self._detector.reset_threshold()
 
     def state_dict(self) -> OrderedDict[str, Any]:
-        """Return statistics and counts: tensors, and dicts of tensors."""
         return OrderedDict(**self._detector.state_dict(), **self._action.counts)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a saved state.
-
-        Args:
-            state_dict: the :meth:`state_dict` of a monitor with the same kind of threshold rule.
-
-        Raises:
-            TypeError: if it is no mapping.
-            ValueError: if it is of something else; nothing has changed then.
-        """
         super().load_state_dict(state_dict)
         counts = self._action.saved_counts(state_dict)
         self._detector.load_state_dict(state_dict)
@@ -227,7 +216,6 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
         return contexts
 
     def detach(self) -> None:
-        """Undo ``attach`` and ``log_to``; statistics and counts stay."""
         super().detach()
         self._detector.settle()
         self._window, self._probe = GradientWindow(), None
@@ -280,11 +268,11 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
             self._show_last(engine)
             return None
 
-        def detect_by_hand() -> GradientDetection:
+        def detect() -> GradientDetection:
             self._detector.pending, self._seen = None, True  # the pending gradient is the same, or a part of it
             return self._detector.detect(parameters, gradients, step.scale)
 
-        taken = self._window.step_started(detect_by_hand)
+        taken = self._window.step_started(detect)
         self._show(engine, taken.detection, announce=taken.updates)
         if self._action.kind is None:
             return None
@@ -336,8 +324,7 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
         if detection is not None:
             if self._action.kind is not None and detection.spike.is_cpu:
                 self._log_action([float(count) for count in self._action.counts.values()], detection)
-            if self._resets:
-                self._fire_reset(engine, functools.partial(self._spike, detection))
+            self._fire_reset(engine, detection)
 
     # The state of the engine, and published values
 
@@ -353,7 +340,6 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
             self._announce(engine, detection)
 
     def _show_last(self, engine: Engine) -> None:
-        """Set flag and norm of this iteration's last step, or those before any gradient."""
         self.clear(engine)
         self._shown = None
         if self._window.last is not None:
@@ -377,7 +363,7 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
         if self.per_parameter and may_be_true(detection.spike):
             if detection.spike.is_cpu:
                 numbers = self._detector.spike_numbers(detection).tolist()
-                self.publish(**self._culprits(numbers, log))
+                self.publish(**self._shares(numbers, log))
             else:
                 self._published = [detection]
 
@@ -419,10 +405,10 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
         if self._where is not None and not next(numbers)[0]:
             self._publish_stepped_only()
             return {}
-        spikes = [culprits for spike, culprits in zip(numbers, numbers, strict=True) if spike[0]]
-        return self._culprits(spikes[0], log=True) if spikes else {}
+        spikes = [values for spike, values in zip(numbers, numbers, strict=True) if spike[0]]
+        return self._shares(spikes[0], log=True) if spikes else {}
 
-    def _culprits(self, numbers: list[float], log: bool) -> dict[str, float]:
+    def _shares(self, numbers: list[float], log: bool) -> dict[str, float]:
         spike = self._detector.read(numbers)
         if log:
             self._log(logging.WARNING, f"iteration {self._iteration}: {spike}.")
@@ -443,7 +429,7 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
                     self.on_spike(engine, as_published(detection.norm.value))
 
         if self._is_spike_awaited() and not self._window.announced and self._is_known_spike(detection.spike):
-            self._fire(engine, MonitorEvents.SPIKE_DETECTED, functools.partial(self._spike, detection), first)
+            self._fire(engine, MonitorEvents.SPIKE_DETECTED, self._spike(detection), first)
 
     def _is_spike_awaited(self) -> bool:
         return callable(self.on_spike) or self._is_awaited(MonitorEvents.SPIKE_DETECTED)

@@ -54,14 +54,6 @@ class SpikeMonitor(DetectionMonitor, schema=SPIKE):
 
             loss = SpikeMonitor(lambda engine: engine.state.output, prefix="loss", flag="loss_is_spike")
             loss.attach(trainer)
-
-            update = SpikeMonitor(
-                lambda engine: engine.state.metrics.get("monitor/update_ratio_max"),
-                threshold=RobustThreshold(),
-                prefix="update",
-                flag="update_is_spike",
-            )
-            update.attach(trainer)
     """
 
     _state_dict_all_req_keys = ("detector", "counts")
@@ -97,19 +89,9 @@ class SpikeMonitor(DetectionMonitor, schema=SPIKE):
         self._detector.reset_threshold()
 
     def state_dict(self) -> OrderedDict[str, Any]:
-        """Return statistics and counts: tensors, and dicts of tensors."""
         return OrderedDict(detector=self._detector.state_dict(), counts=self._counts)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a saved state.
-
-        Args:
-            state_dict: the :meth:`state_dict` of a monitor with the same kind of threshold rule.
-
-        Raises:
-            TypeError: if it is no mapping.
-            ValueError: if it is of something else; nothing has changed then.
-        """
         super().load_state_dict(state_dict)
         counts = torch.as_tensor(state_dict["counts"], dtype=torch.float64, device="cpu").reshape(3).clone()
         self._detector.load_state_dict(state_dict["detector"])
@@ -142,9 +124,8 @@ class SpikeMonitor(DetectionMonitor, schema=SPIKE):
         spike = detection.spike.to(number.dtype)
         self.publish(value=number, threshold=detection.threshold, spike=spike, spike_count=self._counts[0])
         if self._is_awaited(MonitorEvents.SPIKE_DETECTED) and self._is_known_spike(detection.spike):
-            self._fire(engine, MonitorEvents.SPIKE_DETECTED, functools.partial(self._spike, detection))
-        if self._resets:
-            self._fire_reset(engine, functools.partial(self._spike, detection))
+            self._fire(engine, MonitorEvents.SPIKE_DETECTED, self._spike(detection))
+        self._fire_reset(engine, detection)
 
     def _report_missing(self) -> None:
         self._missing += 1
@@ -162,11 +143,7 @@ class SpikeMonitor(DetectionMonitor, schema=SPIKE):
 
 
 def _as_number(value: Any) -> Tensor:
-    """Convert a number to a 0-dim tensor of the widest dtype of its device.
-
-    Raises:
-        TypeError: if it is not one real number.
-    """
+    """Convert a number to a 0-dim tensor of the widest dtype of its device; a TypeError if it is not one number."""
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
         return value.detach().reshape(()).to(wide_dtype(value.device))
     try:

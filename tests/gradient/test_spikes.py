@@ -66,7 +66,7 @@ class Oracle:
         self.recent += 1.0
         self.row += 1
         if self.recent >= self.patience:
-            self.history, self.recent, self.row, self.suspended = [norm], 0.0, 0, self.warmup < self.patience
+            self.history, self.recent, self.row, self.suspended = [norm], 0.0, 0, self.warmup < max(self.patience, 10)
             self.restarts += 1
         elif self.row == 1:
             self.history.append(limit)
