@@ -1,9 +1,9 @@
-"""What reacting to bad batches is worth, end to end.
+"""Held-out loss after bad batches, with and without reactions to them.
 
-Small trainings in which no, 1 % or 5 % of the batches are bad (random labels, a constant input, or the loss times 10),
-each with seven reactions, on the same batches from the same start: what is in the table is how far the held-out loss at
-the end lies above that of the same training without bad batches and without any reaction, in nats, as mean and
-standard error over the seeds. A training whose loss is no number at the end is lost, and counted apart.
+In small training runs 0, 1 % or 5 % of the batches are bad (random labels, a constant input, or the loss times 10).
+Each run is repeated with seven reactions, on the same batches from the same initial weights. The table has the held-out
+loss at the end minus that of the run without bad batches and without a reaction, in nats: mean and standard error over
+the seeds. A run whose loss is not a number at the end is lost and counted separately.
 
     python benchmarks/bad_batches.py [--seeds 3] [--iterations 300] [--only cnn mlp ...]
 """
@@ -19,10 +19,8 @@ from typing import Any
 
 import torch
 from ignite.engine import Engine
-from record_harm import make_model, make_optimizer, spoil
-from record_norms import VOCABULARY, Training, batches
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
+from trainings import Training, batches, loss_of, make_model, make_optimizer, spoil
 
 from ignite_monitor import GradMonitor, RobustThreshold
 
@@ -37,8 +35,7 @@ BAD = ("random_labels", "constant_input", "loss_x10")
 FIRST = 50
 HELD_OUT = 100
 
-# What happens to the gradient of one iteration: given model, norm and whether the batch is bad; whether to make
-# the step.
+# Changes the gradient of one iteration, given model, norm and whether the batch is bad; returns whether to step.
 Reaction = Callable[[nn.Module, float, bool], bool]
 
 
@@ -101,18 +98,14 @@ MONITORS: dict[str, dict[str, Any]] = {
 }
 
 
-def loss_of(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(model(inputs).flatten(0, -2), labels.flatten())
-
-
 def final_loss(training: Training, seed: int, iterations: int, rate: float, name: str) -> float:
-    """The held-out loss at the end of one training."""
+    """The held-out loss at the end of one run."""
     torch.manual_seed(seed)
     draw = batches(training, torch.Generator().manual_seed(seed), end=0.8)
     draw_held_out = batches(training, torch.Generator().manual_seed(0), start=0.8)
     model, noise = make_model(training), torch.Generator().manual_seed(seed)
     optimizer, react = make_optimizer(training, model), REACTIONS[name]()
-    chance, classes = random.Random(seed), VOCABULARY if training.is_gpt else 10
+    chance = random.Random(seed)
     # Fewer bad batches are a part of more.
     luck = [(chance.random(), chance.choice(BAD)) for _ in range(iterations)]
 
@@ -121,11 +114,11 @@ def final_loss(training: Training, seed: int, iterations: int, rate: float, name
         share, kind = luck[iteration]
         bad = iteration >= FIRST and share < rate
         if bad:
-            inputs, labels = spoil(kind, inputs, labels, classes, noise)
+            inputs, labels = spoil(kind, inputs, labels, training.classes, noise)
         for group in optimizer.param_groups:
             group["lr"] = training.lr * training.lr_factor(iteration, iterations)
         optimizer.zero_grad()
-        (loss_of(model, inputs, labels) * (10.0 if bad and kind == "loss_x10" else 1.0)).backward()
+        (loss_of(model(inputs), labels) * (10.0 if bad and kind == "loss_x10" else 1.0)).backward()
         if react(model, float(engine.state.grad_norm), bad):
             optimizer.step()
 
@@ -134,11 +127,12 @@ def final_loss(training: Training, seed: int, iterations: int, rate: float, name
     trainer.run(range(iterations), max_epochs=1)
     model.eval()
     with torch.no_grad():
-        return fmean(loss_of(model, *draw_held_out()).item() for _ in range(HELD_OUT))
+        held_out = (draw_held_out() for _ in range(HELD_OUT))
+        return fmean(loss_of(model(inputs), labels).item() for inputs, labels in held_out)
 
 
 def cell(rises: list[float]) -> str:
-    """Mean and standard error of those that are numbers, and how many are none."""
+    """Mean and standard error of the finite values, and the number of the others."""
     ended = [rise for rise in rises if math.isfinite(rise)]
     lost = f", {len(rises) - len(ended)} of {len(rises)} lost" if len(ended) < len(rises) else ""
     if not ended:
@@ -148,7 +142,7 @@ def cell(rises: list[float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What reacting to bad batches is worth.")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--iterations", type=int, default=300)
     parser.add_argument("--only", nargs="+", choices=[training.name for training in TRAININGS])

@@ -1,188 +1,237 @@
-"""What every handler costs, and all of them together: the beginning of docs/costs.md, as it stands there.
+"""Cost of every monitor, compared with a train step and with operations whose cost is known.
 
-First as a part of a train step, on a transformer of many small layers and on one of few large ones, in every iteration,
-every tenth and every hundredth; beside what everyone knows the price of: ``clip_grad_norm_``, two forward passes, a
-copy of the weights. Then how what a monitored iteration costs grows with blocks, width, sequences, their length, and
-parameters alone (the rows of the embedding): the exponent p of cost ~ size^p, fitted to five sizes.
+Two transformers are trained, one of many small layers and one of few large layers. Every variant has a model and an
+optimizer of its own. All variants take turns; what a variant adds to an iteration is the difference of the fastest
+iterations of a turn with and without it, and the table has medians over turns, so the ratios hold on a busy machine.
+Values are copied to the host in every monitored iteration, as with a logger. On the CPU, times are those of the thread.
+The cost of an iteration that is not monitored is measured without forward and backward passes.
 
-Each variant has a model of its own that is trained, and is compared with the iterations of the same run that it does
-not watch; all take turns, and medians over the turns are shown, so that the ratios hold on a busy machine too. Values
-come to the host in every monitored iteration, as with a logger. On the CPU time is the thread's own. What an iteration
-costs that is not watched is too little to be seen beside a train step, and is measured without forward and backward;
-one in 100 is put together from a monitored iteration, the one after it, and 98 of these.
-
-It takes four minutes of one core, and says on stderr how far it is: half of it are the turns on the larger model.
-
-    PYTHONPATH=. python benchmarks/bench_cost.py [--device cuda] [--rounds 4] [--growth-rounds 1]
+    PYTHONPATH=. python benchmarks/bench_cost.py [--device cuda] [--rounds 5] [--only GradMonitor ...]
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import platform
-import sys
-import textwrap
+import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from bench_grad_monitor import make_model
-from cost_runs import ALL, COMPARISONS, MONITORS, NEVER, Runner, Setting
-from fits import power_law
+from ignite.engine import Engine, Events
+from torch import Tensor, nn
 
-MODELS = {"small": Setting(24, 32, sequences=4), "wide": Setting(4, 256, length=32)}
-AXES = {
-    "blocks": [Setting(blocks, 32, sequences=4) for blocks in (2, 4, 8, 16, 32)],
-    "width": [Setting(width=width) for width in (32, 64, 128, 256, 512)],
-    "sequences": [Setting(sequences=sequences) for sequences in (8, 16, 32, 64, 128)],
-    "length": [Setting(sequences=2, length=length) for length in (32, 64, 128, 256, 512)],
-    "rows": [Setting(width=16, rows=rows) for rows in (2**14, 2**15, 2**16, 2**17, 2**18)],
+import ignite_monitor as im
+from ignite_monitor.replicas import handler as replicas
+
+NEVER = 10**9
+ITERATIONS = 6
+CLIP, CLOSURES, PASSES, CLONE = "clip_grad_norm_", "three closures per module", "two forward passes", "weight clones"
+NOISE, CURVATURE, ALL = (
+    "GradientNoiseScaleHandler, two micro-batches",
+    "CurvatureHandler",
+    "all of these but the last two",
+)
+
+
+class Setting(NamedTuple):
+    """Sizes of a transformer and of its batches."""
+
+    blocks: int
+    width: int
+    sequences: int
+    length: int
+
+    def model(self, device: str) -> nn.Module:
+        block = nn.TransformerEncoderLayer(self.width, 4, 4 * self.width, dropout=0.0, batch_first=True)
+        encoder = nn.TransformerEncoder(block, self.blocks, enable_nested_tensor=False)
+        layers = nn.Embedding(50, self.width), encoder, nn.LayerNorm(self.width), nn.Linear(self.width, 10, bias=False)
+        return nn.Sequential(*layers).to(device)
+
+
+SETTINGS = {"small": Setting(24, 32, 4, 8), "wide": Setting(4, 256, 8, 32)}
+
+
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten() % 10)
+
+
+@torch.no_grad()
+def two_passes(model: nn.Module, tokens: Tensor) -> None:
+    model(tokens)
+    model(tokens)
+
+
+COMPARISONS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    CLIP: lambda model, _: torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9),
+    PASSES: two_passes,
+    CLONE: lambda model, _: [parameter.detach().clone() for parameter in model.parameters()],
 }
 
 
-class Share(NamedTuple):
-    """What is added to a step, as a part of it: medians over turns, and their standard error."""
+def three_closures(model: nn.Module, watched: Callable[[], bool]) -> None:
+    """Forward hooks as one writes them without a monitor."""
 
-    value: float
-    error: float
+    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if watched():
+            tensor = (output[0] if isinstance(output, tuple) else output).detach()
+            module.__dict__["statistics"] = tensor.mean().item(), tensor.std().item(), tensor.norm(dim=-1).mean().item()
 
-    @classmethod
-    def of(cls, turns: list[float]) -> Share:
-        middle = median(turns)
-        # Of normally distributed turns the median's error is 1.2533 / sqrt(n) standard deviations.
-        spread = 1.4826 * median(abs(each - middle) for each in turns)
-        return cls(middle, 1.2533 * spread / len(turns) ** 0.5)
-
-    def __str__(self) -> str:
-        least = 2 * self.error
-        if self.value < least:
-            return f"< {max(100 * least, 0.1):.1f} %"
-        if self.value < 0.0005:
-            return "< 0.1 %"
-        return f"{100 * self.value:.0f} %" if self.value >= 0.0995 else f"{100 * self.value:.1f} %"
+    for module in model.modules():
+        module.register_forward_hook(hook)
 
 
-def unwatched(setting: Setting, device: str, name: str) -> float:
-    """Seconds that a handler adds to an iteration that it does not watch."""
-    plain, never = (Runner(setting, device, variant, idle=True) for variant in ("", name))
-    return median(median(never(50, NEVER)) - median(plain(50, NEVER)) for _ in range(20))
+def replica_check(model: nn.Module, optimizer: torch.optim.Optimizer) -> im.ReplicaCheckHandler:
+    """A check with a second rank that has the same state, without the time of the collective."""
+    replicas.world_size = lambda: 2
+    replicas.sum_over_ranks = lambda table: table[:1].expand_as(table)
+    return im.ReplicaCheckHandler(model, optimizer)
 
 
-def shares(setting: Setting, device: str, rounds: int) -> tuple[float, dict[str, list[Share]], dict[str, float]]:
-    """Seconds of a step; what is added in every iteration, one in 10, one in 100; seconds added where not watched."""
-    rests = {name: unwatched(setting, device, name) for name in MONITORS}
-    runners = {name: Runner(setting, device, name) for name in (*COMPARISONS, *MONITORS)}
-    steps: list[float] = []
-    added: dict[str, list[tuple[float, ...]]] = {name: [] for name in runners}
-    for turn in range(-1, rounds):  # the first is to warm up
-        print(f"{setting}: turn {turn + 1} of {rounds}", file=sys.stderr, flush=True)
+def rollback(model: nn.Module, optimizer: torch.optim.Optimizer) -> im.RollbackHandler:
+    return im.RollbackHandler({"model": model, "optimizer": optimizer}, loss=lambda engine: 1.0)
+
+
+Make = Callable[[nn.Module, torch.optim.Optimizer], Any]
+# The second entry is the comparison that the cost is a multiple of.
+MONITORS: dict[str, tuple[Make, str]] = {
+    "GradMonitor": (im.GradMonitor, CLIP),
+    "GradMonitor, RobustThreshold": (lambda m, o: im.GradMonitor(m, o, threshold=im.RobustThreshold()), CLIP),
+    "GradMonitor, per_parameter": (lambda m, o: im.GradMonitor(m, o, per_parameter=True), CLIP),
+    "WeightUpdateHandler": (im.WeightUpdateHandler, CLONE),
+    "OptimizerStateHandler": (im.OptimizerStateHandler, CLONE),
+    "ActivationHandler": (lambda m, _: im.ActivationHandler(m, activations=True), CLOSURES),
+    "ActivationHandler, attention": (lambda m, _: im.ActivationHandler(m, activations=True, attention=True), CLOSURES),
+    "SpectralNormHandler": (lambda m, _: im.SpectralNormHandler(m), CLONE),
+    "RCCHandler": (lambda m, _: im.RCCHandler(m), PASSES),
+    "HistogramHandler": (lambda m, _: im.HistogramHandler(m), CLONE),
+    "ReplicaCheckHandler": (replica_check, CLONE),
+    "StepStatsHandler": (im.StepStatsHandler, CLIP),
+    "SpikeMonitor": (lambda m, _: im.SpikeMonitor(lambda engine: 1.0, prefix="value", flag="value_spike"), CLIP),
+    "RollbackHandler between snapshots": (rollback, CLONE),
+    NOISE: (lambda m, o: im.GradientNoiseScaleHandler(m, o, micro_batches=2), CLIP),
+    CURVATURE: (lambda m, o: im.CurvatureHandler(m, o, loss=loss_of), PASSES),
+}
+
+TOGETHER = set(MONITORS) - {"GradMonitor, RobustThreshold", "GradMonitor", "ActivationHandler", NOISE, CURVATURE}
+
+
+class Runner:
+    """A trainer with one variant, and the times of its iterations.
+
+    Args:
+        setting: sizes of model and batches.
+        device: device of the model.
+        variant: a key of ``COMPARISONS`` or ``MONITORS``, ``CLOSURES``, ``ALL`` or "" for none.
+        idle: skip forward and backward passes.
+    """
+
+    def __init__(self, setting: Setting, device: str, variant: str, idle: bool = False) -> None:
+        torch.manual_seed(0)
+        model = setting.model(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        self.every = 1
+        self._stamps: list[float] = []
+        self._clock = _synchronized if device == "cuda" else time.thread_time
+        self._batch = torch.randint(0, 50, (setting.sequences, setting.length), device=device)
+        chunks = 0 if idle else 2 if variant == NOISE else 1
+
+        def train_step(engine: Engine, tokens: Tensor) -> None:
+            optimizer.zero_grad()
+            for part in tokens.chunk(chunks) if chunks else ():
+                (loss_of(model, part) / chunks).backward()
+            if variant in COMPARISONS and self.monitored(engine, engine.state.iteration):
+                COMPARISONS[variant](model, tokens)
+            optimizer.step()
+
+        self.trainer = Engine(train_step)
+        if variant == CLOSURES:
+            three_closures(model, lambda: self.monitored(self.trainer, self.trainer.state.iteration))
+        for name in TOGETHER if variant == ALL else {variant} & set(MONITORS):
+            monitor = MONITORS[name][0](model, optimizer)
+            monitor.attach(self.trainer, Events.ITERATION_STARTED(event_filter=self.monitored))
+            self.trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda _, own=monitor: own.on_host())
+        self.trainer.add_event_handler(Events.GET_BATCH_STARTED, lambda: self._stamps.append(self._clock()))
+
+    def monitored(self, engine: Engine, iteration: int) -> bool:
+        return iteration % self.every == 0
+
+    def __call__(self, iterations: int, every: int) -> list[float]:
+        """Seconds of each iteration of a run, without the first two; one in ``every`` is monitored."""
+        self.every = every
+        self._stamps.clear()
+        self.trainer.state.max_epochs = None
+        self.trainer.run([self._batch] * (iterations + 3), max_epochs=1)
+        return [after - before for before, after in itertools.pairwise(self._stamps)][2:]
+
+
+def _synchronized() -> float:
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def unmonitored(setting: Setting, device: str, name: str) -> float:
+    """Seconds that a monitor adds to an iteration that it does not monitor."""
+    plain, variant = (Runner(setting, device, kind, idle=True) for kind in ("", name))
+    return median(median(variant(50, NEVER)) - median(plain(50, NEVER)) for _ in range(10))
+
+
+def measure(setting: Setting, device: str, names: list[str], rounds: int) -> tuple[float, dict[str, float]]:
+    """Seconds of a train step, and seconds that each variant adds to a monitored iteration."""
+    runners = {name: Runner(setting, device, name) for name in ("", *names)}
+    fastest: dict[str, list[float]] = {name: [] for name in runners}
+    for turn in range(-1, rounds):  # the first turn warms up
         for name, runner in runners.items():
-            always = median(runner(4, every=1))
-            *others, monitored, after = runner(10, every=10)
-            rest = rests.get(name, 0.0)
-            step = median(others) - rest
-            costs = [always - step, *((monitored + after - 2 * step + (n - 2) * rest) / n for n in (10, 100))]
+            # Curvature takes seconds: one monitored iteration per turn.
+            seconds = max(runner(2, every=4)) if name == CURVATURE else min(runner(ITERATIONS, every=1))
             if turn >= 0:
-                steps.append(step)
-                added[name].append(tuple(cost / step for cost in costs))
-    found = {name: [Share.of(list(each)) for each in zip(*turns, strict=True)] for name, turns in added.items()}
-    return median(steps), found, rests
-
-
-def growth(settings: list[Setting], device: str, rounds: int) -> dict[str, list[float]]:
-    """Seconds that a step takes, and that each variant adds to it, at every size."""
-    costs: dict[str, list[float]] = {}
-    for setting in settings:
-        print(f"{setting}", file=sys.stderr, flush=True)
-        runners = {name: Runner(setting, device, name) for name in ("`clip_grad_norm_`", *MONITORS) if name != ALL}
-        steps: list[float] = []
-        added: dict[str, list[float]] = {name: [] for name in runners}
-        for turn in range(-1, rounds):
-            for name, runner in runners.items():
-                times = runner(8, every=2)
-                step = median(times[1::2])
-                if turn >= 0:
-                    steps.append(step)
-                    added[name].append(median(times[::2]) - step)
-        for name, each in {"a train step": steps, **added}.items():
-            costs.setdefault(name, []).append(median(each))
-    return costs
-
-
-def exponent(axis: str, costs: list[float]) -> str:
-    """The exponent that a cost grows with along an axis, and its standard error, where there is a cost at all."""
-    if min(costs) <= 0:
-        return "-"
-    slope = power_law([getattr(setting, axis) for setting in AXES[axis]], costs)
-    return f"{slope.value:.2f} ± {slope.error:.2f}"
+                fastest[name].append(seconds)
+    steps = fastest[""]
+    added = {name: median(a - b for a, b in zip(fastest[name], steps, strict=True)) for name in names}
+    return median(steps), added
 
 
 def machine(device: str) -> str:
     if device == "cuda":
         return torch.cuda.get_device_name()
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        name = platform.processor()
-    return f"one thread of {name}"
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"one thread of {names[0] if names else platform.processor()}"
 
 
-def described(setting: Setting, seconds: float) -> str:
-    model = make_model(setting.width, "cpu", setting.blocks, setting.rows)
-    million = sum(each.numel() for each in model.parameters()) / 1e6
-    return (
-        f"{setting.blocks} blocks of width {setting.width} ({million:.1f} million parameters, "
-        f"{setting.sequences * setting.length} tokens, {1e3 * seconds:.0f} ms)"
-    )
-
-
-def table(head: list[str], rows: dict[str, list[str]]) -> str:
-    lines = [["", *head], *([name, *cells] for name, cells in rows.items())]
-    written = ["| " + " | ".join(line) + " |" for line in lines]
-    return "\n".join([written[0].replace("|  |", "| |"), "|" + "---|" * len(lines[0]), *written[1:]])
-
-
-def section(device: str, rounds: int, growth_rounds: int) -> str:
-    found = {name: shares(setting, device, rounds) for name, setting in MODELS.items()}
-    costs = {axis: growth(settings, device, growth_rounds) for axis, settings in AXES.items()}
-    added = {
-        name: [str(share) for _, each, _ in found.values() for share in each[name]]
-        for name in (*COMPARISONS, *MONITORS)
-    }
-    for name in COMPARISONS:
-        added[name][1:3] = added[name][4:] = "", ""
-    exponents = {name: [exponent(axis, costs[axis][name]) for axis in AXES] for name in costs["blocks"]}
-    ranges = [f"{axis}: {getattr(each[0], axis):,} to {getattr(each[-1], axis):,}" for axis, each in AXES.items()]
-    rests = [1e6 * rest for _, _, each in found.values() for name, rest in each.items() if name != ALL]
-    every = ["every iteration", "one in 10", "one in 100"]
-    models = " and ".join(f"{name}: {described(MODELS[name], each[0])}" for name, each in found.items())
-    paragraphs = [
-        "What watching every iteration, one in 10 or one in 100 adds to a train step (forward, backward, AdamW), in "
-        "percent of the step, the values read in each; and what else is known to cost something. Two transformers, "
-        f"{models}, {machine(device)}, torch {torch.__version__.partition('+')[0]}. `python benchmarks/bench_cost.py` "
-        "prints this section.",
-        table([f"{name}, {each}" for name in MODELS for each in every], added),
-        f"A handler makes an iteration that it does not watch {min(rests):.0f} to {max(rests):.0f} us longer. What one "
-        "costs that it watches grows as a size to the power of (a fit to five sizes, with its standard error):",
-        table(ranges, exponents),
-        "Exponents below 1 are those of costs of which a part does not grow; a dash is one lost in noise. Sequences "
-        "are those in a batch, length is theirs, and rows are the embedding's: parameters that no token needs.",
-    ]
-    return "\n\n".join(
-        ["## What it costs", *(each if each[0] == "|" else textwrap.fill(each, 120) for each in paragraphs)]
-    )
+def report(device: str, rounds: int, only: list[str]) -> None:
+    monitors = [name for name in (*MONITORS, ALL) if not only or any(name.startswith(part) for part in only)]
+    compared = [CLIP, CLOSURES, PASSES, CLONE]
+    print(f"{machine(device)}, torch {torch.__version__.partition('+')[0]}")
+    for label, setting in SETTINGS.items():
+        step, added = measure(setting, device, [*compared, *monitors], rounds)
+        size = sum(parameter.numel() for parameter in setting.model("cpu").parameters()) / 1e6
+        print(f"\n{label}: {setting.blocks} blocks of width {setting.width}, {size:.1f} million parameters, "
+              f"{setting.sequences * setting.length} tokens, {1e3 * step:.0f} ms per step\n")  # fmt: skip
+        print("| | ms | of a step | one in 100 | not monitored | compared |\n|---|---|---|---|---|---|")
+        for name in compared:
+            print(f"| {name} | {1e3 * added[name]:.2f} | {added[name] / step:.1%} | | | |")
+        for name in monitors:
+            idle = unmonitored(setting, device, name)
+            cost, comparison = added[name], MONITORS[name][1] if name in MONITORS else ""
+            ratio = f"{cost / added[comparison]:.2f} x {comparison}" if comparison else ""
+            rare = (cost + 99 * idle) / 100 / step
+            cells = f"{1e3 * cost:.2f} | {cost / step:.1%} | {rare:.2%} | {1e6 * idle:.0f} us | {ratio}"
+            print(f"| `{name}` | {cells} |", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--growth-rounds", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", nargs="+", default=[], help="first letters of the monitors to measure")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    print(section(args.device, args.rounds, args.growth_rounds))
+    report(args.device, args.rounds, args.only)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""What HDF5Logger costs with many metrics an iteration, beside Ignite's own flattening of the same dictionary.
+"""Cost of HDF5Logger with many metrics per iteration, compared with Ignite's flattening of the same dictionary.
 
-Both take turns on the same engine in one run. Ignite's flattening is the first thing that each of its output handlers
-does, before anything is written; HDF5Logger's time is that of all its handlers, with compression, the writes to the
-file and the closing. Times are means per iteration. Bytes are those of the closed file, names and steps included.
+Both take turns on the same engine in one run. Every output handler of Ignite flattens first, before it writes anything.
+The time of HDF5Logger covers all its handlers, compression, writes and closing. Times are means per iteration. Bytes
+are those of the closed file, names and steps included.
 
     python benchmarks/bench_hdf5.py [--metrics 10000] [--iterations 200]
 """
@@ -31,7 +31,7 @@ KINDS: dict[str, Callable[[np.ndarray], Any]] = {
 
 
 class Flattening(BaseOutputHandler):
-    """The part of their work that Ignite's output handlers share."""
+    """The work that Ignite's output handlers share."""
 
     def __call__(self, engine: Engine, logger: Any, event_name: Any) -> None:
         self._setup_output_metrics_state_attrs(engine, key_tuple=False)
@@ -44,7 +44,7 @@ def seconds(function: Callable[..., Any], *args: Any) -> float:
 
 
 def measure(kind: str, metrics: int, iterations: int, path: Path) -> tuple[float, float, float, float]:
-    """Seconds an iteration of Ignite's and of ours, seconds of reading, bytes a value."""
+    """Seconds per iteration of Ignite and of HDF5Logger, seconds to read, bytes per value."""
     generator = np.random.default_rng(0)
     names = [f"activation/blocks.{i // 20}.mlp/metric_{i % 20}" for i in range(metrics)]
     engine = Engine(lambda engine, batch: None)
@@ -52,16 +52,16 @@ def measure(kind: str, metrics: int, iterations: int, path: Path) -> tuple[float
     logger.attach_output_handler(engine, Events.ITERATION_COMPLETED, "train", "all")
     engine.fire_event(Events.STARTED)
     flattening = Flattening("train", "all")
-    theirs_time = ours_time = 0.0
+    ignite_time = logger_time = 0.0
     for iteration in range(1, iterations + 1):
         engine.state.iteration = iteration
         engine.state.metrics = dict(zip(names, KINDS[kind](generator.lognormal(size=metrics)), strict=True))
-        theirs_time += seconds(flattening, engine, None, Events.ITERATION_COMPLETED)
-        ours_time += seconds(engine.fire_event, Events.ITERATION_STARTED)  # when what waits is written
-        ours_time += seconds(engine.fire_event, Events.ITERATION_COMPLETED)
-    ours_time += seconds(logger.close)
+        ignite_time += seconds(flattening, engine, None, Events.ITERATION_COMPLETED)
+        logger_time += seconds(engine.fire_event, Events.ITERATION_STARTED)  # pending rows are written
+        logger_time += seconds(engine.fire_event, Events.ITERATION_COMPLETED)
+    logger_time += seconds(logger.close)
     size = path.stat().st_size / (metrics * iterations)
-    return theirs_time / iterations, ours_time / iterations, seconds(read_hdf5, path), size
+    return ignite_time / iterations, logger_time / iterations, seconds(read_hdf5, path), size
 
 
 def main() -> None:
@@ -73,8 +73,8 @@ def main() -> None:
     print(f"{'metrics are':16} {'Ignite ms':>10} {'HDF5 ms':>10} {'ratio':>7} {'bytes/value':>12} {'read s':>8}")
     for kind in KINDS:
         with tempfile.TemporaryDirectory() as folder:
-            theirs, ours, read, size = measure(kind, args.metrics, args.iterations, Path(folder) / "run.h5")
-        print(f"{kind:16} {1e3 * theirs:10.2f} {1e3 * ours:10.2f} {ours / theirs:7.2f} {size:12.2f} {read:8.2f}")
+            ignite, logger, read, size = measure(kind, args.metrics, args.iterations, Path(folder) / "run.h5")
+        print(f"{kind:16} {1e3 * ignite:10.2f} {1e3 * logger:10.2f} {logger / ignite:7.2f} {size:12.2f} {read:8.2f}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""The best learning rate of a small Llama and of a ViT at three widths, in the standard parametrization and under muP.
+"""Best learning rate of a small Llama and of a ViT at three widths, in the standard parametrization and under muP.
 
 The Llama (two layers, 32 bytes of context) learns the docstrings of Python's standard library, the ViT (two layers, 17
-positions) scikit-learn's handwritten digits. All learn with Adam, whose learning rate rises over 10 steps and falls to
-0. What counts is the loss at the end: of text that the Llama has not seen, and of the first 256 digits. Weights of both
-start alike, but the readout's; the standard parametrization has one learning rate for all of them.
+positions) scikit-learn's handwritten digits. The learning rate of Adam rises over 10 steps and falls to 0. The loss is
+measured at the end, on held-out text and on the first 256 digits. Except for the readout, initial weights are the same
+in both parametrizations; the standard one has a single learning rate.
 
-Every training is one line of a file, so that a run may be stopped and goes on where it was.
+Every run is one line of a file, so that an interrupted search continues where it stopped.
 
     PYTHONPATH=. python benchmarks/learning_rate_transfer.py RUNS.jsonl [--minutes 60]   train what is missing
     PYTHONPATH=. python benchmarks/learning_rate_transfer.py RUNS.jsonl --draw FILE.png   figure and tables
@@ -23,16 +23,16 @@ import statistics
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from ignite.engine import Engine, Events
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from benchmarks.families import Case, probe, transformer, vit_transformers
 from ignite_monitor.scaling import PRESETS, parametrize
 
 KINDS = {"standard": "standard", "mup": "muP"}
@@ -40,6 +40,7 @@ TASKS = {"llama": "Llama", "vit": "ViT"}
 SHOWN = {"llama": ((2.5, 2.75, 3, 3.5), (2.45, 3.6)), "vit": ((0.1, 0.2, 0.5, 1, 2), (0.1, 2.5))}  # losses
 WIDTHS = (64, 256, 512)
 STEPS, BATCH, LENGTH, HELD_OUT = 120, 8, 32, 64
+HEAD = 8  # dimension of an attention head at all widths
 # log2 of the learning rate that the search starts at; under muP that of a layer of width 1.
 STARTS = {
     ("llama", "standard"): -7,
@@ -50,7 +51,7 @@ STARTS = {
 
 
 class Run(NamedTuple):
-    """One training, but for its result."""
+    """The settings of one run."""
 
     task: str
     kind: str
@@ -85,49 +86,74 @@ def passages(starts: Tensor) -> dict[str, Tensor]:
 
 def images(index: Tensor) -> dict[str, Tensor]:
     pixels, target = digits()
-    return {"pixel_values": pixels[index], "target": target[index]}
+    return {"pixel_values": pixels[index], "labels": target[index]}
 
 
-def case(task: str) -> tuple[Case, Any, Any]:
-    """The model, a function that draws a batch, and the batch that is measured."""
-    if task == "llama":
-        made = transformer("llama", vocab_size=128)
-        train = len(text()) * 9 // 10
-        held_out = torch.linspace(train, len(text()) - LENGTH, HELD_OUT).long()
-        return made, lambda: passages(torch.randint(train - LENGTH, (BATCH,))), passages(held_out)
-    made = vit_transformers(image_size=8, patch_size=2, num_channels=1)
-    return made, lambda: images(torch.randint(len(digits()[0]), (2 * BATCH,))), images(torch.arange(256))
+def make(task: str, width: int) -> torch.nn.Module:
+    import transformers
+
+    sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 2}
+    if task == "vit":
+        vit = transformers.ViTConfig(
+            **sizes, num_attention_heads=width // HEAD, image_size=8, patch_size=2, num_channels=1, num_labels=10
+        )
+        return transformers.ViTForImageClassification(vit)
+    llama = transformers.LlamaConfig(
+        **sizes,
+        vocab_size=128,
+        num_attention_heads=width // HEAD,
+        num_key_value_heads=max(width // HEAD // 2, 1),
+        head_dim=HEAD,
+        pad_token_id=None,
+    )
+    return transformers.LlamaForCausalLM(llama)
 
 
-def loss_of(made: Case, model: torch.nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    output = model(**{key: value for key, value in batch.items() if key != "target"})
-    return output.loss if made.loss is None else made.loss(output, batch)
+def data(task: str) -> tuple[Callable[[], dict[str, Tensor]], dict[str, Tensor]]:
+    """A function that draws a batch, and the held-out batch."""
+    if task == "vit":
+        return lambda: images(torch.randint(len(digits()[0]), (2 * BATCH,))), images(torch.arange(256))
+    train = len(text()) * 9 // 10
+    held_out = torch.linspace(train, len(text()) - LENGTH, HELD_OUT).long()
+    return lambda: passages(torch.randint(train - LENGTH, (BATCH,))), passages(held_out)
+
+
+def loss_of(model: torch.nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    output = model(**batch)
+    return output.loss if "input_ids" in batch else F.cross_entropy(output.logits, batch["labels"])
 
 
 def train(run: Run, steps: int = STEPS) -> float:
-    """The loss at the end."""
+    """Loss at the end."""
     torch.manual_seed(run.seed)
-    made, draw, measured = case(run.task)
-    made = Case(made.make, draw, made.loss)
-    options: dict[str, Any] = {"ab_overrides": PRESETS["standard"]} if run.kind == "standard" else {}
-    scaled = parametrize(made.make, (32, run.width), sample_input=probe(made), lr_prefactor=2.0**run.rate, **options)
-    groups = scaled.model.parameters() if run.kind == "standard" else scaled.param_groups
+    draw, held_out = data(run.task)
+    standard = run.kind == "standard"
+    options: dict[str, Any] = {"ab_overrides": PRESETS["standard"]} if standard else {}
+    scaled = parametrize(
+        functools.partial(make, run.task), (32, run.width), sample_input=draw(), lr_prefactor=2.0**run.rate, **options
+    )
+    groups = scaled.model.parameters() if standard else scaled.param_groups
     optimizer = torch.optim.Adam(groups, lr=2.0**run.rate, fused=True)
     torch.manual_seed(run.seed)  # the same batches for all
 
-    trainer = Engine(lambda _, batch: made.step(scaled.model, optimizer, batch))
+    def train_step(engine: Engine, batch: dict[str, Tensor]) -> None:
+        optimizer.zero_grad()
+        loss_of(scaled.model, batch).backward()
+        optimizer.step()
+
+    trainer = Engine(train_step)
     schedule = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10) * (1 - step / steps))
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: schedule.step())
     trainer.run([draw() for _ in range(steps)], max_epochs=1)
     with torch.no_grad():
-        loss = float(loss_of(made, scaled.model.eval(), measured))
+        loss = float(loss_of(scaled.model.eval(), held_out))
     return loss if math.isfinite(loss) else 100.0
 
 
 def wanted(results: dict[Run, float], seeds: int) -> Iterator[Run]:
-    """Trainings, until the best learning rate of each seed has neighbours: within four times, at the last width two.
+    """Runs until the best learning rate of each seed has neighbours: within a factor of four, at the last width two.
 
-    The wider models are trained with what is best at the first width, too.
+    Wider models are also trained with the best rate of the first width.
     """
     for seed in range(seeds):
         for width in WIDTHS:
@@ -143,13 +169,13 @@ def wanted(results: dict[Run, float], seeds: int) -> Iterator[Run]:
 
 
 def carried(results: dict[Run, float], task: str, kind: str, seed: int, default: int = 0) -> int:
-    """The best learning rate that was tried at the first width."""
+    """The best learning rate tried at the first width."""
     losses = of(results, task, kind, WIDTHS[0], seed)
     return min(losses, key=losses.__getitem__, default=default)
 
 
 def of(results: dict[Run, float], *cell: Any) -> dict[int, float]:
-    """The losses of a task, a kind, a width and a seed by learning rate."""
+    """Learning rate -> loss of one task, kind, width and seed."""
     task, kind, width, seed = cell
     return {run.rate: loss for run, loss in results.items() if (*run[:3], run.seed) == (task, kind, width, seed)}
 
@@ -160,7 +186,7 @@ def read(path: Path) -> dict[Run, float]:
 
 
 def work(path: Path, seeds: int, minutes: float) -> None:
-    """Train what is missing, and append a line for each."""
+    """Train the missing runs and append a line for each."""
     end = time.monotonic() + 60 * minutes
     results = read(path)
     for run in wanted(results, seeds):
@@ -174,40 +200,41 @@ def work(path: Path, seeds: int, minutes: float) -> None:
 
 
 class Best(NamedTuple):
-    """The best learning rate of one seed, and the loss there: the vertex of a parabola through three trainings."""
+    """Best learning rate of one seed and its loss: the vertex of a parabola through three runs."""
 
     rate: float  # log2
     loss: float
 
 
 def best(losses: dict[int, float]) -> Best | None:
-    """Of log loss over log2 of the rate; None if the best one has no neighbours."""
+    """Fit log loss over log2 of the rate; None if the best rate has no neighbours."""
     rate = min(losses, key=losses.__getitem__)
     if not {rate - 1, rate + 1} <= losses.keys():
         return None
-    left, middle, right = (math.log(losses[each]) for each in (rate - 1, rate, rate + 1))
+    left, middle, right = (math.log(losses[near]) for near in (rate - 1, rate, rate + 1))
     slope, curvature = (right - left) / 2, right - 2 * middle + left
     return Best(rate - slope / curvature, math.exp(middle - slope**2 / (2 * curvature)))
 
 
 def bests(results: dict[Run, float], *cell: Any) -> list[Best]:
-    """One for each seed of a task, a kind and a width."""
+    """One entry per seed of a task, kind and width."""
     seeds = sorted({run.seed for run in results if run[:3] == cell})
-    return [found for seed in seeds if (losses := of(results, *cell, seed)) and (found := best(losses)) is not None]
+    fits = [best(of(results, *cell, seed)) for seed in seeds]
+    return [fit for fit in fits if fit is not None]
 
 
 def table(results: dict[Run, float]) -> str:
-    """The best learning rates and the losses there: means over seeds, and standard errors."""
+    """Best learning rates and their losses: means over seeds and standard errors."""
     narrow, *wide = WIDTHS
     head = ["model", "parametrization", f"best at {narrow}", *(f"moved at {width}" for width in wide)]
     lines = [[*head, *(f"loss at {width}" for width in WIDTHS), f"at {wide[-1]} with the rate of {narrow}"]]
     lines.append(["---"] * len(lines[0]))
     for task, kind in STARTS:
-        found = {width: bests(results, task, kind, width) for width in WIDTHS}
-        first = [each.rate for each in found[narrow]]
-        moved = [[each.rate - rate for rate, each in zip(first, found[width], strict=False)] for width in wide]
-        cells = [f"2^{over(first)}", *(over(each, "+") for each in moved)]
-        losses = [over([each.loss for each in found[width]], digits=2) for width in WIDTHS]
+        fits = {width: bests(results, task, kind, width) for width in WIDTHS}
+        first = [fit.rate for fit in fits[narrow]]
+        moved = [[fit.rate - rate for rate, fit in zip(first, fits[width], strict=False)] for width in wide]
+        cells = [f"2^{over(first)}", *(over(shifts, "+") for shifts in moved)]
+        losses = [over([fit.loss for fit in fits[width]], digits=2) for width in WIDTHS]
         runs = [Run(task, kind, wide[-1], carried(results, task, kind, seed), seed) for seed in range(len(first))]
         losses.append(over([results[run] for run in runs if run in results], digits=2))
         lines.append([TASKS[task], KINDS[kind], *cells, *losses])
@@ -215,7 +242,7 @@ def table(results: dict[Run, float]) -> str:
 
 
 def over(values: list[float], sign: str = "", digits: int = 1) -> str:
-    """The mean and its standard error, which two or more values have."""
+    """Mean and, for two or more values, its standard error."""
     if not values:
         return "-"
     error = f" ± {statistics.stdev(values) / len(values) ** 0.5:.{digits}f}" if len(values) > 1 else ""
@@ -235,12 +262,12 @@ def draw(results: dict[Run, float], path: Path) -> None:
                 losses = dict(sorted(of(results, task, kind, width, seed).items()))
                 label = f"width {width}" if seed == seeds[0] else None
                 axes.plot(losses.keys(), losses.values(), ".-", color=colour, linewidth=0.9, markersize=4, label=label)
-            for each in bests(results, task, kind, width):
-                axes.plot(*each, "*", color=colour, markersize=11, markeredgecolor="white", markeredgewidth=0.6)
+            for fit in bests(results, task, kind, width):
+                axes.plot(*fit, "*", color=colour, markersize=11, markeredgecolor="white", markeredgewidth=0.6)
         axes.set_title(f"{TASKS[task]}: {KINDS[kind]}", loc="left", fontsize=10)
         ticks, limits = SHOWN[task]
         axes.set_yscale("log")
-        axes.set_yticks(ticks, [f"{each:g}" for each in ticks])
+        axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.set_yticks([], minor=True)
         axes.set_ylim(limits)
         axes.tick_params(labelsize=8)
@@ -254,7 +281,7 @@ def draw(results: dict[Run, float], path: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="The best learning rate at three widths.")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", type=Path, help="the file of trainings")
     parser.add_argument("--draw", type=Path, help="draw what there is, and print a table, instead of training")
     parser.add_argument("--minutes", type=float, default=60.0, help="when to stop (default: 60)")

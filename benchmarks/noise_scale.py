@@ -1,11 +1,11 @@
-"""How often the interval of GradientNoiseScaleHandler holds the noise scale, in small trainings over many seeds.
+"""Coverage of the interval of GradientNoiseScaleHandler in small training runs over many seeds.
 
-The exact noise scale comes from the gradients of all single items of the data, at the weights of some steps, in between
-on a line. The items of a batch are drawn from all, or "shuffled" from those that are left in the epoch, as a DataLoader
-does. Each step is made from four micro-batches. Compared are, every tenth step where there is a value,
+The exact noise scale comes from the gradients of all single items of the data at the weights of some steps, and is
+interpolated linearly between them. The items of a batch are drawn from all items or, "shuffled", without replacement
+within an epoch. Each step uses four micro-batches. Every tenth step with a value, the interval is compared with
 
-- "averaged": the ratio of the exact trace and the exact square, each averaged with the monitor's weights, which is what
-  the interval is about;
+- "averaged": the ratio of the exact trace and the exact square, each averaged with the monitor's weights, which the
+  interval estimates;
 - "now": the exact noise scale of that step.
 
 Errors are standard errors over the seeds. It takes five minutes of one core.
@@ -23,12 +23,10 @@ from typing import Any, NamedTuple
 
 import torch
 from ignite.engine import Engine, Events
-from record_norms import Training, batches, build
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
-from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from trainings import Training, batches, digits, loss_of, make_model
 
 from ignite_monitor import GradientNoiseScaleHandler
 
@@ -37,7 +35,7 @@ DECAYS = (0.99, 0.95)
 
 
 class Case(NamedTuple):
-    """A training: the items of a micro-batch, the optimizer, and whether an epoch has each item once."""
+    """A run: items per micro-batch, optimizer, and whether an epoch has every item once."""
 
     size: int
     optimizer: Callable[[Any], torch.optim.Optimizer]
@@ -54,12 +52,11 @@ CASES = {
 
 
 def make(name: str) -> tuple[nn.Module, Tensor, Tensor]:
-    """A model, and the inputs and labels of all items."""
+    """A model and the inputs and labels of all items."""
     if name.startswith("gpt"):
         training = Training("gpt", 16, 1, 512, "AdamW", 3e-3)
-        return build(training), *batches(training, torch.Generator().manual_seed(0))()
-    digits = load_digits()
-    x, y = torch.tensor(digits.data / 16.0, dtype=torch.float32), torch.tensor(digits.target)
+        return make_model(training), *batches(training, torch.Generator().manual_seed(0))()
+    x, y = digits()
     if name.startswith("mlp"):
         return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)), x, y
     first, second = nn.Conv2d(1, 8, 3, padding=1, stride=2), nn.Conv2d(8, 16, 3, padding=1, stride=2)
@@ -67,24 +64,20 @@ def make(name: str) -> tuple[nn.Module, Tensor, Tensor]:
     return nn.Sequential(shape, first, nn.ReLU(), second, nn.ReLU(), nn.Flatten(), nn.Linear(64, 10)), x, y
 
 
-def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, -2), labels.flatten())
-
-
 def exact(model: nn.Module, x: Tensor, y: Tensor) -> tuple[float, float]:
-    """The trace of the covariance of the gradients of all items, and the square of their mean."""
-    parameters = {name: each.detach() for name, each in model.named_parameters()}
+    """Trace of the covariance of the gradients of all items, and squared norm of their mean."""
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
 
     def loss(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
         return loss_of(functional_call(model, parameters, x[None]), y[None])
 
-    squares, mean = 0.0, [torch.zeros_like(each, dtype=torch.float64) for each in parameters.values()]
+    squares, mean = 0.0, [torch.zeros_like(parameter, dtype=torch.float64) for parameter in parameters.values()]
     for rows in torch.arange(len(x)).split(256):
         with sdpa_kernel(SDPBackend.MATH):  # the others have no vmap
             single = list(vmap(grad(loss), (None, 0, 0))(parameters, x[rows], y[rows]).values())
-        squares += sum(float(each.double().square().sum()) for each in single)
-        mean = [old + each.double().sum(0) for old, each in zip(mean, single, strict=True)]
-    signal = sum(float((each / len(x)).square().sum()) for each in mean)
+        squares += sum(float(gradient.double().square().sum()) for gradient in single)
+        mean = [total + gradient.double().sum(0) for total, gradient in zip(mean, single, strict=True)]
+    signal = sum(float((total / len(x)).square().sum()) for total in mean)
     return squares / len(x) - signal, signal
 
 
@@ -97,7 +90,7 @@ def rows_of(items: int, size: int, shuffled: bool, generator: torch.Generator) -
 
 
 class Found(NamedTuple):
-    """Of one training: the share of looks with a value, and of these that with each outcome; the median error."""
+    """Results of one run: the fraction of steps with a value, the fraction of these per outcome, the median error."""
 
     known: float
     averaged: float
@@ -108,7 +101,7 @@ class Found(NamedTuple):
 
 
 def measure(name: str, seed: int, iterations: int) -> list[Found]:
-    """What there is with each of ``DECAYS``."""
+    """Train one run and return its results for every entry of ``DECAYS``."""
     case = CASES[name]
     torch.manual_seed(seed)
     model, x, y = make(name)
@@ -134,7 +127,7 @@ def measure(name: str, seed: int, iterations: int) -> list[Found]:
         monitor.attach(trainer)
 
     @trainer.on(Events.ITERATION_COMPLETED(every=EVERY))
-    def look(engine: Engine) -> None:
+    def read(engine: Engine) -> None:
         for decay, monitor in monitors.items():
             values = {key.rpartition("/")[2]: float(value) for key, value in monitor.metrics.items()}
             published[decay][engine.state.iteration] = values
@@ -143,26 +136,26 @@ def measure(name: str, seed: int, iterations: int) -> list[Found]:
     trainer.run(draw, max_epochs=1, epoch_length=iterations)
     places, pairs = torch.tensor(list(known)), torch.tensor(list(known.values()), dtype=torch.float64)
     truth = between(torch.arange(1, iterations + 1), places, pairs)
-    return [judged(published[decay], truth, decay) for decay in DECAYS]
+    return [compare(published[decay], truth, decay) for decay in DECAYS]
 
 
 def between(steps: Tensor, places: Tensor, heights: Tensor) -> Tensor:
-    """What is known at some steps, in between on a line."""
+    """Linear interpolation of ``heights`` at ``steps``."""
     right = torch.searchsorted(places, steps).clamp(1, len(places) - 1)
     part = (steps - places[right - 1]) / (places[right] - places[right - 1])
     return torch.lerp(heights[right - 1], heights[right], part.double()[:, None])
 
 
-def judged(published: dict[int, dict[str, float]], truth: Tensor, decay: float) -> Found:
+def compare(published: dict[int, dict[str, float]], truth: Tensor, decay: float) -> Found:
     rows = []
-    for iteration, each in published.items():
-        if "value" in each:
+    for iteration, values in published.items():
+        if "value" in values:
             past = truth[:iteration]
             trace, signal = (decay ** torch.arange(iteration - 1, -1, -1)).double() @ past
             target, now = float(trace / signal), float(past[-1, 0] / past[-1, 1])
-            low, high = each["low"], each["high"]
+            low, high = values["low"], values["high"]
             rows.append((low <= target <= high, high < target, low > target, low <= now <= high))
-            rows[-1] += (abs(each["value"] / target - 1),)
+            rows[-1] += (abs(values["value"] / target - 1),)
     if not rows:
         return Found(0.0, *[math.nan] * 5)
     *shares, errors = zip(*rows, strict=True)
@@ -170,7 +163,7 @@ def judged(published: dict[int, dict[str, float]], truth: Tensor, decay: float) 
 
 
 def cell(values: list[float]) -> str:
-    values = [each for each in values if not math.isnan(each)]
+    values = [value for value in values if not math.isnan(value)]
     return f"{fmean(values):.2f} ± {stdev(values) / len(values) ** 0.5:.2f}" if len(values) > 1 else "-"
 
 
@@ -186,7 +179,7 @@ def main() -> None:
     for name in args.only or CASES:
         runs = [measure(name, seed, args.iterations) for seed in range(args.seeds)]
         for decay, found in zip(DECAYS, zip(*runs, strict=True), strict=True):
-            cells = [cell(list(each)) for each in zip(*found, strict=True)]
+            cells = [cell(list(values)) for values in zip(*found, strict=True)]
             print(f"| {name} | {decay} | {' | '.join(cells)} |", flush=True)
 
 

@@ -1,14 +1,13 @@
-"""Record small trainings with planted faults whose harm is measured, and healthy ones that are hard to judge.
+"""Record small training runs with planted faults whose harm is measured, and healthy runs that are hard to judge.
 
-Every ``EVERY`` iterations one batch or gradient is faulty. The recorded training leaves that step out; a twin, made of
-the same state, takes it, and both go on with the same batches. The mean rise of the twin's loss over the next ``AFTER``
-batches is the fault's harm. At a ``control`` nothing is faulty, and the twin is the one that leaves the step out: its
-harm is what a false alarm costs.
+Every ``EVERY`` iterations one batch or gradient is faulty. The recorded run skips that step; a copy of its state takes
+it, and both continue with the same batches. The mean rise of the copy's loss over the next ``AFTER`` batches is the
+harm of the fault. At a ``control`` nothing is faulty and the copy skips the step: its harm is what a false alarm costs.
 
-One .npz per training: per iteration ``loss``, ``gnorm`` and per tensor ``lg`` (natural logs of gradient norms); per
-event ``ev_it``, ``ev_kind``, ``ev_area50``, ``ev_tensor`` (which tensor's gradient was multiplied, else -1); ``meta``
-(JSON): name, seed, names of the tensors. ``gan_*`` and ``fall_*`` are healthy all through: both sides of a GAN, and
-trainings of 700 iterations whose gradients fall steeply at first.
+One .npz per run: per iteration ``loss``, ``gnorm`` and per tensor ``lg`` (natural logarithms of gradient norms); per
+event ``ev_it``, ``ev_kind``, ``ev_area50``, ``ev_tensor`` (index of the tensor whose gradient was multiplied, else -1);
+``meta`` (JSON): name, seed, names of the tensors. ``gan_*`` and ``*fall*`` are healthy throughout: both sides of a GAN,
+and runs of 700 iterations whose gradients fall steeply at first.
 
     python benchmarks/record_harm.py DIRECTORY [--seed 1] [--iterations 1500] [--only gpt_adamw cnn ...]
 """
@@ -18,17 +17,14 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from record_norms import VOCABULARY, Batches, Training, batches, build
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import Optimizer
+from trainings import Batches, Training, batches, digits, loss_of, make_model, make_optimizer, spoil
 
 EVERY, AFTER, FIRST = 55, 50, 150
 KINDS = (
@@ -59,105 +55,85 @@ FALLS = (
     Training("fall_momentum", 32, 3, 64, "SGD", 3e-4, 0, "constant", {"momentum": 0.9}),
     Training("gpt_fall", 32, 2, 8, "AdamW", 1e-2, 0, "cosine"),
 )
-Step = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
-def make_model(training: Training) -> nn.Module:
-    if not training.name.startswith("cnn"):
-        return build(training)
-    width = training.width
-    return nn.Sequential(
-        nn.Unflatten(1, (1, 8, 8)),
-        nn.Conv2d(1, width, 3, padding=1),
-        nn.BatchNorm2d(width),
-        nn.ReLU(),
-        nn.Conv2d(width, 2 * width, 3, padding=1, stride=2),
-        nn.BatchNorm2d(2 * width),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(32 * width, 10),
-    )
-
-
-def make_optimizer(training: Training, model: nn.Module) -> Optimizer:
-    kind: Callable[..., Optimizer] = getattr(torch.optim, training.optimizer)
-    return kind(model.parameters(), lr=training.lr, **training.options)
-
-
-def spoil(kind: str, inputs: Tensor, labels: Tensor, classes: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """A batch with a fault."""
-    inputs, labels = inputs.clone(), labels.clone()
-    if kind in ("random_labels", "half_random_labels"):
-        rows = len(labels) // (2 if kind.startswith("half") else 1)
-        labels[:rows] = torch.randint(classes, labels[:rows].shape, generator=generator)
-    elif kind == "shifted_labels":
-        labels = labels.roll(1, 0)
-    elif kind == "constant_input":
-        inputs = torch.ones_like(inputs)
-    elif kind == "one_bad_input":
-        noise = torch.randint(classes, inputs[0].shape, generator=generator)
-        inputs[0] = (
-            noise if not inputs.is_floating_point() else 10.0 * torch.randn(inputs[0].shape, generator=generator)
-        )
-    return inputs, labels
+def set_lr(optimizer: torch.optim.Optimizer, training: Training, iteration: int, iterations: int) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = training.lr * training.lr_factor(iteration, iterations)
 
 
 def gradients(
-    model: nn.Module, inputs: Tensor, labels: Tensor, times: float = 1.0, tensor: int = -1, by: float = 1.0
-) -> float:
-    """One backward; the loss before it was multiplied."""
+    model: nn.Module, inputs: Tensor, labels: Tensor, factor: float = 1.0, tensor: int = -1, tensor_factor: float = 1.0
+) -> Tensor:
+    """Run one backward pass of ``factor * loss`` and return the loss."""
     model.zero_grad()
-    loss = F.cross_entropy(model(inputs).flatten(0, -2), labels.flatten())
-    (times * loss).backward()
+    loss = loss_of(model(inputs), labels)
+    (factor * loss).backward()
     if tensor >= 0:
         gradient = list(model.parameters())[tensor].grad
         assert gradient is not None
-        gradient.mul_(by)
-    return loss.item()
+        gradient.mul_(tensor_factor)
+    return loss.detach()
 
 
-def record(training: Training, seed: int, iterations: int) -> dict[str, Any]:
-    """Train beside a twin, and return the recording."""
+class Recording(dict[str, Any]):
+    """The arrays of one file."""
+
+    def __init__(self, name: str, seed: int, model: nn.Module) -> None:
+        keys = ("loss", "gnorm", "lg", "ev_it", "ev_kind", "ev_area50", "ev_tensor")
+        super().__init__({key: [] for key in keys})
+        self.meta = {"name": name, "seed": seed, "names": [name for name, _ in model.named_parameters()]}
+
+    def add(self, loss: Tensor, model: nn.Module) -> None:
+        norms = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).double()
+        self["loss"].append(loss.item())
+        self["gnorm"].append(norms.norm().item())
+        self["lg"].append(norms.log().tolist())
+
+    def write(self, directory: Path) -> None:
+        kinds = {"lg": np.float32, "ev_it": int, "ev_kind": str, "ev_area50": float, "ev_tensor": int}
+        arrays = {key: np.array(values, dtype=kinds.get(key)) for key, values in self.items()}
+        file = directory / f"{self.meta['name']}_{self.meta['seed']}.npz"
+        np.savez_compressed(file, meta=json.dumps(self.meta), **arrays)
+        print(
+            f"{file}: {len(self['loss'])} iterations, loss {self['loss'][0]:.3g} to {self['loss'][-1]:.3g}", flush=True
+        )
+
+
+def record(training: Training, seed: int, iterations: int) -> Recording:
+    """Train the run and, after each fault, a copy of it."""
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     model, draw = make_model(training), batches(training, generator)
-    optimizer, classes = make_optimizer(training, model), VOCABULARY if training.is_gpt else 10
-    names = [name for name, _ in model.named_parameters()]
-    twin: tuple[nn.Module, Optimizer] | None = None
-    found: dict[str, list[Any]] = {
-        key: [] for key in ("loss", "gnorm", "lg", "ev_it", "ev_kind", "ev_area50", "ev_tensor")
-    }
+    optimizer, tensors = make_optimizer(training, model), len(list(model.parameters()))
+    recording = Recording(training.name, seed, model)
+    twin: tuple[nn.Module, torch.optim.Optimizer] | None = None
     rise: list[float] = []
     for iteration in range(iterations):
         inputs, labels = draw()
         since = (iteration - FIRST) % EVERY if iteration >= FIRST else -1
         kind = KINDS[(iteration - FIRST) // EVERY % len(KINDS)] if since == 0 else ""
-        for group in optimizer.param_groups:
-            group["lr"] = training.lr * training.lr_factor(iteration, iterations)
-        if kind and iteration + AFTER >= iterations:  # its harm could not be measured any more
+        set_lr(optimizer, training, iteration, iterations)
+        if kind and iteration + AFTER >= iterations:  # too late to measure its harm
             break
         if kind:
-            inputs, labels = spoil(kind, inputs, labels, classes, generator)
-        by = {"loss_x3": 3.0, "loss_x10": 10.0}.get(kind, 1.0)
-        tensor = int(torch.randint(len(names), (), generator=generator)) if kind.startswith("one_tensor") else -1
-        loss = gradients(model, inputs, labels, by, tensor, 30.0 if kind.endswith("x30") else 10.0)
-        norms = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).double()
-        found["loss"].append(loss)
-        found["gnorm"].append(norms.norm().item())
-        found["lg"].append(norms.log().tolist())
+            inputs, labels = spoil(kind, inputs, labels, training.classes, generator)
+        factor = {"loss_x3": 3.0, "loss_x10": 10.0}.get(kind, 1.0)
+        tensor = int(torch.randint(tensors, (), generator=generator)) if kind.startswith("one_tensor") else -1
+        loss = gradients(model, inputs, labels, factor, tensor, 30.0 if kind.endswith("x30") else 10.0)
+        recording.add(loss, model)
         if twin is not None:
-            for group in twin[1].param_groups:
-                group["lr"] = optimizer.param_groups[0]["lr"]
+            set_lr(twin[1], training, iteration, iterations)
             if since <= AFTER:
-                rise.append(gradients(twin[0], inputs, labels) - loss)
+                rise.append(gradients(twin[0], inputs, labels).item() - loss.item())
                 twin[1].step()
             if since == AFTER:
-                found["ev_area50"].append(float(np.mean(rise)))
+                recording["ev_area50"].append(float(np.mean(rise)))
                 twin = None
         if not kind:
             optimizer.step()
             continue
-        # The twin is made of the state before the step, and one of the two takes it.
+        # The twin has the state before the step; one of the two takes it.
         other = copy.deepcopy(model)
         for parameter, own in zip(other.parameters(), model.parameters(), strict=True):
             parameter.grad = None if own.grad is None else own.grad.clone()
@@ -165,41 +141,35 @@ def record(training: Training, seed: int, iterations: int) -> dict[str, Any]:
         others.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         (optimizer if kind == "control" else others).step()
         twin, rise = (other, others), []
-        found["ev_it"].append(iteration)
-        found["ev_kind"].append(kind)
-        found["ev_tensor"].append(tensor)
-    return found | {"meta": {"name": training.name, "seed": seed, "names": names}}
+        recording["ev_it"].append(iteration)
+        recording["ev_kind"].append(kind)
+        recording["ev_tensor"].append(tensor)
+    return recording
 
 
-def record_fall(training: Training, seed: int, iterations: int = 700) -> dict[str, Any]:
-    """A healthy training that starts far from where it ends."""
-    if training.is_gpt:
-        draw, model, loss_of = batches(training, torch.Generator().manual_seed(seed)), build(training), F.cross_entropy
-    else:
-        draw, model = digits_sum(training, seed), build(training)
-        model[-1] = nn.Linear(training.width, 1)  # type: ignore[operator]
-        loss_of = F.mse_loss
+def record_fall(training: Training, seed: int, iterations: int = 700) -> Recording:
+    """A healthy run that starts far from its end: a GPT with a high rate, or a regression with a large offset."""
+    torch.manual_seed(seed)
+    draw, model = batches(training, torch.Generator().manual_seed(seed)), make_model(training)
+    if not training.is_gpt:
+        draw, model[-1] = sums_of_pixels(training, seed), nn.Linear(training.width, 1)  # type: ignore[operator]
     optimizer = make_optimizer(training, model)
-    found: dict[str, list[Any]] = {"loss": [], "gnorm": [], "lg": []}
+    recording = Recording(training.name, seed, model)
     for iteration in range(iterations):
         inputs, targets = draw()
-        for group in optimizer.param_groups:
-            group["lr"] = training.lr * training.lr_factor(iteration, iterations)
+        set_lr(optimizer, training, iteration, iterations)
         optimizer.zero_grad()
-        loss = (
-            loss_of(model(inputs).flatten(0, -2), targets.flatten())
-            if training.is_gpt
-            else loss_of(model(inputs).flatten(), targets)
-        )
+        output = model(inputs)
+        loss = loss_of(output, targets) if training.is_gpt else F.mse_loss(output.flatten(), targets)
         loss.backward()
-        note(found, loss, model)
+        recording.add(loss, model)
         optimizer.step()
-    return found | {"meta": {"name": training.name, "seed": seed, "names": [n for n, _ in model.named_parameters()]}}
+    return recording
 
 
-def digits_sum(training: Training, seed: int) -> Batches:
-    """Images of digits, and how dark they are plus ten, to regress on."""
-    images = torch.tensor(load_digits().data / 16.0, dtype=torch.float32)
+def sums_of_pixels(training: Training, seed: int) -> Batches:
+    """Images of digits with the sum of their pixels plus ten as the target."""
+    images, _ = digits()
     generator = torch.Generator().manual_seed(seed)
 
     def draw() -> tuple[Tensor, Tensor]:
@@ -209,76 +179,47 @@ def digits_sum(training: Training, seed: int) -> Batches:
     return draw
 
 
-def note(found: dict[str, list[Any]], loss: Tensor, model: nn.Module) -> None:
-    norms = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).double()
-    found["loss"].append(loss.item())
-    found["gnorm"].append(norms.norm().item())
-    found["lg"].append(norms.log().tolist())
-
-
-def record_gan(seed: int, iterations: int, lr: float = 1e-3, width: int = 64) -> dict[str, dict[str, Any]]:
-    """Both sides of a small GAN on the digits."""
+def record_gan(seed: int, iterations: int, lr: float = 1e-3, width: int = 64) -> list[Recording]:
+    """Generator and discriminator of a small GAN on the digits."""
     torch.manual_seed(seed)
-    images = torch.tensor(load_digits().data / 8.0 - 1.0, dtype=torch.float32)
+    images = digits(8.0)[0] - 1.0
     generator = nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Linear(width, 64), nn.Tanh())
     discriminator = nn.Sequential(nn.Linear(64, width), nn.LeakyReLU(0.2), nn.Linear(width, 1))
     optimizers = [torch.optim.Adam(m.parameters(), lr=lr, betas=(0.5, 0.999)) for m in (generator, discriminator)]
-    sides: dict[str, dict[str, Any]] = {side: {"loss": [], "gnorm": [], "lg": []} for side in ("gan_g", "gan_d")}
+    recordings = [Recording("gan_g", seed, generator), Recording("gan_d", seed, discriminator)]
     for _ in range(iterations):
         real, made = images[torch.randint(len(images), (32,))], generator(torch.randn(32, 16))
         discriminator.zero_grad()
         loss = F.softplus(-discriminator(real)).mean() + F.softplus(discriminator(made.detach())).mean()
         loss.backward()
-        note(sides["gan_d"], loss, discriminator)
+        recordings[1].add(loss.detach(), discriminator)
         optimizers[1].step()
         generator.zero_grad()
         loss = F.softplus(-discriminator(made)).mean()
         loss.backward()
-        note(sides["gan_g"], loss, generator)
+        recordings[0].add(loss.detach(), generator)
         optimizers[0].step()
-    for side, model in zip(sides, (generator, discriminator), strict=True):
-        sides[side]["meta"] = {"name": side, "seed": seed, "names": [name for name, _ in model.named_parameters()]}
-    return sides
-
-
-def write(directory: Path, recording: dict[str, Any]) -> None:
-    meta = recording["meta"]
-    arrays = {key: np.array(value) for key, value in recording.items() if key != "meta"}
-    arrays["lg"] = arrays["lg"].astype(np.float32)
-    for key, empty in (("ev_it", int), ("ev_kind", str), ("ev_area50", float), ("ev_tensor", int)):
-        arrays.setdefault(key, np.array([], dtype=empty))
-    file = directory / f"{meta['name']}_{meta['seed']}.npz"
-    np.savez_compressed(file, meta=json.dumps(meta), **arrays)
-    print(
-        f"{file}: {len(arrays['loss'])} iterations, loss {arrays['loss'][0]:.3g} to {arrays['loss'][-1]:.3g}",
-        flush=True,
-    )
+    return recordings
 
 
 def record_all(directory: Path, seed: int, iterations: int, only: list[str] | None = None) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    for training in TRAININGS:
+    for training in TRAININGS + FALLS:
         if only is None or training.name in only:
-            write(directory, record(training, seed, iterations))
-    for training in FALLS:
-        if only is None or training.name in only:
-            torch.manual_seed(seed)
-            write(directory, record_fall(training, seed))
+            recording = record_fall(training, seed) if training in FALLS else record(training, seed, iterations)
+            recording.write(directory)
     if only is None or "gan" in only:
-        for recording in record_gan(seed, iterations).values():
-            write(directory, recording)
+        for recording in record_gan(seed, iterations):
+            recording.write(directory)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Record trainings with faults whose harm is measured.")
-    parser.add_argument("directory", type=Path, nargs="?", help="where to write; without it this help is all")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("directory", type=Path)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--iterations", type=int, default=1500)
     parser.add_argument("--only", nargs="+", choices=[*(t.name for t in TRAININGS + FALLS), "gan"])
     args = parser.parse_args()
-    if args.directory is None:
-        parser.print_help()
-        return
     torch.set_num_threads(1)
     record_all(args.directory, args.seed, args.iterations, args.only)
 

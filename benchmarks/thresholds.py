@@ -1,12 +1,12 @@
-"""How often threshold rules cry wolf over recorded trainings, and how many faults, and how much harm, they find.
+"""False alarms, recall and damage-weighted recall of threshold rules over recorded training runs.
 
-Reads recordings of ``record_harm.py`` (.npz) and of ``record_norms.py`` (.json), the latter without harm. Prints for
-each rule the false alarms per 1,000 healthy iterations, pooled and on the worst recording; recall, the share of faults
-found; harm recall, the share of all harm that sits in the faults found, as the mean over recordings; and how many
-multiplied gradients of a single tensor it finds. Without a directory a few short trainings are recorded first.
+Reads recordings of ``record_harm.py``. Prints for each rule the false alarms per 1,000 healthy iterations, pooled and
+on the worst recording; recall, the fraction of faults found; damage-weighted recall, the fraction of all harm that is
+in the faults found, as the mean over recordings; and the fraction of multiplied single-tensor gradients found. With no
+directory a few short runs are recorded first.
 
-The rules of other libraries are written anew from their descriptions, with their defaults; each is given what it asks
-for, norm or loss. What is not finite is a find for all of them, and enters none of their statistics.
+The rules of other libraries are written from their descriptions, with their defaults; each is given what it asks for,
+norm or loss. All rules flag a value that is not finite, and none of their statistics includes it.
 
     python benchmarks/thresholds.py [DIRECTORY ...] [--each | --planted]
 """
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import math
 import tempfile
 from collections import deque
@@ -41,79 +40,63 @@ Flags = list[bool]
 
 
 class Recording(NamedTuple):
-    """One training; of its events iteration -> kind and harm, NaN where it was not measured."""
+    """One training run; ``events``: iteration -> kind and harm."""
 
     name: str
     norms: list[float]
     losses: list[float]
-    tensors: np.ndarray | None  # iterations x tensors, norms
+    tensors: np.ndarray  # iterations x tensors, norms
     events: dict[int, tuple[str, float]]
-    judged_to: int
 
 
 class Score(NamedTuple):
+    """Counts of one rule on one recording; ``harm`` is NaN where there is none."""
+
     alarms: int
     healthy: int
     found: list[bool]
-    single: list[bool]  # of the faults in a single tensor
-    harm: float  # recall, NaN where there is none
+    single: list[bool]
+    harm: float
 
 
 def read(file: Path) -> Recording:
-    if file.suffix == ".json":
-        content = json.loads(file.read_text())
-        events = {int(i): (kind, math.nan) for i, kind in content["faults"].items()}
-        return Recording(file.stem, content["norms"], content["losses"], None, events, len(content["norms"]))
     content = np.load(file)
-    # Harm that is no number is the largest there is.
+    # A harm that is not a number is the largest possible.
     harms = np.nan_to_num(content["ev_area50"].astype(float), nan=1.0, posinf=1.0).clip(max=1.0)
     events = {int(i): (str(k), float(h)) for i, k, h in zip(content["ev_it"], content["ev_kind"], harms, strict=True)}
-    norms = content["gnorm"].astype(float).tolist()
-    # A recording of unknown make may hold an event after its last, too late for its harm to be measured.
-    end = max(events) + 55 if events and "ev_tensor" not in content else len(norms)
-    tensors = np.exp(content["lg"].astype(float))
-    return Recording(file.stem, norms, content["loss"].astype(float).tolist(), tensors, events, end)
+    norms, losses = (content[key].astype(float).tolist() for key in ("gnorm", "loss"))
+    return Recording(file.stem, norms, losses, np.exp(content["lg"].astype(float)), events)
 
 
-def tensors_of(values: list[float]) -> list[torch.Tensor]:
-    return list(torch.tensor(values, dtype=torch.float64).unbind())
-
-
-def by_norm(rule: Callable[[], ThresholdRule]) -> Callable[[Recording], Flags]:
-    def run(recording: Recording) -> Flags:
-        detector, flags = SpikeDetector(rule()), []
-        for norm in tensors_of(recording.norms):
-            detection = detector.detect(norm)
-            detector.observe(detection)
-            flags.append(detection.spike)
-        return torch.stack(flags).tolist()
-
-    return run
-
-
-def by_loss(recording: Recording) -> Flags:
-    signal, flags = LossDetector(), []
-    for loss in tensors_of(recording.losses):
-        detection = signal.detect(loss)
-        signal.observe(detection)
+def detected(detector: SpikeDetector | LossDetector, values: list[float]) -> Flags:
+    flags = []
+    for value in torch.tensor(values, dtype=torch.float64).unbind():
+        detection = detector.detect(value)
+        detector.observe(detection)
         flags.append(detection.spike)
     return torch.stack(flags).tolist()
 
 
+def by_norm(rule: Callable[[], ThresholdRule]) -> Callable[[Recording], Flags]:
+    return lambda recording: detected(SpikeDetector(rule()), recording.norms)
+
+
+def by_loss(recording: Recording) -> Flags:
+    return detected(LossDetector(), recording.losses)
+
+
 def by_tensor(recording: Recording) -> Flags:
-    if recording.tensors is None:
-        return [False] * len(recording.norms)
-    judge, flags = PerParameterDetector(), []
+    detector, flags = PerParameterDetector(), []
     names = tuple(str(i) for i in range(recording.tensors.shape[1]))
     for norms in torch.tensor(recording.tensors).unbind():
-        detection = judge.detect(names, norms)
-        judge.observe(detection)
+        detection = detector.detect(names, norms)
+        detector.observe(detection)
         flags.append(detection.spike.any())
     return torch.stack(flags).tolist()
 
 
 def without_overflows(rule: Callable[[Recording], Flags]) -> Callable[[Recording], Flags]:
-    """The rule over a recording in which the value before stands for one that is not finite, which is flagged."""
+    """Flag values that are not finite, and give the rule the previous finite value in their place."""
 
     @functools.wraps(rule)
     def run(recording: Recording) -> Flags:
@@ -130,8 +113,8 @@ def without_overflows(rule: Callable[[Recording], Flags]) -> Callable[[Recording
 
 
 @without_overflows
-def let_in_whole(recording: Recording) -> Flags:
-    """Mean + 3 standard deviations, with spikes in the statistics as they are."""
+def all_included(recording: Recording) -> Flags:
+    """Mean + 3 standard deviations; spikes update the statistics unchanged."""
     flags, average, spread = [], 0.0, 0.0
     for count, norm in enumerate(recording.norms):
         flags.append(count >= WARMUP and norm > average + 3 * math.sqrt(spread / (count - 1)))
@@ -143,9 +126,9 @@ def let_in_whole(recording: Recording) -> Flags:
 
 @without_overflows
 def olmo(recording: Recording) -> Flags:
-    """OLMo-core's SkipStepOptimizer: 6 deviations from the mean of the last 128 losses or norms, either side.
+    """OLMo-core's SkipStepOptimizer: 6 standard deviations from the mean of the last 128 losses or norms, either side.
 
-    It begins with the 64th, and lets everything into its window.
+    The first value tested is the 64th; the window includes every value.
     """
     flags = []
     for i in range(len(recording.norms)):
@@ -159,7 +142,7 @@ def olmo(recording: Recording) -> Flags:
 
 @without_overflows
 def zclip(recording: Recording) -> Flags:
-    """ZClip (arXiv:2504.02507): z > 2.5 by moving averages with 0.97, into which what is clipped enters clipped."""
+    """ZClip (arXiv:2504.02507): z > 2.5 with moving averages of 0.97; clipped values update them as clipped."""
     first, flags, average, variance = [], [], 0.0, 0.0
     for norm in recording.norms:
         if len(first) < 25:
@@ -169,15 +152,15 @@ def zclip(recording: Recording) -> Flags:
             continue
         z = (norm - average) / (math.sqrt(variance) + 1e-6)
         flags.append(z > 2.5)
-        entering = average + 2.5**2 / z * math.sqrt(variance) if z > 2.5 else norm
-        average = 0.97 * average + 0.03 * entering
-        variance = 0.97 * variance + 0.03 * (entering - average) ** 2
+        clipped = average + 2.5**2 / z * math.sqrt(variance) if z > 2.5 else norm
+        average = 0.97 * average + 0.03 * clipped
+        variance = 0.97 * variance + 0.03 * (clipped - average) ** 2
     return flags
 
 
 @without_overflows
 def lightning(recording: Recording) -> Flags:
-    """Lightning's SpikeDetection: a loss that is worse than the last and off the mean of the last ten by twice it."""
+    """Lightning's SpikeDetection: a loss above the last one and off the mean of the last ten by twice that mean."""
     flags, window, last = [], deque[float](maxlen=10), 0.0
     for loss in recording.losses:
         spike = bool(window) and loss > last and abs(loss - mean(window)) >= abs(2.0 * mean(window))
@@ -190,7 +173,7 @@ def lightning(recording: Recording) -> Flags:
 
 @without_overflows
 def foundry_loss(recording: Recording) -> Flags:
-    """llm-foundry's KillLossSpike calls a loss an outlier at twice the mean of the last hundred, all let in."""
+    """llm-foundry's KillLossSpike: an outlier is twice the mean of the last hundred losses, outliers included."""
     flags, window = [], deque[float](maxlen=100)
     for loss in recording.losses:
         flags.append(len(window) == 100 and loss >= 2.0 * mean(window))
@@ -207,7 +190,7 @@ def foundry_norm(recording: Recording) -> Flags:
 
 default = by_norm(MeanStdThreshold)
 robust = by_norm(RobustThreshold)
-# An alarm of a row is one of any of its rules.
+# A row flags what any of its rules flags.
 RULES: dict[str, tuple[Callable[[Recording], Flags], ...]] = {
     "`MeanStdThreshold()`": (default,),
     "`MeanStdThreshold()`, or the loss": (default, by_loss),
@@ -219,7 +202,7 @@ RULES: dict[str, tuple[Callable[[Recording], Flags], ...]] = {
     "any tensor alone": (by_tensor,),
     "the loss alone": (by_loss,),
     "`MeanStdThreshold(k=3, decay=None)`": (by_norm(lambda: MeanStdThreshold(k=3.0, decay=None)),),
-    "mean + 3 std, spikes let in whole": (let_in_whole,),
+    "mean + 3 std, spikes included": (all_included,),
     "OLMo-core, skip step": (olmo,),
     "ZClip, z > 2.5": (zclip,),
     "Lightning, SpikeDetection": (lightning,),
@@ -229,17 +212,15 @@ RULES: dict[str, tuple[Callable[[Recording], Flags], ...]] = {
 
 
 def score(flags: Flags, recording: Recording) -> Score:
-    events = {i: event for i, event in recording.events.items() if i < len(flags)}
-    healthy = [i for i in range(WARMUP, min(recording.judged_to, len(flags))) if i not in events]
-    faults = {i: (kind, harm) for i, (kind, harm) in events.items() if kind != "control"}
-    harmful = {i: max(h, 0.0) for i, (kind, h) in faults.items() if not math.isnan(h) and kind != "bitflip_weight"}
-    total = sum(harmful.values())
+    healthy = [i for i in range(WARMUP, len(flags)) if i not in recording.events]
+    faults = {i: event for i, event in recording.events.items() if event[0] != "control"}
+    total = sum(max(harm, 0.0) for _, harm in faults.values())
     return Score(
         sum(flags[i] for i in healthy),
         len(healthy),
         [flags[i] for i in faults],
         [flags[i] for i, (kind, _) in faults.items() if kind.startswith("one_tensor")],
-        sum(h for i, h in harmful.items() if flags[i]) / total if total > 0 else math.nan,
+        sum(max(harm, 0.0) for i, (_, harm) in faults.items() if flags[i]) / total if total > 0 else math.nan,
     )
 
 
@@ -254,54 +235,47 @@ def row(name: str, scores: list[Score]) -> str:
     return f"| {name} | {pooled:.2f} | {max(rates):.1f} | {' | '.join(cells)} |"
 
 
-def planted(recording: Recording, times: float = 10.0, every: int = 11) -> tuple[list[bool], list[bool]]:
-    """Each tensor's gradient multiplied in healthy iterations: whether it is found, and then whether named first."""
+def planted(recording: Recording, factor: float = 10.0, every: int = 11) -> str:
+    """A row with the fraction of multiplied tensors that are found in healthy iterations, and of those named first."""
     found: list[bool] = []
     first: list[bool] = []
-    if recording.tensors is None:
-        return found, first
-    judge = PerParameterDetector()
+    detector = PerParameterDetector()
     names = tuple(str(i) for i in range(recording.tensors.shape[1]))
     for i, norms in enumerate(torch.tensor(recording.tensors).unbind()):
         if i >= 100 and i % every == 0 and i not in recording.events:
             for tensor in norms.nonzero().flatten().tolist():
                 spoilt = norms.clone()
-                spoilt[tensor] *= times
-                detection = judge.detect(names, spoilt)
+                spoilt[tensor] *= factor
+                detection = detector.detect(names, spoilt)
                 found.append(bool(detection.spike[tensor]))
-                culprits = judge.named(judge.culprits(detection).tolist())
+                culprits = detector.named(detector.culprits(detection).tolist())
                 first += [next(iter(culprits), "") == names[tensor]] * found[-1]
-        judge.observe(judge.detect(names, norms))
-    return found, first
+        detector.observe(detector.detect(names, norms))
+    return f"| {recording.name} | {fmean(found):.2f} | {fmean(first) if first else math.nan:.2f} |"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="False alarms, recall and harm recall of the threshold rules.")
-    parser.add_argument("directories", type=Path, nargs="*", metavar="DIRECTORY", help="of recordings (*.npz, *.json)")
-    parser.add_argument("--each", action="store_true", help="a row for every recording too")
-    parser.add_argument("--planted", action="store_true", help="instead: single tensors multiplied, found and named")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("directories", type=Path, nargs="*", metavar="DIRECTORY", help="of recordings (*.npz)")
+    parser.add_argument("--each", action="store_true", help="print a row for every recording too")
+    parser.add_argument("--planted", action="store_true", help="multiply single tensors instead")
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as temporary:
         if not args.directories:
             record_all(Path(temporary), 1, 700, SHORT)
         directories = args.directories or [Path(temporary)]
-        files = [file for directory in directories for file in sorted(directory.iterdir())]
-        recordings = [read(file) for file in files if file.suffix in (".npz", ".json")]
+        recordings = [read(file) for directory in directories for file in sorted(directory.glob("*.npz"))]
+    if not recordings:
+        raise FileNotFoundError(f"No recordings (*.npz) in {directories}")
     if args.planted:
         print("| recording | one tensor x 10: found | named first where found |\n|---|---|---|")
         for recording in recordings:
-            found, first = planted(recording)
-            if found:
-                print(
-                    f"| {recording.name} | {fmean(found):.2f} | {fmean(first) if first else math.nan:.2f} |", flush=True
-                )
+            print(planted(recording), flush=True)
         return
-    if not recordings:
-        raise FileNotFoundError(f"No recordings (*.npz, *.json) in {directories}")
     faults = sum(kind != "control" for r in recordings for kind, _ in r.events.values())
     print(f"\n{len(recordings)} recordings, {sum(len(r.norms) for r in recordings)} iterations, {faults} faults\n")
-    columns = ("rule", "false alarms per 1,000", "worst", "recall", "harm recall", "one tensor x 10 or 30")
+    columns = ("rule", "false alarms per 1,000", "worst", "recall", "damage-weighted recall", "one tensor x 10 or 30")
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     known: dict[Callable[[Recording], Flags], list[Flags]] = {}
     for name, rules in RULES.items():

@@ -48,7 +48,7 @@ from ignite_monitor.demo import TinyGPT
 from ignite_monitor.hdf5.reader import read_hdf5
 from ignite_monitor.report.panels import picture
 from ignite_monitor.report.plot import draw
-from ignite_monitor.report.series import tidy
+from ignite_monitor.report.run import Run
 from ignite_monitor.report.spikes import spikes_text
 from ignite_monitor.report.summary import summarise
 from ignite_monitor.report.text import findings_text
@@ -87,7 +87,7 @@ def make_pictures(directory, browser):
     subprocess.run(example, check=True, cwd=directory)
     keep(directory / "comes_back.png", "comes_back.png")
     subprocess.run([sys.executable, "-m", "ignite_monitor", "demo", "-o", directory / "runs" / "demo"], check=True)
-    run = tidy(read_hdf5(directory / "runs" / "demo" / "run.h5"))
+    run = Run(read_hdf5(directory / "runs" / "demo" / "run.h5"))
     draw(picture(run), directory / "plot.png", "run.h5")
     keep(directory / "plot.png", "plot.png")
     draw(picture(run, re.compile("^(grad/(norm|threshold|spike)|train/loss)$")), directory / "rollback.png")
@@ -113,7 +113,7 @@ def shoot_terminal(browser, directory, command, parts, name):
 
 
 def make_figures(directory):
-    run = tidy(read_hdf5(train(directory / "figures.h5")))
+    run = Run(read_hdf5(train(directory / "figures.h5")))
     for name, metrics in FIGURES.items():
         draw(picture(run, re.compile(metrics)), directory / f"{name}.png")
         keep(directory / f"{name}.png", f"figures/{name}.png")
@@ -125,7 +125,7 @@ def make_figures(directory):
         ("replicas", directory / "replicas.h5", "^replicas/"),
         ("step_stats", watch_time(directory / "time.h5"), "^step/(time_ms|data_wait_ms)$"),
     ):
-        draw(picture(tidy(read_hdf5(file)), re.compile(metrics)), directory / f"{name}.png")
+        draw(picture(Run(read_hdf5(file)), re.compile(metrics)), directory / f"{name}.png")
         keep(directory / f"{name}.png", f"figures/{name}.png")
     torch.manual_seed(0)
     batch = torch.randn(64, 32), torch.randint(10, (64,))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from ignite.engine import Engine, Events
@@ -22,8 +23,8 @@ from ignite_monitor.hdf5.logger import HDF5Logger
 from ignite_monitor.histograms.handler import HistogramHandler
 from ignite_monitor.model.names import named_modules, tags
 from ignite_monitor.model.optimizers import check_optimizer
-from ignite_monitor.monitor.attached import AttachedMonitors as AttachedMonitors
 from ignite_monitor.monitor.base import Monitor
+from ignite_monitor.monitor.handles import MonitorHandle
 from ignite_monitor.optimizer_state.handler import OptimizerStateHandler
 from ignite_monitor.rcc.handler import RCCHandler
 from ignite_monitor.replicas.handler import ReplicaCheckHandler
@@ -33,15 +34,8 @@ from ignite_monitor.spike_recorder.handler import SpikeRecorder
 from ignite_monitor.step_stats.handler import StepStatsHandler
 from ignite_monitor.weight_update.handler import WeightUpdateHandler
 
-_EXTRA: dict[str, Callable[[nn.Module, Optimizer, GradScaler | None, str], Monitor]] = {
-    "histograms": lambda model, _, scaler, prefix: HistogramHandler(model, scaler=scaler, prefix=prefix),
-    "replicas": lambda model, optimizer, _, prefix: ReplicaCheckHandler(model, optimizer, prefix=prefix),
-    "spectral": lambda model, _, __, prefix: SpectralNormHandler(model, prefix=prefix),
-    "rcc": lambda model, _, __, prefix: RCCHandler(model, prefix=prefix),
-}
-
-_FEW = 6
-"""Largest number of members of a module list that are all shown."""
+_ATTACHED = "_ignite_monitor_attached"  # of an engine: prefix -> AttachedMonitors
+_FEW = 6  # largest number of members of a module list that are all shown
 
 
 def attach_monitors(
@@ -75,16 +69,12 @@ def attach_monitors(
                       if the optimizer has ``betas`` or momentum
     ``rollback``      ``RollbackHandler(rollback)``, if given              all
     ``spike_record``  ``SpikeRecorder(grad, record_spikes)``, if given     all
-    ``histograms``    ``HistogramHandler(model)``, if in ``extra``         one in ``every``
-    ``replicas``      ``ReplicaCheckHandler(model, optimizer)``, if in     one in ``every``
-                      ``extra``
-    ``spectral``      ``SpectralNormHandler(model)``, if in ``extra``      one in ``every``
-    ``rcc``           ``RCCHandler(model)``, if in ``extra``               one in ``every``
+    in ``extra``      ``HistogramHandler``, ``ReplicaCheckHandler``,       one in ``every``
+                      ``SpectralNormHandler``, ``RCCHandler``
     ================  ===================================================  ====================
 
     An ``HDF5Logger`` gets all values. Other loggers get those of the whole model, its children and its blocks: the
-    members of module lists, of more than six the first, the middle and the last. For a GPT with 6 blocks of 4 heads
-    that is about 80 of 600 names.
+    members of module lists, of more than six the first, the middle and the last.
 
     Calling it again with the same engine, model and prefix replaces the monitors; if that fails, the former ones stay.
     Several models on one engine, as in a GAN, take one call each, with different prefixes.
@@ -96,15 +86,14 @@ def attach_monitors(
         scaler: the GradScaler of the train step.
         loggers: one Ignite logger or several.
         every: distance of monitored iterations, at least 1; a prime if batches repeat with a period.
-        extra: names of more monitors, from the table.
+        extra: names of more monitors: ``"histograms"``, ``"replicas"``, ``"spectral"``, ``"rcc"``.
         threshold: the threshold rule of ``GradMonitor``, or a number; None for its default.
         on_spike: the reaction of ``GradMonitor``: None, ``"skip"``, ``"clip"`` or a function ``(engine, norm)``.
         loss: second spike signal of ``GradMonitor``: the criterion, or a function of the engine.
         rollback: name -> model, optimizer, scheduler …, to be restored when training diverges.
         record_spikes: directory for the batches and RNG states of spikes.
         prefix: prefix of all names: ``"generator"`` for ``generator/grad/norm``.
-        flag: attribute of ``engine.state`` that says whether the gradient is a spike; None for
-            ``"unhealthy_spike"``, and with a prefix for ``"{prefix}_unhealthy_spike"``.
+        flag: ``flag`` of ``GradMonitor``; None for ``"unhealthy_spike"`` or ``"{prefix}_unhealthy_spike"``.
 
     Returns:
         A handle with ``monitors`` by name and ``remove()``, which detaches them; so does the end of a ``with`` block.
@@ -118,94 +107,126 @@ def attach_monitors(
 
             with attach_monitors(trainer, model, optimizer, loggers=[TensorboardLogger(log_dir="runs/first")]):
                 trainer.run(loader, max_epochs=5)
-
-            attach_monitors(trainer, generator, optimizer_g, prefix="generator", loggers=logger)
-            attach_monitors(trainer, discriminator, optimizer_d, prefix="discriminator", loggers=logger)
     """
     check_type("trainer", trainer, Engine, "ignite.engine.Engine")
     check_optimizer(optimizer)
     every = check_count("every", every, least=1)
     loggers = [loggers] if isinstance(loggers, BaseLogger) else loggers
     check_type("loggers", loggers, Iterable, "ignite.handlers.base_logger.BaseLogger or a list of such")
-    loggers = list(loggers)
-    for logger in loggers:
-        check_type("loggers", logger, BaseLogger, "ignite.handlers.base_logger.BaseLogger or a list of such")
     if isinstance(extra, str) or not isinstance(extra, Iterable):
         raise TypeError(f"Argument extra should be a list of names, but given {extra!r}")
-    extra = list(extra)
-    for name in extra:
-        check_choice("extra", name, *_EXTRA)
     check_type("prefix", prefix, str, "str")
     if flag is None:
         flag = re.sub(r"\W", "_", f"{prefix}_unhealthy_spike") if prefix else "unhealthy_spike"
     start = f"{prefix}/" if prefix else ""
+    always, seldom = Events.ITERATION_STARTED, Events.ITERATION_STARTED(every=every)
 
-    rules: dict[str, Any] = {"threshold": threshold, "on_spike": on_spike, "loss": loss}
-    health = dict.fromkeys(("std", "max_abs", "dead_fraction", "nonfinite_count"), True)
-    grad = GradMonitor(model, optimizer, scaler=scaler, prefix=f"{start}grad", flag=flag, **rules)
-    always: dict[str, Monitor] = {"grad": grad}
-    activation = ActivationHandler(model, activations=health, attention=True, prefix=prefix)
-    activation.warns_without_attention = False  # nobody has asked for it
-    seldom: dict[str, Monitor] = {
-        "update": WeightUpdateHandler(model, optimizer, scaler=scaler, prefix=f"{start}monitor"),
-        "activation": activation,
-        "step": StepStatsHandler(model, optimizer, prefix=f"{start}step"),
-    }
-    if any("betas" in group or group.get("momentum") for group in optimizer.param_groups):
-        seldom["optimizer"] = OptimizerStateHandler(model, optimizer, prefix=f"{start}optimizer")
-    seldom |= {name: _EXTRA[name](model, optimizer, scaler, f"{start}{name}") for name in extra}
+    reaction: Any = {"threshold": threshold, "on_spike": on_spike, "loss": loss}
+    grad = GradMonitor(model, optimizer, scaler=scaler, prefix=f"{start}grad", flag=flag, **reaction)
+    monitors: dict[str, tuple[Monitor, Any]] = {"grad": (grad, always)}
     if rollback is not None:
-        always["rollback"] = RollbackHandler(rollback, prefix=f"{start}rollback")
+        monitors["rollback"] = RollbackHandler(rollback, prefix=f"{start}rollback"), always
     if record_spikes is not None:
-        always["spike_record"] = SpikeRecorder(grad, record_spikes)
-    shares = rf"^{re.escape(start)}rcc/(?:(?!weight_share/)\w+/.+|.+\.weight)$"
-    details = {"activation": _details(model, start), "rcc": shares}
-    filtered = Events.ITERATION_STARTED(every=every) if every > 1 else Events.ITERATION_STARTED
-    handle = AttachedMonitors(
-        trainer,
-        prefix,
-        {name: (monitor, Events.ITERATION_STARTED) for name, monitor in always.items()}
-        | {name: (monitor, filtered) for name, monitor in seldom.items()},
-        [(logger, {} if isinstance(logger, HDF5Logger) else details) for logger in loggers],
+        monitors["spike_record"] = SpikeRecorder(grad, record_spikes), always
+    health = dict.fromkeys(("std", "max_abs", "dead_fraction", "nonfinite_count"), True)
+    activation = ActivationHandler(model, activations=health, attention=True, prefix=prefix)
+    activation.warns_without_attention = False  # the user did not ask for it
+    update = WeightUpdateHandler(model, optimizer, scaler=scaler, prefix=f"{start}monitor")
+    monitors |= {"update": (update, seldom), "activation": (activation, seldom)}
+    monitors["step"] = StepStatsHandler(model, optimizer, prefix=f"{start}step"), seldom
+    if any("betas" in group or group.get("momentum") for group in optimizer.param_groups):
+        monitors["optimizer"] = OptimizerStateHandler(model, optimizer, prefix=f"{start}optimizer"), seldom
+    extras: dict[str, Callable[..., Monitor]] = {
+        "histograms": partial(HistogramHandler, scaler=scaler),
+        "replicas": partial(ReplicaCheckHandler, optimizer=optimizer),
+        "spectral": SpectralNormHandler,
+        "rcc": RCCHandler,
+    }
+    for name in extra:
+        check_choice("extra", name, *extras)
+        monitors[name] = extras[name](model, prefix=f"{start}{name}"), seldom
+    shown = {"activation": _shown_activations(model, start), "rcc": rf"^{re.escape(start)}rcc/(weight_share/.+|[^/]+)$"}
+    return AttachedMonitors(
+        trainer, prefix, monitors, [(logger, {} if isinstance(logger, HDF5Logger) else shown) for logger in loggers]
     )
-    handle.attach()
-    return handle
 
 
-def _details(model: nn.Module, start: str) -> str:
-    """Return a regular expression for activation values that are too many for a dashboard.
+class AttachedMonitors(MonitorHandle):
+    """Handle that :func:`attach_monitors` returns.
 
     Args:
-        start: the beginning of all names.
+        monitors: name -> monitor and event.
+        loggers: loggers, each with name of a monitor -> pattern of the names that it is given.
+
+    Raises:
+        ValueError: if monitors of another model have the prefix.
     """
+
+    def __init__(self, engine: Engine, prefix: str, monitors: Mapping[str, Any], loggers: Sequence[Any]) -> None:
+        super().__init__(engine, {name: monitor for name, (monitor, _) in monitors.items()})
+        self._prefix, self._attachments, self._loggers = prefix, monitors, loggers
+        former: AttachedMonitors | None = vars(engine).get(_ATTACHED, {}).get(prefix)
+        if former is not None:
+            if former._parameters().isdisjoint(self._parameters()):
+                raise ValueError(
+                    f"Monitors of another model are attached to this engine with the prefix {prefix!r}: give every "
+                    "model a prefix of its own, or remove() the handle of the former ones"
+                )
+            former.remove()
+        try:
+            self._attach(engine)
+        except BaseException:
+            self.remove()
+            if former is not None:
+                former._attach(engine)
+            raise
+
+    def remove(self) -> None:
+        super().remove()
+        attached = vars(self._engine() or self).get(_ATTACHED, {})
+        if attached.get(self._prefix) is self:
+            del attached[self._prefix]
+
+    def _attach(self, engine: Engine) -> None:
+        for name, (monitor, event) in self._attachments.items():
+            monitor.attach(engine, event)
+            for logger, shown in self._loggers:
+                monitor.log_to(logger, engine, include=shown.get(name))
+        vars(engine).setdefault(_ATTACHED, {})[self._prefix] = self
+
+    def _parameters(self) -> set[int]:
+        return {id(parameter) for parameter in self.monitors["grad"].model.parameters()}
+
+
+def _shown_activations(model: nn.Module, start: str) -> str:
+    """Return a regular expression for the names of activation values, after ``start``, that suit a dashboard."""
     modules = dict(named_modules(model))
-    outline, blocks = ["_root_"], list[str]()
-    lists: list[str] = []  # the outermost module lists
-    for name, module in modules.items():
-        within = [other for other in modules if other and other.rpartition(".")[0] == name]
-        if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
-            if any(f"{name}.".startswith(other) for other in lists):
-                continue
-            lists.append(f"{name}." if name else "")
-            blocks += within if len(within) <= _FEW else [within[0], within[len(within) // 2], within[-1]]
-        elif not name:
-            outline += within
+
+    def members(name: str) -> list[str]:
+        return [other for other in modules if other and other.rpartition(".")[0] == name]
+
+    def is_in(name: str, other: str) -> bool:
+        return not other or f"{name}.".startswith(f"{other}.")
+
+    def one_of(names: list[str]) -> str:
+        return f"(?:{'|'.join(map(re.escape, tags(names)))})"
+
+    lists = [name for name in modules if isinstance(modules[name], nn.ModuleList | nn.ModuleDict | nn.Sequential)]
+    outermost = [name for name in lists if not any(other != name and is_in(name, other) for other in lists)]
+    blocks = list[str]()
+    for within in map(members, outermost):
+        blocks += within if len(within) <= _FEW else [within[0], within[len(within) // 2], within[-1]]
+    outline = ["_root_", *([] if "" in outermost else members("")), *blocks]
     units = [
         name
         for name, module in modules.items()
-        if type(module).__module__ == nn.ReLU.__module__
-        and (not blocks or any(f"{name}.".startswith(f"{block}.") for block in blocks))
+        if type(module).__module__ == nn.ReLU.__module__ and (not blocks or any(is_in(name, block) for block in blocks))
     ]
-
-    def but(names: list[str], end: str = "/") -> str:
-        return f"(?!(?:{'|'.join(map(re.escape, tags(names)))}){end})" if names else ""
-
-    details = [
-        r"activation/.+/head_\d+/.+",
-        rf"activation/{but([*outline, *blocks])}.+/(?:std|max_abs)",
-        rf"activation/{but(['_root_'])}.+/nonfinite_count",
-        rf"activation/{but(units)}.+/dead_fraction",
+    shown = [
+        rf"activation/{one_of(outline)}/(?!head_\d+/).*(?:std|max_abs)",
+        r"activation/_root_/.*nonfinite_count",
+        rf"activation/{one_of(units)}/.*dead_fraction",
+        rf"attention_\w+/{one_of(blocks)}[./].+" if blocks else r"attention_\w+/.+",
+        r"recorded/.+",
     ]
-    if blocks:
-        details.append(rf"attention_\w+/{but(blocks, '[./]')}.+")
-    return f"^{re.escape(start)}(?:{'|'.join(details)})$"
+    return f"^{re.escape(start)}(?:{'|'.join(shown)})$"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import math
 from numbers import Integral, Real
@@ -16,8 +15,8 @@ def check_real(
         raise TypeError(f"Argument {name} should be a number, but given {type(value)}")
     number = float(value)
     if not above < number < below or number < least:
-        words = (("greater than", above), ("at least", least), ("less than", below))
-        bounds = [f"{word} {bound:g}" for word, bound in words if math.isfinite(bound)]
+        words = {"greater than": above, "at least": least, "less than": below}
+        bounds = [f"{word} {bound:g}" for word, bound in words.items() if math.isfinite(bound)]
         raise ValueError(f"Argument {name} should be {' and '.join(bounds) or 'finite'}, but given {value}")
     return number
 
@@ -46,16 +45,15 @@ def check_choice(name: str, value: object, *allowed: str) -> None:
 
 def check_function(name: str, function: object, *of: str, described: str = "", optional: bool = True) -> None:
     """Refuse an argument that can't be called with the positional arguments named by ``of``, if that is known."""
-    described = described or f"a function of {' and '.join(of)}{' or None' * optional}"
     if optional and function is None:
         return
+    described = described or f"a function of {' and '.join(of)}{' or None' * optional}"
     if not callable(function):
         raise TypeError(f"Argument {name} should be {described}, but given {type(function)}")
-    with contextlib.suppress(ValueError):
-        try:
-            inspect.signature(function).bind(*of)
-        except TypeError as error:
-            called = getattr(function, "__qualname__", type(function).__qualname__)
-            raise TypeError(
-                f"Argument {name} should be {described}, but {called} can't be called so: {error}"
-            ) from None
+    try:
+        inspect.signature(function).bind(*of)
+    except ValueError:  # the signature is not known
+        return
+    except TypeError as error:
+        called = getattr(function, "__qualname__", type(function).__qualname__)
+        raise TypeError(f"Argument {name} should be {described}, but {called} can't be called so: {error}") from None

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
-    from ignite_monitor.report.series import Run
+    from ignite_monitor.report.run import Run
 
 PROGRAM = "ignite-monitor"
 
@@ -30,31 +30,17 @@ A run's file is written by HDF5Logger, a spike's by SpikeRecorder. ignite-monito
 
 DEMO = """\
 examples:
-  ignite-monitor demo
   ignite-monitor demo -o runs/mine --iterations 1000
 
 Needs no network, and takes less than half a minute."""
 
 SUMMARY = """\
 examples:
-  ignite-monitor summary runs/demo/run.h5
   ignite-monitor summary runs/demo/run.h5 --all | less
-  ignite-monitor summary runs/demo/run.h5 --json | jq '.findings[].text'
-
---json prints one object:
-  version      3; raised when a key changes
-  file         the run's file
-  iterations   {first, last}
-  healthy      true, false, or null if the gradients were not monitored
-  measured     what the file has measurements of, in words
-  findings     [{kind, severity (problem, warning, note), text, metrics, iterations, values}], in the order of events
-  metrics      {name: {first, last, min, max, values, nonfinite, first_step, last_step}}
-NaN and infinite numbers are null.
-"""
+  ignite-monitor summary runs/demo/run.h5 --json | jq '.findings[].text'"""
 
 PLOT = """\
 examples:
-  ignite-monitor plot runs/demo/run.h5 -o run.png
   ignite-monitor plot runs/demo/run.h5 -o norms.pdf --metrics '^grad/'
   ignite-monitor plot runs/demo/run.h5 -o layers.png --metrics 'blocks\\.0.*(l2_norm|dead)' --log"""
 
@@ -63,23 +49,13 @@ examples:
   ignite-monitor compare runs/small_lr.h5 runs/large_lr.h5
   ignite-monitor compare a.h5 b.h5 --json | jq '.metrics["train/loss"]'
 
-Where one run is longer, each metric is compared up to the last step that both have.
-
---json prints one object:
-  version          3; raised when a key changes
-  compared_until   the last iteration that both have
-  runs             [A, B], each {file, last_iteration, findings, only_here}; findings as in summary --json
-  metrics          {name: {a, b, best_a, best_b, relative, matters}} of those in both, what differs most first
-NaN and infinite numbers are null.
-"""
+Each metric is compared up to the last step that both runs have."""
 
 SPIKE = """\
 examples:
-  ignite-monitor spike spikes/
   ignite-monitor spike spikes/grad-00000340-rank0.spike.pt
 
-In Python, ignite_monitor.load_spike(FILE) returns the batch and the RNG state, which reproduce
-the step."""
+In Python, ignite_monitor.load_spike(FILE) returns the batch and the RNG state."""
 
 
 class BadInput(Exception):  # noqa: N818
@@ -90,8 +66,7 @@ class Parser(argparse.ArgumentParser):
     """Parser with errors of one line."""
 
     def error(self, message: str) -> NoReturn:
-        message = _printable(message)
-        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+        self.exit(2, f"{self.prog}: error: {_printable(message)} (see {self.prog} --help)\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -101,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: its words; None for those the process was given.
 
     Returns:
-        The exit code: 0, or 2 where the input is bad, with one line on the standard error.
+        The exit code: 0, or 2 if the input is bad, with one line on the standard error.
     """
     if sys.stdout is None:  # closed by the caller
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
@@ -115,9 +90,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 chosen.command(chosen)
             sys.stdout.flush()
     except BrokenPipeError:
-        _give_up_output()  # the reader has closed the pipe
+        _discard_output()  # the reader has closed the pipe
     except BadInput as error:
-        _give_up_output()
+        _discard_output()
         print(f"{PROGRAM}: error: {_printable(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -126,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _give_up_output() -> None:
+def _discard_output() -> None:
     """Discard output that would be flushed at exit and fail again."""
     with contextlib.suppress(OSError, ValueError):  # a stream that is no file
         try:
@@ -136,32 +111,34 @@ def _give_up_output() -> None:
 
 
 def _parser() -> Parser:
-    raw = argparse.RawDescriptionHelpFormatter
-    description = "See what happened in a training run."
-    parser = Parser(prog=PROGRAM, description=description, epilog=EXAMPLES, formatter_class=raw)
-    parser.add_argument("--version", action="version", version=f"{PROGRAM} {_version()}")
+    options: Any = {"formatter_class": argparse.RawDescriptionHelpFormatter}
+    parser = Parser(prog=PROGRAM, description="See what happened in a training run.", epilog=EXAMPLES, **options)
+    try:
+        release = version(PROGRAM)
+    except PackageNotFoundError:
+        release = "(not installed)"
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {release}")
     parser.set_defaults(command=None)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
 
-    def add(name: str, command: Callable[[argparse.Namespace], None], does: str, epilog: str) -> Any:
+    def add(command: Callable[[argparse.Namespace], None], does: str, epilog: str, *runs: str) -> Any:
         described = f"{does[0].upper()}{does[1:]}."
-        added = commands.add_parser(name, help=does, description=described, epilog=epilog, formatter_class=raw)
+        added = commands.add_parser(command.__name__[1:], help=does, description=described, epilog=epilog, **options)
         added.set_defaults(command=command)
+        for run in runs:
+            added.add_argument(run, metavar=f"{run.upper()}.h5", help="a run's file, as HDF5Logger writes it")
         return added.add_argument
 
-    a_run = "a run's file, as HDF5Logger writes it"
-    does = "train a small model on real data with damaged batches, monitored and with rollbacks"
-    option = add("demo", _demo, does, DEMO)
+    every = "every metric in the table"
+    option = add(_demo, "train a small model on real data with damaged batches, monitored and with rollbacks", DEMO)
     option("-o", "--output", default="runs/demo", metavar="DIR", help="where to write (default: runs/demo)")
     option("--iterations", type=int, default=400, metavar="N", help="for how long to train (default: 400)")
 
-    option = add("summary", _summary, "what happened in a run, causes before consequences", SUMMARY)
-    option("run", metavar="RUN.h5", help=a_run)
-    option("--all", action="store_true", help="every metric in the table")
+    option = add(_summary, "what happened in a run, causes before consequences", SUMMARY, "run")
+    option("--all", action="store_true", help=every)
     option("--json", action="store_true", help="for machines")
 
-    option = add("plot", _plot, "draw a run, with spikes marked", PLOT)
-    option("run", metavar="RUN.h5", help=a_run)
+    option = add(_plot, "draw a run, with spikes marked", PLOT, "run")
     to = "where to write: .png, .pdf or .svg (default: RUN.png beside RUN.h5)"
     option("-o", "--output", metavar="FILE", help=to)
     option("--metrics", metavar="REGEX", help="only metrics whose name matches somewhere")
@@ -169,15 +146,12 @@ def _parser() -> Parser:
     option("--dark", action="store_true", help="a dark background")
     option("--all", action="store_true", help="every panel, and not only the eight that matter most")
 
-    option = add("compare", _compare, "two runs side by side, what differs most first", COMPARE)
-    option("first", metavar="A.h5", help=a_run)
-    option("second", metavar="B.h5", help=a_run)
-    option("--all", action="store_true", help="every metric in the table")
+    option = add(_compare, "two runs side by side, what differs most first", COMPARE, "a", "b")
+    option("--all", action="store_true", help=every)
     option("--json", action="store_true", help="for machines")
 
-    option = add("spike", _spike, "show what SpikeRecorder saved at spikes", SPIKE)
+    option = add(_spike, "show what SpikeRecorder saved at spikes", SPIKE)
     option("path", metavar="DIR", help="a SpikeRecorder's directory, or a file in it")
-
     return parser
 
 
@@ -195,10 +169,11 @@ def _summary(chosen: argparse.Namespace) -> None:
 
     summary = summarise(chosen.run, _read(chosen.run))
     if chosen.json:
-        return _print_json(as_json(summary))
+        print(json.dumps(as_json(summary), indent=2, allow_nan=False))
+        return
     from ignite_monitor.report.text import show, summary_text
 
-    return show(summary_text(summary, chosen.all))
+    show(summary_text(summary, chosen.all))
 
 
 def _plot(chosen: argparse.Namespace) -> None:
@@ -216,7 +191,7 @@ def _plot(chosen: argparse.Namespace) -> None:
     run = _read(chosen.run)
     shown = picture(run, selection, chosen.all)
     if not shown.panels:
-        raise BadInput(f"none of the {len(run)} metrics in {chosen.run} matches {chosen.metrics!r}")
+        raise BadInput(f"none of the {len(run.series)} metrics in {chosen.run} matches {chosen.metrics!r}")
     with _one_line(str(output)):
         draw(shown, output, title=Path(chosen.run).name, log=chosen.log, dark=chosen.dark)
     print(_printable(f"{output}: {plural(len(shown.panels), 'panel')}"))
@@ -225,12 +200,13 @@ def _plot(chosen: argparse.Namespace) -> None:
 def _compare(chosen: argparse.Namespace) -> None:
     from ignite_monitor.report.compare import as_json, compare
 
-    comparison = compare((chosen.first, chosen.second), (_read(chosen.first), _read(chosen.second)))
+    comparison = compare((chosen.a, chosen.b), (_read(chosen.a), _read(chosen.b)))
     if chosen.json:
-        return _print_json(as_json(comparison))
+        print(json.dumps(as_json(comparison), indent=2, allow_nan=False))
+        return
     from ignite_monitor.report.text import comparison_text, show
 
-    return show(comparison_text(comparison, chosen.all))
+    show(comparison_text(comparison, chosen.all))
 
 
 def _spike(chosen: argparse.Namespace) -> None:
@@ -241,17 +217,13 @@ def _spike(chosen: argparse.Namespace) -> None:
         show(spikes_text(Path(chosen.path)))
 
 
-def _print_json(value: dict[str, Any]) -> None:
-    print(json.dumps(value, indent=2, allow_nan=False))
-
-
 def _read(path: str) -> Run:
     with _one_line(path):
         from ignite_monitor.hdf5.reader import read_hdf5
-        from ignite_monitor.report.series import tidy
+        from ignite_monitor.report.run import Run
 
-        run = tidy(read_hdf5(path))
-        if not run:
+        run = Run(read_hdf5(path))
+        if not run.series:
             raise BadInput(f"{path} holds no metrics: nothing was written to it yet")
         return run
 
@@ -278,13 +250,6 @@ def _printable(text: str) -> str:
     from ignite_monitor.report.series import printable
 
     return printable(text)
-
-
-def _version() -> str:
-    try:
-        return version(PROGRAM)
-    except PackageNotFoundError:
-        return "(not installed)"
 
 
 if __name__ == "__main__":

@@ -5,15 +5,13 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
-import os
 import shlex
-import shutil
 import sys
 import sysconfig
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from ignite.engine import Engine, Events
@@ -27,13 +25,10 @@ from ignite_monitor.report.series import number
 from ignite_monitor.rollback.handler import RollbackHandler
 from ignite_monitor.tensorboard import tensorboard_layout
 
-LEAST = 200
-"""With fewer iterations the damaged batches would be in the threshold's warm-up."""
+LEAST = 200  # with fewer iterations the damaged batches would be in the threshold's warm-up
 CHARACTERS, CONTEXT, BATCH, WIDTH, HEADS, BLOCKS = 128, 64, 16, 64, 4, 2
 MOST_BYTES = 2**20
-
-ROW = 30
-"""Number of consecutive damaged batches: more than skipping them survives."""
+ROW = 30  # consecutive damaged batches, more than skipping them survives
 
 Batch = tuple[Tensor, Tensor]
 
@@ -58,7 +53,7 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.ReLU(), nn.Linear(4 * WIDTH, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The block's output, of (batch, characters, width) as its input is."""
+        """Return the output for an input of (batch, characters, width)."""
         parts = self.qkv(self.norm_1(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
         attended = nn.functional.scaled_dot_product_attention(parts[0], parts[1], parts[2], is_causal=True)
         x = x + self.projection(attended.transpose(1, 2).flatten(2))
@@ -77,7 +72,7 @@ class TinyGPT(nn.Module):
         self.head = nn.Linear(WIDTH, CHARACTERS)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The logits of each next character, given numbers of characters: (batch, characters)."""
+        """Return the logits of each next character, given numbers of characters: (batch, characters)."""
         x = self.characters(x) + self.places.weight[: x.shape[1]]
         for block in self.blocks:
             x = block(x)
@@ -97,16 +92,16 @@ def run_demo(directory: Path, iterations: int) -> None:
         OSError: if the directory can't be written.
     """
     from ignite_monitor.hdf5.reader import read_hdf5
-    from ignite_monitor.report.series import tidy
+    from ignite_monitor.report.run import Run
     from ignite_monitor.report.summary import summarise
     from ignite_monitor.report.text import findings_text, show
 
     directory.mkdir(parents=True, exist_ok=True)
-    file = _free_name(directory)
+    names = (f"run_{i}.h5" if i > 1 else "run.h5" for i in count(1))
+    file = next(directory / name for name in names if not (directory / name).exists())
     torch.manual_seed(0)
     torch.set_num_threads(1)  # synchronizing threads costs such a small model more than they add
-    text = _text()
-    model = TinyGPT()
+    text, model = _text(), TinyGPT()
     size = sum(parameter.numel() for parameter in model.parameters())
     damaged = Damaged(iterations // 2 + 1, range(2 * iterations // 3, 2 * iterations // 3 + ROW))
     _print(
@@ -114,19 +109,26 @@ def run_demo(directory: Path, iterations: int) -> None:
         f"sources, for {iterations} iterations. Batch {damaged.zeros} is nothing but zeros, and in the batches\n"
         f"{damaged.permuted.start} to {damaged.permuted[-1]} every letter stands for another one.\n"
     )
-    with HDF5Logger(file, "x") as logger:
-        _train(model, text, iterations, damaged, [logger, *_tensorboard(directory / "tensorboard" / file.stem)])
-    summary = summarise(str(file), tidy(read_hdf5(file)))
+    loggers: list[BaseLogger] = [HDF5Logger(file, "x")]
+    charts = importlib.util.find_spec("tensorboard") is not None
+    if charts:
+        from ignite.handlers.tensorboard_logger import TensorboardLogger
+
+        loggers.append(TensorboardLogger(log_dir=str(directory / "tensorboard" / file.stem)))
+    try:
+        _train(model, text, iterations, damaged, loggers)
+    finally:
+        for logger in loggers:
+            logger.close()
     _print("\nSummary of the file:")
-    show(findings_text(summary), width=80)
-    picture = file.with_suffix(".png")
-    _print(f"\nEverything is in {directory}. To inspect it:")
-    _print(f"    {_program()} summary {shlex.quote(str(file))}")
-    _print(f"    {_program()} plot {shlex.quote(str(file))} -o {shlex.quote(str(picture))}")
-    if importlib.util.find_spec("tensorboard"):
-        _print(f"    {_beside('tensorboard')} --logdir {shlex.quote(str(directory / 'tensorboard'))}")
-    else:
-        _print("    (with TensorBoard too: pip install 'ignite-monitor[tensorboard]', and run the demo again)")
+    show(findings_text(summarise(str(file), Run(read_hdf5(file)))), width=80)
+    program = "python -m ignite_monitor" if Path(sys.argv[0]).name == "__main__.py" else "ignite-monitor"
+    run, picture, log = (shlex.quote(str(path)) for path in (file, file.with_suffix(".png"), directory / "tensorboard"))
+    _print(f"\nEverything is in {directory}. To inspect it:\n    {program} summary {run}")
+    _print(f"    {program} plot {run} -o {picture}")
+    _print(
+        f"    tensorboard --logdir {log}" if charts else "    (with charts: pip install 'ignite-monitor[tensorboard]')"
+    )
 
 
 def _train(model: nn.Module, text: Tensor, iterations: int, damaged: Damaged, loggers: list[BaseLogger]) -> None:
@@ -152,56 +154,44 @@ def _train(model: nn.Module, text: Tensor, iterations: int, damaged: Damaged, lo
     attached = attach_monitors(trainer, model, optimizer, loggers=loggers, every=10, extra=more, on_spike="skip")
     rollback = RollbackHandler({"model": model, "optimizer": optimizer}, every=25)
     rollback.attach(trainer)
+    options: Any = {"metric_names": ["loss"], "global_step_transform": lambda *_: trainer.state.iteration}
     for logger in loggers:
         rollback.log_to(logger, trainer)
-        logger.attach_output_handler(trainer, Events.ITERATION_COMPLETED, tag="train", metric_names=["loss"])
-        logger.attach_output_handler(
-            evaluator,
-            Events.COMPLETED,
-            tag="test",
-            metric_names=["loss"],
-            global_step_transform=lambda *_: trainer.state.iteration,
-        )
+        logger.attach_output_handler(trainer, Events.ITERATION_COMPLETED, tag="train", **options)
+        logger.attach_output_handler(evaluator, Events.COMPLETED, tag="test", **options)
         if hasattr(logger, "add_custom_scalars"):
             logger.add_custom_scalars(tensorboard_layout(*attached.monitors.values(), rollback))
-
-    spikes: list[int] = []
+    spikes = {0}
 
     @trainer.on(MonitorEvents.SPIKE_DETECTED)
     def report_spike(engine: Engine) -> None:
-        spikes.append(engine.state.iteration)
-        if spikes[-1] - 1 in spikes:
-            return  # the first of several consecutive spikes is enough
-        norm, threshold = (float(engine.state.metrics[f"grad/{name}"]) for name in ("norm", "threshold"))
-        _print(
-            f"iteration {spikes[-1]:4d}: SPIKE, gradient norm {number(norm, 3)} exceeds "
-            f"{number(threshold, 3)}: the step is skipped"
-        )
+        iteration = engine.state.iteration
+        if iteration - 1 not in spikes:  # the first of several consecutive spikes is enough
+            norm, threshold = (number(float(engine.state.metrics[f"grad/{it}"]), 3) for it in ("norm", "threshold"))
+            text = f"SPIKE, gradient norm {norm} exceeds {threshold}: the step is skipped"
+            _print(f"iteration {iteration:4d}: {text}")
+        spikes.add(iteration)
 
     @trainer.on(MonitorEvents.ROLLED_BACK)
     def report_rollback(engine: Engine) -> None:
-        _print(
-            f"iteration {engine.state.iteration:4d}: rolled back to iteration "
-            f"{int(engine.state.metrics['rollback/restored_iteration'])}"
-        )
+        restored = int(engine.state.metrics["rollback/restored_iteration"])
+        _print(f"iteration {engine.state.iteration:4d}: rolled back to iteration {restored}")
 
     @trainer.on(Events.ITERATION_COMPLETED(every=max(1, iterations // 5)))
     def report(engine: Engine) -> None:
         evaluator.run([test_batch])
-        losses = [each.state.metrics["loss"] for each in (engine, evaluator)]
-        _print(f"iteration {engine.state.iteration:4d}: loss {losses[0]:.3f}, on unseen code {losses[1]:.3f}")
+        loss, unseen = engine.state.metrics["loss"], evaluator.state.metrics["loss"]
+        _print(f"iteration {engine.state.iteration:4d}: loss {loss:.3f}, on unseen code {unseen:.3f}")
 
-    warnings_too = logging.getLogger("ignite_monitor")
-    level = warnings_too.level
-    warnings_too.setLevel(logging.ERROR)  # printed above
+    package = logging.getLogger("ignite_monitor")
+    level = package.level
+    package.setLevel(logging.ERROR)  # warnings are printed above
     try:
         trainer.run(_batches(train_text, damaged), max_epochs=1, epoch_length=iterations)
     finally:
-        warnings_too.setLevel(level)
+        package.setLevel(level)
     attached.remove()
     rollback.detach()
-    for logger in loggers:
-        logger.close()
 
 
 def _loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -212,15 +202,14 @@ def _loss(model: nn.Module, batch: Batch) -> Tensor:
 def _text() -> Tensor:
     """Characters of the standard library's sources as integers; FileNotFoundError if there are none."""
     folder = Path(sysconfig.get_paths()["stdlib"])
-    found, size = [], 0
+    content = b""
     for path in sorted(folder.glob("*.py")):
-        found.append(path.read_bytes())
-        size += len(found[-1])
-        if size > MOST_BYTES:
+        content += path.read_bytes()
+        if len(content) > MOST_BYTES:
             break
-    if size < 100 * CONTEXT:
+    if len(content) < 100 * CONTEXT:
         raise FileNotFoundError(f"The standard library's sources are not in {folder}")
-    return torch.frombuffer(bytearray(b"".join(found)), dtype=torch.uint8).long().clamp(max=CHARACTERS - 1)
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8).long().clamp(max=CHARACTERS - 1)
 
 
 def _batches(text: Tensor, damaged: Damaged, seed: int = 0) -> Iterator[Batch]:
@@ -234,33 +223,3 @@ def _batches(text: Tensor, damaged: Damaged, seed: int = 0) -> Iterator[Batch]:
         if iteration in damaged.permuted:
             piece = others[piece]
         yield piece[:, :-1], piece[:, 1:]
-
-
-def _tensorboard(directory: Path) -> list[BaseLogger]:
-    if importlib.util.find_spec("tensorboard") is None:
-        return []
-    from ignite.handlers.tensorboard_logger import TensorboardLogger
-
-    return [TensorboardLogger(log_dir=str(directory))]
-
-
-def _free_name(directory: Path) -> Path:
-    """The first of run.h5, run_2.h5, … that does not exist."""
-    files = (directory / (f"run_{i}.h5" if i > 1 else "run.h5") for i in count(1))
-    return next(file for file in files if not file.exists())
-
-
-def _program() -> str:
-    """The command by which this program was called."""
-    if Path(sys.argv[0]).name == "__main__.py":
-        return "python -m ignite_monitor"
-    return _beside("ignite-monitor")
-
-
-def _beside(program: str) -> str:
-    """The command of a program of this environment."""
-    path = Path(sys.executable).with_name(program)
-    found = shutil.which(program)
-    if found and (not path.exists() or os.path.samefile(found, path)):
-        return program
-    return shlex.quote(os.path.relpath(path)) if path.exists() else program

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import textwrap
 from collections.abc import Mapping
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
 
-_WIDTH = 118
+_WIDTH = 114  # of a table, which a docstring indents by 4
 
 
 @dataclass(frozen=True)
@@ -36,14 +37,6 @@ class Key:
     def regex(self) -> str:
         """A regular expression that matches the keys."""
         return re.sub(r"\\{(\w+)\\}", lambda match: r"\d+" if match[1] == "i" else ".+", re.escape(self.pattern))
-
-    def allows(self, number: float) -> bool:
-        """Check that a number is a value of the key.
-
-        Args:
-            number: any number.
-        """
-        return number - number == 0 or self.nonfinite == "any" or (self.nonfinite == "inf" and number == number)
 
 
 @dataclass(frozen=True)
@@ -75,22 +68,20 @@ class Schema:
         """
         return next((key for key in self.keys if re.fullmatch(key.regex, name)), None)
 
-    def not_reported(self, numbers: Mapping[str, float]) -> set[str]:
-        """Return the names whose number is non-finite and no value of their key.
+    def not_reported(self, values: Mapping[str, object]) -> set[str]:
+        """Return the names of non-finite floats that are no values of their key.
 
         Args:
-            numbers: name without the prefix -> number.
+            values: name without the prefix -> value.
         """
-        return {
-            name
-            for name, number in numbers.items()
-            if number - number  # NaN for non-finite numbers, else 0
-            and not any(key.allows(number) for key in self._with_nonfinite if re.fullmatch(key.regex, name))
-        }
-
-    @cached_property
-    def _with_nonfinite(self) -> list[Key]:
-        return [key for key in self.keys if key.nonfinite]
+        names = set()
+        for name, value in values.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                key = self.find(name)
+                allowing = ("any",) if math.isnan(value) else ("any", "inf")
+                if key is None or key.nonfinite not in allowing:
+                    names.add(name)
+        return names
 
     def charts(self) -> dict[str, str]:
         """Return chart -> a regular expression that matches the names in it, without the prefix."""
@@ -99,18 +90,15 @@ class Schema:
 
     def table(self) -> str:
         """Return the keys and their meanings as a table in reStructuredText."""
-        rows = [(f"``{'/'.join(filter(None, [self.prefix, key.pattern]))}``", _described(key)) for key in self.keys]
+        rows = {}
+        for key in self.keys:
+            unit, when = f" ({key.unit})" if key.unit else "", f"; {key.when}" if key.when else ""
+            rows[f"``{self.prefix}/{key.pattern}``".replace("``/", "``")] = f"{key.meaning}{unit}{when}"
         header = "in ``engine.state.metrics``"
-        left = max(len(header), *(len(name) for name, _ in rows))
-        right = _WIDTH - 4 - left - 2  # the docstring is indented by 4
-        rule = f"{'=' * left}  {'=' * right}"
+        left = max(map(len, [header, *rows]))
+        rule = f"{'=' * left}  {'=' * (_WIDTH - left - 2)}"
         lines = [rule, f"{header:{left}}  meaning", rule]
-        for name, meaning in rows:
-            wrapped = textwrap.wrap(meaning, right, break_long_words=False, break_on_hyphens=False)
+        for name, meaning in rows.items():
+            wrapped = textwrap.wrap(meaning, _WIDTH - left - 2, break_long_words=False, break_on_hyphens=False)
             lines += [f"{first:{left}}  {line}" for first, line in zip_longest([name], wrapped, fillvalue="")]
         return "\n".join([*lines, rule])
-
-
-def _described(key: Key) -> str:
-    unit, when = f" ({key.unit})" if key.unit else "", f"; {key.when}" if key.when else ""
-    return f"{key.meaning}{unit}{when}"

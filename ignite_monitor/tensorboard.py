@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 
 from ignite_monitor.checks import check_type
-from ignite_monitor.monitor.attached import AttachedMonitors
 from ignite_monitor.monitor.base import Monitor
 from ignite_monitor.monitor.handles import MonitorHandle
 
 Layout = dict[str, dict[str, list[str | list[str]]]]
 
 
-def tensorboard_layout(*monitors: Monitor | MonitorHandle | AttachedMonitors) -> Layout:
+def tensorboard_layout(*monitors: Monitor | MonitorHandle) -> Layout:
     """Return a layout for TensorBoard's Custom Scalars tab, with related values in one chart.
 
     TensorBoard keeps one layout per run; add charts of your own before you pass it to the writer. The charts match
@@ -36,10 +35,7 @@ def tensorboard_layout(*monitors: Monitor | MonitorHandle | AttachedMonitors) ->
     """
     members: list[Monitor] = []
     for given in monitors:
-        if isinstance(given, AttachedMonitors):
-            members += given.monitors.values()
-        else:
-            members.append(given.monitor if isinstance(given, MonitorHandle) else given)
+        members += given.monitors.values() if isinstance(given, MonitorHandle) else [given]
     layout: Layout = {}
     for monitor in members:
         check_type("monitors", monitor, Monitor, "ignite_monitor monitors")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
+import struct
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -103,19 +103,42 @@ def hooks_only(picture: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in picture.items() if key not in {"handlers", "state", "metrics"}}
 
 
-def same(ours: Any, theirs: Any) -> bool:
-    """Equal to the last bit, NaN included, whatever is nested in what."""
-    if isinstance(ours, Tensor):
-        return (
-            isinstance(theirs, Tensor)
-            and ours.dtype == theirs.dtype
-            and torch.equal(ours.nan_to_num(1.5e30), theirs.nan_to_num(1.5e30))
-        )
-    if isinstance(ours, dict):
-        return ours.keys() == theirs.keys() and all(same(ours[key], theirs[key]) for key in ours)
-    if isinstance(ours, (list, tuple)):
-        return len(ours) == len(theirs) and all(map(same, ours, theirs))
-    return ours == theirs or (isinstance(ours, float) and math.isnan(ours) and math.isnan(theirs))
+def same(one: Any, other: Any) -> bool:
+    """Whether two nested values are bitwise equal: dtypes, shapes, NaN payloads and signs of zeros included."""
+    try:
+        assert_same(one, other)
+    except AssertionError:
+        return False
+    return True
+
+
+def assert_same(one: Any, other: Any, where: str = "value") -> None:
+    """Assert that two nested values are bitwise equal, and name the place where they are not."""
+    if isinstance(one, Tensor):
+        assert isinstance(other, Tensor), where
+        assert (one.dtype, one.shape) == (other.dtype, other.shape), where
+        assert bits(one) == bits(other), f"{where}: {one} {other}"
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys(), where
+        for key in one:
+            assert_same(one[key], other[key], f"{where}[{key!r}]")
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other), where
+        for i, (left, right) in enumerate(zip(one, other, strict=True)):
+            assert_same(left, right, f"{where}[{i}]")
+    elif isinstance(one, float):
+        assert isinstance(other, float), where
+        assert struct.pack("d", one) == struct.pack("d", other), f"{where}: {one} {other}"
+    else:
+        assert one == other or (one != one and other != other), f"{where}: {one} {other}"
+
+
+def bits(tensor: Tensor) -> bytes:
+    """The bytes of a tensor's values; of a DTensor those of this rank."""
+    tensor = tensor.detach()
+    tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    tensor = tensor.to_dense() if tensor.layout is not torch.strided else tensor
+    return bytes(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 def unset_default_device() -> None:

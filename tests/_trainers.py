@@ -13,6 +13,7 @@ from ignite.engine import Engine, Events
 from torch import Tensor, nn
 
 from ignite_monitor import GradMonitor
+from tests._helpers import assert_same as assert_same
 
 Batch = tuple[Tensor, Tensor]
 
@@ -136,24 +137,6 @@ def train(
 
 def _names(monitors: Sequence[GradMonitor]) -> tuple[str, str]:
     return (monitors[0].flag, f"{monitors[0].prefix}_norm") if monitors else ("unhealthy_spike", "grad_norm")
-
-
-def assert_same(one: Any, other: Any, where: str = "state") -> None:
-    """Bitwise the same, through dicts and sequences."""
-    assert type(one) is type(other), where
-    if isinstance(one, Tensor):
-        assert one.dtype == other.dtype, where
-        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True, msg=lambda text: f"{where}: {text}")
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys(), where
-        for key in one:
-            assert_same(one[key], other[key], f"{where}[{key!r}]")
-    elif isinstance(one, (list, tuple)):
-        assert len(one) == len(other), where
-        for i, (left, right) in enumerate(zip(one, other, strict=True)):
-            assert_same(left, right, f"{where}[{i}]")
-    else:
-        assert one == other or (one != one and other != other), where
 
 
 def training_state(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, Any]:

@@ -34,9 +34,10 @@ def write(path, run):
         step = engine.state.iteration
         engine.state.metrics = {name: values[step] for name, values in points.items() if step in values}
 
-    recorded = runs.Recorded(run)
-    origin = patch("ignite_monitor.hdf5.logger._origin", lambda engine, tag, name: Name(name, *recorded.monitor(name)))
-    with HDF5Logger(path) as logger, origin:
+    recorded = runs.Recording(run)
+    origin = lambda self, engine, published, name: Name(name, *recorded.monitor(name))  # noqa: E731
+    attributed = patch("ignite_monitor.hdf5.logger.OutputHandler._origin", origin)
+    with HDF5Logger(path) as logger, attributed:
         logger.attach_output_handler(trainer, Events.ITERATION_COMPLETED, tag=None, metric_names="all")
         trainer.run([0], epoch_length=last)
 
@@ -88,7 +89,9 @@ def test_summary_of_a_run_with_a_spike(files, capsys):
     assert main(["summary", str(files / "hurt.h5")]) == 0
     output = capsys.readouterr().out
     assert "Needs attention: 1 problem and 2 warnings." in output
-    assert output.index("iteration 50. It was 60") < output.index("train/loss is NaN from iteration 56 to the end")
+    assert output.index("iteration 50. The largest, in iteration 50, was 60") < output.index(
+        "train/loss is NaN from iteration 56 to the end"
+    )
     assert "[bold]not markup[/] :smile:" in output
 
 

@@ -71,9 +71,9 @@ def run(source, name):
 def promised(source):
     """Return the comments after the print calls of a script: its expected output."""
     lines = source.splitlines()
-    body = ast.parse(source).body
-    prints = [each for each in body if isinstance(each, ast.Expr) and ast.unparse(each).startswith("print(")]
-    return [found[1] for each in prints if (found := re.search(r"\)  # (.+)$", lines[each.end_lineno - 1]))]
+    statements = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Expr)]
+    prints = [node for node in statements if ast.unparse(node).startswith("print(")]
+    return [match[1] for node in prints if (match := re.search(r"\)  # (.+)$", lines[node.end_lineno - 1]))]
 
 
 @pytest.mark.parametrize(("source", "needs"), SNIPPETS)

@@ -9,7 +9,6 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -38,9 +37,7 @@ from ignite_monitor import (
     record,
     scaling,
 )
-from ignite_monitor.keys import ACTIVATION, SCHEMAS
-from ignite_monitor.report.families import groups
-from ignite_monitor.report.series import Run, Series
+from ignite_monitor.keys import SCHEMAS
 from ignite_monitor.scaling import AlignmentHandler, MaxPScheduler, parametrize
 from ignite_monitor.schema import Key, Schema
 from ignite_monitor.tensorboard import tensorboard_layout
@@ -250,28 +247,6 @@ def test_every_chart_is_of_keys_that_are_published(published):
                 assert any(re.match(pattern, f"train/{name}") for pattern in patterns for name in names), title
 
 
-@pytest.mark.parametrize("tag", ["", "train/"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_reports_know_whose_a_name_is(kind, tag, published):
-    line = Series(np.arange(3), np.ones(3))
-    everything, monitors = {}, {}
-    for monitor, (_, names) in published.items():
-        everything |= {f"{tag}{name}": line for name in names}
-        root = f"{tag}{monitor.schema.prefix}".rstrip("/")
-        monitors |= {f"{tag}{name}": (monitor.schema.kind, root) for name in names}
-    own = {f"{tag}{name}" for name in published[kind][1]}
-    families = set(ACTIVATION.families) if kind is ActivationHandler else {kind.schema.kind}
-    run = Run(everything | {"mine/norm": line, "step/mine": line}, monitors)
-    for group in groups(run):
-        names = {name for name, _ in group.scalars.values()}
-        names |= {name for items in group.items.values() for name, _ in items.values()}
-        if names & own:
-            assert group.kind in families
-            assert group.root.startswith(tag)
-        if group.kind == "other":
-            assert names == {"mine/norm", "step/mine"}
-
-
 def test_reports_ask_for_keys_that_there_are():
     """A key that is renamed must not just be missing from a report."""
     asked = set()
@@ -280,14 +255,12 @@ def test_reports_ask_for_keys_that_there_are():
             if (
                 isinstance(node, ast.Call)
                 and isinstance(node.func, ast.Attribute)
-                and node.func.attr in ("get", "each", "name")
-                and getattr(node.func.value, "id", "") == "group"
+                and node.func.attr in ("get", "each")
+                and getattr(node.func.value, "id", "") == "monitor"
                 and isinstance(node.args[0], ast.Constant)
             ):
                 asked.add(node.args[0].value)
-    known = {
-        part for schema in SCHEMAS for key in schema.keys for part in (key.pattern, key.pattern.partition("/{")[0])
-    }
-    known |= {"entropy", "logit_max", "nonfinite_count", "dead_fraction"}  # of what the user has named, or built-in
-    assert len(asked) > 10
-    assert asked <= known
+    assert len(asked) > 20
+    for key in asked:
+        names = [key.replace("{}", item) for item in ("a", "a/head_0", "group_0")]
+        assert any(schema.find(name) for schema in SCHEMAS for name in names), key

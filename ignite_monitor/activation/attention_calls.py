@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ignite_monitor.activation.attention_arguments import READERS, AttentionArguments, NotReadableError
-from ignite_monitor.model._torch import device_mode, modes_on, need, pop_mode, push_mode
+from ignite_monitor.model._torch import device_mode, function_modes, need, pop_mode, push_mode
 from ignite_monitor.model.forward import ModuleHook, after_forward, before_forward
 from ignite_monitor.model.modes import aside, in_backward, is_plain
 
@@ -105,7 +105,7 @@ class AttentionCalls(TorchFunctionMode):
         if enabled == self._states.enabled:
             return
         self._states.enabled = enabled
-        modes = [mode for mode in [pop_mode() for _ in range(modes_on())][::-1] if mode is not self]
+        modes = [mode for mode in [pop_mode() for _ in range(function_modes())][::-1] if mode is not self]
         if enabled:
             # Below the others, so that whoever pops a mode pops his own; torch requires a default device to be first.
             modes.insert(bool(modes) and isinstance(modes[0], device_mode), self)
@@ -119,7 +119,7 @@ def check_attention() -> None:
     Raises:
         RuntimeError: if one of them is gone.
     """
-    need("attention=True", push_mode, pop_mode, modes_on, device_mode)
+    need("attention=True", push_mode, pop_mode, function_modes, device_mode)
 
 
 class _States(threading.local):

@@ -18,7 +18,7 @@ from ignite_monitor.activation.measurement import Measurement
 from ignite_monitor.activation.metric import MetricSet, as_number, is_tag
 from ignite_monitor.activation.record import recording
 from ignite_monitor.model._torch import (
-    current_backward,
+    backward_number,
     dispatch_modes,
     function_modes,
     set_grad_enabled,
@@ -133,7 +133,7 @@ class ForwardMetrics:
 
     def is_wanted(self) -> bool:
         """Whether a forward pass is measured; in a backward pass it is a recomputation by activation checkpointing."""
-        return not (self._pauses or current_backward() != -1 or is_reference_run()) and self._root.training
+        return not (self._pauses or backward_number() != -1 or is_reference_run()) and self._root.training
 
     def attention_rows(self) -> tuple[Rows, Rows]:
         """Entropies and logit maxima, as :meth:`Measurement.rows` gives values."""

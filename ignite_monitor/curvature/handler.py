@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ignite_monitor.checks import check_count, check_function
-from ignite_monitor.curvature.hessian import Hessian, Tridiagonal, flat_dtype, lanczos, largest_eigenvalue
+from ignite_monitor.curvature.hessian import Hessian, flat_dtype, lanczos, largest_eigenvalue
 from ignite_monitor.curvature.preconditioner import adam_preconditioner, is_kind, stability_limit
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import CURVATURE
@@ -30,7 +30,7 @@ from ignite_monitor.model.sharding import check_whole
 from ignite_monitor.monitor import transfer
 from ignite_monitor.monitor.base import Handlers, Monitor, MonitorHandle
 from ignite_monitor.monitor.ranks import all_take_part, sum_over_ranks, world_size
-from ignite_monitor.reference.copies import guarded, separate_copy
+from ignite_monitor.reference.reference import guarded, separate_copy
 
 _MAX_ERROR = 0.1  # largest relative error bound of an eigenvalue that is reported
 
@@ -41,15 +41,12 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
     {keys}
 
     With the gradient g and the Hessian H of the loss of one batch, ``along_gradient`` is :math:`g^\top H g / g^\top g`.
-    Gradient descent with learning rate :math:`\eta` diverges along eigenvectors whose eigenvalue exceeds
-    :math:`2 / \eta`; in training the largest eigenvalue tends to rise to this threshold (arXiv:2103.00065). For Adam
-    the preconditioned Hessian :math:`P^{-1/2} H P^{-1/2}` counts, :math:`P = \sqrt{\hat v} + \epsilon`
-    (arXiv:2207.14484). ``stability_threshold`` is known for SGD, Adam and AdamW.
+    In training the largest eigenvalue tends to rise to the threshold :math:`2 / \eta` (arXiv:2103.00065). For Adam the
+    preconditioned Hessian :math:`P^{-1/2} H P^{-1/2}` counts, :math:`P = \sqrt{\hat v} + \epsilon` (arXiv:2207.14484).
 
     Before a monitored train step, ``loss`` is evaluated on a copy of the model, with the RNG state of the train step.
     The Hessian is only multiplied by vectors: ``1 + lanczos_steps`` products, with Adam twice as many, of about two
-    backward passes. With DistributedDataParallel the Hessian is the mean over the ranks. If the loss can't be
-    differentiated twice, nothing is reported, with one warning.
+    backward passes. If the loss can't be differentiated twice, nothing is reported, with one warning.
 
     Args:
         model: the model, as the train step uses it (wrapped, where it is wrapped).
@@ -99,7 +96,7 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
         self._over_ranks = any(isinstance(module, DistributedDataParallel) for module in model.modules())
         self._measurements = 0
         self._values: dict[str, Tensor] = {}
-        self._tridiagonals: dict[str, Tridiagonal] = {}
+        self._tridiagonals: dict[str, Tensor] = {}
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Number of measurements, which seeds the start vector of each."""
@@ -110,7 +107,7 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
         self._measurements = check_count("measurements", state_dict["measurements"])
 
     def attach(self, engine: Engine, event: CallableEventWithFilter | EventsList | None = None) -> MonitorHandle:
-        """Attach to an engine.
+        """Attach to an engine, as :meth:`Monitor.attach`.
 
         Args:
             engine: the engine that trains the model.
@@ -118,11 +115,6 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
 
         Returns:
             A handle whose ``remove()`` detaches, as does the end of a ``with`` block.
-
-        Raises:
-            TypeError: if ``engine`` is no Engine, or ``event`` no event.
-            ValueError: if ``event`` is another event, the monitor is attached already, or the names that it needs in
-                the engine's state are taken.
         """
         return super().attach(engine, Events.ITERATION_STARTED(every=2000) if event is None else event)
 
@@ -146,7 +138,7 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
         if not self._is_running or not self._values:
             return
         self.publish(**self._values)
-        if transfer.is_on_host(self._tridiagonals["hessian_max_eigenvalue"].diagonal):
+        if transfer.is_on_host(self._tridiagonals["hessian_max_eigenvalue"]):
             self.publish(**self.resolve_deferred([tensor.tolist() for tensor in self.deferred_tensors()]))
 
     def _measure(self, batch: Any) -> None:
@@ -164,18 +156,13 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
 
     def _measure_on_copy(self, batch: Any, parameters: list[Tensor], is_adam: bool, mean: RankMean) -> None:
         root = unwrapped(self.model)
-        model, _ = separate_copy(root)
+        model = separate_copy(root)
         copies = {id(own): copied for own, copied in zip(root.parameters(), model.parameters(), strict=True)}
         own = [copies[id(parameter)] for parameter in parameters if id(parameter) in copies]
         if len(own) < len(parameters):
             raise RuntimeError("the optimizer holds parameters of another model")
-        with (
-            isolated_pass(model),
-            guarded(root, model),
-            Eager(model),
-            sdpa_kernel(SDPBackend.MATH),
-            torch.enable_grad(),
-        ):
+        second_derivatives = sdpa_kernel(SDPBackend.MATH)
+        with isolated_pass(model), guarded(root, model), Eager(model), second_derivatives, torch.enable_grad():
             hessian = Hessian(self.loss(model, batch), own)
             gradient = mean(hessian.gradient())
             scales = {"": torch.ones_like(gradient)}
@@ -192,20 +179,17 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
                 self._values[f"along_gradient{kind}"] = direction @ product(direction) / (direction @ direction)
                 start = start_vector(direction, self._measurements)
                 self._tridiagonals[f"hessian_max_eigenvalue{kind}"] = lanczos(product, start, self.lanczos_steps)
-        limit = stability_limit(self.optimizer, parameters) if is_adam or is_kind(self.optimizer, "SGD") else None
-        if limit is not None:
-            self._values["stability_threshold"] = (
-                limit.to(gradient) if isinstance(limit, Tensor) else gradient.new_full((), limit)
-            )
+        if is_adam or is_kind(self.optimizer, "SGD"):
+            self._values["stability_threshold"] = stability_limit(self.optimizer, parameters)
 
     def deferred_tensors(self) -> list[Tensor]:
-        return [tensor for tridiagonal in self._tridiagonals.values() for tensor in tridiagonal]
+        return [tridiagonal.flatten() for tridiagonal in self._tridiagonals.values()]
 
     def resolve_deferred(self, extra: list[list[float]]) -> dict[str, float]:
         values: dict[str, float] = {}
-        for name, diagonal, off_diagonal in zip(self._tridiagonals, extra[::2], extra[1::2], strict=False):
-            if all(map(math.isfinite, (*diagonal, *off_diagonal))):
-                value, error = largest_eigenvalue(diagonal, off_diagonal)
+        for name, elements in zip(self._tridiagonals, extra, strict=False):
+            if all(map(math.isfinite, elements)):
+                value, error = largest_eigenvalue(elements[: self.lanczos_steps], elements[self.lanczos_steps :])
                 if error <= _MAX_ERROR * abs(value):
                     values |= {name: value, f"{name}_error": error / abs(value) if value else 0.0}
         return values

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,19 +73,7 @@ def _check_graph(loss: Tensor) -> None:
             waiting += following
 
 
-class Tridiagonal(NamedTuple):
-    """Tridiagonal matrix of the Lanczos recurrence.
-
-    Attributes:
-        diagonal: of shape (steps,).
-        off_diagonal: of shape (steps,); the last element belongs to the next step.
-    """
-
-    diagonal: Tensor
-    off_diagonal: Tensor
-
-
-def lanczos(product: Callable[[Tensor], Tensor], start: Tensor, steps: int) -> Tridiagonal:
+def lanczos(product: Callable[[Tensor], Tensor], start: Tensor, steps: int) -> Tensor:
     """Run the Lanczos three-term recurrence (C. Lanczos, 1950) without host-device synchronization.
 
     Lost orthogonality adds copies of converged eigenvalues and leaves the largest one right (C. C. Paige, 1971).
@@ -95,6 +82,9 @@ def lanczos(product: Callable[[Tensor], Tensor], start: Tensor, steps: int) -> T
         product: multiplies a symmetric matrix by a flat vector.
         start: the first vector.
         steps: number of products.
+
+    Returns:
+        Diagonal and off-diagonal of a tridiagonal matrix, of shape (2, steps); the last element is of the next step.
     """
     current, previous = start / start.norm(), torch.zeros_like(start)
     diagonal, off_diagonal = [], []
@@ -107,11 +97,11 @@ def lanczos(product: Callable[[Tensor], Tensor], start: Tensor, steps: int) -> T
         diagonal.append(projection)
         off_diagonal.append(norm)
         previous, current = current, following / norm.clamp(min=torch.finfo(norm.dtype).tiny)
-    return Tridiagonal(torch.stack(diagonal), torch.stack(off_diagonal))
+    return torch.stack([torch.stack(diagonal), torch.stack(off_diagonal)])
 
 
 def largest_eigenvalue(diagonal: Sequence[float], off_diagonal: Sequence[float]) -> tuple[float, float]:
-    """Largest eigenvalue of a :class:`Tridiagonal`, and a bound of its distance from an eigenvalue of the matrix."""
+    """Largest eigenvalue of what :func:`lanczos` returned, and a bound of its distance from one of the matrix."""
     size = len(diagonal)
     for step, norm in enumerate(off_diagonal):
         if norm <= 1e-12 * max(map(abs, (*diagonal[: step + 1], 1e-300))):  # the Krylov space is complete

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ignite_monitor.curvature.hessian import flat_dtype
 from ignite_monitor.model.devices import move
 
 
@@ -45,34 +46,24 @@ def adam_preconditioner(optimizer: Optimizer, parameters: Sequence[Tensor], grad
     return torch.cat(parts)
 
 
-def stability_limit(optimizer: Optimizer, parameters: Sequence[Tensor]) -> float | Tensor | None:
+def stability_limit(optimizer: Optimizer, parameters: Sequence[Tensor]) -> Tensor:
     r"""Curvature above which gradient descent diverges on a quadratic loss, for the group with the smallest threshold.
 
     :math:`2 / \eta` for gradient descent, :math:`(2 + 2\beta) / \eta` with momentum, :math:`(2 + 2\beta) / ((1 +
     2\beta)\,\eta)` with Nesterov's (arXiv:2103.00065, section 2), and :math:`(2 + 2\beta_1) / ((1 - \beta_1)\,\eta)`
-    for Adam, where it is the preconditioned curvature that counts (arXiv:2207.14484, section 3).
-
-    Returns:
-        None if no learning rate is greater than 0.
+    for Adam, where it is the preconditioned curvature that counts (arXiv:2207.14484, section 3); infinite if all
+    learning rates are 0.
     """
-    ids = set(map(id, parameters))
-    limits: list[float | Tensor] = []
+    ids, limits = set(map(id, parameters)), []
     for group in optimizer.param_groups:
-        rate = group["lr"]
-        if not ids.intersection(map(id, group["params"])) or not (isinstance(rate, Tensor) or rate > 0):
+        if not ids.intersection(map(id, group["params"])):
             continue
         if "betas" in group:
             momentum = group["betas"][0]
-            factor = (2 + 2 * momentum) / (1 - momentum)
+            damped = 1 - momentum
         else:
             momentum = group.get("momentum", 0.0)
             damped = 1 + 2 * momentum if group.get("nesterov") else 1 - group.get("dampening", 0.0)
-            factor = (2 + 2 * momentum) / damped
-        limits.append(factor / (rate.detach() if isinstance(rate, Tensor) else rate))
-    if any(isinstance(item, Tensor) for item in limits):
-        device = parameters[0].device
-        found = [
-            move(item, device) if isinstance(item, Tensor) else torch.full((), item, device=device) for item in limits
-        ]
-        return torch.stack(found).min()
-    return min(limits, default=None)
+        rate = torch.as_tensor(group["lr"], dtype=flat_dtype(parameters)).detach()
+        limits.append(move((2 + 2 * momentum) / damped / rate, parameters[0].device))
+    return torch.stack(limits).min()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import weakref
-from collections.abc import Iterable, Set
-from itertools import chain
+from collections.abc import Sequence, Set
+from contextlib import AbstractContextManager, ExitStack
+from itertools import chain, compress
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -15,9 +17,10 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ignite_monitor.events.accumulation_probe import AccumulationProbe
-from ignite_monitor.events.hooks import GradientHook
-from ignite_monitor.model._torch import finalizes_manually, in_backward, registries
+from ignite_monitor.events.hooks import weakly
+from ignite_monitor.model._torch import GradientHook, backward_number, finalizes_manually, in_backward, registries
+from ignite_monitor.model.norms import any_sharded, total_norm
+from ignite_monitor.model.tensors import floating_tensors
 
 _logger = logging.getLogger(__name__)
 
@@ -38,9 +41,9 @@ class GradientsReady(NamedTuple):
     optimizer: Optimizer | None
 
     def reaches(self, optimizer: Optimizer | None) -> bool:
-        """Whether gradients that an optimizer uses may have changed; None for all of the model's."""
+        """Return True if gradients that an optimizer uses may have changed; None for all of the model's."""
         parameters = self.tracker.parameters_of(optimizer)
-        return parameters is self.tracker.parameters or any(id(parameter) in self.reached for parameter in parameters)
+        return parameters is self.tracker.parameters or not self.reached.isdisjoint(map(id, parameters))
 
     def scale(self, scaler: GradScaler | None) -> Tensor | None:
         """The scale of the gradients, 0-dim; None for 1."""
@@ -64,22 +67,79 @@ class OptimizerStep(NamedTuple):
 
     @property
     def scale(self) -> Tensor | None:
-        """The scale of the gradients during the step, which fused optimizers undo themselves; None for 1."""
-        scale: Tensor | None = getattr(self.optimizer, "grad_scale", None)
-        return scale
+        """The scale of the gradients, which a fused optimizer divides by; None for 1."""
+        return getattr(self.optimizer, "grad_scale", None)
 
     def is_of(self, optimizer: Optimizer | None) -> bool:
-        """Whether an optimizer, or one that wraps it, makes the step; None for any that shares parameters."""
+        """Return True if an optimizer, or one that wraps it, makes the step; None for any that shares parameters."""
         if optimizer is None:
             return self.tracker.shares(self.optimizer)
         return self.optimizer.param_groups is optimizer.param_groups
+
+
+class AccumulationProbe(AbstractContextManager["AccumulationProbe"]):
+    """Detect whether the next backward accumulates into gradients, or finds all of them None or zero.
+
+    A context manager around a train step. Gradient hooks see ``parameter.grad`` before accumulation. They run in
+    ``autograd.grad`` too, so a measurement counts only after a backward that has reached one of the parameters.
+
+    Args:
+        observers: the model's observers of backward passes; the probe is one of them while it is entered.
+
+    Attributes:
+        accumulates: whether any gradient on this rank was not zero, a 0-dim bool tensor; None before a backward.
+    """
+
+    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], observers: list[Any]) -> None:
+        self.accumulates: Tensor | None = None
+        self._model, self._parameters, self._observers = model, list(parameters), observers
+        self._measured: dict[int, Tensor] = {}  # by number of the backward, in order
+        self._hooks = ExitStack()
+
+    def __enter__(self) -> AccumulationProbe:
+        leaves = [
+            parameter for parameter in self._parameters if parameter.requires_grad and not parameter.is_inference()
+        ]
+        if leaves:
+            handle = torch.autograd.graph.register_multi_grad_hook(leaves, weakly(self._measure), mode="any")
+            self._hooks.callback(handle.remove)
+        if any_sharded(leaves):  # FSDP2 accumulates into other tensors; gradients of the outputs come first
+            self._hooks.callback(self._model.register_forward_hook(weakly(self._hook_outputs)).remove)
+        self._observers.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hooks.close()
+        self._parameters = []
+        self._measured.clear()
+        self._observers.remove(self)
+
+    def backward_ended(self, number: int, reached: Set[int], running: Set[int]) -> None:
+        """Take the first measurement made in this backward, or in one around it, if it reached the parameters."""
+        if self.accumulates is None and not reached.isdisjoint(map(id, self._parameters)):
+            numbers = (backward for backward in self._measured if backward == number or backward in running)
+            first = next(numbers, None)
+            if first is not None:
+                self.accumulates = self._measured[first]
+                self._hooks.close()
+
+    def _measure(self, _: Tensor) -> None:
+        number = backward_number()
+        if number not in self._measured:
+            gradients = [parameter.grad.detach() for parameter in self._parameters if parameter.grad is not None]
+            norm = total_norm(gradients, math.inf) if gradients else torch.zeros((), device=self._parameters[0].device)
+            self._measured[number] = norm != 0
+
+    def _hook_outputs(self, module: nn.Module, args: Any, output: Any) -> None:
+        for _, tensor in floating_tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(weakly(self._measure))
 
 
 class GradientTracker:
     """The parameters of a model, and the backward passes that reach them.
 
     Attributes:
-        monitors: number of monitors of the model.
         hook: the hook on its parameters.
         parameters: its parameters when the train step started.
         reduced: whether the last backward of this iteration has left its gradients reduced.
@@ -88,19 +148,19 @@ class GradientTracker:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.monitors = 0
         self.hook = GradientHook()
+        weakref.finalize(self, self.hook.remove).atexit = False
         self.parameters: list[nn.Parameter] = []
         self.reduced = True
         self.observers: list[Any] = []
-        self._is_deferred = False  # the train step finalizes the reduction
-        self._has_warned = False
+        self._is_deferred = self._has_warned = False  # deferred: the train step finalizes the reduction
         self._registries: list[dict[str, Any]] = []
         self._members: list[Any] = []
         self._replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
         self._sharded = [module for module in model.modules() if hasattr(module, "unshard")]  # by fully_shard
         self._train_steps = 0
-        self._held: weakref.WeakKeyDictionary[Optimizer, _Held] = weakref.WeakKeyDictionary()
+        self._held: weakref.WeakKeyDictionary[Optimizer, tuple[object, list[nn.Parameter]]]
+        self._held = weakref.WeakKeyDictionary()
 
     def refresh(self) -> bool:
         """Update the parameters; whether modules or parameters have been added, removed or replaced."""
@@ -118,18 +178,17 @@ class GradientTracker:
         if optimizer is None:
             return self.parameters
         lists = [(id(group["params"]), len(group["params"])) for group in optimizer.param_groups]
-        key, known = (self._train_steps, lists), self._held.get(optimizer)
-        if known is not None and known[0] == key:
-            return known[1]
-        ids = set(map(id, chain.from_iterable(group["params"] for group in optimizer.param_groups)))
-        held = [parameter for parameter in self.parameters if id(parameter) in ids]
-        for earlier in (self.parameters, *([] if known is None else [known[1]])):
-            held = earlier if _are_same(held, earlier) else held
-        self._held[optimizer] = key, held
-        return held
+        key, (known, earlier) = (self._train_steps, lists), self._held.get(optimizer, (None, self.parameters))
+        if known != key:
+            ids = set(map(id, chain.from_iterable(group["params"] for group in optimizer.param_groups)))
+            held = list(compress(self.parameters, map(ids.__contains__, map(id, self.parameters))))
+            same = (known_list for known_list in (self.parameters, earlier) if _are_same(held, known_list))
+            earlier = next(same, held)
+            self._held[optimizer] = key, earlier
+        return earlier
 
     def shares(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer holds parameters of the model."""
+        """Return True if an optimizer holds parameters of the model."""
         return bool(self.parameters_of(optimizer))
 
     def iteration_started(self) -> None:
@@ -140,7 +199,6 @@ class GradientTracker:
         """Record a backward that has reached parameters of the model.
 
         Args:
-            number: number of the backward.
             reached: ids of the parameters.
             running: numbers of the backward passes around it.
 
@@ -152,7 +210,7 @@ class GradientTracker:
         if self.reduced and any(map(finalizes_manually, (*self._replicas, *self._sharded))):
             self.defer()
         # DistributedDataParallel gives a rank gradients of parameters that only other ranks have reached.
-        changed = {id(parameter) for parameter in self.parameters} if self._replicas else reached
+        changed = set(map(id, self.parameters)) if self._replicas else reached
         for observer in self.observers:
             observer.backward_ended(number, changed, running)
         return changed if self.reduced else None
@@ -173,20 +231,12 @@ class GradientTracker:
         if self._is_deferred and self.shares(optimizer) and not in_backward():
             self.reduced, self._is_deferred = True, False
 
-    def lacks_any(self, reached: Iterable[Set[int]]) -> bool:
-        """Whether any of the parameters, given by their ids, is not the model's."""
-        own = {id(parameter) for parameter in self.parameters}
-        return not all(parameters <= own for parameters in reached)
-
     def accumulation_probe(self, optimizer: Optimizer | None) -> AccumulationProbe:
         """A probe of the gradients that an optimizer uses; None for all of the model's."""
         return AccumulationProbe(self.model, self.parameters_of(optimizer), self.observers)
 
 
-_Held = tuple[object, list[nn.Parameter]]  # in which train step from which lists; the model's among them
-
-
-def _values(dictionaries: Iterable[dict[str, Any]]) -> list[Any]:
+def _values(dictionaries: list[dict[str, Any]]) -> list[Any]:
     return list(chain.from_iterable(map(dict.values, dictionaries)))
 
 

@@ -1,49 +1,24 @@
-"""Hooks on models and engines that exist during a run."""
+"""Hooks on engines, backward passes and optimizer steps."""
 
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
 from ignite.engine import Engine
-from torch import Tensor, nn
+from torch import Tensor
+from torch.optim import Optimizer
 
-from ignite_monitor.model._torch import drop_gradient_hooks, gradient_hooks
+from ignite_monitor.model._torch import backward_number, queue_callback
+from ignite_monitor.model.eager import out_of_compiler, untraced
 
-
-class GradientHook:
-    """One post-accumulate-grad hook on many parameters.
-
-    Hooks have to be removed after each monitored iteration. Writing them into torch's own dictionaries costs a sixth of
-    registering and removing them: 0.12 ms instead of 0.7 ms for 292 parameters. A frozen parameter gets the hook too,
-    since it may be unfrozen during the train step.
-    """
-
-    def __init__(self) -> None:
-        self._places: list[tuple[Any, dict[Any, Any]]] = []
-
-    @property
-    def is_registered(self) -> bool:
-        """Whether any parameter has the hook."""
-        return bool(self._places)
-
-    def register(self, parameters: Iterable[nn.Parameter], hook: Callable[[Tensor], None]) -> None:
-        """Replace the hook, and register it on all parameters whose dtype has gradients."""
-        self.remove()
-        self._places = gradient_hooks(
-            parameter for parameter in parameters if parameter.is_floating_point() or parameter.is_complex()
-        )
-        for _, hooks in self._places:
-            hooks[self] = hook
-
-    def remove(self) -> None:
-        """Remove the hook from all parameters."""
-        for _, hooks in self._places:
-            hooks.pop(self, None)
-        drop_gradient_hooks(self._places)
-        self._places = []
+# How often the callback at the end of a backward queues itself again, so that it runs after other callbacks.
+# DistributedDataParallel reduces in one callback, with a static graph in one that queues another.
+_HOPS, _HOPS_WITH_RANKS = 1, 3
 
 
 class Patch:
@@ -94,3 +69,77 @@ def remove_all(handles: list[Any]) -> None:
     """Remove the handles, last first."""
     while handles:
         handles.pop().remove()
+
+
+def gradient_hook(source: Any, model: int) -> Callable[[Tensor], None]:
+    """A post-accumulate-grad hook for all parameters of a model, which reports to an event source.
+
+    Args:
+        source: the :class:`EventSource`, referenced weakly.
+        model: id of the model.
+    """
+    source_of = weakref.ref(source)
+    start, last, add = out_of_compiler(_start), -1, set[int]().add
+    untraced(_end_backward)  # the compiler would trace into what a compiled train step calls
+
+    def hook(parameter: Tensor) -> None:
+        nonlocal last, add
+        number = backward_number()
+        if number != last or number == -1:
+            last, owner = number, source_of()
+            reached = None if owner is None else start(owner, number, model)
+            add = (set[int]() if reached is None else reached).add
+        add(id(parameter))
+
+    return untraced(hook)
+
+
+def _start(source: Any, number: int, model: int) -> set[int] | None:
+    """Begin to record a backward; None if it is not to be recorded."""
+    if not source.running or model not in source.trackers:
+        return None
+    if number == -1:  # FSDP2 calls hooks outside of a backward where finalize_backward() reduces
+        source.trackers[model].defer()
+        return None
+    if number not in source.reached:
+        ranks = dist.is_available() and dist.is_initialized()
+        _end_backward(weakref.ref(source), number, _HOPS_WITH_RANKS if ranks else _HOPS)
+    reached: set[int] = source.reached.setdefault(number, {}).setdefault(model, set())
+    return reached
+
+
+def _end_backward(source_of: weakref.ref[Any], number: int, hops: int) -> None:
+    source = source_of()
+    if hops:
+        queue_callback(functools.partial(_end_backward, source_of, number, hops - 1))
+    elif source is not None:
+        out_of_compiler(type(source).backward_ended)(source, number)
+
+
+def calling_after(closure: Callable[..., Any], report: Callable[[], None]) -> Callable[..., Any]:
+    """A closure that calls a function after its first evaluation."""
+    has_reported = False
+
+    @functools.wraps(closure)
+    def evaluate(*args: Any, **kwargs: Any) -> Any:
+        nonlocal has_reported
+        loss = closure(*args, **kwargs)
+        if not has_reported:
+            has_reported = True
+            report()
+        return loss
+
+    return evaluate
+
+
+def is_nested(optimizer: Optimizer) -> bool:
+    """Detect a step inside another step, as those of wrapped optimizers and base classes are.
+
+    If it is not, an earlier step has raised an error that the train step caught.
+    """
+    hooked = getattr(type(optimizer).step, "__code__", None)  # torch's wrapper of every step, which calls its hooks
+    frame, steps = sys._getframe(), 0
+    while frame.f_back is not None:
+        frame = frame.f_back
+        steps += frame.f_code is hooked
+    return steps > 1

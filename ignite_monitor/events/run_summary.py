@@ -33,13 +33,11 @@ class RunSummary:
 
 def log_run_summary(monitors: Iterable[Any]) -> None:
     """Log one line for all monitors with a summary, and drop the summaries; nothing if no step was seen."""
-    monitors = sorted(
-        (monitor for monitor in monitors if monitor.run_summary is not None), key=lambda monitor: monitor.prefix
-    )
+    summarized = [monitor for monitor in monitors if monitor.run_summary is not None]
     counts: dict[str, float] = {}
     steps: dict[Optimizer, float] = {}
     rates: dict[Optimizer, list[float | Tensor]] = {}
-    for monitor in monitors:
+    for monitor in sorted(summarized, key=lambda monitor: str(monitor.prefix)):
         summary, monitor.run_summary = monitor.run_summary, None
         rates |= summary.rates
         for optimizer, made in summary.steps.items():  # not every monitor knows of a skipped step
@@ -47,16 +45,16 @@ def log_run_summary(monitors: Iterable[Any]) -> None:
         for word, total in monitor.run_totals().items():
             counts[word] = counts.get(word, 0.0) + float(total) - float(summary.totals[word])
     if steps:
-        changes = [
-            f"{float(first):.3g} to {float(last):.3g}"
+        changes = {
+            f"{float(first):.3g} to {float(last):.3g}": None
             for optimizer in steps
             for first, last in zip(rates[optimizer], _rates(optimizer), strict=False)
-        ]
+        }
         parts = [f"{sum(steps.values()):.0f} optimizer steps in monitored iterations"]
         parts += [f"{count:.0f} {word}" for word, count in counts.items()]
-        parts += [f"learning rate {', '.join(dict.fromkeys(changes))}"] * bool(changes)
-        names = ", ".join(f"{type(monitor).__name__} ({monitor.prefix})" for monitor in monitors)
-        _logger.info("%s: end of run: %s.", names, ", ".join(parts))
+        parts += [f"learning rate {', '.join(changes)}"] if changes else []
+        names = sorted(f"{type(monitor).__name__} ({monitor.prefix})" for monitor in summarized)
+        _logger.info("%s: end of run: %s.", ", ".join(names), ", ".join(parts))
 
 
 def _rates(optimizer: Optimizer) -> list[float | Tensor]:

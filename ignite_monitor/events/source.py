@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import ExitStack
 from typing import Any
 
+import torch
 from ignite.engine import Engine, Events
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ignite_monitor.events.backward import BackwardPasses
 from ignite_monitor.events.gradient_tracker import GradientsReady, GradientTracker, OptimizerStep
-from ignite_monitor.events.hooks import Patch, remove_all
+from ignite_monitor.events.hooks import Patch, calling_after, gradient_hook, is_nested, remove_all, weakly
 from ignite_monitor.events.monitor_events import MonitorEvents, NonFiniteSource, register_events
-from ignite_monitor.events.optimizer_steps import OptimizerSteps
 from ignite_monitor.events.run_summary import log_run_summary
-from ignite_monitor.model._torch import (
-    EVENT_HANDLERS,
-    HANDLE_EXCEPTION,
-    TRAIN_STEP,
-    check_engine,
-)
+from ignite_monitor.model._torch import EVENT_HANDLERS, HANDLE_EXCEPTION, TRAIN_STEP, check_engine
 from ignite_monitor.model.modes import users_grad_mode
 
 _NAMES = tuple(event.name for event in MonitorEvents)  # equal to the events, but faster to look up
@@ -32,13 +28,14 @@ class EventSource:
     """Fires :class:`MonitorEvents` on one engine; shared by all monitors attached to it.
 
     Hooks exist from the first iteration of a run to its end (completed, terminated, interrupted, or an error); those
-    on parameters exist in monitored iterations only. The engine owns the source. References from the source to the
-    engine, and from hooks to the source, are weak, so that reference counting frees a run that is dropped.
+    on parameters exist in monitored iterations only. The engine owns the source. References from the source to engine
+    and monitors, and from hooks to the source, are weak, so that reference counting frees a run that is dropped.
 
     Attributes:
-        monitored: whether a monitor measures this iteration.
         running: whether a train step is running that monitors or handlers of the user's follow.
         listened: whether the user's handlers listened to any event when the train step started.
+        trackers: the trackers of the monitored models, by id of the model.
+        reached: the ids of parameters reached by the backward passes that are running: by number, then id of the model.
         nonfinite_source: source of this iteration's first non-finite value, as far as it has been located.
     """
 
@@ -46,31 +43,25 @@ class EventSource:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)
-        self._models: dict[int, GradientTracker] = {}
+        self.trackers: dict[int, GradientTracker] = {}
+        self.reached: dict[int, dict[int, set[int]]] = {}
+        self._stepping: Optimizer | None = None  # the optimizer whose step is running
         self._handles: list[Any] = []
         weakref.finalize(self, remove_all, self._handles).atexit = False
-        self._installed = False
         self._monitors: weakref.WeakSet[Any] = weakref.WeakSet()
         self._listeners: dict[str, list[weakref.WeakMethod[Any]]] = {name: [] for name in _NAMES}
-        self._prefixes: set[str] = set()
-        self.monitored = self.running = self.listened = self._awaits_step = False
         self._monitoring: set[int] = set()  # ids of the monitors of this iteration
-        self._passes = BackwardPasses(self)
-        self._steps = OptimizerSteps(self)
+        self.running = self.listened = self._awaits_step = False
         self.nonfinite_source: NonFiniteSource | None = None
-
-    @property
-    def engine(self) -> Engine | None:
-        """The engine, if it still exists."""
-        return self._engine()
 
     # Participants
 
     @classmethod
     def of(cls, engine: Engine) -> EventSource:
-        """The engine's source; created by the first monitor."""
+        """The engine's source; the first monitor creates it. A RuntimeError if a private name is missing."""
         source: EventSource | None = getattr(engine, cls._ATTRIBUTE, None)
         if source is None:
+            check_engine(engine)
             register_events(engine)
             source = cls(engine)
             setattr(engine, cls._ATTRIBUTE, source)
@@ -78,67 +69,53 @@ class EventSource:
                 engine.add_event_handler(event, handler)
         return source
 
-    def add(self, monitor: Any, model: nn.Module, prefixes: Iterable[str]) -> None:
-        """Add a monitor of a model.
+    def add(self, monitor: Any, handlers: Iterable[tuple[MonitorEvents, Callable[..., Any]]]) -> None:
+        """Add a monitor, whose handlers are called at their events before all other handlers.
+
+        Args:
+            handlers: bound methods, referenced weakly, called if their monitor monitors the iteration. They get the
+                engine, and for backward passes and optimizer steps a :class:`GradientsReady` or :class:`OptimizerStep`
+                of their model. A function that one returns is called when all monitors have read the gradients, and
+                may change them; a function which that returns is called after all changes.
 
         Raises:
-            ValueError: if another monitor on this engine has one of the prefixes.
+            ValueError: if another monitor on this engine has one of its families.
         """
-        prefixes = set(prefixes)
-        taken = sorted(prefixes & self._prefixes)
+        taken = sorted({family for other in self._monitors for family in other.families}.intersection(monitor.families))
         if taken:
             raise ValueError(
                 f"Another monitor on this engine has the prefix {taken[0]!r}: detach() that one, as before a cell of a "
                 "notebook is run again, or give this one another prefix"
             )
-        self._prefixes |= prefixes
         self._monitors.add(monitor)
-        tracker = self._models.get(id(model))
-        if tracker is None:
-            tracker = self._models[id(model)] = GradientTracker(model)
-        tracker.monitors += 1
+        for event, handler in handlers:
+            self._listeners[event.name].append(weakref.WeakMethod(handler))
+        if id(monitor.model) not in self.trackers:
+            self.trackers[id(monitor.model)] = GradientTracker(monitor.model)
 
-    def remove(self, monitor: Any, model: nn.Module, prefixes: Iterable[str]) -> None:
+    def remove(self, monitor: Any) -> None:
         """Remove a monitor; with the last one, remove everything from the engine."""
-        self._prefixes.difference_update(prefixes)
         self._monitors.discard(monitor)
-        tracker = self._models[id(model)]
-        tracker.monitors -= 1
-        if not tracker.monitors:
-            del self._models[id(model)]
-            tracker.hook.remove()
-        engine = self.engine
+        for name, methods in self._listeners.items():
+            self._listeners[name] = [
+                method for method in methods if getattr(method(), "__self__", monitor) is not monitor
+            ]
+        if all(other.model is not monitor.model for other in self._monitors):
+            self.trackers.pop(id(monitor.model)).hook.remove()
+        engine = self._engine()
         if not self._monitors and engine is not None:
             self._uninstall()
             for event, handler in self._own_handlers():
                 engine.remove_event_handler(handler, event)
             delattr(engine, self._ATTRIBUTE)
 
-    def listen(self, event: MonitorEvents, handler: Callable[..., Any]) -> None:
-        """Call a monitor's method at an event, before all other handlers.
-
-        Args:
-            handler: the bound method, referenced weakly. It gets the engine, and for backward passes and optimizer
-                steps a :class:`GradientsReady` or :class:`OptimizerStep` of its model. A function that it returns is
-                called when all monitors have read the gradients, and may change them; a function which that returns
-                is called after all changes.
-        """
-        self._listeners[event.name].append(weakref.WeakMethod(handler))
-
-    def unlisten(self, event: MonitorEvents, handler: Callable[..., Any]) -> None:
-        """Undo :meth:`listen`."""
-        name = event.name
-        self._listeners[name] = [method for method in self._listeners[name] if method() not in (None, handler)]
-
-    def has_handlers(self, *names: str) -> bool:
-        """Whether the user's handlers listen to one of the events, given by name."""
-        engine = self._engine()
-        return engine is not None and any(map(getattr(engine, EVENT_HANDLERS).get, names))
+    def monitor_iteration(self, monitor: Any) -> None:
+        """Follow the train step of the iteration that starts, for a monitor."""
+        self._monitoring.add(id(monitor))
 
     def is_awaited(self, event: MonitorEvents) -> bool:
-        """Whether monitors or the user's handlers listen to an event."""
-        name = event.name
-        return bool(self._listeners[name]) or self.has_handlers(name)
+        """Return True if monitors or the user's handlers listen to an event."""
+        return bool(self._listeners[event.name]) or self._has_handlers(event.name)
 
     @property
     def monitors(self) -> list[Any]:
@@ -147,87 +124,89 @@ class EventSource:
 
     def tracker(self, model: nn.Module) -> GradientTracker:
         """The tracker of a model's gradients."""
-        return self._models[id(model)]
+        return self.trackers[id(model)]
 
     def parameters(self, model: nn.Module) -> list[nn.Parameter]:
         """The parameters that a model had when the train step started."""
-        return self._models[id(model)].parameters
-
-    def shares_parameters(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer holds parameters of a monitored model."""
-        return any(tracker.shares(optimizer) for tracker in self._models.values())
+        return self.trackers[id(model)].parameters
 
     # Events
 
     def fire(self, event: MonitorEvents, about: Mapping[int, Any] | None = None) -> None:
-        """Call the monitors that listen to an event, then the user's handlers.
+        """Call the monitors of this iteration that listen to an event, then the user's handlers.
 
         Args:
-            about: id of a model -> second argument for its monitors. Monitors of other models, and those that do not
-                monitor this iteration, are not called. None calls all; at the train step's end those that monitor it.
+            about: id of a model -> second argument for its monitors; monitors of other models are not called.
         """
         engine, name = self._engine(), event.name
         if engine is None:
             return
-        handlers: list[Any] = [handler for method in self._listeners[name] if (handler := method()) is not None]
-        if event is MonitorEvents.TRAIN_STEP_COMPLETED or about is not None:
-            handlers = [handler for handler in handlers if id(handler.__self__) in self._monitoring]
         # All monitors read before one changes anything: the order of attaching must not matter.
-        if about is None:
-            changes = [handler(engine) for handler in handlers]
-        else:
-            changes = [
-                handler(engine, about[id(handler.__self__.model)])
-                for handler in handlers
-                if id(handler.__self__.model) in about
-            ]
+        changes = []
+        for handler in [method() for method in self._listeners[name]]:
+            if handler is None or id(handler.__self__) not in self._monitoring:
+                continue
+            if about is None:
+                changes.append(handler(engine))
+            elif id(handler.__self__.model) in about:
+                changes.append(handler(engine, about[id(handler.__self__.model)]))
         while changes:
             changes = [change() for change in changes if change is not None]
         if event is MonitorEvents.TRAIN_STEP_COMPLETED:
             self.running = False
-        if self.has_handlers(name):
+        if self._has_handlers(name):
             with users_grad_mode():
                 engine.fire_event(event)
 
-    def fire_step(self, event: MonitorEvents, optimizer: Optimizer) -> None:
-        """Fire an event of an optimizer's step."""
-        if event is MonitorEvents.OPTIMIZER_STEP_STARTED:
-            for tracker in self._models.values():
-                tracker.step_started(optimizer)
-        self.fire(event, {key: OptimizerStep(tracker, optimizer) for key, tracker in self._models.items()})
-
-    def step_completed(self, optimizer: Optimizer) -> None:
-        """Report the end of an optimizer's step that a monitor has skipped."""
-        self._steps.complete(optimizer)
-
-    def backward_ended(self, number: int, reached: Mapping[int, Set[int]]) -> None:
-        """Fire GRADIENTS_READY for the models that a backward has reached; ids of parameters by id of the model."""
+    def backward_ended(self, number: int) -> None:
+        """Fire GRADIENTS_READY for the models that a backward has reached."""
         ready: dict[int, Set[int]] = {}
-        for key, parameters in reached.items():
-            if key in self._models:
-                changed = self._models[key].backward_ended(number, parameters, self._passes.reached.keys())
+        for key, parameters in self.reached.pop(number, {}).items():
+            if key in self.trackers:
+                changed = self.trackers[key].backward_ended(number, parameters, self.reached.keys())
                 if changed is not None:
                     ready[key] = changed
-        if not ready:
-            return
         about = {}
         for key, changed in ready.items():
-            tracker = self._models[key]
-            shared = len(ready) > 1 and tracker.lacks_any(ready.values())
-            about[key] = GradientsReady(tracker, changed, shared, self._steps.stepping)
-        self.fire(MonitorEvents.GRADIENTS_READY, about)
+            tracker = self.trackers[key]
+            shared = len(ready) > 1 and not set().union(*ready.values()).issubset(map(id, tracker.parameters))
+            about[key] = GradientsReady(tracker, changed, shared, self._stepping)
+        if about:
+            self.fire(MonitorEvents.GRADIENTS_READY, about)
 
-    def gradients_finalized(self, model: int) -> None:
-        """Have gradients of a model, given by its id, measured when the optimizer's step starts."""
-        if model in self._models:
-            self._models[model].defer()
+    def step_completed(self, optimizer: Optimizer, *_: Any) -> None:
+        """Report the end of the running optimizer step, made or skipped by a monitor."""
+        if self._stepping is optimizer:
+            self._fire_step(MonitorEvents.OPTIMIZER_STEP_COMPLETED, optimizer)
+            self._stepping = None
+
+    def _start_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        is_inner = self._stepping is not None and is_nested(optimizer)
+        if not self.running or is_inner or not any(tracker.shares(optimizer) for tracker in self.trackers.values()):
+            return None
+        self._stepping = optimizer
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(closure):
+            self._report_step(optimizer)
+            return None
+        # The step uses the gradients that its closure computes.
+        closure = calling_after(closure, functools.partial(weakly(self._report_step), optimizer))
+        return (args, kwargs | {"closure": closure}) if "closure" in kwargs else ((args[0], closure, *args[2:]), kwargs)
+
+    def _report_step(self, optimizer: Optimizer) -> None:
+        if self._stepping is optimizer:
+            for tracker in self.trackers.values():
+                tracker.step_started(optimizer)
+            self._fire_step(MonitorEvents.OPTIMIZER_STEP_STARTED, optimizer)
+
+    def _fire_step(self, event: MonitorEvents, optimizer: Optimizer) -> None:
+        self.fire(event, {key: OptimizerStep(tracker, optimizer) for key, tracker in self.trackers.items()})
+
+    def _has_handlers(self, *names: str) -> bool:
+        engine = self._engine()
+        return engine is not None and any(map(getattr(engine, EVENT_HANDLERS).get, names))
 
     # A run
-
-    def monitor_iteration(self, monitor: Any) -> None:
-        """Follow the train step of the iteration that starts, for a monitor."""
-        self.monitored = True
-        self._monitoring.add(id(monitor))
 
     def _own_handlers(self) -> list[tuple[Events, Callable[..., Any]]]:
         return [
@@ -238,10 +217,48 @@ class EventSource:
         ]
 
     def _start_iteration(self, engine: Engine) -> None:
-        if not self._installed:
-            self._install(engine)
+        if not self._handles:
+            # An interrupt can come at any moment: handles are appended one by one, first the one that removes the rest.
+            # A handler of EXCEPTION_RAISED would make Ignite swallow the exception.
+            self._handles.append(Patch(engine, HANDLE_EXCEPTION, self._handle_exception))
+            # The end of the train step comes before all other handlers of ITERATION_COMPLETED.
+            self._handles.append(Patch(engine, TRAIN_STEP, self._train_step))
+            started, completed = map(torch.compiler.disable, map(weakly, (self._start_step, self.step_completed)))
+            self._handles.append(register_optimizer_step_pre_hook(started))
+            self._handles.append(register_optimizer_step_post_hook(completed))
         self._reset()
         self._awaits_step = True
+
+    def _reset(self) -> None:
+        self.reached.clear()
+        self._monitoring.clear()
+        for tracker in self.trackers.values():
+            tracker.iteration_started()
+        self._stepping = self.nonfinite_source = None
+        self.running = self._awaits_step = False
+
+    def _train_step(self, original: Callable[..., Any], engine: Engine, batch: Any) -> Any:
+        self.listened = self._has_handlers(*_NAMES)
+        self.running, self._awaits_step = bool(self._monitoring) or self.listened, False
+        has_hooks = self.running and self.is_awaited(MonitorEvents.GRADIENTS_READY)
+        for tracker in self.trackers.values():
+            if (self.running and tracker.refresh()) or not has_hooks:
+                tracker.hook.remove()
+            if has_hooks and not tracker.hook.places:
+                tracker.hook.register(tracker.parameters, gradient_hook(self, id(tracker.model)))
+        with ExitStack() as contexts:
+            for monitor in [monitor for monitor in self._monitors if id(monitor) in self._monitoring]:
+                for context in monitor.train_step_contexts():
+                    contexts.enter_context(context)
+            output = original(engine, batch)
+        if self.running:
+            engine.state.output = output  # as Ignite is about to, for the handlers of this event
+            self.fire(MonitorEvents.TRAIN_STEP_COMPLETED)
+        return output
+
+    def _handle_exception(self, original: Callable[..., Any], error: BaseException) -> None:
+        self._end()
+        original(error)
 
     def _end(self, engine: Engine | None = None) -> None:
         if engine is not None:  # after an error the device may not answer
@@ -255,63 +272,10 @@ class EventSource:
         if not self._awaits_step:
             self._uninstall()
 
-    def _reset(self) -> None:
-        self._passes.reached.clear()
-        self._monitoring.clear()
-        for tracker in self._models.values():
-            tracker.iteration_started()
-        self._steps.stepping = self.nonfinite_source = None
-        self.monitored = self.running = self._awaits_step = False
-
-    def _install(self, engine: Engine) -> None:
-        remove_all(self._handles)  # of an installation that was interrupted
-        # An interrupt can come at any moment: the handles are appended one by one, first the one that removes the rest.
-        # A handler of EXCEPTION_RAISED would make Ignite swallow the exception.
-        self._handles.append(Patch(engine, HANDLE_EXCEPTION, self._handle_exception))
-        # The end of the train step comes before all other handlers of ITERATION_COMPLETED.
-        self._handles.append(Patch(engine, TRAIN_STEP, self._train_step))
-        self._steps.register(self._handles)
-        self._installed = True
-
-    def _handle_exception(self, original: Callable[..., Any], error: BaseException) -> None:
-        self._end()
-        original(error)
-
-    def _train_step(self, original: Callable[..., Any], engine: Engine, batch: Any) -> Any:
-        self.listened = self.has_handlers(*_NAMES)
-        self.running, self._awaits_step = self.monitored or self.listened, False
-        for tracker in self._models.values():
-            if not (self.running and self.is_awaited(MonitorEvents.GRADIENTS_READY)):
-                tracker.hook.remove()
-                if self.running:
-                    tracker.refresh()
-            elif tracker.refresh() or not tracker.hook.is_registered:
-                if tracker.hook not in self._handles:  # the finalizer of a dropped source removes it
-                    self._handles.append(tracker.hook)
-                tracker.hook.register(tracker.parameters, self._passes.gradient_hook(id(tracker.model)))
-        with ExitStack() as contexts:
-            if self.running:
-                for monitor in [monitor for monitor in self._monitors if id(monitor) in self._monitoring]:
-                    for context in monitor.train_step_contexts():
-                        contexts.enter_context(context)
-            OptimizerSteps.train_steps += 1
-            try:
-                output = original(engine, batch)
-            finally:
-                OptimizerSteps.train_steps -= 1
-        if self.running:
-            engine.state.output = output  # as Ignite is about to, for the handlers of this event
-            self.fire(MonitorEvents.TRAIN_STEP_COMPLETED)
-        return output
-
     def _uninstall(self) -> None:
-        self._installed = False
         remove_all(self._handles)
+        for tracker in self.trackers.values():
+            tracker.hook.remove()
         self._reset()
         for monitor in self._monitors:
             monitor.reset_run_state()
-
-
-def check_events(feature: str, engine: Engine, events: Iterable[MonitorEvents]) -> None:
-    """Check that torch and the engine have the private names that monitors need; a RuntimeError if they do not."""
-    check_engine(engine)

@@ -21,8 +21,7 @@ from ignite_monitor.checks import check_choice, check_count, check_real, check_t
 from ignite_monitor.detection.monitor import DetectionMonitor
 from ignite_monitor.detection.spikes import may_be_true
 from ignite_monitor.detection.thresholds import Threshold, as_rule
-from ignite_monitor.events.accumulation_probe import AccumulationProbe
-from ignite_monitor.events.gradient_tracker import GradientsReady, OptimizerStep
+from ignite_monitor.events.gradient_tracker import AccumulationProbe, GradientsReady, OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents, Spike
 from ignite_monitor.events.run_summary import RunSummary
 from ignite_monitor.gradient.action import SpikeAction

@@ -1,4 +1,4 @@
-"""Which run of which engine a row belongs to."""
+"""The run and iteration that a row belongs to."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Clock:
         self._begin(engine, engine.state.iteration)
 
     def tick(self, engine: Engine) -> None:
-        """Count an iteration; one that goes back to a checkpoint begins a run."""
+        """Count an iteration; an iteration that was counted before begins a run."""
         self._iterations += 1
         run, iteration = self._runs.get(engine), engine.state.iteration
         if run is None or iteration <= run.last:
@@ -61,8 +61,8 @@ class Clock:
             self._runs[engine].completed = True
 
     def position(self, engine: Engine) -> Position:
-        """Position of a value that comes from an engine now."""
-        outermost = self._outermost() or engine
+        """Return the position of a value that comes from an engine now."""
+        outermost = _outermost() or engine
         run, iteration = self._runs.get(outermost), outermost.state.iteration
         if run is None or iteration < run.last:  # an engine that is not followed
             run = self._begin(outermost, max(0, iteration - 1))
@@ -71,26 +71,25 @@ class Clock:
         return Position(run.number, run.start, iteration, outermost is not engine)
 
     def is_time(self) -> bool:
-        """Whether to write now: after enough iterations or seconds, and at once after the end of a run."""
-        late = time.monotonic() - self._written > SECONDS
+        """Return True if rows should be written: after enough iterations or seconds, and after the end of a run."""
         completed = self._latest is not None and self._latest.completed
-        return late or self._iterations >= self._flush_every or completed
+        return completed or self._iterations >= self._flush_every or time.monotonic() - self._written > SECONDS
 
     def written(self) -> None:
         """Count from now on."""
         self._iterations, self._written = 0, time.monotonic()
 
-    @staticmethod
-    def _outermost() -> Engine | None:
-        """The outermost engine whose ``run()`` is on the stack, attached to the logger or not."""
-        outermost, frame = None, sys._getframe(1)
-        while frame is not None:
-            if frame.f_code is Engine.run.__code__:
-                outermost = frame.f_locals["self"]
-            frame = frame.f_back  # type: ignore[assignment]
-        return outermost
-
     def _begin(self, engine: Engine, start: int) -> _Run:
         run = self._runs[engine] = _Run(self._next_run, start, start)
         self._next_run += 1
         return run
+
+
+def _outermost() -> Engine | None:
+    """The outermost engine whose ``run()`` is on the stack, attached to the logger or not."""
+    outermost, frame = None, sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is Engine.run.__code__:
+            outermost = frame.f_locals["self"]
+        frame = frame.f_back  # type: ignore[assignment]
+    return outermost

@@ -14,7 +14,6 @@ BlockingIOError from its lock and never half a file; :func:`~ignite_monitor.read
 from __future__ import annotations
 
 import contextlib
-import errno
 import math
 import os
 import shutil
@@ -58,17 +57,13 @@ class DoubleBuffer:
             raise
 
     def write(self, patch: Patch) -> None:
-        """Apply a patch to the file.
-
-        Raises:
-            OSError: if that fails. The file is then unchanged.
-        """
+        """Apply a patch to the file; if that fails, the file is unchanged."""
         behind, self._behind = self._behind, None
         try:
             self._check_place()
             if behind is None or not self._is_free() or not self._apply([*behind, *patch], locking=True):
                 self._discard()
-                self._copy()
+                shutil.copyfile(self.path, self._standby)
                 self._apply(patch, locking=False)
             kept = self._publish()
         except BaseException:
@@ -83,32 +78,20 @@ class DoubleBuffer:
         self._lock.release()
 
     def _is_free(self) -> bool:
-        """Whether the standby copy is open nowhere else, by HDF5's locks, and has no other name."""
+        """Check that the standby copy is open nowhere else, by HDF5's locks, and has no other name."""
         try:
             with self._standby.open("r+b") as file:
-                if fcntl is not None:
-                    fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return os.fstat(file.fileno()).st_nlink == 1
+                return _lock(file.fileno()) and os.fstat(file.fileno()).st_nlink == 1
         except OSError:
             return False
 
     def _check_place(self) -> None:
-        """Refuse to replace a file of another program.
-
-        Raises:
-            FileExistsError: if the file is not the one written last.
-        """
+        """Refuse to replace a file of another program."""
         if self.path.exists():
             identity = _identity(self.path)
             if identity not in self._published:
                 raise FileExistsError("another program has changed it, or put another file in its place")
             self._published = {identity}
-
-    def _copy(self) -> None:
-        needed = self.path.stat().st_size
-        if shutil.disk_usage(self.path.parent).free < needed:  # checked before a long file is copied
-            raise self._no_space(errno.ENOSPC, needed)
-        shutil.copyfile(self.path, self._standby)
 
     def _apply(self, patch: Patch, *, locking: bool) -> bool:
         """Apply a patch to the standby copy; False if a reader has just opened it (only with ``locking``).
@@ -116,10 +99,10 @@ class DoubleBuffer:
         A full disk ends HDF5 in a segmentation fault. So the space that it may need is reserved first.
 
         Raises:
-            OSError: if there is no space, or the standby copy can't be opened although nobody else has it.
+            OSError: if there is no space, or the standby copy can't be opened although no other process has it.
         """
+        needed = (1 << 17) + sum(_space_for(name, len(elements)) for name, _, elements in patch)
         with self._standby.open("r+b") as file:
-            needed = (1 << 17) + sum(_space_for(name, len(elements)) for name, _, elements in patch)
             try:
                 if hasattr(os, "posix_fallocate"):
                     os.posix_fallocate(file.fileno(), file.seek(0, os.SEEK_END), needed)
@@ -127,7 +110,7 @@ class DoubleBuffer:
                     file.seek(0, os.SEEK_END)
                     file.write(bytes(needed))
             except OSError as error:
-                raise self._no_space(error.errno, needed) from error
+                raise OSError(error.errno, f"{error.strerror}: a write may need {needed / 1000:,.0f} kB") from error
         try:
             opened = import_h5py().File(self._standby, "r+", libver=("v110", "v110"), locking=locking)
         except OSError:
@@ -143,45 +126,26 @@ class DoubleBuffer:
         return True
 
     def _publish(self) -> bool:
-        """Swap the copies; False if the first could not be kept.
-
-        Raises:
-            FileExistsError: if the file is not the one written last.
-        """
-        kept = True
-        try:
-            self._check_place()
+        """Swap the copies; False if the first could not be kept."""
+        self._check_place()
+        self._spare.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it was removed, or the file system has no hard links
             shutil.copymode(self.path, self._standby)
             os.link(self.path, self._spare)
-        except FileExistsError:
-            raise
-        except OSError:  # it was removed, or the file system has no hard links
-            kept = False
         replacement = _identity(self._standby)
         self._published.add(replacement)  # before the renaming: an interrupt may come right after
         os.replace(self._standby, self.path)
         self._published = {replacement}
-        if kept:
-            try:
-                os.replace(self._spare, self._standby)
-            except OSError:
-                kept = False
-        return kept
-
-    def _no_space(self, number: int | None, needed: int) -> OSError:
-        words = f"{os.strerror(number or errno.EIO)}: a write may need {_kilobytes(needed)}"
-        if number == errno.ENOSPC:
-            words += f", and {_kilobytes(shutil.disk_usage(self.path.parent).free)} are free"
-        return OSError(number, words)
+        try:
+            os.replace(self._spare, self._standby)
+        except OSError:
+            return False
+        return True
 
     def _discard(self) -> None:
         for path in (self._standby, self._spare):
             with contextlib.suppress(OSError):
                 path.unlink()
-
-
-def _kilobytes(size: int) -> str:
-    return f"{size / 1000:,.0f} kB"
 
 
 def _space_for(name: str, elements: int) -> int:
@@ -205,13 +169,9 @@ class Lock:
     def __init__(self, path: Path) -> None:
         self._path, self._process = path, os.getpid()
         self._file = path.open("ab")
-        try:
-            _lock(self._file.fileno())
-            # The last holder may have removed it between opening and locking.
-            held = path.exists() and os.path.samestat(path.stat(), os.fstat(self._file.fileno()))
-        except BlockingIOError:
-            held = False
-        if not held:
+        # The last holder may have removed it between opening and locking.
+        descriptor = self._file.fileno()
+        if not (_lock(descriptor) and path.exists() and os.path.samestat(path.stat(), os.fstat(descriptor))):
             self._file.close()
             raise BlockingIOError(f"{path} is held by another writer")
         _HELD.add(self)
@@ -224,14 +184,16 @@ class Lock:
         self._file.close()
 
 
-def _lock(descriptor: int) -> None:
-    if fcntl is not None:
-        try:
+def _lock(descriptor: int) -> bool:
+    """Lock a file; False if another process has locked it."""
+    try:
+        if fcntl is not None:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise
-        except OSError:
-            pass
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        pass
+    return True
 
 
 def _close_in_child() -> None:

@@ -44,19 +44,13 @@ FIELDS = ("step", "iteration", "time", "session", "run", "start", "nested", "ids
 ROW = np.dtype([(field, "<i8") for field in FIELDS])
 
 
-class Column(NamedTuple):
-    """A one-dimensional dataset: the type of its elements, and the number of elements per chunk."""
-
-    dtype: np.dtype[Any]
-    chunk: int
-
-
-COLUMNS = {
-    "names": Column(np.dtype("u1"), 4096),
-    "ids": Column(np.dtype("<i4"), 4096),
-    "values": Column(np.dtype("<f8"), 8192),
-    "rows": Column(ROW, 512),
+COLUMNS: dict[str, tuple[np.dtype[Any], int]] = {
+    "names": (np.dtype("u1"), 4096),
+    "ids": (np.dtype("<i4"), 4096),
+    "values": (np.dtype("<f8"), 8192),
+    "rows": (ROW, 512),
 }
+"""One-dimensional datasets: the type of their elements, and the number of elements per chunk."""
 
 
 class Name(NamedTuple):
@@ -96,7 +90,7 @@ def create(path: Path) -> None:
 
 
 def one_line(error: BaseException) -> str:
-    """Text of an error in one line that is safe to print to a terminal; HDF5's errors have several."""
+    """Text of an error in one line that is safe to print to a terminal."""
     return printable(" ".join(str(error).split())) or type(error).__name__
 
 
@@ -118,7 +112,6 @@ def opened(path: Path, *, continued: bool = False) -> Iterator[Contents]:
         continued: whether it will be written to, so that its datasets must be resizable.
 
     Raises:
-        OSError: if the file does not exist, or can't be opened.
         ValueError: if it is damaged, or has another layout.
         MemoryError: if it holds more than fits in memory.
         BlockingIOError: if it is being written; only possible between a reader's opening and its lock.
@@ -133,10 +126,9 @@ def opened(path: Path, *, continued: bool = False) -> Iterator[Contents]:
             sizes = {name: _check_dataset(h5py, file, name, file_size, continued) for name in COLUMNS}
             rows, ids, names = file["rows"][()], file["ids"][()], _names(file["names"][()].tobytes())
             _check_rows(rows, sizes)
-            if not _within(ids, len(names)):
-                raise ValueError("ids refers to names that do not exist")
+            _check(_within(ids, len(names)), "ids refers to names that do not exist")
             yield Contents(sizes, names, ids, rows, file["values"])
-    except (BlockingIOError, MemoryError):  # the latter: a file that is larger than the memory
+    except (BlockingIOError, MemoryError):
         raise
     except Exception as error:  # the type that h5py raises depends on where a file is damaged
         shown = printable(str(path))
@@ -148,7 +140,6 @@ def check_regular(path: Path) -> None:
 
     Raises:
         ValueError: if it is a directory, device, pipe or socket.
-        OSError: if it does not exist.
     """
     mode = path.stat().st_mode
     if not stat.S_ISREG(mode):
@@ -156,75 +147,65 @@ def check_regular(path: Path) -> None:
         raise ValueError(f"{printable(str(path))} is a {kind}, not a file written by HDF5Logger")
 
 
+def _check(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
 def _check_attributes(h5py: Any, file: Any) -> None:
     text, number = (file.attrs.get_id(name) for name in ("format", "version"))
     # The text itself is in a heap without a checksum, in which HDF5 can loop for ever if it is damaged: it is not read.
     string = h5py.check_string_dtype(text.dtype)
-    if string is None or string.length is not None or text.shape != ():
-        raise ValueError("it has another format")
+    _check(string is not None and string.length is None and text.shape == (), "it has another format")
     version = file.attrs["version"] if number.dtype.kind in "iu" and number.shape == () else None
-    if version != VERSION:
-        raise ValueError(f"it is of version {version}, and this release of ignite_monitor reads {VERSION}")
-    if len(file) != len(COLUMNS) or set(file) != set(COLUMNS):
-        raise ValueError(f"it should hold {', '.join(COLUMNS)} and nothing else")
+    _check(version == VERSION, f"it is of version {version}, and this release of ignite_monitor reads {VERSION}")
+    _check(len(file) == len(COLUMNS) and set(file) == set(COLUMNS), f"it should hold {', '.join(COLUMNS)} only")
 
 
 def _check_dataset(h5py: Any, file: Any, name: str, file_size: int, continued: bool) -> int:
-    """Number of elements of a dataset, all of which are stored in the file itself.
-
-    Raises:
-        ValueError: if its layout is not HDF5Logger's.
-    """
+    """Number of elements of a dataset, all of which are stored in the file itself."""
     dtype, chunk = COLUMNS[name]
-    if not isinstance(file.get(name, getlink=True), h5py.HardLink) or not isinstance(file[name], h5py.Dataset):
-        raise ValueError(f"{name} is no dataset")
+    is_dataset = isinstance(file.get(name, getlink=True), h5py.HardLink) and isinstance(file[name], h5py.Dataset)
+    _check(is_dataset, f"{name} is no dataset")
     dataset = file[name]
     properties, h5z = dataset.id.get_create_plist(), h5py.h5z
     filters = {properties.get_filter(number)[0] for number in range(properties.get_nfilters())}
-    if (
-        dataset.ndim != 1
-        or dataset.id.get_type() != h5py.h5t.py_create(dtype, logical=True)
-        or properties.get_layout() not in (h5py.h5d.CHUNKED, h5py.h5d.CONTIGUOUS)
-        or properties.get_external_count()
-        or not filters <= {h5z.FILTER_SHUFFLE, h5z.FILTER_DEFLATE, h5z.FILTER_FLETCHER32}
-        or (continued and (dataset.chunks, dataset.maxshape) != ((chunk,), (None,)))
-    ):
-        raise ValueError(f"{name} has another layout than HDF5Logger's")
+    _check(
+        dataset.ndim == 1
+        and dataset.id.get_type() == h5py.h5t.py_create(dtype, logical=True)
+        and properties.get_layout() in (h5py.h5d.CHUNKED, h5py.h5d.CONTIGUOUS)
+        and not properties.get_external_count()
+        and filters <= {h5z.FILTER_SHUFFLE, h5z.FILTER_DEFLATE, h5z.FILTER_FLETCHER32}
+        and (not continued or (dataset.chunks, dataset.maxshape) == ((chunk,), (None,))),
+        f"{name} has another layout than HDF5Logger's",
+    )
     size, in_chunk = len(dataset), dataset.chunks[0] if dataset.chunks else 0
-    if size * dtype.itemsize > DEFLATE_RATIO * file_size or in_chunk > LONGEST_CHUNK:
-        raise ValueError(f"{name} has {size} elements, which a file of {file_size} bytes can't hold")
+    possible = size * dtype.itemsize <= DEFLATE_RATIO * file_size and in_chunk <= LONGEST_CHUNK
+    _check(possible, f"{name} has {size} elements, which a file of {file_size} bytes can't hold")
     # HDF5 would fill missing parts with zeros.
     if dataset.chunks:
         complete = dataset.id.get_num_chunks() == math.ceil(size / in_chunk)
     else:
         complete = dataset.id.get_storage_size() == size * dtype.itemsize
-    if not complete:
-        raise ValueError(f"parts of {name} are missing")
+    _check(complete, f"parts of {name} are missing")
     return size
 
 
 def _check_rows(rows: NDArray[Any], sizes: dict[str, int]) -> None:
-    """Check that rows follow each other without a gap, and that their values and names exist.
-
-    Raises:
-        ValueError: if not.
-    """
+    """Check that rows follow each other without a gap, and that their values and names exist."""
     first, count, ids = (rows[field] for field in ("values", "count", "ids"))
-    limits = [(count, sizes["values"]), (ids, sizes["ids"]), (rows["nested"], 1)]
-    limits += [(rows[field], RUNS) for field in ("session", "run", "start")]
-    in_range = all(_within(numbers, limit + 1) for numbers, limit in limits)
+    limits = {"count": sizes["values"], "ids": sizes["ids"], "nested": 1, "session": RUNS, "run": RUNS, "start": RUNS}
+    in_range = all(_within(rows[field], limit + 1) for field, limit in limits.items())
     ends = np.cumsum(count)
-    if (
-        not in_range
-        or (count == 0).any()
-        or (ids + count > sizes["ids"]).any()
-        or (first != ends - count).any()
-        or (ends[-1] if len(ends) else 0) != sizes["values"]
-    ):
-        raise ValueError("rows and values do not agree")
+    _check(
+        in_range
+        and bool((count > 0).all() and (ids + count <= sizes["ids"]).all() and (first == ends - count).all())
+        and (ends[-1] if len(ends) else 0) == sizes["values"],
+        "rows and values do not agree",
+    )
     order = np.argsort(ids, kind="stable")
-    if (np.diff(count[order])[np.diff(ids[order]) == 0] != 0).any():
-        raise ValueError("a list of names has two lengths")
+    same = np.diff(ids[order]) == 0
+    _check(not np.diff(count[order])[same].any(), "a list of names has two lengths")
 
 
 def _within(numbers: NDArray[Any], end: int) -> bool:
@@ -233,12 +214,8 @@ def _within(numbers: NDArray[Any], end: int) -> bool:
 
 def _names(lines: bytes) -> list[Name]:
     entries = [json.loads(line) for line in lines.split(b"\n")[:-1]]
-    if (lines and not lines.endswith(b"\n")) or not all(
-        isinstance(entry, list) and len(entry) == 3 and all(isinstance(part, str) for part in entry)
-        for entry in entries
-    ):
-        raise ValueError("names has lines other than [name, kind, root]")
+    valid = (isinstance(it, list) and len(it) == 3 and all(isinstance(part, str) for part in it) for it in entries)
+    _check((not lines or lines.endswith(b"\n")) and all(valid), "names has lines other than [name, kind, root]")
     names = [Name(*entry) for entry in entries]
-    if len({name for name, _, _ in names}) < len(names):
-        raise ValueError("names has a name twice")
+    _check(len({name for name, _, _ in names}) == len(names), "names has a name twice")
     return names

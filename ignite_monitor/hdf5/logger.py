@@ -26,26 +26,19 @@ from ignite_monitor.hdf5.layout import Name, check_regular, import_h5py, one_lin
 from ignite_monitor.hdf5.values import flatten
 from ignite_monitor.hdf5.writer import Writer
 from ignite_monitor.model._torch import put_first
+from ignite_monitor.monitor.loggers import Values
 from ignite_monitor.report.series import printable
 
-MODES = ("x", "w", "a")
+Origin = Callable[[str], Name]
 
 
 class HDF5Logger(BaseLogger):
     """Write metrics to one HDF5 file, which can be read at any time.
 
     The file is complete at every moment. A killed process loses at most the last ``flush_every`` iterations, and those
-    of slow runs of the last ten seconds. :func:`~ignite_monitor.read_hdf5` returns the values by name.
-
-    Values are stored in float64, with the monitor that published them and the iteration. Values that are no numbers are
-    skipped, with one warning per name.
-
-    If a write fails (a full disk), the logger warns and training continues. The values are kept in memory, up to about
-    128 MiB, and written at the first flush that succeeds.
-
-    With several processes only rank 0 writes: create the logger after the process group.
-
-    While the logger is open, two hidden files are next to the file: a standby copy and a lock.
+    of slow runs of the last ten seconds. If a write fails (a full disk), the logger warns, training continues, and the
+    values are written by the first flush that succeeds. With several processes only rank 0 writes: create the logger
+    after the process group. :func:`~ignite_monitor.read_hdf5` returns the values by name, in float64.
 
     Args:
         path: the file, in an existing directory.
@@ -77,7 +70,7 @@ class HDF5Logger(BaseLogger):
     def __init__(self, path: str | os.PathLike[str], mode: str = "x", *, flush_every: int = 50) -> None:
         if not isinstance(path, (str, os.PathLike)):
             raise TypeError(f"Argument path should be of type str or os.PathLike, but given {type(path)}")
-        if mode not in MODES:
+        if mode not in ("x", "w", "a"):
             raise ValueError(f"Argument mode should be one of 'x', 'w' and 'a', but given {mode!r}")
         check_count("flush_every", flush_every, least=1)
         self.path = Path(os.path.realpath(os.fspath(path)))
@@ -118,7 +111,11 @@ class HDF5Logger(BaseLogger):
             writer, self._writer = self._writer, None
             if writer is not None:
                 self._finalizer.detach()
-                self._leave()
+                for engine in self._engines:
+                    for event, handler in self._handlers().items():
+                        if engine.has_event_handler(handler, event):
+                            engine.remove_event_handler(handler, event)
+                self._engines.clear()
                 writer.close()
 
     def write(self, engine: Engine, step: Any, values: dict[Any, Any], tag: str | None = None) -> None:
@@ -134,6 +131,9 @@ class HDF5Logger(BaseLogger):
             TypeError: if ``step`` is no integer.
             ValueError: if it has more than 64 bits.
         """
+        self._write(engine, step, values, tag, Name)
+
+    def _write(self, engine: Engine, step: Any, values: dict[Any, Any], tag: str | None, origin: Origin) -> None:
         try:
             step = operator.index(step)
         except TypeError:
@@ -152,14 +152,13 @@ class HDF5Logger(BaseLogger):
         with self._one_thread:
             if names and self._writer is not None:
                 self._follow(engine)
-                position = self._clock.position(engine)
-                self._writer.add(step, tag, names, numbers, position, functools.partial(_origin, engine, tag))
+                self._writer.add(step, tag, names, numbers, self._clock.position(engine), origin)
                 if self._clock.is_time() or self._writer.is_full:
                     self.flush()
 
     @property
     def is_writing(self) -> bool:
-        """Whether values are written: not on other ranks, in forked processes, or after a close."""
+        """False on other ranks, in forked processes and after a close."""
         self._warn_if_closed()
         return self._writer is not None and self._writer.is_own and idist.get_rank() == 0
 
@@ -183,25 +182,20 @@ class HDF5Logger(BaseLogger):
     def _warn_if_closed(self) -> None:
         if self._is_closed and "closed" not in self._warned:
             self._warned.add("closed")
-            self.logger.warning(
-                "HDF5Logger (%s): the logger is closed; nothing is written. Close it after the last run.",
-                printable(str(self.path)),
-            )
+            text = "HDF5Logger (%s): the logger is closed; nothing is written. Close it after the last run."
+            self.logger.warning(text, printable(str(self.path)))
 
     def _follow(self, engine: Engine) -> None:
         if engine not in self._engines and self._writer is not None:
             self._engines.add(engine)
-            for event, handler in self._handlers():
+            for event, handler in self._handlers().items():
                 engine.add_event_handler(event, handler)
             # First of all, or an evaluation at the start of a run would belong to the run before.
             put_first(engine, Events.STARTED)
 
-    def _handlers(self) -> list[tuple[Events, Callable[[Engine], None]]]:
-        return [
-            (Events.STARTED, self._start),
-            (Events.ITERATION_STARTED, self._start_iteration),
-            (Events.COMPLETED, self._complete),
-        ]
+    def _handlers(self) -> dict[Events, Callable[[Engine], None]]:
+        started, completed = Events.ITERATION_STARTED, Events.COMPLETED
+        return {Events.STARTED: self._start, started: self._start_iteration, completed: self._complete}
 
     def _start(self, engine: Engine) -> None:
         with self._one_thread:
@@ -217,13 +211,6 @@ class HDF5Logger(BaseLogger):
         self._clock.complete(engine)
         self.flush()
 
-    def _leave(self) -> None:
-        for engine in self._engines:
-            for event, handler in self._handlers():
-                if engine.has_event_handler(handler, event):
-                    engine.remove_event_handler(handler, event)
-        self._engines.clear()
-
     def _skip(self, name: str, value: Any) -> None:
         if isinstance(value, torch.Tensor) and value.ndim == 0:
             described = f"of {value.dtype}, {value.layout}, on {value.device}"
@@ -232,25 +219,11 @@ class HDF5Logger(BaseLogger):
         self.warn_once(f"value {name}", f"HDF5Logger can not log metrics {described}: {name}")
 
 
-def _origin(engine: Engine, tag: str | None, name: str) -> Name:
-    """The monitor attached to the engine that publishes a value."""
-    full = f"{tag}/{name}" if tag else name
-    source: EventSource | None = getattr(engine, EventSource._ATTRIBUTE, None)
-    for monitor in source.monitors if source is not None else ():
-        for published in (name, full):
-            if published in monitor.metrics:
-                key = published.removeprefix(f"{monitor.prefix}/")
-                return Name(full, monitor.schema.kind, full.removesuffix(key).removesuffix("/"))
-    return Name(full)
-
-
 def _open(path: Path, mode: str, logger: logging.Logger) -> Writer:
     import_h5py()
     shown = printable(str(path))
     if not path.parent.is_dir():
         raise FileNotFoundError(f"The directory of {shown} does not exist")
-    if path.is_dir():
-        raise IsADirectoryError(f"{shown} is a directory")
     if os.path.lexists(path):
         check_regular(path)  # a device must not be replaced
     try:
@@ -277,25 +250,36 @@ class OutputHandler(BaseOutputHandler):
         super().__init__(tag or "", metric_names, output_transform, global_step_transform, state_attributes)
 
     def __call__(self, engine: Engine, logger: HDF5Logger, event_name: Any) -> None:
-        if _writes(self, logger):
-            step = self.global_step_transform(engine, event_name)
-            logger.write(engine, step, self._values(engine, logger), self.tag or None)
-
-    def _values(self, engine: Engine, logger: HDF5Logger) -> dict[Any, Any]:
-        metrics, values = engine.state.metrics, {}
-        if self.metric_names == "all":
-            values.update(metrics)
-        else:
-            for name in self.metric_names or ():
-                if name in metrics:
-                    values[name] = metrics[name]
-                else:
-                    logger.warn_once(f"metric {name}", f"Metric {name} is not in engine.state.metrics: {list(metrics)}")
+        if not _writes(self, logger):
+            return
+        metrics: dict[Any, Any] = engine.state.metrics
+        own = {name: getattr(engine.state, name, None) for name in self.state_attributes or ()}
+        names = metrics if self.metric_names == "all" else self.metric_names or ()
+        for name in names:
+            if name not in metrics:
+                logger.warn_once(f"metric {name}", f"Metric {name} is not in engine.state.metrics: {list(metrics)}")
+        published = {name: metrics[name] for name in names if name in metrics}
         if self.output_transform is not None:
             output = self.output_transform(engine.state.output)
-            values.update(output if isinstance(output, dict) else {"output": output})
-        values.update({name: getattr(engine.state, name, None) for name in self.state_attributes or ()})
-        return values
+            own = (output if isinstance(output, dict) else {"output": output}) | own
+        step = self.global_step_transform(engine, event_name)
+        origin = functools.partial(self._origin, engine, published.keys() - own.keys())
+        logger._write(engine, step, published | own, self.tag or None, origin)
+
+    def _origin(self, engine: Engine, published: set[str], name: str) -> Name:
+        """The monitor that published a value: one of the engine's metrics, or the values of a monitor's ``log_to``."""
+        full = f"{self.tag}/{name}" if self.tag else name
+        source: EventSource | None = getattr(engine, EventSource._ATTRIBUTE, None)
+        monitors = source.monitors if source is not None and name in published else ()
+        names = [name]
+        if isinstance(self.output_transform, Values) and (monitor := self.output_transform.monitor()) is not None:
+            monitors, names = [monitor], [name, full]  # without a tag of the user's, log_to makes one of the prefix
+        for monitor in monitors:
+            for key in names:
+                if key in monitor.metrics:
+                    key = key.removeprefix(f"{monitor.prefix}/")
+                    return Name(full, monitor.schema.kind, full.removesuffix(key).removesuffix("/"))
+        return Name(full)
 
 
 class OptimizerParamsHandler(BaseOptimizerParamsHandler):

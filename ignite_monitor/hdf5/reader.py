@@ -18,7 +18,6 @@ from ignite_monitor.hdf5.superseded import current
 from ignite_monitor.report.series import printable
 
 RETRIES = 50
-COMMON = 8
 BLOCK = 2**18  # values
 
 Indices = NDArray[np.int64]
@@ -40,10 +39,8 @@ class Recording(Mapping[str, Series]):
         monitors: name -> the monitor that published it.
     """
 
-    def __init__(
-        self, series: dict[str, Series], rows: dict[str, NDArray[Any]], monitors: dict[str, Name] | None = None
-    ) -> None:
-        self._series, self._rows, self._monitors = series, rows, monitors or {}
+    def __init__(self, series: dict[str, Series], rows: dict[str, NDArray[Any]], monitors: dict[str, Name]) -> None:
+        self._series, self._rows, self._monitors = series, rows, monitors
 
     def __getitem__(self, name: str) -> Series:
         return self._series[name]
@@ -58,41 +55,26 @@ class Recording(Mapping[str, Series]):
         return f"<{type(self).__name__} of {len(self)} names: {', '.join(list(self)[:5])}{', …' * (len(self) > 5)}>"
 
     def times(self, name: str) -> NDArray[np.datetime64]:
-        """When the values of a name were written, in UTC, to the millisecond.
-
-        Raises:
-            KeyError: if the name is not in the file.
-        """
+        """Return the times at which the values of a name were written, in UTC, to the millisecond."""
         return self._rows[name]["time"].astype("datetime64[ms]")
 
     def iterations(self, name: str) -> NDArray[np.int64]:
-        """Iterations in which the values of a name were written; of an evaluator's values, those of the trainer.
-
-        Raises:
-            KeyError: if the name is not in the file.
-        """
+        """Return the iterations of a name's values; of an evaluator's values, those of the trainer."""
         return self._rows[name]["iteration"]
 
     def sessions(self, name: str) -> NDArray[np.int64]:
-        """Number of the logger that wrote each value: 0 for the one that created the file.
-
-        Raises:
-            KeyError: if the name is not in the file.
-        """
+        """Return the number of the logger that wrote each value: 0 for the one that created the file."""
         return self._rows[name]["session"]
 
     def monitor(self, name: str) -> tuple[str, str]:
-        """Kind of the monitor that published a name, and what precedes the monitor's key in it (tag and prefix).
+        """Return the kind of the monitor that published a name, and what precedes the monitor's key in it.
 
         The kind is ``"user"`` for any other name.
-
-        Raises:
-            KeyError: if the name is not in the file.
         """
         return self._monitors[name][1:]
 
     def to_pandas(self) -> Any:
-        """A ``pandas.DataFrame`` with the columns ``name`` (categorical), ``step``, ``value`` and ``time``.
+        """Return a ``pandas.DataFrame`` with the columns ``name`` (categorical), ``step``, ``value`` and ``time``.
 
         ``frame.pivot_table("value", "step", "name", observed=True)`` makes one column per name of it, with NaN where
         nothing was written.
@@ -120,15 +102,14 @@ class Recording(Mapping[str, Series]):
 def read_hdf5(path: str | os.PathLike[str], metrics: str | re.Pattern[str] | None = None) -> Recording:
     """Read a file that an :class:`~ignite_monitor.HDF5Logger` has written or is writing.
 
-    What a resumed run has replaced is not returned.
+    Values that a resumed run has replaced are not returned.
 
     Args:
         path: the file.
         metrics: a regular expression; only values of names in which it is found are kept in memory.
 
     Returns:
-        A mapping: name -> (steps, values), two NumPy arrays of int64 and float64 with what was written and no more.
-        ``to_pandas()`` returns a data frame.
+        A mapping: name -> (steps, values), two NumPy arrays of int64 and float64. ``to_pandas()`` returns a data frame.
 
     Raises:
         TypeError: if ``path`` is no path, or ``metrics`` no regular expression.
@@ -165,56 +146,52 @@ def read_hdf5(path: str | os.PathLike[str], metrics: str | re.Pattern[str] | Non
 def _read(path: Path, pattern: re.Pattern[str]) -> Recording:
     with opened(path) as contents:
         wanted = np.array([pattern.search(name) is not None for name, _, _ in contents.names], bool)
-        rows = contents.rows[current(contents.rows, contents.ids, len(wanted))]
-        parts: dict[int, list[tuple[Indices, Indices]]] = {}
-        for number, of_rows, offsets in _occurrences(rows, contents.ids):
-            if wanted[number]:
-                parts.setdefault(number, []).append((of_rows, rows["values"][of_rows] + offsets))
-        places: dict[int, Indices] = {}
+        rows = contents.rows[current(contents.rows, contents.ids)]
         rows_of: dict[str, NDArray[Any]] = {}
-        for number in sorted(parts):
-            of_rows, at = (np.concatenate(part) for part in zip(*parts[number], strict=True))
-            in_time = np.argsort(of_rows, kind="stable")
-            rows_of[contents.names[number].name] = rows[of_rows[in_time]]
-            places[number] = at[in_time]
+        places: list[Indices] = []
+        for number, its, offsets in _occurrences(rows, contents.ids, wanted):
+            rows_of[contents.names[number].name] = rows[its]
+            places.append(rows["values"][its] + offsets)
         values = _values(contents, places, all_of_them=bool(wanted.all()))
-    names = [contents.names[number] for number in places]
-    series = {name: Series(rows_of[name]["step"], its) for (name, _, _), its in zip(names, values, strict=True)}
-    return Recording(series, rows_of, {name.name: name for name in names})
+    series = {name: Series(its["step"], part) for (name, its), part in zip(rows_of.items(), values, strict=True)}
+    return Recording(series, rows_of, {name.name: name for name in contents.names})
 
 
-def _values(contents: Contents, places: dict[int, Indices], all_of_them: bool) -> list[NDArray[np.float64]]:
-    """Values at places, block by block where not all are read."""
+def _occurrences(
+    rows: NDArray[Any], ids: NDArray[np.int32], wanted: NDArray[np.bool_]
+) -> Iterator[tuple[int, Indices, Indices]]:
+    """(index of a name, the rows that have it, its offset in each row), for the wanted names."""
+    lists, first, which, uses = np.unique(rows["ids"], return_index=True, return_inverse=True, return_counts=True)
+    lengths = rows["count"][first]
+    of_list = np.repeat(np.arange(len(lists)), lengths)
+    places = _ranges(lists, lengths)
+    numbers, offsets = ids[places], places - lists[of_list]
+    by_list, starts = np.argsort(which, kind="stable"), np.cumsum(uses) - uses
+    order = np.argsort(numbers, kind="stable")
+    order = order[wanted[numbers[order]]]
+    for same in np.split(order, np.flatnonzero(np.diff(numbers[order])) + 1) if len(order) else ():
+        its = of_list[same]
+        in_rows = by_list[_ranges(starts[its], uses[its])]
+        in_time = np.argsort(in_rows, kind="stable")
+        yield int(numbers[same[0]]), in_rows[in_time], np.repeat(offsets[same], uses[its])[in_time]
+
+
+def _ranges(starts: Indices, lengths: Indices) -> Indices:
+    """The numbers of several ranges, one after another."""
+    ends = np.cumsum(lengths)
+    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - ends + lengths, lengths)
+
+
+def _values(contents: Contents, places: list[Indices], all_of_them: bool) -> list[NDArray[np.float64]]:
+    """Values at places, read block by block if not all are wanted."""
     if all_of_them:
         values = contents.values[()]
-        return [values[at] for at in places.values()]
-    flat = np.concatenate([np.empty(0, np.int64), *places.values()])
+        return [values[at] for at in places]
+    flat = np.concatenate([np.empty(0, np.int64), *places])
     order, out = np.argsort(flat), np.empty(len(flat))
     ends = np.searchsorted(flat, np.arange(0, contents.sizes["values"] + BLOCK, BLOCK), sorter=order)
     for block, (first, end) in enumerate(pairwise(ends)):
         if first < end:
             where = order[first:end]
             out[where] = contents.values[block * BLOCK : (block + 1) * BLOCK][flat[where] - block * BLOCK]
-    return np.split(out, np.cumsum([len(at) for at in places.values()])[:-1]) if places else []
-
-
-def _occurrences(rows: NDArray[Any], ids: NDArray[np.int32]) -> Iterator[tuple[int, Indices, Indices]]:
-    """(index of a name, the rows that have it, its offset in each row), possibly several times for a name."""
-    if not len(rows):
-        return
-    lists, which, uses = np.unique(rows["ids"], return_inverse=True, return_counts=True)
-    by_list = np.split(np.argsort(which, kind="stable"), np.cumsum(uses)[:-1])
-    for start, of_rows in zip(lists.tolist(), by_list, strict=True):
-        if len(of_rows) >= COMMON:
-            for offset, number in enumerate(ids[start : start + rows["count"][of_rows[0]]].tolist()):
-                yield number, of_rows, np.full(len(of_rows), offset)
-    # Where every row has names of its own, sorting all values by name is faster than a loop over the lists.
-    rare = np.flatnonzero(uses[which] < COMMON)
-    if len(rare):
-        counts = rows["count"][rare]
-        of_values = np.repeat(rare, counts)
-        offsets = np.arange(len(of_values)) - np.repeat(np.cumsum(counts) - counts, counts)
-        numbers = ids[rows["ids"][of_values] + offsets]
-        order = np.argsort(numbers, kind="stable")
-        for same in np.split(order, np.flatnonzero(np.diff(numbers[order])) + 1):
-            yield int(numbers[same[0]]), of_values[same], offsets[same]
+    return np.split(out, np.cumsum([len(at) for at in places])[:-1]) if places else []

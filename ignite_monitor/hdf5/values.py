@@ -1,4 +1,4 @@
-"""From what Ignite's users log to names and float64 numbers."""
+"""Names and float64 numbers of what Ignite's users log."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-Numbers = NDArray[np.float64]
+_INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_DTYPES = frozenset({*_INTEGERS, torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
-def flatten(named: Mapping[Any, Any], skip: Callable[[str, Any], None]) -> tuple[tuple[str, ...], Numbers]:
+def flatten(named: Mapping[Any, Any], skip: Callable[[str, Any], None]) -> tuple[tuple[str, ...], NDArray[np.float64]]:
     """Names and values of all numbers in a mapping, named as by Ignite's loggers: "a/b", "a/0".
 
     All tensors of a device are copied to the host in one transfer.
@@ -26,25 +27,22 @@ def flatten(named: Mapping[Any, Any], skip: Callable[[str, Any], None]) -> tuple
     leaves: dict[str, Any] = {}
     _add_leaves(leaves, "", named)
     numbers: dict[str, float] = {}
-    tensors: dict[tuple[torch.device, torch.dtype], list[str]] = {}
+    tensors: dict[torch.device, dict[torch.dtype, list[str]]] = {}
     for name, leaf in leaves.items():
         if type(leaf) is float:
             numbers[name] = leaf
         elif _is_plain(leaf):
-            tensors.setdefault((leaf.device, leaf.dtype), []).append(name)
+            tensors.setdefault(leaf.device, {}).setdefault(leaf.dtype, []).append(name)
             numbers[name] = math.nan
         elif (number := _number(leaf)) is not None:
             numbers[name] = number
         else:
             skip(name, leaf)
-    by_device: dict[torch.device, tuple[list[Tensor], list[str]]] = {}
-    for (device, _), names in tensors.items():
-        joined = torch.stack([leaves[name].detach() for name in names])
-        parts, joined_names = by_device.setdefault(device, ([], []))
-        parts.append(joined.float() if device.type == "mps" else joined.double())  # MPS has no float64
-        joined_names += names
-    for parts, names in by_device.values():
-        numbers.update(zip(names, torch.cat(parts).tolist(), strict=True))
+    for device, by_dtype in tensors.items():
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        parts = [torch.stack([leaves[name].detach() for name in names]).to(wide) for names in by_dtype.values()]
+        joined = [name for names in by_dtype.values() for name in names]
+        numbers.update(zip(joined, torch.cat(parts).tolist(), strict=True))
     return tuple(numbers), np.array(list(numbers.values()), np.float64)
 
 
@@ -69,7 +67,6 @@ def _add_leaves(leaves: dict[str, Any], name: str, value: Any) -> None:
 
 
 def _is_plain(value: Any, dimensions: int = 0) -> bool:
-    """Whether a value is a tensor of that many dimensions, of a type that ``stack`` and ``double`` have."""
     return (
         type(value) in (Tensor, nn.Parameter)
         and value.ndim == dimensions
@@ -77,10 +74,6 @@ def _is_plain(value: Any, dimensions: int = 0) -> bool:
         and value.dtype in _DTYPES
         and not value.is_meta
     )
-
-
-_INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-_DTYPES = frozenset({*_INTEGERS, torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
 def _number(leaf: Any) -> float | None:

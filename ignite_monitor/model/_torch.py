@@ -7,19 +7,16 @@ monitors share, :func:`need` refuses a feature.
 from __future__ import annotations
 
 import contextlib
-import functools
-import logging
 import pkgutil
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-_logger = logging.getLogger(__name__)
 
 
 class Gone:
@@ -28,21 +25,17 @@ class Gone:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def __call__(self, *_: Any, **__: Any) -> NoReturn:
-        self.refuse("ignite_monitor")
-
-    def refuse(self, feature: str) -> NoReturn:
-        """Raise the RuntimeError for a feature."""
-        package = self.name.partition(".")[0]
-        version = sys.modules[package].__version__ if package in sys.modules else "installed"
-        raise RuntimeError(f"{feature} needs {self.name}, which {package} {version} does not have")
+    def __call__(self, *_: Any, **__: Any) -> None:
+        need("ignite_monitor", self)
 
 
 def need(feature: str, *names: Any) -> None:
     """Refuse a feature with a RuntimeError if a private name is missing."""
     for name in names:
         if isinstance(name, Gone):
-            name.refuse(feature)
+            package = name.name.partition(".")[0]
+            version = sys.modules[package].__version__ if package in sys.modules else "installed"
+            raise RuntimeError(f"{feature} needs {name.name}, which {package} {version} does not have")
 
 
 def _find(path: str) -> Any:
@@ -58,34 +51,46 @@ def _find(path: str) -> Any:
 backward_number: Callable[[], int] = _find("torch._C._current_graph_task_id")  # in this thread; -1 outside of any
 queue_callback: Callable[[Callable[[], None]], None] = _find("torch.autograd.Variable._execution_engine.queue_callback")
 _gradient_hooks = _find("torch.Tensor._post_accumulate_grad_hooks")
-current_backward = backward_number
 
 
 def in_backward() -> bool:
-    """Whether a backward is running in this thread."""
+    """Return True if a backward is running in this thread."""
     return backward_number() != -1
 
 
-def gradient_hooks(parameters: Iterable[Tensor]) -> list[tuple[Tensor, dict[Any, Any]]]:
-    """Parameters with the dictionaries of their post-accumulate-grad hooks."""
-    places: list[tuple[Tensor, dict[Any, Any]]] = []
-    for parameter in parameters:
-        hooks: Any = parameter._post_accumulate_grad_hooks
-        if hooks is None:
-            hooks = parameter._post_accumulate_grad_hooks = OrderedDict()
-        places.append((parameter, hooks))
-    return places
+class GradientHook:
+    """One post-accumulate-grad hook on many parameters.
 
+    Hooks have to be removed after each monitored iteration. Writing them into torch's own dictionaries costs a sixth of
+    registering and removing them: 0.12 ms instead of 0.7 ms for 292 parameters. A frozen parameter gets the hook too,
+    since it may be unfrozen during the train step.
+    """
 
-def drop_gradient_hooks(places: Iterable[tuple[Tensor, dict[Any, Any]]]) -> None:
-    """Remove dictionaries that are empty."""
-    for parameter, hooks in places:
-        if not hooks and parameter._post_accumulate_grad_hooks is hooks:
-            parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+    def __init__(self) -> None:
+        self.places: list[tuple[Any, dict[Any, Any]]] = []  # parameters with torch's dictionaries
+
+    def register(self, parameters: Iterable[Tensor], hook: Callable[[Tensor], None]) -> None:
+        """Register the hook on all parameters whose dtype has gradients."""
+        for parameter in parameters:
+            if parameter.is_floating_point() or parameter.is_complex():
+                hooks: Any = parameter._post_accumulate_grad_hooks
+                if hooks is None:
+                    hooks = parameter._post_accumulate_grad_hooks = OrderedDict()
+                self.places.append((parameter, hooks))
+                hooks[self] = hook
+
+    def remove(self) -> None:
+        """Remove the hook from all parameters."""
+        while self.places:
+            parameter, hooks = self.places[-1]
+            hooks.pop(self, None)
+            if not hooks and parameter._post_accumulate_grad_hooks is hooks:
+                parameter._post_accumulate_grad_hooks = None
+            self.places.pop()
 
 
 def finalizes_manually(module: nn.Module) -> bool:
-    """Whether a wrapper leaves gradients unreduced until ``finalize_backward()`` is called on it, since torch 2.15."""
+    """Return True if a wrapper reduces gradients in ``finalize_backward()`` alone, since torch 2.15."""
     state = getattr(module, "_get_fsdp_state", None)  # of fully_shard
     if state is not None:
         return getattr(state()._state_ctx, "manual_backward_finalization", False)
@@ -97,48 +102,59 @@ def finalizes_manually(module: nn.Module) -> bool:
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _OF_MODULES = ("_parameters", "_buffers", "_modules", *_HOOKS, *(f"{kind}_with_kwargs" for kind in _HOOKS))
 
-
-def parameters_in(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """A module's own parameters, without those that a parametrization computes."""
-    return module._parameters
-
-
-def buffers_in(module: nn.Module) -> dict[str, Tensor | None]:
-    """A module's own buffers."""
-    return module._buffers
-
-
-def modules_in(module: nn.Module) -> dict[str, nn.Module | None]:
-    """A module's own submodules."""
-    return module._modules
-
-
-def parameters_of_each(modules: Iterable[nn.Module]) -> list[dict[str, nn.Parameter | None]]:
-    """:func:`parameters_in` of several modules."""
-    return [module._parameters for module in modules]
-
-
-def buffers_of_each(modules: Iterable[nn.Module]) -> list[dict[str, Tensor | None]]:
-    """:func:`buffers_in` of several modules."""
-    return [module._buffers for module in modules]
-
-
-def registries(modules: Iterable[nn.Module]) -> list[dict[str, Any]]:
-    """The dictionaries of modules' own parameters and submodules; scripted modules have none, and never change."""
-    return [
-        registry
-        for module in modules
-        for registry in (module._parameters, module._modules)
-        if isinstance(registry, dict)
-    ]
-
+# What is a module's own: parameters, without those that a parametrization computes, buffers, and submodules.
+parameters_in: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
+buffers_in: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
+modules_in: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
 
 # The code of the frame in which a module is called.
 module_call = getattr(nn.Module, "_call_impl", nn.Module.__call__).__code__
 
+# The function that computes the output of a convolution, of input, weight and bias: of a module, and of its class.
+convolution: Callable[[nn.Module], Callable[[Tensor, Tensor, Tensor | None], Tensor]] = attrgetter("_conv_forward")
+
+
+def conv_forward(kind: type[nn.Module]) -> Any:
+    """The :func:`convolution` of a class; None for other classes."""
+    return getattr(kind, "_conv_forward", None)
+
+
+# The base of BatchNorm and InstanceNorm, other libraries' too.
+batch_norm: Any = getattr(nn.modules.batchnorm, "_NormBase", nn.modules.batchnorm.BatchNorm1d)
+
+# The attributes under which wrappers keep a module.
+_COMPILED = "_orig_mod"
+WRAPPED = {_COMPILED, "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+
+# What every module has; the compiled call of a module is none of its copies.
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
+
+is_in_join: Callable[[nn.Module], bool] = attrgetter("_join_config.enable")  # of a DistributedDataParallel
+
+
+def is_compilers_wrapper(module: nn.Module) -> bool:
+    """Return True for the wrapper that ``torch.compile`` returns."""
+    return _COMPILED in module._modules
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Return True if ``module.compile()`` was called."""
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def buffers_of_each(modules: Iterable[nn.Module]) -> list[dict[str, Tensor | None]]:
+    """The own buffers of several modules."""
+    return list(map(buffers_in, modules))
+
+
+def registries(modules: Iterable[nn.Module]) -> list[dict[str, Any]]:
+    """The dictionaries of modules' own parameters and submodules; scripted modules have none, and never change."""
+    pairs = ((module._parameters, module._modules) for module in modules)
+    return [registry for pair in pairs for registry in pair if isinstance(registry, dict)]
+
 
 def known_forward_hooks(modules: Iterable[nn.Module]) -> list[dict[tuple[str, int], Any]]:
-    """All forward hooks and pre-hooks of the modules, with the keys that :func:`remove_forward_hook` takes."""
+    """Forward hooks and pre-hooks of the modules, with the keys that :func:`remove_forward_hook` takes."""
     return [{(kind, key): hook for kind in _HOOKS for key, hook in getattr(m, kind).items()} for m in modules]
 
 
@@ -154,55 +170,28 @@ def remove_forward_hook(module: nn.Module, known: tuple[str, int]) -> None:
         getattr(module, place, {}).pop(key, None)
 
 
+def remove_backward_hooks(module: nn.Module) -> None:
+    """Remove all backward hooks of a module."""
+    for kind in ("_backward_hooks", "_backward_pre_hooks"):
+        getattr(module, kind, {}).clear()
+
+
 def move(module: nn.Module, device: torch.device) -> None:
     """Move a module's own parameters and buffers, without those of submodules."""
     module._apply(lambda tensor: tensor.to(device), recurse=False)
 
 
-def conv_forward(kind: type[nn.Module]) -> Any:
-    """The function that computes the output in a class of convolutions; None for other classes."""
-    return getattr(kind, "_conv_forward", None)
-
-
-def convolution(module: Any) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
-    """A convolution's output as a function of input, weight and bias."""
-    return module._conv_forward  # type: ignore[no-any-return]
-
-
-# The base of BatchNorm and InstanceNorm, other libraries' too.
-batch_norm: Any = getattr(nn.modules.batchnorm, "_NormBase", nn.modules.batchnorm.BatchNorm1d)
-
-# The attributes under which wrappers keep a module.
-_COMPILED = "_orig_mod"
-WRAPPED = {_COMPILED, "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-
-
-def is_compilers_wrapper(module: nn.Module) -> bool:
-    """Whether a module is the wrapper that ``torch.compile`` returns."""
-    return _COMPILED in module._modules
-
-
-def is_compiled_in_place(module: nn.Module) -> bool:
-    """Whether ``module.compile()`` was called."""
-    return getattr(module, "_compiled_call_impl", None) is not None
-
-
-def is_in_join(replica: nn.Module) -> bool:
-    """Whether a DistributedDataParallel is in its ``join()``."""
-    return bool(replica._join_config.enable)  # type: ignore[union-attr]
+def with_weights(module: nn.Module, parameters: dict[str, Tensor], buffers: dict[str, Any]) -> nn.Module:
+    """Shallow copy of a module without children, with other parameters and buffers."""
+    other = object.__new__(type(module))
+    vars(other).update(vars(module), _parameters=dict(parameters_in(module)) | parameters, _buffers=buffers)
+    return other
 
 
 # Tensors and modes
 
 is_functorch_wrapped: Callable[[Tensor], bool] = _find("torch._C._functorch.is_functorch_wrapped_tensor")
 _transform = _find("torch._C._functorch.peek_interpreter_stack")
-
-
-def is_transformed(tensors: Iterable[Tensor]) -> bool:
-    """Whether a transform of torch.func is running."""
-    return _transform() is not None
-
-
 function_modes: Callable[[], int] = _find("torch._C._len_torch_function_stack")  # how many of the user's are active
 dispatch_modes: Callable[[], int] = _find("torch._C._len_torch_dispatch_stack")
 set_grad_enabled: Callable[[bool], Any] = _find("torch._C._set_grad_enabled")  # a third of the public function's cost
@@ -212,12 +201,21 @@ unseen_by_dispatch: Callable[[], AbstractContextManager[Any]] = _find("torch._C.
 # ActivationHandler(attention=True) puts its function mode below those of others.
 push_mode = _find("torch.overrides._push_mode")
 pop_mode = _find("torch.overrides._pop_mode")
-modes_on = function_modes
 device_mode = _find("torch.utils._device.DeviceContext")
 
-# Operations are counted, and models traced, by a dispatch mode.
+# Operations are counted, and models traced, by a dispatch mode; outputs are multiplied leaf by leaf.
 _dispatch_mode = _find("torch.utils._python_dispatch.TorchDispatchMode")
 _Mode: Any = object if isinstance(_dispatch_mode, Gone) else _dispatch_mode
+pytree = _find("torch.utils._pytree")
+
+foreach_norm: Callable[..., list[Tensor]] = _find("torch._foreach_norm")
+foreach_add: Callable[..., list[Tensor]] = _find("torch._foreach_add")
+foreach_mul: Callable[..., list[Tensor]] = _find("torch._foreach_mul")
+foreach_scale: Callable[..., None] = _find("torch._foreach_mul_")
+foreach_copy: Callable[..., None] = _find("torch._foreach_copy_")
+foreach_addcdiv: Callable[..., list[Tensor]] = _find("torch._foreach_addcdiv")
+
+counts_changes = _find("torch.Tensor._version")
 
 
 class DispatchMode(_Mode):  # type: ignore[misc]
@@ -229,13 +227,9 @@ class DispatchMode(_Mode):  # type: ignore[misc]
         self.supports_higher_order_operators = True
 
 
-foreach_norm: Callable[..., list[Tensor]] = _find("torch._foreach_norm")
-foreach_add: Callable[..., list[Tensor]] = _find("torch._foreach_add")
-foreach_sub: Callable[..., list[Tensor]] = _find("torch._foreach_sub")
-foreach_mul: Callable[..., list[Tensor]] = _find("torch._foreach_mul")
-foreach_scale: Callable[..., None] = _find("torch._foreach_mul_")
-foreach_copy: Callable[..., None] = _find("torch._foreach_copy_")
-foreach_addcdiv: Callable[..., list[Tensor]] = _find("torch._foreach_addcdiv")
+def is_transformed(tensors: Iterable[Tensor]) -> bool:
+    """Return True while a transform of torch.func is running."""
+    return _transform() is not None
 
 
 def sparse_parts(sparse: Tensor) -> tuple[Tensor, Tensor]:
@@ -248,25 +242,10 @@ def version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def versions(tensors: Iterable[Tensor]) -> list[int]:
-    """The :func:`version` of several tensors."""
-    return list(map(version, tensors))
-
-
-counts_changes = _find("torch.Tensor._version")
-
-
 def part_of_rank(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor; any other tensor itself."""
     return getattr(tensor, "_local_tensor", tensor)
 
-
-def storage_of(tensor: Tensor) -> int:
-    """A number that all views of a strided tensor share."""
-    return int(tensor.untyped_storage()._cdata)
-
-
-pytree = _find("torch.utils._pytree")  # of outputs: tracing a model and multiplying its output need it
 
 # Compiled functions
 
@@ -284,49 +263,33 @@ _eager: list[Callable[[Any, tuple[Any, ...], dict[str, Any]], bool]] = []
 def eager_where(is_eager: Callable[[Any, tuple[Any, ...], dict[str, Any]], bool]) -> Iterator[None]:
     """Run a compiled function eagerly where a condition on it and its arguments holds.
 
-    Without the private names all compiled functions run eagerly, with one warning.
+    Without the private names all compiled functions run eagerly.
     """
     frames: Any = _find("torch._dynamo.eval_frame")
-    decide, stance = getattr(frames, "_callback_from_stance", None), getattr(frames, "_stance", None)
-    if decide is None or stance is None:
-        _warn_all_eager()
-    _eager.append(is_eager)
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            if decide is None or stance is None or len(_eager) > 1:
-                yield
-                return
+    decide: Any = getattr(frames, "_callback_from_stance", None)
+    stance = getattr(frames, "_stance", None)
 
-            def decide_by_function(callback: Any) -> Any:
-                call = sys._getframe(1).f_locals
-                if callback is None or callback is False or "fn" not in call:
-                    return decide(callback)
-                function, args, kwargs = call["fn"], call.get("args", ()), call.get("kwargs", {})
-                conditions = [condition(function, args, kwargs) for condition in _eager]  # all have to be called
-                if any(conditions):
-                    return decide(callback)
-                forced, frames._stance = frames._stance, stance  # the user's own
-                try:
-                    return decide(callback)
-                finally:
-                    frames._stance = forced
+    def decide_by_function(callback: Any) -> Any:
+        call = sys._getframe(1).f_locals
+        if callback is None or callback is False or "fn" not in call:
+            return decide(callback)
+        function, args, kwargs = call["fn"], call.get("args", ()), call.get("kwargs", {})
+        if any(condition(function, args, kwargs) for condition in _eager):
+            return decide(callback)
+        forced, frames._stance = frames._stance, stance  # the user's own
+        try:
+            return decide(callback)
+        finally:
+            frames._stance = forced
 
+    with contextlib.ExitStack() as exits:
+        _eager.append(is_eager)
+        exits.callback(_eager.remove, is_eager)
+        exits.enter_context(torch.compiler.set_stance("force_eager"))
+        if decide is not None and stance is not None and len(_eager) == 1:
             frames._callback_from_stance = decide_by_function
-            try:
-                yield
-            finally:
-                frames._callback_from_stance = decide
-    finally:
-        _eager.remove(is_eager)
-
-
-@functools.cache
-def _warn_all_eager() -> None:
-    _logger.warning(
-        "torch %s: all compiled functions run eagerly in monitored iterations, because torch._dynamo.eval_frame has "
-        "changed",
-        torch.__version__,
-    )
+            exits.callback(setattr, frames, "_callback_from_stance", decide)
+        yield
 
 
 # Ignite's engines
@@ -343,7 +306,7 @@ def check_engine(engine: Any) -> None:
         "attach()",
         *(backward_number, queue_callback, _gradient_hooks, counts_changes, is_functorch_wrapped, _transform),
         *(function_modes, dispatch_modes, set_grad_enabled, unseen_by_dispatch, foreach_norm, foreach_add),
-        *(foreach_sub, foreach_mul, foreach_scale, foreach_copy, foreach_addcdiv),
+        *(foreach_mul, foreach_scale, foreach_copy, foreach_addcdiv),
         *(Gone(f"torch.nn.Module.{name}") for name in _OF_MODULES if not hasattr(module, name)),
         *(
             Gone(f"ignite.engine.Engine.{name}")
@@ -357,22 +320,3 @@ def put_first(engine: Any, event: Any) -> None:
     """Move the latest handler of an event to the first place."""
     handlers = getattr(engine, EVENT_HANDLERS)[event]
     handlers.insert(0, handlers.pop())
-
-
-# Copies of modules
-
-# What every module has; the compiled call of a module is none of its copies.
-MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
-
-
-def with_weights(module: nn.Module, parameters: dict[str, Tensor], buffers: dict[str, Any]) -> nn.Module:
-    """Shallow copy of a module without children, with other parameters and buffers."""
-    other = object.__new__(type(module))
-    vars(other).update(vars(module), _parameters=dict(parameters_in(module)) | parameters, _buffers=buffers)
-    return other
-
-
-def remove_backward_hooks(module: nn.Module) -> None:
-    """Remove all backward hooks of a module."""
-    for kind in ("_backward_hooks", "_backward_pre_hooks"):
-        getattr(module, kind, {}).clear()

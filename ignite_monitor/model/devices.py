@@ -1,4 +1,4 @@
-"""Where a model is, and moving small tensors without waiting for a device."""
+"""The device of a model, and transfers of small tensors that do not synchronize host and device."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from torch import Tensor, nn
 
 def device_of(model: nn.Module) -> torch.device:
     """The device of a model's first parameter that has data; the CPU if none has."""
-    return next((each.device for each in model.parameters() if not each.is_meta), torch.device("cpu"))
+    return next((item.device for item in model.parameters() if not item.is_meta), torch.device("cpu"))
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor from the CPU on a device, without waiting for it."""
+    """Copy a tensor from the CPU to a device."""
     if device.type == "cpu":
         return tensor
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def move(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor on a device, without waiting for its own or for that one."""
+    """Copy a tensor from any device to another."""
     if tensor.device.type == "cpu":
         return upload(tensor, device)
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
 def move_like(tensor: Tensor, reference: Tensor) -> Tensor:
-    """A tensor on another one's device and of its dtype, without waiting for either device."""
+    """Copy a tensor to the device and dtype of another one."""
     return move(tensor.to(reference.dtype), reference.device)
 
 

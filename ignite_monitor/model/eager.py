@@ -32,32 +32,25 @@ def out_of_compiler(function: Function) -> Function:
     return torch.compiler.disable(function)  # type: ignore[no-any-return]
 
 
-class Eager(contextlib.AbstractContextManager["Eager"]):
-    """Run compiled functions that call some models eagerly; nothing is compiled anew.
+class Eager(contextlib.ExitStack):
+    """Run compiled functions that call some models eagerly; nothing is compiled again.
 
-    Hooks that come after the first compiled call would not run otherwise. Eager are: the models and their modules, and
-    functions that refer to one of them by an argument, a closure, a global name or an attribute of these, see
-    :func:`refers_to`. Other compiled functions stay compiled and compute the same bits as ever.
+    Hooks registered after the first compiled call would not run otherwise. Eager are the models, their modules, and
+    functions that refer to one of them, see :func:`refers_to`; other compiled functions stay compiled.
 
     Args:
         models: the models; none for all compiled functions.
     """
 
     def __init__(self, *models: nn.Module) -> None:
+        super().__init__()
         self._models = models
-        self._context = contextlib.ExitStack()
 
     def __enter__(self) -> Eager:
         if "torch._dynamo" in sys.modules:  # nothing is compiled before this import, which takes seconds
-            self._context.enter_context(eager_where(self._is_eager))
+            self._modules = {id(module) for model in self._models for module in model.modules()}
+            self.enter_context(eager_where(self._is_eager))
         return self
-
-    def __exit__(self, *error: object) -> None:
-        self._context.close()
-
-    @functools.cached_property
-    def _modules(self) -> set[int]:
-        return {id(module) for model in self._models for module in model.modules()}
 
     def _is_eager(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         values = [function, *args, *kwargs.values()]
@@ -65,10 +58,10 @@ class Eager(contextlib.AbstractContextManager["Eager"]):
 
 
 def refers_to(value: Any, modules: Container[int], depth: int = 2) -> bool:
-    """Whether a value is a module, contains it, or refers to it in so many steps, each of which is one of these.
+    """Return True if a value is a module, contains it, or refers to it in so many steps.
 
-    From a function to its closure, its defaults and the global names in its code; from a method to its object; from any
-    other object to its attributes. Members of lists and dictionaries are not searched.
+    A function refers to its closure, defaults and the global names in its code; a method to its object; any other
+    object to its attributes. Members of lists and dictionaries are not searched.
 
     Args:
         modules: ids of the modules.

@@ -13,9 +13,11 @@ from torch import nn
 
 from ignite_monitor.model._torch import in_backward, module_call
 
+is_recomputation = in_backward  # activation checkpointing repeats forward passes in a backward
+
 
 def before_forward(
-    modules: Iterable[nn.Module], hook: Callable[..., Any], *, first: bool = False, key: object = None
+    modules: Iterable[nn.Module], hook: Callable[..., Any], *, first: bool = False
 ) -> AbstractContextManager[None]:
     """Call a hook before forward passes of modules, while the context is entered.
 
@@ -23,7 +25,6 @@ def before_forward(
         hook: gets the module, its positional and its keyword arguments. A :class:`ModuleHook` is called for shallow
             copies of the modules too.
         first: whether it runs before the user's hooks, not after them.
-        key: unused.
     """
     return _registered(nn.Module.register_forward_pre_hook, modules, hook, with_kwargs=True, prepend=first)
 
@@ -31,29 +32,21 @@ def before_forward(
 def after_forward(
     modules: Iterable[nn.Module], hook: Callable[..., Any], *, first: bool = False
 ) -> AbstractContextManager[None]:
-    """As :func:`before_forward`, after each pass: the hook gets the output too."""
+    """Call a hook after forward passes, as :func:`before_forward`; it gets the output too."""
     return _registered(nn.Module.register_forward_hook, modules, hook, with_kwargs=True, prepend=first)
 
 
 def outputs_to(modules: Iterable[nn.Module], hook: ModuleHook) -> AbstractContextManager[None]:
-    """As :func:`after_forward`, at half its cost: the hook gets no keyword arguments."""
+    """Call a hook after forward passes, without keyword arguments: half the cost of :func:`after_forward`."""
     return _registered(nn.Module.register_forward_hook, modules, hook)
-
-
-def is_recomputation() -> bool:
-    """Whether activation checkpointing repeats a forward pass in a backward pass."""
-    return in_backward()
 
 
 def running_module() -> nn.Module | None:
     """The innermost module whose forward pass is running."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is module_call:
-            module: nn.Module = frame.f_locals["self"]
-            return module
+    while frame is not None and frame.f_code is not module_call:
         frame = frame.f_back
-    return None
+    return None if frame is None else frame.f_locals["self"]
 
 
 class ModuleHook:

@@ -12,9 +12,9 @@ import random
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
-from types import FunctionType, MethodType, ModuleType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -22,36 +22,51 @@ from torch import Tensor, nn
 
 from ignite_monitor.model._torch import MODULE_ATTRIBUTES, buffers_of_each
 
-# The mark of a second pass
-
-
-class _Thread(threading.local):
-    running = False
-
-
-_thread = _Thread()
+_thread = threading.local()
 
 
 def is_reference_run() -> bool:
     """Return True while this thread runs a second pass, which monitors must not measure."""
-    return _thread.running
+    return getattr(_thread, "in_second_pass", False)
 
 
 @contextlib.contextmanager
-def reference_run() -> Iterator[None]:
-    """Mark this thread as running a second pass, and disable autocast's cache of cast weights."""
-    outer, cached = _thread.running, torch.is_autocast_cache_enabled()
+def isolated_pass(model: nn.Module, devices: Iterable[torch.device] | None = None) -> Iterator[None]:
+    """Run a second pass of a model: RNG state, generators, buffers and training flags are restored on exit.
+
+    The RNG state is that of ``devices``; None for those of the model's parameters and buffers.
+    """
+    modules = list(model.modules())
+    if devices is None:
+        devices = {item.device for item in chain(model.parameters(), model.buffers())}
+    generators = [item for module in modules for item in generators_of(module).values()]
+    before = is_reference_run(), torch.is_autocast_cache_enabled()
+    with preserved_rng_state(devices, generators), preserved_buffers(modules):
+        try:
+            _thread.in_second_pass = True
+            # Weights that are cast here without gradients would be reused where gradients are recorded.
+            torch.set_autocast_cache_enabled(False)
+            yield
+        finally:
+            _thread.in_second_pass = before[0]
+            torch.set_autocast_cache_enabled(before[1])
+
+
+@contextlib.contextmanager
+def preserved_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Restore buffers and training flags of modules on exit; inside, the buffers are copies."""
+    flags = [(module, module.training) for module in modules]
+    buffers = [(registry, dict(registry)) for registry in buffers_of_each(module for module, _ in flags) if registry]
     try:
-        # Weights that are cast here without gradients would be reused where gradients are recorded.
-        torch.set_autocast_cache_enabled(False)
-        _thread.running = True
+        for registry, saved in buffers:
+            registry.update((name, None if item is None else item.clone()) for name, item in saved.items())
         yield
     finally:
-        _thread.running = outer
-        torch.set_autocast_cache_enabled(cached)
-
-
-# RNG state
+        for module, flag in flags:
+            module.training = flag
+        for registry, saved in buffers:
+            registry.clear()
+            registry.update(saved)
 
 
 def cuda_devices() -> list[torch.device]:
@@ -60,18 +75,20 @@ def cuda_devices() -> list[torch.device]:
 
 
 def capture_rng_state(devices: Iterable[torch.device] | None = None) -> dict[str, Any]:
-    """RNG state of torch, Python and NumPy, in tensors, lists, strings and numbers only.
+    """RNG state of torch, Python, NumPy and devices, None for the CUDA devices in use; no device is synchronized.
 
-    ``torch.load(weights_only=True)`` reads what ``torch.save`` writes of it. No device is synchronized.
-
-    Args:
-        devices: accelerators to include; None for the CUDA devices in use.
+    It holds only what ``torch.load(weights_only=True)`` reads.
     """
     version, words, gauss = random.getstate()
+    devices = set(cuda_devices() if devices is None else devices)
     state: dict[str, Any] = {
         "torch": torch.default_generator.get_state(),
         "python": [version, list(words), gauss],
-        "devices": {str(item): _device_state(item) for item in _accelerators(devices)},
+        "devices": {
+            str(item): torch.get_device_module(item).get_rng_state(*_index_of(item))
+            for item in devices
+            if item.type not in ("cpu", "meta")
+        },
     }
     numpy = sys.modules.get("numpy.random")  # nothing was drawn from a package that is not imported
     if numpy is not None:
@@ -80,11 +97,7 @@ def capture_rng_state(devices: Iterable[torch.device] | None = None) -> dict[str
 
 
 def restore_rng_state(state: Mapping[str, Any]) -> None:
-    """Restore what :func:`capture_rng_state` returned; devices that do not exist are skipped.
-
-    Raises:
-        ValueError: if NumPy's global generator is of another kind than the captured one.
-    """
+    """Restore what :func:`capture_rng_state` returned; devices that do not exist are skipped."""
     torch.default_generator.set_state(state["torch"])
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
@@ -96,62 +109,37 @@ def restore_rng_state(state: Mapping[str, Any]) -> None:
         device = torch.device(name)
         module = torch.get_device_module(device)
         if module.is_available() and (device.index or 0) < module.device_count():
-            module.set_rng_state(value, *_indexed(device))
+            module.set_rng_state(value, *_index_of(device))
 
 
 @contextlib.contextmanager
 def preserved_rng_state(
     devices: Iterable[torch.device] | None = None, generators: Iterable[Any] = ()
 ) -> Iterator[None]:
-    """Restore RNG state on exit: torch's, Python's, NumPy's, and that of the generators given.
-
-    Args:
-        devices: as for :func:`capture_rng_state`.
-        generators: generators of torch, Python or NumPy, as :func:`generators_of` returns them.
-    """
+    """Restore the state that :func:`capture_rng_state` returns, and that of generators, on exit."""
     state = capture_rng_state(devices)
-    own = [(item, _generator_state(item)) for item in generators]
+    own = [(set_state, get_state()) for get_state, set_state in map(_accessors, generators)]
     try:
         yield
     finally:
         restore_rng_state(state)
-        for generator, saved in own:
-            _set_generator_state(generator, saved)
+        for set_state, saved in own:
+            set_state(saved)
 
 
 def copy_generator_state(generator: Any, source: Any) -> None:
     """Set the state of a generator to that of another one of its kind."""
-    if generator is not source:
-        _set_generator_state(generator, _generator_state(source))
+    _accessors(generator)[1](_accessors(source)[0]())
 
 
 def generators_of(module: nn.Module) -> dict[tuple[Any, ...], Any]:
-    """Generators of torch, Python and NumPy that a module holds outside of its submodules, by path.
-
-    Searched are attributes, containers, attributes of other objects, and closures.
-    """
+    """Generators of torch, Python and NumPy that a module reaches, by path."""
     numpy = sys.modules.get("numpy.random")
     kinds = (torch.Generator, random.Random, *(() if numpy is None else (numpy.Generator, numpy.RandomState)))
     return {path: value for path, value in reachable(module) if isinstance(value, kinds)}
 
 
-def _accelerators(devices: Iterable[torch.device] | None) -> Iterator[torch.device]:
-    for device in cuda_devices() if devices is None else set(devices):
-        if device.type == "cuda" and device.index is None:
-            yield torch.device("cuda", torch.cuda.current_device())
-        elif device.type not in ("cpu", "meta"):
-            yield device
-
-
-def _device_state(device: torch.device) -> Tensor:
-    if device.type == "cuda":  # without a synchronization
-        torch.cuda.init()
-        return torch.cuda.default_generators[device.index].get_state()
-    state: Tensor = torch.get_device_module(device).get_rng_state(*_indexed(device))
-    return state
-
-
-def _indexed(device: torch.device) -> tuple[torch.device, ...]:
+def _index_of(device: torch.device) -> tuple[torch.device, ...]:
     return () if device.type == "mps" else (device,)  # torch.mps has one device, and no such argument
 
 
@@ -161,61 +149,18 @@ def _without_arrays(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def _generator_state(generator: Any) -> Any:
+def _accessors(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    """Functions that return and set the state of a generator."""
     if isinstance(generator, random.Random):
-        return generator.getstate()
-    return generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.get_state()
+        return generator.getstate, generator.setstate
+    bits = getattr(generator, "bit_generator", None)  # of NumPy
+    if bits is not None:
+        return lambda: bits.state, lambda state: setattr(bits, "state", state)
+    return generator.get_state, generator.set_state
 
 
-def _set_generator_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif hasattr(generator, "bit_generator"):
-        generator.bit_generator.state = state
-    else:
-        generator.set_state(state)
-
-
-# Modules
-
-
-@contextlib.contextmanager
-def preserved_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Restore buffers and training flags of modules on exit; inside, the buffers are copies."""
-    modules = list(modules)
-    flags = [module.training for module in modules]
-    buffers = [(registry, dict(registry)) for registry in buffers_of_each(modules) if registry]
-    try:
-        for registry, saved in buffers:
-            registry.update((name, None if item is None else item.clone()) for name, item in saved.items())
-        yield
-    finally:
-        for module, flag in zip(modules, flags, strict=True):
-            module.training = flag
-        for registry, saved in buffers:
-            registry.clear()
-            registry.update(saved)
-
-
-@contextlib.contextmanager
-def isolated_pass(*models: nn.Module, devices: Iterable[torch.device] | None = None) -> Iterator[None]:
-    """Run a second pass of models: RNG state, generators, buffers and training flags are restored on exit.
-
-    Args:
-        devices: whose RNG state is restored; None for those of the models' parameters and buffers.
-    """
-    modules = list(dict.fromkeys(chain.from_iterable(model.modules() for model in models)))
-    if devices is None:
-        devices = {item.device for model in models for item in chain(model.parameters(), model.buffers())}
-    generators = [item for module in modules for item in generators_of(module).values()]
-    with preserved_rng_state(devices, generators), preserved_buffers(modules), reference_run():
-        yield
-
-
-class Captured(str):
-    """A name in a path of :func:`reachable` that a function refers to by its closure or defaults."""
-
-    __slots__ = ()
+class Captured(int):
+    """A position in a path of :func:`reachable`, among the objects of a function's closure and defaults."""
 
 
 _ATOMS = (int, float, str, bytes, type(None), Tensor, nn.Module, ModuleType, type)
@@ -244,23 +189,13 @@ def _members(value: Any) -> Iterable[tuple[Any, Any]]:
     if isinstance(value, dict):
         return [*value.items()]
     if isinstance(value, (list, tuple, deque)):
-        return [*enumerate(value)]
+        return enumerate([*value])
     if isinstance(value, FunctionType):
-        names = value.__code__.co_freevars
-        cells = zip(names, value.__closure__ or (), strict=True)
-        captured: dict[Any, Any] = {name: cell.cell_contents for name, cell in cells if _is_set(cell)}
-        captured |= dict(enumerate(value.__defaults__ or ())) | (value.__kwdefaults__ or {})
-        return [(Captured(name), item) for name, item in captured.items()]
+        held = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
+        held += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        return [(Captured(index), item) for index, item in enumerate(held)]
     if isinstance(value, MethodType):
-        return [("__func__", value.__func__), ("__self__", value.__self__)]
+        return enumerate([value.__func__, value.__self__])
     if isinstance(value, functools.partial):
         return enumerate([value.func, *value.args, *value.keywords.values()])
     return [*getattr(value, "__dict__", {}).items()]
-
-
-def _is_set(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018 - raises if the variable is not set yet
-    except ValueError:
-        return False
-    return True

@@ -1,4 +1,4 @@
-"""What modules compute of an input and a weight: those that are linear in both, and the dimension of their features."""
+"""Modules that are linear in input and weight, and the dimension of features."""
 
 from __future__ import annotations
 
@@ -19,23 +19,19 @@ _OVER_CHANNELS = (batch_norm, nn.GroupNorm, nn.PReLU)  # the first is that of Ba
 
 
 def is_plain(module: nn.Module, *kinds: type[nn.Module]) -> bool:
-    """Whether a module computes what one of the kinds does, with a weight that is its own parameter.
+    """Return True if a module computes the same as one of the kinds, with a weight that is its own parameter.
 
-    Those with a forward of their own are not, nor those whose weight is computed: by a parametrization, or by what
-    weight or spectral norm put in their place.
+    A forward of its own excludes a module, and so does a computed weight: a parametrization, weight or spectral norm.
     """
     if "forward" in vars(module) or parameters_in(module).get("weight") is None:
         return False
-    kind = type(module)
-    return any(
-        kind is each
-        or (isinstance(module, each) and kind.forward is each.forward and conv_forward(kind) is conv_forward(each))
-        for each in kinds
-    )
+    own = type(module)
+    inherited = (kind for kind in kinds if isinstance(module, kind))
+    return any(own.forward is kind.forward and conv_forward(own) is conv_forward(kind) for kind in inherited)
 
 
 def linear_map(module: nn.Module) -> Callable[[tuple[Any, ...], dict[str, Any]], LinearMap] | None:
-    """How to get, from the arguments of a call, what a module computes of an input and a weight, bias apart.
+    """A function of a call's arguments that returns the output as a function of input and weight, without bias.
 
     None if it is not one of Linear, convolutions, transposed convolutions, and Conv1D of transformers.
     """
@@ -59,7 +55,7 @@ def feature_dim(module: nn.Module) -> int:
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether it is Conv1D of transformers, a linear layer whose weight is of shape (in, out)."""
+    """Return True for Conv1D of transformers, a linear layer whose weight is of shape (in, out)."""
     kind = type(module)
     return f"{kind.__module__}.{kind.__qualname__}" == "transformers.pytorch_utils.Conv1D"
 

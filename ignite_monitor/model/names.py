@@ -1,4 +1,4 @@
-"""What modules and parameters are called in the user's own model, whatever it has been wrapped in."""
+"""Names of modules and parameters in the user's own model, without those of wrappers."""
 
 from __future__ import annotations
 
@@ -13,31 +13,30 @@ from ignite_monitor.model._torch import WRAPPED
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """All modules with the names they have without wrappers; a wrapper itself has that of what it wraps.
+    """Modules with the names they have without wrappers; a wrapper itself has that of what it wraps.
 
     Wrappers are those of torch: DistributedDataParallel, DataParallel, FullyShardedDataParallel, ``torch.compile``
     and activation checkpointing. A module that the user calls ``module`` keeps its name.
     """
-    clean = {"": ""}
+    names = {"": ""}
     modules: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
         modules[path] = module
         parent, _, last = path.rpartition(".")
         if path:
             is_replicas = last == "module" and isinstance(modules[parent], (DataParallel, DistributedDataParallel))
-            within = clean[parent]
-            clean[path] = within if is_replicas or last in WRAPPED else f"{within}.{last}".lstrip(".")
-        yield clean[path], module
+            names[path] = names[parent] if is_replicas or last in WRAPPED else f"{names[parent]}.{last}".lstrip(".")
+        yield names[path], module
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The user's own model in whatever it has been wrapped in."""
+    """The user's own model, without its wrappers."""
     # A wrapper comes before what it wraps, by the same name.
     return [module for name, module in named_modules(model) if not name][-1]
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Module]]:
-    """All parameters, each once and by its first name, with the modules that own them."""
+    """Parameters, each once and by its first name, with the modules that own them."""
     seen = set()
     for name, module in named_modules(model):
         for last, parameter in module.named_parameters(recurse=False):
@@ -48,23 +47,21 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.M
 
 def tags(names: Iterable[str]) -> list[str]:
     """Names as loggers keep them: of letters, digits, ``-``, ``_``, ``.`` and ``/``, each different."""
-    found: dict[str, None] = {}
+    unique: dict[str, None] = {}
     for name in names:
-        plain = tag = re.sub(r"[^A-Za-z0-9_./-]", "_", name)
-        more = count(2)
-        while tag in found:
-            tag = f"{plain}_{next(more)}"
-        found[tag] = None
-    return list(found)
+        plain = re.sub(r"[^A-Za-z0-9_./-]", "_", name)
+        numbered = (f"{plain}_{number}" for number in count(2))
+        unique[plain if plain not in unique else next(tag for tag in numbered if tag not in unique)] = None
+    return list(unique)
 
 
 Pattern = str | re.Pattern[str] | None
 
 
 class Selection:
-    """Picks names in which the regular expression ``include`` is found, and ``exclude`` is not.
+    """Names in which the regular expression ``include`` matches, and ``exclude`` does not.
 
-    None stands for every name, and for no name. A TypeError is raised for another type, a ValueError for a bad pattern.
+    None selects every name, and excludes none. A TypeError is raised for another type, a ValueError for a bad pattern.
     """
 
     def __init__(self, include: Pattern = None, exclude: Pattern = None) -> None:
@@ -73,11 +70,11 @@ class Selection:
 
     @property
     def is_all(self) -> bool:
-        """Whether it picks every name."""
+        """True if it has every name."""
         return self._include is None and self._exclude is None
 
     def of(self, names: Iterable[str]) -> Iterable[str]:
-        """The names that it picks, in their order."""
+        """The selected names, in their order."""
         return names if self.is_all else [name for name in names if name in self]
 
     def __contains__(self, name: str) -> bool:

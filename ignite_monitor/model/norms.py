@@ -23,98 +23,70 @@ _LONGEST_SUM = 16 * _ROW
 _SAFE = (1e-9, 1e18)
 
 
+@torch.no_grad()
 def norms(tensors: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
-    r"""The p-norm of every tensor, :math:`(\sum_i |t_i|^p)^{1/p}`, accumulated in float64, without synchronization.
+    """The 1-, 2- or maximum norm of every tensor, accumulated in float64, without synchronization.
 
-    Right where p-th powers do not fit the tensors' dtype; sparse tensors count coalesced, DTensors with all shards.
+    Sparse tensors count coalesced, DTensors with all shards: one collective per device mesh and sharded mesh dimension.
 
     Args:
-        tensors: dense or sparse, real or complex, of any floating-point dtypes and devices. DTensors take one
-            collective per device mesh, placement and sharded mesh dimension.
-        norm_type: p > 0 or ``math.inf``.
+        tensors: dense or sparse, real or complex, of any floating-point dtypes and devices.
+        norm_type: 1, 2 or ``math.inf``.
 
     Returns:
         A float64 vector (float32 on devices without float64) on the device of the first tensor.
     """
-    with torch.no_grad():
-        if not any_sharded(tensors):
-            return _local_norms(tensors, norm_type)
-        local, placed = list(tensors), dict[Any, list[int]]()
-        for i, tensor in enumerate(tensors):
-            if is_sharded(tensor):
-                local[i], mesh, dims = _shard(tensor)
-                placed.setdefault((mesh, dims), []).append(i)
-        values = _local_norms(local, norm_type)
-        for (mesh, dims), indices in placed.items():
-            at = upload(torch.tensor(indices, device="cpu"), values.device)
-            part = values if len(indices) == len(local) else values[at]
-            for dim in dims:
-                part = reduce_norm(part, norm_type, partial(all_reduce, group=mesh.get_group(dim)))
-            values = part if len(indices) == len(local) else values.index_copy(0, at, part)
-        return values
+    if not any_sharded(tensors):
+        return _local_norms(tensors, norm_type)
+    local, placed = list(tensors), dict[Any, list[int]]()
+    for i, tensor in enumerate(tensors):
+        if is_sharded(tensor):
+            local[i], mesh, dims = _shard(tensor)
+            placed.setdefault((mesh, dims), []).append(i)
+    values = _local_norms(local, norm_type)
+    for (mesh, dims), indices in placed.items():
+        at = upload(torch.tensor(indices, device="cpu"), values.device)
+        part = values[at]
+        for dim in dims:
+            part = reduce_norm(part, norm_type, partial(all_reduce, group=mesh.get_group(dim)))
+        values = values.index_copy(0, at, part)
+    return values
 
 
+@torch.no_grad()
 def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
-    """The p-norm of all elements of all tensors, as :func:`norms`, 0-dim; of DTensors only this rank's shards count."""
-    with torch.no_grad():
-        local: list[Any] = list(tensors)
-        if any_sharded(local):
-            local = [tensor.to_local() if is_sharded(tensor) else tensor for tensor in local]
-        values = _local_norms(local, norm_type)
-        if not local:
-            return values.sum()
-        return combine(values, norm_type, local)
+    """The norm of all elements of all tensors, as :func:`norms`, 0-dim; of DTensors only this rank's shards count."""
+    local: list[Any] = list(tensors)
+    if any_sharded(local):
+        local = [tensor.to_local() if is_sharded(tensor) else tensor for tensor in local]
+    return combine(_local_norms(local, norm_type), norm_type) if local else torch.zeros((), dtype=torch.float64)
 
 
-def combine(norms: Iterable[Tensor] | Tensor, norm_type: float = 2.0, parts: Iterable[Tensor] | None = None) -> Tensor:
-    r"""The norm of a vector from the norms of its parts, :math:`(\sum_i n_i^p)^{1/p}`.
-
-    Args:
-        norms: 0-dim tensors on one device and of one dtype, or a vector.
-        parts: the parts, if powers of their norms may fit the dtype of the norms; None if that is not known.
-    """
+def combine(norms: Iterable[Tensor] | Tensor, norm_type: float = 2.0) -> Tensor:
+    """The norm of a vector from the norms of its parts: 0-dim tensors on one device and of one dtype, or a vector."""
     values = norms if isinstance(norms, Tensor) else torch.stack(list(norms))
-    if norm_type in (1.0, math.inf) or (
-        parts is not None and _fits({part.dtype for part in parts}, norm_type, values.dtype)
-    ):
+    if norm_type != 2.0:
         return torch.linalg.vector_norm(values, norm_type)  # type: ignore[no-any-return]
-    unit = _unit(values.max())
-    return unit * torch.as_tensor(torch.linalg.vector_norm(values / unit, norm_type))
+    unit = _unit(values.amax())
+    return unit * torch.as_tensor(torch.linalg.vector_norm(values / unit))
 
 
 def reduce_norm(norm: Tensor, norm_type: float, over_ranks: Callable[[Tensor, bool], Tensor]) -> Tensor:
-    """Norms of vectors whose parts are on several ranks.
-
-    Args:
-        norm: norms of this rank's parts, of any shape.
-        over_ranks: returns the sum of a tensor over the ranks, or with True as its second argument the maximum.
-    """
+    """Norms of vectors from those of this rank's parts, by the sum over ranks, or with True their maximum."""
     if norm_type == math.inf:
         return over_ranks(norm, True)
-    unit = 1.0 if norm_type in (1.0, 2.0) else _unit(over_ranks(norm, True))
-    return unit * over_ranks((norm / unit) ** norm_type, False) ** (1.0 / norm_type)
-
-
-def row_norms(rows: Tensor) -> Tensor:
-    """The l2 norm of every row of a dense tensor, along its last dimension, as :func:`norms`."""
-    dtype = wide_dtype(rows.device)
-    if rows.is_complex():
-        rows = torch.view_as_real(rows).flatten(-2)
-    if not rows.shape[-1] or _fits({rows.dtype}, 2.0, dtype):
-        return torch.linalg.vector_norm(rows, dim=-1, dtype=dtype)  # type: ignore[no-any-return]
-    unit = _unit(torch.linalg.vector_norm(rows, math.inf, dim=-1, keepdim=True, dtype=dtype))
-    return unit.squeeze(-1) * torch.as_tensor(torch.linalg.vector_norm(rows / unit, dim=-1))
+    return over_ranks(norm**norm_type, False) ** (1.0 / norm_type)
 
 
 def any_sharded(tensors: Iterable[Tensor]) -> bool:
-    """Whether there is a DTensor among tensors."""
+    """Return True if there is a DTensor among tensors."""
     # No DTensor exists before its module is imported, which takes a while.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and any(issubclass(kind, module.DTensor) for kind in set(map(type, tensors)))
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor."""
+    """Return True for a DTensor."""
     return any_sharded((tensor,))
 
 
@@ -159,26 +131,19 @@ def _local_norms(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
         tensors = [_as_dense_real(tensor, norm_type) for tensor in tensors]
     if not all(map(Tensor.numel, tensors)):
         tensors = [tensor if tensor.numel() else tensor.new_zeros(1) for tensor in tensors]
+    first = tensors[0].device
     if len({tensor.device for tensor in tensors}) > 1:
-        first = tensors[0].device
         alone = [_local_norms([tensor], norm_type) for tensor in tensors]
         return torch.cat([norm.to(first, wide_dtype(first)) for norm in alone])
     # Other devices read memory slower than they add in float64, and no branch may depend on a value there.
-    if tensors and tensors[0].is_cpu and norm_type in (1.0, 2.0, math.inf):
-        return _cpu_norms(tensors, norm_type)
-    return _wide_norms(tensors, norm_type)
-
-
-def _cpu_norms(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
-    if not all(map(Tensor.is_contiguous, tensors)):  # sums of others take another way, with fewer digits
-        tensors = [tensor if tensor.is_contiguous() else _contiguous(tensor) for tensor in tensors]
+    if first.type != "cpu" or torch.float64 in {tensor.dtype for tensor in tensors}:
+        return _wide_norms(tensors, norm_type)
+    tensors = list(map(Tensor.contiguous, tensors))  # sums of others take another way, with fewer digits
     sizes = list(map(Tensor.numel, tensors))
     values = torch.empty(len(tensors), dtype=torch.float64, device="cpu")
-    for dtype in {tensor.dtype for tensor in tensors}:
-        short = [i for i, tensor in enumerate(tensors) if sizes[i] <= _LONGEST_SUM and tensor.dtype == dtype]
-        if short:
-            sums = torch.stack(foreach_norm([tensors[i] for i in short], norm_type, dtype=_sum_dtype(dtype)))
-            values[short] = sums.double()
+    short = [i for i, size in enumerate(sizes) if size <= _LONGEST_SUM]
+    if short:
+        values[short] = torch.stack(foreach_norm([tensors[i] for i in short], norm_type, dtype=torch.float32)).double()
     for i, size in enumerate(sizes):
         if size > _LONGEST_SUM:
             values[i] = _long_norm(tensors[i].view(-1), norm_type)
@@ -189,60 +154,33 @@ def _cpu_norms(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
 
 
 def _long_norm(vector: Tensor, norm_type: float) -> Tensor:
-    rest = vector.numel() % _ROW
-    dtype = _sum_dtype(vector.dtype)
-    rows = vector[: vector.numel() - rest].view(-1, _ROW)
-    parts = torch.linalg.vector_norm(rows, norm_type, dim=1, dtype=dtype).double()
-    if rest:
-        last = torch.linalg.vector_norm(vector[-rest:], norm_type, dtype=dtype)
-        parts = torch.cat((parts, last.view(1).double()))
-    return torch.linalg.vector_norm(parts, norm_type)  # type: ignore[no-any-return]
+    whole = len(vector) // _ROW * _ROW
+    parts = torch.linalg.vector_norm(vector[:whole].view(-1, _ROW), norm_type, dim=1, dtype=torch.float32)
+    if whole < len(vector):
+        rest = torch.linalg.vector_norm(vector[whole:], norm_type, dtype=torch.float32)
+        parts = torch.cat((parts, rest.view(1)))
+    return torch.linalg.vector_norm(parts.double(), norm_type)  # type: ignore[no-any-return]
 
 
 def _wide_norms(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
-    dtype = wide_dtype(tensors[0].device) if tensors else torch.float64
-    if not tensors:
-        return torch.zeros(0, dtype=dtype, device="cpu")
-    if _fits({tensor.dtype for tensor in tensors}, norm_type, dtype):
+    dtype = wide_dtype(tensors[0].device)
+    largest = max(torch.finfo(kind).max for kind in {tensor.dtype for tensor in tensors})
+    if norm_type != 2.0 or largest < torch.finfo(dtype).max ** 0.5:  # no square under- or overflows
         return torch.stack(foreach_norm(list(tensors), norm_type, dtype=dtype))
     units = _unit(torch.stack(foreach_norm(list(tensors), math.inf, dtype=dtype)))
     scaled = [tensor.to(dtype) / unit for tensor, unit in zip(tensors, units.unbind(), strict=True)]
-    return units * torch.stack([torch.linalg.vector_norm(tensor, norm_type) for tensor in scaled])
-
-
-def _fits(dtypes: Iterable[torch.dtype], norm_type: float, dtype: torch.dtype) -> bool:
-    """Whether no power of an element under- or overflows in a dtype."""
-    root = torch.finfo(dtype).max ** 0.5
-    return norm_type in (1.0, math.inf) or (norm_type == 2.0 and all(torch.finfo(other).max < root for other in dtypes))
+    return units * torch.stack(foreach_norm(scaled, norm_type))
 
 
 def _unit(largest: Tensor) -> Tensor:
-    """A divisor that keeps powers in range: the largest absolute value, or 1."""
-    return torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
-
-
-def _sum_dtype(dtype: torch.dtype) -> torch.dtype | None:
-    return None if dtype in (torch.float32, torch.float64) else torch.float32
+    """A divisor that keeps squares in range, from the largest absolute value, which may be 0, inf or NaN."""
+    limits = torch.finfo(largest.dtype)
+    return largest.clamp(limits.tiny, limits.max)
 
 
 def _as_dense_real(tensor: Tensor, norm_type: float) -> Tensor:
-    if tensor.layout == torch.sparse_coo:
-        tensor = tensor.coalesce()
     if tensor.layout != torch.strided:
-        tensor = tensor.values()
+        tensor = summed_values(tensor) if tensor.is_sparse else tensor.values()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj()) if norm_type == 2.0 else tensor.abs()
     return tensor
-
-
-def _contiguous(tensor: Tensor) -> Tensor:
-    """A vector of the elements, in the order in which they lie in memory."""
-    return tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True)).reshape(-1)
-
-
-norm_of_each = norms
-
-
-def sharded_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
-    """The p-norm of all elements of all DTensors, with all shards; 0-dim."""
-    return combine(norms(list(tensors), norm_type), norm_type)

@@ -1,4 +1,4 @@
-"""Whether two models are built alike."""
+"""The modules of a model, and comparison of two models."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from ignite_monitor.model.names import named_modules
 def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
     """The user's own modules by name, without the wrappers around them.
 
-    What is inside of scripted and traced modules is left out: it is never called from Python.
+    Modules inside of scripted and traced modules are excluded: they are never called from Python.
     """
     modules = dict(named_modules(model))  # a wrapper comes before what it wraps, by the same name
     scripted = [module for module in modules.values() if isinstance(module, torch.jit.ScriptModule)]
-    inside = {id(each) for module in scripted for each in module.modules() if each is not module}
+    inside = {id(inner) for module in scripted for inner in module.modules() if inner is not module}
     return {name: module for name, module in modules.items() if id(module) not in inside}
 
 
 def is_layer(name: str, module: nn.Module) -> bool:
-    """Whether a module has parameters of its own."""
+    """Return True for a module with parameters of its own."""
     # The weights of a parametrized module are in a submodule that it computes them with.
     if ".parametrizations." in f".{name}.":
         return False
-    return any(each is not None for each in parameters_in(module).values()) or hasattr(module, "parametrizations")
+    return any(item is not None for item in parameters_in(module).values()) or hasattr(module, "parametrizations")
 
 
 def first_difference(model: nn.Module, other: nn.Module) -> str | None:
@@ -56,12 +56,8 @@ def _first_difference(ours: dict[str, str], theirs: dict[str, str], what: str) -
 
 
 def _parameters(modules: dict[str, nn.Module]) -> dict[str, str]:
-    return {
-        f"{name}.{last}".lstrip("."): str(tuple(parameter.shape))
-        for name, module in modules.items()
-        for last, parameter in parameters_in(module).items()
-        if parameter is not None
-    }
+    own = ((name, last, item) for name, module in modules.items() for last, item in parameters_in(module).items())
+    return _shapes({f"{name}.{last}".lstrip("."): item for name, last, item in own if item is not None})
 
 
 def _shapes(state: Mapping[str, Any]) -> dict[str, str]:
@@ -85,20 +81,12 @@ def hookable_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def hookable(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Those of a model's modules on which a forward hook does not change the model's result.
+    """The modules of a model on which a forward hook does not change the model's result.
 
     ``nn.TransformerEncoderLayer`` leaves its fast path, whose result differs in the last bits and at padded positions,
     where it or a module inside has a forward hook. Frozen layers in evaluation mode are excluded, with all inside.
     """
-    inside = {
-        id(each)
-        for layer in modules.values()
-        if isinstance(layer, nn.TransformerEncoderLayer) and _may_take_fast_path(layer)
-        for each in layer.modules()
-    }
+    encoders = [layer for layer in modules.values() if isinstance(layer, nn.TransformerEncoderLayer)]
+    fast = [layer for layer in encoders if not (layer.training or any(p.requires_grad for p in layer.parameters()))]
+    inside = {id(inner) for layer in fast for inner in layer.modules()}
     return {name: module for name, module in modules.items() if id(module) not in inside}
-
-
-def _may_take_fast_path(layer: nn.TransformerEncoderLayer) -> bool:
-    # Of a layer with gradients, or in training mode, the fast path is not taken.
-    return not layer.training and not any(each.requires_grad for each in layer.parameters())

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from ignite_monitor.model.devices import upload
-from ignite_monitor.model.norms import row_norms as row_norms
 
 _RANKS = torch.tensor([[1, 1, 95, 0, 1], [-1, 0, -1, 0, -1], [2, 2, 100, 1, 1]], device="cpu")
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Iterable
 from typing import Any
 
 from ignite.engine import Engine, Events, EventsList, State
 from ignite.engine.events import CallableEventWithFilter
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.nn.parameter import UninitializedParameter
 
 from ignite_monitor.checks import check_type
@@ -40,47 +41,41 @@ def check_prefix(prefix: str, optional: bool) -> None:
 
 
 def check_flag(flag: str) -> None:
-    """Refuse a name that can't be an attribute of an engine's state.
-
-    Raises:
-        TypeError: if it is no string.
-        ValueError: if it is no identifier, or Ignite uses it.
-    """
+    """Refuse a name that can't be an attribute of an engine's state, or is Ignite's."""
     check_type("flag", flag, str, "str")
     if not flag.isidentifier() or hasattr(State(), flag):
         raise ValueError(f"Argument flag should name an attribute that Ignite does not use, but given {flag!r}")
 
 
-def check_free(engine: Engine, attributes: Iterable[str], kind: str) -> None:
-    """Refuse attributes that the engine's state has already."""
-    for name in attributes:
+def check_attachable(monitor: Any, engine: Engine) -> None:
+    """Refuse an attached monitor, and an engine whose state has one of the monitor's attributes already."""
+    check_type("engine", engine, Engine, "ignite.engine.Engine")
+    if monitor._attached_to() is not None:
+        raise ValueError(f"This {type(monitor).__name__} is attached already: detach() it first, or make another one")
+    for name in monitor.attributes:
         if hasattr(engine.state, name):
             raise ValueError(
                 f"engine.state.{name} is already claimed, by another monitor or by code of your own: detach() the "
-                f"other {kind}, as before a cell of a notebook is run again, or give this one a prefix and a flag of "
-                "its own"
+                f"other {type(monitor).__name__}, as before a cell of a notebook is run again, or give this one a "
+                "prefix and a flag of its own"
             )
 
 
-def events_of(event: Any) -> list[CallableEventWithFilter]:
-    """Return the events of an event or a list of events.
-
-    Raises:
-        TypeError: if it is neither.
-    """
+def events_of(event: Any, only: Events | None = None) -> list[CallableEventWithFilter]:
+    """Return the events of an event or a list of events; ValueError if there is another one than ``only``."""
     if not isinstance(event, (CallableEventWithFilter, EventsList)):
         raise TypeError(f"Argument event should be an event of Ignite or of MonitorEvents, but given {type(event)}")
-    return list(event) if isinstance(event, EventsList) else [event]
-
-
-def iteration_events(event: Any) -> list[CallableEventWithFilter]:
-    """Return the events of the argument, all of them ITERATION_STARTED.
-
-    Raises:
-        TypeError: if it is no event.
-        ValueError: if it is another event.
-    """
-    events = events_of(event)
-    if not events or any(single != Events.ITERATION_STARTED for single in events):
-        raise ValueError(f"Argument event should be Events.ITERATION_STARTED, filtered or not, but given {event}")
+    events = list(event) if isinstance(event, EventsList) else [event]
+    if only is not None and (not events or any(single != only for single in events)):
+        raise ValueError(f"Argument event should be {only}, filtered or not, but given {event}")
     return events
+
+
+def steps_through_scaler() -> bool:
+    """Return True if an enabled GradScaler makes the optimizer's step that is running."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is GradScaler.step.__code__:
+            return bool(frame.f_locals["self"].is_enabled())
+        frame = frame.f_back
+    return False

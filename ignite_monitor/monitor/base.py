@@ -4,37 +4,29 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
 import weakref
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from itertools import repeat
 from typing import Any, ClassVar
 
 from ignite.base import Serializable
-from ignite.engine import Engine, Events, EventsList
-from ignite.engine.events import CallableEventWithFilter, RemovableEventHandle
+from ignite.engine import Engine, Events
 from ignite.handlers.base_logger import BaseLogger
 from torch import Tensor, nn
 
-from ignite_monitor.checks import check_type
-from ignite_monitor.events.gradient_tracker import OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.events.run_summary import RunSummary
-from ignite_monitor.events.source import EventSource, check_events
+from ignite_monitor.events.source import EventSource
 from ignite_monitor.model._torch import put_first
 from ignite_monitor.model.names import Pattern, Selection
-from ignite_monitor.monitor import transfer
-from ignite_monitor.monitor.arguments import NoModel as NoModel
-from ignite_monitor.monitor.arguments import check_flag as check_flag
-from ignite_monitor.monitor.arguments import check_free, check_model, check_prefix, iteration_events
-from ignite_monitor.monitor.handles import MonitorHandle as MonitorHandle
-from ignite_monitor.monitor.handles import forget_last_values
+from ignite_monitor.monitor import arguments, transfer
+from ignite_monitor.monitor.arguments import NoModel, check_flag
+from ignite_monitor.monitor.handles import MonitorHandle, forget_last_values
 from ignite_monitor.monitor.loggers import add_logger
-from ignite_monitor.monitor.scaler import check_scaler, lacks_scaler
-from ignite_monitor.monitor.transfer import NamedValues, bring_to_host
 from ignite_monitor.schema import Schema
+
+__all__ = ["Handlers", "Monitor", "MonitorHandle", "NoModel", "check_flag"]
 
 Handlers = list[tuple[MonitorEvents, Callable[..., Any]]]
 
@@ -42,10 +34,10 @@ Handlers = list[tuple[MonitorEvents, Callable[..., Any]]]
 class Monitor(Serializable):
     """Base class of all monitors, and of your own.
 
-    A subclass overrides :meth:`handlers`, whose methods are called in monitored iterations only, and calls
-    :meth:`publish`. Its values are in :attr:`metrics` and ``engine.state.metrics`` until the next iteration starts:
-    floats on the CPU, 0-dim tensors on a device until a logger or :meth:`on_host` reads them. A non-finite number is
-    not reported, unless the schema allows it. ``{keys}`` in a docstring is replaced by the table of the schema.
+    A subclass overrides :meth:`handlers` and calls :meth:`publish`. Its values are in :attr:`metrics` and
+    ``engine.state.metrics`` until the next iteration starts: floats on the CPU, 0-dim tensors on a device until a
+    logger or :meth:`on_host` reads them. A non-finite number is not reported, unless the schema allows it. ``{keys}``
+    in a docstring is replaced by the table of the schema.
 
     Args:
         model: the model, as the train step uses it (wrapped, if it is wrapped), or a :class:`NoModel`.
@@ -56,12 +48,9 @@ class Monitor(Serializable):
         schema: the keys that the monitor publishes.
         metrics: values of this iteration by name.
         attributes: attributes of ``engine.state`` that the monitor sets -> their value before it is known.
-        kept_on_rollback: keys of :meth:`state_dict` that a rollback does not restore.
 
     Raises:
-        TypeError: if an argument is of another type.
-        ValueError: if the model has no parameters, uninitialized ones, or none with data, or ``prefix`` holds
-            characters that a tag can't.
+        ValueError: if the model has no initialized parameters with data, or ``prefix`` is unfit for loggers.
     """
 
     schema: ClassVar[Schema] = Schema("other", "", ())
@@ -70,28 +59,26 @@ class Monitor(Serializable):
         super().__init_subclass__(**kwargs)
         if schema is not None:
             cls.schema = schema
-            if cls.__doc__ is not None:
-                cls.__doc__ = inspect.cleandoc(cls.__doc__).replace("{keys}", schema.table())
+            cls.__doc__ = inspect.cleandoc(cls.__doc__ or "").replace("{keys}", schema.table())
 
     def __init__(self, model: nn.Module, prefix: str, families: Sequence[str] = ()) -> None:
         if not isinstance(model, NoModel):
-            check_model(model)
-        check_prefix(prefix, optional=bool(families))
+            arguments.check_model(model)
+        arguments.check_prefix(prefix, optional=bool(families))
         self.model, self.prefix = model, prefix
         # No two monitors on an engine share a family, and loggers write every family under a tag of its own.
         self.families = [self._named(family) for family in families] or [prefix]
         self.metrics: dict[str, float | Tensor] = {}
         self.attributes: dict[str, Any] = {}
-        self.kept_on_rollback: tuple[str, ...] = ("reference",)
         self.run_summary: RunSummary | None = None  # of the current run, in monitors with run_totals()
         self.logger = logging.getLogger(f"{type(self).__module__}.{type(self).__name__}")
         self._engine: weakref.ref[Engine] | None = None
         self._source: EventSource | None = None
-        self._filters: list[Callable[[Engine, int], bool] | None] = []
-        self._log_handlers: list[RemovableEventHandle] = []
+        self._filters: list[Any] = []
+        self._log_handlers: list[Any] = []
         self._warned_texts: set[str] = set()
         self._monitored = self._has_seen_step = False
-        self._waiting: list[NamedValues] = []  # published tensors on a device
+        self._waiting: list[transfer.NamedValues] = []  # published tensors on a device
         self._is_complete = True  # False until deferred values have been resolved
 
     def handlers(self) -> Handlers:
@@ -137,14 +124,7 @@ class Monitor(Serializable):
         return []
 
     def resolve_deferred(self, extra: list[list[float]]) -> dict[str, float]:
-        """Compute further values on the host.
-
-        Args:
-            extra: the elements of the tensors that :meth:`deferred_tensors` returned.
-
-        Returns:
-            name without the prefix -> number.
-        """
+        """Compute further values, by name without the prefix, from the elements of :meth:`deferred_tensors`."""
         return {}
 
     def state_dict(self) -> OrderedDict[str, Any]:
@@ -152,42 +132,27 @@ class Monitor(Serializable):
         return OrderedDict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a saved state.
+        """Load a saved state; ValueError if a monitor of another kind has saved it.
 
         Args:
             state_dict: a state that :meth:`state_dict` returned.
-
-        Raises:
-            TypeError: if it is no mapping.
-            ValueError: if it was saved by a monitor of another kind.
         """
         super().load_state_dict(state_dict)
 
-    def attach(
-        self, engine: Engine, event: CallableEventWithFilter | EventsList = Events.ITERATION_STARTED
-    ) -> MonitorHandle:
-        """Attach the monitor to an engine.
+    def attach(self, engine: Engine, event: Any = Events.ITERATION_STARTED) -> MonitorHandle:
+        """Attach the monitor to an engine; ``remove()`` or the ``with`` block of the handle detaches it.
 
         Args:
             engine: the engine that trains the model.
             event: ``Events.ITERATION_STARTED``, with any filter: ``Events.ITERATION_STARTED(every=10)``.
 
-        Returns:
-            A handle: ``remove()`` detaches; so does the end of a ``with`` block, which keeps the last metrics.
-
         Raises:
-            TypeError: if ``engine`` is no Engine, or ``event`` no event.
             ValueError: if ``event`` is another event, the monitor is attached already, or a name is taken.
-            RuntimeError: if the installed torch or Ignite lacks a private name that the monitor needs.
         """
-        check_type("engine", engine, Engine, "ignite.engine.Engine")
-        events = iteration_events(event)
-        if self._attached_to() is not None:
-            raise ValueError(f"This {type(self).__name__} is attached already: detach() it first, or make another one")
-        check_free(engine, self.attributes, type(self).__name__)
-        check_events(type(self).__name__, engine, [event for event, _ in self.handlers()])
+        events = arguments.events_of(event, only=Events.ITERATION_STARTED)
+        arguments.check_attachable(self, engine)
         source = EventSource.of(engine)
-        source.add(self, self.model, self.families)
+        source.add(self, self._all_handlers())
         self._source, self._engine = source, weakref.ref(engine)
         self._filters = [getattr(single, "filter", None) for single in events]
         engine.add_event_handler(Events.ITERATION_STARTED, self._start)
@@ -195,11 +160,9 @@ class Monitor(Serializable):
             engine.add_event_handler(name, handler)
             if name == Events.ITERATION_STARTED:
                 put_first(engine, name)
-        for event_name, listener in self._all_handlers():
-            source.listen(event_name, listener)
         forget_last_values(engine)
         self.clear(engine)
-        return MonitorHandle(self, engine)
+        return MonitorHandle(engine, {self.prefix: self})
 
     def detach(self) -> None:
         """Undo :meth:`attach` and :meth:`log_to`: remove all hooks, handlers, metrics and attributes."""
@@ -208,15 +171,13 @@ class Monitor(Serializable):
         engine = self._attached_to()
         if engine is None or self._source is None:
             return
-        for event_name, listener in self._all_handlers():
-            self._source.unlisten(event_name, listener)
         engine.remove_event_handler(self._start, Events.ITERATION_STARTED)
         for name, handler in self.engine_handlers():
             engine.remove_event_handler(handler, name)
         self.on_run_end()
         self.reset_run_state()
         self.clear(engine)
-        self._source.remove(self, self.model, self.families)
+        self._source.remove(self)
         self._source, self._engine, self._monitored, self.run_summary = None, None, False, None
         for attribute in self.attributes:
             delattr(engine.state, attribute)
@@ -233,8 +194,6 @@ class Monitor(Serializable):
     ) -> None:
         """Write the values of monitored iterations to an Ignite logger; call before or after :meth:`attach`.
 
-        All monitors and loggers on the engine share one transfer to the host per iteration.
-
         Args:
             logger: any Ignite logger: ``TensorboardLogger``, ``WandBLogger``, ``MLflowLogger``, ``ProgressBar`` …
             engine: the engine the monitor is attached to.
@@ -242,56 +201,40 @@ class Monitor(Serializable):
             tag: prefix of the written names; None for none.
             include: a regular expression; only names in which it matches are written. None for all.
             exclude: a regular expression; names in which it matches are not written.
-
-        Raises:
-            TypeError: if an argument is of another type.
-            ValueError: if loggers can't write at ``event``, or a pattern is no regular expression.
         """
         self._log_handlers += add_logger(self, logger, engine, event, tag, Selection(include, exclude))
+
+    def publish(self, **values: Tensor | float) -> None:
+        """Publish numbers or 0-dim tensors, by name without the prefix, until the next iteration starts."""
+        self._is_complete = False
+        published: dict[str, float | Tensor] = {}
+        for name, value in values.items():
+            if isinstance(value, Tensor) and not transfer.is_on_host(value):
+                self._waiting.append(transfer.NamedValues([name], value.reshape(1)))
+                published[name] = value
+            else:
+                published[name] = float(value)
+        self._put(published)
+
+    def publish_table(self, names: Sequence[str], values: Tensor) -> None:
+        """Publish the elements of a vector under names without the prefix."""
+        self._is_complete = False
+        is_on_host = transfer.is_on_host(values)
+        if not is_on_host:
+            self._waiting.append(transfer.NamedValues(names, values))
+        self._put(dict(zip(names, values.tolist() if is_on_host else values.unbind(), strict=True)))
 
     def on_host(self) -> Mapping[str, float | Tensor]:
         """Return this iteration's values as floats; all monitors on the engine share a transfer."""
         if not self._is_complete:
-            monitors: Sequence[Monitor] = [self] if self._source is None else self._source.monitors
-            bring_to_host([monitor for monitor in monitors if not monitor._is_complete])
+            transfer.bring_to_host([self] if self._source is None else self._source.monitors)
         return self.metrics
-
-    def publish(self, **values: Tensor | float) -> None:
-        """Publish values in ``metrics`` and in ``engine.state.metrics``.
-
-        Args:
-            values: name without the prefix -> number or 0-dim tensor.
-        """
-        numbers: dict[str, float] = {}
-        tensors: dict[str, Tensor] = {}
-        for name, value in values.items():
-            if isinstance(value, Tensor) and not transfer.is_on_host(value):
-                tensors[name] = value
-                self._waiting.append(NamedValues([name], value.reshape(1)))
-            else:
-                numbers[name] = float(value)
-        self._is_complete = False
-        self._put_numbers(numbers)
-        if tensors:
-            self._put(tensors)
-
-    def publish_table(self, names: Sequence[str], values: Tensor) -> None:
-        """Publish many values.
-
-        Args:
-            names: the names without the prefix.
-            values: the values, one-dimensional.
-        """
-        if transfer.is_on_host(values):
-            self._put_numbers(dict(zip(names, values.tolist(), strict=True)))
-        else:
-            self._waiting.append(NamedValues(names, values))
-            self._put(dict(zip(names, values.unbind(), strict=True)))
-        self._is_complete = False
 
     def clear_metrics(self) -> None:
         """Remove this iteration's values."""
-        self._remove(list(self.metrics))
+        for metrics in self._all_metrics():
+            for name in list(self.metrics):
+                metrics.pop(name, None)
         self._waiting.clear()
         self._is_complete = True
 
@@ -300,6 +243,11 @@ class Monitor(Serializable):
         """True during a train step that this monitor watches."""
         return self._monitored and self._source is not None and self._source.running
 
+    @property
+    def _title(self) -> str:
+        """Class and prefix, as log messages begin."""
+        return f"{type(self).__name__} ({self.prefix})" if self.prefix else type(self).__name__
+
     def _warn_once(self, text: str, *values: object) -> None:
         """Log a warning, once per format text."""
         if text not in self._warned_texts:
@@ -307,19 +255,19 @@ class Monitor(Serializable):
             self.logger.warning(f"%s: {text}", self._title, *values)
 
     def _all_handlers(self) -> Handlers:
-        check = [(MonitorEvents.OPTIMIZER_STEP_STARTED, self._check_scaler)]
-        return self.handlers() + (check if lacks_scaler(self) else [])
+        handlers = self.handlers()
+        if getattr(self, "scaler", self) is None and MonitorEvents.GRADIENTS_READY in dict(handlers):
+            handlers = [*handlers, (MonitorEvents.OPTIMIZER_STEP_STARTED, self._check_scaler)]
+        return handlers
 
-    def _check_scaler(self, engine: Engine, step: OptimizerStep) -> None:
-        check_scaler(self, step)
-
-    @property
-    def _title(self) -> str:
-        """Class and prefix, as log messages begin."""
-        return f"{type(self).__name__} ({self.prefix})" if self.prefix else type(self).__name__
+    def _check_scaler(self, engine: Engine, step: Any) -> None:
+        if not self._has_seen_step and step.tracker.shares(step.optimizer):
+            self._has_seen_step = True
+            if arguments.steps_through_scaler():
+                self._warn_once("gradients are scaled by a GradScaler, and measured so: give the argument scaler")
 
     def _attached_to(self) -> Engine | None:
-        return self._engine() if self._engine is not None else None
+        return None if self._engine is None else self._engine()
 
     def _named(self, name: str) -> str:
         return f"{self.prefix}/{name}" if self.prefix else name
@@ -333,22 +281,14 @@ class Monitor(Serializable):
             self._source.monitor_iteration(self)
             self.start_iteration(engine)
 
-    def _put_numbers(self, numbers: dict[str, float]) -> None:
-        if not numbers:
-            return
-        if not math.isfinite(sum(numbers.values())):
-            not_reported = self.schema.not_reported(numbers)
-            self._remove([self._named(name) for name in not_reported])
-            numbers = {name: numbers[name] for name in numbers if name not in not_reported}
-        self._put(numbers)
-
     def _put(self, values: Mapping[str, float | Tensor]) -> None:
-        named = {self._named(name): value for name, value in values.items()} if self.prefix else values
-        self.metrics.update(named)
-        if (engine := self._attached_to()) is not None:
-            engine.state.metrics.update(named)
+        not_reported = self.schema.not_reported(values)
+        named = {self._named(name): value for name, value in values.items() if name not in not_reported}
+        for metrics in self._all_metrics():
+            for name in not_reported:
+                metrics.pop(self._named(name), None)
+            metrics.update(named)
 
-    def _remove(self, names: Iterable[str]) -> None:
+    def _all_metrics(self) -> list[dict[str, Any]]:
         engine = self._attached_to()
-        for values in [self.metrics] if engine is None else [self.metrics, engine.state.metrics]:
-            deque(map(values.pop, names, repeat(None)), maxlen=0)  # twice as fast as a loop
+        return [self.metrics] if engine is None else [engine.state.metrics, self.metrics]

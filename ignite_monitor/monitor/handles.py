@@ -1,62 +1,58 @@
-"""Handles that detach monitors."""
+"""Handles of attached monitors."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
-from ignite.engine import Engine, Events
-from ignite.engine.events import RemovableEventHandle
+from ignite.engine import Engine
 
 _LAST_VALUES = "_ignite_monitor_last_values"  # of an engine: names that stay after a ``with`` block
 
 
-class MonitorHandle(RemovableEventHandle):
-    """Handle that :meth:`Monitor.attach` returns.
+class MonitorHandle:
+    """Handle of monitors on an engine: :meth:`remove` or the end of a ``with`` block detaches them.
+
+    After a ``with`` block their last values stay in ``engine.state.metrics``, until a monitor is attached.
 
     Args:
-        monitor: the monitor.
-        engine: the engine it is attached to.
+        engine: the engine; kept by a weak reference.
+        monitors: name -> monitor.
+
+    Attributes:
+        monitors: the same, read-only; for checkpoints: ``Checkpoint({**handle.monitors, ...}, ...)``.
     """
 
-    def __init__(self, monitor: Any, engine: Engine) -> None:
-        super().__init__(Events.ITERATION_STARTED, monitor._start, engine)
-        self._monitor = weakref.ref(monitor)
-
-    @property
-    def monitor(self) -> Any:
-        """The monitor; None if it has been freed."""
-        return self._monitor()
+    def __init__(self, engine: Engine, monitors: Mapping[str, Any]) -> None:
+        self.monitors = MappingProxyType(dict(monitors))
+        self._engine = weakref.ref(engine)
 
     def remove(self) -> None:
-        """Detach the monitor, if it is still attached to the engine."""
-        monitor, engine = self._monitor(), self.engine()
-        if monitor is not None and engine is not None and monitor._attached_to() is engine:
+        """Detach the monitors that are still attached to the engine."""
+        for monitor in self._attached():
             monitor.detach()
 
+    def __enter__(self) -> MonitorHandle:
+        return self
+
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        """Detach the monitor; its last values stay in ``engine.state.metrics``."""
-        monitor, engine = self._monitor(), self.engine()
-        if kind is None and monitor is not None and engine is not None and monitor._attached_to() is engine:
-            detach_with_last_values([monitor])
-        else:
-            self.remove()
+        engine = self._engine()
+        if kind is None and engine is not None:
+            for monitor in self._attached():
+                last = dict(monitor.on_host())
+                monitor.detach()
+                monitor.metrics.update(last)
+                engine.state.metrics.update(last)
+                vars(engine).setdefault(_LAST_VALUES, set()).update(last)
+        self.remove()
 
-
-def detach_with_last_values(monitors: Iterable[Any]) -> None:
-    """Detach monitors, and leave their values where they are, as floats."""
-    attached = [(monitor, engine) for monitor in monitors if (engine := monitor._attached_to()) is not None]
-    values = [dict(monitor.on_host()) for monitor, _ in attached]
-    for monitor, _ in attached:
-        monitor.detach()
-    for (monitor, engine), last in zip(attached, values, strict=True):
-        monitor.metrics.update(last)
-        engine.state.metrics.update(last)
-        vars(engine).setdefault(_LAST_VALUES, set()).update(last)
+    def _attached(self) -> list[Any]:
+        return [monitor for monitor in self.monitors.values() if monitor._attached_to() is self._engine()]
 
 
 def forget_last_values(engine: Engine) -> None:
-    """Remove the values that :func:`detach_with_last_values` left."""
+    """Remove the values that monitors left after a ``with`` block."""
     for name in vars(engine).pop(_LAST_VALUES, ()):
         engine.state.metrics.pop(name, None)

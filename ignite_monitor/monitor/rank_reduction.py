@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,10 +13,9 @@ from ignite_monitor.monitor.deferred_flag import DeferredFlag
 from ignite_monitor.monitor.ranks import from_every_rank, max_over_ranks, sum_over_ranks
 from ignite_monitor.monitor.transfer import NamedValues
 
-# kind -> names and their rows; the rows of a kind have one length
-Rows = dict[Any, NamedValues]
+Rows = dict[Any, NamedValues]  # kind -> names and their rows; the rows of a kind have one length
 
-Slot = tuple[str, Any, str, int]  # reduction, kind, name, length
+Table = tuple[str, Any, int]  # reduction, kind, length of the rows
 
 
 class RankReduction:
@@ -26,81 +26,56 @@ class RankReduction:
     """
 
     def __init__(self) -> None:
-        self._slots: list[Slot] = []
-        self._agreed = False
-        self._news = DeferredFlag()
-        self._index: dict[tuple[str, tuple[Slot, ...]], Tensor] = {}
+        self._names: dict[Table, list[str]] | None = None
+        self._has_news = DeferredFlag()
 
     def __call__(self, sums: Rows, maxima: Rows, device: torch.device) -> tuple[Rows, Rows]:
-        """Return the rows of all ranks.
-
-        Args:
-            sums: rows to sum.
-            maxima: rows to take the elementwise maximum of.
-            device: device of the result.
-        """
-        own = [_slots("sum", sums), _slots("max", maxima)]
-        if not self._agreed or self._news.take(wait=True):
-            self._agree([*own[0], *own[1]])
-        known = set(self._slots)
-        new = any(slot not in known for slots in own for slot in slots)
-        flag = torch.full((1,), float(new), dtype=wide_dtype(device), device=device)
-        total = torch.cat([self._arranged("sum", own[0], sums, 0.0, device), flag])
-        largest = self._arranged("max", own[1], maxima, -torch.inf, device).nan_to_num_(
-            torch.inf, torch.inf, -torch.inf
-        )
-        total = sum_over_ranks(total)
-        if len(largest):
-            largest = max_over_ranks(largest)
-        self._news.set(total[-1] > 0)
-        return self._rows("sum", total), self._rows("max", largest)
-
-    def _agree(self, own: list[Slot]) -> None:
-        everyone = from_every_rank([*dict.fromkeys([*self._slots, *own])])
-        union = dict.fromkeys(slot for slots in everyone for slot in slots)
-        kinds = list(dict.fromkeys(slot[:2] for slot in union))
-        self._slots = sorted(union, key=lambda slot: kinds.index(slot[:2]))
-        self._agreed = True
-        self._index.clear()
-
-    def _arranged(self, how: str, own: list[Slot], rows: Rows, missing: float, device: torch.device) -> Tensor:
-        """Return this rank's numbers, flat, in the common order."""
-        wide = wide_dtype(device)
-        slots = [slot for slot in self._slots if slot[0] == how]
-        flat = [each.to(device, wide).flatten() for _, each in rows.values()]
-        if own == slots:
-            return torch.cat(flat) if flat else torch.zeros(0, dtype=wide, device=device)
-        key = (how, tuple(own))
-        index = self._index.get(key)
-        if index is None:
-            starts, start = {}, 0
-            for slot in own:
-                starts[slot] = start
-                start += slot[3]
-            nowhere = torch.tensor([start], device="cpu")
-            parts = [
-                torch.arange(starts[slot], starts[slot] + slot[3], device="cpu")
-                if slot in starts
-                else nowhere.expand(slot[3])
-                for slot in slots
-            ]
-            index = upload(torch.cat([nowhere[:0], *parts]), device)
-            self._index = {key: index} if len(self._index) > 8 else self._index | {key: index}
-        return torch.cat([*flat, torch.full((1,), missing, dtype=wide, device=device)])[index]
-
-    def _rows(self, how: str, flat: Tensor) -> Rows:
-        rows: Rows = {}
-        names: dict[tuple[Any, int], list[str]] = {}
-        for each, kind, name, length in self._slots:
-            if each == how:
-                names.setdefault((kind, length), []).append(name)
-        start = 0
-        for (kind, length), own in names.items():
-            end = start + len(own) * length
-            rows[kind] = NamedValues(own, flat[start:end].view(len(own), length))
-            start = end
-        return rows
+        """Return the sums and maxima of all ranks' rows on a device."""
+        own = {("sum", kind, rows.values.shape[1]): rows for kind, rows in sums.items()}
+        own |= {("max", kind, rows.values.shape[1]): rows for kind, rows in maxima.items()}
+        if self._names is None or self._has_news.take(wait=True):
+            self._names = _union(self._names or {}, own)
+        has_news = any(not {*rows.names} <= {*self._names.get(table, ())} for table, rows in own.items())
+        flag = torch.full((1,), float(has_news), dtype=wide_dtype(device), device=device)
+        total = sum_over_ranks(torch.cat([*_in_order(self._names, "sum", own, 0.0, device), flag]))
+        largest = torch.cat([*_in_order(self._names, "max", own, -torch.inf, device), flag])
+        largest = max_over_ranks(largest.nan_to_num(torch.inf, torch.inf, -torch.inf))
+        self._has_news.set(total[-1] > 0)
+        return _split(self._names, "sum", total), _split(self._names, "max", largest)
 
 
-def _slots(how: str, rows: Rows) -> list[Slot]:
-    return [(how, kind, name, each.shape[1]) for kind, (names, each) in rows.items() for name in names]
+def _union(known: Mapping[Table, list[str]], own: Mapping[Table, NamedValues]) -> dict[Table, list[str]]:
+    """Return the names that any rank knows or has, in the same order on all ranks."""
+    mine = [*known.items(), *((table, list(rows.names)) for table, rows in own.items())]
+    union: dict[Table, dict[str, None]] = {}
+    for tables in from_every_rank(mine):
+        for table, names in tables:
+            union.setdefault(table, {}).update(dict.fromkeys(names))
+    return {table: list(names) for table, names in union.items()}
+
+
+def _in_order(
+    names: Mapping[Table, list[str]],
+    reduction: str,
+    own: Mapping[Table, NamedValues],
+    missing: float,
+    device: torch.device,
+) -> Iterator[Tensor]:
+    """Yield this rank's rows of every table, flat, with a value for what is missing."""
+    for table in names:
+        if table[0] == reduction:
+            rows = own.get(table, NamedValues([], torch.zeros((0, table[2]), device=device)))
+            values = rows.values.to(device, wide_dtype(device))
+            place = {name: index for index, name in enumerate(rows.names)}
+            index = torch.tensor([place.get(name, len(place)) for name in names[table]], device="cpu")
+            values = torch.cat([values, values.new_full((1, table[2]), missing)])
+            yield values[upload(index, device)].flatten()
+
+
+def _split(names: Mapping[Table, list[str]], reduction: str, flat: Tensor) -> Rows:
+    tables = [table for table in names if table[0] == reduction]
+    sizes = [len(names[table]) * table[2] for table in tables]
+    parts = flat[: sum(sizes)].split(sizes)
+    return {
+        table[1]: NamedValues(names[table], part.view(-1, table[2])) for table, part in zip(tables, parts, strict=True)
+    }

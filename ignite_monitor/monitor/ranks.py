@@ -1,7 +1,4 @@
-"""Sums, norms and lists over the ranks of torch's process group.
-
-Under ``join()`` of DistributedDataParallel some ranks may be gone: ask :func:`all_take_part` before a collective.
-"""
+"""Sums, norms and lists over the ranks of torch's process group."""
 
 from __future__ import annotations
 
@@ -14,20 +11,17 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_monitor.model._torch import is_in_join
-from ignite_monitor.model.norms import any_sharded, combine, is_sharded, reduce_norm, sharded_norm, total_norm
+from ignite_monitor.model.norms import any_sharded, combine, is_sharded, norms, reduce_norm
 from ignite_monitor.model.sharding import all_reduce
 
 T = TypeVar("T")
 
 
 def reduction_of(model: nn.Module, reduction: str) -> str | None:
-    """Return the reduction that :func:`gradient_norm` needs for a model; None if gradients are the same on all ranks.
-
-    Args:
-        reduction: the user's choice, ``"mean"`` or ``"sum"``.
+    """Return the reduction that :func:`gradient_norm` needs; None if gradients are the same on all ranks.
 
     Raises:
-        ValueError: if it does not fit the model's wrapper.
+        ValueError: if the user's choice, ``"mean"`` or ``"sum"``, does not fit the model's wrapper.
     """
     if not any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         return reduction
@@ -47,48 +41,25 @@ def gradient_norm(gradients: Sequence[Tensor], norm_type: float, reduction: str 
         reduction: ``"mean"`` for the root mean square of the ranks' norms, ``"sum"`` if the ranks have parts of one
             gradient, None if their gradients are bitwise the same.
     """
-    plain, sharded = gradients, list[Any]()
-    if any_sharded(gradients):
-        plain = [gradient for gradient in gradients if not is_sharded(gradient)]
-        sharded = [gradient for gradient in gradients if is_sharded(gradient)]
-    norms = [_over_ranks(total_norm(plain, norm_type), norm_type, reduction)] if plain else []
-    norms += [sharded_norm(sharded, norm_type)] if sharded else []
-    return norms[0] if len(norms) == 1 else combine(norms, norm_type)
+    parts = norms(gradients, norm_type)
+    return norm_of_parts(gradients, parts, norm_type, reduction, parts.new_zeros(()))[0]
 
 
 def norm_of_parts(
-    gradients: Sequence[Tensor], norms: Tensor, norm_type: float, reduction: str | None, flag: Tensor
+    gradients: Sequence[Tensor], parts: Tensor, norm_type: float, reduction: str | None, flag: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the norm of a gradient over all ranks from the norms of its tensors, by the same collectives.
-
-    Args:
-        norms: vector of the norms of the gradients, of DTensors over all their ranks.
-        flag: 0-dim bool tensor.
-
-    Returns:
-        The norm, and the flag of any rank.
-    """
-    if reduction is None or world_size() == 1:
-        return combine(norms, norm_type, gradients), flag
-    sharded = list(map(is_sharded, gradients))
-    if all(sharded):
-        return combine(norms, norm_type, gradients), flag
-    each = norms.unbind()
-    plain = combine([norm for norm, of_all in zip(each, sharded, strict=True) if not of_all], norm_type)
-    norm, any_flag = _over_ranks(torch.stack((plain, flag.to(plain))), norm_type, reduction).unbind()
-    if any(sharded):
-        of_all_ranks = [norm for norm, of_all in zip(each, sharded, strict=True) if of_all]
-        norm = combine([norm, *of_all_ranks], norm_type)
-    return norm, any_flag > 0
-
-
-def _over_ranks(norm: Tensor, norm_type: float, reduction: str | None) -> Tensor:
-    ranks = 1 if reduction is None else world_size()
-    if ranks == 1:
-        return norm
+    """Return :func:`gradient_norm` from the norms of all gradients, and whether a 0-dim flag is set on any rank."""
+    sharded = [is_sharded(gradient) for gradient in gradients] if any_sharded(gradients) else [False] * len(gradients)
+    if reduction is None or world_size() == 1 or all(sharded):
+        return combine(parts, norm_type), flag
+    own = combine([norm for norm, is_whole in zip(parts, sharded, strict=True) if not is_whole], norm_type)
+    pair = torch.stack((own, flag.to(own)))
     if reduction == "mean":
-        return (all_reduce(norm**2) / ranks).sqrt()
-    return reduce_norm(norm, norm_type, all_reduce)
+        pair = (all_reduce(pair**2) / world_size()).sqrt()
+    else:
+        pair = reduce_norm(pair, norm_type, all_reduce)
+    whole = [norm for norm, is_whole in zip(parts, sharded, strict=True) if is_whole]
+    return combine([pair[0], *whole], norm_type) if whole else pair[0], pair[1] > 0
 
 
 def world_size() -> int:
@@ -102,10 +73,10 @@ def own_rank() -> int:
 
 
 def all_take_part(model: nn.Module) -> bool:
-    """Return True if all ranks are known to be at this point, so that they may communicate."""
+    """Return True if all ranks are known to be at this point; under ``join()`` some may be gone."""
     if world_size() == 1:
         return True
-    return not any(isinstance(each, DistributedDataParallel) and is_in_join(each) for each in model.modules())
+    return not any(isinstance(module, DistributedDataParallel) and is_in_join(module) for module in model.modules())
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:

@@ -13,12 +13,7 @@ from ignite_monitor.model.devices import upload, wide_dtype
 
 
 class NamedValues(NamedTuple):
-    """Names and their values.
-
-    Attributes:
-        names: the names.
-        values: a number, or a row of numbers, for every name.
-    """
+    """Names, with a number or a row of numbers for every name."""
 
     names: Sequence[str]
     values: Tensor
@@ -30,17 +25,12 @@ class NamedValues(NamedTuple):
 
 
 def joined(parts: Sequence[NamedValues]) -> NamedValues:
-    """Concatenate parts on the device of the first; the last value of a name replaces earlier ones.
-
-    Args:
-        parts: at least one.
-    """
+    """Concatenate at least one part on the device of the first; the last value of a name replaces earlier ones."""
     if len(parts) == 1:
         return parts[0]
     names = [name for part in parts for name in part.names]
-    like = parts[0].values
-    wide = wide_dtype(like.device)
-    values = [part.to(like.device, wide, non_blocking=like.device.type != "cpu") for _, part in parts]
+    device = parts[0].values.device
+    values = [part.to(device, wide_dtype(device), non_blocking=device.type != "cpu") for _, part in parts]
     together = NamedValues(names, torch.cat(values))
     last = {name: index for index, name in enumerate(names)}
     return together if len(last) == len(names) else together.rows([*last.values()])
@@ -58,22 +48,22 @@ def as_published(value: Tensor) -> Any:
 
 def transfer(groups: Sequence[Sequence[Tensor]]) -> list[list[list[float]]]:
     """Copy groups of tensors to the host in one transfer per device; every tensor becomes a flat list."""
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for tensors in groups:
-        for tensor in tensors:
-            wide = tensor.to(wide_dtype(tensor.device))
-            by_device.setdefault(tensor.device, []).append(wide.reshape(-1))
-    numbers = {device: iter(torch.cat(tensors).tolist()) for device, tensors in by_device.items()}
+    flat = [tensor.to(wide_dtype(tensor.device)).reshape(-1) for tensors in groups for tensor in tensors]
+    numbers = {
+        device: iter(torch.cat([tensor for tensor in flat if tensor.device == device]).tolist())
+        for device in {tensor.device for tensor in flat}
+    }
     return [[list(islice(numbers[tensor.device], tensor.numel())) for tensor in tensors] for tensors in groups]
 
 
 def bring_to_host(monitors: Sequence[Any]) -> None:
     """Replace the published tensors of monitors by floats, in one transfer, and resolve their deferred values."""
+    monitors = [monitor for monitor in monitors if not monitor._is_complete]
     groups = [[*(values for _, values in monitor._waiting), *monitor.deferred_tensors()] for monitor in monitors]
     for monitor, numbers in zip(monitors, transfer(groups), strict=True):
         waiting = [names for names, _ in monitor._waiting]
         monitor._waiting.clear()
         monitor._is_complete = True
         for names, own in zip(waiting, numbers, strict=False):
-            monitor._put_numbers(dict(zip(names, own, strict=True)))
-        monitor._put_numbers(monitor.resolve_deferred(numbers[len(waiting) :]))
+            monitor._put(dict(zip(names, own, strict=True)))
+        monitor._put(monitor.resolve_deferred(numbers[len(waiting) :]))

@@ -20,8 +20,7 @@ def noise_and_signal(square_sum: Tensor, weighted_sum: Tensor, items: Tensor, to
         |G|^2 \approx \frac{|\sum_i d_i|^2 - \sum_i |d_i|^2}{k (k - 1)}, \qquad
         \mathrm{tr}\,\Sigma \approx \frac{1}{k} \sum_i n_i \left(|d_i|^2 - |G|^2\right).
 
-    For equal :math:`n_i` these are the estimates of arXiv:1812.06162, appendix A.1. A common factor of all gradients
-    multiplies both by its square.
+    For equal :math:`n_i` these are the estimates of arXiv:1812.06162, appendix A.1.
 
     Args:
         square_sum: :math:`\sum_i |d_i|^2`, 0-dim, as all others.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -22,12 +21,11 @@ from ignite_monitor.keys import NOISE_SCALE
 from ignite_monitor.model.devices import wide_dtype
 from ignite_monitor.model.norms import any_sharded
 from ignite_monitor.model.optimizers import check_holds, check_optimizer
-from ignite_monitor.model.sharding import check_whole
 from ignite_monitor.model.tensors import count_items
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.ranks import all_take_part, sum_over_ranks, world_size
 from ignite_monitor.noise_scale.estimate import FEWEST, RatioOfMeans, noise_and_signal
-from ignite_monitor.noise_scale.increments import Increment, observed_increments, sums_of
+from ignite_monitor.noise_scale.increments import Increment, IncrementObserver, sums_of
 
 _WIDEST = 10.0  # ratio of the ends of a published interval
 _PATIENCE = 50  # monitored steps without a value before a warning
@@ -39,31 +37,29 @@ class GradientNoiseScaleHandler(Monitor, schema=NOISE_SCALE):
     .. math:: B = \frac{\mathrm{tr}\,\Sigma}{|G|^2}
 
     with the covariance :math:`\Sigma` of the gradients of single items, and the true gradient G (arXiv:1812.06162,
-    equation 2.9). Both are estimated from the gradients that an optimizer step is made from: micro-batches, ranks of
-    DistributedDataParallel, or both (appendix A.1). Each has to be the gradient of a mean over its own items.
+    equation 2.9). Both are estimated from gradients of means over items: those of micro-batches, of ranks of
+    DistributedDataParallel, or of both (appendix A.1).
 
     {keys}
 
     The value is the ratio of the averages over about the last ``1 / (1 - decay)`` steps. It is not reported before 20
-    effective steps, nor if its interval spans more than a factor of ten.
-
-    Skipped are steps with another number of backward passes than ``micro_batches``, with gradients that did not start
-    from zero or were changed between two backward passes, or that are not finite. If gradients accumulate over several
-    iterations, all of them have to be monitored.
+    effective steps, nor if its interval spans more than a factor of ten. Skipped are steps with another number of
+    backward passes than ``micro_batches``, with gradients that did not start from zero or were changed between two
+    backward passes, or that are not finite. Of gradients that accumulate over iterations, monitor all of these.
 
     Args:
         model: the model, as the train step uses it (wrapped, if it is wrapped).
         optimizer: the optimizer whose parameters count.
         micro_batches: number of backward passes per optimizer step, each over items of its own.
-        items: function of the batch that returns its number of items, which the backward passes share equally, or a
-            list with the number of each; None for the length of the first tensor.
+        items: function of the batch that returns its number of items, shared equally by the backward passes, or a list
+            with the number of each; None for the length of the first tensor.
         decay: weight of earlier steps, greater than 0.905 (20 effective steps) and less than 1.
         prefix: prefix of the keys.
 
     Raises:
         TypeError: if an argument is of another type.
-        ValueError: if an argument is out of its range, the optimizer holds none of the model's parameters, they are
-            sharded, or there is one micro-batch and no DistributedDataParallel.
+        ValueError: if an argument is out of its range, parameters are sharded or not the optimizer's, or there is one
+            micro-batch and no DistributedDataParallel.
 
     Examples:
         .. code-block:: python
@@ -86,7 +82,6 @@ class GradientNoiseScaleHandler(Monitor, schema=NOISE_SCALE):
         prefix: str = "noise_scale",
     ) -> None:
         super().__init__(model, prefix)
-        check_whole(model)
         check_optimizer(optimizer)
         check_holds(optimizer, model)
         if any_sharded(model.parameters()):
@@ -130,7 +125,7 @@ class GradientNoiseScaleHandler(Monitor, schema=NOISE_SCALE):
         if engine.state.iteration != self._iteration + 1:
             self._window.clear()  # there were backward passes in iterations that were not monitored
         self._iteration = engine.state.iteration
-        self._closed = []
+        self._closed.clear()
         batch = engine.state.batch
         self._items = count_items(batch) if self.items is None else self.items(batch)
 
@@ -140,16 +135,12 @@ class GradientNoiseScaleHandler(Monitor, schema=NOISE_SCALE):
         tracker = self._source.tracker(self.model)
         own = tracker.parameters_of(self.optimizer)
         parameters = [parameter for parameter in own if parameter.requires_grad and not parameter.is_inference()]
-        return [observed_increments(tracker, parameters, weakref.WeakMethod(self._add))]
+        return [IncrementObserver(tracker, parameters, self._window)]
 
     def reset_run_state(self) -> None:
-        self._window, self._closed = [], []
+        self._window.clear()
+        self._closed.clear()
         self._iteration = -1
-
-    def _add(self, increment: Increment) -> None:
-        if increment.before is None:
-            self._window.clear()  # the gradients before it were discarded
-        self._window.append(increment)
 
     def _on_gradients_ready(self, engine: Engine, ready: GradientsReady) -> None:
         if self._window and ready.reaches(self.optimizer):
@@ -157,8 +148,8 @@ class GradientNoiseScaleHandler(Monitor, schema=NOISE_SCALE):
 
     def _on_step_completed(self, engine: Engine, step: OptimizerStep) -> None:
         if step.is_of(self.optimizer):
-            self._closed.append(self._window)
-            self._window = []
+            self._closed.append(list(self._window))
+            self._window.clear()
 
     @torch.no_grad()
     def _on_train_step_completed(self, engine: Engine) -> None:
@@ -169,7 +160,7 @@ class GradientNoiseScaleHandler(Monitor, schema=NOISE_SCALE):
             part.items = items
         for window in self._closed:
             self._observe(window)
-        self._closed = []
+        self._closed.clear()
 
     def _observe(self, window: list[Increment]) -> None:
         if self._over_ranks and not all_take_part(self.model):
@@ -193,15 +184,15 @@ class GradientNoiseScaleHandler(Monitor, schema=NOISE_SCALE):
 
     def _is_complete_window(self, window: list[Increment]) -> bool:
         """Return True if the step was made from the expected increments; warn if the first 50 were not."""
-        has_items = not any(math.isnan(part.items or math.nan) for part in window)
-        if len(window) == self.micro_batches and window[-1].is_reduced and has_items:
+        has_all = len(window) == self.micro_batches and window[-1].is_reduced
+        if has_all and not any(math.isnan(part.items or math.nan) for part in window):
             self._skipped = -1
             return True
         self._skipped += self._skipped >= 0
         if self._skipped == _PATIENCE:
             reason = (
                 "the number of items of each backward pass is not known; give the argument items"
-                if len(window) == self.micro_batches and window[-1].is_reduced
+                if has_all
                 else f"the last was made from {len(window)} backward passes in monitored iterations, and micro_batches "
                 f"is {self.micro_batches}"
             )
@@ -210,12 +201,7 @@ class GradientNoiseScaleHandler(Monitor, schema=NOISE_SCALE):
 
 
 def _shared(items: Any, count: int, is_clear: bool) -> list[float]:
-    """Return the number of items of each of ``count`` backward passes; NaN if it can't be known.
-
-    Args:
-        items: the number of each, or of all.
-        is_clear: all of them share the batch.
-    """
+    """Return the number of items of each of ``count`` passes, which share ``items`` if ``is_clear``; NaN if unknown."""
     if isinstance(items, Sequence):
         return [float(number) for number in items] if len(items) == count else [math.nan] * count
     is_equal = is_clear and items is not None and count and float(items) % count == 0

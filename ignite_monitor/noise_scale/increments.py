@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import functools
 import math
-import weakref
-from collections.abc import Callable, Iterator, Set
-from contextlib import contextmanager
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ignite_monitor.events.gradient_tracker import GradientTracker
-from ignite_monitor.model._torch import current_backward, foreach_norm
+from ignite_monitor.model._torch import backward_number, foreach_norm
 from ignite_monitor.model.devices import upload, wide_dtype
 from ignite_monitor.model.eager import out_of_compiler
 from ignite_monitor.model.modes import aside
 from ignite_monitor.model.norms import summed_values
 
 
+@dataclass
 class Increment:
     """Contribution of one backward pass to the gradients.
 
@@ -30,15 +31,14 @@ class Increment:
         items: number of items it is the gradient of; None until known, NaN if it can't be known.
     """
 
-    def __init__(self, square: Tensor, before: Tensor | None, after: Tensor) -> None:
-        self.square = square
-        self.before = before
-        self.after = after
-        self.is_reduced = False
-        self.items: float | None = None
+    square: Tensor
+    before: Tensor | None
+    after: Tensor
+    is_reduced: bool = False
+    items: float | None = None
 
 
-def sums_of(increments: list[Increment]) -> Tensor:
+def sums_of(increments: Sequence[Increment]) -> Tensor:
     """Return what :func:`noise_and_signal` needs, the total last: NaN if gradients were changed in between."""
     squares = torch.stack([increment.square for increment in increments])
     counts = torch.tensor([increment.items for increment in increments], dtype=squares.dtype, device="cpu")
@@ -51,37 +51,33 @@ def sums_of(increments: list[Increment]) -> Tensor:
     return torch.stack([squares.sum(), (items * squares).sum(), items.sum(), torch.ones_like(squares).sum(), total])
 
 
-@contextmanager
-def observed_increments(
-    tracker: GradientTracker, parameters: list[nn.Parameter], add: weakref.WeakMethod[Callable[[Increment], None]]
-) -> Iterator[None]:
-    """Call ``add`` with the increment of every backward pass that reaches the parameters.
+class IncrementObserver:
+    """Context in which every backward pass that reaches the parameters appends its increment to a list.
 
-    Hooks on the gradients see them before ranks reduce them.
+    Hooks on the gradients see them before ranks reduce them. A backward pass that finds no gradients clears the list.
     """
-    observer = _Observer(add, parameters)
-    hook = functools.partial(out_of_compiler(_Observer.before_adding), observer)
-    handles = [parameter.register_hook(hook) for parameter in parameters]
-    tracker.observers.append(observer)
-    try:
-        yield
-    finally:
-        tracker.observers.remove(observer)
-        for handle in handles:
-            handle.remove()
 
-
-class _Observer:
-    """Observer of a tracker; gradients of ``autograd.grad``, which reach no parameter, are dropped."""
-
-    def __init__(self, add: weakref.WeakMethod[Callable[[Increment], None]], parameters: list[nn.Parameter]) -> None:
-        self._add = add
-        self._parameters = parameters
+    def __init__(
+        self, tracker: GradientTracker, parameters: Sequence[nn.Parameter], increments: list[Increment]
+    ) -> None:
+        self._tracker, self._parameters, self._increments = tracker, parameters, increments
         self._before: dict[int, Tensor | None] = {}  # by number of the backward pass
         self._norms: dict[int, list[Tensor]] = {}
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> None:
+        hook = functools.partial(out_of_compiler(IncrementObserver.before_adding), self)
+        self._handles = [parameter.register_hook(hook) for parameter in self._parameters]
+        self._tracker.observers.append(self)
+
+    def __exit__(self, *exception: object) -> None:
+        self._tracker.observers.remove(self)
+        for handle in self._handles:
+            handle.remove()
 
     def before_adding(self, gradient: Tensor) -> None:
-        task = current_backward()
+        """Add the norm of a gradient to those of its backward pass."""
+        task = backward_number()
         with aside():
             if task not in self._norms:
                 self._before[task] = self._square()
@@ -89,12 +85,15 @@ class _Observer:
             self._norms[task] += _norms([gradient.detach()])
 
     def backward_ended(self, task: int, reached: Set[int], running: Set[int]) -> None:
-        """Report the increment of a backward pass that reached parameters of the model."""
-        norms, add = self._norms.pop(task, None), self._add()
+        """Append the increment of a backward pass; ``autograd.grad`` reaches no parameter, and makes none."""
+        norms = self._norms.pop(task, None)
         with aside():
             after = self._square()
-            if norms and after is not None and add is not None:
-                add(Increment(torch.stack(norms).square().sum(), self._before[task], after))
+            if norms and after is not None:
+                before = self._before[task]
+                if before is None:
+                    self._increments.clear()
+                self._increments.append(Increment(torch.stack(norms).square().sum(), before, after))
         self._norms.clear()
         self._before.clear()
 

@@ -1,1 +1,0 @@
-"""What the first number that is not finite has come from."""

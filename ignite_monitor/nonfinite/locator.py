@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ignite_monitor.events.monitor_events import NonFiniteSource
-from ignite_monitor.model._torch import DispatchMode
+from ignite_monitor.model._torch import DispatchMode, version
 from ignite_monitor.model.eager import Eager
+from ignite_monitor.model.forward import after_forward, before_forward
 from ignite_monitor.model.isolation import capture_rng_state, generators_of, isolated_pass
+from ignite_monitor.model.modes import aside, is_plain
 from ignite_monitor.model.names import named_modules, named_parameters, unwrapped
 from ignite_monitor.model.norms import any_sharded
-from ignite_monitor.nonfinite.calls import ModelCall, ModelCalls
-from ignite_monitor.nonfinite.trace import Operation, Trace, TracedCall, non_finite
-from ignite_monitor.reference.copies import detached_copy, guarded, separate_copy
+from ignite_monitor.model.tensors import tensors_in
+from ignite_monitor.nonfinite.calls import MOST_CALLS, ModelCall, ModelCalls
+from ignite_monitor.reference.reference import detached_copy, guarded, separate_copy
 
 
 class NotLocatedError(Exception):
@@ -58,38 +60,37 @@ class NonFiniteLocator:
         if is_finite or not was_finite:
             return None
         try:
-            self.found = _locate(self._model, self.calls, is_overflow, alone)
+            self.found = _locate(unwrapped(self._model), [*self.calls.calls], is_overflow, alone)
         except Exception as error:  # noqa: BLE001 - training goes on, also without memory
             self.found = None
-            known = isinstance(error, (NotLocatedError, ValueError))
-            reason = str(error) if known else f"{type(error).__name__}: {error}"
-            return None if is_overflow else f"the gradient is not finite; its source could not be located: {reason}"
+            if is_overflow:
+                return None
+            name = "" if isinstance(error, (NotLocatedError, ValueError)) else f"{type(error).__name__}: "
+            return f"the gradient is not finite; its source could not be located: {name}{error}"
         return None if self.found is None else f"the gradient is not finite. {self.found.text}"
 
 
-def _locate(model: nn.Module, calls: ModelCalls, is_overflow: bool, alone: bool) -> NonFiniteSource | None:
-    root = unwrapped(model)
-    _check(model, root, calls)
-    gradients = non_finite({name: parameter.grad for name, parameter, _ in named_parameters(root)})
-    separate, _ = separate_copy(root)
-    modules: dict[str, nn.Module] = {}
-    for name, module in named_modules(separate):
-        modules.setdefault(name, module)
-    trace = Trace(modules)
-    with _isolated(root, separate, calls.calls[0]):
-        with trace.followed():
-            for call in calls.calls:
-                _call_again(separate, call)
-        if not all(call.finite_outputs for call in trace.outermost):
-            return _forward_source(trace.source, separate)
-        operation = None if is_overflow or not trace.outputs else trace.backward()
-    if is_overflow:
-        return None
-    reached = {name: item.grad for name, item, _ in named_parameters(separate) if item.grad is not None}
-    if operation is not None and non_finite(reached) & gradients:
-        return _backward_source(operation)
+def _locate(root: nn.Module, calls: list[ModelCall], is_overflow: bool, alone: bool) -> NonFiniteSource | None:
+    _check(root, calls)
+    gradients = _non_finite({name: parameter.grad for name, parameter, _ in named_parameters(root)})
+    model = separate_copy(root)
+    trace = _Trace({module: name for name, module in named_modules(model)})
+    with _isolated(root, model, [generator.device for generator, _ in calls[0].states]):
+        with before_forward(trace.names, trace.enter, first=True), after_forward(trace.names, trace.leave):
+            for call in calls:
+                _call_again(model, call)
+        if not all(_is_finite(item, may_mask=True) for item in trace.outputs):
+            return _forward_source(trace, model)
+        if is_overflow:
+            return None
+        operation = trace.backward() if any(item.requires_grad for item in trace.outputs) else None
+    reached = {name: item.grad for name, item, _ in named_parameters(model) if item.grad is not None}
+    if operation is not None and _non_finite(reached) & gradients:
+        name = operation[0] or "_root_"
+        text = f"It comes from the backward of {name}: {operation[1]} makes a non-finite gradient of a finite one"
+        return NonFiniteSource(name, "backward", text)
     if trace.source is not None:
-        return _forward_source(trace.source, separate)
+        return _forward_source(trace, model)
     if not alone:
         raise NotLocatedError("all values of this rank are finite, so it is another rank's, or the loss's")
     if not reached or not reached.keys() <= gradients:
@@ -98,81 +99,58 @@ def _locate(model: nn.Module, calls: ModelCalls, is_overflow: bool, alone: bool)
     return NonFiniteSource("", "loss", text)
 
 
-def _check(model: nn.Module, root: nn.Module, calls: ModelCalls) -> None:
+def _check(root: nn.Module, calls: list[ModelCall]) -> None:
+    modules = list(root.modules())
     reasons = {
-        "a scripted module has no copy": any(isinstance(item, torch.jit.ScriptModule) for item in root.modules()),
+        "a scripted module has no copy": any(isinstance(module, torch.jit.ScriptModule) for module in modules),
         "the model is sharded": any_sharded(root.parameters()),
-        "the model was not called as a whole, or is compiled in place": not calls.calls,
-        "the model was called too often": not calls.complete,
-        "the model's inputs have been changed in place": any(call.is_changed for call in calls.calls),
+        "a module holds a random number generator": any(map(generators_of, modules)),
+        "the model was not called as a whole, or is compiled in place": not calls,
+        "the model was called too often": len(calls) > MOST_CALLS,
+        "the model's inputs have been changed in place": any(
+            version(tensor) != before for call in calls for tensor, before in call.versions
+        ),
     }
-    reason = next((reason for reason, holds in reasons.items() if holds), None)
-    if reason is not None:
-        raise NotLocatedError(reason)
+    for reason, holds in reasons.items():
+        if holds:
+            raise NotLocatedError(reason)
 
 
-def _forward_source(call: TracedCall | None, root: nn.Module) -> NonFiniteSource:
-    if call is None:
+def _forward_source(trace: _Trace, model: nn.Module) -> NonFiniteSource:
+    if trace.source is None:
         return NonFiniteSource("", "input", "It comes from the model's inputs, which are not finite")
-    name = call.name or "_root_"
-    text = f"It comes from the forward of {name}: its inputs are finite, and its output is not"
-    names = {id(parameter): name for name, parameter, _ in named_parameters(root)}
-    parameters = non_finite({names[id(item)]: item for item in call.module.parameters()})
+    source = trace.names[trace.source] or "_root_"
+    text = f"It comes from the forward of {source}: its inputs are finite, and its output is not"
+    own = set(trace.source.parameters())
+    parameters = _non_finite({name: item for name, item, _ in named_parameters(model) if item in own})
     if parameters:
         text += f", nor is its parameter {min(parameters)}"
-    return NonFiniteSource(name, "forward", text)
-
-
-def _backward_source(operation: Operation) -> NonFiniteSource:
-    name = operation.module or "_root_"
-    made = "" if operation.made else "a gradient hook on the output of "
-    text = f"It comes from the backward of {name}: {made}{operation.name} makes a non-finite gradient of a finite one"
-    return NonFiniteSource(name, "backward", text)
-
-
-# The second pass
+    return NonFiniteSource(source, "forward", text)
 
 
 @contextlib.contextmanager
-def _isolated(root: nn.Module, separate: nn.Module, call: ModelCall) -> Iterator[None]:
-    """Isolate a pass of a copy.
-
-    Raises:
-        NotLocatedError: if it draws random numbers whose state at the model's call is not known.
-    """
+def _isolated(root: nn.Module, model: nn.Module, devices: list[torch.device]) -> Iterator[None]:
     has_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
-    devices = [generator.device for generator, _ in call.generators]
     with (
-        isolated_pass(separate, devices=devices),
-        guarded(root, separate),
-        Eager(separate),
+        isolated_pass(model, devices),
+        guarded(root, model),
+        Eager(model),
         torch.enable_grad(),
         _NoCollectives() if has_ranks else contextlib.nullcontext(),
     ):
-        before = _other_states(separate)
+        before = capture_rng_state([])
         yield
-        if _other_states(separate) != before:
-            raise NotLocatedError("the model draws from Python's or NumPy's generators, or from one of its own")
-
-
-def _other_states(model: nn.Module) -> str:
-    """RNG state other than torch's default generators."""
-    state = capture_rng_state([])
-    generators = [item for module in model.modules() for item in generators_of(module).values()]
-    own = [item.get_state().tolist() for item in generators if isinstance(item, torch.Generator)]
-    others = [
-        item.bit_generator.state if hasattr(item, "bit_generator") else getattr(item, "getstate", item.get_state)()
-        for item in generators
-        if not isinstance(item, torch.Generator)
-    ]
-    return repr((state["python"], state.get("numpy"), own, others))
+        after = capture_rng_state([])
+        # The state of these at the model's call is not known.
+        if any(before.get(library) != after.get(library) for library in ("python", "numpy")):
+            raise NotLocatedError("the model draws from Python's or NumPy's generators")
 
 
 def _call_again(model: nn.Module, call: ModelCall) -> None:
-    for generator, state in call.generators:
+    for generator, state in call.states:
         generator.set_state(state)
     with contextlib.ExitStack() as contexts:
-        for kind, (enabled, dtype) in call.autocast.items():
+        for kind, (dtype, enabled) in call.autocast.items():
             contexts.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
         args, kwargs = detached_copy((call.args, call.kwargs))
         model(*args, **kwargs)
@@ -185,3 +163,76 @@ class _NoCollectives(DispatchMode):
         if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
             raise NotLocatedError("the model communicates with other ranks")
         return func(*args, **(kwargs or {}))
+
+
+class _Trace:
+    """Follow the calls of modules, and the backward pass of the operations in them; masks may hold -inf."""
+
+    def __init__(self, names: Mapping[nn.Module, str]) -> None:
+        self.names = names
+        self._open: list[tuple[nn.Module, bool]] = []  # calls in progress, and whether their inputs are finite
+        self._owners: dict[Any, str] = {}  # node of the graph -> name of a module
+        self.source: nn.Module | None = None  # the first with finite inputs and non-finite outputs
+        self.outputs: list[Tensor] = []  # of the model, the module that no other called
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensors = [tensor for _, tensor in tensors_in((args, kwargs))]
+        # What is not claimed yet was computed by the module around.
+        self._claim(tensors, self.names[self._open[-1][0]] if self._open else "")
+        has_mask = len(tensors) > 1  # a mask is the mask of something
+        self._open.append((module, all(is_plain(item) and _is_finite(item, has_mask) for item in tensors)))
+
+    def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        _, finite_inputs = self._open.pop()
+        tensors = [tensor for _, tensor in tensors_in(output)]
+        self._claim(tensors, self.names[module])
+        if finite_inputs and self.source is None and not all(_is_finite(item, may_mask=True) for item in tensors):
+            self.source = module
+        if not self._open:
+            self.outputs += tensors
+
+    def backward(self) -> tuple[str, str] | None:
+        """Back-propagate random gradients through all outputs.
+
+        Returns:
+            Module whose forward called the first operation that makes a non-finite gradient, and the operation.
+        """
+        operations: list[tuple[str, str]] = []
+
+        def hook_of(module: str, name: str) -> Any:
+            def hook(grad_inputs: Iterable[Any], grad_outputs: Iterable[Any]) -> None:
+                received = not all(map(_is_finite, grad_outputs))
+                if not operations and (received or not all(map(_is_finite, grad_inputs))):
+                    operations.append((module, f"a gradient hook on the output of {name}" if received else name))
+
+            return hook
+
+        for node, module in self._owners.items():
+            node.register_hook(hook_of(module, node.name()))
+        outputs = [item for item in self.outputs if item.requires_grad]
+        torch.autograd.backward(outputs, [torch.randn_like(item) / max(item.numel(), 1) ** 0.5 for item in outputs])
+        return operations[0] if operations else None
+
+    def _claim(self, tensors: Iterable[Tensor], name: str) -> None:
+        """Assign the operations that computed tensors to a module, if they belong to none."""
+        waiting = [tensor.grad_fn for tensor in tensors]
+        while waiting:
+            node = waiting.pop()
+            if node is not None and node not in self._owners:
+                self._owners[node] = name
+                waiting += [following for following, _ in node.next_functions]
+
+
+def _non_finite(tensors: Mapping[str, Tensor | None]) -> set[str]:
+    return {name for name, tensor in tensors.items() if not _is_finite(tensor)}
+
+
+def _is_finite(tensor: Any, may_mask: bool = False) -> bool:
+    """Return whether a tensor is finite; with ``may_mask`` -inf counts as finite in one that requires no gradient."""
+    if not isinstance(tensor, Tensor) or not is_plain(tensor):
+        return True
+    with aside():
+        finite = tensor.isfinite()
+        if may_mask and not tensor.requires_grad and not tensor.is_complex():
+            finite = finite | (tensor == -torch.inf)
+        return bool(finite.all())

@@ -5,30 +5,27 @@ from __future__ import annotations
 from torch import nn
 
 from ignite_monitor.keys import RCC
-from ignite_monitor.model.devices import device_of
 from ignite_monitor.model.names import Pattern, Selection, tags
 from ignite_monitor.model.structure import is_layer
 from ignite_monitor.rcc.layers import LayerChanges
+from ignite_monitor.rcc.terms import over_layers
 from ignite_monitor.reference.monitor import ReferenceMonitor
 
 
 class RCCHandler(ReferenceMonitor, schema=RCC):
     r"""Split the change of each layer's output into the update of its weights and the drift of its input.
 
-    This is the refined coordinate check of `On the Surprising Effectiveness of Large Learning Rates under Standard
-    Width Scaling <https://arxiv.org/abs/2505.22491>`_. In monitored iterations a frozen reference, by default a copy of
-    the initial model, runs on the model's inputs with the same RNG state. For weights :math:`W_t` and inputs
+    This is the refined coordinate check of arXiv:2505.22491. In monitored iterations a frozen reference, by default a
+    copy of the initial model, runs on the model's inputs with the same RNG state. With weights :math:`W_t` and inputs
     :math:`x_t` of the model, :math:`W_0` and :math:`x_0` of the reference,
 
-    .. math:: W_t x_t - W_0 x_0 = (W_t - W_0)\, x_t + W_0\, (x_t - x_0)
-
-    and in general :math:`f_t(x_t) - f_0(x_0) = (f_t(x_t) - f_0(x_t)) + (f_0(x_t) - f_0(x_0))`.
+    .. math:: W_t x_t - W_0 x_0 = (W_t - W_0)\, x_t + W_0\, (x_t - x_0).
 
     {keys}
 
-    Norms are l2 norms over the features, averaged over positions, samples, calls, micro-batches and ranks. The change
-    of a bias belongs to ``weight_update``. Layers without a floating-point input, as Embedding, have ``weight_update``
-    alone. A layer that can't be compared is not reported, with one warning.
+    Norms are l2 norms over the features, averaged over positions, samples, calls, micro-batches and ranks. Layers
+    without a floating-point input have ``weight_update`` alone. A layer that can't be compared is not reported, with
+    one warning.
 
     Args:
         model: the model, as the train step uses it (wrapped, where it is wrapped).
@@ -38,13 +35,9 @@ class RCCHandler(ReferenceMonitor, schema=RCC):
         exclude: a regular expression searched in layer names; matching layers are not measured.
         prefix: start of the keys.
 
-    Attributes:
-        reference: the reference, a module.
-
     Raises:
         TypeError: if an argument is of another type.
-        ValueError: if an argument has an invalid value, the reference has another structure, or ``"init"`` is given for
-            a model that can't be copied, as one of ``fully_shard``.
+        ValueError: if an argument is invalid, or the model can't be copied, as one of ``fully_shard``.
 
     Examples:
         .. code-block:: python
@@ -52,7 +45,6 @@ class RCCHandler(ReferenceMonitor, schema=RCC):
             handler = RCCHandler(model)
             handler.attach(trainer, Events.ITERATION_STARTED(every=100))
             handler.log_to(tensorboard_logger, trainer)
-            trainer.run(loader, max_epochs=5)
     """
 
     def __init__(
@@ -74,7 +66,6 @@ class RCCHandler(ReferenceMonitor, schema=RCC):
         self._compare(layers, self._changes)
 
     def _compared(self, incomplete: set[str]) -> None:
-        names, values, statistics = self._changes.values(incomplete, device_of(self.model))
-        if names:
-            self.publish(**statistics)
-            self.publish_table(names, values)
+        means = self._changes.means(incomplete)
+        self.publish(**over_layers(means))
+        self.publish_table(self._changes.keys, means.flatten())

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ignite_monitor.model._torch import (
-    MODULE_ATTRIBUTES,
-    batch_norm,
     buffers_in,
     hooks_before_forward,
     modules_in,
@@ -19,250 +18,166 @@ from ignite_monitor.model._torch import (
     version,
     with_weights,
 )
-from ignite_monitor.model.devices import wide_dtype
+from ignite_monitor.model.devices import device_of, wide_dtype
 from ignite_monitor.model.forward import before_forward
 from ignite_monitor.model.linear_maps import feature_dim, linear_map
 from ignite_monitor.model.linear_maps import is_plain as is_plain_layer
 from ignite_monitor.model.modes import is_plain
 from ignite_monitor.model.norms import any_sharded
 from ignite_monitor.model.tensors import floating_tensors
-from ignite_monitor.monitor.ranks import sum_over_ranks, world_size
-from ignite_monitor.rcc.terms import (
-    QUANTITIES,
-    Change,
-    NormSums,
-    mean_norms,
-    norm_sums,
-    output_change,
-    over_layers,
-    table_of,
-)
+from ignite_monitor.monitor.ranks import sum_over_ranks
+from ignite_monitor.rcc.terms import QUANTITIES, Change, NormSums, mean_norms, norm_sums, output_change, table_of
 from ignite_monitor.reference.call import Call, Comparison, NotComparableError
-from ignite_monitor.reference.copies import detached_copy, user_forward_hooks
-from ignite_monitor.reference.reference import Reference
+from ignite_monitor.reference.reference import Reference, detached_copy, user_forward_hooks
 
-Tensors = list[Tensor]
 Weights = dict[str, Tensor]
-
-_WITHOUT_RNG = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.PReLU, nn.Embedding, batch_norm)
 
 
 class LayerChanges(Comparison):
-    """Norms of the changes of a model's layers, in one table of layers and quantities.
+    """Norms of the changes of a model's layers.
+
+    A layer that is linear in its weights and its input is evaluated with their differences, which keep their digits.
+    Other layers are evaluated three times; those that hold modules are run as they are, with the reference's weights.
 
     Args:
         tags: name of each layer -> its name in keys.
+
+    Attributes:
+        keys: the keys of the table of layers and quantities, row by row.
     """
 
     def __init__(self, reference: Reference, tags: dict[str, str]) -> None:
-        self._layers = {name: _layer(name, reference) for name in tags}
-        self._rows = {name: row for row, name in enumerate(tags)}
-        self._keys = [f"{quantity}/{tag}" for tag in tags.values() for quantity in (*QUANTITIES, "weight_share")]
-        self._results: list[tuple[str, NormSums]] = []
-
-    def keep(self, call: Call) -> list[Tensor | None]:
-        return self._layers[call.name].keep(call)
-
-    def enter(self, call: Call) -> Any:
-        x = _first(call.args, call.kwargs)
-        return self._layers[call.name].enter(call), x, x is not None and version(x)
-
-    def leave(self, call: Call) -> NormSums:
-        entered, x, before = call.entered
-        if x is not None and version(x) != before:
-            raise NotComparableError("it changes its input in place")
-        return self._layers[call.name].leave(call, entered)
-
-    def passed(self, results: dict[str, list[Any]]) -> None:
-        self._results += [(name, result) for name, calls in results.items() for result in calls]
-
-    def clear(self) -> None:
-        self._results = []
-
-    def values(self, incomplete: Collection[str], device: torch.device) -> tuple[list[str], Tensor, dict[str, Tensor]]:
-        """Keys and means by layer, and statistics over the layers; NaN where nothing was measured.
-
-        Args:
-            incomplete: names of layers to exclude.
-            device: device of the table if nothing was measured.
-        """
-        results = [(self._rows[name], result) for name, result in self._results if name not in incomplete]
-        if results:
-            rows, calls = zip(*results, strict=True)
-            table = table_of(rows, calls, len(self._rows))
-        elif world_size() == 1:
-            return [], torch.empty(0), {}
-        else:
-            table = torch.zeros(2, len(self._rows), len(QUANTITIES), dtype=wide_dtype(device), device=device)
-        # Ranks may have measured different layers: the table has the same shape on all of them.
-        means = mean_norms(*sum_over_ranks(table))
-        return self._keys, means.flatten(), over_layers(means)
-
-
-class _Layer:
-    """A layer that is evaluated with the model's and the reference's weights, in float32 or wider."""
-
-    def __init__(self, name: str, reference: Reference) -> None:
-        self._name = name
         self._reference = reference
-        self._module = reference.modules[name]
-        self._dim = feature_dim(self._module)
+        self._rows = {name: row for row, name in enumerate(tags)}
+        self._dims = {name: feature_dim(reference.modules[name]) for name in tags}
+        self._linear = {name for name in tags if _is_linear(reference.modules[name])}
+        self._whole = {name for name in tags if _is_whole(reference.modules[name])} - self._linear
+        self._calls: list[tuple[str, NormSums]] = []
+        self.keys = [f"{quantity}/{tag}" for tag in tags.values() for quantity in (*QUANTITIES, "weight_share")]
 
     def keep(self, call: Call) -> list[Tensor | None]:
+        if call.name in self._whole:
+            return [_first((call.args, call.kwargs)), _first(call.output)]
         return list(_tensors((call.args, call.kwargs)))
 
+    def enter(self, call: Call) -> tuple[Tensor | None, int, Any]:
+        """Return the input, its version, and the sums, or the reference's output of a layer that is run as it is."""
+        x = _first((call.args, call.kwargs))
+        if call.name not in self._whole:
+            result: Any = self._evaluated(call)
+        elif call.name:
+            crossed = _first(self._reference.run(call.name, call.args, call.kwargs))
+            result = None if crossed is None else crossed.detach()
+        else:
+            result = call.kept[1]  # the inputs of the whole model are those of the reference
+        return x, 0 if x is None else version(x), result
+
+    def leave(self, call: Call) -> NormSums:
+        x, before, result = call.entered
+        if x is not None and version(x) != before:
+            raise NotComparableError("it changes its input in place")
+        return self._compared(call, x, result) if call.name in self._whole else result
+
+    def passed(self, results: dict[str, list[Any]]) -> None:
+        self._calls += [(name, result) for name, calls in results.items() for result in calls]
+
+    def clear(self) -> None:
+        self._calls = []
+
+    def means(self, incomplete: Collection[str]) -> Tensor:
+        """Mean norms of each layer over all calls and ranks, as :func:`mean_norms`, without incomplete layers."""
+        calls = [(self._rows[name], result) for name, result in self._calls if name not in incomplete]
+        # Ranks may have measured different layers: the table has the same shape on all of them.
+        return mean_norms(*sum_over_ranks(table_of(calls, len(self._rows), device_of(self._reference.root))))
+
+    def _compared(self, call: Call, x: Tensor | None, crossed: Tensor | None) -> NormSums:
+        outputs = [item for item in (_first(call.output), crossed, call.kept[1]) if item is not None]
+        inputs = [item for item in (x, call.kept[0]) if item is not None]
+        if len(outputs) < 3:
+            raise NotComparableError("no floating-point tensor is in its output")
+        _check([outputs[0], outputs[0], *inputs[:1]], [*outputs[1:], *inputs[1:]])
+        with _no_autocast(outputs[0].device):
+            change = output_change(*(item.to(_wide(outputs)) for item in outputs))
+            inputs = [item.to(_wide(inputs)) for item in inputs]
+            return norm_sums(change, [inputs[0], inputs[0] - inputs[1]] if inputs else [], self._dims[call.name])
+
     @torch.no_grad()
-    def enter(self, call: Call) -> NormSums:
+    def _evaluated(self, call: Call) -> NormSums:
         weights, initial = self._weights(call)  # first, since FSDP2 may communicate
-        tensors, others = list(_tensors((call.args, call.kwargs))), call.kept
-        if len(tensors) != len(others):
-            raise NotComparableError("its inputs are other than in the reference")
-        for tensor, other in zip(tensors, others, strict=True):
-            _check(tensor, other)
-        dtype = self._dtype([*tensors, *weights.values()])
-        with _no_autocast(next(iter(weights.values()))):
-            x, reference_x = ([item.to(dtype) for item in own if item is not None] for own in (tensors, others))
-            moved = x[0] - reference_x[0] if x else None
-            weights, initial = ({name: item.to(dtype) for name, item in own.items()} for own in (weights, initial))
-            change = self._change(call, x, reference_x, moved, weights, initial)
-            if moved is None:
-                return norm_sums(change.weight_update, None, None, None, self._dim)
-            return norm_sums(*change, x[0], moved, self._dim)
+        inputs, reference_inputs = list(_tensors((call.args, call.kwargs))), [x for x in call.kept if x is not None]
+        _check(inputs, reference_inputs)
+        dtype, device = _wide([*inputs, *weights.values()]), next(iter(weights.values())).device
+        if call.name not in self._linear and _is_of_torch(self._reference.modules[call.name]):
+            dtype = wide_dtype(device)  # a user's forward may compute in another dtype
+        with _no_autocast(device):
+            inputs, reference_inputs = ([x.to(dtype) for x in own] for own in (inputs, reference_inputs))
+            weights, initial = ({key: item.to(dtype) for key, item in own.items()} for own in (weights, initial))
+            moved = [inputs[0], inputs[0] - reference_inputs[0]] if inputs else []
+            if call.name in self._linear:
+                change = self._linear_change(call, moved, weights, initial)
+            else:
+                runs = ((inputs, weights), (inputs, initial), (reference_inputs, initial))
+                change = output_change(*(self._evaluate(call, *run) for run in runs))
+            return norm_sums(change, moved, self._dims[call.name])
 
-    def leave(self, call: Call, entered: Any) -> NormSums:
-        result: NormSums = entered
-        return result
+    def _linear_change(self, call: Call, inputs: list[Tensor], weights: Weights, initial: Weights) -> Change:
+        if not _is_linear(call.module):
+            raise NotComparableError("its forward has been replaced since the handler was made")
+        updates = {key: item - initial[key] for key, item in weights.items()}
+        product_of = linear_map(call.module)
+        if product_of is None or not inputs:  # Embedding
+            update = self._evaluate(call, inputs, updates)
+            return Change(update, update)
+        product = product_of(call.args, call.kwargs)
+        update = product(inputs[0], updates["weight"])
+        if "bias" in updates:
+            update += updates["bias"].view(-1, *[1] * (-1 - self._dims[call.name]))
+        return Change(update, product(inputs[1], initial["weight"]))
 
-    def _dtype(self, tensors: list[Tensor]) -> torch.dtype:
-        """float64 where differences of outputs are taken, if that is sure to be computed in it."""
-        if _is_of_torch(self._module):
-            return wide_dtype(tensors[0].device)
-        return _promoted(tensors)
-
-    def _change(
-        self, call: Call, x: Tensors, reference_x: Tensors, moved: Tensor | None, weights: Weights, initial: Weights
-    ) -> Change:
-        runs = ((x, weights), (x, initial), (reference_x, initial))
-        return output_change(*(self._evaluate(call, inputs, own) for inputs, own in runs))
-
-    def _evaluate(self, call: Call, tensors: Tensors, weights: Weights) -> Tensor:
-        if not _is_of_torch(self._module):  # its forward may change tensors in place
-            tensors = [tensor.clone() for tensor in tensors]
-            weights = {name: weight.clone() for name, weight in weights.items()}
+    def _evaluate(self, call: Call, tensors: list[Tensor], weights: Weights) -> Tensor:
+        module, dtype = self._reference.modules[call.name], next(iter(weights.values())).dtype
         args, kwargs = _replaced((call.args, call.kwargs), iter(tensors))
-        isolated: AbstractContextManager[Any] = nullcontext()
-        if not isinstance(self._module, _WITHOUT_RNG):
-            isolated = self._reference.isolated(self._name)
-        with isolated:
-            module: Any = _with_weights(self._module, weights)
-            module.training = call.module.training
-            output = _first((type(module).forward(module, *args, **kwargs),), {})
+        draws_nothing = _is_of_torch(module) and not isinstance(module, nn.RNNBase)
+        with nullcontext() if draws_nothing else self._reference.isolated(call.name):
+            if not _is_of_torch(module):  # it may change tensors in place, and keep state
+                hooks = [hook for own in user_forward_hooks([module]).values() for hook in own.values()]
+                memo = {id(item): item for item in (*hooks, *module.parameters())}
+                module, weights, args, kwargs = detached_copy((module, weights, args, kwargs), memo)
+            buffers = {
+                key: item if item is None else item.to(dtype if item.is_floating_point() else item.dtype, copy=True)
+                for key, item in buffers_in(module).items()
+            }
+            other: Any = with_weights(module, weights, buffers)
+            other.training = call.module.training
+            output = _first(type(other).forward(other, *args, **kwargs))
         if output is None:
             raise NotComparableError("no floating-point tensor is in its output")
-        return output.to(next(iter(weights.values())).dtype)
+        return output.to(dtype)
 
     def _weights(self, call: Call) -> tuple[Weights, Weights]:
-        """Parameters of the model's and the reference's module by name.
-
-        Raises:
-            NotComparableError: if one of them is sharded.
-        """
-        module: Any = call.module
-        reference: Any = self._module
-        weights = {name: getattr(module, name) for name, item in parameters_in(module).items() if item is not None}
-        initial = {name: getattr(reference, name) for name in weights}
+        reference = self._reference.modules[call.name]
+        weights: Weights = {key: item for key, item in parameters_in(call.module).items() if item is not None}
+        initial: Weights = {key: getattr(reference, key) for key in weights}
         if any_sharded(initial.values()):
             # FSDP2 gathers weights while the module runs.
             def gathered(*_: Any) -> None:
-                initial.update((name, getattr(reference, name).clone()) for name in weights)
+                initial.update((key, getattr(reference, key).clone()) for key in weights)
 
             with before_forward([reference], gathered):
-                self._reference.run(self._name, call.args, call.kwargs)
+                self._reference.run(call.name, call.args, call.kwargs)
         if not all(map(is_plain, [*weights.values(), *initial.values()])):
             raise NotComparableError("its weights are sharded, in the model or in the reference")
         # Mixed precision of FSDP2 rounds the model's weights.
-        return weights, {name: initial[name].to(item.dtype) for name, item in weights.items()}
+        return weights, {key: initial[key].to(item.dtype) for key, item in weights.items()}
 
 
-class _Linear(_Layer):
-    """A layer that is linear in its weights and its input: differences are taken before it, and keep their digits."""
-
-    def _dtype(self, tensors: list[Tensor]) -> torch.dtype:
-        return _promoted(tensors)
-
-    def _change(
-        self, call: Call, x: Tensors, reference_x: Tensors, moved: Tensor | None, weights: Weights, initial: Weights
-    ) -> Change:
-        if type(self._module) not in type(call.module).__mro__ or "forward" in vars(call.module):
-            raise NotComparableError("its forward has been replaced since the handler was made")
-        updates = {name: item - initial[name] for name, item in weights.items()}
-        product_of = linear_map(self._module)
-        if moved is None or product_of is None:  # Embedding
-            update = self._evaluate(call, x, updates)
-            return Change(update, update)
-        product = product_of(call.args, call.kwargs)
-        update = product(x[0], updates["weight"])
-        if "bias" in updates:
-            update += updates["bias"].view(-1, *[1] * (-1 - self._dim))
-        return Change(update, product(moved, initial["weight"]))
+def _is_linear(module: nn.Module) -> bool:
+    is_embedding = is_plain_layer(module, nn.Embedding) and getattr(module, "max_norm", None) is None
+    return is_embedding or linear_map(module) is not None
 
 
-class _Whole(_Layer):
-    """A layer that holds other modules or has hooks: it is run as it is, with the reference's weights."""
-
-    def keep(self, call: Call) -> list[Tensor | None]:
-        return [_first(call.args, call.kwargs), _first((call.output,), {})]
-
-    def enter(self, call: Call) -> Any:
-        x, reference_x = _first(call.args, call.kwargs), call.kept[0]
-        if x is not None:
-            _check(x, reference_x)
-        inputs = None if x is None or reference_x is None else (x.detach().clone(), reference_x)
-        # The inputs of the whole model are those of the reference.
-        if not self._name:
-            return inputs, call.kept[1]
-        crossed = _first((self._reference.run(self._name, call.args, call.kwargs),), {})
-        return inputs, None if crossed is None else crossed.detach()
-
-    def leave(self, call: Call, entered: Any) -> NormSums:
-        inputs, crossed = entered
-        output, reference_output = _first((call.output,), {}), call.kept[1]
-        if output is None or crossed is None or reference_output is None:
-            raise NotComparableError("no floating-point tensor is in its output")
-        _check(output, crossed)
-        _check(output, reference_output)
-        with _no_autocast(output):
-            change = output_change(*_promote(output, crossed, reference_output))
-            if inputs is None:
-                return norm_sums(change.weight_update, None, None, None, self._dim)
-            x, reference_x = _promote(*inputs)
-            return norm_sums(*change, x, x - reference_x, self._dim)
-
-
-def _layer(name: str, reference: Reference) -> _Layer:
-    module = reference.modules[name]
-    if is_plain_layer(module, nn.Embedding) and getattr(module, "max_norm", None) is None:
-        return _Linear(name, reference)
-    if linear_map(module) is not None:
-        return _Linear(name, reference)
-    is_whole = modules_in(module) or "forward" in vars(module) or hooks_before_forward(module)
-    return (_Whole if is_whole else _Layer)(name, reference)
-
-
-def _with_weights(module: nn.Module, weights: Weights) -> nn.Module:
-    """Copy of a module without children that has other weights, and buffers of their dtype."""
-    dtype = next(iter(weights.values())).dtype
-    buffers = {
-        name: item if item is None else item.to(dtype if item.is_floating_point() else item.dtype, copy=True)
-        for name, item in buffers_in(module).items()
-    }
-    attributes = [item for name, item in vars(module).items() if name not in MODULE_ATTRIBUTES]
-    if not _is_of_torch(module) and not all(isinstance(item, (int, float, str)) for item in attributes):
-        # It may keep state in them.
-        memo = {id(hook): hook for _, hooks in user_forward_hooks([module]) for hook in hooks.values()}
-        memo |= {id(item): weights.get(name) for name, item in parameters_in(module).items()}
-        module = detached_copy(module, memo)
-    return with_weights(module, weights, buffers)
+def _is_whole(module: nn.Module) -> bool:
+    return bool(modules_in(module) or "forward" in vars(module) or hooks_before_forward(module))
 
 
 def _is_of_torch(module: nn.Module) -> bool:
@@ -271,8 +186,9 @@ def _is_of_torch(module: nn.Module) -> bool:
 
 def _tensors(value: Any) -> Iterator[Tensor]:
     """Floating-point tensors in inputs, nested tuples, lists and dicts."""
-    if isinstance(value, Tensor) and value.is_floating_point():
-        yield value
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield value
     elif type(value) in (tuple, list, dict):
         for member in value.values() if isinstance(value, dict) else value:
             yield from _tensors(member)
@@ -287,29 +203,23 @@ def _replaced(value: Any, tensors: Iterator[Tensor]) -> Any:
     return type(value)(_replaced(member, tensors) for member in value) if type(value) in (tuple, list) else value
 
 
-def _first(args: Any, kwargs: Any) -> Tensor | None:
-    return next((tensor for _, tensor in floating_tensors((*args, *kwargs.values()))), None)
+def _first(value: Any) -> Tensor | None:
+    return next((tensor for _, tensor in floating_tensors(value)), None)
 
 
-def _check(values: Tensor, others: Tensor | None) -> None:
-    if not is_plain(values):
+def _check(values: list[Tensor], others: list[Tensor]) -> None:
+    if not all(map(is_plain, values)):
         raise NotComparableError("its tensors are sharded, nested or sparse")
-    if others is not None and values.shape != others.shape:
-        raise NotComparableError(f"its tensors are {tuple(values.shape)}, in the reference {tuple(others.shape)}")
+    shapes, expected = ([tuple(item.shape) for item in own] for own in (values, others))
+    if shapes != expected:
+        raise NotComparableError(f"its tensors are {shapes}, in the reference {expected}")
 
 
-def _promoted(tensors: list[Tensor]) -> torch.dtype:
-    dtype = torch.float32
-    for tensor in tensors:
-        dtype = torch.promote_types(dtype, tensor.dtype)
-    return dtype
+def _wide(tensors: Iterable[Tensor]) -> torch.dtype:
+    """The common dtype of tensors, float32 or wider."""
+    return reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)
 
 
-def _promote(*tensors: Tensor) -> Iterator[Tensor]:
-    dtype = _promoted([*tensors])
-    return (item.to(dtype) for item in tensors)
-
-
-def _no_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
-    kind = tensor.device.type
+def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    kind = device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()

@@ -1,13 +1,4 @@
-r"""The refined coordinate check: the change of a layer's output, split into a weight update and an input drift.
-
-A layer f computes :math:`f_t(x_t)` now, and computed :math:`f_0(x_0)` with the weights and the input of the reference:
-
-.. math:: f_t(x_t) - f_0(x_0) = (f_t(x_t) - f_0(x_t)) + (f_0(x_t) - f_0(x_0))
-
-For a linear layer the first term is :math:`(W_t - W_0)\, x_t`, the effect of its updates, and the second is
-:math:`W_0\, (x_t - x_0)`, the effect of the layers before it. The method is that of `On the Surprising Effectiveness of
-Large Learning Rates under Standard Width Scaling <https://arxiv.org/abs/2505.22491>`_.
-"""
+"""Terms of the refined coordinate check, and their norms."""
 
 from __future__ import annotations
 
@@ -15,12 +6,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ignite_monitor.model.devices import move, upload, wide_dtype
 
+# Columns of the table of norms.
 QUANTITIES = ("weight_update", "input_drift", "input", "input_change", "output_change")
-"""Columns of the table of norms."""
 
 
 class Change(NamedTuple):
@@ -40,76 +32,54 @@ def output_change(output: Tensor, crossed: Tensor, reference_output: Tensor) -> 
     return Change(output - crossed, crossed - reference_output)
 
 
-def feature_norms(values: Tensor, dim: int = -1) -> Tensor:
-    """l2 norms over one dimension, flattened.
-
-    Args:
-        values: a tensor of float32 or float64 of any shape; a 0-dim tensor is one feature.
-        dim: the dimension of the features; the last one if there are fewer dimensions.
-    """
-    if not values.ndim:
-        values = values.reshape(1)
-    if not -values.ndim <= dim < values.ndim:
-        dim = -1
-    norms: Tensor = torch.linalg.vector_norm(values, dim=dim)
-    return norms.flatten()
+# Sums of the feature norms of one call, and numbers of norms.
+NormSums = tuple[Tensor, list[int]]
 
 
-class NormSums(NamedTuple):
-    """Sums of the feature norms of one call, and numbers of norms, in the order of :data:`QUANTITIES`."""
-
-    sums: Tensor
-    counts: list[int]
-
-
-def norm_sums(
-    update: Tensor, drift: Tensor | None, x: Tensor | None, input_change: Tensor | None, dim: int
-) -> NormSums:
+def norm_sums(change: Change, inputs: Sequence[Tensor], dim: int) -> NormSums:
     """Sum the feature norms of one call.
 
     Args:
-        update: the weight update; with a drift it is overwritten by the output's change.
-        drift: the input drift; None without a floating-point input, as what follows.
-        x: the model's input.
-        input_change: its difference from the reference's input.
-        dim: the dimension of the features.
+        change: the change of the output; its weight update is overwritten.
+        inputs: the model's input and its change; without them the weight update is measured alone.
+        dim: the dimension of the features; the last one if there are fewer dimensions.
     """
-    norms = [None if item is None else feature_norms(item, dim) for item in (update, drift, x, input_change)]
-    norms.append(None if drift is None else feature_norms(update.add_(drift), dim))
-    wide = wide_dtype(update.device)
-    sums = [update.new_zeros((), dtype=wide) if item is None else item.sum(dtype=wide) for item in norms]
-    return NormSums(torch.stack(sums), [0 if item is None else len(item) for item in norms])
+    norms = [_feature_norms(change.weight_update, dim)]
+    if inputs:
+        norms += [_feature_norms(item, dim) for item in (change.input_drift, *inputs)]
+        norms.append(_feature_norms(change.weight_update.add_(change.input_drift), dim))
+    sums = torch.stack([item.sum(dtype=wide_dtype(item.device)) for item in norms])
+    missing = len(QUANTITIES) - len(norms)
+    return F.pad(sums, (0, missing)), [item.numel() for item in norms] + [0] * missing
 
 
-def table_of(rows: Sequence[int], calls: Sequence[NormSums], layers: int) -> Tensor:
-    """Table of shape (2, layers, quantities) with the sums of norms and their counts.
+def _feature_norms(values: Tensor, dim: int) -> Tensor:
+    if not values.ndim:
+        return values.abs()
+    return torch.linalg.vector_norm(values, dim=dim if -values.ndim <= dim < values.ndim else -1)  # type: ignore[no-any-return]
 
-    Args:
-        rows: row of each call's layer.
-        calls: the calls, at least one.
-        layers: number of rows.
-    """
-    device = calls[0].sums.device
-    counts = [[0] * len(QUANTITIES) for _ in range(layers)]
-    for row, call in zip(rows, calls, strict=True):
-        counts[row] = [total + count for total, count in zip(counts[row], call.counts, strict=True)]
-    sums = torch.zeros(layers, len(QUANTITIES), dtype=calls[0].sums.dtype, device=device)
-    index = upload(torch.tensor(rows, device="cpu"), device)
-    sums.index_add_(0, index, torch.stack([move(call.sums, device) for call in calls]))
-    return torch.stack([sums, upload(torch.tensor(counts, dtype=sums.dtype, device="cpu"), device)])
+
+def table_of(calls: Sequence[tuple[int, NormSums]], layers: int, device: torch.device) -> Tensor:
+    """Table of shape (2, layers, quantities) of sums of norms and their counts, from rows and sums of calls."""
+    dtype = wide_dtype(device)
+    counts = torch.zeros(layers, len(QUANTITIES), dtype=dtype, device="cpu")
+    sums = torch.zeros(layers, len(QUANTITIES), dtype=dtype, device=device)
+    if calls:
+        index = torch.tensor([row for row, _ in calls], device="cpu")
+        counts.index_add_(0, index, torch.tensor([own for _, (_, own) in calls], dtype=dtype, device="cpu"))
+        sums.index_add_(0, upload(index, device), torch.stack([move(own, device) for _, (own, _) in calls]))
+    return torch.stack([sums, upload(counts, device)])
 
 
 def mean_norms(sums: Tensor, counts: Tensor) -> Tensor:
-    """Mean norms and weight share of each layer; NaN for no norms and for non-finite values.
-
-    The weight share is ``weight_update / (weight_update + input_drift)``, and 0 where both are 0.
+    """Mean norms of each layer, and the share of the weight update, 0 where it and the input drift are 0.
 
     Args:
         sums: of shape (layers, quantities).
         counts: of the same shape.
 
     Returns:
-        A tensor of shape (layers, quantities + 1), the share last.
+        A tensor of shape (layers, quantities + 1); NaN for no norms and for non-finite values.
     """
     means = sums / counts
     both = means[:, 0] + means[:, 1]
@@ -120,8 +90,7 @@ def mean_norms(sums: Tensor, counts: Tensor) -> Tensor:
 def over_layers(means: Tensor) -> dict[str, Tensor]:
     """Maximum and median over the layers of the first two quantities, without NaN."""
     statistics = {}
-    for column, quantity in enumerate(QUANTITIES[:2]):
-        values = means[:, column]
+    for quantity, values in zip(QUANTITIES[:2], means.unbind(1), strict=False):
         statistics[f"{quantity}_max"] = values.nan_to_num(-torch.inf).amax()
         statistics[f"{quantity}_median"] = values.nanquantile(0.5)
     return statistics

@@ -27,8 +27,8 @@ class Call:
         args: its positional arguments.
         kwargs: its keyword arguments.
         output: its output; None before it returns.
-        kept: for a call of the model, what :meth:`Comparison.keep` returned for the reference's.
-        entered: for a call of the model, what :meth:`Comparison.enter` returned.
+        kept: what :meth:`Comparison.keep` returned for the same call of the reference.
+        entered: what :meth:`Comparison.enter` returned.
     """
 
     name: str
@@ -58,7 +58,6 @@ class Comparison:
 
     def enter(self, call: Call) -> Any:
         """Handle the start of a call of the model; the result becomes ``call.entered``."""
-        return None
 
     def leave(self, call: Call) -> Any:
         """Return the result of a call of the model, for :meth:`passed`; None for no result."""

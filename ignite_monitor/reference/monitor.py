@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
+import functools
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -31,16 +31,11 @@ class ReferenceMonitor(Monitor):
     def __init__(self, model: nn.Module, prefix: str, families: Sequence[str] = ()) -> None:
         super().__init__(model, prefix, families)
         self._reference: Reference | None = None
-        self._comparison: Comparison | None = None
         self._passes: ReferencePasses | None = None
-        self._compared_count = 0  # train steps of this run
+        self._step_count = 0  # monitored iterations of this run
 
     def _compared(self, incomplete: set[str]) -> None:
-        """Publish the results of a train step that returned on every rank.
-
-        Args:
-            incomplete: names of modules to exclude, since a call could not be compared.
-        """
+        """Publish the results of a train step that returned on every rank, without incomplete modules."""
 
     def _set_reference(self, reference: Any) -> Reference:
         """Create the reference from the user's argument."""
@@ -49,22 +44,12 @@ class ReferenceMonitor(Monitor):
 
     def _compare(self, names: Iterable[str], comparison: Comparison) -> None:
         """Compare the calls of modules in monitored iterations."""
-        if self._reference is None:
-            return
-        monitor = weakref.ref(self)  # contexts of a train step hold the passes
-
-        def warn(reason: str) -> None:
-            owner = monitor()
-            if owner is not None:
-                owner._warn(reason)
-
-        self._comparison = comparison
-        self._passes = ReferencePasses(self._reference, names, comparison, warn)
+        if self._reference is not None:
+            warn = functools.partial(self.logger.warning, "%s: %s", self._title)
+            self._passes = ReferencePasses(self._reference, names, comparison, warn)
 
     def _warn(self, reason: str) -> None:
         self._warn_once(reason.replace("%", "%%"))
-
-    # Public methods
 
     @property
     def reference(self) -> nn.Module | None:
@@ -80,23 +65,11 @@ class ReferenceMonitor(Monitor):
         return OrderedDict(reference=None if self._reference is None else self._reference.state_dict())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the reference of a saved run.
-
-        Args:
-            state_dict: what :meth:`state_dict` returned.
-
-        Raises:
-            TypeError: if it is no mapping.
-            ValueError: if it was saved by another kind of monitor, or with another kind or structure of reference.
-        """
         super().load_state_dict(state_dict)
-        saved = state_dict["reference"]
         if self._reference is not None:
-            self._reference.load_state_dict(saved)
-        elif saved is not None:
+            self._reference.load_state_dict(state_dict["reference"])
+        elif state_dict["reference"] is not None:
             raise ValueError("Argument state_dict holds a reference, but this handler has none")
-
-    # Events
 
     def handlers(self) -> Handlers:
         return [(MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed)]
@@ -104,11 +77,10 @@ class ReferenceMonitor(Monitor):
     def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
         if not self._is_running or self._passes is None:
             return []
-        self._compared_count += 1
+        self._step_count += 1
         return [self._eager(), self._passes.watched()]
 
     def _eager(self) -> Eager:
-        """Return a context in which the model and the reference run uncompiled."""
         return Eager(self.model, *([] if self._reference is None else [self._reference.module]))
 
     def start_iteration(self, engine: Any) -> None:
@@ -116,13 +88,13 @@ class ReferenceMonitor(Monitor):
 
     def on_run_end(self) -> None:
         if self._passes is not None:
-            if self._compared_count and not self._passes.seen and not self._passes.warned:
-                self._warn(
-                    f"none of {self._compared_count} monitored iterations had a forward pass of the whole model in "
+            if self._step_count and not self._passes.seen and not self._passes.warned:
+                self._warn_once(
+                    f"none of {self._step_count} monitored iterations had a forward pass of the whole model in "
                     f"training mode, so {self._lacking}"
                 )
             self._passes.seen = False
-        self._compared_count = 0
+        self._step_count = 0
 
     def reset_run_state(self) -> None:
         self._forget()
@@ -134,14 +106,14 @@ class ReferenceMonitor(Monitor):
             self._forget()
 
     def _may_add(self) -> bool:
-        """Whether all ranks take part, so that a collective is safe; warns if not."""
+        """Return whether all ranks take part, so that a collective is safe; warn if not."""
         # A parametrization's model may have a wrapper.
         wrapper = None if self._passes is None else self._passes.outermost()
-        together = all_take_part(self.model) and (wrapper is None or all_take_part(wrapper))
+        together = all(all_take_part(model) for model in (self.model, wrapper) if model is not None)
         if not together:
-            self._warn("ranks may have run out of data under join(), so nothing is published of forward passes")
+            self._warn_once("ranks may have run out of data under join(), so nothing is published of forward passes")
         return together
 
     def _forget(self) -> None:
-        if self._comparison is not None:
-            self._comparison.clear()
+        if self._passes is not None:
+            self._passes.comparison.clear()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import sys
 import weakref
 from collections import deque
@@ -13,15 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ignite_monitor.model._torch import current_backward, is_transformed, module_call, version
-from ignite_monitor.model.forward import ModuleHook, after_forward, before_forward
+from ignite_monitor.model._torch import in_backward, is_transformed, module_call, version
+from ignite_monitor.model.forward import after_forward, before_forward
 from ignite_monitor.model.isolation import is_reference_run
 from ignite_monitor.model.norms import any_sharded
 from ignite_monitor.model.structure import hookable_modules, modules_by_name
 from ignite_monitor.model.tensors import tensors_in
 from ignite_monitor.reference.call import Call, Comparison, FailedFunctionError, NotComparableError
-from ignite_monitor.reference.copies import TrainingModelUsedError, user_forward_hooks
-from ignite_monitor.reference.reference import Reference
+from ignite_monitor.reference.reference import Reference, user_forward_hooks
+
+_OTHER_CALLS = "it is called other than in the reference"
 
 
 class ReferencePasses:
@@ -32,47 +32,45 @@ class ReferencePasses:
 
     Args:
         names: names of the modules to compare.
-        warn: is called with each reason why something can't be compared, once for each module and kind of reason.
+        warn: is called with the reason why a module, or the whole model, is not compared, once for each.
 
     Attributes:
         incomplete: names of modules of which a call could not be compared since :meth:`watched` began.
+        warned: subjects of the warnings.
         seen: whether a pass was compared.
         outermost: for the newest pass, the module that was called first, a wrapper of the model.
     """
 
     def __init__(
-        self, reference: Reference, names: Iterable[str], comparison: Comparison, warn: Callable[[str], None]
+        self, reference: Reference, names: Iterable[str], comparison: Comparison, warn: Callable[[str], object]
     ) -> None:
+        self.comparison = comparison
+        self.incomplete: set[str] = set()
+        self.warned: set[str] = set()
+        self.seen = False
+        self.outermost: weakref.ref[nn.Module] = weakref.ref(reference.root)
         self._reference = reference
-        self._comparison = comparison
-        self._warn = warn
-        self._reasons: set[str] = set()
-        self._current: _Pass | None = None
-        self._around = contextlib.ExitStack()
-        self._weights: dict[int, Tensor] = {}
         self._names = list(names)
         self._modules = modules_by_name(reference.root)
         self._model_names: dict[nn.Module, str] = {}
-        self._reference_names: dict[nn.Module, str] = {}
-        self._paused = 0
-        self.incomplete: set[str] = set()
-        self.seen = False
-        self.outermost: weakref.ref[nn.Module] = weakref.ref(reference.root)
+        self._warn = warn
+        self._pauses = 0
+        self._pass: _Pass | None = None
+        self._hooks = contextlib.ExitStack()
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """Compare the model's forward passes inside of this context."""
         self.incomplete.clear()
         hookable = hookable_modules(self._reference.root)
-        names = [name for name in self._names if name in hookable]
-        if len(names) < len(self._names):
-            first = next(name for name in self._names if name not in hookable)
-            self.say(f"{first} and others are in a frozen nn.TransformerEncoderLayer, whose fast path has no hooks")
-        self._model_names = {self._modules[name]: name for name in names}
-        self._reference_names = {self._reference.modules[name]: name for name in names}
-        modules = list({self._reference.root: "", **self._model_names})
+        self._model_names = {self._modules[name]: name for name in self._names if name in hookable}
+        skipped = [name for name in self._names if name not in hookable]
+        if skipped:
+            text = f"{skipped[0]} and others are in a frozen nn.TransformerEncoderLayer, whose fast path has no hooks"
+            self._warn_of("fast path", text)
+        modules = {self._reference.root: "", **self._model_names}
         try:
-            with before_forward(modules, _Hook(self._before)), after_forward(modules, _Hook(self._after)):
+            with before_forward(modules, self._before), after_forward(modules, self._after):
                 yield
         finally:
             self._forget()
@@ -80,182 +78,132 @@ class ReferencePasses:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Ignore forward passes inside of this context."""
-        self._paused += 1
+        self._pauses += 1
         try:
             yield
         finally:
-            self._paused -= 1
+            self._pauses -= 1
 
-    @property
-    def warned(self) -> bool:
-        """Whether anything could not be compared."""
-        return bool(self._reasons)
-
-    def say(self, reason: str, subject: str = "") -> None:
-        """Warn of a reason, once for each subject, whatever the numbers in the reason."""
-        kind = subject + re.sub(r"\d+", "", reason)
-        if kind not in self._reasons:
-            self._reasons.add(kind)
-            self._warn(subject + reason)
+    def _warn_of(self, subject: str, text: str) -> None:
+        if subject not in self.warned:
+            self.warned.add(subject)
+            self._warn(text)
 
     def _exclude(self, name: str, error: Exception) -> None:
         self.incomplete.add(name)
         reason = str(error) if isinstance(error, NotComparableError) else f"{type(error).__name__}: {error}"
-        self.say(reason, f"{name or 'the root module'} is not compared: ")
+        self._warn_of(f"module {name}", f"{name or 'the root module'} is not compared: {reason}")
 
     def _exclude_all(self, reason: str) -> None:
         self.incomplete.update(self._names)
-        self.say(f"{reason}, so nothing is compared")
+        self._warn_of("all", f"{reason}, so nothing is compared")
 
     def _forget(self) -> None:
-        self._current = None
-        self._weights = {}
-        self._around.close()
+        self._pass = None
+        self._hooks.close()
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if module is self._reference.root:
+        if is_reference_run() or in_backward():
+            return
+        if module is self._reference.root and module.training and not self._pauses and not is_transformed(()):
             self._start(module, args, kwargs)
-        self._enter(module, args, kwargs)
+        name = self._model_names.get(module)
+        if self._pass is not None and name is not None:
+            self._enter(self._pass, Call(name, module, args, kwargs))
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        self._leave(module, output)
-        if module is self._reference.root:
-            self._end(module)
+        if self._pass is None or is_reference_run() or in_backward():
+            return
+        name = self._model_names.get(module)
+        call = None if name is None else self._pass.open.pop(name, None)
+        if call is not None:
+            call.output = output
+            self._leave(self._pass, call)
+        if module is self._reference.root and module not in _calls_in_progress()[1:]:
+            self._end(self._pass)
 
     # A pass of the whole model
 
     def _start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tensors = [item for item in (*args, *kwargs.values(), *module.parameters()) if isinstance(item, Tensor)]
-        ignored = self._paused or not module.training or is_reference_run() or current_backward() != -1
-        if ignored or is_transformed(tensors) or (calls := _calls_in_progress()).count(module) > 1:
+        calls = _calls_in_progress()
+        if module in calls[1:]:
             return
-        self.outermost = weakref.ref(calls[-1])
         self._forget()  # a pass that raised an error
-        current = self._run(args, kwargs)
-        if current is None:
-            return
-        if self._comparison.by_weights and not any_sharded(module.parameters()):
-            self._weights = {id(item): item for item in module.parameters()}
-        if self._reference.is_copy:
-            self._around.enter_context(_changes_by_user_hooks(self._modules, self._on_change_by_hook))
-        self._current = current
-
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Pass | None:
+        self.outermost = weakref.ref(calls[-1])
+        names = {self._reference.modules[name]: name for name in self._model_names.values()}
         current = _Pass()
 
         def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            name = self._reference_names.get(module)
-            if name is not None:
-                tensors = self._comparison.keep(Call(name, module, args, kwargs, output))
-                # Copies: the reference may change its tensors in place.
-                copies = [None if item is None else item.detach().clone() for item in tensors]
-                current.kept.setdefault(name, deque()).append(copies)
+            tensors = self.comparison.keep(Call(names[module], module, args, kwargs, output))
+            # Copies: the reference may change its tensors in place.
+            copies = [None if item is None else item.detach().clone() for item in tensors]
+            current.kept.setdefault(names[module], deque()).append(copies)
 
         try:
             self._reference.follow()
-            with after_forward(self._reference_names, _Hook(keep)):
+            with after_forward(names, keep):
                 self._reference.run("", args, kwargs)
-        except TrainingModelUsedError as error:
+        except NotComparableError as error:
             self._exclude_all(str(error))
         except Exception as error:  # noqa: BLE001 - training goes on
             self._exclude_all(f"the reference can't be run on the model's inputs ({type(error).__name__}: {error})")
         else:
-            return current
-        return None
+            self._pass = current
+            if self.comparison.by_weights and not any_sharded(module.parameters()):
+                current.weights.update(map(id, module.parameters()))
+            if self._reference.is_copy:
+                self._hooks.enter_context(_changes_by_user_hooks(self._modules, self._on_change_by_hook))
 
     def _on_change_by_hook(self, name: str) -> None:
-        if self._current is not None:
-            self._current = None
+        if self._pass is not None:
+            self._pass = None
             self._exclude_all(
                 f"a forward hook on {name or 'the root module'} changes its inputs or outputs, and the reference, a "
                 "copy of the model, is without it: give a module as the argument reference"
             )
 
-    def _end(self, module: nn.Module) -> None:
-        current = self._current
-        if current is None or is_reference_run() or current_backward() != -1 or _calls_in_progress().count(module) > 1:
-            return
+    def _end(self, current: _Pass) -> None:
         self._forget()
-        for name in current.unpaired():
-            self._exclude(name, NotComparableError("it is called other than in the reference"))
+        for name in {name for name, calls in current.kept.items() if calls}.union(current.open):
+            self._exclude(name, NotComparableError(_OTHER_CALLS))
         self.seen = True
-        results = {name: calls for name, calls in current.results.items() if name not in self.incomplete}
-        self._comparison.passed(results)
+        self.comparison.passed({name: calls for name, calls in current.results.items() if name not in self.incomplete})
 
     # A call of one module
 
-    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        current, name = self._current, self._model_names.get(module)
-        if current is None or name is None or is_reference_run() or current_backward() != -1:
-            return
-        kept = current.take(name)
-        if kept is None:
-            return
-        call = Call(name, module, args, kwargs, kept=kept)
+    def _enter(self, current: _Pass, call: Call) -> None:
+        kept = current.kept.get(call.name)
         try:
-            if self._weights and any(id(item) not in self._weights for item in module.parameters()):
+            if not kept or call.name in current.open:
+                raise NotComparableError(_OTHER_CALLS)
+            call.kept = kept.popleft()
+            if current.weights and not current.weights.issuperset(map(id, call.module.parameters())):
                 raise NotComparableError("its weights are given in its call, as torch.func.functional_call does it")
-            call.entered = self._comparison.enter(call)
-            current.open[name] = call
+            call.entered = self.comparison.enter(call)
+            current.open[call.name] = call
         except Exception as error:  # noqa: BLE001 - training goes on
-            self._exclude(name, error)
+            self._exclude(call.name, error)
 
-    def _leave(self, module: nn.Module, output: Any) -> None:
-        current, name = self._current, self._model_names.get(module, "")
-        call = None if current is None or is_reference_run() else current.open.get(name)
-        if current is None or call is None or call.module is not module:
-            return
-        del current.open[name]
-        call.output = output
+    def _leave(self, current: _Pass, call: Call) -> None:
         try:
             with torch.no_grad():
-                result = self._comparison.leave(call)
+                result = self.comparison.leave(call)
+            if result is not None:
+                current.results.setdefault(call.name, []).append(result)
         except FailedFunctionError:
             raise
         except Exception as error:  # noqa: BLE001 - training goes on
-            self._exclude(name, error)
-            return
-        if result is not None:
-            current.results.setdefault(name, []).append(result)
+            self._exclude(call.name, error)
 
 
 class _Pass:
-    """One forward pass.
-
-    Attributes:
-        kept: name -> for each call of the reference, copies of its tensors.
-        open: the model's calls that have not returned.
-        results: name -> results of the model's calls.
-    """
+    """One forward pass of the model: tensors and calls by name, and ids of the parameters, if weights are compared."""
 
     def __init__(self) -> None:
-        self.kept: dict[str, deque[list[Tensor | None]]] = {}
-        self.open: dict[str, Call] = {}
+        self.kept: dict[str, deque[list[Tensor | None]]] = {}  # of calls that are not made yet
+        self.open: dict[str, Call] = {}  # calls that have not returned
         self.results: dict[str, list[Any]] = {}
-        self._unpaired: dict[str, None] = {}
-
-    def take(self, name: str) -> list[Tensor | None] | None:
-        """Return the copies for the next call of a module; None if the reference made no such call."""
-        calls = self.kept.get(name)
-        if not calls or name in self.open:
-            self._unpaired[name] = None
-            return None
-        return calls.popleft()
-
-    def unpaired(self) -> list[str]:
-        """Names of modules that the model does not call as often as the reference."""
-        rest = {name: None for name, calls in self.kept.items() if calls}
-        return list(self._unpaired | rest | dict.fromkeys(self.open))
-
-
-class _Hook(ModuleHook):
-    """A function that is not called for shallow copies of the model's modules."""
-
-    def __init__(self, function: Callable[..., None]) -> None:
-        self._function = function
-
-    def __call__(self, *values: Any) -> None:
-        self._function(*values)
+        self.weights: set[int] = set()
 
 
 def _calls_in_progress() -> list[nn.Module]:
@@ -272,7 +220,7 @@ def _calls_in_progress() -> list[nn.Module]:
 def _changes_by_user_hooks(modules: dict[str, nn.Module], on_change: Callable[[str], None]) -> Iterator[None]:
     """Report the names of modules whose inputs or outputs a user's forward hook changes or replaces."""
     names = {module: name for name, module in modules.items()}
-    hooked = [module for module, _ in user_forward_hooks(names)]
+    hooked = list(user_forward_hooks(names))
     before: list[list[tuple[int, int]]] = []
 
     def note(module: nn.Module, *values: Any) -> None:

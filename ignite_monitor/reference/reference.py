@@ -1,30 +1,41 @@
-"""A frozen model to compare with."""
+"""A frozen model to compare with, and copies of models that share nothing with the training run."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
-from collections.abc import Iterator, Mapping
-from itertools import chain
-from typing import Any, NamedTuple
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DataParallel
+from torch.overrides import TorchFunctionMode
 
-from ignite_monitor.model._torch import buffers_in, counts_changes, move, need, parameters_in
+from ignite_monitor.model._torch import (
+    buffers_in,
+    counts_changes,
+    known_forward_hooks,
+    move,
+    need,
+    parameters_in,
+    remove_backward_hooks,
+    remove_forward_hook,
+)
+from ignite_monitor.model.forward import before_forward
 from ignite_monitor.model.isolation import (
+    Captured,
     copy_generator_state,
     generators_of,
-    preserved_buffers,
+    is_reference_run,
+    isolated_pass,
     preserved_rng_state,
-    reference_run,
+    reachable,
 )
 from ignite_monitor.model.names import named_modules, unwrapped
+from ignite_monitor.model.sharding import check_whole
 from ignite_monitor.model.structure import first_difference, first_difference_of_states, modules_by_name
-from ignite_monitor.reference.copies import detached_copy, guarded, separate_copy
-
-_logger = logging.getLogger(__name__)
+from ignite_monitor.reference.call import NotComparableError
 
 
 class Reference:
@@ -48,143 +59,175 @@ class Reference:
 
     def __init__(self, model: nn.Module, reference: str | nn.Module) -> None:
         need("A reference", counts_changes)  # in-place changes exclude a call
-        _check_model(model)
+        check_whole(model)
+        for name, module in named_modules(model):
+            # Scripted modules are optimized by their number of calls, which a copy shares.
+            replicated = isinstance(module, DataParallel) and len(module.device_ids) > 1
+            if replicated or isinstance(module, torch.jit.ScriptModule):
+                kind = "DataParallel over several devices" if replicated else "scripted module"
+                raise ValueError(f"Argument model has a {kind} {name or '_root_'!r}, which has no reference")
         self.root = unwrapped(model)
-        self.is_copy = isinstance(reference, str)
+        self.is_copy = reference == "init"
         if isinstance(reference, nn.Module):
             self.module = unwrapped(reference)
             if self.module is self.root:
                 raise ValueError("Argument reference should be another module than model, but given the same")
             _refuse(first_difference(self.root, self.module))
-        elif isinstance(reference, str):
-            self.module = self._copy(reference)
+        elif self.is_copy:
+            try:
+                self.module = separate_copy(self.root)
+            except ValueError as error:
+                text = "Argument reference should be a module, since the model has no copy"
+                raise ValueError(f"{text}: {error}") from error
         else:
-            raise TypeError(f"Argument reference should be 'init' or a module, but given {type(reference)}")
+            error_kind = ValueError if isinstance(reference, str) else TypeError
+            raise error_kind(f"Argument reference should be 'init' or a module, but given {reference!r}")
         self.modules = modules_by_name(self.module)
         self._model_modules = modules_by_name(self.root)
-        self._scopes: dict[str, _Scope] = {}
-
-    def _copy(self, reference: str) -> nn.Module:
-        if reference != "init":
-            raise ValueError(f"Argument reference should be 'init' or a module, but given {reference!r}")
-        try:
-            module, hooked = separate_copy(self.root)
-        except ValueError as error:
-            raise ValueError(f"Argument reference should be a module, since the model has no copy: {error}") from error
-        if hooked:
-            _logger.warning(
-                "Reference: the copy of the model has none of the forward hooks on %s; if they change inputs or "
-                "outputs, give a module as the reference",
-                ", ".join(hooked),
-            )
-        return module
 
     def state_dict(self) -> dict[str, Any] | None:
         """Weights of a copy; None for a module that was given."""
         return dict(self.module.state_dict()) if self.is_copy else None
 
     def load_state_dict(self, state: Any) -> None:
-        """Load saved weights.
-
-        Raises:
-            ValueError: if they were saved with another kind of reference, or another structure.
-        """
-        if not self.is_copy and state is not None:
-            raise ValueError(
-                "Argument state_dict holds the reference of a run with reference='init': resume it with "
-                "reference='init', or without this state"
-            )
-        if self.is_copy and not isinstance(state, Mapping):
-            raise ValueError(
-                "Argument state_dict holds no reference: it was saved with a module as reference, so give the same "
-                "one again, or resume without this state"
-            )
+        """Load saved weights, of the same kind of reference and the same structure."""
+        if self.is_copy != isinstance(state, Mapping):
+            saved = "no reference, since it was saved with a module" if state is None else "that of reference='init'"
+            raise ValueError(f"Argument state_dict holds {saved}: give the same again, or resume without this state")
         if self.is_copy:
             _refuse(first_difference_of_states(self.module.state_dict(), state), "state_dict")
             self.module.load_state_dict(state)
 
     def follow(self) -> None:
         """Move a copy to the model's devices, and freeze the parameters that are frozen in the model."""
-        if not self.is_copy:
-            return
-        for name, copied in self.modules.items():
-            own = parameters_in(self._model_modules[name])
-            tensors = [*own.values(), *buffers_in(self._model_modules[name]).values()]
-            device = next((item.device for item in tensors if item is not None), None)
-            theirs = [*parameters_in(copied).values(), *buffers_in(copied).values()]
-            if device is not None and any(item is not None and item.device != device for item in theirs):
-                move(copied, device)
-            for key, parameter in parameters_in(copied).items():
-                weight = own.get(key)
-                if parameter is not None and weight is not None and parameter.requires_grad != weight.requires_grad:
-                    parameter.requires_grad_(weight.requires_grad)
+        for name, copied in self.modules.items() if self.is_copy else ():
+            model = self._model_modules[name]
+            own = parameters_in(model) | buffers_in(model)
+            for key, tensor in (parameters_in(copied) | buffers_in(copied)).items():
+                current = own.get(key)
+                if tensor is None or current is None:
+                    continue
+                if isinstance(tensor, nn.Parameter):
+                    tensor.requires_grad_(current.requires_grad)
+                if tensor.device != current.device:
+                    move(copied, current.device)
 
     def run(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the output of a reference module, ``""`` for the whole, for inputs of the model.
-
-        Autocast, training flags, grad mode and RNG state are those of the model: the last bits depend on all of them.
-        Inputs, buffers, RNG state and generators are the same afterwards.
-        """
-        with self.isolated(name), guarded(self.root, self.module) if not name else contextlib.nullcontext():
+        """Return the output of a reference module, ``""`` for the whole, for inputs of the model, which are copied."""
+        with self.isolated(name), contextlib.nullcontext() if name else guarded(self.root, self.module):
             args, kwargs = detached_copy((args, kwargs))
             return self.modules[name](*args, **kwargs)
 
     @contextlib.contextmanager
     def isolated(self, name: str) -> Iterator[None]:
-        """Isolate a pass of a reference module, with the model's training flags and RNG state.
+        """Isolate a pass of a reference module, with the model's training flags and states of generators.
 
-        Buffers of the reference, RNG state, and generators of both are restored on exit.
+        Autocast, grad mode and RNG state are the model's too: the last bits depend on all of them.
         """
-        if name not in self._scopes:
-            self._scopes[name] = _Scope.of(name, self._model_modules, self.modules)
-        scope, module = self._scopes[name], self.modules[name]
-        devices = {item.device for item in chain(module.parameters(), module.buffers())}
-        # A generator that is an attribute may have been replaced since.
-        sources = [vars(own).get(path[0], known) if len(path) == 1 else known for own, path, known, _ in scope.draws]
-        generators = [*sources, *(copied for *_, copied in scope.draws)]
-        with preserved_rng_state(devices, generators), preserved_buffers(scope.pairs), reference_run():
-            for source, (*_, copied) in zip(sources, scope.draws, strict=True):
-                copy_generator_state(copied, source)
-            for copied, own in scope.pairs.items():
-                copied.training = own.training
+        inside = set(self.modules[name].modules())
+        with isolated_pass(self.modules[name]):
+            for path, copied in self.modules.items():
+                if copied in inside:
+                    copied.training = self._model_modules[path].training
+                    if own := generators_of(copied):
+                        sources = generators_of(self._model_modules[path])
+                        for place in own.keys() & sources.keys():
+                            copy_generator_state(own[place], sources[place])
             yield
-
-
-class _Scope(NamedTuple):
-    """Modules that run with one module of the reference.
-
-    Attributes:
-        pairs: module of the reference -> module of the model.
-        draws: module of the model, path and generator in it, and the reference's generator at this path.
-    """
-
-    pairs: dict[nn.Module, nn.Module]
-    draws: list[tuple[nn.Module, tuple[Any, ...], Any, Any]]
-
-    @classmethod
-    def of(cls, name: str, model: Mapping[str, nn.Module], reference: Mapping[str, nn.Module]) -> _Scope:
-        inside = set(reference[name].modules())
-        pairs = {module: model[path] for path, module in reference.items() if module in inside}
-        draws = []
-        for copied, own in pairs.items():
-            known = generators_of(own)
-            draws += [(own, path, known[path], item) for path, item in generators_of(copied).items() if path in known]
-        return cls(pairs, draws)
-
-
-def _check_model(model: nn.Module) -> None:
-    for name, module in named_modules(model):
-        if isinstance(module, torch.jit.ScriptModule):
-            # Its optimization depends on the number of calls, which a copy shares.
-            raise ValueError(f"Argument model has a scripted module {name or '_root_'!r}, which has no reference")
-        sharded = "FullyShardedDataParallel" in {kind.__name__ for kind in type(module).__mro__}
-        if sharded or (isinstance(module, DataParallel) and len(module.device_ids) > 1):
-            raise ValueError(
-                f"Argument model has a {type(module).__name__} {name!r}, which has no reference: use fully_shard or "
-                "DistributedDataParallel"
-            )
 
 
 def _refuse(difference: str | None, argument: str = "reference") -> None:
     if difference is not None:
         raise ValueError(f"Argument {argument} should be of the model's structure, but {difference}")
+
+
+def detached_copy(value: Any, memo: dict[int, Any] | None = None) -> Any:
+    """Deep copy, with a memo as that of ``copy.deepcopy``, in which tensors belong to no graph.
+
+    A tensor's copy requires gradients if the tensor does: kernels are selected by that.
+    """
+    with _DetachedTensors():
+        return copy.deepcopy(value, memo)
+
+
+class _DetachedTensors(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__deepcopy__:
+            tensor, memo = args
+            if id(tensor) not in memo:
+                # The clone is no leaf, so that it can be changed in place.
+                memo[id(tensor)] = tensor.detach().requires_grad_(tensor.requires_grad).clone()
+            return memo[id(tensor)]
+        return func(*args, **(kwargs or {}))
+
+
+def separate_copy(model: nn.Module) -> nn.Module:
+    """Deep copy of a model without the users' forward and backward hooks.
+
+    Raises:
+        ValueError: if the copy would share modules or parameters with the model, or can't be made.
+    """
+    _check_functions(model)
+    memo = {id(hook): hook for hooks in user_forward_hooks(model.modules()).values() for hook in hooks.values()}
+    try:
+        with preserved_rng_state({item.device for item in model.parameters()}):
+            separate: nn.Module = detached_copy(model, memo)
+    except Exception as error:
+        raise ValueError(f"it can't be copied ({type(error).__name__}: {error})") from error
+    own, others = ({*map(id, item.modules()), *map(id, item.parameters())} for item in (model, separate))
+    if first_difference(model, separate) is not None or own & others:
+        raise ValueError("its __deepcopy__ returns the same modules, the same parameters, or another structure")
+    for module, hooks in user_forward_hooks(separate.modules()).items():
+        for key in hooks:
+            remove_forward_hook(module, key)
+    for module in separate.modules():
+        remove_backward_hooks(module)
+    return separate
+
+
+def _check_functions(model: nn.Module) -> None:
+    """Refuse functions over modules of the model, which ``copy.deepcopy`` shares: a copy would run these modules."""
+    modules = set(model.modules())
+    for name, module in model.named_modules():
+        for path, value in reachable(module):
+            if isinstance(value, nn.Module) and value in modules and any(isinstance(key, Captured) for key in path):
+                raise ValueError(
+                    f"attribute {path[0]!r} of {name or 'the root module'} is, or holds, a function over a module of "
+                    "the model, which a copy would share"
+                )
+
+
+def user_forward_hooks(modules: Iterable[nn.Module]) -> dict[nn.Module, dict[tuple[str, int], Any]]:
+    """Modules with forward hooks that users registered, and these hooks; without those of libraries and monitors."""
+    hooked = {}
+    for module in modules:
+        hooks = known_forward_hooks([module])[0]
+        if own := {key: hook for key, hook in hooks.items() if not _is_of_library(hook)}:
+            hooked[module] = own
+    return hooked
+
+
+def _is_of_library(hook: Any) -> bool:
+    package = getattr(hook, "__module__", None) or type(hook).__module__
+    return package.partition(".")[0] in ("torch", "transformers", "ignite_monitor")
+
+
+@contextlib.contextmanager
+def guarded(model: nn.Module, other: nn.Module) -> Iterator[None]:
+    """Stop a second pass of another model before it calls a module of the training model, by a NotComparableError."""
+    own = set(other.modules())
+    names = {module: name or "the root module" for name, module in model.named_modules() if module not in own}
+    errors: list[NotComparableError] = []
+
+    def stop(module: nn.Module, *_: Any) -> None:
+        if is_reference_run():
+            text = (
+                f"the reference calls {names[module]} of the model that trains: give a module as the argument reference"
+            )
+            errors.append(NotComparableError(text))
+            raise errors[0]
+
+    with before_forward(names, stop, first=True):
+        yield
+    if errors:  # the other model's own code may have caught it
+        raise errors[0]

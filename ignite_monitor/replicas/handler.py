@@ -16,12 +16,11 @@ from ignite_monitor.keys import REPLICAS
 from ignite_monitor.model.devices import device_of, upload
 from ignite_monitor.model.names import Pattern, Selection
 from ignite_monitor.model.optimizers import check_optimizer
-from ignite_monitor.model.samples import local, reshard
+from ignite_monitor.model.samples import reshard
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.deferred_flag import DeferredFlag
 from ignite_monitor.monitor.ranks import all_take_part, own_rank, sum_over_ranks, world_size
-from ignite_monitor.replicas.fingerprints import fingerprint_of, fingerprints
-from ignite_monitor.replicas.items import Items, first_holders, is_dtensor, items_of, rng_items
+from ignite_monitor.replicas.items import Items, first_holders, hash_of, hashes_of, is_dtensor, items_of, rng_items
 
 _OTHERS = "items that are new, or not on all ranks"
 _NAMED = 8
@@ -38,7 +37,6 @@ class ReplicaCheckHandler(Monitor, schema=REPLICAS):
 
     Of a DTensor every part is compared among the ranks that hold it. Skipped are the running statistics of
     unsynchronized batch norms, and sparse, nested and packed tensors. All ranks have to monitor the same iterations.
-    Under ``join()`` nothing is reported. A check reads all weights and the optimizer state once.
 
     Args:
         model: the model, as the train step uses it (wrapped, if it is wrapped).
@@ -49,7 +47,6 @@ class ReplicaCheckHandler(Monitor, schema=REPLICAS):
 
     Raises:
         TypeError: if an argument is of another type.
-        ValueError: if an argument is out of its range.
 
     Examples:
         .. code-block:: python
@@ -75,7 +72,7 @@ class ReplicaCheckHandler(Monitor, schema=REPLICAS):
         self.random_state = random_state
         self._selection = Selection(exclude=exclude)
         self._differ = DeferredFlag()
-        self._reported: set[tuple[str, int]] = set()
+        self._reported: dict[str, list[int]] = {}  # name -> ranks
         self._forget_names()
 
     def handlers(self) -> Handlers:
@@ -104,48 +101,55 @@ class ReplicaCheckHandler(Monitor, schema=REPLICAS):
         if not all_take_part(self.model):
             return
         # Every rank makes the same collectives, of the same size, whatever it holds and whatever fails.
-        items = self._items(engine, device)
-        self._checks += 1
-        if self._checks & (self._checks - 1) == 0:  # the first, second, fourth, … check
-            self._set_up(items, world, device)
-        if self._holder_table is not None:
-            self._compare(items, self._holder_table, device)
-
-    def _items(self, engine: Engine, device: torch.device) -> Items | None:
-        """Return this rank's items; None if they can't be read."""
+        items, hashes = None, None
         try:
-            reshard(self.model)
-            items = items_of(self.model, self.optimizer)
-            items |= {"the iteration": engine.state.iteration, "the epoch": engine.state.epoch}
-            items |= rng_items(device) if self.random_state else {}
+            items = self._items(engine, device)
+            hashes = hashes_of(items, device)
         except Exception as error:  # noqa: BLE001 - the other ranks are about to wait in a collective
             self._warn_once("nothing is compared, since the state of this rank can't be read: %s", error)
-            return None
+        self._checks += 1
+        if self._checks & (self._checks - 1) == 0:  # the first, second, fourth, … check
+            self._set_up(items or {}, world, device)
+        if self._holder_table is not None:
+            row = torch.zeros(len(self._names) + 2, dtype=torch.int64, device=device)
+            row[-1:].fill_(hashes is None)
+            if items is not None and hashes is not None:
+                row[:-1] = self._in_order(items, hashes)
+            self._compare(row, self._holder_table)
+
+    def _items(self, engine: Engine, device: torch.device) -> Items:
+        reshard(self.model)
+        items = items_of(self.model, self.optimizer)
+        items |= {"the iteration": engine.state.iteration, "the epoch": engine.state.epoch}
+        items |= rng_items(device) if self.random_state else {}
         return {name: items[name] for name in self._selection.of(items)}
 
-    def _set_up(self, items: Items | None, world: int, device: torch.device) -> None:
+    def _set_up(self, items: Items, world: int, device: torch.device) -> None:
         """Compare by this rank's names if all ranks have the same; else by those of the last set-up."""
-        names = sorted(items or ())
+        names = sorted(items)
         hashes = torch.zeros(world, dtype=torch.int64, device="cpu")
-        hashes[own_rank()] = fingerprint_of(names) if items is not None else 0
+        hashes[own_rank()] = hash_of(names)
         everyone = sum_over_ranks(upload(hashes, device)).tolist()
-        if items is not None and len(set(everyone)) == 1:
+        if names and len(set(everyone)) == 1:
             self._names = names
-        if self._names != names and self._holder_table is not None:
-            return
-        self._holders = [*(first_holders((items or {}).get(name), world) for name in self._names), [0] * world]
-        self._holder_table = upload(torch.tensor(self._holders, device="cpu").T.contiguous(), device)
+        if self._names == names or self._holder_table is None:
+            self._holders = [*(first_holders(items.get(name), world) for name in self._names), [0] * world]
+            self._holder_table = upload(torch.tensor(self._holders, device="cpu").T.contiguous(), device)
 
-    def _compare(self, items: Items | None, holders: Tensor, device: torch.device) -> None:
-        row = torch.zeros(len(self._names) + 2, dtype=torch.int64, device=device)
-        try:
-            if items is not None:
-                row[:-1] = self._hashes(items, device)
-        except Exception as error:  # noqa: BLE001 - as above
-            self._warn_once("nothing is compared, since the state of this rank can't be hashed: %s", error)
-            items = None
-        row[-1:].fill_(items is None)
-        table = torch.zeros((len(holders), len(row)), dtype=torch.int64, device=device)
+    def _in_order(self, items: Items, hashes: Tensor) -> Tensor:
+        """Return the hashes of all names, 0 for missing items, and one hash of all items without a name."""
+        known, place = set(self._names), {name: i for i, name in enumerate(items)}
+        others = [name for name in items if name not in known and not is_dtensor(items[name])]
+        index, key = (
+            upload(torch.tensor(column, dtype=torch.int64, device="cpu"), hashes.device)
+            for column in ([place.get(name, -1) for name in self._names + others], list(map(hash_of, others)))
+        )
+        named, unnamed = hashes[index].split([len(self._names), len(others)])
+        return torch.cat([named, ((unnamed + key) * (2 * key + 1)).sum().reshape(1)])
+
+    def _compare(self, row: Tensor, holders: Tensor) -> None:
+        """Compare the hashes of all ranks, of which the last element says whether the rank has none."""
+        table = torch.zeros((len(holders), len(row)), dtype=torch.int64, device=row.device)
         table[own_rank()] = row
         table = sum_over_ranks(table)
         hashes, failed = table[:, :-1], table[:, -1].any()
@@ -161,29 +165,11 @@ class ReplicaCheckHandler(Monitor, schema=REPLICAS):
         )
         self._warn(wait=False)
 
-    def _hashes(self, items: Items, device: torch.device) -> Tensor:
-        """Return the hashes of all names, 0 for missing items, and one hash of all items without a name."""
-        order = self._names + [name for name in items if name not in set(self._names) and not is_dtensor(items[name])]
-        tensors = {name: local(value) for name in order if isinstance(value := items.get(name), Tensor)}
-        place = {name: i for i, name in enumerate(tensors)}
-        hashed = torch.cat(
-            [fingerprints([*tensors.values()], device), torch.zeros(1, dtype=torch.int64, device=device)]
-        )
-        numbers = [value if isinstance(value := items.get(name), int) else 0 for name in order]
-        index, plain, key = (
-            upload(torch.tensor(column, dtype=torch.int64, device="cpu"), device)
-            for column in ([place.get(name, -1) for name in order], numbers, [fingerprint_of(name) for name in order])
-        )
-        values = hashed[index] + plain
-        count = len(self._names)
-        others = ((values + key) * (2 * key + 1))[count:].sum()
-        return torch.cat([values[:count], others.reshape(1)])
-
     def _warn(self, wait: bool) -> None:
         """Name the items and ranks that differ, as soon as the host knows of it."""
         if not self._differ.take(wait) or self._table is None:
             return
-        found: list[tuple[str, list[int]]] = []
+        differing: dict[str, list[int]] = {}
         for name, hashes, holders in zip([*self._names, _OTHERS], self._table.T.tolist(), self._holders, strict=True):
             odd: list[int] = []
             for part in set(holders):
@@ -191,10 +177,10 @@ class ReplicaCheckHandler(Monitor, schema=REPLICAS):
                 usual = Counter(hashes[rank] for rank in ranks).most_common(1)[0][0]
                 odd += [rank for rank in ranks if hashes[rank] != usual]
             if odd:
-                found.append((name, odd))
-        new = [(name, odd) for name, odd in found if not self._reported.issuperset((name, rank) for rank in odd)]
-        self._reported = {(name, rank) for name, odd in found for rank in odd}
+                differing[name] = odd
+        new = [name for name, odd in differing.items() if not set(odd) <= set(self._reported.get(name, ()))]
+        self._reported = differing
         if new:
-            named = [f"{name} (rank {', '.join(map(str, odd))})" for name, odd in new[:_NAMED]]
+            named = [f"{name} (rank {', '.join(map(str, differing[name]))})" for name in new[:_NAMED]]
             more = f" and {len(new) - _NAMED} more" if len(new) > _NAMED else ""
             self.logger.warning("%s: the ranks differ in %s%s", self._title, ", ".join(named), more)

@@ -1,7 +1,8 @@
-"""State that is the same on all ranks of a healthy run: parameters, buffers, optimizer state, RNG state."""
+"""State that is the same on all ranks of a healthy run, and exact hashes of it."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from itertools import product
 from typing import Any
@@ -11,22 +12,21 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import SyncBatchNorm
 from torch.optim import Optimizer
 
+from ignite_monitor.model.devices import move
 from ignite_monitor.model.isolation import capture_rng_state
 from ignite_monitor.model.modes import is_plain
 from ignite_monitor.model.names import named_modules, named_parameters
 from ignite_monitor.model.norms import is_sharded
 from ignite_monitor.model.samples import local
-from ignite_monitor.replicas.fingerprints import fingerprint_of
 
 Items = dict[str, Tensor | int]
 
+_PIECE = 1 << 20  # elements that are hashed at once, to bound the memory
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 def items_of(model: nn.Module, optimizer: Optimizer | None) -> Items:
-    """Return the tensors of a model and its optimizer, and fingerprints of the optimizer's other values.
-
-    Running statistics of unsynchronized batch norms, which belong to a rank's own batches, and sparse, nested and
-    packed tensors are skipped.
-    """
+    """Return the tensors of a model and its optimizer that ranks share, and hashes of the optimizer's other values."""
     names = {parameter: name for name, parameter, _ in named_parameters(model)}
     items: dict[str, Any] = {name: parameter for parameter, name in names.items()}
     for name, module in named_modules(model):
@@ -34,22 +34,22 @@ def items_of(model: nn.Module, optimizer: Optimizer | None) -> Items:
         for last, buffer in module.named_buffers(recurse=False):
             if not (own_batches and last in ("running_mean", "running_var")):
                 items[f"{name}.{last}".lstrip(".")] = buffer
-    for number, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
-        settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        items |= _split("settings", f"group {number} of the optimizer", settings)
-        for i, parameter in enumerate(group["params"]):
-            name = names.get(parameter, f"parameter {i} of group {number}")
-            state = optimizer.state.get(parameter) if optimizer is not None else None
-            items |= _split("numbers", f"{name} in the optimizer", state or {})
+    if optimizer is not None:
+        for number, group in enumerate(optimizer.param_groups):
+            settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            items |= _split("settings", f"group {number} of the optimizer", settings)
+            for i, parameter in enumerate(group["params"]):
+                name = names.get(parameter, f"parameter {i} of group {number}")
+                items |= _split("numbers", f"{name} in the optimizer", optimizer.state.get(parameter, {}))
     return {name: value for name, value in items.items() if isinstance(value, int) or is_plain(local(value))}
 
 
 def rng_items(device: torch.device) -> Items:
     """Return the states of the global generators of torch, Python, NumPy and a CUDA device."""
     state = capture_rng_state([device] if device.type == "cuda" else [])
-    items: Items = {"torch's RNG state": state["torch"], "Python's RNG state": fingerprint_of(state["python"])}
+    items: Items = {"torch's RNG state": state["torch"], "Python's RNG state": hash_of(state["python"])}
     if "numpy" in state:
-        items["NumPy's RNG state"] = fingerprint_of(state["numpy"])
+        items["NumPy's RNG state"] = hash_of(state["numpy"])
     return items | {f"RNG state of {name}": value for name, value in state["devices"].items()}
 
 
@@ -58,27 +58,56 @@ def is_dtensor(item: Any) -> bool:
     return isinstance(item, Tensor) and is_sharded(item)
 
 
-def first_holders(tensor: Any, world: int) -> list[int]:
-    """Return for every rank the first rank with the same part of a tensor; the rank itself if it has none."""
-    if not is_dtensor(tensor):
+def first_holders(item: Any, world: int) -> list[int]:
+    """Return for every rank the first rank with the same part of an item; the rank itself if it has none."""
+    if not is_dtensor(item):
         return [0] * world
-    placed: Any = tensor
-    dims = [dim for dim, placement in enumerate(placed.placements) if not placement.is_replicate()]
-    parts: dict[int, tuple[int, ...]] = {}
-    mesh = placed.device_mesh.mesh
-    for index in product(*map(range, mesh.shape)):
-        parts[int(mesh[index])] = tuple(index[dim] for dim in dims)
+    dims = [dim for dim, placement in enumerate(item.placements) if not placement.is_replicate()]
+    mesh = item.device_mesh.mesh
+    parts = {int(mesh[index]): [index[dim] for dim in dims] for index in product(*map(range, mesh.shape))}
     return [min((other for other in parts if parts[other] == parts.get(rank)), default=rank) for rank in range(world)]
 
 
+def hashes_of(items: Items, device: torch.device) -> Tensor:
+    """Return the hashes of this rank's parts of items, and a 0: an int64 tensor on a device."""
+    hashes = [
+        hash_bits(local(item)) if isinstance(item, Tensor) else torch.tensor(item, device="cpu")
+        for item in [*items.values(), 0]
+    ]
+    return torch.stack([move(value, device) for value in hashes])
+
+
+def hash_bits(tensor: Tensor) -> Tensor:
+    r"""Hash the bits of a strided tensor, independent of its device and of the order of summation.
+
+    The hash is :math:`\sum_i (b_i + 1)(2 i + 1) \bmod 2^{64}` for elements with bits :math:`b_i` as signed integers.
+    The weights are odd, so one flipped bit always changes it, and so do two exchanged elements of up to 32 bits.
+    """
+    tensor = tensor.detach()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    bits = tensor.resolve_neg().view(_INTEGERS[tensor.itemsize]).reshape(-1)
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for start in range(0, len(bits), _PIECE):
+        piece = bits[start : start + _PIECE].to(torch.int64) + 1
+        index = torch.arange(start, start + len(piece), dtype=torch.int64, device=bits.device)
+        total = total + (piece * (2 * index + 1)).sum()
+    return total
+
+
+def hash_of(value: Any) -> int:
+    """Hash the ``repr`` of numbers, strings, and sequences of them to 64 bits."""
+    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "little", signed=True)
+
+
 def _split(kind: str, owner: str, values: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield every tensor, and one fingerprint of all numbers, strings and sequences of them."""
+    """Yield every tensor, and one hash of all numbers, strings and sequences of them."""
     for key, value in values.items():
         if isinstance(value, Tensor):
             yield f"{key} of {owner}", value
     plain = [(str(key), value) for key, value in values.items() if _is_plain_value(value)]
     if plain:
-        yield f"{kind} of {owner}", fingerprint_of(sorted(plain, key=str))
+        yield f"{kind} of {owner}", hash_of(sorted(plain, key=str))
 
 
 def _is_plain_value(value: Any) -> bool:

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ignite_monitor.report.curves import direction
-from ignite_monitor.report.families import groups
+from ignite_monitor.report.run import Run
 from ignite_monitor.report.series import Series, natural
 from ignite_monitor.report.summary import VERSION, Summary, findings_json, plain, summarise
+from ignite_monitor.report.training import direction
 
-MATTERS = 0.05
-"""By what share of their size two values have to differ to matter."""
-
-NOISE = 2.0
-"""How many times their spread within the runs they have to differ."""
+MATTERS = 0.05  # relative difference of two values
+NOISE = 2.0  # ratio of the difference to the noise within the runs
 
 
 @dataclass(frozen=True)
@@ -26,13 +22,13 @@ class Difference:
     """A metric in two runs."""
 
     name: str
-    a: float  # the median of its last tenth in the first run
-    b: float  # in the second
-    best_a: float  # in the first run, the smallest of a loss, the largest of an accuracy; NaN if its name does not tell
+    a: float  # median of its last tenth in the first run
+    b: float  # and in the second
+    best_a: float  # smallest value of a loss, largest of an accuracy; NaN if the name does not tell
     best_b: float
-    relative: float  # how far b is from a, by the larger size of the two; NaN if one has no finite value
-    matters: bool  # whether it is more than noise
-    own: bool  # whether it is a metric of the user's
+    relative: float  # (b - a) / max(|a|, |b|); NaN if one is non-finite
+    matters: bool  # whether the difference is more than noise
+    own: bool  # whether it is one of the user's own metrics
 
 
 @dataclass(frozen=True)
@@ -40,25 +36,25 @@ class Comparison:
     """Two runs side by side."""
 
     runs: tuple[Summary, Summary]
-    until: int  # up to which iteration they were compared, the last that both have
-    differences: list[Difference]  # what differs most comes first, the user's own before the rest
-    only: tuple[list[str], list[str]]  # the names of the metrics that only the one has, and only the other
+    until: int  # the last iteration that both have
+    differences: list[Difference]  # the largest first, the user's own before the rest
+    only: tuple[list[str], list[str]]  # names of metrics of the first run only, and of the second only
 
 
-def compare(files: tuple[str, str], runs: tuple[Mapping[str, Series], Mapping[str, Series]]) -> Comparison:
-    """Two runs side by side, up to the last iteration that both have."""
-    first, second = runs
-    told = (summarise(files[0], first), summarise(files[1], second))
-    own = {name for run in runs for group in groups(run) if group.kind == "other" for name, _ in group.scalars.values()}
-    both = [name for name in first if name in second]
-    differences = [_difference(name, first[name], second[name], name in own) for name in both]
-    differences.sort(key=lambda each: (not each.matters, not each.own, -_size(each), natural(each.name)))
+def compare(files: tuple[str, str], runs: tuple[Run, Run]) -> Comparison:
+    """Compare two runs, each metric up to the last iteration that both have."""
+    first, second = (run.series for run in runs)
+    summaries = summarise(files[0], runs[0]), summarise(files[1], runs[1])
+    own = {*runs[0].own, *runs[1].own}
+    differences = [_difference(name, first[name], second[name], name in own) for name in first if name in second]
+    differences.sort(key=lambda it: (not it.matters, not it.own, -_size(it), natural(it.name)))
     only = (sorted(first.keys() - second.keys(), key=natural), sorted(second.keys() - first.keys(), key=natural))
-    return Comparison(told, min(each.last for each in told), differences, only)
+    return Comparison(summaries, min(summary.last for summary in summaries), differences, only)
 
 
 def as_json(comparison: Comparison) -> dict[str, Any]:
-    """A comparison as JSON's own types; numbers that are not finite are None."""
+    """Convert a comparison to JSON's own types."""
+    keys = ("a", "b", "best_a", "best_b", "relative", "matters")
     return {
         "version": VERSION,
         "compared_until": comparison.until,
@@ -66,30 +62,27 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
             {"file": run.file, "last_iteration": run.last, "findings": findings_json(run.findings), "only_here": only}
             for run, only in zip(comparison.runs, comparison.only, strict=True)
         ],
-        "metrics": {
-            each.name: plain({key: getattr(each, key) for key in ("a", "b", "best_a", "best_b", "relative", "matters")})
-            for each in comparison.differences
-        },
+        "metrics": {it.name: plain({key: getattr(it, key) for key in keys}) for it in comparison.differences},
     }
 
 
 def _difference(name: str, a: Series, b: Series, own: bool) -> Difference:
     until = min(a.steps[-1], b.steps[-1])
-    a, b = (each.part(each.steps <= until) for each in (a, b))
+    a, b = (series.part(series.steps <= until) for series in (a, b))
     if not a or not b:
         return Difference(name, math.nan, math.nan, math.nan, math.nan, math.nan, False, own)
-    ends = [each.end() if np.isfinite(each.values[-1]) else float(each.values[-1]) for each in (a, b)]
-    finite = all(map(math.isfinite, ends))
-    size = max(map(abs, ends))
-    gap = abs(ends[1] - ends[0]) if finite else math.nan
-    relative = (ends[1] - ends[0]) / size if finite and size else 0.0 if finite else math.nan
-    noise = max(_spread(a), _spread(b))
-    matters = (gap > MATTERS * size and gap > NOISE * noise) if finite else repr(ends[0]) != repr(ends[1])
+    ends = [series.end if np.isfinite(series.values[-1]) else float(series.values[-1]) for series in (a, b)]
+    gap, size = abs(ends[1] - ends[0]), max(map(abs, ends))
+    if math.isfinite(gap):
+        relative = (ends[1] - ends[0]) / size if size else 0.0
+        matters = gap > MATTERS * size and gap > NOISE * max(_noise(a), _noise(b))
+    else:
+        relative, matters = math.nan, repr(ends[0]) != repr(ends[1])
     return Difference(name, ends[0], ends[1], _best(name, a), _best(name, b), relative, matters, own)
 
 
-def _spread(series: Series) -> float:
-    """The usual distance of the values in the last tenth from their median."""
+def _noise(series: Series) -> float:
+    """Median distance of the last values from their median."""
     values = series.finite.values
     values = values[-max(1, min(50, math.ceil(0.1 * len(values)))) :]
     return float(np.median(np.abs(values - np.median(values)))) if len(values) else 0.0

@@ -1,9 +1,13 @@
-"""Finding: one event or condition of a run, and what to do about it."""
+"""Findings: events and conditions of a run, what to do about them, and their order."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from ignite_monitor.report.series import Array
 
 SEVERITIES = ("problem", "warning", "note")
 
@@ -13,7 +17,6 @@ KINDS: dict[str, tuple[str, int]] = {
     # causes
     "not_monitored": ("", 0),
     "group_rate": ("Give this group a learning rate nearer to the others', or check that its updates are intended.", 0),
-    "untrained": ("If this is not intended, set requires_grad and pass the parameters to the optimizer.", 0),
     "no_step": ("Give GradMonitor the optimizer whose step() the train step calls.", 0),
     "dead_units": ("Lower the learning rate, or use an activation without a flat part (GELU, LeakyReLU).", LOWER),
     "activation_outlier": ("If the module gets raw inputs, scale them; else scale its initial weights down.", 0),
@@ -52,19 +55,18 @@ KINDS: dict[str, tuple[str, int]] = {
     "near_curvature": ("Do not raise the learning rate any further.", LOWER),
     "frozen_for_a_while": ("If this is not intended, check the learning rate and the data there.", 0),
     "data_wait": ("Give the loader more workers, or let it prefetch (prefetch_factor, pin_memory).", 0),
-    "gap": ("No action needed if the run was resumed there.", 0),
-    "input_drift": ("Expected for normalization layers. For others, raise their learning rate.", RAISE),
 }
 """Kinds of findings, causes before consequences: the advice, and whether it lowers or raises the learning rate."""
 
+_OF_A_LOSS = {"group_rate", "spikes", "loss_spikes", "no_step", "nonfinite_gradients", "large_updates"}
 FOLLOWS = {
-    "frozen_parameters": {"dead_units", "no_step", "untrained", "nonfinite_gradients"},
+    "frozen_parameters": {"dead_units", "no_step", "nonfinite_gradients"},
     "vanishing_gradients": {"dead_units", "frozen_parameters"},
     "small_updates": {"dead_units", "frozen_parameters", "no_step"},
     "epsilon_dominated": {"dead_units", "frozen_parameters"},
     "nonfinite_metric": {"nonfinite_gradients", "nonfinite_activations"},
-    "loss_rose": {"group_rate", "spikes", "loss_spikes", "no_step", "nonfinite_gradients", "large_updates"},
-    "loss_rose_again": {"group_rate", "spikes", "loss_spikes", "no_step", "nonfinite_gradients", "large_updates"},
+    "loss_rose": _OF_A_LOSS,
+    "loss_rose_again": _OF_A_LOSS,
 }
 """Kind -> the kinds that explain it, where they precede it."""
 
@@ -78,22 +80,22 @@ class Finding:
     what: str  # what happened, in words
     metrics: tuple[str, ...] = ()  # names of the metrics that show it
     iterations: tuple[int, ...] = ()  # where it happened
-    values: dict[str, float] = field(default_factory=dict)  # the numbers in the words
+    values: Mapping[str, float] = field(default_factory=dict)  # the numbers in the words
     advice: str = ""  # what to do about it, if not what KINDS says
 
     @property
     def action(self) -> str:
-        """What to do about it."""
+        """Advice."""
         return self.advice or KINDS[self.kind][0]
 
     @property
     def text(self) -> str:
-        """What happened, and what to do about it."""
+        """Description and advice."""
         return f"{self.what} {self.action}".rstrip()
 
 
 def in_order(findings: Iterable[Finding]) -> list[Finding]:
-    """Findings in the order of what happened, causes before consequences, notes last; no advice contradicts another.
+    """Sort findings by iteration, causes before consequences, notes last; no advice contradicts an earlier one.
 
     A finding without iterations holds from the beginning.
     """
@@ -107,7 +109,7 @@ def in_order(findings: Iterable[Finding]) -> list[Finding]:
     direction = 0
     for finding in sorted(findings, key=place):
         own = 0 if finding.advice else KINDS[finding.kind][1]
-        causes = FOLLOWS.get(finding.kind, set()) & {each.kind for each in ordered if each.severity != "note"}
+        causes = FOLLOWS.get(finding.kind, set()) & {cause.kind for cause in ordered if cause.severity != "note"}
         if causes and finding.severity != "note":
             finding = replace(finding, advice="Probably a consequence of what comes before.")
         elif own and direction and own != direction:
@@ -118,6 +120,6 @@ def in_order(findings: Iterable[Finding]) -> list[Finding]:
     return ordered
 
 
-def steps(of: Iterable[int]) -> tuple[int, ...]:
-    """Steps of an array as Python's own numbers."""
-    return tuple(int(step) for step in of)
+def steps(of: Iterable[int] | Array) -> tuple[int, ...]:
+    """Convert steps to Python's integers."""
+    return tuple(np.asarray(of, int).tolist())

@@ -1,209 +1,237 @@
-"""Findings per layer: activations, attention, the coordinate check, spectral norms."""
+"""Findings about single parameters, parameter groups and layers."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from ignite_monitor.report import limits
-from ignite_monitor.report.families import Group
 from ignite_monitor.report.finding import Finding, steps
-from ignite_monitor.report.series import Series, iterations, listed, natural, number, plural, printable, times
-from ignite_monitor.report.weights import together
+from ignite_monitor.report.run import Recorded, Run
+from ignite_monitor.report.series import Series, iterations, listed, number, plural, printable, times
 
 
-def nonfinite(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
+def frozen(monitor: Recorded, run: Run) -> Iterator[Finding]:
+    """Parameters that no longer move, or did not for a while."""
+    name, counts = monitor.name("frozen_count"), monitor.get("frozen_count").finite
+    at = counts.where(counts.values > 0)
+    if not len(at):
+        return
+    count = int(counts.values[-1])
+    if not count:
+        most = int(counts.values.max())
+        what = f"Up to {plural(most, 'parameter')} did not move in {iterations(at)} ({name}), and move again."
+        yield Finding("frozen_for_a_while", "note", what, (name,), steps(at), {"count": most})
+        return
+    onsets = {
+        parameter: _frozen_since(series, counts)
+        for parameter, series in monitor.each("topk_frozen/{}").items()
+        if series.steps[-1] == counts.steps[-1]
+    }
+    order = sorted(onsets, key=lambda parameter: onsets[parameter])
+    named = [f"{printable(parameter)} since iteration {onsets[parameter]}" for parameter in order]
+    more = f" and {count - len(named)} more" if count > len(named) else ""
+    where = f": {listed(named, 8)}{more}" if named else f", first in iteration {int(at[0])}"
+    what = f"{plural(count, 'parameter')} no longer move{'s' * (count == 1)} ({name}){where}."
+    severity, advice = "problem", ""
+    # The bias of attention keys, and one before a BatchNorm, has no gradient.
+    if len(onsets) == count and all(item.endswith(".bias") and f"{item[:-4]}weight" not in onsets for item in onsets):
+        what, severity, advice = f"{what} These are biases whose weights move.", "note", "No action needed."
+    names, begins = (name, *monitor.names("topk_frozen/{}", order)), sorted(set(onsets.values())) or at[:1]
+    yield Finding("frozen_parameters", severity, what, names, steps(begins), {"count": count}, advice)
+
+
+def _frozen_since(series: Series, counts: Series) -> int:
+    """First iteration of the period without a move that lasts to the end.
+
+    A value is the number of monitored steps since; their distance follows from two values, or from the log.
+    """
+    step, still = int(series.steps[-1]), series.values[-1]
+    distance = float(np.median(np.diff(counts.steps))) if len(counts.steps) > 1 else 1.0
+    if len(series.values) > 1 and still > series.values[-2]:
+        distance = (step - series.steps[-2]) / (still - series.values[-2])
+    return max(int(counts.steps[0]), round(float(step - (still - 1) * distance)))
+
+
+def _spread(monitor: Recorded) -> Series:
+    """The largest update ratio over the median one, where both are above 0."""
+    largest, median = monitor.get("update_ratio_max").finite, monitor.get("update_ratio_median").finite
+    usual = median.at(largest.steps)
+    known = (largest.values > 0) & (usual > 0)
+    return Series(largest.steps[known], largest.values[known] / usual[known])
+
+
+def update_ratios(monitor: Recorded, run: Run) -> Iterator[Finding]:
+    """A parameter whose updates are far larger than the others', and do not become smaller."""
+    factors, name = _spread(monitor), monitor.name("update_ratio_max")
+    count = len(factors.values)
+    if count < limits.RATIO_POINTS:
+        return
+    end, second = factors.last_quarter.median, float(np.median(factors.values[count // 4 : count // 2]))
+    if end >= limits.NOTED_SPREAD and end >= limits.LASTING_SHARE * second:
+        what = f"One parameter moves {times(end)} more for its size than the median one, to the end ({name}, about "
+        what += f"{number(monitor.get('update_ratio_max').last_quarter.median, 3)})."
+        severity = "warning" if end >= limits.UPDATE_SPREAD else "note"
+        names, at = (name, monitor.name("update_ratio_median")), steps(factors.steps[:1])
+        yield Finding("update_ratio_outlier", severity, what, names, at, {"factor": end})
+
+
+def group_rates(monitor: Recorded, run: Run) -> Iterator[Finding]:
+    """A parameter group whose learning rate is far above the others'; a warning if the largest update is too."""
+    groups = monitor.each("lr/{}")
+    rates = {group: float(series.values.max()) for group, series in groups.items() if series.values.max() > 0}
+    quarters = [part for weights in run.of("weights") for part in np.array_split(_spread(weights).values, 4)]
+    factor = max((float(np.median(part)) for part in quarters if len(part)), default=0.0)
+    for group, rate in rates.items():
+        usual = float(np.median([other for name, other in rates.items() if name != group] or [rate]))
+        if rate < limits.GROUP_RATE * usual:
+            continue
+        name, severity = monitor.name(f"lr/{group}"), "note"
+        what = f"Parameter {printable(group).replace('_', ' ')} has a learning rate of {number(rate, 3)} ({name}), "
+        what += f"{times(rate / usual)} that of the other groups"
+        if factor >= limits.GROUP_RATIO:
+            severity, what = "warning", f"{what}, and the largest update ratio is up to {times(factor)} the median one"
+        at, values = steps(groups[group].steps[:1]), {"rate": rate, "usual": usual}
+        yield Finding("group_rate", severity, f"{what}.", (name,), at, values)
+
+
+def nonfinite(monitor: Recorded, run: Run) -> Iterator[Finding]:
     """Activations that are inf or NaN."""
-    counts = group.each("nonfinite_count")
-    bad = {module: at for module, series in counts.items() if len(at := series.where(~(series.values == 0)))}
+    counts = monitor.each("activation/{}/nonfinite_count")
+    bad = {module: at for module, series in counts.items() if len(at := series.where(series.values > 0))}
     if not bad:
         return
     begin = min(int(at[0]) for at in bad.values())
     first = _innermost([module for module, at in bad.items() if at[0] == begin])
     at = np.unique(np.concatenate(list(bad.values())))
-    lasting = any(series.values[-1] != 0 for series in counts.values())
+    lasting = any(series.values[-1] > 0 for series in counts.values())
     more = f", and in {plural(len(bad) - 1, 'more module')}" if len(bad) > 1 else ""
-    what = f"Activations that are inf or NaN ({group.root}), first in {printable(first)}{more}: {iterations(at)}."
-    what += " They stay non-finite to the end." * lasting
-    severity, names = "problem" if lasting else "warning", group.names("nonfinite_count", bad)
+    what = f"Activations that are inf or NaN ({monitor.name('activation')}), first in {printable(first)}{more}: "
+    what += f"{iterations(at)}.{' They stay non-finite to the end.' * lasting}"
+    severity, names = "problem" if lasting else "warning", monitor.names("activation/{}/nonfinite_count", bad)
     yield Finding("nonfinite_activations", severity, what, names, steps(at), {"modules": len(bad)})
 
 
 def _innermost(modules: Sequence[str]) -> str:
-    """The first that holds no other of them: what holds a module has its output after it."""
-    return next(
-        name
-        for name in modules
-        if not any(
-            other != name and (name == "_root_" or other.startswith((f"{name}.", f"{name}/"))) for other in modules
-        )
+    """The first module that contains no other one; the output of a container comes after those of its modules."""
+    for name in modules:
+        inside = (other for other in modules if other.startswith((f"{name}.", f"{name}/")))
+        if name != "_root_" and not any(inside):
+            return name
+    return modules[0]
+
+
+class Beyond(NamedTuple):
+    """A layer or head that is beyond a limit at the end of the run."""
+
+    value: float  # median in the last quarter
+    since: int  # iteration
+    initially: bool  # whether it has been beyond the limit from the first measurement on
+
+
+def _beyond(items: Mapping[str, Series], limit: float, below: bool = False) -> dict[str, Beyond]:
+    """Items beyond a limit, the farthest first."""
+    beyond = {}
+    for item, series in items.items():
+        value, mask = series.last_quarter.median, (series.values < limit) if below else (series.values >= limit)
+        if value < limit if below else value >= limit:
+            beyond[item] = Beyond(value, series.since(mask), bool(mask.all()))
+    return dict(sorted(beyond.items(), key=lambda entry: entry[1].value * (1 if below else -1)))
+
+
+def _described(items: Mapping[str, Beyond]) -> str:
+    return listed(
+        f"{printable(item)} ({number(it.value, 2)}, "
+        f"{'from the first measurement on' if it.initially else f'since iteration {it.since}'})"
+        for item, it in items.items()
     )
 
 
-def dead(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
+def _onsets(items: Mapping[str, Beyond]) -> tuple[int, ...]:
+    return tuple(sorted({it.since for it in items.values()}))
+
+
+def dead(monitor: Recorded, run: Run) -> Iterator[Finding]:
     """Units that are 0 over the whole batch.
 
-    Units that were dead from the beginning are a matter of initialization, those that died of the learning rate.
+    Units that were dead from the beginning are a matter of initialization; those that died, of the learning rate.
     """
-    fractions = group.finite("dead_fraction")
-    ends = _ends(fractions)
-    worst = sorted((module for module in ends if ends[module] >= limits.DEAD_FRACTION), key=lambda each: -ends[each])
-    if not worst:
-        return
-    named, onsets = [], []
-    for module in worst:
-        onset = _onset(fractions[module], above=False, limit=limits.DEAD_FRACTION)
-        onsets.append(int(fractions[module].steps[0]) if onset is None else onset)
-        since = " from the beginning" if onset is None else f" (half of them since iteration {onset})"
-        named.append(f"module {printable(module)}: {100 * ends[module]:.0f} %{since}")
-    severity = "problem" if ends[worst[0]] >= limits.MOSTLY_DEAD_FRACTION else "warning"
-    what = f"Units that are 0 over the whole batch, at the end ({group.root}/…/dead_fraction): {listed(named)}."
-    values = {"modules": len(worst), "largest": ends[worst[0]]}
-    advice = "Raise the biases before the activation, or re-initialize that layer; a lower learning rate does not help."
-    advice = advice if onsets[0] == fractions[worst[0]].steps[0] else ""
-    names, at = group.names("dead_fraction", worst), tuple(sorted(set(onsets)))
-    yield Finding("dead_units", severity, what, names, at, values, advice)
+    pattern = "activation/{}/dead_fraction"
+    if modules := _beyond(monitor.each(pattern), limits.DEAD_FRACTION):
+        worst = next(iter(modules.values()))
+        what = f"Fractions of units that are 0 over the whole batch, at the end: {_described(modules)}."
+        severity = "problem" if worst.value >= limits.MOSTLY_DEAD_FRACTION else "warning"
+        advice = "Raise the biases before the activation, or re-initialize that layer; a lower rate does not help."
+        names, values = monitor.names(pattern, modules), {"modules": len(modules), "largest": worst.value}
+        advice = advice if worst.initially else ""
+        yield Finding("dead_units", severity, what, names, _onsets(modules), values, advice)
 
 
-def outliers(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
+def outliers(monitor: Recorded, run: Run) -> Iterator[Finding]:
     """Modules whose outputs are far larger than the others', or all of them far too large."""
-    deviations = group.finite("std")
-    if not deviations:
-        return
-    first_values = {module: float(series.values[0]) for module, series in deviations.items()}
-    for when, ends in (("at the end", _ends(deviations)), ("in the first measurement", first_values)):
-        usual = float(np.median(list(ends.values())))
+    pattern = "activation/{}/std"
+    deviations = monitor.each(pattern)
+    for when, stage in (
+        ("at the end", deviations),
+        ("in the first measurement", {module: series.part(slice(1)) for module, series in deviations.items()}),
+    ):
+        usual = float(np.median([series.last_quarter.median for series in stage.values()] or [0.0]))
         limit = max(limits.USUAL_ACTIVATION, min(limits.ACTIVATION_SPREAD * usual, max(limits.LARGE_ACTIVATION, usual)))
-        far = sorted((module for module in ends if ends[module] > limit), key=lambda each: -ends[each])
-        if far and usual > 0:
-            since = "from the first measurement on" if when == "at the end" and first_values[far[0]] > limit else when
-            named = listed(f"{printable(each)} ({number(ends[each], 3)})" for each in far)
-            what = f"Outputs whose standard deviation is far above the median module's {number(usual, 3)}, {since} "
-            what += f"({group.root}/…/std): {named}."
-            names, at = group.names("std", far), steps(deviations[far[0]].steps[:1])
-            values = {"modules": len(far), "largest": ends[far[0]], "median": usual}
-            yield Finding("activation_outlier", "warning", what, names, at, values)
+        if far := _beyond(stage, limit):
+            what = f"Outputs whose standard deviation is far above the median module's {number(usual, 3)}, {when}: "
+            names, at = monitor.names(pattern, far), _onsets(far)[:1]
+            values = {"modules": len(far), "largest": next(iter(far.values())).value, "median": usual}
+            yield Finding("activation_outlier", "warning", f"{what}{_described(far)}.", names, at, values)
             return
 
 
-def collapsed(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
+def collapsed(monitor: Recorded, run: Run) -> Iterator[Finding]:
     """Attention heads that attend to a single position."""
-    heads = group.finite("entropy")
-    modules: dict[str, list[str]] = defaultdict(list)
-    for head in sorted(heads, key=natural):
-        modules[head.rpartition("/")[0]].append(head)
-    ends, fallen = _ends(heads), limits.ENTROPY_FALL * limits.COLLAPSED_ENTROPY
-    low = {head for head in heads if ends[head] < limits.COLLAPSED_ENTROPY}
-    fell = {head for head in low if float(heads[head].values.max()) > fallen}
+    pattern = "attention_entropy/{}"
+    heads = monitor.each(pattern)
+    low, fallen = _beyond(heads, limits.COLLAPSED_ENTROPY, below=True), limits.ENTROPY_FALL * limits.COLLAPSED_ENTROPY
     # Some heads of a module may always have been sharp, but not all of them.
-    sharp = {head for its in modules.values() for head in its if head in fell or low.issuperset(its)}
-    if not sharp:
-        return
-    single = all((series.values == 0).all() for series in heads.values())
-    onsets = {head: _onset(heads[head], above=True, limit=limits.COLLAPSED_ENTROPY) for head in sharp}
-    named = []
-    for module, every in modules.items():
-        its = [head for head in every if head in sharp]
-        if its:
-            begins = [onsets[head] for head in its]
-            known = [begin for begin in begins if begin is not None]
-            since = "from the first measurement on" if len(known) < len(begins) else f"since iteration {min(known)}"
-            of = listed([head.rpartition("/head_")[2] for head in its], 8)
-            named.append(f"{printable(module)} head{'s' * (len(its) > 1)} {of} ({since})")
-    largest = max(ends[head] for head in sharp)
-    severity = "note" if single else "problem" if 2 * len(sharp) >= len(heads) else "warning"
-    what = f"{len(sharp)} of {len(heads)} attention heads attend to a single position, with an entropy of "
-    what += f"{number(largest, 2)} nats or less ({group.root}): {listed(named)}."
-    names = group.names("entropy", (head for head in heads if head in sharp))
-    at = tuple(sorted({int(heads[head].steps[0]) if onset is None else onset for head, onset in onsets.items()}))
-    values = {"count": len(sharp), "heads": len(heads), "largest": largest}
-    advice = "No action needed if there is a single position." if single else ""
-    yield Finding("attention_collapse", severity, what, names, at, values, advice)
+    wide = {head.rpartition("/")[0] for head in heads if head not in low}
+    always = {head for head in low if heads[head].values.max() <= fallen and head.rpartition("/")[0] in wide}
+    if sharp := {head: it for head, it in low.items() if head not in always}:
+        single = not any(series.values.any() for series in heads.values())
+        what = f"{len(sharp)} of {len(heads)} attention heads attend to a single position, by their entropy in nats: "
+        severity = "note" if single else "problem" if 2 * len(sharp) >= len(heads) else "warning"
+        names, values = monitor.names(pattern, sharp), {"count": len(sharp), "heads": len(heads)}
+        advice = "No action needed if there is a single position." if single else ""
+        what = f"{what}{_described(sharp)}."
+        yield Finding("attention_collapse", severity, what, names, _onsets(sharp), values, advice)
 
 
-def large_logits(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
-    """Attention scores so large that rounding, and one key, decide."""
-    heads = group.finite("logit_max")
-    largest = {head: float(series.values.max()) for head, series in heads.items()}
-    far = sorted((head for head in heads if largest[head] > limits.LARGE_LOGIT), key=lambda each: -largest[each])
-    if far:
-        first = {head: int(heads[head].where(heads[head].values > limits.LARGE_LOGIT)[0]) for head in far}
-        named = [f"{printable(each)} ({number(largest[each], 3)}, since iteration {first[each]})" for each in far]
-        what = f"Attention scores above {number(limits.LARGE_LOGIT)} ({group.root}): {listed(named)}."
-        names, at = group.names("logit_max", far), tuple(sorted(set(first.values())))
-        values = {"heads": len(far), "largest": largest[far[0]]}
-        yield Finding("large_logits", "warning", what, names, at, values)
+def large_logits(monitor: Recorded, run: Run) -> Iterator[Finding]:
+    """Attention logits so large that rounding, and one key, decide."""
+    pattern = "attention_logit_max/{}"
+    if far := _beyond(monitor.each(pattern), limits.LARGE_LOGIT):
+        what = f"Attention logits above {number(limits.LARGE_LOGIT)}, to the end: {_described(far)}."
+        values = {"heads": len(far), "largest": next(iter(far.values())).value}
+        yield Finding("large_logits", "warning", what, monitor.names(pattern, far), _onsets(far), values)
 
 
-def _ends(series: Mapping[str, Series]) -> dict[str, float]:
-    return {item: each.last_quarter.end(1.0) for item, each in series.items()}
+def coordinate_check(monitor: Recorded, run: Run) -> Iterator[Finding]:
+    """Layers whose weight update is far from the others'."""
+    pattern = "weight_update/{}"
+    ends = {layer: series.end for layer, series in monitor.each(pattern).items() if series.end > 0}
+    middle = float(np.median(list(ends.values()))) if ends else 1.0
+    far = {layer: end for layer, end in ends.items() if abs(np.log(end / middle)) > np.log(limits.LAYER_SPREAD)}
+    if far and len(ends) >= 4:
+        named = listed(f"{printable(layer)} ({number(end, 3)})" for layer, end in far.items())
+        what = f"Layers whose weight update is more than {number(limits.LAYER_SPREAD)} times above or below the median "
+        what += f"layer's {number(middle, 2)} ({monitor.name('weight_update')}): {named}."
+        values = {"median": middle, "layers": len(far)}
+        yield Finding("weight_update_outlier", "warning", what, monitor.names(pattern, far), values=values)
 
 
-def _onset(series: Series, above: bool, limit: float) -> int | None:
-    """The first step after the last at which it was above a limit, or below; None if it never was."""
-    known = np.flatnonzero(series.values >= limit if above else series.values < limit)
-    return int(series.steps[min(known[-1] + 1, len(series.steps) - 1)]) if len(known) else None
-
-
-def drift(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
-    """Layers whose output changed by what comes in far more than by their own weights."""
-    both = updates_and_drifts(group)
-    far = [layer for layer, (own, from_below) in both.items() if from_below > limits.DRIFT_FACTOR * own > 0]
-    far.sort(key=lambda layer: both[layer][0] / both[layer][1])
-    if far:
-        named = [f"{printable(each)} ({number(both[each][1], 2)} against {number(both[each][0], 2)})" for each in far]
-        what = f"Layers whose output changed by their inputs' drift more than {number(limits.DRIFT_FACTOR)} times as "
-        what += f"much as by their own weights ({group.root}): {listed(named)}."
-        values = {"weight_share": weight_share(both), "layers": len(far)}
-        yield Finding("input_drift", "note", what, group.names("input_drift", far), values=values)
-
-
-def updates_and_drifts(group: Group) -> dict[str, tuple[float, float]]:
-    """Layer -> the changes of its output at the end by its weights and by its input."""
-    update, drifts = group.each("weight_update"), group.each("input_drift")
-    both = {layer: (update[layer].end(), drifts[layer].end()) for layer in update if layer in drifts}
-    return {layer: pair for layer, pair in both.items() if np.isfinite(pair).all() and max(pair) > 0}
-
-
-def weight_share(both: Mapping[str, tuple[float, float]]) -> float:
-    """Median over the layers of the share of their own weights in the change of their output."""
-    return float(np.median([own / (own + from_below) for own, from_below in both.values()]))
-
-
-def untrained(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
-    """Layers whose weights are those they began with, while others' are not."""
-    update = {layer: each for layer, each in group.finite("weight_update").items() if len(each.values) > 1}
-    still = [layer for layer, series in update.items() if not series.values.any()]
-    if 0 < len(still) < len(update):
-        what = f"{plural(len(still), 'layer')} whose weights did not change, to the end "
-        what += f"({group.root}/weight_update): {together(still)}."
-        names = group.names("weight_update", still)
-        yield Finding("untrained", "note", what, names, values={"count": len(still)})
-
-
-def far_layers(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
-    """Layers whose own weight update is far from the others'."""
-    update = {layer: series.end() for layer, series in group.each("weight_update").items()}
-    known = {layer: value for layer, value in update.items() if np.isfinite(value) and value > 0}
-    if len(known) < 4:
-        return
-    middle, spread = float(np.median(list(known.values()))), limits.LAYER_SPREAD
-    far = [layer for layer, value in known.items() if not 1 / spread <= value / middle <= spread]
-    far.sort(key=lambda layer: -abs(np.log(known[layer] / middle)))
-    if far:
-        named = listed(f"{printable(each)} ({number(known[each], 2)})" for each in far)
-        what = f"Layers whose weight update is more than {number(spread)} times above or below the median layer's "
-        what += f"{number(middle, 2)} ({group.root}/weight_update): {named}."
-        names, values = group.names("weight_update", far), {"median": middle, "layers": len(far)}
-        yield Finding("weight_update_outlier", "warning", what, names, values=values)
-
-
-def spectral(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
-    """The weights' largest singular value, where it grew."""
-    name, series = group.name("norm_max"), group.get("norm_max").finite
-    begin, end = float(series.values[0]) if series else 0.0, series.end()
-    if begin > 0 and end > limits.SPECTRAL_GROWTH * begin:
-        what = f"The largest spectral norm grew {times(end / begin)} ({name}), from {number(begin)} to {number(end)}."
-        yield Finding("spectral_growth", "warning", what, (name,), values={"first": begin, "end": end})
+def spectral(monitor: Recorded, run: Run) -> Iterator[Finding]:
+    """The largest spectral norm, if it grew."""
+    name, series = monitor.name("norm_max"), monitor.get("norm_max").finite
+    if series and series.end > limits.SPECTRAL_GROWTH * series.values[0] > 0:
+        first, end = float(series.values[0]), series.end
+        what = f"The largest spectral norm grew {times(end / first)} ({name}), from {number(first)} to {number(end)}."
+        yield Finding("spectral_growth", "warning", what, (name,), values={"first": first, "end": end})

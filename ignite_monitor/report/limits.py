@@ -2,170 +2,87 @@
 
 from __future__ import annotations
 
-SPIKE_FACTOR = 2.0
-"""How far above its threshold a norm is more than noise. The rules raise mostly 1 to 5 alarms per 1,000 iterations on
-healthy runs, more where batches are small, nearly all within a factor of 2; damaged batches are mostly beyond it."""
+from typing import NamedTuple
 
-SPIKE_RATE = 0.01
-"""What share of iterations with norms just above the threshold is still noise: twice the rules' own false alarms."""
+# Spikes. The rules raise 1 to 5 false alarms per 1,000 iterations of healthy runs, nearly all below 2 thresholds.
+SPIKE_FACTOR = 2.0  # times the threshold; damaged batches are mostly beyond it
+SPIKE_RATE = 0.01  # spikes per norm that are still noise: twice the rules' own false alarms
+SMALL_EXCESS = 1.5  # times the threshold; while norms rise, healthy ones exceed it by up to 1.4
+SMALL_EXCESS_RATE = 0.1  # spikes per norm of this size: twice those of a healthy run of 300 iterations whose norm rises
+RECENT = 1000  # latest norms of which the share of spikes is reported
+PERIODIC, PERIODIC_SHARE = 4, 0.8  # spikes, and share of equal distances, of a periodic fault
+CONSECUTIVE = 10  # spikes after which GradMonitor resets its threshold, by default
+AFTERMATH_WINDOW = 20  # norms on either side of a spike: the warm-up of the threshold rules
+AFTERMATH_FACTOR = 3.0  # norms after a spike to those before; medians of 20 healthy norms differ by less than 2
+EARLY_FACTOR = 50.0  # a norm in the warm-up to the run's median; first norms of healthy runs reach 15
+EARLY_WINDOW = 50  # first norms whose median counts too: the norm of a run that overfits falls to 0
+STEPLESS = 100  # monitored iterations without an optimizer step; gradients are accumulated over fewer
+OVERFLOW_RATE = 0.05  # of a GradScaler: 1 in 2,000 after the first ones
+OVERFLOW_ALLOWANCE = 20  # halving a scale of 65,536 down to 1 takes 16
 
-SMALL_EXCESS = 1.5
-"""How far above its threshold a norm may be to be no spike, however often it happens. While norms rise, and while a
-rule that goes by mean and deviation has seen few of them, healthy ones exceed it by up to 1.4."""
+# Losses.
+LOSS_POINTS = 10  # fewer values have no course
+LOST_GAIN = 0.5  # share of the gain that is lost again; noise at a plateau is far below
+LOST_FACTOR, LOST_NOISE = 3.0, 8.0  # times the best value, and times the step-to-step noise above it
 
-SMALL_EXCESS_RATE = 0.1
-"""How often at most: twice what a healthy run of 300 iterations has whose norm rises. Of a run whose steps are skipped,
-a tenth is too much to lose, be the norms large or not."""
+# Weights and their updates.
+GROUP_RATE = 30.0  # times the other groups' median learning rate; those of healthy runs differ by up to 20
+GROUP_RATIO = 4.0  # times the median update ratio that the largest must be, to be more than a note
+UPDATE_SPREAD, NOTED_SPREAD = 15.0, 12.0  # largest update ratio to the median; 2 to 10 in healthy runs, 14 to 30 with
+# 100 times the learning rate
+LASTING_SHARE = 0.8  # of the second quarter's spread; that of biases and norms, which start at 0, falls by 0.7 or more
+RATIO_POINTS = 8  # measurements, for quarters to be compared
+FEW_VANISHING, VANISHING_SHARE = 2, 1 / 3  # gradients that vanish from the start: a convolution's before a BatchNorm
 
-GAPS = 0.05
-"""What share of the distances between norms may differ from the usual one for the others to be gaps."""
-
-RECENT = 1000
-"""The number of latest norms of which the share of spikes is reported."""
-
-PERIODIC, PERIODIC_SHARE = 4, 0.8
-"""From how many spikes on, and from which share of equal distances on, a fault is periodic."""
-
-GROUP_RATE, GROUP_RATIO = 30.0, 4.0
-"""How many times the median learning rate one of a parameter group is far from it, and how many times the median update
-ratio the largest then has to be. Groups of healthy runs (biases, embeddings, layer-wise decay) differ by up to 20."""
-
-LOST_FACTOR, LOST_NOISE = 3.0, 8.0
-"""How many times its best a positive loss has to end, and how many times its step-to-step noise above it, to be far
-above its best whatever it had gained."""
-
-AFTERMATHS = 50
-"""How many spikes' aftermaths are compared with all that follows."""
-
-SPIKES_IN_A_ROW = 10
-"""GradMonitor's default of ``max_consecutive_spikes``: that many in a row are a new level and no outlier."""
-
-AFTERMATH_FACTOR = 3.0
-"""How much larger the norms after a spike have to be than those before it, for the spike to have done damage. Medians
-of 20 norms of a healthy run differ by less than 2, warm-up apart."""
-
-AFTERMATH_WINDOW = 20
-"""How many norms on either side of a spike are compared: as many as the threshold rules take for their warm-up."""
-
-EARLY_FACTOR = 50.0
-"""How many times the run's own median a norm of the warm-up is no beginner's norm: of healthy runs the first norms are
-at most 15 times it."""
-
-EARLY_WINDOW = 50
-"""From how many norms at the start the median is taken too: that of a run that learns its data by heart falls to 0."""
-
-STEPLESS = 100
-"""In how many monitored iterations there has to be a step of the optimizer: gradients are accumulated over fewer."""
-
-OVERFLOW_RATE = 0.05
-"""What share of overflows a GradScaler makes while it looks for its scale. Afterwards it is about 1 in 2,000; one in 20
-means that the scale falls as often as it rises."""
-
-OVERFLOW_ALLOWANCE = 20
-"""Overflows that say nothing, whatever their share: halving 65,536 down to 1 takes 16."""
-
-PERSISTENT_SHARE = 0.5
-"""Share of the last quarter of a run above its limit from which on a metric persists there."""
-
-PERSISTENT = {
-    "vanishing_count": 0.0,
-    "exploding_count": 0.0,
-    # Rounding takes 0.3 to 0.4 of bfloat16 updates at a learning rate of 1e-3, and 0.9 at 1e-4.
-    "lost_update_fraction": 0.5,
-    "rms_p95": 2.3,  # a spike of the loss is likely (arXiv:2304.13013)
-    "epsilon_dominated_median": 0.5,  # most elements of the step are no longer Adam's
-    "data_wait_share": 0.3,  # an iteration could be 1.4 times as fast
-}
-"""Metric -> the value above which it is reported if it persists there."""
-
-LARGE_UPDATE = 0.1
-"""A median update ratio that is too large: usual is 1e-3, and at 0.1 a weight is replaced within ten steps."""
-
-SMALL_UPDATE = 1e-6
-"""A median update ratio that is too small: a thousandth of what is usual, 1e5 steps for a change of a tenth."""
-
-UPDATE_SPREAD = 15.0
-"""How many times the median ratio the largest is far above it, where it does not fall. Those of healthy runs settle at
-2 to 10; a layer trained with 100 times the learning rate of the others stays at 14 to 30."""
-
-NOTED_SPREAD = 12.0
-"""From where on it is worth a note."""
-
-LASTING_SHARE = 0.8
-"""What share of the second quarter's factor the last quarter's has to be for it not to fall. Parameters that begin at
-zero, biases and norms, begin far above the median, and come down by 0.7 or more from the one to the other as they grow;
-a learning rate that is too large stays so."""
-
-RATIO_POINTS = 8
-"""From how many looks on a quarter of them says anything."""
-
-SLOW_SPREAD = 1e3
-"""How many times the median ratio is above the smallest for that to be far: norms' weights of 1 are 30 times slower."""
-
-STALE_SHARE = 0.05
-"""In what share of the looks it has to be so, for more than chance: the first hundred steps of a run are such."""
-
-FEW_VANISHING = 2
-"""How many gradients that vanish from the beginning on are few in any model."""
-
-VANISHING_SHARE = 1 / 3
-"""What share of the parameters known by name are few: of a convolution with BatchNorm and biases a quarter vanishes."""
-
-DEAD_FRACTION = 0.5
-"""A layer with half of its units dead over the whole batch has lost half of its width; healthy ReLU layers stay below
-0.3, with batches of a few samples."""
-
+# Layers.
+DEAD_FRACTION = 0.5  # healthy ReLU layers stay below 0.3
 MOSTLY_DEAD_FRACTION = 0.9
-"""A layer of which a tenth is left passes hardly anything on."""
+ACTIVATION_SPREAD = 100.0  # standard deviation to the median module's: 15 at most in healthy networks
+USUAL_ACTIVATION = 20.0  # a standard deviation that is not too large, whatever the others are
+LARGE_ACTIVATION = 1000.0  # a standard deviation that is too large, whatever the others are
+COLLAPSED_ENTROPY = 0.1  # nats; 98 % of the attention on one position
+ENTROPY_FALL = 5.0  # some heads are sharp from the start of a fine-tuning on
+LARGE_LOGIT = 100.0  # QK-clip (arXiv:2507.20534) rescales queries and keys there
+LAYER_SPREAD = 100.0  # weight update to the median layer's; widths alone explain 10
+SPECTRAL_GROWTH = 10.0  # 2 to 5 in healthy runs
 
-ACTIVATION_SPREAD = 100.0
-"""How many times the median module's standard deviation one is far above it: in healthy networks at most 15, at the
-output of a network of whose first block the weights are 30 times too large 200 to 600."""
+# Batch and curvature.
+BATCH_FACTOR = 4.0  # noise scale to batch: twice the batch then saves 40 % of the steps (arXiv:1812.06162, eq. 2.7)
+CURVATURE = 1.2  # times the stability threshold; full-batch gradient descent stays within 5 % of it
+CURVATURE_NEAR = 0.3  # with momentum and AdamW, at batches of 64, the loss rises 10 iterations later
+CURVATURE_MEASUREMENTS = 3
 
-USUAL_ACTIVATION = 20.0
-"""A standard deviation that is not too large, however small the others are."""
+PERSISTENT_SHARE = 0.5  # of the last quarter of a run, and its last value
 
-LARGE_ACTIVATION = 1000.0
-"""A standard deviation of the median module that is too large, with no other one to compare with: about 1 is usual."""
 
-COLLAPSED_ENTROPY = 0.1
-"""In nats: a head that gives 98 % of its attention to one place has 0.1."""
+class Persistent(NamedTuple):
+    """A finding if a metric is beyond its limit at the end of a run."""
 
-ENTROPY_FALL = 5.0
-"""By what factor a head's entropy has to have fallen, if others of its module are not as sharp: some heads are sharp
-from the beginning of a fine-tuning on."""
+    kind: str
+    monitor: str
+    key: str
+    limit: float
+    text: str  # of the median value in the last quarter
+    below: bool = False  # whether values below the limit are reported
+    severity: str = "warning"
 
-LARGE_LOGIT = 100.0
-"""From which score on attention is likely to diverge: QK-clip of arXiv:2507.20534 rescales queries and keys there."""
 
-DRIFT_FACTOR = 3.0
-"""How much larger input drift has to be than weight update for a layer to be named. In a trained network both are of
-one order."""
-
-LAYER_SPREAD = 100.0
-"""How many times the median over layers a layer's own weight update is far from it; widths alone explain 10."""
-
-LOST_GAIN = 0.5
-"""What share of what a loss had gained it has to lose again, to be worth a word; noise at a plateau is far below."""
-
-LOSS_POINTS = 10
-"""From how many points on a loss has a course."""
-
-SPECTRAL_GROWTH = 10.0
-"""How many times the largest spectral norm has to have grown; in a healthy run it grows by 2 to 5."""
-
-SMALL_BATCH = LARGE_BATCH = 4.0
-"""A batch is small if the noise scale's interval begins at so many batches, and large if it is so many times the
-interval's end: twice the batch then needs at least 40 % fewer steps, and half of it at most 20 % more, by equation 2.7
-of arXiv:1812.06162, which has steps grow as 1 + noise scale / batch."""
-
-CURVATURE = 1.2
-"""How many times what a step stands the curvature is in most of the last looks; full-batch gradient descent hovers
-within 5 % of it. Of SGD without momentum the loss rises some 20 iterations after it has got there, where the learning
-rate grows by 4 % in each."""
-
-CURVATURE_NEAR = 0.3
-"""What part of it is worth a word: with momentum and AdamW, at batches of 64, the loss rises 10 iterations later."""
-
-CURVATURE_LOOKS = 3
-"""How many looks these are."""
+_SIZE = "A step moves the median parameter by {:.2g} of its size; 1e-3 is usual"
+PERSISTENT = (
+    Persistent("vanishing_gradients", "weights", "vanishing_count", 0, "Parameters with vanishing gradients: {:.0f}"),
+    Persistent("exploding_gradients", "weights", "exploding_count", 0, "Parameters with exploding gradients: {:.0f}"),
+    # Rounding takes 0.3 to 0.4 of bfloat16 updates at a learning rate of 1e-3, and 0.9 at 1e-4.
+    Persistent("lost_updates", "weights", "lost_update_fraction", 0.5, "Rounding takes {:.0%} of the updates"),
+    # At 0.1 a weight is replaced within ten steps; at 1e-6 it takes 1e5 steps for a change of a tenth.
+    Persistent("large_updates", "weights", "update_ratio_median", 0.1, _SIZE),
+    Persistent("small_updates", "weights", "update_ratio_median", 1e-6, _SIZE, below=True),
+    # A loss spike is likely (arXiv:2304.13013).
+    Persistent("stale_moments", "optimizer", "rms_p95", 2.3, "Gradients are {:.3g} times what second moments expect"),
+    Persistent("epsilon_dominated", "optimizer", "epsilon_dominated_median", 0.5, "{:.0%} of second moments are < eps"),
+    # An iteration could be 1.4 times as fast.
+    Persistent(
+        "data_wait", "step", "data_wait_share", 0.3, "Waiting for data takes {:.0%} of the time", severity="note"
+    ),
+)
+LARGEST = {"exploding_count": "topk_grad/{}", "rms_p95": "topk_rms/{}"}
+"""Key -> pattern of the items that are named."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
 from ignite_monitor.report.panels import Line, Panel, Picture
-from ignite_monitor.report.series import Array, Series, decades, printable, short, shortened
+from ignite_monitor.report.series import Array, printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,12 +43,9 @@ DARK = Style(
 )
 FEW = len(LIGHT.lines)
 MOST_FINDINGS = 8
-LARGEST = 1e100
-"""Larger sizes, and smaller ones than the inverse, are drawn there: matplotlib's ticks would exceed float64's range."""
-LOG_DECADES = 1.5
-"""From how many decades on the scale of positive values is logarithmic."""
-SIGNED_RANGE = 1e4
-"""Ratio of largest to median size from which on values of both signs are drawn on a logarithmic scale."""
+LARGEST = 1e100  # of larger sizes, and of smaller ones than the inverse, matplotlib's ticks would exceed float64
+LOG_DECADES = 1.5  # of positive values, from which on their scale is logarithmic
+SIGNED_RANGE = 1e4  # ratio of largest to median size from which on a scale for both signs is logarithmic
 
 
 def draw(picture: Picture, path: str | Path, title: str = "", log: bool = False, dark: bool = False) -> None:
@@ -60,13 +58,6 @@ def draw(picture: Picture, path: str | Path, title: str = "", log: bool = False,
 
     Raises:
         ModuleNotFoundError: if matplotlib is not installed.
-        OSError: if the file can't be written.
-        ValueError: if the ending is that of no image.
-
-    Examples:
-        .. code-block:: python
-
-            draw(picture(tidy(read_hdf5("run.h5"))), "run.png")
     """
     try:
         import matplotlib
@@ -97,98 +88,86 @@ def draw(picture: Picture, path: str | Path, title: str = "", log: bool = False,
             y = 1 - (row + 0.7) / (len(head) + 0.5)
             above.text(0.1 / width, y, text, color=colour, fontweight=weight, fontsize=9, parse_math=False, va="center")
         for index, panel in enumerate(picture.panels, 1):
-            axes = body.add_subplot(rows, columns, index)
             with np.errstate(all="ignore"):
-                _panel(axes, panel, picture, log, style)
+                _panel(body.add_subplot(rows, columns, index), panel, picture, log, style)
         figure.savefig(path, format=Path(path).suffix[1:].lower() or "png")
 
 
 def _head(picture: Picture, title: str, length: int, style: Style) -> list[tuple[str, str, str]]:
     """The lines above the panels: text, colour and weight."""
-    left_out = f"   ({picture.left_out} more panels with --all)" if picture.left_out else ""
-    first = f"{title}{': ' * bool(title and picture.detection)}{picture.detection}{left_out}"
+    omitted = f"   ({picture.omitted} more panels with --all)" if picture.omitted else ""
+    first = f"{title}{': ' * bool(title and picture.assessment)}{picture.assessment}{omitted}"
     lines = [(first, style.text, "bold")] if first else []
-    findings = picture.findings
-    for finding in findings if len(findings) <= MOST_FINDINGS else findings[: MOST_FINDINGS - 1]:
+    for finding in picture.findings[:MOST_FINDINGS]:
         text = f"{finding.severity}: {finding.text}"
         text = text if len(text) <= length else f"{text[: length - 1]}…"
         lines.append((text, style.severities[finding.severity], "normal"))
-    if len(findings) > MOST_FINDINGS:
-        more = f"{len(findings) - MOST_FINDINGS + 1} more: ignite-monitor summary"
+    if len(picture.findings) > MOST_FINDINGS:
+        more = f"{len(picture.findings) - MOST_FINDINGS} more: ignite-monitor summary"
         lines.append((more, style.severities["note"], "normal"))
     return lines
 
 
 def _panel(axes: Axes, panel: Panel, picture: Picture, log: bool, style: Style) -> None:
-    axes.set_title(shortened(printable(panel.title), 52), loc="left", parse_math=False)
-    lines = [line._replace(series=_drawable(line.series)) for line in panel.lines]
-    steps = np.concatenate([line.series.steps for line in lines])
+    from matplotlib import colormaps
+
+    axes.set_title(_shortened(printable(panel.title), 52), loc="left", parse_math=False)
+    lines, count, handles = panel.lines, len(panel.lines), []
     values = np.concatenate([line.series.finite.values for line in lines])
     _scale(axes, values, log)
-    handles = [_line(axes, line, place, len(lines), style) for place, line in enumerate(lines)]
+    for place, line in enumerate(lines):
+        points = line.style == "points" or len(line.series.finite.steps) <= 2
+        (handle,) = axes.plot(
+            line.series.steps,
+            _drawable(line.series.values),
+            color=style.lines[place] if count <= FEW else colormaps["viridis"](0.1 + 0.85 * place / (count - 1)),
+            linestyle={"points": "none", "dashed": "--"}.get(line.style, "-"),
+            marker="o" if points else None,
+            markersize=3.5,
+            linewidth=1.2 if count <= FEW else 0.8,
+        )
+        handles.append(handle)
     bad = np.unique(np.concatenate([line.series.where(~np.isfinite(line.series.values)) for line in lines]))
     if len(bad):
         top: Any = {"transform": axes.get_xaxis_transform(), "label": "inf or NaN"}
         axes.plot(bad, np.full(len(bad), 0.985), "v", color=style.spike, markersize=4, **top)
     _marks(axes, panel, picture, style)
     _legend(axes, panel, lines, handles)
-    notes = [f"{len(lines)} in order, dark to light"] * (len(lines) > FEW) + ["no finite value"] * (not len(values))
+    notes = [f"{count} in order, dark to light"] * (count > FEW) + ["no finite value"] * (not len(values))
     axes.set_xlabel(f"iteration{'   (' + '; '.join(notes) + ')' if notes else ''}", fontsize=8.5)
     axes.grid(visible=True, color=style.grid, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.margins(x=0.02)
-    if len(np.unique(steps)) == 1:
-        axes.set_xticks([int(steps[0])])
 
 
-def _drawable(series: Series) -> Series:
-    """A series without sizes that can't be drawn."""
-    sizes = np.abs(series.values)
-    clipped = np.sign(series.values) * np.clip(sizes, 1 / LARGEST, LARGEST)
-    return series._replace(values=np.where(np.isfinite(sizes), clipped, series.values))
+def _drawable(values: Array) -> Array:
+    """Values in a range that can be drawn; NaN for non-finite ones."""
+    sizes = np.clip(np.abs(values), 1 / LARGEST, LARGEST)
+    return np.where(np.isfinite(values), np.sign(values) * sizes, np.nan)
 
 
 def _scale(axes: Axes, values: Array, log: bool) -> None:
-    from matplotlib.ticker import LogFormatterSciNotation, MaxNLocator
+    from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]))
-    sizes = np.abs(values[values != 0])
+    sizes = np.abs(_drawable(values[values != 0]))
     if not len(values):
         axes.set_yticks([])
     elif not len(sizes):
         axes.set_ylim(-0.05, 1)
         axes.set_yticks([0, 1])
-    elif (values >= 0).all() and (log or decades(sizes) > LOG_DECADES) and (values == 0).mean() < 0.5:
+    elif (values >= 0).all() and (values == 0).mean() < 0.5 and (log or sizes.max() / sizes.min() > 10**LOG_DECADES):
         axes.set_yscale("log", nonpositive="mask")
-        if decades(sizes) < 1:
-            axes.yaxis.set_major_formatter(LogFormatterSciNotation(minor_thresholds=(2, 1)))
     elif log or sizes.max() > SIGNED_RANGE * np.median(sizes):
         axes.set_yscale("symlog", linthresh=float(max(np.quantile(sizes, 0.05), sizes.max() * 1e-8)))
     elif (values == np.round(values)).all() and np.ptp(values) < 10:
         axes.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
 
 
-def _line(axes: Axes, line: Line, place: int, count: int, style: Style) -> Any:
-    from matplotlib import colormaps
-
-    steps, values = line.series
-    alone = line.style == "points" or len(line.series.finite.steps) <= 2
-    return axes.plot(
-        steps,
-        np.where(np.isfinite(values), values, np.nan),
-        color=style.lines[place] if count <= FEW else colormaps["viridis"](0.1 + 0.85 * place / (count - 1)),
-        linestyle="none" if line.style == "points" else "--" if line.style == "dashed" else "-",
-        marker="o" if alone else "." if np.isnan(values).any() and len(steps) < 300 else None,
-        markersize=3.5,
-        linewidth=1.2 if count <= FEW else 0.9 if count <= 40 else 0.5,
-        alpha=1.0 if count <= 40 else 0.7,
-    )[0]
-
-
 def _marks(axes: Axes, panel: Panel, picture: Picture, style: Style) -> None:
     if panel.marked is not None and len(panel.marked.steps):
         steps, values = panel.marked.finite
-        axes.plot(steps, values, "x", color=style.spike, markersize=6, markeredgewidth=1.6, label="spike")
+        axes.plot(steps, _drawable(values), "x", color=style.spike, markersize=6, markeredgewidth=1.6, label="spike")
     low, high = axes.get_xlim()
     for at in picture.spikes if len(picture.spikes) <= 30 else ():
         if low <= at <= high:
@@ -200,30 +179,32 @@ def _marks(axes: Axes, panel: Panel, picture: Picture, style: Style) -> None:
 
 
 def _legend(axes: Axes, panel: Panel, lines: list[Line], handles: list[Any]) -> None:
+    """Name the lines, of many the first and the last."""
     marks, words = axes.get_legend_handles_labels()
     if len(lines) == 1 and not marks and lines[0].label in panel.title:
         return
-    remarks = dict.fromkeys(range(len(lines)), "") if len(lines) <= FEW else _extremes(lines)
-    names = short([printable(line.label) for line in lines])
-    labels = [f"{names[at]}{remark}" for at, remark in sorted(remarks.items())]
-    shown = [*(handles[at] for at in sorted(remarks)), *marks]
-    look: Any = {"fontsize": 7.5, "framealpha": 0.75, "edgecolor": "none", "labelspacing": 0.25, "borderpad": 0.2}
+    chosen = range(len(lines)) if len(lines) <= FEW else (0, len(lines) - 1)
+    names = _short([printable(line.label) for line in lines])
+    shown = [*(handles[index] for index in chosen), *marks]
+    options: Any = {"fontsize": 7.5, "framealpha": 0.75, "edgecolor": "none", "labelspacing": 0.25, "borderpad": 0.2}
     place: Any = "best" if sum(len(line.series.steps) for line in lines) < 5000 else "upper right"
     # Texts are set afterwards: matplotlib skips labels that begin with an underscore.
-    legend = axes.legend(shown, ["x"] * len(shown), loc=place, handlelength=1.6, **look)
-    for text, label in zip(legend.get_texts(), [*labels, *words], strict=True):
+    legend = axes.legend(shown, ["x"] * len(shown), loc=place, handlelength=1.6, **options)
+    for text, label in zip(legend.get_texts(), [*(names[index] for index in chosen), *words], strict=True):
         text.set_parse_math(False)
         text.set_text(label)
-    for handle in legend.get_lines():
-        handle.set_linewidth(max(1.5, handle.get_linewidth()))
-        handle.set_alpha(1)
 
 
-def _extremes(lines: list[Line]) -> dict[int, str]:
-    """Of many lines the first and the last, and with a remark those that end highest and lowest."""
-    ends = [line.series.last for line in lines]
-    known = [at for at, end in enumerate(ends) if math.isfinite(end)] or [0]
-    remarks = {0: "", len(lines) - 1: ""}
-    remarks[max(known, key=ends.__getitem__)] = " (ends highest)"
-    remarks[min(known, key=ends.__getitem__)] = " (ends lowest)"
-    return remarks
+def _short(labels: list[str], length: int = 36) -> list[str]:
+    """Labels without their common beginning, and without their middles if they are long."""
+    parts = [label.split(".") for label in labels]
+    common = 0
+    if len(labels) > 1 and Counter(labels).most_common(1)[0][1] == 1:
+        while all(len(part) > common + 1 and part[common] == parts[0][common] for part in parts):
+            common += 1
+        common -= common and any(part[common][:1].isdecimal() for part in parts)  # h.0, not 0
+    return [_shortened(("…" if common else "") + ".".join(part[common:]), length) for part in parts]
+
+
+def _shortened(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[: length // 3]}…{text[-(length - length // 3 - 1) :]}"

@@ -13,40 +13,36 @@ from ignite_monitor.spike_recorder.record import ENDING, SpikeRecord, load_spike
 
 
 def spikes_text(path: Path) -> list[RenderableType]:
-    """Tables of a directory's spike files, the earliest first, or of one file; ValueError if none can be read."""
-    files = sorted(path.glob(f"*{ENDING}")) if path.is_dir() else [path]
+    """Describe a directory's spike files, the earliest first, or one file; ValueError if none can be read."""
     records: list[SpikeRecord] = []
     damaged: list[ValueError] = []
-    for file in files:
+    for file in sorted(path.glob(f"*{ENDING}")) if path.is_dir() else [path]:
         try:
             records.append(load_spike(file))
         except ValueError as error:
             damaged.append(error)
     if not records:
         raise damaged[0] if damaged else ValueError(f"{path} holds no spike files (*{ENDING})")
-    records.sort(key=lambda record: (record.iteration, record.name, record.rank, record.path))
-    tables = [part for record in records for part in (_head(record), _table(record), Text())]
-    return [*tables, Text(plural(len(records), "record")), *(Text(printable(str(error))) for error in damaged)]
+    parts: list[RenderableType] = []
+    for record in sorted(records, key=lambda record: (record.iteration, record.name, record.rank, record.path)):
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="dim", no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, text in _fields(record):
+            if text:
+                table.add_row(f"  {name}", Text(printable(text)))
+        parts += [Text(_title(record), style="bold"), table, Text()]
+    return [*parts, Text(plural(len(records), "record")), *(Text(printable(str(error))) for error in damaged)]
 
 
-def _head(record: SpikeRecord) -> Text:
+def _title(record: SpikeRecord) -> str:
     rank = f", rank {record.rank}" if record.rank else ""
-    value = f"{printable(record.name)} {record.norm:.4g}"
-    if math.isfinite(record.threshold):
-        factor = record.norm / record.threshold if record.threshold > 0 else math.nan
-        times = f"{factor:.3g} x its " if math.isfinite(factor) else ""
-        value = f"{value}, {times}threshold {record.threshold:.4g}"
-    return Text(f"iteration {record.iteration}, epoch {record.epoch}{rank}: {value}", style="bold")
-
-
-def _table(record: SpikeRecord) -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, text in _fields(record):
-        if text:
-            table.add_row(f"  {name}", Text(printable(text)))
-    return table
+    title = f"iteration {record.iteration}, epoch {record.epoch}{rank}: {printable(record.name)} {record.norm:.4g}"
+    if not math.isfinite(record.threshold):
+        return title
+    factor = record.norm / record.threshold if record.threshold > 0 else math.nan
+    times = f"{factor:.3g} x its " if math.isfinite(factor) else ""
+    return f"{title}, {times}threshold {record.threshold:.4g}"
 
 
 def _fields(record: SpikeRecord) -> Iterator[tuple[str, str]]:

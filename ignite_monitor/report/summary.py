@@ -1,74 +1,56 @@
-"""Findings and measurements of a run, also as JSON."""
+"""Findings, measurements and statistics of a run, also as JSON."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ignite_monitor.report import layers, training, weights
-from ignite_monitor.report.curves import curves, lost_value
-from ignite_monitor.report.families import Group, groups
+from ignite_monitor.report import layers, training
 from ignite_monitor.report.finding import Finding, in_order
 from ignite_monitor.report.gradients import gradient_findings, norms, value_spikes
-from ignite_monitor.report.series import Series, Statistics, natural, number, plural, statistics
+from ignite_monitor.report.run import Recorded, Run
+from ignite_monitor.report.series import Statistics, natural, number, plural, statistics
 
 VERSION = 3
 """Version of the JSON; raised when a key changes its meaning or is removed."""
 
-Rule = Callable[[Group, Sequence[Group]], Iterator[Finding]]
-
-RULES: dict[str, tuple[Rule, ...]] = {
+RULES: dict[str, tuple[Callable[[Recorded, Run], Iterator[Finding]], ...]] = {
     "grad": (gradient_findings,),
-    "spike": (value_spikes, lost_value),
-    "rollback": (training.rollbacks,),
-    "weights": (
-        weights.frozen,
-        weights.ratios,
-        weights.small_or_large_gradients,
-        weights.lost_updates,
-    ),
-    "activation": (layers.nonfinite, layers.dead, layers.outliers),
-    "attention_entropy": (layers.collapsed,),
-    "attention_logit_max": (layers.large_logits,),
-    "optimizer": (training.stale, training.eps_rules),
+    "spike": (value_spikes, training.lost_value),
+    "weights": (layers.frozen, layers.update_ratios),
+    "activation": (layers.nonfinite, layers.dead, layers.outliers, layers.collapsed, layers.large_logits),
     "replicas": (training.disagreement,),
-    "step": (training.waiting, weights.group_rates),
-    "rcc": (layers.drift, layers.untrained, layers.far_layers),
+    "step": (layers.group_rates,),
+    "rcc": (layers.coordinate_check,),
     "spectral": (layers.spectral,),
     "noise scale": (training.noise_scale,),
     "curvature": (training.curvature,),
-    "other": (curves,),
 }
-"""Kind of group -> the rules for its metrics."""
+"""Kind of monitor -> the rules for its metrics."""
 
 
-def find(run: Mapping[str, Series]) -> list[Finding]:
-    """Findings of a run in the order of what happened; notes last.
-
-    Examples:
-        .. code-block:: python
-
-            for finding in find(tidy(read_hdf5("run.h5"))):
-                print(finding.severity, finding.text)
-    """
-    every = groups(run)
-    findings = [each for group in every for rule in RULES.get(group.kind, ()) for each in rule(group, every)]
-    if not any(group.kind == "grad" and (group.get("norm") or group.get("stepped")) for group in every):
+def find(run: Run) -> list[Finding]:
+    """Return the findings of a run in the order of what happened; notes last."""
+    findings = [*training.curves(run), *training.rolled_back(run), *training.persistent(run)]
+    findings += [
+        finding for monitor in run.monitors for rule in RULES.get(monitor.kind, ()) for finding in rule(monitor, run)
+    ]
+    if not any(monitor.get("norm") or monitor.get("stepped") for monitor in run.of("grad")):
         what = "The gradients were not monitored: the file has no metrics of a GradMonitor."
         findings.append(Finding("not_monitored", "note", what, advice="Attach a GradMonitor and log_to the logger."))
     return in_order(findings)
 
 
 def healthy(findings: list[Finding]) -> bool | None:
-    """True if all findings are notes; None if, in addition, the gradients were not monitored."""
+    """Return True if all findings are notes; None if, in addition, the gradients were not monitored."""
     if any(finding.severity != "note" for finding in findings):
         return False
     return None if any(finding.kind == "not_monitored" for finding in findings) else True
 
 
-def detection(findings: list[Finding], monitored: bool) -> str:
+def assessment(findings: list[Finding], monitored: bool) -> str:
     """Describe a run in a few words; ``monitored``: whether the file has metrics of a monitor."""
     counts = {kind: sum(finding.severity == kind for finding in findings) for kind in ("problem", "warning")}
     parts = [plural(count, kind) for kind, count in counts.items() if count]
@@ -81,30 +63,24 @@ def detection(findings: list[Finding], monitored: bool) -> str:
     return "Healthy: nothing in this run needs attention."
 
 
-def measured(run: Mapping[str, Series]) -> list[str]:
-    """Measurements in the file, in words."""
-    every = groups(run)
-    return [words for group in every if (words := _words(group, every))]
-
-
-def _words(group: Group, run: Sequence[Group]) -> str:
-    known = norms(group) if group.kind == "grad" else None
-    if known is not None:
-        values = known.each.finite.values
-        between = f", {number(float(values.min()), 3)} to {number(float(values.max()), 3)}" if len(values) else ""
-        return f"{plural(len(known.each.steps), 'gradient norm')} ({group.name('norm')}{between})"
-    if group.kind == "weights" and (frozen := group.get("frozen_count")):
-        return f"weight updates in {plural(len(frozen.steps), 'iteration')} ({group.root}/*)"
-    if group.kind == "activation":
-        modules = {item for each in group.items.values() for item in each}
-        return f"activations of {plural(len(modules), 'module')} ({group.root}/*)"
-    if group.kind == "attention_entropy":
-        return f"{plural(len(group.each('entropy')), 'attention head')} ({group.root}/*)"
-    if group.kind == "rcc":
-        both = layers.updates_and_drifts(group)
-        share = f", {100 * layers.weight_share(both):.0f} % of whose change is due to their own weights" if both else ""
-        return f"the coordinate check of {plural(len(group.each('weight_update')), 'layer')}{share} ({group.root}/*)"
-    return f"spectral norms ({group.root}/*)" if group.kind == "spectral" else ""
+def measured(run: Run) -> list[str]:
+    """Describe the measurements in the file."""
+    words = []
+    for monitor in run.monitors:
+        known = norms(monitor) if monitor.kind == "grad" else None
+        if known is not None:
+            values = known.norm.finite.values
+            between = f", {number(values.min(), 3)} to {number(values.max(), 3)}" if len(values) else ""
+            words.append(f"{plural(len(known.norm.steps), 'gradient norm')} ({monitor.name('norm')}{between})")
+        if frozen := monitor.get("frozen_count"):
+            words.append(f"weight updates in {plural(len(frozen.steps), 'iteration')} ({monitor.name('*')})")
+        counts = {
+            "module": len({key.split("/")[1] for key in monitor.series if key.startswith("activation/")}),
+            "attention head": len(monitor.each("attention_entropy/{}")),
+            "layer": len(monitor.each("weight_update/{}")),
+        }
+        words += [f"{plural(count, what)} ({monitor.name('*')})" for what, count in counts.items() if count]
+    return words
 
 
 @dataclass(frozen=True)
@@ -124,29 +100,26 @@ class Summary:
         return healthy(self.findings)
 
 
-def summarise(file: str, run: Mapping[str, Series]) -> Summary:
+def summarise(file: str, run: Run) -> Summary:
     """Summarise a run, which has one series at least."""
-    own: list[str] = []
-    monitored: list[str] = []
-    parts: list[str] = []  # of layers, parameters, heads
-    for group in groups(run):
-        whole = own if group.kind == "other" else monitored
-        whole += sorted((name for name, _ in group.scalars.values()), key=natural)
-        parts += sorted((name for items in group.items.values() for name, _ in items.values()), key=natural)
-    monitored += parts
-    counting = [run[name].steps for name in (*own, *monitored)]
+    names = sorted(run.own, key=natural)
+    for of_parts in (False, True):
+        for monitor in run.monitors:
+            keys = [key for key in monitor.series if ("/" in key) is of_parts]
+            names += map(monitor.name, sorted(keys, key=natural))
+    counting = [run.series[name].steps for name in names]
     return Summary(
         file,
         min(int(steps[0]) for steps in counting),
         max(int(steps[-1]) for steps in counting),
         find(run),
         measured(run),
-        {name: statistics(run[name]) for name in (*own, *monitored)},
+        {name: statistics(run.series[name]) for name in names},
     )
 
 
 def as_json(summary: Summary) -> dict[str, Any]:
-    """A summary as JSON's own types; numbers that are not finite are None."""
+    """Convert a summary to JSON's own types."""
     return {
         "version": VERSION,
         "file": summary.file,
@@ -159,19 +132,19 @@ def as_json(summary: Summary) -> dict[str, Any]:
 
 
 def findings_json(findings: list[Finding]) -> list[dict[str, Any]]:
-    """Findings as JSON's own types."""
+    """Convert findings to JSON's own types."""
     return [
         {
-            **{key: getattr(each, key) for key in ("kind", "severity", "text")},
-            **{key: list(getattr(each, key)) for key in ("metrics", "iterations")},
-            "values": plain(each.values),
+            **{key: getattr(finding, key) for key in ("kind", "severity", "text")},
+            **{key: list(getattr(finding, key)) for key in ("metrics", "iterations")},
+            "values": plain(finding.values),
         }
-        for each in findings
+        for finding in findings
     ]
 
 
 def plain(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers, of which those that are not finite become None."""
+    """Replace non-finite numbers by None."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in numbers.items()

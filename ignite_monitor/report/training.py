@@ -1,125 +1,204 @@
-"""Findings about batch, optimizer state, ranks, data loading and rollbacks."""
+"""Findings about losses, rollbacks, batch size, curvature, ranks, and what is beyond a limit at the end of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
 from ignite_monitor.report import limits
-from ignite_monitor.report.families import Group, groups
 from ignite_monitor.report.finding import Finding, steps
-from ignite_monitor.report.series import Series, iterations, listed, number, printable, times
-from ignite_monitor.report.weights import persistent
+from ignite_monitor.report.run import Recorded, Run
+from ignite_monitor.report.series import Array, Series, iterations, listed, number, printable, times
+
+_SUFFIX = r"([_ .-]?(mean|avg|average|ema|total|sum|epoch|step|train|val|valid|test|\d+))*$"
+SMALLER_IS_BETTER = re.compile(
+    rf"(^|[^a-z])(\w*loss|nll|perplexity|ppl|error|mse|mae|rmse|wer|cer){_SUFFIX}", re.IGNORECASE
+)
+LARGER_IS_BETTER = re.compile(
+    r"(^|[^a-z])(acc|accuracy|top\d|f1|precision|recall|auc|auroc|roc_auc|bleu|rouge|iou|miou|dice|map|psnr|ssim|r2|"
+    rf"reward|return){_SUFFIX}",
+    re.IGNORECASE,
+)
+KEY_BIAS = re.compile(r"(.*[._])?(k|key|keys)(_?(proj|projection|lin|linear))?\.bias|.*\.(w_?k|to_k)\.bias")
 
 
-def noise_scale(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
-    """Batch size against the noise scale, where its interval decides."""
-    numbers = {metric: group.get(metric).last for metric in ("value", "low", "high", "batch")}
+def direction(name: str) -> int:
+    """Return -1 if smaller values of a metric are better, 1 if larger are, 0 if the end of its name does not tell."""
+    last = name.rpartition("/")[2]
+    return -1 if SMALLER_IS_BETTER.search(last) else 1 if LARGER_IS_BETTER.search(last) else 0
+
+
+def curves(run: Run) -> Iterator[Finding]:
+    """The user's own metrics that are non-finite, and losses that rose again."""
+    for name, series in run.own.items():
+        bad = ~np.isfinite(series.values)
+        if bad.any():
+            stays = bool(bad[-1])
+            where = f"from iteration {series.since(bad)} to the end" if stays else f"in {iterations(series.where(bad))}"
+            numbers = "NaN" if np.isnan(series.values[bad]).all() else "inf or NaN"
+            what = f"{printable(name)} is {numbers} {where} ({bad.sum()} of {len(bad)} values)."
+            problem = stays and direction(name) < 0
+            severity = "problem" if problem else "note" if bad.all() else "warning"
+            at, values = steps(series.where(bad)), {"count": int(bad.sum())}
+            yield Finding("nonfinite_metric", severity, what, (name,), at, values)
+        if direction(name) < 0:
+            yield from _lost(name, series.finite)
+
+
+def lost_value(monitor: Recorded, run: Run) -> Iterator[Finding]:
+    """A SpikeMonitor's value that ended far above its best."""
+    yield from _lost(monitor.name("value"), monitor.get("value").finite)
+
+
+def _lost(name: str, series: Series) -> Iterator[Finding]:
+    if len(series.values) < limits.LOSS_POINTS:
+        return
+    begin, end, smooth = series.start, series.end, _smoothed(series)
+    lowest, best = int(smooth.steps[smooth.values.argmin()]), float(smooth.values.min())
+    noise = float(np.median(np.abs(np.diff(series.values))))
+    gained, lost = begin - best, end - best
+    much = lost > max(limits.LOST_GAIN * gained, 2 * noise)
+    far = best > 0 and end > limits.LOST_FACTOR * best and lost > max(limits.LOST_NOISE * noise, 0.1 * gained)
+    if end > begin and lost > limits.LOST_GAIN * max(abs(begin), gained):
+        kind, severity, what = "loss_rose", "problem", f"ended above its start, at {number(end)} after {number(begin)}"
+    elif gained > 0 and (much or far):
+        kind, severity = "loss_rose_again", "warning"
+        what = f"fell from {number(begin)} to {number(best)} and rose again to {number(end)}"
+    else:
+        return
+    what = f"{printable(name)} {what}; it was lowest about iteration {lowest}."
+    yield Finding(kind, severity, what, (name,), (lowest,), {"first": begin, "best": best, "end": end})
+
+
+def _smoothed(series: Series) -> Series:
+    """Running medians over a tenth of the series, at most 51 values; of a long series about 2,000 of them."""
+    half = min(25, len(series.values) // 20)
+    windows = np.lib.stride_tricks.sliding_window_view(series.values, 2 * half + 1)
+    every = max(1, len(windows) // 2000)
+    return Series(series.steps[half : len(series.steps) - half : every], np.median(windows[::every], axis=1))
+
+
+class Rollback(NamedTuple):
+    """A rollback: its iteration, the restored one, and the number of iterations discarded until the next rollback."""
+
+    step: int
+    target: int
+    discarded: int
+    name: str
+
+
+def rollbacks(run: Run) -> list[Rollback]:
+    """Return the rollbacks of a run."""
+    found = []
+    for monitor in run.of("rollback"):
+        count, restored, discarded = map(monitor.get, ("count", "restored_iteration", "discarded_count"))
+        at = np.intersect1d(count.steps[np.diff(count.values, prepend=0.0) > 0], restored.steps)
+        before = [discarded.values[discarded.steps < step].max(initial=0.0) for step in at]
+        left = np.diff(before, append=discarded.values.max(initial=0.0))
+        for step, target, more in zip(at, restored.at(at), left, strict=True):
+            found.append(Rollback(int(step), int(target), int(more), monitor.name("count")))
+    return found
+
+
+def rolled_back(run: Run) -> Iterator[Finding]:
+    """One finding per rollback."""
+    for step, target, discarded, name in rollbacks(run):
+        more = f", {discarded} more discarded during recovery" if discarded else ""
+        what = f"Rolled back to iteration {target} at iteration {step} ({name}): {step - target} batches skipped{more}."
+        yield Finding("rolled_back", "warning", what, (name,), (step,), {"target": target, "discarded": discarded})
+
+
+def persistent(run: Run) -> Iterator[Finding]:
+    """Metrics that are beyond their limit at the end of the run."""
+    for limit in limits.PERSISTENT:
+        for monitor in run.of(limit.monitor):
+            series, name = monitor.get(limit.key).finite, monitor.name(limit.key)
+            beyond = series.values < limit.limit if limit.below else series.values > limit.limit
+            if not _lasts(beyond):
+                continue
+            value = series.last_quarter.median
+            pattern = limits.LARGEST.get(limit.key, "")
+            items = monitor.each(pattern) if pattern else {}
+            largest = sorted(items, key=lambda item: -items[item].last_quarter.median)[:3]
+            where = f"; largest in {listed(map(printable, largest))}" if largest else ""
+            what, severity = f"{limit.text.format(value)} ({name}), to the end{where}.", limit.severity
+            if limit.kind == "vanishing_gradients" and _always_vanished(monitor, series, run):
+                what, severity = (
+                    f"{limit.text.format(value)} ({name}), from the beginning, while the rest learn.",
+                    "note",
+                )
+            names, at = (name, *monitor.names(pattern, largest)), (series.since(beyond),)
+            yield Finding(limit.kind, severity, what, names, at, {"value": value})
+
+
+def _lasts(beyond: Array) -> bool:
+    end = beyond[-max(1, len(beyond) // 4) :]
+    return bool(len(end) and end[-1] and end.mean() >= limits.PERSISTENT_SHARE)
+
+
+def _always_vanished(monitor: Recorded, counts: Series, run: Run) -> bool:
+    """Check that few gradients vanish, and as many as in the beginning: of biases that softmax or BatchNorm cancel."""
+    first, count = counts.values[: max(1, len(counts.values) // 4)], counts.last_quarter.median
+    modules = {item for other in run.of("activation") + run.of("rcc") for item in _modules(other)}
+    biases = {f"{module}.bias" for module in modules} | set(monitor.each("topk_grad/{}"))
+    known = len(monitor.each("topk_grad/{}"))  # at most the number of parameters
+    few = max(limits.FEW_VANISHING, limits.VANISHING_SHARE * known, sum(map(bool, map(KEY_BIAS.fullmatch, biases))))
+    return bool(_lasts(first > 0) and count <= few and count <= np.median(first))
+
+
+def _modules(monitor: Recorded) -> set[str]:
+    """Names of the modules that a monitor has measured."""
+    if monitor.kind == "rcc":
+        return set(monitor.each("weight_update/{}"))
+    return {key.split("/")[1] for key in monitor.series if key.startswith("activation/")}
+
+
+def noise_scale(monitor: Recorded, run: Run) -> Iterator[Finding]:
+    """Batch size against the noise scale."""
+    numbers = {key: monitor.get(key).last for key in ("value", "low", "high", "batch")}
     value, low, high, batch = numbers.values()
     if not (low > 0 and batch > 0):
         return
-    said = f"The noise scale is {number(value, 3)} items ({number(low, 3)} to {number(high, 3)}, {group.name('value')})"
-    if limits.SMALL_BATCH * batch < low:
+    if limits.BATCH_FACTOR * batch < low:
         kind, what = "small_batch", "twice the batch should need at least 40 % fewer steps."
-    elif batch > limits.LARGE_BATCH * high:
+    elif batch > limits.BATCH_FACTOR * high:
         kind, what = "large_batch", "half the batch should need at most 20 % more steps."
     else:
         kind, what = "batch_size", "a larger batch saves steps and a smaller one saves data."
-    names = tuple(map(group.name, numbers))
-    yield Finding(kind, "note", f"{said}, and a step uses {number(batch, 3)}: {what}", names, values=numbers)
+    scale = f"The noise scale is {number(value, 3)} items ({number(low, 3)} to {number(high, 3)}, "
+    what = f"{scale}{monitor.name('value')}), and a step uses {number(batch, 3)}: {what}"
+    yield Finding(kind, "note", what, tuple(map(monitor.name, numbers)), values=numbers)
 
 
-def curvature(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
+def curvature(monitor: Recorded, run: Run) -> Iterator[Finding]:
     """Sharpness above the stability threshold of the learning rate, or near it, in most recent measurements."""
-    metric = (
-        "hessian_max_eigenvalue_preconditioned"
-        if "hessian_max_eigenvalue_preconditioned" in group.scalars
-        else "hessian_max_eigenvalue"
-    )
-    largest, limit = group.get(metric), group.get("stability_threshold")
-    shares = largest.finite.values / limit.at(largest.finite.steps)
-    if not limit or len(shares) < limits.CURVATURE_LOOKS:
+    largest, limit = monitor.get("hessian_max_eigenvalue").finite, monitor.get("stability_threshold")
+    key = "hessian_max_eigenvalue"
+    if monitor.get("hessian_max_eigenvalue_preconditioned"):
+        key, largest = f"{key}_preconditioned", monitor.get("hessian_max_eigenvalue_preconditioned").finite
+    latest = largest.part(slice(-limits.CURVATURE_MEASUREMENTS, None))
+    share = float(np.median(latest.values / limit.at(latest.steps))) if latest else 0.0
+    if len(latest.steps) < limits.CURVATURE_MEASUREMENTS or not share > limits.CURVATURE_NEAR:
         return
-    lately = sorted(shares[-limits.CURVATURE_LOOKS :])[limits.CURVATURE_LOOKS // 2]
-    names = group.name(metric), group.name("stability_threshold")
-    what = f"Sharpness is {times(float(lately))} the stability threshold of this learning rate ({names[0]} "
+    names = monitor.name(key), monitor.name("stability_threshold")
+    what = f"Sharpness is {times(share)} the stability threshold of this learning rate ({names[0]} "
     what += f"{number(largest.last, 3)}, {names[1]} {number(limit.last, 3)})"
     values = {"hessian_max_eigenvalue": largest.last, "limit": limit.last}
-    if lately > limits.CURVATURE:
-        yield Finding(
-            "large_curvature", "warning", f"{what}.", names, steps(largest.steps[-limits.CURVATURE_LOOKS :]), values
-        )
-    elif lately > limits.CURVATURE_NEAR:
+    if share > limits.CURVATURE:
+        yield Finding("large_curvature", "warning", f"{what}.", names, steps(latest.steps), values)
+    else:
         what += ": with small batches, with momentum and with Adam the loss rises not much later."
         yield Finding("near_curvature", "note", what, names, values=values)
 
 
-def stale(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
-    """Gradients that are too large for the second moments by which they are divided."""
-    name, series, at, lasts = persistent(group, "rms_p95")
-    if not lasts and len(at) <= limits.STALE_SHARE * len(series.steps):
-        return
-    worst = float(series.values.max())
-    names = group.items.get("topk_rms", {})
-    largest = sorted(names, key=lambda each: -float(np.nanmax(names[each][1].values)))[:3]
-    where = f"; largest in {listed(map(printable, largest))}" if largest else ""
-    what = f"Gradients {number(worst, 3)} times as large as the root of their second moments expects "
-    what += f"({name}, usual is 1), in {iterations(at)}{where}."
-    metrics, values = (name, *(names[each][0] for each in largest)), {"largest": worst, "count": len(at)}
-    yield Finding("stale_moments", "warning" if lasts else "note", what, metrics, steps(at), values)
-
-
-def eps_rules(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
-    """Steps that are not adapted to the gradient, which is small against eps."""
-    name, series, above, lasts = persistent(group, "epsilon_dominated_median")
-    if lasts:
-        share = series.last_quarter.end(1.0)
-        what = f"{100 * share:.0f} % of the median parameter's elements have a second moment below eps, to the end "
-        what += f"({name}): their steps are smaller than the learning rate says."
-        yield Finding("epsilon_dominated", "warning", what, (name,), steps(above[:1]), {"share": share})
-
-
-def disagreement(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
-    """Ranks that are no longer in sync."""
-    name, series, counts = group.name("in_sync"), group.get("in_sync"), group.get("differing_count").finite
-    if (series.finite.values == 1).all():
-        return
+def disagreement(monitor: Recorded, run: Run) -> Iterator[Finding]:
+    """Ranks that are not in sync."""
+    name, series, counts = monitor.name("in_sync"), monitor.get("in_sync"), monitor.get("differing_count").finite
     at = series.where(series.values == 0)
-    most = f", in up to {int(counts.values.max())} tensors" if counts else ""
-    what = f"The ranks are not in sync ({name}) in {iterations(at)}{most}; the log names them."
-    yield Finding("ranks_differ", "problem", what, (name,), steps(at), {"measurements": len(at)})
-
-
-def waiting(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
-    """Train steps that wait for their data."""
-    name, series, _, lasts = persistent(group, "data_wait_share")
-    if lasts:
-        share = float(np.median(series.last_quarter.values))
-        what = f"Waiting for data takes {100 * share:.0f} % of the time of wait and train step ({name})."
-        yield Finding("data_wait", "note", what, (name,), values={"share": share})
-
-
-def went_back(group: Group) -> list[tuple[int, int, int]]:
-    """Rollbacks: the iteration, the restored one, and the number of iterations discarded before the next rollback."""
-    count, back, undone = (group.get(name) for name in ("count", "restored_iteration", "discarded_count"))
-    if group.kind != "rollback" or not count or not back or not undone:
-        return []
-    at = np.intersect1d(count.steps[np.diff(count.values, prepend=0.0) > 0], back.steps)
-    before = [undone.values[undone.steps < step].max(initial=0.0) for step in at]
-    left = np.diff(before, append=undone.values.max(initial=0.0))
-    return [(int(step), int(target), int(more)) for step, target, more in zip(at, back.at(at), left, strict=True)]
-
-
-def rollbacks(group: Group, run: Sequence[Group]) -> Iterator[Finding]:
-    """One finding per rollback."""
-    name = group.name("count")
-    for at, target, undone in went_back(group):
-        more = f", {undone} more discarded during recovery" if undone else ""
-        what = f"Rolled back to iteration {target} at iteration {at} ({name}): {at - target} batches skipped{more}."
-        yield Finding("rolled_back", "warning", what, (name,), (at,), {"target": target, "discarded": undone})
-
-
-def rollback_steps(run: Mapping[str, Series]) -> tuple[int, ...]:
-    """The iterations in which a run was rolled back."""
-    return tuple(at for group in groups(run) for at, *_ in went_back(group))
+    if len(at):
+        most = f", in up to {int(counts.values.max())} tensors" if counts else ""
+        what = f"The ranks are not in sync ({name}) in {iterations(at)}{most}; the log names them."
+        yield Finding("ranks_differ", "problem", what, (name,), steps(at), {"measurements": len(at)})

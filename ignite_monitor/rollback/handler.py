@@ -21,8 +21,7 @@ from ignite_monitor.keys import ROLLBACK
 from ignite_monitor.model.devices import device_of
 from ignite_monitor.monitor.base import Handlers, Monitor, NoModel
 from ignite_monitor.monitor.ranks import all_take_part, sum_over_ranks, world_size
-from ignite_monitor.rollback.learning_rates import scale_learning_rates
-from ignite_monitor.rollback.parts import TrainingState, restore_monitors, states_of
+from ignite_monitor.rollback.parts import TrainingState, clone
 from ignite_monitor.rollback.policy import Action, Event, RecoveryPolicy
 from ignite_monitor.rollback.snapshots import Snapshot, Snapshots
 from ignite_monitor.rollback.triggers import Findings, Triggers
@@ -38,16 +37,13 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
     first sign is restored exactly, learning rates included, and the engine continues with its data iterator. Iterations
     that exceed the thresholds of that time are then discarded one by one, until five in a row are healthy. After 50
     iterations a regime change is assumed and accepted; its level is no instability again. Non-finite state is never
-    accepted: the run ends.
-
-    Triggers: a monitor's THRESHOLD_RESET; a loss above its threshold ``patience`` times in a row; either one more than
-    ten times above it three times in a row; running statistics three times above their baseline; non-finite state;
-    :meth:`request`.
+    accepted: the run ends. Triggers are thresholds that monitors reset, the loss, running statistics, non-finite state
+    and :meth:`request`.
 
     {keys}
 
     Iteration counter, RNG state and spike counts are not restored; gradients are dropped. ROLLED_BACK is fired before
-    any handler of ITERATION_COMPLETED. (A. Chowdhery et al., "PaLM", arXiv:2204.02311.)
+    handlers of ITERATION_COMPLETED. (A. Chowdhery et al., "PaLM", arXiv:2204.02311.)
 
     Args:
         to_save: name -> model, optimizer, scheduler, GradScaler, EMA: anything with ``state_dict`` and
@@ -74,8 +70,9 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
             rollback.attach(trainer)
     """
 
-    _state_dict_all_req_keys = ("policy", "snapshots", "triggers", "count", "discarded_count")
-    _NUMBERS = ("count", "discarded_count", "lr_scale", "iteration", "healthy", "stepped")
+    _OBJECTS = ("policy", "snapshots", "triggers")
+    _NUMBERS = ("count", "discarded_count", "lr_scale", "stepped")
+    _state_dict_all_req_keys = _OBJECTS + _NUMBERS
 
     def __init__(
         self,
@@ -96,12 +93,10 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         check_choice("where", where, "device", "host")
         check_choice("on_exhausted", on_exhausted, "continue", "terminate")
         check_function("loss", loss, "the engine")
-        if lr_factor != 1.0:
-            lr_factor = check_real("lr_factor", lr_factor, above=0.0, below=1.0)
         patience = check_count("patience", patience, least=1)
         self.to_save = dict(to_save)
         self.loss = loss
-        self.lr_factor = lr_factor
+        self.lr_factor = 1.0 if lr_factor == 1.0 else check_real("lr_factor", lr_factor, above=0.0, below=1.0)
         self.on_exhausted = on_exhausted
         self._policy = RecoveryPolicy(patience, check_count("max_rollbacks", max_rollbacks, least=1))
         self._snapshots = Snapshots(
@@ -111,11 +106,9 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         self._triggers = Triggers(patience, self._training.modules)
         self._count = self._discarded_count = 0
         self._lr_scale = 1.0
-        self._iteration = 0  # the last one
-        self._healthy = self._stepped = True  # that one
-        self._parameters: list[int] = []
-        self._baseline: Any = None  # thresholds from before the instability
-        self._accepting = self._has_loaded = False
+        self._stepped = True  # whether an optimizer made a step in this iteration
+        self._parameters: list[int] = []  # identities
+        self._has_loaded = False
 
     def request(self, reason: str) -> None:
         """Roll back when this iteration is completed.
@@ -130,15 +123,21 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         self._triggers.request = reason
 
     def accept(self) -> None:
-        """Announce a regime change: all thresholds are reset when this iteration is completed."""
-        self._accepting = True
+        """Announce a regime change: reset all thresholds, those of the snapshots included."""
+        self._policy.reset()
+        self._triggers.accept()
+        self._triggers.reset_threshold()
+        for monitor in self._monitors():
+            monitor.reset_threshold()
+        thresholds = self._thresholds()
+        for snapshot in self._snapshots.all:
+            snapshot.thresholds = thresholds
 
     def forget(self) -> None:
         """Drop all snapshots; call it after loading other weights. A new ``run()`` does it by itself."""
         self._snapshots.clear()
         self._policy.reset()
         self._triggers.reset_threshold()
-        self._healthy = self._stepped = True
 
     def detach(self) -> None:
         """Undo ``attach`` and ``log_to``, and drop the snapshots."""
@@ -149,11 +148,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         """Counts, baselines and the snapshots that a recovery may need: tensors, numbers, strings, lists and dicts."""
         return OrderedDict(
             {name: getattr(self, f"_{name}") for name in self._NUMBERS},
-            policy=self._policy.state_dict(),
-            snapshots=self._snapshots.state_dict(),
-            triggers=self._triggers.state_dict(),
-            baseline=self._baseline,
-            exempt=sorted(self._training.exempt),
+            **{name: getattr(self, f"_{name}").state_dict() for name in self._OBJECTS},
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -162,15 +157,10 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         for saved in state_dict["snapshots"]["all"]:
             if saved["state"].keys() != own:
                 raise ValueError(f"Argument state_dict should be of {[*own]}, but it holds {[*saved['state']]}")
-        self._policy.load_state_dict(state_dict["policy"])
-        self._snapshots.load_state_dict(state_dict["snapshots"])
-        self._triggers.load_state_dict(state_dict["triggers"])
-        for name in self._NUMBERS:
-            setattr(self, f"_{name}", state_dict[name])
-        self._baseline = state_dict["baseline"]
-        self._training.exempt = set(state_dict["exempt"])
-        self._parameters = self._training.parameters()
-        self._has_loaded = True
+        for name in self._OBJECTS:
+            getattr(self, f"_{name}").load_state_dict(state_dict[name])
+        vars(self).update({f"_{name}": state_dict[name] for name in self._NUMBERS})
+        self._parameters, self._has_loaded = self._training.parameters(), True
 
     # Before the train step
 
@@ -184,20 +174,21 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
 
     def _take_snapshot(self, engine: Engine) -> None:
         """Take a snapshot before any other handler has changed anything in this iteration."""
-        before = engine.state.iteration - 1
-        parameters = self._training.parameters()
-        if parameters != self._parameters:
+        before, stepped = engine.state.iteration - 1, self._stepped
+        self._stepped = not self._training.optimizers
+        if (parameters := self._training.parameters()) != self._parameters:
             self.forget()  # no snapshot fits the model any more
             self._parameters = parameters
-        overdue = self._snapshots.overdue(before)
-        if not self._snapshots.all or (overdue >= 0 and self._healthy and not self._policy.recovering):
-            if self._stepped or not self._snapshots.all:
-                if not self._any_rank(bool(self._nonfinite())):
-                    self._snapshots.take(before, self._training.state(), self._thresholds(), self._lr_scale)
-            elif overdue >= _UNSEEN * self._snapshots.every:
-                text = "no snapshot for %d iterations: the optimizers in to_save made no step; give those in use"
-                self._warn_once(text, before - self._snapshots.taken)
-        self._stepped = not self._training.optimizers
+        if self._snapshots.all:
+            overdue = before - self._snapshots.taken - self._snapshots.every
+            if overdue < 0 or not self._policy.healthy or self._policy.recovering:
+                return
+            if not stepped:
+                if overdue >= _UNSEEN * self._snapshots.every:
+                    self._warn_once("no snapshot for %d iterations: no optimizer of to_save made a step", overdue)
+                return
+        if not self._ruin():
+            self._snapshots.take(before, self._training.state(), self._thresholds(), self._lr_scale)
 
     def start_iteration(self, engine: Engine) -> None:
         self.run_summary = self.run_summary or RunSummary(self.run_totals())
@@ -230,36 +221,32 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         return (lambda: lambda: functools.partial(self._decide, engine)) if self._is_running else None
 
     def _decide(self, engine: Engine) -> None:
-        ranks = world_size()
-        if ranks > 1 and not all(map(all_take_part, self._training.modules)):
+        policy, triggers = self._policy, self._triggers
+        if not all(map(all_take_part, self._training.modules)):
             self._warn_once("under join(), where not all ranks take part, no iteration is judged")
             return
-        iteration = engine.state.iteration
-        findings = self._triggers.collect(self._loss_of(engine), self._monitors(), ranks)
-        if self._accepting:
-            self._accept()
-            findings = Findings()
+        findings = triggers.collect(self._loss_of(engine), self._monitors())
         event, reason = self._classify(engine, findings)
-        was_recovering = self._policy.recovering
-        if event in (Event.UNHEALTHY, Event.UNSTABLE) and self._is_known_regime():
+        was_recovering, values = policy.recovering, dict[str, float]()
+        may_be_known = was_recovering and policy.discarded >= _KNOWN_AFTER
+        if may_be_known and event in (Event.UNHEALTHY, Event.UNSTABLE) and triggers.is_known_level():
             action, reason = Action.ACCEPT, "restored weights are at the level of an earlier recovery again"
         else:
-            action = self._policy.next(event, iteration)
-        self._iteration, self._healthy = iteration, event == Event.HEALTHY
-        self._snapshots.note(self._healthy)
-        values: dict[str, float] = {}
+            action = policy.next(event, engine.state.iteration)
+        self._snapshots.note(event == Event.HEALTHY)
         if action != Action.NONE and self._snapshots.all:
-            decisive = findings.is_decisive or event in (Event.RUINED, Event.NONFINITE)
-            snapshot = self._restore(action, was_recovering, decisive)
+            self._discarded_count += was_recovering
+            is_decisive = findings.is_decisive or event in (Event.RUINED, Event.NONFINITE) or triggers.is_known_level()
+            snapshot = self._restore(action, is_decisive)
             self._report(engine, action, snapshot, reason)
             values["restored_iteration"] = snapshot.iteration
-        elif was_recovering and not self._policy.recovering:
+        elif was_recovering and not policy.recovering:
             self._snapshots.drop_newer()
-            self._triggers.recovered()
+            triggers.recovered(policy.discarded)
             text = "%s: iteration %d: recovered; %d iterations discarded"
-            self.logger.info(text, self._title, iteration, self._policy.discarded)
-        if self._healthy and not self._policy.recovering:
-            self._triggers.healthy()
+            self.logger.info(text, self._title, engine.state.iteration, policy.discarded)
+        if event == Event.HEALTHY and not policy.recovering:
+            triggers.forget_peaks()
         self.publish(count=self._count, discarded_count=self._discarded_count, **values)
         if action == Action.ROLL_BACK and self._source is not None:
             self._source.fire(MonitorEvents.ROLLED_BACK)
@@ -267,13 +254,10 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
     def _classify(self, engine: Engine, findings: Findings) -> tuple[Event, str]:
         if not self._triggers.has_any and engine.state.iteration >= _UNSEEN:
             self._warn_once(
-                "only request() can trigger a rollback: the train step returns no loss, there is no GradMonitor or "
-                "SpikeMonitor, and no running statistics. Give loss=, or attach a monitor"
+                "only request() can trigger a rollback: give loss=, or attach a GradMonitor or SpikeMonitor"
             )
-        if findings.check_state:
-            paths = self._nonfinite()
-            if self._any_rank(bool(paths)):
-                return Event.RUINED, f"{paths[0]} is not finite" if paths else "the state of another rank is not finite"
+        if findings.check_state and (reason := self._ruin()):
+            return Event.RUINED, reason
         if findings.reasons:
             return Event.UNSTABLE, ", ".join(findings.reasons)
         if findings.is_nonfinite:
@@ -290,45 +274,21 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
             raise TypeError(f"Argument loss should return one number or None, but it returned {value!r}")
         return None
 
-    def _is_known_regime(self) -> bool:
-        """Whether restored weights are at a level that the data caused before."""
-        return self._policy.recovering and self._policy.discarded >= _KNOWN_AFTER and self._triggers.is_known_level()
-
-    def _restore(self, action: Action, was_recovering: bool, decisive: bool) -> Snapshot:
-        accepting = action == Action.ACCEPT
+    def _restore(self, action: Action, is_decisive: bool) -> Snapshot:
         if action == Action.ROLL_BACK:
-            self._baseline = self._snapshots.newest.thresholds
             self._count += 1
             self._lr_scale *= self.lr_factor if len(self._policy.rollbacks) > 1 else 1.0
-            snapshot = self._snapshots.choose(decisive)
-        else:
-            snapshot = self._snapshots.newest if accepting else self._snapshots.choose_again()
-        if was_recovering:
-            self._discarded_count += 1
-            self._triggers.note_discarded()
-        self._training.restore(snapshot.state)
-        if accepting:
+            self._triggers.forget_peaks()
+        snapshot = newest = self._snapshots.all[-1]
+        if action in (Action.ROLL_BACK, Action.DISCARD):
+            snapshot = self._snapshots.choose(is_decisive, self._policy.discarded)
+        if action == Action.ACCEPT:
             self._lr_scale = snapshot.lr_scale
-        if self._lr_scale != snapshot.lr_scale:
-            scale_learning_rates(self._training.things, self._lr_scale / snapshot.lr_scale)
-        if accepting:
-            self._accept()
+            self.accept()
         else:
-            restore_monitors(self._monitors(), self._baseline["monitors"])
-            self._triggers.load_state_dict(self._baseline["triggers"], baselines_only=True)
+            self._restore_thresholds(newest.thresholds)  # from before the instability
+        self._training.restore(snapshot.state, self._lr_scale / snapshot.lr_scale)
         return snapshot
-
-    def _accept(self) -> None:
-        """Reset all thresholds, those of the snapshots included."""
-        self._accepting = False
-        self._policy.reset()
-        self._triggers.accept()
-        self._triggers.reset_threshold()
-        for monitor in self._monitors():
-            monitor.reset_threshold()
-        thresholds = self._thresholds()
-        for snapshot in self._snapshots.all:
-            snapshot.thresholds = thresholds
 
     def _report(self, engine: Engine, action: Action, snapshot: Snapshot, reason: str) -> None:
         iteration, restored = engine.state.iteration, snapshot.iteration
@@ -344,27 +304,37 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
             engine.terminate()
 
     def _monitors(self) -> list[Monitor]:
+        """Monitors with a threshold, on the engine and in ``to_save``."""
         attached = self._source.monitors if self._source is not None else []
         monitors = dict.fromkeys([*attached, *self._training.monitors])
-        return [monitor for monitor in monitors if monitor is not self]
+        return [monitor for monitor in monitors if monitor.counts() is not None]
 
     def _thresholds(self) -> dict[str, Any]:
-        return {"monitors": states_of(self._monitors()), "triggers": self._triggers.state_dict()}
+        monitors = {monitor.prefix: monitor.state_dict() for monitor in self._monitors()}
+        return {"monitors": monitors, "triggers": self._triggers.state_dict()}
 
-    def _nonfinite(self) -> list[str]:
-        return self._training.nonfinite(self._snapshots.newest.state if self._snapshots.all else None)
+    def _restore_thresholds(self, thresholds: dict[str, Any]) -> None:
+        """Restore thresholds, but not the monitors' counts."""
+        self._triggers.load_state_dict(thresholds["triggers"], baselines_only=True)
+        for monitor in self._monitors():
+            if monitor.prefix in thresholds["monitors"]:
+                state = monitor.state_dict()
+                counts = {key: value for key, value in state.items() if key == "counts" or key.endswith("_count")}
+                monitor.load_state_dict(type(state)(clone(thresholds["monitors"][monitor.prefix]) | counts))
 
-    def _any_rank(self, flag: bool) -> bool:
-        if world_size() == 1:
-            return flag
-        return bool(sum_over_ranks(torch.tensor([float(flag)], device=device_of(self._training.modules[0]))))
+    def _ruin(self) -> str:
+        """Return the reason if the state of any rank is not finite."""
+        paths = self._training.nonfinite(self._snapshots.all[-1].state if self._snapshots.all else None)
+        ruined = torch.tensor([float(bool(paths))], device=device_of(self._training.modules[0]))
+        if not (paths if world_size() == 1 else bool(sum_over_ranks(ruined))):
+            return ""
+        return f"{paths[0]} is not finite" if paths else "the state of another rank is not finite"
 
 
 def _check_to_save(to_save: Mapping[str, Any]) -> None:
     check_type("to_save", to_save, Mapping, "dict")
     for name, thing in to_save.items():
-        if not isinstance(name, str):
-            raise TypeError(f"Argument to_save should have strings as keys, but given {type(name)}")
+        check_type("to_save", name, str, "dict with strings as keys")
         if not all(callable(getattr(thing, method, None)) for method in ("state_dict", "load_state_dict")):
             raise TypeError(f"Argument to_save should hold objects with a state_dict, but {name!r} is {type(thing)}")
         if isinstance(thing, Engine):

@@ -1,8 +1,10 @@
-"""State of the things in ``to_save``: capture, restore, and check for non-finite values."""
+"""State of the objects in ``to_save``: copy, restore, and check for non-finite values."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+import copy
+from collections import OrderedDict
+from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
@@ -14,191 +16,178 @@ from ignite_monitor.model._torch import part_of_rank
 from ignite_monitor.model.norms import total_norm
 from ignite_monitor.model.tensors import tensors_in
 from ignite_monitor.monitor.base import Monitor
-from ignite_monitor.rollback.copying import clone, copy_into
+
+# Learning rates in the states of parameter groups, of torch's schedulers, and of Ignite's.
+_RATES = (
+    *("lr", "initial_lr", "max_lr", "min_lr"),
+    *("base_lrs", "max_lrs", "eta_min"),
+    *("start_value", "end_value", "values"),
+)
 
 
-class Part:
-    """An object with ``state_dict`` and ``load_state_dict``."""
+def clone(value: Any, on_host: bool = False) -> Any:
+    """Copy dicts, lists and tuples with their tensors, to host memory if asked; anything else is copied deeply."""
+    return copy_into(None, value, on_host)
+
+
+@torch.no_grad()
+def copy_into(current: Any, value: Any, on_host: bool = False) -> Any:
+    """Copy as :func:`clone` does, into the tensors of ``current`` where shape and dtype are the same."""
+    if isinstance(value, Tensor):
+        target = current if isinstance(current, Tensor) and _fits(current, value) else _empty(value, on_host)
+        part_of_rank(target).detach().copy_(part_of_rank(value).detach())
+        return target
+    if type(value) in (dict, OrderedDict):
+        known = current if isinstance(current, dict) else {}
+        return type(value)((key, copy_into(known.get(key), item, on_host)) for key, item in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(copy_into(None, item, on_host) for item in value)
+    return copy.deepcopy(value)
+
+
+def _empty(tensor: Tensor, on_host: bool) -> Tensor:
+    if not on_host or tensor.is_cpu:
+        return torch.empty_like(tensor, requires_grad=False)
+    pinned = tensor.is_cuda and type(tensor) in (Tensor, nn.Parameter)
+    return torch.empty_like(tensor, device="cpu", requires_grad=False, pin_memory=pinned)
+
+
+def _fits(current: Tensor, value: Tensor) -> bool:
+    is_expanded = any(size > 1 and not stride for stride, size in zip(current.stride(), current.shape, strict=True))
+    kinds = [(tensor.shape, tensor.dtype, tensor.layout) for tensor in (current, value)]
+    return kinds[0] == kinds[1] and current.layout == torch.strided and not is_expanded
+
+
+class _Part:
+    """An object with ``state_dict`` and ``load_state_dict``; its state is not copied."""
 
     def __init__(self, thing: Any) -> None:
         self.thing = thing
 
     def state(self) -> Any:
-        """The state itself, nothing copied."""
         return self.thing.state_dict()
 
     def restore(self, state: Any) -> None:
-        """Load an earlier state, without keeping its tensors."""
         if state:  # a disabled GradScaler has nothing to load
             self.thing.load_state_dict(clone(state))
 
 
-class ModulePart(Part):
-    """Parameters, all buffers (non-persistent ones included) and extra state of a module."""
+class _Module(_Part):
+    """Parameters, all buffers (non-persistent ones included) and extra state."""
 
-    def state(self) -> dict[str, Any]:
-        base = nn.Module.get_extra_state
-        modules = self.thing.named_modules()
+    def state(self) -> Any:
+        modules, unused = self.thing.named_modules(), nn.Module.get_extra_state
         return {
-            "parameters": dict(self.thing.named_parameters()),
-            "buffers": dict(self.thing.named_buffers()),
-            "extra": {n: module.get_extra_state() for n, module in modules if type(module).get_extra_state is not base},
+            "tensors": dict(chain(self.thing.named_parameters(), self.thing.named_buffers())),
+            "extra": {name: m.get_extra_state() for name, m in modules if type(m).get_extra_state is not unused},
         }
 
     def restore(self, state: Any) -> None:
-        current = self.state()
-        for kind in ("parameters", "buffers"):
-            for name, tensor in copy_into(current[kind], state[kind]).items():
-                if tensor is not current[kind].get(name):  # the shape has changed, or it was removed
-                    self._replace(name, tensor)
+        current = self.state()["tensors"]
+        for name, tensor in copy_into(current, state["tensors"]).items():
+            known = current.get(name)
+            if isinstance(known, nn.Parameter) and known is not tensor:  # the shape has changed
+                known.data = tensor
+            elif known is not tensor:
+                path, _, leaf = name.rpartition(".")
+                setattr(self.thing.get_submodule(path), leaf, tensor)
         for name, extra in clone(state["extra"]).items():
             self.thing.get_submodule(name).set_extra_state(extra)
 
-    def _replace(self, name: str, tensor: Tensor) -> None:
-        path, _, leaf = name.rpartition(".")
-        owner = self.thing.get_submodule(path)
-        known = getattr(owner, leaf, None)
-        if isinstance(known, nn.Parameter):
-            known.data = tensor
-        else:
-            setattr(owner, leaf, tensor)
 
+class _Optimizer(_Part):
+    """State and parameter groups of an optimizer, restored in place: ``load_state_dict`` changes dtypes."""
 
-class OptimizerPart(Part):
-    """State and parameter groups of an optimizer, restored in place."""
+    def state(self) -> Any:
+        names = {parameter: name for name, parameter in self._parameters().items()}
+        return {
+            "state": {names.get(key, key): value for key, value in self.thing.state.items()},
+            "groups": [{k: v for k, v in group.items() if k != "params"} for group in self.thing.param_groups],
+        }
+
+    def restore(self, state: Any) -> None:
+        own, parameters = self.thing.state, self._parameters()
+        current = dict(own)
+        own.clear()
+        for name, saved in state["state"].items():
+            key = parameters.get(name, name)
+            own[key] = copy_into(current.get(key), saved)
+        for group, saved in zip(self.thing.param_groups, state["groups"], strict=False):
+            group.update((key, copy_into(group.get(key), value)) for key, value in saved.items())
 
     def _parameters(self) -> dict[str, Tensor]:
         groups = enumerate(self.thing.param_groups)
         return {f"{i}.{j}": parameter for i, group in groups for j, parameter in enumerate(group["params"])}
 
-    def state(self) -> dict[str, Any]:
-        own, parameters = self.thing.state, self._parameters()
-        return {
-            "state": {key: own[parameter] for key, parameter in parameters.items() if parameter in own},
-            "other": {key: value for key, value in own.items() if not isinstance(key, Tensor)},
-            "groups": [{k: v for k, v in group.items() if k != "params"} for group in self.thing.param_groups],
-        }
-
-    def restore(self, state: Any) -> None:
-        own: dict[Any, Any] = self.thing.state
-        for key, parameter in self._parameters().items():
-            if key in state["state"]:
-                own[parameter] = copy_into(own.get(parameter), state["state"][key])
-            else:
-                own.pop(parameter, None)
-        for key in [key for key in own if not isinstance(key, Tensor)]:
-            del own[key]
-        own.update(clone(state["other"]))
-        for group, saved in zip(self.thing.param_groups, state["groups"], strict=False):
-            group.update((key, copy_into(group.get(key), value)) for key, value in saved.items())
-
-
-class MonitorPart(Part):
-    """A monitor's thresholds; its counts and what it keeps on rollback are not restored."""
-
-    def restore(self, state: Any) -> None:
-        if state:
-            current = self.thing.state_dict()
-            self.thing.load_state_dict(type(current)(current | self._merged(clone(state), current)))
-
-    def _merged(self, saved: Any, current: Any) -> Any:
-        if not isinstance(saved, Mapping) or not isinstance(current, Mapping):
-            return saved
-        return {
-            key: current[key] if self._is_kept(key) and key in current else self._merged(value, current.get(key))
-            for key, value in saved.items()
-        }
-
-    def _is_kept(self, key: str) -> bool:
-        return key.endswith("_count") or key in ("counts", *self.thing.kept_on_rollback)
-
 
 class TrainingState:
-    """Everything that a rollback restores.
-
-    Args:
-        to_save: name -> object.
-
-    Attributes:
-        exempt: paths of tensors that were not finite from the first.
-    """
+    """Everything that a rollback restores: the objects in ``to_save`` by name."""
 
     def __init__(self, to_save: Mapping[str, Any]) -> None:
-        things = {name: unwrapped(thing) for name, thing in to_save.items()}
-        self.things = [*things.values()]
-        self.monitors = [thing for thing in self.things if isinstance(thing, Monitor)]
-        self.modules = [thing for thing in self.things if isinstance(thing, nn.Module)]
-        self.optimizers = [thing for thing in self.things if hasattr(thing, "register_step_post_hook")]
-        self.parts = {name: part_of(thing) for name, thing in things.items() if not isinstance(thing, Monitor)}
-        self.exempt: set[str] = set()
+        things = {name: _unwrapped(thing) for name, thing in to_save.items()}
+        self.monitors = [thing for thing in things.values() if isinstance(thing, Monitor)]
+        self.modules = [thing for thing in things.values() if isinstance(thing, nn.Module)]
+        self.optimizers = [thing for thing in things.values() if hasattr(thing, "register_step_post_hook")]
+        self.parts = {name: _part_of(thing) for name, thing in things.items() if not isinstance(thing, Monitor)}
+        self._exempt: set[str] = set()  # paths of tensors that were not finite from the first
 
     def state(self) -> dict[str, Any]:
         """The state itself, nothing copied."""
         return {name: part.state() for name, part in self.parts.items()}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore an earlier state, and drop all gradients."""
+    def restore(self, state: Mapping[str, Any], lr_factor: float) -> None:
+        """Restore an earlier state with its learning rates times a factor, and drop all gradients."""
         for name, part in self.parts.items():
-            part.restore(state[name])
+            has_rates = any(hasattr(part.thing, key) for key in ("param_groups", "get_last_lr", "simulate_values"))
+            part.restore(_scaled(state[name], lr_factor) if has_rates and lr_factor != 1.0 else state[name])
         groups = [group["params"] for optimizer in self.optimizers for group in optimizer.param_groups]
         for parameter in chain(*(module.parameters() for module in self.modules), *groups):
             parameter.grad = None
 
     def parameters(self) -> list[int]:
-        """Identities of all parameters; other ones are parameters that no snapshot knows."""
+        """Identities of all parameters."""
         return [id(parameter) for module in self.modules for parameter in module.parameters()]
 
     def nonfinite(self, earlier: Mapping[str, Any] | None) -> list[str]:
         """Paths of tensors that are not finite, and were in an earlier state; synchronizes with the device.
 
-        Buffers that appear with non-finite values, attention masks for instance, are exempt.
+        Others, attention masks for instance, are exempt from then on.
         """
-        paths = _nonfinite_in(self.state(), self.exempt)
-        if paths:
-            known = _numbers_in(earlier).keys()
-            self.exempt |= {path for path in paths - known if ".buffers." in path or not known}
-        return sorted(paths - self.exempt)
+        tensors = {path: tensor for path, tensor in _numbers_in(self.state()).items() if path not in self._exempt}
+        if bool(torch.isfinite(total_norm(tensors.values()))):  # cheaper than an elementwise check
+            return []
+        known = _numbers_in(earlier)
+        paths = [path for path, tensor in tensors.items() if not bool(tensor.isfinite().all())]
+        self._exempt |= {path for path in paths if path not in known or not bool(known[path].isfinite().all())}
+        return sorted(set(paths) - self._exempt)
 
 
-def unwrapped(thing: Any) -> Any:
+def _scaled(state: Any, factor: float, is_rate: bool = False) -> Any:
+    """The state with its learning rates and base rates multiplied by a factor."""
+    if isinstance(state, dict):
+        others = state.get("param_name", "lr") != "lr"  # an Ignite scheduler of something else
+        return {key: _scaled(value, factor, key in _RATES and not others) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return type(state)(_scaled(item, factor, is_rate) for item in state)
+    return state * factor if is_rate and isinstance(state, (float, int, Tensor)) else state
+
+
+def _unwrapped(thing: Any) -> Any:
     """The torch optimizer inside of a wrapper that has no step hooks of its own, such as accelerate's."""
     inner = getattr(thing, "optimizer", None)
-    has_hooks = "_optimizer_step_post_hooks" in vars(thing) if hasattr(thing, "__dict__") else True
-    return inner if isinstance(thing, Optimizer) and isinstance(inner, Optimizer) and not has_hooks else thing
+    is_wrapper = isinstance(thing, Optimizer) and isinstance(inner, Optimizer)
+    return inner if is_wrapper and "_optimizer_step_post_hooks" not in vars(thing) else thing
 
 
-def part_of(thing: Any) -> Part:
-    """Wrap an object by its kind."""
+def _part_of(thing: Any) -> _Part:
     if isinstance(thing, nn.Module):
-        return ModulePart(thing)
-    if isinstance(thing, Optimizer) and type(thing).state_dict is Optimizer.state_dict:
-        return OptimizerPart(thing)
-    return Part(thing)
-
-
-def states_of(monitors: Iterable[Monitor]) -> dict[str, Any]:
-    """States of monitors by name."""
-    return {_name_of(monitor): monitor.state_dict() for monitor in monitors}
-
-
-def restore_monitors(monitors: Iterable[Monitor], states: Mapping[str, Any]) -> None:
-    """Restore the thresholds of the monitors whose state is known."""
-    for monitor in monitors:
-        MonitorPart(monitor).restore(states.get(_name_of(monitor)))
-
-
-def _name_of(monitor: Monitor) -> str:
-    return monitor.prefix or monitor.families[0]
+        return _Module(thing)
+    is_usual = isinstance(thing, Optimizer) and type(thing).state_dict is Optimizer.state_dict
+    return _Optimizer(thing) if is_usual else _Part(thing)
 
 
 def _numbers_in(state: Any) -> dict[str, Tensor]:
-    tensors = ((path.replace("/", "."), tensor) for path, tensor in tensors_in(state))
-    return {path: t for path, t in tensors if t.is_complex() or (t.is_floating_point() and t.itemsize > 1)}
-
-
-def _nonfinite_in(state: Any, exempt: Container[str]) -> set[str]:
-    tensors = ((path, tensor.detach()) for path, tensor in _numbers_in(state).items() if path not in exempt)
-    named = {path: part_of_rank(tensor) for path, tensor in tensors if not tensor.is_meta}
-    if bool(torch.isfinite(total_norm(named.values()))):  # cheaper than an elementwise check
-        return set()
-    return {path for path, tensor in named.items() if not bool(torch.isfinite(tensor).all())}
+    """Tensors by path that may be non-finite, of DTensors this rank's part."""
+    tensors = ((path.replace("/", "."), part_of_rank(tensor.detach())) for path, tensor in tensors_in(state))
+    floating = ((path, t) for path, t in tensors if (t.is_floating_point() or t.is_complex()) and not t.is_meta)
+    return {path: tensor for path, tensor in floating if tensor.itemsize > 1}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from copy import copy
+from copy import deepcopy
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -60,16 +60,10 @@ class RecoveryPolicy:
 
     "Too long" means ``max_rollbacks`` within ``WINDOW`` iterations while watching, and ``HOLD`` iterations since the
     first sign while recovering; the run ends only if the last ``patience`` iterations were not finite as well.
-
-    Attributes:
-        patience: number of consecutive non-finite batches that count as a ruined state.
-        max_rollbacks: number of rollbacks within ``WINDOW`` iterations.
     """
 
     patience: int
     max_rollbacks: int
-
-    _STATE = ("recovering", "age", "healthy", "nonfinite", "discarded", "rollbacks")
 
     def __post_init__(self) -> None:
         self.reset()
@@ -111,9 +105,10 @@ class RecoveryPolicy:
 
     def state_dict(self) -> dict[str, Any]:
         """Numbers and a list of numbers."""
-        return {name: copy(getattr(self, name)) for name in self._STATE}
+        return deepcopy(vars(self))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a saved state."""
-        for name in self._STATE:
-            setattr(self, name, copy(state_dict[name]))
+        """Continue from a saved state, with this policy's arguments."""
+        vars(self).update(
+            {**deepcopy(dict(state_dict)), "patience": self.patience, "max_rollbacks": self.max_rollbacks}
+        )

@@ -1,4 +1,4 @@
-"""In-memory snapshots: which are confirmed, and which one to restore."""
+"""In-memory snapshots, confirmed or not, and the choice of the one to restore."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ignite_monitor.rollback.copying import clone
+from ignite_monitor.rollback.parts import clone
 
-CONFIRMED_AFTER = 20
-"""Number of healthy iterations after which a snapshot is confirmed."""
+CONFIRMED_AFTER = 20  # healthy iterations
 _UNCONFIRMED = 3  # number of unconfirmed snapshots at most
 _SPACING = 5  # distance of older confirmed snapshots, in units of ``every``
 _PROBE = 4  # of so many discarded iterations one is tried from a confirmed snapshot
@@ -27,36 +26,26 @@ class Snapshot:
     confirmed: bool = False
 
 
-@dataclass
 class Snapshots:
     """Snapshots in order of their iterations, of which at most ``keep`` are confirmed."""
 
-    every: int
-    keep: int
-    on_host: bool
+    def __init__(self, every: int, keep: int, on_host: bool) -> None:
+        self.every, self.keep, self.on_host = every, keep, on_host
+        self.clear()
 
-    def __post_init__(self) -> None:
-        self.taken = 0  # the iteration of the newest one
+    def clear(self) -> None:
+        """Drop all snapshots."""
         self.all: list[Snapshot] = []
+        self.taken = 0  # iteration of the newest one
         self.restored: Snapshot | None = None  # the one restored last, until it has been confirmed again
-        self._failed = 0  # discarded iterations since it was chosen
         self._unhealthy = 0  # consecutive unhealthy iterations
-
-    def overdue(self, iteration: int) -> int:
-        """Number of iterations since a snapshot has been due; negative before."""
-        return iteration - self.taken - self.every if self.all else 0
-
-    @property
-    def newest(self) -> Snapshot:
-        """The newest snapshot; there has to be one."""
-        return self.all[-1]
 
     def take(self, iteration: int, state: Any, thresholds: Any, lr_scale: float) -> None:
         """Copy a state."""
         self.taken = iteration
         unconfirmed = [snapshot for snapshot in self.all if not snapshot.confirmed]
         if len(unconfirmed) == _UNCONFIRMED:
-            self.all.remove(unconfirmed[0])
+            self.all.remove(unconfirmed[1])  # the first is confirmed next
         self.all.append(Snapshot(iteration, clone(state, self.on_host), clone(thresholds), lr_scale))
 
     def note(self, healthy: bool) -> None:
@@ -76,53 +65,39 @@ class Snapshots:
         if len(confirmed) > self.keep:
             self.all.remove(confirmed[0])
 
-    def choose(self, decisive: bool) -> Snapshot:
-        """Choose the snapshot to restore when a recovery begins.
+    def choose(self, is_decisive: bool, discarded: int) -> Snapshot:
+        """Choose the snapshot to restore, when a recovery begins and after each of its discarded iterations.
 
-        It is the newest after a ``decisive`` trigger, and the newest confirmed one after others, which may have begun
-        earlier. If the snapshot that the last recovery restored has not been confirmed again since, it is older.
+        It begins with the newest after a decisive trigger, else with the newest confirmed one, and with an older one if
+        that of the last recovery has not been confirmed again. Then the newest is restored, every fourth time the
+        newest confirmed one, in case that the newest is damaged.
         """
-        if self.restored in self.all:
+        if not discarded and self.restored in self.all:
             self.all = self.all[: self.all.index(self.restored)] or [self.restored]
-        self.restored, self._failed = self.newest if decisive else self._confirmed(), 0
+        if discarded % _PROBE if discarded else is_decisive:
+            self.restored = self.all[-1]
+        else:
+            self.restored = ([snapshot for snapshot in self.all if snapshot.confirmed] or self.all[:1])[-1]
         self.restored.quiet = 0
         return self.restored
-
-    def choose_again(self) -> Snapshot:
-        """Choose the snapshot to restore when an iteration of a recovery is discarded.
-
-        Every fourth time it is the newest confirmed one, in case that the newest is damaged; otherwise the newest.
-        """
-        self._failed += 1
-        self.restored = self._confirmed() if self._failed % _PROBE == 0 else self.newest
-        return self.restored
-
-    def _confirmed(self) -> Snapshot:
-        return ([snapshot for snapshot in self.all if snapshot.confirmed] or self.all[:1])[-1]
 
     def drop_newer(self) -> None:
         """Drop the snapshots newer than the one that the recovery ended with."""
         if self.restored is not None:
             self.all = self.all[: self.all.index(self.restored) + 1]
 
-    def clear(self) -> None:
-        """Drop all snapshots."""
-        self.all, self.restored, self._failed = [], None, 0
-
     def state_dict(self) -> dict[str, Any]:
-        """The snapshots that a recovery may need: the newest confirmed one and all newer ones."""
-        first = max((place for place, snapshot in enumerate(self.all) if snapshot.confirmed), default=0)
-        needed = self.all if self.restored is not None else self.all[first:]
+        """The snapshots that a recovery may need, at most four."""
+        saved = self.all[-_UNCONFIRMED - 1 :]
         return {
             "taken": self.taken,
-            "restored": -1 if self.restored is None else needed.index(self.restored),
-            "failed": self._failed,
+            "restored": saved.index(self.restored) if self.restored in saved else -1,
             "unhealthy": self._unhealthy,
-            "all": [vars(snapshot) | {"state": clone(snapshot.state)} for snapshot in needed],
+            "all": [vars(snapshot) | {"state": clone(snapshot.state)} for snapshot in saved],
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a saved state."""
-        self.taken, self._failed, self._unhealthy = (int(state_dict[name]) for name in ("taken", "failed", "unhealthy"))
+        self.taken, self._unhealthy = state_dict["taken"], state_dict["unhealthy"]
         self.all = [Snapshot(**{**saved, "state": clone(saved["state"], self.on_host)}) for saved in state_dict["all"]]
         self.restored = self.all[state_dict["restored"]] if state_dict["restored"] >= 0 else None

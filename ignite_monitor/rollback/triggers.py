@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,18 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from ignite_monitor.detection.spikes import SpikeDetector
-from ignite_monitor.detection.thresholds import ThresholdRule
+from ignite_monitor.detection.thresholds import State, ThresholdRule
 from ignite_monitor.model._torch import foreach_norm, part_of_rank
 from ignite_monitor.model.devices import device_of, wide_dtype
 from ignite_monitor.monitor.base import Monitor
-from ignite_monitor.monitor.ranks import sum_over_ranks
+from ignite_monitor.monitor.ranks import sum_over_ranks, world_size
 from ignite_monitor.monitor.transfer import transfer
 
 _FAR = 10.0  # times the threshold: so far above it, _FAR_PATIENCE iterations in a row are decisive
 _FAR_PATIENCE = 3
 _STATISTICS_PATIENCE = 3
 _RECURRING = 20  # iterations discarded in a recovery, from which on its level is remembered
-_DECAY = 0.95
 
 
 class LossRule(ThresholdRule):
@@ -33,64 +32,48 @@ class LossRule(ThresholdRule):
     """
 
     def __init__(self) -> None:
-        super().__init__(decay=_DECAY)
-        self.is_signed = False
-        self.first = self.lowest = math.nan  # means
+        super().__init__(decay=0.95)
 
     def __call__(self, mean: Tensor, std: Tensor, count: Tensor) -> Tensor:
-        jump = mean + (4.0 * std if self.is_signed else torch.maximum(2.0 * std, 0.5 * mean))
-        if math.isnan(self.lowest):
-            return jump
-        least = (self.first - self.lowest) / 4.0 if self.is_signed else max(self.first / 4.0, 0.5 * self.lowest)
-        return torch.minimum(jump, self.lowest + (4.0 * std).clamp(min=least))
+        first, lowest = self.state["first"], self.state["lowest"]
+        if self.state["smallest"] < 0.0:
+            jump, growth = 4.0 * std, (first - lowest) / 4.0
+        else:
+            jump, growth = torch.maximum(2.0 * std, 0.5 * mean), torch.maximum(first / 4.0, 0.5 * lowest)
+        return torch.fmin(mean + jump, lowest + torch.maximum(4.0 * std, growth))
 
-    def note(self, mean: float) -> None:
-        """Note the mean after the warm-up."""
-        self.first, self.lowest = (mean, mean) if math.isnan(self.lowest) else (self.first, min(self.lowest, mean))
+    def empty(self) -> State:
+        own = {"first": math.nan, "lowest": math.nan, "smallest": math.inf}  # the first two are means
+        return super().empty() | {name: torch.tensor(value, dtype=torch.float64) for name, value in own.items()}
+
+    def include(self, state: State, value: Tensor) -> State:
+        after = super().include(state, value)
+        first, lowest = state["first"], state["lowest"]
+        if after["count"] >= self.warmup:
+            first = torch.where(first.isnan(), after["mean"], first)
+            lowest = torch.fmin(lowest, after["mean"])
+        return after | {"first": first, "lowest": lowest, "smallest": torch.minimum(state["smallest"], value)}
 
 
-class Statistics:
-    """Second moments of running statistics beside their exponentially weighted means."""
+class StatisticsRule(ThresholdRule):
+    """Threshold of the second moments of running statistics: three times their mean."""
 
     def __init__(self) -> None:
-        self.count = 0  # iterations that have updated the means
-        self.row = 0  # consecutive iterations above three times a mean
-        self.means = torch.zeros(0, dtype=torch.float64, device="cpu")
+        super().__init__(decay=0.95)
 
-    def observe(self, moments: Tensor) -> float:
-        """The largest ratio of a moment to three times its mean; 0 during the warm-up."""
-        if self.means.shape != moments.shape:
-            self.means, self.count = moments.clone(), 0
-        largest = float((moments / (3.0 * self.means)).nan_to_num(math.inf).max())
-        is_judged = self.count >= self._WARMUP
-        self.row = self.row + 1 if is_judged and largest > 1.0 else 0
-        if self.row == 0:
-            self.count += 1
-            self.means.lerp_(moments, (1.0 - _DECAY) / (1.0 - _DECAY**self.count))
-        return largest if is_judged else 0.0
-
-    _WARMUP = 20
+    def __call__(self, mean: Tensor, std: Tensor, count: Tensor) -> Tensor:
+        return 3.0 * mean
 
 
 @dataclass
 class Signal:
-    """One number that is compared with a threshold, and the values that turned out to be healthy."""
+    """Values of one number that turned out to be healthy, and those of the current instability."""
 
     far: int = 0  # consecutive iterations far above the threshold
     value: float = -math.inf  # of this iteration, if it is unhealthy
-    peak: float = -math.inf  # largest value since the last healthy iteration
-    discarded: float = -math.inf  # largest value in this recovery, with restored weights
+    peak: float = -math.inf  # largest value since the last healthy iteration, or with restored weights
     recurring: float = -math.inf  # the same in an earlier recovery, which ended
     accepted: float = -math.inf
-
-    def note(self, value: float, threshold: float, is_spike: bool) -> bool:
-        """Whether the value is unhealthy: a spike above everything that was accepted."""
-        is_unhealthy = is_spike and value > self.accepted
-        self.value = value if is_unhealthy else -math.inf
-        self.far = self.far + 1 if is_unhealthy and value > _FAR * threshold > 0.0 else 0
-        if is_unhealthy and math.isfinite(value):
-            self.peak = max(self.peak, value)
-        return is_unhealthy
 
 
 @dataclass
@@ -99,180 +82,147 @@ class Findings:
 
     loss: float = 0.0  # sum over ranks
     losses: float = 0.0  # number of ranks that have one
-    reasons: list[str] = field(default_factory=list)  # of instability
     is_unhealthy: bool = False
     is_nonfinite: bool = False  # the loss or a gradient, and no GradScaler handles it
     check_state: bool = False  # something is not finite: is the state?
     is_decisive: bool = False  # it is known when the instability began
-
-    def add_decisive(self, reason: str) -> None:
-        """Add a reason that tells when the instability began."""
-        self.reasons.append(reason)
-        self.is_decisive = True
+    reasons: list[str] = field(default_factory=list)  # of instability
 
     def over_ranks(self, device: torch.device) -> Findings:
         """Combine the findings of all ranks in one sum."""
-        flags = (self.is_unhealthy, self.is_nonfinite, self.check_state, self.is_decisive)
-        own = torch.tensor(
-            [self.loss, self.losses, bool(self.reasons), *flags], dtype=wide_dtype(device), device=device
-        )
-        loss, losses, unstable, *flags_of_all = sum_over_ranks(own).tolist()
-        reasons = self.reasons or ["another rank is unstable"] * bool(unstable)
-        return Findings(loss, losses, reasons, *map(bool, flags_of_all))
+        *numbers, reasons = vars(self).values()
+        own = torch.tensor([*numbers, bool(reasons)], dtype=wide_dtype(device), device=device)
+        loss, losses, *flags, unstable = sum_over_ranks(own).tolist()
+        unhealthy, nonfinite, check, decisive = map(bool, flags)
+        reasons = reasons or ["another rank is unstable"] * bool(unstable)
+        return Findings(loss, losses, unhealthy, nonfinite, check, decisive, reasons)
 
 
 class Triggers:
-    """Collects the findings of every iteration, in one transfer from each device.
-
-    Args:
-        patience: number of consecutive losses above the threshold that count as unstable.
-        modules: modules whose running statistics are measured; the first is on the device that communicates.
-    """
+    """Collects the findings of every iteration, in one transfer from each device."""
 
     def __init__(self, patience: int, modules: Sequence[nn.Module]) -> None:
-        self._modules = modules
-        self._patience = patience
+        self._modules, self._patience = modules, patience
         self._counts: dict[str, list[float]] = {}  # of each monitor, at the last iteration
         self._signals: dict[str, Signal] = {}
-        self._discarded = 0  # iterations in this recovery
         self.request: str | None = None
         self.has_any = False  # whether there has ever been anything to judge by
         self.reset_threshold()
 
     def reset_threshold(self) -> None:
         """Forget the baselines of loss and running statistics; what was accepted stays accepted."""
-        self._loss = SpikeDetector(
-            LossRule(), max_consecutive_spikes=self._patience, overflow_is_spike=False, ignored=math.nan
-        )
-        self._statistics = Statistics()
+        rules = {"loss": (LossRule(), self._patience), "statistics": (StatisticsRule(), _STATISTICS_PATIENCE)}
+        self._detectors = {
+            name: SpikeDetector(rule, max_consecutive_spikes=patience, overflow_is_spike=False, ignored=math.nan)
+            for name, (rule, patience) in rules.items()
+        }
 
     def accept(self) -> None:
-        """Accept the largest values since the last healthy iteration as those of a healthy regime."""
+        """Accept the level of the current instability as that of a healthy regime."""
         for signal in self._signals.values():
-            signal.accepted = max(signal.accepted, signal.peak)
+            if signal.peak > -math.inf:
+                signal.accepted = max(signal.accepted, signal.peak, signal.recurring)
 
-    def note_discarded(self) -> None:
-        """Note the values of an iteration with restored weights: the data are the cause."""
-        self._discarded += 1
-        for signal in self._signals.values():
-            if math.isfinite(signal.value):
-                signal.discarded = max(signal.discarded, signal.value)
-
-    def recovered(self) -> None:
-        """Remember the level of a long recovery: if the data cause it again, it is a regime."""
-        for signal in self._signals.values():
-            if self._discarded >= _RECURRING:
-                signal.recurring = max(signal.recurring, signal.discarded)
-            signal.discarded = -math.inf
-        self._discarded = 0
-
-    def is_known_level(self) -> bool:
-        """Whether every unhealthy signal is at a level that an earlier recovery ended at."""
-        unhealthy = [signal for signal in self._signals.values() if signal.value > -math.inf]
-        return bool(unhealthy) and all(signal.value <= signal.recurring for signal in unhealthy)
-
-    def healthy(self) -> None:
-        """Forget the peaks: no instability is going on."""
+    def forget_peaks(self) -> None:
+        """Start to note values again: no instability is going on, or weights have been restored."""
         for signal in self._signals.values():
             signal.peak = -math.inf
 
-    def collect(self, loss: float | Tensor | None, monitors: Sequence[Monitor], ranks: int = 1) -> Findings:
+    def recovered(self, discarded: int) -> None:
+        """Remember the level of a long recovery: if the data cause it again, it is a regime."""
+        for signal in self._signals.values():
+            signal.recurring = max(signal.recurring, signal.peak if discarded >= _RECURRING else -math.inf)
+
+    def is_known_level(self) -> bool:
+        """Return True if every unhealthy signal is at a level that an earlier recovery ended at."""
+        signals = self._signals.values()
+        return all(signal.value <= signal.recurring for signal in signals) and any(s.value > -math.inf for s in signals)
+
+    def collect(self, loss: float | Tensor | None, monitors: Sequence[Monitor]) -> Findings:
         """Findings of the iteration that ends, the same on every rank but for the reasons."""
-        counted = {monitor: own for monitor in monitors if (own := monitor.counts()) is not None}
-        tensors = [
+        tensors: list[list[Any]] = [
             [loss] if isinstance(loss, Tensor) else [],
-            [*counted.values()],
-            [number for monitor in counted for number in _value_and_threshold(monitor)],
+            [monitor.counts() for monitor in monitors],
+            [number for monitor in monitors for number in _value_and_threshold(monitor)],
             second_moments(self._modules),
         ]
         losses, counts, numbers, moments = transfer(tensors) if any(tensors) else [[], [], [], []]
         number = losses[0][0] if isinstance(loss, Tensor) else loss
         self.has_any = self.has_any or number is not None or any(tensors)
-        findings = Findings(0.0 if number is None else number, number is not None)
-        values, thresholds = ([number[0] for number in numbers[first::2]] for first in (0, 1))
-        for judged in zip(counted, counts, values, thresholds, strict=True):
-            self._judge_monitor(findings, *judged)
-        self._judge_statistics(findings, [moment for group in moments for moment in group])
+        findings = Findings(0.0 if number is None else number, float(number is not None))
+        for i, monitor in enumerate(monitors):
+            self._judge_monitor(findings, monitor.prefix, counts[i], numbers[2 * i][0], numbers[2 * i + 1][0])
+        if moments:
+            self._judge(findings, "statistics", [moment for group in moments for moment in group])
         if self.request is not None:
-            findings.add_decisive(self.request)
-            self.request = None
-        if ranks > 1:
+            findings.reasons.append(self.request)
+            findings.is_decisive, self.request = True, None
+        if world_size() > 1:
             findings = findings.over_ranks(device_of(self._modules[0]))
         if findings.losses:
-            self._judge_loss(findings, findings.loss / findings.losses)
+            self._judge(findings, "loss", findings.loss / findings.losses)
         return findings
 
     def _judge_monitor(
-        self, findings: Findings, monitor: Monitor, counts: list[float], value: float, threshold: float
+        self, findings: Findings, name: str, counts: list[float], value: float, threshold: float
     ) -> None:
-        name = monitor.prefix
-        spikes, nonfinite, resets = (a > b for a, b in zip(counts, self._counts.get(name, counts), strict=True))
+        spike, nonfinite, reset = (a > b for a, b in zip(counts, self._counts.get(name, counts), strict=True))
         self._counts[name] = counts
-        signal = self._signals.setdefault(name, Signal())
-        value = math.inf if math.isnan(value) else value
-        unhealthy = signal.note(value, threshold, spikes)
-        findings.is_unhealthy |= unhealthy
         findings.check_state |= nonfinite
-        findings.is_nonfinite |= nonfinite and spikes  # an overflow that a GradScaler handles is no spike
-        if resets and value > signal.accepted:
-            findings.reasons.append(f"the threshold of {name} was reset after consecutive spikes")
-        elif signal.far >= _FAR_PATIENCE and not nonfinite:
-            findings.add_decisive(f"{name} exceeded {_FAR:g} times its threshold {signal.far} times in a row")
+        findings.is_nonfinite |= nonfinite and spike  # an overflow that a GradScaler handles is no spike
+        value = math.inf if math.isnan(value) else value
+        reason = f"the threshold of {name} was reset after consecutive spikes" if reset else ""
+        self._note(findings, name, value, threshold, spike, reason)
 
-    def _judge_statistics(self, findings: Findings, moments: list[float]) -> None:
-        if not moments:
-            return
-        if not all(map(math.isfinite, moments)):
+    def _judge(self, findings: Findings, name: str, numbers: float | list[float]) -> None:
+        values = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+        if not bool(values.isfinite().all()):
             findings.check_state = True
+            findings.is_nonfinite |= name == "loss"
             return
-        ratio = self._statistics.observe(torch.tensor(moments, dtype=torch.float64, device="cpu"))
-        signal = self._signals.setdefault("statistics", Signal())
-        findings.is_unhealthy |= signal.note(ratio, math.inf, ratio > 1.0)
-        if self._statistics.row >= _STATISTICS_PATIENCE and ratio > signal.accepted:
-            findings.add_decisive("running statistics of a normalization exceed three times their baseline")
+        detector = self._detectors[name]
+        detection = detector.detect(values)
+        detector.observe(detection)
+        value, threshold = float(values.max()), float(detection.threshold.max())
+        if name == "statistics":
+            value, threshold = float((values / detection.limit).nan_to_num(0.0).max()), 1.0
+        is_reset = bool(detection.threshold_reset.any())
+        reason = f"the {name} exceeded its threshold {detector.max_consecutive_spikes} times in a row" * is_reset
+        self._note(findings, name, value, threshold, bool(detection.spike.any()), reason)
 
-    def _judge_loss(self, findings: Findings, loss: float) -> None:
-        if not math.isfinite(loss):
-            findings.check_state = findings.is_nonfinite = True
-            return
-        rule: Any = self._loss.rule
-        rule.is_signed |= loss < 0.0
-        detection = self._loss.detect(torch.tensor(loss, dtype=torch.float64, device="cpu"))
-        self._loss.observe(detection)
-        if math.isfinite(float(detection.threshold)):
-            rule.note(float(detection.mean))
-        signal = self._signals.setdefault("loss", Signal())
-        findings.is_unhealthy |= signal.note(loss, float(detection.threshold), bool(detection.spike))
-        if bool(detection.threshold_reset):
-            rule.first = rule.lowest = math.nan
-        if bool(detection.threshold_reset) and loss > signal.accepted:
-            findings.reasons.append(f"the loss exceeded its threshold {self._patience} times in a row")
-        elif signal.far >= _FAR_PATIENCE:
-            findings.add_decisive(f"the loss exceeded {_FAR:g} times its threshold {signal.far} times in a row")
+    def _note(self, findings: Findings, name: str, value: float, threshold: float, is_spike: bool, reason: str) -> None:
+        """Note a value, which is unhealthy if it is a spike above everything that was accepted."""
+        signal = self._signals.setdefault(name, Signal())
+        is_unhealthy = is_spike and value > signal.accepted
+        findings.is_unhealthy |= is_unhealthy
+        signal.value = value if is_unhealthy else -math.inf
+        signal.peak = max(signal.peak, signal.value if math.isfinite(value) else -math.inf)
+        signal.far = signal.far + 1 if is_unhealthy and value > _FAR * threshold > 0.0 else 0
+        if reason and value > signal.accepted:
+            findings.reasons.append(reason)
+            findings.is_decisive |= name == "statistics"
+        elif signal.far >= _FAR_PATIENCE and math.isfinite(value):
+            findings.reasons.append(f"{name} exceeded {_FAR:g} times its threshold {signal.far} times in a row")
+            findings.is_decisive = True
 
     def state_dict(self) -> dict[str, Any]:
         """Baselines and accepted values: tensors, numbers and dicts."""
-        rule: Any = self._loss.rule
         return {
-            "loss": self._loss.state_dict(),
-            "statistics": vars(self._statistics) | {"means": self._statistics.means.clone()},
-            "rule": {"is_signed": rule.is_signed, "first": rule.first, "lowest": rule.lowest},
-            "discarded": self._discarded,
+            "detectors": {name: detector.state_dict() for name, detector in self._detectors.items()},
             "signals": {name: dict(vars(signal)) for name, signal in self._signals.items()},
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], baselines_only: bool = False) -> None:
         """Continue from a saved state; with ``baselines_only`` the accepted values stay as they are."""
-        self._loss.load_state_dict(state_dict["loss"])
-        vars(self._statistics).update(state_dict["statistics"], means=state_dict["statistics"]["means"].clone())
-        rule: Any = self._loss.rule
-        vars(rule).update(state_dict["rule"])
+        self.reset_threshold()
+        for name, saved in state_dict["detectors"].items():
+            self._detectors[name].to(saved["recent"])  # of the same shape
+            self._detectors[name].load_state_dict(saved)
         if not baselines_only:
-            self._discarded = state_dict["discarded"]
             self._signals = {name: Signal(**saved) for name, saved in state_dict["signals"].items()}
 
 
-def second_moments(modules: Iterable[nn.Module]) -> list[Tensor]:
+def second_moments(modules: Sequence[nn.Module]) -> list[Tensor]:
     r"""Second moments :math:`\lVert\mu\rVert_2^2 + \lVert\sigma^2\rVert_1` of all running statistics, by device."""
     inner = {id(module): module for model in modules for module in model.modules()}.values()
     kept = [m for m in inner if isinstance(getattr(m, "running_mean", None), Tensor) and m.running_var is not None]

@@ -2,14 +2,12 @@
 
 from ignite_monitor.scaling.alignment_handler import AlignmentHandler
 from ignite_monitor.scaling.coordinate_check import coordinate_check
-from ignite_monitor.scaling.coordinate_result import CoordinateCheck
-from ignite_monitor.scaling.graph import LayerGraph, Node
+from ignite_monitor.scaling.coordinate_result import CoordinateCheck, Record, Slope
+from ignite_monitor.scaling.graph import ALIGNMENTS, PRESETS, Alignment, LayerGraph, Node
 from ignite_monitor.scaling.maxp import MaxPScheduler
 from ignite_monitor.scaling.parametrization import Parametrization, ParametrizedLayer
 from ignite_monitor.scaling.parametrize import parametrize
-from ignite_monitor.scaling.presets import ALIGNMENTS, PRESETS, Alignment
 from ignite_monitor.scaling.program import TracingError
-from ignite_monitor.scaling.slopes import Record, Slope
 from ignite_monitor.scaling.solver import InfeasibleError, Solution, solve
 
 __all__ = [

@@ -1,7 +1,6 @@
 r"""Alignment of inputs and weights: the size of their product over that of its factors, as an exponent of the fan-in.
 
-A layer with weights :math:`W_0 + \Delta W` and n inputs gets :math:`z_0 + \Delta z`, where it got :math:`z_0` at the
-start. For an input z, W of shape (outputs, n), and root mean squares over their elements,
+For an input z, a weight W of shape (outputs, n), and root mean squares over their elements,
 
 .. math:: \frac{\log \mathrm{RMS}(z W^\top) - \log(\mathrm{RMS}(z)\, \mathrm{RMS}(W))}{\log n}
 
@@ -34,41 +33,16 @@ TERMS = ("z0_dW", "dZ_w0", "dZ_dW")
 Product = Callable[[Tensor, Tensor], Tensor]
 
 
-def rms(values: Tensor) -> Tensor:
-    """Return the root mean square of every row; rows are the first dimension."""
-    rows = values.flatten(1)
-    norms: Tensor = torch.linalg.vector_norm(rows, dim=1)
-    return norms / math.sqrt(rows.shape[1])
-
-
 def row_alignment(product: Product, fan_in: float, x: Tensor, weight: Tensor) -> Tensor:
-    """Return the alignment of an input and a weight by row; NaN where the input, the weight or their product is 0."""
-    exponents = (rms(product(x, weight)).log() - (rms(x) * rms(weight[None])).log()) / math.log(fan_in)
-    return torch.where(exponents.isfinite(), exponents, math.nan)
-
-
-def alignment_sums(
-    product: Product,
-    fan_in: float,
-    initial_input: Tensor,
-    input_change: Tensor,
-    initial_weight: Tensor,
-    weight_change: Tensor,
-) -> Tensor:
-    """Return the sums of all three alignments over the rows in which they are defined, and the numbers of these rows.
+    """Return the alignment of an input and a weight by row; NaN where the input, the weight or their product is 0.
 
     Args:
         product: maps an input and a weight, linearly in either: a matrix product or a convolution.
         fan_in: n, the number of products that each output is the sum of; more than 1.
-        initial_input: rows are its first dimension.
-
-    Returns:
-        A tensor of shape (2, 3): sums and counts, in the order of :data:`TERMS`.
+        x: rows are its first dimension.
     """
-    both = torch.cat([initial_input, input_change])
-    alpha, u = row_alignment(product, fan_in, both, weight_change).chunk(2)
-    rows = torch.stack([alpha, row_alignment(product, fan_in, input_change, initial_weight), u])
-    return torch.stack([rows.nansum(1), (~rows.isnan()).sum(1, dtype=rows.dtype)])
+    exponents = (_rms(product(x, weight)).log() - (_rms(x) * _rms(weight[None])).log()) / math.log(fan_in)
+    return torch.where(exponents.isfinite(), exponents, math.nan)
 
 
 def over_layers(alignments: Tensor) -> Tensor:
@@ -76,8 +50,7 @@ def over_layers(alignments: Tensor) -> Tensor:
     unknown = alignments.isnan()
     smallest = alignments.masked_fill(unknown, math.inf).amin(0)
     largest = alignments.masked_fill(unknown, -math.inf).amax(0)
-    statistics = torch.stack([alignments.nanmean(0), smallest, largest])
-    return statistics.masked_fill(unknown.all(0), math.nan)
+    return torch.stack([alignments.nanmean(0), smallest, largest]).masked_fill(unknown.all(0), math.nan)
 
 
 class AlignmentCalls(Comparison):
@@ -91,7 +64,6 @@ class AlignmentCalls(Comparison):
 
     def __init__(self, reference: Reference, layers: Sequence[str], sample_size: int) -> None:
         self.layers = list(layers)
-        self.rows = {name: row for row, name in enumerate(layers)}
         self._reference = reference
         self._sample_size = sample_size
         self._sums: list[tuple[str, Tensor]] = []
@@ -108,8 +80,7 @@ class AlignmentCalls(Comparison):
         if bound is None:
             raise NotComparableError("its forward was replaced after the handler was made")
         reference: Any = self._reference.modules[call.name]
-        weight, initial = module.weight, reference.weight
-        x0, x = call.kept.pop(), self._sample(call)
+        weight, x0, x = module.weight, call.kept.pop(), self._sample(call)
         if x is None or x0 is None:
             raise NotComparableError("its input is not a dense tensor on one device")
         if x.shape != x0.shape:
@@ -119,10 +90,12 @@ class AlignmentCalls(Comparison):
         wide = wide_dtype(x.device)
         with aside(), full_precision(x.device):
             # Mixed precision of fully_shard rounds weights; the reference's are rounded alike.
-            w0 = initial.to(weight.dtype).to(wide)
-            z0 = x0.to(wide)
-            product, change = bound(call.args, call.kwargs), weight.to(wide) - w0
-            return alignment_sums(product, fan_in(module), z0, x.to(wide) - z0, w0, change)
+            w0 = reference.weight.to(weight.dtype).to(wide)
+            z0, dw = x0.to(wide), weight.to(wide) - w0
+            dz = x.to(wide) - z0
+            product, n = bound(call.args, call.kwargs), fan_in(module)
+            rows = torch.stack([row_alignment(product, n, *pair) for pair in ((z0, dw), (dz, w0), (dz, dw))])
+            return torch.stack([rows.nansum(1), (~rows.isnan()).sum(1, dtype=rows.dtype)])
 
     def passed(self, results: dict[str, list[Any]]) -> None:
         self._sums += [(name, sums) for name, calls in results.items() for sums in calls]
@@ -131,8 +104,8 @@ class AlignmentCalls(Comparison):
         """Return the alignments over all ranks, one row per layer, NaN if undefined. A collective."""
         device = device_of(self._reference.module)
         table = torch.zeros(len(self.layers), 2, len(TERMS), dtype=wide_dtype(device), device=device)
-        without = {self.rows[name] for name in incomplete}
-        complete = [(self.rows[name], sums) for name, sums in self._sums if self.rows[name] not in without]
+        places = {name: row for row, name in enumerate(self.layers) if name not in incomplete}
+        complete = [(places[name], sums) for name, sums in self._sums if name in places]
         if complete:
             rows = upload(torch.tensor([row for row, _ in complete], device="cpu"), device)
             table.index_add_(0, rows, torch.stack([move_like(sums, table) for _, sums in complete]))
@@ -176,3 +149,9 @@ def measurable_layers(model: nn.Module, parametrization: Parametrization | None)
         if parametrization is None or (known is not None and known.module and known.layer_type != "embedding"):
             layers.append(name)
     return layers
+
+
+def _rms(values: Tensor) -> Tensor:
+    rows = values.flatten(1)
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=1)
+    return norms / math.sqrt(rows.shape[1])

@@ -18,9 +18,9 @@ from ignite_monitor.scaling.parametrization import Parametrization
 class AlignmentHandler(ReferenceMonitor, schema=ALIGNMENT):
     r"""Measure the alignment of each layer's input and weights, and of their changes, as exponents of the fan-in.
 
-    A layer's weights :math:`W_0` have become :math:`W_0 + \Delta W`, and its input for this batch, :math:`z_0` in the
-    initial model, is :math:`z_0 + \Delta z` now. With fan-in n, the alignment of an input z and a weight W
-    (arXiv:2407.05872) is the mean over the rows of the batch of
+    Weights :math:`W_0` have become :math:`W_0 + \Delta W`, and the input for this batch, :math:`z_0` in the initial
+    model, is :math:`z_0 + \Delta z`. With fan-in n, the alignment of z and W (arXiv:2407.05872) is the mean over the
+    rows of
 
     .. math:: \frac{\log \mathrm{RMS}(z W^\top) - \log(\mathrm{RMS}(z)\, \mathrm{RMS}(W))}{\log n},
 
@@ -72,8 +72,6 @@ class AlignmentHandler(ReferenceMonitor, schema=ALIGNMENT):
         check_type("model_or_parametrization", model, nn.Module, "torch.nn.Module or Parametrization")
         super().__init__(model, prefix)
         sample_size = check_count("sample_size", sample_size, least=1)
-        if isinstance(reference, str) and reference != "init":
-            raise ValueError(f"Argument reference should be 'init' or a module, but given {reference!r}")
         selection = Selection(include, exclude)
         made = self._set_reference(reference)
         measurable = measurable_layers(made.root, parametrization)
@@ -84,7 +82,7 @@ class AlignmentHandler(ReferenceMonitor, schema=ALIGNMENT):
                 f"select, but has {measurable or 'none'}"
             )
         self._calls = AlignmentCalls(made, layers, sample_size)
-        self._compare(self._calls.rows, self._calls)
+        self._compare(self._calls.layers, self._calls)
         layer_tags = tags(name or "_root_" for name in layers)
         self._keys = [f"{term}/{tag}" for tag in layer_tags for term in TERMS]
         self._keys += [f"{term}_{statistic}" for statistic in ("mean", "min", "max") for term in TERMS]

@@ -8,7 +8,6 @@ import math
 import random
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -22,17 +21,14 @@ from ignite_monitor.model.isolation import cuda_devices, generators_of, preserve
 from ignite_monitor.model.modes import is_plain
 from ignite_monitor.model.structure import is_layer
 from ignite_monitor.model.tensors import floating_tensors
-from ignite_monitor.rcc.terms import output_change
 from ignite_monitor.reference.call import Call, Comparison, NotComparableError
 from ignite_monitor.reference.passes import ReferencePasses
 from ignite_monitor.reference.reference import Reference
-from ignite_monitor.scaling.coordinate_result import CoordinateCheck
+from ignite_monitor.scaling.coordinate_result import QUANTITIES, CoordinateCheck, Record
 from ignite_monitor.scaling.parametrization import Parametrization
-from ignite_monitor.scaling.slopes import QUANTITIES, Record
+from ignite_monitor.scaling.solver import clipped_alignment
 
 _logger = logging.getLogger(__name__)
-
-TrainStep = Callable[[nn.Module, Any, Any], Any]
 
 
 def coordinate_check(
@@ -40,7 +36,7 @@ def coordinate_check(
     make_batch: Callable[[int], Any],
     widths: Sequence[int],
     *,
-    train_step: TrainStep | None = None,
+    train_step: Callable[[nn.Module, Any, Any], Any] | None = None,
     steps: int = 10,
     seeds: int = 3,
     quantities: Sequence[str] = QUANTITIES,
@@ -102,29 +98,32 @@ def coordinate_check(
     records: list[Record] = []
     expected: dict[tuple[str, str], float] = {}
     sizes: dict[int, int] = {}
-    with preserved_rng_state(cuda_devices()), _progress(len(widths) * seeds * (steps + 1)) as advance:
+    with preserved_rng_state(cuda_devices()):
         for width, seed in itertools.product(widths, range(seeds)):
             _seed(seed, 0)
-            model, optimizer = _made(make_model, width)
+            made = make_model(width)
+            if not isinstance(made, (tuple, list)) or len(made) != 2:
+                raise TypeError(f"Argument make_model should return a model and an optimizer, but returns {type(made)}")
+            model, optimizer = made
             if isinstance(model, Parametrization):
                 expected, model = expected_slopes(model), model.model
+            check_type("make_model", model, nn.Module, "a function that returns a torch.nn.Module and an optimizer")
             sizes[width] = sum(parameter.numel() for parameter in model.parameters())
             if len(set(sizes.values())) < len(sizes):
                 raise ValueError(
                     "Argument make_model should make models that grow with the width, but makes models with "
                     f"{sizes[width]} parameters at several widths"
                 )
-            training = _train(model, optimizer, make_batch, train_step or _cross_entropy_step, width, seed)
             # A generator that the model holds may be shared with other code.
-            held = [each for module in model.modules() for each in generators_of(module).values()]
-            with preserved_rng_state([], held):
-                for step, values in zip(range(steps + 1), training, strict=False):
-                    records += [
-                        Record(width, seed, step, layer, quantity, measured[QUANTITIES.index(quantity)])
-                        for layer, measured in values.items()
-                        for quantity in dict.fromkeys(quantities)
-                    ]
-                    advance()
+            generators = [item for module in model.modules() for item in generators_of(module).values()]
+            with preserved_rng_state([], generators):
+                training = _train(model, optimizer, make_batch, train_step or _cross_entropy_step, width, seed)
+                records += [
+                    Record(width, seed, step, layer, quantity, measured[QUANTITIES.index(quantity)])
+                    for step, values in enumerate(itertools.islice(training, steps + 1))
+                    for layer, measured in values.items()
+                    for quantity in dict.fromkeys(quantities)
+                ]
     return CoordinateCheck(records, expected)
 
 
@@ -132,62 +131,34 @@ def expected_slopes(parametrization: Parametrization) -> dict[tuple[str, str], f
     """Return the slopes of layers and quantities after the first update, by the exponents of a parametrization."""
     solution = parametrization.solution
     slopes: dict[tuple[str, str], float] = {}
-    for node in parametrization.graph.nodes:
-        layer = parametrization.layers.get(node.name)
-        if layer is None or layer.module is None:
+    for name, layer in parametrization.layers.items():
+        if layer.module is None:
             continue
-        reached = min((solution.r[name] for name in node.inputs), default=math.inf)
+        node = parametrization.graph[name]
+        alpha, omega, u = clipped_alignment(node, parametrization.alignment)
+        reached = min((solution.r[source] for source in node.inputs), default=math.inf)
         own = node.a + solution.c[node.layer]
-        is_embedding = node.kind == "embedding"
-        alpha, omega, u = (0.0, 0.0, 0.0) if is_embedding else parametrization.alignment[node.name]
-        omega = omega if is_embedding else min(omega, node.a + node.b)
-        if node.update is not None:
-            alpha = u = node.update
-        start = (0.0 if is_embedding else 0.5) - node.a - node.b
-        change = -solution.r[node.name]
+        start = (0.0 if node.kind == "embedding" else 0.5) - node.a - node.b
+        change = -solution.r[name]
         values = max(start, change), change, max(alpha, u - reached) - own, omega - node.a - node.b - reached
-        slopes |= {
-            (node.name, quantity): value + 0.0
-            for quantity, value in zip(QUANTITIES, values, strict=True)
-            if math.isfinite(value)
-        }
+        pairs = zip(QUANTITIES, values, strict=True)
+        slopes |= {(name, quantity): value + 0.0 for quantity, value in pairs if math.isfinite(value)}
     return slopes
 
 
-def _made(
-    make_model: Callable[[int], tuple[nn.Module | Parametrization, Any]], width: int
-) -> tuple[nn.Module | Parametrization, Any]:
-    made = make_model(width)
-    if not isinstance(made, (tuple, list)) or len(made) != 2:
-        raise TypeError(f"Argument make_model should return a model and an optimizer, but returns {type(made)}")
-    model, optimizer = made
-    if not isinstance(model, Parametrization):
-        check_type("make_model", model, nn.Module, "a function that returns a torch.nn.Module and an optimizer")
-    return model, optimizer
-
-
 def _train(
-    model: nn.Module, optimizer: Any, make_batch: Callable[[int], Any], train_step: TrainStep, width: int, seed: int
+    model: nn.Module, optimizer: Any, make_batch: Callable[[int], Any], train_step: Any, width: int, seed: int
 ) -> Iterator[dict[str, list[float]]]:
-    """Yield the quantities of all layers in each step.
-
-    Raises:
-        ValueError: if the train step runs no forward pass of the model.
-    """
+    """Yield the quantities of all layers in each step."""
     reference = Reference(model, "init")
-    modules = reference.modules
-    layers = [name for name, module in modules.items() if is_layer(name, module)]
-    outputs = OutputChanges(reference)
+    layers = [name for name, module in reference.modules.items() if is_layer(name, module)]
+    outputs = _OutputChanges(reference)
     passes = ReferencePasses(reference, layers, outputs, _logger.warning)
-    step = 0
-    while True:
-        step += 1
+    for step in itertools.count(1):
         _seed(seed, step)
         batch = make_batch(width)
         outputs.clear()
-        with ExitStack() as stack:
-            stack.enter_context(Eager())
-            stack.enter_context(passes.watched())
+        with Eager(), passes.watched():
             train_step(model, optimizer, batch)
         values = outputs.values(passes.incomplete)
         if not values:
@@ -198,20 +169,15 @@ def _train(
 
 
 def _cross_entropy_step(model: nn.Module, optimizer: Any, batch: Any) -> None:
-    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-        given = len(batch) if isinstance(batch, (tuple, list)) else type(batch)
-        raise TypeError(
-            f"Argument make_batch should return x and y, but returns {given}: for another batch, give a train_step"
-        )
-    x, y = batch
+    is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2
     optimizer.zero_grad()
-    output = model(x)
+    output = model(batch[0]) if is_pair else None
     if not isinstance(output, Tensor) or output.ndim < 2:
         raise TypeError(
-            "The model's output for x should be a tensor of two or more dimensions, with classes in the last, but is "
-            f"{type(output)}: for another model, give a train_step"
+            "Without train_step, make_batch should return x and y, and the model a tensor with classes in the last of "
+            f"two or more dimensions, but they return {type(batch)} and {type(output)}"
         )
-    F.cross_entropy(output.flatten(0, -2), y.flatten()).backward()
+    F.cross_entropy(output.flatten(0, -2), batch[1].flatten()).backward()
     optimizer.step()
 
 
@@ -233,19 +199,7 @@ def _check_widths(widths: object) -> list[int]:
     return checked
 
 
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[], Any]]:
-    """Show a progress bar, if tqdm is installed and the output is a terminal."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        yield lambda: None
-        return
-    with tqdm(total=total, desc="Coordinate check", unit="step", disable=None, leave=False) as bar:
-        yield bar.update
-
-
-class OutputChanges(Comparison):
+class _OutputChanges(Comparison):
     """Measures the outputs of a model's layers."""
 
     def __init__(self, reference: Reference) -> None:
@@ -259,30 +213,22 @@ class OutputChanges(Comparison):
         return [_first(call.output)]
 
     def enter(self, call: Call) -> Tensor | None:
-        """Return the output of the reference's layer for the inputs of the model's layer."""
         # The whole model has the same inputs as the reference.
         return _first(self._run(call.name, call.args, call.kwargs)) if call.name else call.kept[0]
 
     def leave(self, call: Call) -> Tensor:
-        """Return the mean squares of a call, one for each of :data:`QUANTITIES`.
-
-        Raises:
-            NotComparableError: if no output can be measured.
-        """
         outputs = [_first(call.output), call.entered, call.kept[0]]
-        if any(each is None or not is_plain(each) for each in outputs) or len({each.shape for each in outputs}) > 1:
+        if not all(output is not None and is_plain(output) and output.shape == outputs[0].shape for output in outputs):
             raise NotComparableError("its outputs are not dense floating-point tensors of one shape")
-        now, crossed, then = (each.detach().to(wide_dtype(each.device)) for each in outputs)
-        change = output_change(now, crossed, then)
-        parts = now, now - then, change.weight_update, change.input_drift
-        return torch.stack([each.square().mean() for each in parts])
+        now, crossed, then = (output.detach().to(wide_dtype(output.device)) for output in outputs)
+        return torch.stack([part.square().mean() for part in (now, now - then, now - crossed, crossed - then)])
 
     def passed(self, results: dict[str, list[Any]]) -> None:
         for name, calls in results.items():
             self._mean_squares.setdefault(name, []).extend(calls)
 
     def values(self, incomplete: Collection[str]) -> dict[str, list[float]]:
-        """Return the root mean squares of each layer, in the order of :data:`QUANTITIES`."""
+        """Return the root mean squares of each layer, in the order of the quantities."""
         complete = {name: calls for name, calls in self._mean_squares.items() if name not in incomplete}
         means = [torch.stack(calls).mean(0) for calls in complete.values()]
         return dict(zip(complete, torch.stack(means).sqrt().tolist() if means else [], strict=True))

@@ -1,14 +1,62 @@
-"""The result of a coordinate check."""
+"""The result of a coordinate check: values, and their slopes over the width."""
 
 from __future__ import annotations
 
 import math
 import os
+import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
-from ignite_monitor.scaling.plot import draw
-from ignite_monitor.scaling.slopes import FLAT, Record, Slope, log_log_slope, shown
+from ignite_monitor.scaling.plot import FLAT, draw, shown
+
+QUANTITIES = ("activation", "change", "weight_update", "input_drift")
+
+
+class Record(NamedTuple):
+    """One value of one layer at one step of a training run.
+
+    Attributes:
+        width: the model's width.
+        seed: the run's seed.
+        step: number of updates before.
+        layer: the layer's name.
+        quantity: name of the quantity.
+        value: the value.
+    """
+
+    width: int
+    seed: int
+    step: int
+    layer: str
+    quantity: str
+    value: float
+
+
+class Slope(NamedTuple):
+    """Growth of a quantity of one layer with the width, as an exponent.
+
+    Attributes:
+        layer: the layer's name.
+        step: number of updates before.
+        quantity: name of the quantity.
+        slope: the exponent.
+        standard_error: its standard error; infinite for two points, which have none.
+        expected: the exponent that the parametrization expects after the first update; None if it is not known.
+    """
+
+    layer: str
+    step: int
+    quantity: str
+    slope: float
+    standard_error: float
+    expected: float | None = None
+
+    @property
+    def is_steep(self) -> bool:
+        """True if it is beyond ±0.1 by more than two standard errors."""
+        return abs(self.slope) - FLAT > 2 * self.standard_error
 
 
 class CoordinateCheck:
@@ -22,10 +70,16 @@ class CoordinateCheck:
         records: the records, in the order in which they were made.
         slopes: for each layer, step and quantity, the least-squares slope of log value over log width. Values of 0,
             such as all changes before the first update, are not used.
+        layers: names of the layers.
+        quantities: names of the measured quantities.
+        last_step: the last step.
     """
 
     def __init__(self, records: Iterable[Record], expected: Mapping[tuple[str, str], float] | None = None) -> None:
         self.records = list(records)
+        self.layers = list(dict.fromkeys(record.layer for record in self.records))
+        self.quantities = list(dict.fromkeys(record.quantity for record in self.records))
+        self.last_step = max((record.step for record in self.records), default=0)
         points: dict[tuple[str, int, str], list[tuple[float, float]]] = defaultdict(list)
         for record in self.records:
             if record.value > 0 and math.isfinite(record.value):
@@ -36,21 +90,6 @@ class CoordinateCheck:
             for key, values in points.items()
             if (fitted := log_log_slope(values)) is not None
         ]
-
-    @property
-    def layers(self) -> list[str]:
-        """Names of the layers."""
-        return list(dict.fromkeys(record.layer for record in self.records))
-
-    @property
-    def quantities(self) -> list[str]:
-        """Names of the measured quantities."""
-        return list(dict.fromkeys(record.quantity for record in self.records))
-
-    @property
-    def last_step(self) -> int:
-        """The last step."""
-        return max((record.step for record in self.records), default=0)
 
     def slopes_at(self, step: int | None = None) -> dict[tuple[str, str], Slope]:
         """Return (layer, quantity) -> slope at one step.
@@ -70,12 +109,10 @@ class CoordinateCheck:
             step: number of updates before; None for the last step.
         """
         slopes = self.slopes_at(step)
-        rows = [
-            [shown(layer), *(_cell(slopes.get((layer, each))) for each in self.quantities)] for layer in self.layers
-        ]
-        rows = [["layer", *self.quantities], *rows]
+        rows = [["layer", *self.quantities]]
+        rows += [[shown(name), *(_cell(slopes.get((name, item))) for item in self.quantities)] for name in self.layers]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         return "\n".join(lines)
 
     def summary(self) -> str:
@@ -90,7 +127,7 @@ class CoordinateCheck:
                     f"{slope.quantity} {verb} as width^{slope.slope:.2f} (± {slope.standard_error:.2f}{expected})"
                 )
         lines = [f"{layer}: {'; '.join(texts)}" for layer, texts in steep.items()]
-        lost = {(each.layer, each.width): None for each in self.records if not math.isfinite(each.value)}
+        lost = {(item.layer, item.width): None for item in self.records if not math.isfinite(item.value)}
         lines += [f"{shown(layer)}: not finite at width {width}" for layer, width in lost]
         if lines:
             return "\n".join([f"These layers depend on the width after step {self.last_step}:", *lines])
@@ -109,6 +146,18 @@ class CoordinateCheck:
             ValueError: if there are no records, or the file is of another kind.
         """
         draw(self, path)
+
+
+def log_log_slope(points: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
+    """Return the least-squares slope through points (x, y) and its standard error; None if all have one x."""
+    xs, ys = zip(*points, strict=True)
+    if len(set(xs)) < 2:
+        return None
+    slope, intercept = statistics.linear_regression(xs, ys)
+    if len(points) < 3:
+        return slope, math.inf
+    residual = math.fsum((y - intercept - slope * x) ** 2 for x, y in points)
+    return slope, math.sqrt(residual / (len(xs) - 2) / (statistics.pvariance(xs) * len(xs)))
 
 
 def _cell(slope: Slope | None) -> str:

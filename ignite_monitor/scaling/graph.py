@@ -1,18 +1,59 @@
-"""The graph of a model's layers as plain data."""
+"""The graph of a model's layers, their exponents, and their alignments, as plain data."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from ignite_monitor.checks import check_real
-from ignite_monitor.scaling.presets import LAYER_TYPES
 
-KINDS = (*LAYER_TYPES, "junction", "fixed")
+LAYER_TYPES = ("embedding", "hidden", "readout")
+
+PRESETS: dict[str, dict[str, tuple[float, float]]] = {
+    "mup": {"embedding": (-0.5, 0.5), "hidden": (0.0, 0.5), "readout": (0.5, 0.5)},
+    "standard": {"embedding": (0.0, 0.0), "hidden": (0.0, 0.5), "readout": (0.0, 0.5)},
+    "ntk": {"embedding": (0.0, 0.0), "hidden": (0.5, 0.0), "readout": (0.5, 0.0)},
+    "mean_field": {"embedding": (0.0, 0.0), "hidden": (0.5, 0.0), "readout": (1.0, 0.0)},
+}
+"""Exponents (a, b) per layer type, as ``ab_overrides`` takes them."""
+
+
+class Alignment(NamedTuple):
+    r"""Growth of a layer's products with its fan-in n, as exponents of n.
+
+    Attributes:
+        alpha: of the initial input and the weights' change, :math:`z_0 \Delta W^\top`.
+        omega: of the input's change and the initial weights, :math:`\Delta z W_0^\top`.
+        u: of both changes, :math:`\Delta z \Delta W^\top`.
+    """
+
+    alpha: float
+    omega: float
+    u: float
+
+
+ALIGNMENTS = {"full": Alignment(1.0, 0.5, 1.0), "no": Alignment(0.5, 0.5, 0.5)}
+
+
+def as_alignment(name: str, value: object) -> Alignment:
+    """Return an alignment that is given by its name or as three numbers.
+
+    Raises:
+        TypeError: if it is neither a name nor three numbers.
+        ValueError: if the name is unknown, or a number is not finite.
+    """
+    if isinstance(value, str) and value in ALIGNMENTS:
+        return ALIGNMENTS[value]
+    message = f"Argument {name} should be one of {list(ALIGNMENTS)} or three numbers, but given {value!r}"
+    if isinstance(value, str):
+        raise ValueError(message)
+    if not isinstance(value, (tuple, list)) or len(value) != 3:
+        raise TypeError(message)
+    return Alignment(*(check_real(name, number) for number in value))
 
 
 class Node(NamedTuple):
-    r"""One node of a graph: a layer, or a junction of branches.
+    """One node of a graph: a layer, or a junction of branches.
 
     Attributes:
         name: unique name; for a layer, its name in the model.
@@ -85,8 +126,8 @@ class LayerGraph:
         return [node for node in self.nodes if node.has_weights and node.shares is None]
 
     def _check(self, node: Node) -> None:
-        if node.kind not in KINDS:
-            raise ValueError(f"Node {node.name} should be of a kind in {KINDS}, but is {node.kind!r}")
+        if not node.has_weights and node.kind not in ("junction", "fixed"):
+            raise ValueError(f"Node {node.name} is of the unknown kind {node.kind!r}")
         if node.name in self._by_name:
             raise ValueError(f"Two nodes are named {node.name}")
         for name in node.inputs if node.shares is None else (*node.inputs, node.shares):
@@ -104,28 +145,3 @@ class LayerGraph:
             f"Layer {node.name} should have a + b {relation} {expected:g}, so that its outputs neither grow nor vanish "
             f"with width at initialization, but has {node.a:g} + {node.b:g}"
         )
-
-
-def tied(graph: LayerGraph, parameters: Mapping[str, object]) -> LayerGraph:
-    """Return the graph in which layers with the same weight have one learning rate.
-
-    Args:
-        parameters: layer -> its weight.
-
-    Raises:
-        ValueError: if layers that share a weight are given different c.
-    """
-    owners: dict[int, str] = {}
-    given: dict[str, set[float]] = {}
-    owner_of = {node.name: owners.setdefault(id(parameters[node.name]), node.name) for node in graph.layers}
-    for node in graph.layers:
-        values = given.setdefault(owner_of[node.name], set())
-        values |= set() if node.c is None else {node.c}
-        if len(values) > 1:
-            raise ValueError(f"{owner_of[node.name]} and {node.name} share a weight, but have different c: {values}")
-
-    def joined(node: Node) -> Node:
-        owner = owner_of[node.layer]
-        return node._replace(shares=None if owner == node.name else owner, c=next(iter(given[owner]), None))
-
-    return LayerGraph(joined(node) if node.has_weights else node for node in graph.nodes)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from ignite.engine import Engine
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ignite_monitor.checks import check_count, check_real, check_type
@@ -19,9 +21,8 @@ from ignite_monitor.model.optimizers import check_optimizer
 from ignite_monitor.monitor.base import Monitor
 from ignite_monitor.reference.monitor import ReferenceMonitor
 from ignite_monitor.scaling.alignment import AlignmentCalls, measurable_layers
+from ignite_monitor.scaling.graph import Alignment
 from ignite_monitor.scaling.parametrization import Parametrization
-from ignite_monitor.scaling.presets import Alignment
-from ignite_monitor.scaling.rates import LayerRates
 from ignite_monitor.scaling.solver import Solution
 
 
@@ -57,11 +58,12 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
 
     Attributes:
         alignment: name -> current :class:`Alignment`.
+        solution: the current exponents.
         failed_count: number of failed solves.
 
     Raises:
         TypeError: if an argument is of another type.
-        ValueError: if an argument is invalid, or the optimizer has other groups.
+        ValueError: if an argument is invalid, or the optimizer has other groups, or an L2 penalty for weight decay.
 
     Examples:
         .. code-block:: python
@@ -98,40 +100,34 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
         sample_size = check_count("sample_size", sample_size, least=1)
         self._c_ema = check_real("c_ema", c_ema, least=0.0, below=1.0)
         self._alignment_ema = check_real("alignment_ema", alignment_ema, least=0.0, below=1.0)
-        self._rates = LayerRates(parametrization, optimizer)
+        self._check_groups()
         self.alignment = dict(parametrization.alignment)
+        self.solution = parametrization.solution
         self.failed_count = 0
         self._steps = 0
-        self._names: list[str] = []
-        self._tags: list[str] = []
-        if isinstance(reference, str) and reference != "init":
-            raise ValueError(f"Argument reference should be 'init' or a module, but given {reference!r}")
+        self._rates = [parametrization.lr_prefactor * factor for _, _, factor in self._exponents()]
+        self._prefactor = _PrefactorOptimizer(parametrization.lr_prefactor, weakref.WeakMethod(self._set_rates))
         made = self._set_reference(reference)
         self._calls = AlignmentCalls(made, measurable_layers(made.root, parametrization), sample_size)
-        self._compare(self._calls.rows, self._calls)
-
-    @property
-    def solution(self) -> Solution:
-        """The current exponents."""
-        return self._rates.solution
+        self._compare(self._calls.layers, self._calls)
 
     @property
     def lr_prefactor(self) -> float:
         """The factor of all learning rates; setting it sets them."""
-        return float(self._rates.prefactor.param_groups[0]["lr"])
+        return float(self.param_groups[0]["lr"])
 
     @lr_prefactor.setter
     def lr_prefactor(self, value: float) -> None:
-        self._rates.prefactor.param_groups[0]["lr"] = check_real("lr_prefactor", value, least=0.0)
+        self.param_groups[0]["lr"] = value
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """One group, whose "lr" is ``lr_prefactor``, for Ignite's parameter schedulers."""
-        return self._rates.prefactor.param_groups
+        return self._prefactor.param_groups
 
     def as_optimizer(self) -> Optimizer:
         """Return the optimizer whose only group is that of :attr:`param_groups`, for torch's schedulers."""
-        return self._rates.prefactor
+        return self._prefactor
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Return alignments, exponents, the prefactor, the number of steps, and the reference's weights."""
@@ -156,14 +152,14 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
             ValueError: if it was saved by another kind of monitor, or with another model.
         """
         Monitor.load_state_dict(self, state_dict)
-        alignment = {name: Alignment(*each) for name, each in state_dict["alignment"].items()}
+        alignment = {name: Alignment(*numbers) for name, numbers in state_dict["alignment"].items()}
         if alignment.keys() != self.alignment.keys() or state_dict["c"].keys() != self.solution.c.keys():
             raise ValueError("Argument state_dict should be of a model with the same layers")
         super().load_state_dict(state_dict)
         self._steps = int(state_dict["steps"])
         self.failed_count = int(state_dict["failed_count"])
         self.alignment = alignment
-        self._rates.solution = Solution(dict(state_dict["c"]), self.solution.r, dict(state_dict["bias_c"]))
+        self.solution = Solution(dict(state_dict["c"]), self.solution.r, dict(state_dict["bias_c"]))
         self.lr_prefactor = state_dict["lr_prefactor"]
 
     # Events
@@ -178,7 +174,8 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
     def _on_train_step_completed(self, engine: Engine) -> None:
         if not self._is_running:
             return
-        if self._rates.are_changed():
+        rates = zip(self._groups(), self._rates, strict=False)
+        if any(not isinstance(group["lr"], Tensor) and group["lr"] != lr for group, lr in rates):
             self._warn(
                 "other code sets learning rates of the optimizer, which the next solve will replace: schedule "
                 "lr_prefactor of this handler instead"
@@ -187,35 +184,109 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
             super()._on_train_step_completed(engine)
         self._steps += 1
         values = {f"c/{name}": c for name, c in self.solution.c.items()}
-        values |= {f"lr/{name}": lr for name, lr in self._rates.values().items()}
+        for group, lr in zip(self._groups(), self._rates, strict=False):
+            name = f"lr/{group['layer_name']}{'.bias' * bool(group.get('bias'))}"
+            values[name] = lr if isinstance(group["lr"], Tensor) else group["lr"]  # reading a tensor would synchronize
         values["failed_count"] = self.failed_count
-        if [*values] != self._names:
-            self._names, self._tags = [*values], tags(values)
-        self.publish(**dict(zip(self._tags, values.values(), strict=True)))
+        self.publish(**dict(zip(tags(values), values.values(), strict=True)))
 
     def _compared(self, incomplete: set[str]) -> None:
         measured = self._calls.result(incomplete).tolist()
         if all(math.isnan(value) for row in measured for value in row):
             return
+        kept = self._alignment_ema
         for name, row in zip(self._calls.layers, measured, strict=True):
-            self.alignment[name] = Alignment(*map(self._smoothed_alignment, self.alignment[name], row))
+            pairs = zip(self.alignment[name], row, strict=True)
+            self.alignment[name] = Alignment(
+                *(old if math.isnan(new) else kept * old + (1 - kept) * new for old, new in pairs)
+            )
         try:
-            self._rates.solution = self._smoothed(self.parametrization.solve(self.alignment))
-        except (ValueError, ArithmeticError) as error:
+            self.solution = self._smoothed(self.parametrization.solve(self.alignment))
+        except ValueError as error:
             self.failed_count += 1
             if self.failed_count == 1:
                 self._warn(f"no solution for the measured alignment; the exponents are not changed: {error}")
-        self._rates.apply()
-
-    def _smoothed_alignment(self, before: float, measured: float) -> float:
-        kept = self._alignment_ema
-        return before if math.isnan(measured) else kept * before + (1 - kept) * measured
+        self._set_rates()
 
     def _smoothed(self, solution: Solution) -> Solution:
         c, bias_c = (
             {name: self._c_ema * before[name] + (1 - self._c_ema) * value for name, value in after.items()}
             for before, after in ((self.solution.c, solution.c), (self.solution.bias_c, solution.bias_c))
         )
-        if not all(map(math.isfinite, [*c.values(), *bias_c.values()])):
-            raise ArithmeticError("an exponent is not finite")
         return Solution(c, solution.r, bias_c)
+
+    # Learning rates
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """The optimizer's groups that are of the parametrization."""
+        return [group for group in self.optimizer.param_groups if group.get("layer_name") is not None]
+
+    def _exponents(self) -> Iterable[tuple[dict[str, Any], float, float]]:
+        """Each group, its c and n^-c."""
+        layers = self.parametrization.layers
+        for group in self._groups():
+            name = group["layer_name"]
+            c = self.parametrization.exponent(name, bias=group.get("bias", False), solution=self.solution)
+            yield group, c, float(layers[name].fan_in if name in layers else 1) ** -c
+
+    def _check_groups(self) -> None:
+        groups = self._groups()
+        if not groups or not {group["layer_name"] for group in groups} <= {*self.parametrization.layers, "_other"}:
+            raise ValueError("Argument optimizer should be made of the parametrization's param_groups")
+        has_penalty = any(group.get("decoupled_weight_decay") is False for group in groups)
+        if self.parametrization.weight_decay and has_penalty:
+            raise ValueError(
+                "Argument optimizer should decay weights apart from gradients, as AdamW does, for a parametrization "
+                f"with weight_decay, but {type(self.optimizer).__name__} adds an L2 penalty to gradients"
+            )
+
+    def _set_rates(self) -> None:
+        """Set each group's "lr" to prefactor * n^-c, its "c", and its "weight_decay" inversely."""
+        decay = self.parametrization.weight_decay
+        self._rates = []
+        for group, c, factor in self._exponents():
+            lr = self.lr_prefactor * factor
+            self._rates.append(lr)
+            group["c"] = c
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+            if decay and group.get("weight_decay"):  # not where the user has set it to 0
+                group["weight_decay"] = decay / factor
+
+
+class _PrefactorGroup(dict[str, Any]):
+    """A group of an optimizer that calls a function when a value is set; an invalid "lr" changes nothing."""
+
+    def __init__(self, values: Mapping[str, Any], changed: weakref.WeakMethod[Callable[[], None]]) -> None:
+        super().__init__(values)
+        self._changed = changed
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.update({name: value})
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        values = dict(*args, **kwargs)
+        if "lr" in values:
+            check_real("lr_prefactor", values["lr"], least=0.0)
+        super().update(values)
+        function = self._changed()
+        if function is not None:
+            function()
+
+
+class _PrefactorOptimizer(Optimizer):
+    """An optimizer without weights to train, and one group, whose "lr" is the prefactor."""
+
+    def __init__(self, lr: float, changed: weakref.WeakMethod[Callable[[], None]]) -> None:
+        super().__init__([torch.zeros(1, device="cpu")], {"lr": lr})
+        self.param_groups = [_PrefactorGroup(self.param_groups[0], changed)]
+        self._opt_called = True  # torch's schedulers warn if they step before their optimizer does
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        (group,) = state_dict["param_groups"]
+        self.param_groups[0].update({name: value for name, value in group.items() if name != "params"})
+
+    def step(self, closure: Any = None) -> Any:
+        return None

@@ -13,8 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ignite_monitor.model._torch import DispatchMode, pytree
 from ignite_monitor.model.names import named_modules, named_parameters
 from ignite_monitor.monitor.ranks import from_every_rank
-from ignite_monitor.scaling.graph import LayerGraph
-from ignite_monitor.scaling.presets import Alignment
+from ignite_monitor.scaling.graph import Alignment, LayerGraph
 from ignite_monitor.scaling.solver import Solution, solve
 
 
@@ -51,6 +50,7 @@ class ParametrizedLayer:
     std: float | None
 
 
+@dataclass(eq=False)
 class Parametrization:
     """A model with initial weights, multipliers and learning rates that follow its width, made by :func:`parametrize`.
 
@@ -58,35 +58,23 @@ class Parametrization:
 
     Attributes:
         model: the model.
-        optimizer_type: as given.
-        lr_prefactor: as given; :attr:`param_groups` are made with it.
-        weight_decay: as given.
         layers: name -> :class:`ParametrizedLayer`, in the order of the forward pass.
         graph: the :class:`LayerGraph`.
         alignment: name -> :class:`Alignment` that the solution assumes.
         solution: the :class:`Solution`.
+        optimizer_type: as given.
+        lr_prefactor: as given; :attr:`param_groups` are made with it.
+        weight_decay: as given.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        layers: Mapping[str, ParametrizedLayer],
-        graph: LayerGraph,
-        alignment: Mapping[str, Alignment],
-        *,
-        solution: Solution,
-        optimizer_type: str,
-        lr_prefactor: float,
-        weight_decay: float | None,
-    ) -> None:
-        self.model = model
-        self.layers = dict(layers)
-        self.graph = graph
-        self.alignment = dict(alignment)
-        self.solution = solution
-        self.optimizer_type = optimizer_type
-        self.lr_prefactor = lr_prefactor
-        self.weight_decay = weight_decay
+    model: nn.Module
+    layers: dict[str, ParametrizedLayer]
+    graph: LayerGraph
+    alignment: dict[str, Alignment]
+    solution: Solution
+    optimizer_type: str
+    lr_prefactor: float
+    weight_decay: float | None
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -131,22 +119,21 @@ class Parametrization:
         Raises:
             ValueError: if there is no solution, or a layer is unknown.
         """
-        unknown = sorted(set(alignment or ()) - set(self.alignment))
-        if unknown:
+        if unknown := sorted(set(alignment or ()) - set(self.alignment)):
             raise ValueError(f"Argument alignment should name layers, but given {unknown}")
         return solve(self.graph, self.alignment | dict(alignment or {}), optimizer_type=self.optimizer_type)
 
     def _groups(self) -> list[dict[str, Any]]:
+        parameters = {name: parameter for name, parameter, _ in named_parameters(self.model)}
         groups = []
-        taken: set[int] = set()
-        parameters = current_parameters(self.model)
         for layer in self.layers.values():
             for bias, names in ((False, (layer.weight,)), (True, layer.biases)):
-                params = [each for each in map(parameters.__getitem__, names) if id(each) not in taken]
-                taken |= {id(each) for each in params}
-                groups.append(self._group(layer.name, params, layer.fan_in, bias))
-        rest = [each for each in self.model.parameters() if id(each) not in taken]
-        return [group for group in (*groups, self._group("_other", rest, 1, False)) if group["params"]]
+                held = [
+                    parameters.pop(name) for name in names if name in parameters
+                ]  # tied weights belong to the first
+                groups.append(self._group(layer.name, held, layer.fan_in, bias))
+        groups.append(self._group("_other", list(parameters.values()), 1, False))
+        return [group for group in groups if group["params"]]
 
     def _group(self, name: str, params: list[nn.Parameter], fan_in: int, bias: bool) -> dict[str, Any]:
         c = self.exponent(name, bias=bias)
@@ -159,11 +146,6 @@ class Parametrization:
         return name in self.layers and not group["bias"] and self.graph[name].update is not None
 
 
-def current_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that a model has now, which sharding replaces, by name."""
-    return {name: parameter for name, parameter, _ in named_parameters(model)}
-
-
 class Multiplier:
     """A forward hook that multiplies a module's output; it is copied and pickled with the module."""
 
@@ -172,14 +154,13 @@ class Multiplier:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Return the output with every floating-point tensor multiplied."""
-        return self._times(output) if isinstance(output, Tensor) else pytree.tree_map_only(Tensor, self._times, output)
-
-    def _times(self, tensor: Tensor) -> Tensor:
-        return tensor * self.value if tensor.is_floating_point() else tensor
+        return pytree.tree_map_only(
+            Tensor, lambda item: item * self.value if item.is_floating_point() else item, output
+        )
 
 
 class DrawnTensors(DispatchMode):
-    """Records, while tensors are made, which of them are functions of random numbers."""
+    """Records, while tensors are made, which of them were drawn at random."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,7 +176,7 @@ class DrawnTensors(DispatchMode):
         )
         sources = pytree.tree_leaves((args[1:] if is_filled else args, kwargs))
         is_random = torch.Tag.nondeterministic_seeded in func.tags or any(
-            isinstance(each, Tensor) and each in self for each in sources
+            isinstance(source, Tensor) and source in self for source in sources
         )
         for tensor in pytree.tree_leaves(result):
             if isinstance(tensor, Tensor):
@@ -208,21 +189,22 @@ class DrawnTensors(DispatchMode):
 
 @torch.no_grad()
 def initialize_weights(parametrization: Parametrization) -> None:
-    """Draw the initial weights, the same on every rank and device, and set biases to zero."""
+    """Draw the initial weights, the same on every rank and device, set biases to zero, and add multipliers."""
     seed = from_every_rank(int(torch.randint(2**62, (), device="cpu")))[0]
     generator = torch.Generator("cpu").manual_seed(seed)
-    parameters = current_parameters(parametrization.model)
+    parameters = {name: parameter for name, parameter, _ in named_parameters(parametrization.model)}
     modules = dict(named_modules(parametrization.model))
     for layer in parametrization.layers.values():
-        weight = parameters[layer.weight]
+        module = modules.get(layer.module or "")
         if layer.std is not None:
+            weight = parameters[layer.weight]
             drawn = torch.empty(weight.shape, dtype=torch.float32, device="cpu")
             drawn.normal_(0.0, layer.std, generator=generator)
-            padding = getattr(modules.get(layer.module or ""), "padding_idx", None)
-            if padding is not None:
-                drawn[padding] = 0.0
+            if getattr(module, "padding_idx", None) is not None:
+                drawn[module.padding_idx] = 0.0  # type: ignore[union-attr,index]
             weight.copy_(drawn)
         for name in layer.biases:
-            bias = parameters[name]
-            if "bias" in name.rpartition(".")[2] and bias.requires_grad:
-                bias.zero_()
+            if "bias" in name.rpartition(".")[2] and parameters[name].requires_grad:
+                parameters[name].zero_()
+        if layer.multiplier != 1.0 and module is not None:
+            module.register_forward_hook(Multiplier(layer.multiplier))

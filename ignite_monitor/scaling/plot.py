@@ -7,20 +7,22 @@ import os
 import statistics
 from collections import defaultdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ignite_monitor.scaling.slopes import FLAT, shown
+FLAT = 0.1
+"""Slopes up to this size count as flat."""
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-NAMES = {
+_NAMES = {
     "activation": "output",
     "change": "change of the output",
     "weight_update": "change by its weights",
     "input_drift": "change by its input",
 }
-STEEP = "#d1242f"
+
+
+def shown(layer: str) -> str:
+    """The name of a layer in texts."""
+    return layer or "_root_"
 
 
 def draw(result: Any, path: str | os.PathLike[str]) -> None:
@@ -29,12 +31,8 @@ def draw(result: Any, path: str | os.PathLike[str]) -> None:
         import matplotlib
         from matplotlib.figure import Figure
         from matplotlib.style import context
-    except ModuleNotFoundError as error:
-        if error.name and error.name.partition(".")[0] != "matplotlib":
-            raise
-        raise ModuleNotFoundError(
-            "A figure needs matplotlib: pip install 'ignite-monitor[scaling]'", name="matplotlib"
-        ) from error
+    except ImportError as error:
+        raise ImportError("A figure needs matplotlib: pip install 'ignite-monitor[scaling]'") from error
     if not result.records:
         raise ValueError("A coordinate check without records can't be drawn")
     count, layers = len(result.quantities), len(result.layers)
@@ -47,9 +45,9 @@ def draw(result: Any, path: str | os.PathLike[str]) -> None:
         axes: Any = figure.subplots(2, count, squeeze=False, sharex="row", sharey="row", height_ratios=heights)
         colours = matplotlib.colormaps["viridis"]
         palette = [colours(0.9 * index / max(layers - 1, 1)) for index in range(layers)]
-        for column, quantity in zip(axes.T, result.quantities, strict=True):
-            _draw_values(column[0], result, quantity, palette)
-            _draw_slopes(column[1], result, quantity, palette)
+        for (values, slopes), quantity in zip(axes.T, result.quantities, strict=True):
+            _draw_values(values, result, quantity, palette)
+            _draw_slopes(slopes, result, quantity, palette)
         low, high = axes[1, 0].get_xlim()
         axes[1, 0].set_xlim(min(-0.6, low), max(0.6, high))
         axes[0, 0].set_ylabel("root mean square")
@@ -61,27 +59,25 @@ def draw(result: Any, path: str | os.PathLike[str]) -> None:
         figure.savefig(path, format=Path(path).suffix[1:].lower() or "png")
 
 
-def _draw_values(axes: Axes, result: Any, quantity: str, palette: list[Any]) -> None:
-    axes.set_title(NAMES[quantity], loc="left")
-    widths = sorted({record.width for record in result.records})
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    logs: dict[tuple[str, int], list[float]] = defaultdict(list)
-    for record in result.records:
+def _draw_values(axes: Any, result: Any, quantity: str, palette: list[Any]) -> None:
+    logs: dict[str, dict[int, list[float]]] = {layer: defaultdict(list) for layer in result.layers}
+    for record in sorted(result.records):
         if (record.step, record.quantity) == (result.last_step, quantity) and 0 < record.value < math.inf:
-            logs[record.layer, record.width].append(math.log(record.value))
-    for layer, colour in zip(result.layers, palette, strict=True):
-        known = {width: logs[layer, width] for width in widths if (layer, width) in logs}
-        axes.plot([*known], [math.exp(statistics.fmean(each)) for each in known.values()], color=colour, linewidth=1.3)
-        dots = [(width, math.exp(value)) for width, each in known.items() for value in each]
-        axes.plot([width for width, _ in dots], [value for _, value in dots], ".", color=colour, markersize=3)
+            logs[record.layer][record.width].append(math.log(record.value))
+    for known, colour in zip(logs.values(), palette, strict=True):
+        means = [math.exp(statistics.fmean(values)) for values in known.values()]
+        axes.plot([*known], means, color=colour, linewidth=1.3)
+        for width, values in known.items():
+            axes.plot([width] * len(values), list(map(math.exp, values)), ".", color=colour, markersize=3)
+    widths = sorted({record.width for record in result.records})
+    axes.set(title=_NAMES[quantity], xlabel="width", yscale="log")
+    axes.set_xscale("log", base=2)
     axes.set_xticks(widths, [str(width) for width in widths])
     axes.set_xticks([], minor=True)
-    axes.set_xlabel("width")
     axes.grid(visible=True, color="#e6e8eb", linewidth=0.6)
 
 
-def _draw_slopes(axes: Axes, result: Any, quantity: str, palette: list[Any]) -> None:
+def _draw_slopes(axes: Any, result: Any, quantity: str, palette: list[Any]) -> None:
     slopes = result.slopes_at()
     axes.axvspan(-FLAT, FLAT, color="#dfe9df", linewidth=0)
     axes.axvline(0.0, color="#9aa5b1", linewidth=0.6)
@@ -94,9 +90,7 @@ def _draw_slopes(axes: Axes, result: Any, quantity: str, palette: list[Any]) -> 
         if slope.expected is not None:
             axes.plot(slope.expected, row, "x", color="#4b5563", markersize=5)
         if slope.is_steep:
-            axes.plot(slope.slope, row, "o", markersize=8.5, markerfacecolor="none", markeredgecolor=STEEP)
-    axes.set_ylim(len(result.layers) - 0.4, -0.6)
+            axes.plot(slope.slope, row, "o", markersize=8.5, markerfacecolor="none", markeredgecolor="#d1242f")
+    axes.set(ylim=(len(result.layers) - 0.4, -0.6), xlabel="slope (± 2 standard errors)", axisbelow=True)
     axes.set_yticks(range(len(result.layers)), [shown(layer) for layer in result.layers], parse_math=False)
-    axes.set_xlabel("slope (± 2 standard errors)")
     axes.grid(visible=True, axis="x", color="#e6e8eb", linewidth=0.6)
-    axes.set_axisbelow(True)

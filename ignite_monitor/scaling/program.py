@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Mapping
-from contextlib import ExitStack, redirect_stderr
+from contextlib import redirect_stderr
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 from ignite_monitor.model._torch import pytree
 from ignite_monitor.model.isolation import cuda_devices, generators_of, preserved_rng_state
-from ignite_monitor.model.names import unwrapped
+from ignite_monitor.model.names import named_modules, unwrapped
 from ignite_monitor.scaling.operations import name_of
 
 OLDEST = (2, 7)
@@ -40,35 +40,66 @@ def exported_program(model: nn.Module, inputs: Any) -> Any:
     """
     if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST:
         raise ExportError(refusal(f"torch {torch.__version__} is not supported, but {OLDEST[0]}.{OLDEST[1]} or newer"))
-    args = () if isinstance(inputs, Mapping) else tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
     kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
-    modules = list(model.modules())
-    attributes = [dict(vars(module)) for module in modules]
-    generators = [each for module in modules for each in generators_of(module).values()]
-    with ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # torch.export uses deprecated parts of torch
-        stack.enter_context(redirect_stderr(io.StringIO()))  # where it prints the graph of a model that it refuses
-        stack.enter_context(preserved_rng_state(cuda_devices(), generators))
+    args = () if isinstance(inputs, Mapping) else tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+    attributes = {module: dict(vars(module)) for module in model.modules()}
+    generators = [generator for module in attributes for generator in generators_of(module).values()]
+    printed = io.StringIO()  # the graph of a model that torch refuses
+    with warnings.catch_warnings(), redirect_stderr(printed), preserved_rng_state(cuda_devices(), generators):
         try:
+            warnings.simplefilter("ignore")  # torch.export uses deprecated parts of torch
             exported = torch.export.export(_TensorOutputs(unwrapped(model).eval()), args, kwargs, strict=False)
             exported = exported.run_decompositions({})
         except Exception as error:
             raise ExportError(refusal(_described(error))) from error
         finally:
-            for module, saved in zip(modules, attributes, strict=True):
+            for module, saved in attributes.items():
                 vars(module).clear()
                 vars(module).update(saved)
     for node in list(exported.graph.nodes):
-        name = name_of(node) if node.op == "call_function" else ""
-        if name in ("clone", "contiguous", "alias", "detach", "lift_fresh_copy"):
-            node.replace_all_uses_with(node.args[0])
-        if node.op == "call_function" and not node.users:
-            exported.graph.erase_node(node)
+        if node.op == "call_function":
+            if name_of(node) in ("clone", "contiguous", "alias", "detach", "lift_fresh_copy"):
+                node.replace_all_uses_with(node.args[0])
+            if not node.users:
+                exported.graph.erase_node(node)
     return exported
 
 
-def stack_of(node: fx.Node) -> list[str]:
+class NamedModules:
+    """The modules of a model by the paths that an exported program has of them.
+
+    Attributes:
+        root: the model without wrappers.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.root = unwrapped(model)
+        names = {id(module): name for name, module in named_modules(model)}
+        modules = self.root.named_modules(remove_duplicate=False)
+        self._modules = {path: (module, names[id(module)]) for path, module in modules}
+        self._running: set[str] = set()  # modules that ran with a weight of their own
+
+    def left_after(self, node: fx.Node) -> list[str]:
+        """Return the names of the modules that the node runs in, and any of its users does not."""
+        users = [set(_stack(user)) for user in node.users]
+        paths = [path for path in dict.fromkeys(_stack(node)) if any(path not in user for user in users)]
+        return [self._modules[path][1] for path in paths if path in self._modules]
+
+    def layer_name(self, node: fx.Node, weight: str, parameter: Tensor) -> str:
+        """Return the name of the running module that owns a weight, else the weight's own name."""
+        for path in reversed(_stack(node)):
+            module, owner = self._modules.get(path, (nn.Module(), ""))
+            for key, held in module.named_parameters(recurse=False):
+                if held is parameter:
+                    self._running.add(owner)
+                    return owner if key == "weight" else f"{owner}.{key}".lstrip(".")
+        owner, _, key = weight.rpartition(".")
+        if key != "weight":
+            return weight
+        return f"{weight}.{name_of(node)}" if owner in self._running else owner
+
+
+def _stack(node: fx.Node) -> list[str]:
     """Paths of the modules that a node runs in, outermost first."""
     paths = [str(path).partition("@")[0] + "." for path, _ in node.meta.get("nn_module_stack", {}).values()]
     return [path.removeprefix(PREFIX).removesuffix(".") for path in paths if path.startswith(PREFIX)]
@@ -90,7 +121,6 @@ class _TensorOutputs(nn.Module):
         self.model = model
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        """Return the tensors of the output."""
         leaves = pytree.tree_leaves(self.model(*args, **kwargs))
         return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
 

@@ -18,12 +18,11 @@ fixed        0, and r of every input
 gamma is the smallest over the nodes that take the output: a + b and 2a + c of a readout, gamma of any other.
 A product x y changes like a sum: with r >= 0, :math:`\Delta x\,\Delta y` is no larger than :math:`\Delta x\,y`.
 
-The program minimizes the sum of c, that is, maximizes the learning rates, subject to r >= 0 everywhere, with two bounds
-that a measured alignment needs:
+The program minimizes the sum of c subject to r >= 0 everywhere, with two bounds that a measured alignment needs:
 
-- **omega is at most a + b of its layer**, 1/2 for hidden layers, and alpha and u are in [1/2, 1]. The term
-  a + b + r_in - omega does not contain c of its layer. An omega of 0.51 would be paid for by all layers before it, once
-  per block, although :math:`n^{0.01}` is a constant: with 24 blocks the first layers would stop learning.
+- **omega is at most a + b of its layer**, and alpha and u are in [1/2, 1]. The term a + b + r_in - omega does not
+  contain c of its layer: an omega of 0.51 would be paid for by all layers before it, once per block, although
+  :math:`n^{0.01}` is a constant.
 - **No layer is slower than under full alignment.** A gain of one layer is never paid for by another.
 
 So there is always a solution, but for c that are given, and for Adam it is c = max(alpha, u) - a (-a for embeddings)
@@ -36,28 +35,19 @@ import importlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from ignite_monitor.checks import check_choice
-from ignite_monitor.scaling.graph import LayerGraph, Node
-from ignite_monitor.scaling.presets import OPTIMIZER_TYPES, Alignment, as_alignment
+from ignite_monitor.scaling.graph import Alignment, LayerGraph, Node, as_alignment
 
+OPTIMIZER_TYPES = ("adam", "sgd", "muon")
 TOLERANCE = 1e-6
 EARLIER = 1e-3  # extra weight of earlier layers: among equal sums, they have the smaller c
 ADAM = "train with Adam, AdamW or another optimizer whose updates do not depend on the gradient's size"
 
 Variable = tuple[str, str]  # ("c", layer), ("r", node), or ("g", node) for gamma
-
-
-class Term(NamedTuple):
-    """A sum of variables and a constant."""
-
-    constant: float
-    variables: tuple[Variable, ...] = ()
-
-    def plus(self, constant: float, *variables: Variable) -> Term:
-        """Return the sum with more terms."""
-        return Term(self.constant + constant, self.variables + variables)
+Term = tuple[float, tuple[Variable, ...]]  # the sum of a constant and variables
+Minima = dict[Variable, list[Term]]  # each variable is the smallest of its terms, which have variables before it
 
 
 class InfeasibleError(ValueError):
@@ -107,84 +97,68 @@ def solve(
     if not graph.layers:
         raise ValueError("Argument graph should have at least one layer with weights")
     sgd = optimizer_type == "sgd"
-    alignments = _clipped(graph, alignment)
-    full = _terms(graph, _clipped(graph, "full"), sgd)
+    gradients = _gradients(graph) if sgd else {}
+    full, minima = (
+        gradients | {("r", node.name): _changes(node, clipped_alignment(node, given), sgd) for node in graph.nodes}
+        for given in ("full", alignment)
+    )
     slowest = _minimize(graph, full, dict.fromkeys((node.name for node in graph.layers), (-math.inf, math.inf)))
-    minima = _terms(graph, alignments, sgd)
     pins = {node.name: node.c for node in graph.layers if node.c is not None}
     _check_pins(graph, minima, pins, slowest)
     c = _minimize(graph, minima, {name: (pins.get(name, -math.inf), pins.get(name, slowest[name])) for name in slowest})
-    values = evaluate(minima, c)
-    r = {name: value for (kind, name), value in values.items() if kind == "r"}
-    gradients = {node.name: node.a + values.get(("g", node.name), 0.0) if sgd else 0.0 for node in graph.nodes}
-    bias_c = {node.name: r[node.name] - node.a - gradients[node.name] for node in graph.nodes if node.has_weights}
+    values = _evaluate(minima, c)
+    r = {node.name: values["r", node.name] for node in graph.nodes}
+    updates = {node.name: node.a + values.get(("g", node.name), 0.0) if sgd else 0.0 for node in graph.nodes}
+    bias_c = {node.name: r[node.name] - node.a - updates[node.name] for node in graph.nodes if node.has_weights}
     return Solution(c, r, bias_c)
 
 
-def evaluate(minima: Mapping[Variable, list[Term]], c: Mapping[str, float]) -> dict[Variable, float]:
-    """Return the value of every gamma and r."""
-    values = {("c", name): value for name, value in c.items()}
-    for variable, candidates in minima.items():
-        sums = (term.constant + sum(values[each] for each in term.variables) for term in candidates)
-        values[variable] = min(sums, default=math.inf)
-    return {variable: values[variable] for variable in minima}
+def clipped_alignment(node: Node, alignment: Any) -> Alignment:
+    """The alignment of a node within the bounds of this module's docstring.
+
+    Args:
+        alignment: as for :func:`solve`.
+
+    Raises:
+        ValueError: if the node's layer is lacking.
+    """
+    if node.kind not in ("hidden", "readout"):
+        return Alignment(0.0, node.a + node.b, 0.0)  # an embedding sums over nothing
+    if isinstance(alignment, Mapping):
+        key = node.name if node.name in alignment else node.layer
+        if key not in alignment:
+            raise ValueError(f"Argument alignment should have every layer, but lacks {key!r}")
+        alignment = alignment[key]
+    alpha, omega, u = as_alignment("alignment", alignment)
+    omega = min(max(omega, 0.5), node.a + node.b)
+    if node.update is not None:  # an orthogonal update: its effect does not depend on the alignment
+        return Alignment(node.update, node.a + node.b, node.update)
+    return Alignment(min(max(alpha, 0.5), 1.0), omega, min(max(u, 0.5), 1.0))
 
 
-def _clipped(graph: LayerGraph, alignment: object) -> dict[str, Alignment]:
-    """The alignments of all nodes that sum over n, within the bounds of the module's docstring."""
-
-    def clip(value: float, most: float = 1.0) -> float:
-        return min(max(value, 0.5), most)
-
-    alignments: dict[str, Alignment] = {}
-    for node in graph.nodes:
-        if node.kind not in ("hidden", "readout"):
-            continue
-        value = alignment
-        if isinstance(alignment, Mapping):
-            key = node.name if node.name in alignment else node.layer
-            if key not in alignment:
-                raise ValueError(f"Argument alignment should have every layer, but lacks {key!r}")
-            value = alignment[key]
-        alpha, omega, u = as_alignment("alignment", value)
-        if node.update is not None:  # an orthogonal update: its effect does not depend on the alignment
-            alignments[node.name] = Alignment(node.update, node.a + node.b, node.update)
-        else:
-            alignments[node.name] = Alignment(clip(alpha), clip(omega, node.a + node.b), clip(u))
-    return alignments
-
-
-def _terms(graph: LayerGraph, alignment: Mapping[str, Alignment], sgd: bool) -> dict[Variable, list[Term]]:
-    """The candidates of each minimum: gammas in backward order with SGD, then r in forward order."""
-    changes: dict[Variable, list[Term]] = {("r", node.name): _changes(node, alignment, sgd) for node in graph.nodes}
-    return (_gradients(graph) if sgd else {}) | changes
-
-
-def _changes(node: Node, alignment: Mapping[str, Alignment], sgd: bool) -> list[Term]:
-    inputs = [Term(0.0, (("r", name),)) for name in node.inputs]
+def _changes(node: Node, alignment: Alignment, sgd: bool) -> list[Term]:
+    """The terms of a node's r."""
+    inputs: list[Variable] = [("r", name) for name in node.inputs]
     if not node.has_weights:
-        return [*([Term(0.0)] if node.kind == "fixed" else []), *inputs]
-    own = Term(node.a, (("c", node.layer),))
-    if sgd:
-        own = own.plus(node.a) if node.kind == "readout" else own.plus(node.a, ("g", node.name))
-    if node.kind == "embedding":
-        return [own, *inputs]
-    alpha, omega, u = alignment[node.name]
-    return [
-        own.plus(-alpha),
-        *(own.plus(term.constant - u, *term.variables) for term in inputs),
-        *(term.plus(node.a + node.b - omega) for term in inputs),
-    ]
+        return [*([(0.0, ())] if node.kind == "fixed" else []), *((0.0, (variable,)) for variable in inputs)]
+    own: tuple[Variable, ...] = (("c", node.layer),)
+    if sgd and node.kind != "readout":
+        own = (*own, ("g", node.name))
+    rate = (2 if sgd else 1) * node.a
+    terms: list[Term] = [(rate - alignment.alpha, own)]
+    if node.kind != "embedding":
+        terms += [(rate - alignment.u, (*own, variable)) for variable in inputs]
+    return terms + [(node.a + node.b - alignment.omega, (variable,)) for variable in inputs]
 
 
-def _gradients(graph: LayerGraph) -> dict[Variable, list[Term]]:
-    terms: dict[Variable, list[Term]] = {("g", node.name): [] for node in reversed(graph.nodes)}
-    reaching = set()
+def _gradients(graph: LayerGraph) -> Minima:
+    """The terms of each node's gamma, in backward order."""
+    minima: Minima = {("g", node.name): [] for node in reversed(graph.nodes)}
     for node in reversed(graph.nodes):
         if node.kind == "readout":
-            gradient = [Term(node.a + node.b), Term(2 * node.a, (("c", node.layer),))]
-        elif node.name in reaching:
-            gradient = [Term(0.0, (("g", node.name),))]
+            gradient: list[Term] = [(node.a + node.b, ()), (2 * node.a, (("c", node.layer),))]
+        elif minima["g", node.name]:
+            gradient = [(0.0, (("g", node.name),))]
         elif node.has_weights:
             raise ValueError(
                 f"Layer {node.name} reaches no trained readout, so its gradient with SGD is not known: {ADAM}"
@@ -197,15 +171,21 @@ def _gradients(graph: LayerGraph) -> dict[Variable, list[Term]]:
                     f"The number of outputs of {name} does not grow, so the gradient it gets from {node.name} with SGD "
                     f"follows no power of the width: {ADAM}"
                 )
-            reaching.add(name)
-            terms["g", name] += gradient
-    return {variable: candidates for variable, candidates in terms.items() if candidates}
+            minima["g", name] += gradient
+    return {variable: terms for variable, terms in minima.items() if terms}
 
 
-def _check_pins(
-    graph: LayerGraph, minima: Mapping[Variable, list[Term]], pins: Mapping[str, float], slowest: Mapping[str, float]
-) -> None:
-    values = evaluate(minima, {**slowest, **pins})  # every r grows with every c
+def _evaluate(minima: Minima, c: Mapping[str, float]) -> dict[Variable, float]:
+    """The values of all variables."""
+    values: dict[Variable, float] = {("c", name): value for name, value in c.items()}
+    for variable, terms in minima.items():
+        sums = (constant + sum(values[part] for part in parts) for constant, parts in terms)
+        values[variable] = min(sums, default=math.inf)
+    return values
+
+
+def _check_pins(graph: LayerGraph, minima: Minima, pins: Mapping[str, float], slowest: Mapping[str, float]) -> None:
+    values = _evaluate(minima, {**slowest, **pins})  # every r grows with every c
     for node in graph.nodes:
         r = values["r", node.name]
         if r < -TOLERANCE:
@@ -216,34 +196,29 @@ def _check_pins(
             )
 
 
-def _minimize(
-    graph: LayerGraph, minima: Mapping[Variable, list[Term]], bounds: Mapping[str, tuple[float, float]]
-) -> dict[str, float]:
+def _minimize(graph: LayerGraph, minima: Minima, bounds: Mapping[str, tuple[float, float]]) -> dict[str, float]:
     """The optimal c by layer. r is at most each of its terms, which is enough, as all terms grow with r and c."""
     try:
         optimize: Any = importlib.import_module("scipy.optimize")
+        sparse: Any = importlib.import_module("scipy.sparse")
     except ImportError as error:
         raise ImportError("Width scaling needs SciPy: pip install 'ignite-monitor[scaling]'") from error
-    sparse: Any = importlib.import_module("scipy.sparse")
     layers = [node.name for node in graph.layers]
-    free = {variable: terms for variable, terms in minima.items() if terms}  # without terms it is infinite
+    free = [variable for variable, terms in minima.items() if terms]  # without terms it is infinite
     columns: dict[Variable, int] = {
         variable: i for i, variable in enumerate([*(("c", name) for name in layers), *free])
     }
-    entries: list[tuple[float, int, int]] = []  # value, row, column
-    limits: list[float] = []
-    for variable, terms in free.items():
-        for term in terms:
-            if all(each in columns for each in term.variables):
-                entries.append((1.0, len(limits), columns[variable]))
-                entries += [(-1.0, len(limits), columns[each]) for each in term.variables]
-                limits.append(term.constant)
-    values, rows, places = zip(*entries, strict=True)
-    cost = [1 + EARLIER * math.exp(-i / len(layers)) for i in range(len(layers))]
+    rows: list[tuple[Variable, Term]] = [
+        (variable, term) for variable in free for term in minima[variable] if all(part in columns for part in term[1])
+    ]
+    matrix = sparse.lil_array((len(rows), len(columns)))
+    for row, (variable, (_, parts)) in enumerate(rows):
+        for sign, part in ((1.0, variable), *((-1.0, part) for part in parts)):
+            matrix[row, columns[part]] += sign
     result = optimize.linprog(
-        cost + [0.0] * len(free),
-        A_ub=sparse.csr_array((values, (rows, places)), shape=(len(limits), len(columns))),
-        b_ub=limits,
+        [1 + EARLIER * math.exp(-i / len(layers)) for i in range(len(layers))] + [0.0] * len(free),
+        A_ub=matrix.tocsr(),
+        b_ub=[constant for _, (constant, _) in rows],
         bounds=[
             *(bounds[name] for name in layers),
             *((0.0 if kind == "r" else -math.inf, math.inf) for kind, _ in free),

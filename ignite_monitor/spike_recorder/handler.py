@@ -22,27 +22,17 @@ from ignite_monitor.keys import SPIKE_RECORD
 from ignite_monitor.model.isolation import capture_rng_state, is_reference_run
 from ignite_monitor.model.modes import in_backward
 from ignite_monitor.monitor.base import Handlers, Monitor, NoModel
-from ignite_monitor.spike_recorder.batch import CannotBeSavedError, KeptBatch
-from ignite_monitor.spike_recorder.record import write
-
-LOSSES = "losses"
-"""Name under which a train step records the losses of its samples."""
+from ignite_monitor.spike_recorder.record import CannotBeSavedError, KeptBatch, write
 
 
 class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
     """Write a file at every spike of a monitor, which :func:`load_spike` reads and ``ignite-monitor spike`` shows.
 
-    A file holds iteration, epoch, batch, loss of every sample, norm, threshold, parameters with the largest excess,
-    source of a non-finite value, learning rates, and the RNG state before the train step. With the weights from before
-    the step, the loss can be reproduced to the last bit.
-
-    The train step gives the losses by ``record("losses", losses)``; several calls are concatenated.
+    A file holds the fields of a :class:`SpikeRecord`. With the weights from before the step, the loss can be reproduced
+    to the last bit. The train step gives the losses by ``record("losses", losses)``; several calls are concatenated.
 
     Files are named ``{monitor's prefix}-{iteration}-rank{rank}.spike.pt``. Existing files are never overwritten: a
-    number is added to the name. If a recorder has written more than ``keep`` files, its oldest one is deleted. A file
-    that can't be written is one warning.
-
-    Before a spike the recorder holds references to the batch, as Ignite does, and a copy of the RNG state. On an
+    number is added to the name. If a recorder has written more than ``keep`` files, its oldest one is deleted. On an
     accelerator every detection is synchronized, as for any handler of SPIKE_DETECTED.
 
     {keys}
@@ -96,7 +86,6 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
         self.keep = check_count("keep", keep, least=1)
         self.batch = batch
         self.count = 0
-        self.kept_on_rollback = ("count",)
         self._files: deque[Path] = deque()  # of this recorder, oldest first
         self._rng_state: dict[str, Any] | None = None  # before this train step; None once its spike is recorded
         self._batch: KeptBatch | None = None
@@ -135,8 +124,7 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
         self._losses = []
 
     def _record(self, module: nn.Module | None, name: str, value: Any) -> None:
-        is_loss = name == LOSSES and isinstance(value, Tensor) and value.dim() > 0
-        if is_loss and not (in_backward() or is_reference_run()):
+        if name == "losses" and isinstance(value, Tensor) and value.dim() and not (in_backward() or is_reference_run()):
             self._losses.append(value.detach().clone())
 
     def _on_train_step_completed(self, engine: Engine) -> None:

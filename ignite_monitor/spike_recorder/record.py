@@ -1,7 +1,9 @@
-"""Spike files: write, read and check them."""
+"""Spike files: write, read and check them, with batches in types that ``torch.load(weights_only=True)`` reads."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import io
 import os
 from collections.abc import Iterable, Mapping
@@ -13,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ignite_monitor.model._torch import version
 from ignite_monitor.model.isolation import restore_rng_state
+from ignite_monitor.model.modes import is_plain
 
 _FORMAT = "ignite_monitor spike"
 _VERSION = 2
 ENDING = ".spike.pt"
 """End of the names of spike files."""
-
-_ROWS = 3
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class SpikeRecord:
     def rows(self) -> list[int]:
         """Rows of the batch with the largest losses, at most three, largest first; NaN counts as largest."""
         losses = self.row_losses
-        rows: list[int] = torch.topk(losses, min(_ROWS, len(losses))).indices.tolist()
+        rows: list[int] = torch.topk(losses, min(3, len(losses))).indices.tolist()
         return rows
 
     @property
@@ -72,10 +74,9 @@ class SpikeRecord:
         return losses.double().flatten(1).mean(1) if losses.dim() > 1 else losses.double()
 
     def restore_random_state(self) -> None:
-        """Restore the RNG state of torch, Python and NumPy before the recorded step.
+        """Restore the RNG state of torch, Python and NumPy before the step; CUDA devices that do not exist are skipped.
 
-        With the weights from before the step, ``batch`` then gives the same loss to the last bit. CUDA devices that do
-        not exist are skipped.
+        With the weights from before the step, ``batch`` then gives the same loss to the last bit.
         """
         restore_rng_state(self.random_state)
 
@@ -85,9 +86,6 @@ def load_spike(path: str | os.PathLike[str]) -> SpikeRecord:
 
     Args:
         path: a file of its directory.
-
-    Returns:
-        The record.
 
     Raises:
         OSError: if the file can't be read.
@@ -127,21 +125,22 @@ def _wrong_types(spike: Mapping[str, Any]) -> list[str]:
     wrong = [name for name, kind in _TYPES.items() if not isinstance(spike[name], kind)]
     if wrong:
         return wrong
-    culprits, source, losses = spike["culprits"], spike["source"], spike["losses"]
+    culprits, source, losses = spike["culprits"], spike["source"] or dict.fromkeys(_SOURCE, ""), spike["losses"]
     valid = {
-        "culprits": _all_are(str, culprits) and _all_are(_NUMBER, culprits.values()),
-        "source": source is None or (source.keys() == {"name", "kind", "text"} and _all_are(str, source.values())),
-        "lr": _all_are(_NUMBER, spike["lr"] or ()),
+        "culprits": _are(str, culprits) and _are(_NUMBER, culprits.values()),
+        "source": source.keys() == _SOURCE and _are(str, source.values()),
+        "lr": _are(_NUMBER, spike["lr"] or ()),
         "losses": losses is None or (losses.dim() > 0 and not losses.is_complex() and losses.layout == torch.strided),
         "random_state": spike["random_state"].keys() >= {"torch", "python", "devices"},
     }
     return [name for name, is_valid in valid.items() if not is_valid]
 
 
-def _all_are(kind: type | tuple[type, ...], values: Iterable[Any]) -> bool:
+def _are(kind: Any, values: Iterable[Any]) -> bool:
     return all(isinstance(value, kind) for value in values)
 
 
+_SOURCE = {"name", "kind", "text"}
 _NUMBER, _NONE = (int, float), type(None)
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "iteration": int,
@@ -159,11 +158,7 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 
 
 def write(directory: Path, name: str, values: Mapping[str, Any]) -> Path:
-    """Write all fields of a record but ``path``, and return the path, which is numbered if the name is taken.
-
-    Raises:
-        OSError: if it can't be written; no part of it remains.
-    """
+    """Write all fields of a record but ``path``, and return the path; after an OSError no part of it remains."""
     content = io.BytesIO()
     torch.save({"format": _FORMAT, "version": _VERSION, "spike": dict(values)}, content)
     directory.mkdir(parents=True, exist_ok=True)
@@ -183,9 +178,58 @@ def _reserved(directory: Path, name: str) -> Path:
     """Create an empty file of a name that no other run uses."""
     for number in count(1):
         path = directory / f"{name}{f'-{number}' if number > 1 else ''}{ENDING}"
-        try:
+        with contextlib.suppress(FileExistsError):
             path.open("xb").close()
-        except FileExistsError:
-            continue
-        return path
+            return path
     raise AssertionError
+
+
+class CannotBeSavedError(Exception):
+    """A batch or a part of it can't be saved; the message gives the reason."""
+
+
+class KeptBatch:
+    """References to the tensors of a batch, in containers of their own; copied only when saved."""
+
+    def __init__(self, batch: Any) -> None:
+        self._versions: list[tuple[Tensor, int]] = []
+        self._batch = self._keep(batch)
+
+    def save(self, largest: int) -> Any:
+        """Copy the batch to the CPU, unless it has more bytes, was changed in place, or holds other types."""
+        if any(version(tensor) != kept for tensor, kept in self._versions):
+            raise CannotBeSavedError("the train step changes it in place")
+        size = sum(tensor.numel() * tensor.element_size() for tensor, _ in self._versions if not tensor.is_sparse)
+        if size > largest:
+            raise CannotBeSavedError(f"{size / 2**20:,.0f} MiB exceed the limit of {largest / 2**20:,.0f} MiB")
+        return _copy(self._batch)
+
+    def _keep(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            self._versions.append((value, version(value)))
+        elif isinstance(value, Mapping):
+            return {key: self._keep(item) for key, item in value.items()}
+        elif isinstance(value, (tuple, list)):
+            return (list if isinstance(value, list) else tuple)(map(self._keep, value))
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return {item.name: self._keep(getattr(value, item.name)) for item in dataclasses.fields(value)}
+        return value
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        if type(value) is Tensor and value.is_sparse:
+            return value.detach().cpu()
+        if not is_plain(value):
+            raise CannotBeSavedError(f"it holds a {type(value).__name__} that is not a single dense array")
+        # Cloned, since torch.save writes the whole storage of a view.
+        return value.detach().as_subclass(Tensor).cpu().clone()
+    if value is None or type(value) in (bool, int, float, complex, str, bytes):
+        return value
+    if isinstance(value, dict):
+        return {_copy(key): _copy(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(_copy, value))
+    if type(value).__module__ == "numpy" and hasattr(value, "item") and not getattr(value, "ndim", 1):
+        return _copy(value.item())
+    raise CannotBeSavedError(f"it holds a {type(value).__name__}; only tensors, numbers and strings can be saved")

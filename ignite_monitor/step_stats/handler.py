@@ -19,11 +19,10 @@ from ignite_monitor.keys import STEP_STATS
 from ignite_monitor.model.devices import device_of, upload
 from ignite_monitor.model.optimizers import check_optimizer, held_by
 from ignite_monitor.model.samples import is_measurable, reshard
-from ignite_monitor.model.sharding import check_whole
 from ignite_monitor.model.tensors import count_items
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.ranks import all_take_part, gradient_norm, own_rank, sum_over_ranks, world_size
-from ignite_monitor.step_stats.measures import DataClock, StepClock, peak_memory, resident_memory
+from ignite_monitor.step_stats.measures import DataClock, StepClock, process_memory
 
 
 class StepStatsHandler(Monitor, schema=STEP_STATS):
@@ -38,18 +37,15 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
     Args:
         model: the model, as the train step uses it (wrapped, if it is wrapped).
         optimizer: the optimizer whose learning rates to publish.
-        items: function of the batch that returns its number of items, say tokens; None for the length of its first
-            tensor.
+        items: function of the batch that returns its number of items; None for the length of its first tensor.
         peak_flops: FLOPs per second of the device at most, from its data sheet.
         flops_per_item: FLOPs of a train step per item, forward and backward.
-        slowest_rank: publish the rank that waited longest for its data, by a collective in each monitored iteration;
-            all ranks have to monitor the same iterations.
+        slowest_rank: publish the rank that waited longest for its data, by a collective per monitored iteration.
         prefix: prefix of the keys.
 
     Raises:
         TypeError: if an argument is of another type.
-        ValueError: if ``peak_flops`` or ``flops_per_item`` is not positive or given without the other, or
-            FullyShardedDataParallel has sharded the model.
+        ValueError: if ``peak_flops`` or ``flops_per_item`` is not positive, or given without the other.
 
     Examples:
         .. code-block:: python
@@ -71,7 +67,6 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
         prefix: str = "step",
     ) -> None:
         super().__init__(model, prefix)
-        check_whole(model)
         check_optimizer(optimizer)
         check_function("items", items, "the batch")
         check_type("slowest_rank", slowest_rank, bool, "bool")
@@ -119,10 +114,18 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
     def _device(self) -> torch.device:
         return device_of(self.model)
 
+    def _count_items(self, batch: Any) -> float | Tensor | None:
+        if self.items is not None:
+            items = self.items(batch)
+            return items.detach().clone().reshape(()) if isinstance(items, Tensor) else float(items)
+        count = count_items(batch)
+        if count is None:
+            self._warn_once("the batch has no tensor, so items_per_s is not reported: give items, a function of it")
+        return count
+
     def _on_step_completed(self, engine: Engine, step: OptimizerStep) -> None:
         # Before the step handlers may still change the rates, and after it schedulers do.
-        is_own = step.optimizer is self.optimizer or not held_by(step.optimizer).isdisjoint(held_by(self.optimizer))
-        if not self._rates and is_own:
+        if not self._rates and not held_by(step.optimizer).isdisjoint(held_by(self.optimizer)):
             self._rates = self._current_rates()
 
     def _current_rates(self) -> list[float | Tensor]:
@@ -132,28 +135,19 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
     @torch.no_grad()
     def _on_train_step_completed(self, engine: Engine) -> None:
         reshard(self.model)
-        values: dict[str, float | Tensor | None] = {
-            f"lr/group_{i}": rate for i, rate in enumerate(self._rates or self._current_rates())
-        }
+        rates = self._rates or self._current_rates()
+        values: dict[str, float | Tensor] = {f"lr/group_{i}": rate for i, rate in enumerate(rates)}
         if parameters := [parameter for parameter in self.model.parameters() if is_measurable(parameter)]:
             values["parameter_norm"] = gradient_norm(parameters, 2.0, None)
-        values |= self._memory()
+        if self._device.type == "cuda":
+            values["peak_memory_mb"] = torch.cuda.max_memory_allocated(self._device) / 2**20
+            values["reserved_memory_mb"] = torch.cuda.memory_reserved(self._device) / 2**20
+        else:
+            values |= process_memory()
         values |= self._data_wait()
         if self._device.type == "cpu":
             values |= self._times(self._items)
-        self.publish(**{name: value for name, value in values.items() if value is not None})
-
-    def _memory(self) -> dict[str, float | None]:
-        device = self._device
-        if device.type == "cuda":
-            return {
-                "peak_memory_mb": torch.cuda.max_memory_allocated(device) / 2**20,
-                "reserved_memory_mb": torch.cuda.memory_reserved(device) / 2**20,
-            }
-        resident, peak = resident_memory(), peak_memory()
-        # The system updates the peak with a delay.
-        peak = peak if resident is None or peak is None else max(peak, resident)
-        return {"peak_memory_mb": peak, "resident_memory_mb": resident}
+        self.publish(**values)
 
     def _data_wait(self) -> dict[str, float | Tensor]:
         if self._data.seconds is None:
@@ -178,15 +172,6 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
             if self.peak_flops is not None and self.flops_per_item is not None:
                 values["mfu"] = values["items_per_s"] * self.flops_per_item / self.peak_flops
         return values
-
-    def _count_items(self, batch: Any) -> float | Tensor | None:
-        if self.items is not None:
-            items = self.items(batch)
-            return items.detach().clone().reshape(()) if isinstance(items, Tensor) else float(items)
-        count = count_items(batch)
-        if count is None:
-            self._warn_once("the batch has no tensor, so items_per_s is not reported: give items, a function of it")
-        return count
 
     def deferred_tensors(self) -> list[Tensor]:
         return [self._items] if isinstance(self._items, Tensor) else []

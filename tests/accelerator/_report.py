@@ -27,11 +27,7 @@ from tests.accelerator._operations import CLIP, MONITORS, Make, added
 from tests.accelerator._trainings import Training, Transformer, batches
 
 ROOT = Path(__file__).resolve().parents[2]
-BENCHMARKS = {
-    "bench_cost.py": ["--device", "cuda"],
-    "bench_weight_update.py": ["--device", "cuda"],
-    "bench_activations.py": [],
-}
+BENCHMARKS = {"bench_cost.py": ["--device", "cuda"]}
 
 
 def milliseconds(device: Device, make: Make | None, rounds: int, clip: bool = False) -> tuple[float, float]:

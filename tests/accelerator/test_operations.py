@@ -16,7 +16,7 @@ LAUNCHED = {
     "ActivationHandler": 240,
     "ActivationHandler, attention": 560,
     "ActivationHandler, gradients and parameters": 1300,
-    "RCCHandler": 840,
+    "RCCHandler": 1130,
 }
 
 

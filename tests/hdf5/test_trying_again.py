@@ -56,7 +56,7 @@ TROUBLE = (
     "HDF5Logger (run.h5): writing failed: [Errno 5] Input/output error; keeping the values in memory and retrying at "
     "every flush."
 )
-OVER = "HDF5Logger (run.h5): writing works again: nothing is lost."
+OVER = "HDF5Logger (run.h5): writing works again: 0 values are lost."
 
 WHERE = [
     (os, "replace"),
@@ -93,14 +93,6 @@ def test_a_long_failure_is_told_when_it_begins_and_ends(path, monkeypatch, caplo
     assert failing.count > 10
 
 
-def test_two_failures_are_told_each(path, monkeypatch, caplog):
-    failing = Failing(os.replace, {4, 12})
-    monkeypatch.setattr(double_buffer.os, "replace", failing)
-    train(path)
-    assert as_lists(path)["loss"][0] == list(range(1, 121))
-    assert told(caplog) in ([TROUBLE, OVER], [TROUBLE, OVER] * 2)
-
-
 def test_the_next_flush_writes_everything(path, monkeypatch, caplog):
     failing, engine = Failing(os.replace), engine_of()
     with HDF5Logger(path) as logger:
@@ -133,17 +125,13 @@ def test_what_does_not_fit_in_memory_is_told(path, monkeypatch, caplog, to_the_e
     if to_the_end:
         assert first_lost <= 31
         assert told(caplog)[1:] == [
-            f"HDF5Logger (run.h5): writing failed to the end: {3 * (301 - first_lost)} values of iterations "
-            f"{first_lost} to 300 are lost."
+            f"HDF5Logger (run.h5): writing failed to the end: {3 * (301 - first_lost)} values are lost."
         ]
     else:
         lost = set(range(first_lost, max(set(range(1, 301)) - steps) + 1))
         assert steps == set(range(1, 301)) - lost
         assert failed_at + kept <= first_lost <= 31 + kept
-        assert told(caplog)[1:] == [
-            f"HDF5Logger (run.h5): writing works again: {3 * len(lost)} values of iterations {first_lost} to "
-            f"{max(lost)} are lost."
-        ]
+        assert told(caplog)[1:] == [f"HDF5Logger (run.h5): writing works again: {3 * len(lost)} values are lost."]
 
 
 def test_what_waits_is_tried_again_only_when_more_has_come(path, monkeypatch):

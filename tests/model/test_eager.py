@@ -6,10 +6,8 @@ import types
 
 import pytest
 import torch
-from ignite.engine import Engine, Events
 from torch import nn
 
-from ignite_monitor import ActivationHandler
 from ignite_monitor.model.eager import refers_to
 
 MODEL = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -100,31 +98,3 @@ def test_values_that_refer_to_the_model(value):
 )
 def test_values_that_do_not(value):
     assert not refers(value)
-
-
-@pytest.mark.parametrize("size", [10, 30_000])
-def test_a_function_beside_the_model_stays_compiled_whatever_its_arguments(size):
-    runs = []
-
-    def backend(graph, inputs):
-        def run(*args):
-            runs.append(len(trainer.state.metrics))
-            return graph(*args)
-
-        return run
-
-    @torch.compile(backend=backend)
-    def augment(x, vocabulary):
-        return x.sin() * 2
-
-    torch._dynamo.reset()
-    vocabulary = {number: [number] for number in range(size)}
-    model = nn.Linear(2, 2)
-    trainer = Engine(lambda engine, x: model(augment(x, vocabulary)).sum().backward())
-    ActivationHandler(model, activations=True).attach(trainer, Events.ITERATION_STARTED(every=2))
-    published = []
-    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: published.append(bool(engine.state.metrics)))
-    trainer.run([torch.ones(3, 2)] * 4)
-    torch._dynamo.reset()
-    assert published == [False, True, False, True]
-    assert len(runs) == 4

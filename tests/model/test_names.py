@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from ignite_monitor.model.names import named_modules, named_parameters, tags
+from ignite_monitor.model.names import named_modules, named_parameters, tags, unwrapped
 
 
 class Mine(nn.Module):
@@ -39,6 +39,7 @@ def test_parameters_have_the_users_own_names(wrapping):
     found = {name: parameter for name, parameter, _ in named_parameters(WRAPPINGS[wrapping](model))}
     assert list(found) == NAMES
     assert [id(found[name]) for name in NAMES] == [id(parameter) for parameter in model.parameters()]
+    assert unwrapped(WRAPPINGS[wrapping](model)) is model
 
 
 def test_wrapped_in_the_middle():

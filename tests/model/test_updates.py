@@ -1,4 +1,4 @@
-"""Norms of rows, order statistics and values of sparse tensors, against plain Python."""
+"""Order statistics and values of sparse tensors, against plain Python."""
 
 from __future__ import annotations
 
@@ -11,41 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ignite_monitor.model.norms import summed_values
-from ignite_monitor.model.updates import order_statistics, row_norms
-
-
-@pytest.mark.parametrize("columns", [1, 1000, 70_001, 300_000])
-@pytest.mark.parametrize("factor", [1.0, 1e-30, 1e30])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64])
-def test_row_norms(columns, factor, dtype):
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(3, columns, generator=generator, dtype=dtype) * factor
-    rows[2] = 0.1 * factor
-    expected = [math.sqrt(math.fsum(abs(x) ** 2 for x in row)) for row in rows.tolist()]
-    assert row_norms(rows).tolist() == pytest.approx(expected, rel=1e-6)
-
-
-@pytest.mark.parametrize("columns", [10, 100_000])
-@pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_row_norms_of_non_finite_and_zero_rows(columns, value):
-    rows = torch.zeros(3, columns)
-    rows[0, -1], rows[2, 0] = value, 3.0
-    first, second, third = row_norms(rows).tolist()
-    assert not math.isfinite(first)
-    assert (second, third) == (0.0, 3.0)
-
-
-@pytest.mark.parametrize("value", [1e300, 1e-200, 5e-324])
-def test_row_norms_whose_squares_fit_no_float64(value):
-    rows = torch.tensor([[3.0, 4.0], [0.0, 0.0], [0.0, -1.0]], dtype=torch.float64)
-    rows[2] *= value
-    assert row_norms(rows).tolist() == pytest.approx([5.0, 0.0, value], rel=1e-12, abs=0)
-    assert row_norms(value * rows[:2]).tolist() == pytest.approx([5.0 * value, 0.0], rel=1e-12, abs=0)
-
-
-def test_row_norms_without_rows_or_columns():
-    assert row_norms(torch.zeros(0, 5)).tolist() == []
-    assert row_norms(torch.zeros(2, 0)).tolist() == [0.0, 0.0]
+from ignite_monitor.model.updates import order_statistics
 
 
 @given(st.lists(st.floats(0, 1e9) | st.just(math.nan), max_size=70))
@@ -58,11 +24,6 @@ def test_order_statistics(values):
     assert median == pytest.approx(statistics.median(known))
     rank = next(i for i in range(1, len(known) + 1) if 100 * i >= 95 * len(known))
     assert (p95, least, largest) == (known[rank - 1], known[0], known[-1])
-
-
-@pytest.mark.parametrize("count", range(1, 121))
-def test_nearest_rank(count):
-    assert order_statistics(torch.arange(1, count + 1).double())[1] == math.ceil(95 * count / 100)
 
 
 def test_order_statistics_with_infinity():

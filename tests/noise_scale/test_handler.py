@@ -45,7 +45,7 @@ def batches(x, y, size, count, seed=0):
         yield x[chosen], y[chosen]
 
 
-def trainer_of(model, optimizer, parts=4, scale=0.25, over_iterations=False, set_to_none=True, sizes=None):
+def step_of(model, optimizer, parts=4, scale=0.25, over_iterations=False, set_to_none=True):
     def step(engine, batch):
         x, y = batch
         starts = not over_iterations or (engine.state.iteration - 1) % parts == 0
@@ -58,7 +58,7 @@ def trainer_of(model, optimizer, parts=4, scale=0.25, over_iterations=False, set
         if ends:
             optimizer.step()
 
-    return Engine(step)
+    return step
 
 
 def measured(monitor):
@@ -66,6 +66,21 @@ def measured(monitor):
     if "noise_scale/value" not in monitor.metrics:
         return {}
     return {name.rpartition("/")[2]: float(value) for name, value in monitor.metrics.items()}
+
+
+def watched(step, model, optimizer, batches, event=Events.ITERATION_STARTED, **kwargs):
+    """What is published in each iteration, and which iterations have entered."""
+    trainer = Engine(step)
+    monitor = GradientNoiseScaleHandler(model, optimizer, **({"micro_batches": 4} | kwargs))
+    monitor.attach(trainer, event)
+    seen = []
+    trainer.add_event_handler(
+        Events.ITERATION_COMPLETED,
+        lambda engine: seen.append((measured(monitor), float(monitor.state_dict()["moments"][-1]))),
+    )
+    trainer.run(list(batches), max_epochs=1)
+    found, counts = zip(*seen, strict=True)
+    return found, [later != earlier for earlier, later in zip([0.0, *counts], counts, strict=False)]
 
 
 @pytest.mark.parametrize("noise", [0.3, 3.0])
@@ -78,13 +93,9 @@ def test_near_the_exact_one_while_the_interval_is_narrow(kwargs, noise):
     model, x, y = problem(noise=noise)
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     expected = exact(model, x, y)
-    trainer = trainer_of(model, optimizer, **kwargs)
-    monitor = GradientNoiseScaleHandler(model, optimizer, micro_batches=4, decay=0.996)
-    monitor.attach(trainer)
     over = kwargs.get("over_iterations", False)
-    found = []
-    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: found.append(measured(monitor)))
-    trainer.run(list(batches(x, y, 16 if over else 64, 1000 if over else 250)), max_epochs=1)
+    data = batches(x, y, 16 if over else 64, 1000 if over else 250)
+    found, _ = watched(step_of(model, optimizer, **kwargs), model, optimizer, data, decay=0.996)
     found = [each for each in found if each]
     narrow = [each for each in found if each["high"] < 1.35 * each["low"]]
     assert narrow
@@ -168,20 +179,14 @@ def test_absent_where_the_gradients_do_not_tell():
         nn.init.zeros_(parameter)
     y -= y.mean()
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    trainer = trainer_of(model, optimizer)
-    monitor = GradientNoiseScaleHandler(model, optimizer, micro_batches=4)
-    monitor.attach(trainer)
-    found = []
-    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: found.append(measured(monitor)))
-    trainer.run(list(batches(x, y, 64, 200)), max_epochs=1)
+    found, _ = watched(step_of(model, optimizer), model, optimizer, batches(x, y, 64, 200))
     assert sum(map(bool, found)) < 10
 
 
 @pytest.mark.parametrize("what", ["parts", "not zeroed", "filter", "penalty", "overflow"])
-def test_what_is_left_out(what, caplog):
+def test_what_is_left_out(what):
     model, x, y = problem()
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    monitor = GradientNoiseScaleHandler(model, optimizer, micro_batches=4)
 
     def step(engine, batch):
         own_x, own_y = batch
@@ -198,12 +203,8 @@ def test_what_is_left_out(what, caplog):
         if not loss.isinf():
             optimizer.step()
 
-    trainer = Engine(step)
     event = Events.ITERATION_STARTED(every=2) if what == "filter" else Events.ITERATION_STARTED
-    monitor.attach(trainer, event)
-    found = []
-    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: found.append(measured(monitor)))
-    trainer.run(list(batches(x, y, 48, 240)), max_epochs=1)
+    found, _ = watched(step, model, optimizer, batches(x, y, 48, 240), event)
     expected = exact(model, x, y)
     said = [each for each in found if each]
     if what == "not zeroed":
@@ -216,15 +217,13 @@ def test_what_is_left_out(what, caplog):
 def test_a_step_that_is_made_otherwise_is_said_once(caplog):
     model, x, y = problem()
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    trainer = trainer_of(model, optimizer, parts=2)
-    monitor = GradientNoiseScaleHandler(model, optimizer, micro_batches=4)
-    with monitor.attach(trainer), caplog.at_level(logging.WARNING):
-        trainer.run(list(batches(x, y, 16, 120)), max_epochs=1)
+    with caplog.at_level(logging.WARNING):
+        found, _ = watched(step_of(model, optimizer, parts=2), model, optimizer, batches(x, y, 16, 120))
     assert [message for message in caplog.messages if "noise_scale" in message] == [
         "GradientNoiseScaleHandler (noise_scale): no value after 50 optimizer steps: the last was made from 2 backward "
         "passes in monitored iterations, and micro_batches is 4"
     ]
-    assert not monitor.metrics
+    assert not any(found)
 
 
 @pytest.mark.parametrize(
@@ -244,55 +243,24 @@ def test_bad_input(kwargs, error, text):
         GradientNoiseScaleHandler(model, torch.optim.SGD(model.parameters(), 0.1), **kwargs)
 
 
-def test_training_is_bitwise_the_same_and_nothing_is_left():
-    weights = []
-    for attached in (False, True):
-        model, x, y = problem()
-        optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-        trainer = trainer_of(model, optimizer)
-        if attached:
-            GradientNoiseScaleHandler(model, optimizer, micro_batches=4).attach(trainer)
-        trainer.run(list(batches(x, y, 64, 30)), max_epochs=1)
-        weights.append([each.detach().clone() for each in model.parameters()])
-        assert all(not each._backward_hooks for each in model.parameters())
-    assert all(map(torch.equal, *weights))
-
-
-def test_resumed_it_goes_on_as_if_it_had_not_been_interrupted():
+def test_a_resumed_run_publishes_what_the_uninterrupted_one_does():
     model, x, y = problem()
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     data = list(batches(x, y, 64, 120))
     found = []
-    for cut in (120, 50):
-        monitor = GradientNoiseScaleHandler(model, optimizer, micro_batches=4)
-        trainer = trainer_of(model, optimizer)
-        monitor.attach(trainer)
-        trainer.run(data[:cut], max_epochs=1)
-        if cut < len(data):
-            state = monitor.state_dict()
+    for parts in ([data], [data[:50], data[50:]]):
+        state = None
+        for part in parts:
             monitor = GradientNoiseScaleHandler(model, optimizer, micro_batches=4)
-            monitor.load_state_dict(state)
-            trainer = trainer_of(model, optimizer)
+            if state is not None:
+                monitor.load_state_dict(state)
+            trainer = Engine(step_of(model, optimizer))
             monitor.attach(trainer)
-            trainer.run(data[cut:], max_epochs=1)
+            trainer.run(part, max_epochs=1)
+            state = monitor.state_dict()
         found.append(measured(monitor))
     assert found[0] == pytest.approx(found[1], rel=1e-12)
     assert found[0]
-
-
-def watched(step, model, optimizer, batches, **kwargs):
-    """What is published in each iteration, and how many steps have entered."""
-    trainer = Engine(step)
-    monitor = GradientNoiseScaleHandler(model, optimizer, **({"micro_batches": 2} | kwargs))
-    monitor.attach(trainer)
-    seen = []
-    trainer.add_event_handler(
-        Events.ITERATION_COMPLETED,
-        lambda engine: seen.append((measured(monitor), float(monitor.state_dict()["moments"][-1]))),
-    )
-    trainer.run(batches, max_epochs=1)
-    found, counts = zip(*seen, strict=True)
-    return found, [later != earlier for earlier, later in zip([0.0, *counts], counts, strict=False)]
 
 
 @pytest.mark.parametrize("what", ["zeroed", "zeroed in place", "clipped"])
@@ -312,7 +280,7 @@ def test_a_step_whose_parts_were_changed_on_the_way_is_left_out(what):
         nn.utils.clip_grad_norm_(model.parameters(), 1e-3)  # which comes after
         optimizer.step()
 
-    found, entered = watched(step, model, optimizer, list(batches(x, y, 64, 60)))
+    found, entered = watched(step, model, optimizer, batches(x, y, 64, 60), micro_batches=2)
     assert entered == [True, False] * 30
     assert found[-2]
     assert not any(found[1::2])
@@ -322,13 +290,10 @@ def test_parts_of_unequal_sizes_are_counted_or_left_out(caplog):
     """The exact value is that of the parts of equal size: 62 items make parts of 16, 16, 16 and 14."""
     model, x, y = problem()
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    trainer = trainer_of(model, optimizer)
     found = {}
     for name, items in (("unknown", None), ("known", lambda batch: [len(part) for part in batch[0].chunk(4)])):
         with caplog.at_level(logging.WARNING):
-            found[name], _ = watched(
-                trainer._process_function, model, optimizer, list(batches(x, y, 50, 200)), micro_batches=4, items=items
-            )
+            found[name], _ = watched(step_of(model, optimizer), model, optimizer, batches(x, y, 50, 200), items=items)
     assert not any(found["unknown"])
     assert "give the argument items" in caplog.text
     assert found["known"][-1]["low"] < exact(model, x, y) < found["known"][-1]["high"]
@@ -358,7 +323,8 @@ def test_of_a_gan_only_its_own_backward_passes_count(first):
         count = 3 if with_generator and first == "discriminator" else 2
         items = lambda batch: [32, 32, 64][:count]  # noqa: E731
         step = lambda engine, batch: [each(batch) for each in steps]  # noqa: E731
-        return watched(step, model, optimizer, list(batches(x, y, 64, 60)), items=items if count == 3 else None)
+        items = items if count == 3 else None
+        return watched(step, model, optimizer, batches(x, y, 64, 60), micro_batches=2, items=items)
 
     assert train(True) == train(False)
     assert train(True)[0][-1]
@@ -383,12 +349,9 @@ def test_backward_in_a_compiled_function():
                 made(*pieces)
             optimizer.step()
 
-        trainer = Engine(step)
-        monitor = GradientNoiseScaleHandler(model, optimizer, micro_batches=2)
-        monitor.attach(trainer)
-        trainer.run(list(batches(x, y, 64, 30)))
-        found.append((dict(monitor.metrics), monitor.state_dict()["moments"], *model.state_dict().values()))
-    assert "noise_scale/value" in found[0][0]
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs)
+        found.append((watched(step, model, optimizer, batches(x, y, 64, 30), micro_batches=2), model.state_dict()))
+    assert found[0][0][0][-1]
+    (ours, _), (theirs, _) = (published for published, _ in found)
+    torch.testing.assert_close(ours[-1], theirs[-1])
+    torch.testing.assert_close(*(state for _, state in found))
     torch._dynamo.reset()

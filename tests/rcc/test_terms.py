@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from ignite_monitor.rcc.terms import feature_norms, mean_norms, norm_sums, output_change, over_layers, table_of
+from ignite_monitor.rcc.terms import Change, mean_norms, norm_sums, output_change, over_layers, table_of
 
 
 def test_parts_of_outputs():
@@ -22,19 +22,20 @@ def test_norms_over_features(shape, dim):
     values = torch.randn(shape)
     wide = values.double().reshape(1) if not shape else values.double().movedim(min(dim, len(shape) - 1), -1)
     norms = [math.sqrt(math.fsum(x * x for x in row)) for row in wide.reshape(-1, wide.shape[-1]).tolist()]
-    assert feature_norms(values, dim).tolist() == pytest.approx(norms, rel=1e-6)  # float32
-    assert not len(feature_norms(torch.empty(0, 3)))
+    sums, counts = norm_sums(Change(values, values), [], dim)
+    assert sums.tolist() == [pytest.approx(math.fsum(norms), rel=1e-6), 0, 0, 0, 0]
+    assert counts == [len(norms), 0, 0, 0, 0]
 
 
 def test_means_of_several_calls():
     """Layer 0 is called twice, layer 1 once without an input, layer 2 never."""
     x = torch.tensor([[3.0, 4.0], [0.0, 1.0]])
     calls = [
-        norm_sums(2 * x, -x, x, x / 2, -1),
-        norm_sums(x[:1].clone(), x[:1], x[:1], x[:1], -1),
-        norm_sums(x, *[None] * 3, -1),
+        norm_sums(Change(2 * x, -x), [x, x / 2], -1),
+        norm_sums(Change(x[:1].clone(), x[:1]), [x[:1], x[:1]], -1),
+        norm_sums(Change(x, x), [], -1),
     ]
-    means = mean_norms(*table_of([0, 0, 1], calls, 3))
+    means = mean_norms(*table_of(list(zip([0, 0, 1], calls, strict=True)), 3, x.device))
     expected = torch.tensor([[17 / 3, 11 / 3, 11 / 3, 8 / 3, 16 / 3, 17 / 28], [3, *[torch.nan] * 5], [torch.nan] * 6])
     torch.testing.assert_close(means, expected.double(), equal_nan=True)
     statistics = {name: float(value) for name, value in over_layers(means).items()}

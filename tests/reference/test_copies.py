@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import copy
 import functools
-import random
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ignite_monitor import ActivationHandler, RCCHandler
-from ignite_monitor.reference.copies import separate_copy
-from ignite_monitor.reference.reference import Reference
+from ignite_monitor import RCCHandler
+from ignite_monitor.reference.reference import Reference, separate_copy
 from tests._helpers import same
 from tests.reference.test_passes import watch
 
@@ -109,14 +106,6 @@ def test_other_attributes_are_copied(keep):
 # Deep copies that a model makes itself
 
 
-class Rebuilt(Keeper):
-    def __deepcopy__(self, memo):
-        random.random(), np.random.rand()
-        new = type(self)()
-        new.load_state_dict(self.state_dict())
-        return new
-
-
 class Itself(Keeper):
     def __deepcopy__(self, memo):
         return self
@@ -127,18 +116,6 @@ class Weights(Keeper):
         new = type(self)()
         new.last = copy.copy(self.last)
         return new
-
-
-@pytest.mark.parametrize("make", [RCCHandler, lambda model: ActivationHandler(model, activations=True)])
-def test_making_a_handler_draws_nothing(make):
-    model, other = Rebuilt(), random.Random(0)
-    random.seed(0)
-    np.random.seed(0)
-    state, expected = torch.get_rng_state(), np.random.RandomState(0).rand()
-    make(model)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert random.random() == other.random()
-    assert np.random.rand() == expected
 
 
 @pytest.mark.parametrize("kind", [Itself, Weights])
@@ -157,9 +134,8 @@ def test_a_copy_has_no_hooks_of_users():
         model[1].register_full_backward_hook(print),
         model[1].register_full_backward_pre_hook(print),
     ]
-    separate, hooked = separate_copy(model)
+    separate = separate_copy(model)
     separate(torch.ones(1, 2)).sum().backward()
-    assert hooked == ["0"]
     assert sum(len(vars(model[i])[key]) for i in (0, 1) for key in vars(model[i]) if key.endswith("_hooks")) == len(
         handles
     )

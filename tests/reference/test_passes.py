@@ -314,24 +314,3 @@ def test_what_is_kept_is_freed_as_the_model_reaches_it():
         gc.enable()
     assert recorder.alive == [1] * 5
     assert [each() for each in recorder.kept] == [None] * 5
-
-
-def test_cache_of_keys_and_values_is_the_models_own():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config)
-    passes, recorder, warnings = watch(model)
-    recorder.keep = lambda call: []
-    recorder.leave = lambda call: True
-    cache = transformers.DynamicCache()
-    with passes.watched():
-        for _ in range(2):
-            model(torch.tensor([[1, 2, 3]]), past_key_values=cache)
-    assert warnings == []
-    assert cache.get_seq_length() == 6
-    assert all(len(calls) == 1 for calls in recorder.passes[-1].values())
-    assert "lm_head" in recorder.passes[-1]

@@ -5,18 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from ignite_monitor.keys import ACTIVATION, SCHEMAS
-from ignite_monitor.report import series as reported
+from ignite_monitor.report.run import Run
+from ignite_monitor.report.summary import find
 
-SIGNS = {
-    "grad": ("spike", "norm"),
-    "spike": ("spike", "value"),
-    "weights": ("frozen_count",),
-    "rollback": ("count", "discarded_count"),
-}
+SIGNS = {"grad": ("spike", "norm"), "spike": ("spike", "value"), "rollback": ("count", "discarded_count")}
 
 
-class Recorded(dict):
-    """Series by name, as a file holds them; monitors are known by their usual prefix, or by keys that are together."""
+class Recording(dict):
+    """Series by name, as a file holds them; monitors have their default prefix, or the keys of SIGNS."""
 
     def iterations(self, name):
         return np.asarray(self[name][0])
@@ -35,29 +31,38 @@ class Recorded(dict):
         return "user", ""
 
 
-def tidy(run):
-    series = {name: (np.asarray(steps), np.asarray(values, float)) for name, (steps, values) in run.items()}
-    return reported.tidy(Recorded(series))
+def make_run(series):
+    return Run(Recording({name: (np.asarray(at), np.asarray(values, float)) for name, (at, values) in series.items()}))
 
 
-def series(values, every=1, start=None):
+def found(series, *kinds):
+    """The findings of some kinds, or all but that there is no GradMonitor."""
+    every = find(make_run(series))
+    return [finding for finding in every if (finding.kind in kinds if kinds else finding.kind != "not_monitored")]
+
+
+def only(series, kind):
+    findings = found(series, kind)
+    assert len(findings) == 1, findings
+    return findings[0]
+
+
+def series(values, every=1):
     """(steps, values): one value every so many iterations."""
     values = np.asarray(values, dtype=np.float64)
-    first = every if start is None else start
-    return first + every * np.arange(len(values)), values
+    return every * np.arange(1, len(values) + 1), values
 
 
 def noise(count, seed=0):
     return np.random.default_rng(seed).standard_normal(count)
 
 
-def grad(norms, spikes=(), thresholds=6.0, skipped=True, root="grad", every=1):
-    """What GradMonitor writes; ``spikes`` are places in ``norms`` counted from 1."""
+def grad(norms, spikes=(), thresholds=6.0, skipped=True, root="grad", every=1, made=None):
+    """Values of GradMonitor; ``spikes`` and ``made`` are places in ``norms`` counted from 1."""
     norms = np.asarray(norms, dtype=np.float64)
-    flags = np.zeros(len(norms))
-    flags[np.asarray(list(spikes), dtype=int) - 1] = 1
+    flags = np.isin(np.arange(1, len(norms) + 1), list(spikes)) * 1.0
     counts = flags.cumsum()
-    return {
+    run = {
         f"{root}/norm": series(norms, every),
         f"{root}/threshold": series(np.broadcast_to(thresholds, norms.shape), every),
         f"{root}/spike": series(flags, every),
@@ -65,6 +70,9 @@ def grad(norms, spikes=(), thresholds=6.0, skipped=True, root="grad", every=1):
         f"{root}/skipped_count": series(counts * skipped, every),
         f"{root}/nonfinite_count": series((~np.isfinite(norms)).cumsum(), every),
     }
+    if made is not None:
+        run[f"{root}/stepped"] = series(np.isin(np.arange(1, len(norms) + 1), list(made)), every)
+    return run
 
 
 def calm_norms(count=200, seed=0):
@@ -78,7 +86,7 @@ def with_spike(at, size=60.0, count=200):
 
 
 def weights(count=40, every=5, frozen=0, median=1e-3, spread=10.0, root="monitor"):
-    """What WeightUpdateHandler writes; ``frozen`` is frozen_count, a number or one for every iteration."""
+    """Values of WeightUpdateHandler; ``frozen`` is frozen_count, a number or one for every iteration."""
     factors = {"median": 1.0, "p95": spread / 3, "max": spread, "min": 1 / spread}
     ratios = np.broadcast_to(median, (count,)) * np.exp(0.1 * noise(count))
     run = {f"{root}/update_ratio_{which}": series(ratios * factor, every) for which, factor in factors.items()}
@@ -86,6 +94,18 @@ def weights(count=40, every=5, frozen=0, median=1e-3, spread=10.0, root="monitor
     for name, values in (("frozen", frozen), ("vanishing", 0), ("exploding", 0)):
         run[f"{root}/{name}_count"] = series(np.broadcast_to(values, (count,)), every)
     return run
+
+
+def rollback(events, root="rollback"):
+    """Values of RollbackHandler over 200 iterations; events are (iteration, restored, number discarded then)."""
+    counts, discarded, restored = np.zeros(200), np.zeros(200), {}
+    for at, target, left in events:
+        counts[at - 1 :] += 1
+        discarded[at : at + left] += np.arange(1, left + 1)
+        discarded[at + left :] += left
+        restored |= dict.fromkeys(range(at, at + left + 1), float(target))
+    run = {f"{root}/count": series(counts), f"{root}/discarded_count": series(discarded)}
+    return run | ({f"{root}/restored_iteration": (np.array([*restored]), [*restored.values()])} if restored else {})
 
 
 def healthy(count=200):

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from ignite_monitor.report.compare import as_json, compare
-from ignite_monitor.report.curves import direction
 from ignite_monitor.report.text import comparison_text, show
+from ignite_monitor.report.training import direction
 from tests.report import _runs as runs
-from tests.report._runs import tidy
+from tests.report._runs import make_run
 
 
 def compared(a, b):
-    return compare(("a.h5", "b.h5"), (tidy(a), tidy(b)))
+    return compare(("a.h5", "b.h5"), (make_run(a), make_run(b)))
 
 
 def difference(a, b, name="x"):

@@ -9,13 +9,12 @@ import pytest
 
 from ignite_monitor.keys import SCHEMAS
 from ignite_monitor.report.panels import ONE_SCREEN, OWN_PANELS, picture
-from ignite_monitor.report.series import decades, short
 from tests.report import _runs as runs
-from tests.report._runs import tidy
+from tests.report._runs import make_run
 
 
 def panels(run, pattern=None, every=True):
-    shown = picture(tidy(run), re.compile(pattern) if pattern else None, every)
+    shown = picture(make_run(run), re.compile(pattern) if pattern else None, every)
     return {panel.title: panel for panel in shown.panels}
 
 
@@ -30,7 +29,7 @@ def test_every_metric_of_a_run_is_in_a_panel():
 
 def test_spikes_are_marked_at_their_norms():
     run = runs.grad(runs.with_spike([50]), [50])
-    assert picture(tidy(run)).spikes == (50,)
+    assert picture(make_run(run)).spikes == (50,)
     marked = panels(run)["grad: norm against its threshold"].marked
     assert (marked.steps.tolist(), marked.values.tolist()) == ([50], [60])
     assert any(title.startswith("grad: spikes, skipped steps") for title in panels(run))
@@ -75,39 +74,15 @@ def test_the_users_own_metrics_have_a_limited_number_of_panels_and_all_are_there
 
 
 def test_a_metric_of_the_users_that_is_named_like_a_monitors():
-    shown = picture(tidy({f"train/{name}": runs.series([1.0, 2.0]) for name in ("batch", "value", "high", "loss")}))
-    assert {panel.kind for panel in shown.panels} == {"other"}
+    shown = picture(make_run({f"train/{name}": runs.series([1.0, 2.0]) for name in ("batch", "value", "high", "loss")}))
+    assert {panel.title.partition(":")[0] for panel in shown.panels} == {
+        f"train/{name}" for name in ("batch", "value", "high", "loss")
+    }
 
 
 def test_layers_are_in_the_order_of_their_numbers():
     run = {f"activation/h.{i}/std": runs.series([1]) for i in (10, 9, 0, 100)}
     assert [line.label for line in panels(run)["activation: std"].lines] == ["h.0", "h.9", "h.10", "h.100"]
-
-
-def test_decades():
-    assert decades(np.array([0.0, 1e-3, -5.0, 1e4])) == pytest.approx(7)
-    assert decades(np.array([])) == decades(np.zeros(3)) == 0
-
-
-@pytest.mark.parametrize(
-    ("labels", "shortened"),
-    [
-        (["h.0.mlp", "h.1.mlp"], ["h.0.mlp", "h.1.mlp"]),
-        (["t.h.0.mlp", "t.h.1.mlp"], ["…h.0.mlp", "…h.1.mlp"]),
-        (["model.encoder.attn", "model.encoder.mlp"], ["…attn", "…mlp"]),
-        (["alone.here"], ["alone.here"]),
-        ([], []),
-    ],
-)
-def test_short_labels(labels, shortened):
-    assert short(labels) == shortened
-
-
-def test_long_labels_keep_both_ends():
-    (label,) = short(["a" * 50 + "_the_end"], length=20)
-    assert len(label) == 20
-    assert label.startswith("aaaa")
-    assert label.endswith("_the_end")
 
 
 # One screen
@@ -121,25 +96,25 @@ def long_run():
     return run
 
 
-def test_one_screen_shows_what_matters_and_says_what_is_left_out():
-    shown = picture(tidy(long_run()))
+def test_one_screen_shows_what_matters_and_says_what_is_omitted():
+    shown = picture(make_run(long_run()))
     assert len(shown.panels) == ONE_SCREEN
-    every = picture(tidy(long_run()), every=True)
-    assert shown.left_out == len(every.panels) - ONE_SCREEN > 25
-    assert every.left_out == 0
+    every = picture(make_run(long_run()), every=True)
+    assert shown.omitted == len(every.panels) - ONE_SCREEN > 25
+    assert every.omitted == 0
     titles = [panel.title for panel in shown.panels]
-    assert titles[:3] == ["grad: norm against its threshold", "train/loss", "monitor: update ratio over the parameters"]
-    assert shown.detection == "Needs attention: 1 warning."
+    assert titles[:3] == ["grad: norm against its threshold", "train/loss", "val/accuracy"]
+    assert shown.assessment == "Needs attention: 1 warning."
     assert [finding.kind for finding in shown.findings] == ["spikes"]
 
 
 def test_what_a_problem_speaks_of_comes_first_and_stands_out():
     run = long_run() | {"activation/blocks.1.mlp/dead_fraction": runs.series(np.full(40, 0.97), 5)}
-    first = picture(tidy(run)).panels[0]
+    first = picture(make_run(run)).panels[0]
     assert first.title == "activation: dead units"
 
 
-def test_constants_are_left_out():
+def test_constants_are_omitted():
     run = runs.weights() | {
         "lr": runs.series([0.1] * 9),
         "momentum": runs.series([0.9] * 9),
@@ -156,9 +131,9 @@ def test_constants_are_left_out():
 
 
 def test_a_selection_has_all_that_was_asked_for():
-    shown = picture(tidy(long_run()), re.compile("metric_|count"))
+    shown = picture(make_run(long_run()), re.compile("metric_|count"))
     assert len(shown.panels) > 30
-    assert (shown.findings, shown.left_out) == ((), 0)
+    assert (shown.findings, shown.omitted) == ([], 0)
 
 
 def test_every_monitor_has_panels():
@@ -166,4 +141,4 @@ def test_every_monitor_has_panels():
     for schema in SCHEMAS:
         steps, values = np.arange(1, 5), np.array([1.0, 2.0, 3.0, 2.0])
         names = ["/".join(filter(None, [schema.prefix, re.sub(r"{\w+}", "0", key.pattern)])) for key in schema.keys]
-        assert picture(tidy(dict.fromkeys(names, (steps, values))), every=True).panels, schema.kind
+        assert picture(make_run(dict.fromkeys(names, (steps, values))), every=True).panels, schema.kind

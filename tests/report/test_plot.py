@@ -9,15 +9,17 @@ import sys
 import numpy as np
 import pytest
 from matplotlib import image
+from matplotlib.axes import Axes
 
 from ignite_monitor.report.panels import picture
-from ignite_monitor.report.plot import draw
+from ignite_monitor.report.plot import _short, draw
 from tests.report import _runs as runs
-from tests.report._runs import tidy
+from tests.report._runs import make_run
 
 AWKWARD = {
     "one point": {name: (steps[:1], values[:1]) for name, (steps, values) in runs.weights().items()},
     "spikes": runs.grad(runs.with_spike([50, 90]), [50, 90]),
+    "rollbacks": runs.grad(runs.calm_norms()) | runs.rollback([(80, 50, 20), (150, 120, 0)]),
     "nothing finite": {"a": runs.series([math.nan] * 3), "b": runs.series([math.inf, -math.inf])},
     "holes": runs.grad(np.where(np.arange(200) % 50 == 7, math.nan, runs.calm_norms())),
     "huge": {"a": runs.series([1e-300, 1e300]), "b": runs.series([-1.7e308, 1.7e308]), "c": runs.series([5e-324, 1])},
@@ -35,7 +37,7 @@ AWKWARD = {
     ("name", "log"), [*((name, False) for name in AWKWARD), ("huge", True), ("both signs", True), ("flat", True)]
 )
 def test_awkward_runs_are_drawn(tmp_path, name, log):
-    draw(picture(tidy(AWKWARD[name])), tmp_path / "run.png", title=r"$\bad_name", log=log)
+    draw(picture(make_run(AWKWARD[name])), tmp_path / "run.png", title=r"$\bad_name", log=log)
     pixels = image.imread(tmp_path / "run.png")
     assert pixels.shape[0] > 100
     assert len(np.unique((255 * pixels).astype(np.uint8).view(np.uint32))) > 5
@@ -43,7 +45,7 @@ def test_awkward_runs_are_drawn(tmp_path, name, log):
 
 def test_spikes_are_red(tmp_path):
     def red(run):
-        draw(picture(tidy(run)), tmp_path / "run.png")
+        draw(picture(make_run(run)), tmp_path / "run.png")
         pixels = image.imread(tmp_path / "run.png")[..., :3]
         return int(((pixels[..., 0] > 0.7) & (pixels[..., 1:] < 0.3).all(-1)).sum())
 
@@ -51,25 +53,40 @@ def test_spikes_are_red(tmp_path):
     assert red(runs.grad(runs.with_spike([50]))) == 0
 
 
+def test_rollbacks_are_marked_in_every_panel(monkeypatch, tmp_path):
+    marks, axvline = {}, Axes.axvline
+
+    def note(axes, x, **kwargs):
+        marks.setdefault(axes, []).append(x)
+        return axvline(axes, x, **kwargs)
+
+    monkeypatch.setattr(Axes, "axvline", note)
+    shown = picture(make_run(AWKWARD["rollbacks"]))
+    assert shown.rollbacks == (80, 150)
+    draw(shown, tmp_path / "run.png")
+    assert len(marks) == len(shown.panels)
+    assert all({80, 150} <= set(steps) for steps in marks.values())
+
+
 def test_one_screen_is_no_higher_than_a_screen(tmp_path):
     run = runs.healthy() | {f"activation/a/metric_{each}": runs.series(runs.noise(40, each), 5) for each in range(14)}
-    draw(picture(tidy(run)), tmp_path / "run.png")
+    draw(picture(make_run(run)), tmp_path / "run.png")
     height, width = image.imread(tmp_path / "run.png").shape[:2]
     assert height < 1100
     assert width < 1920
-    draw(picture(tidy(run), every=True), tmp_path / "run.png")
+    draw(picture(make_run(run), every=True), tmp_path / "run.png")
     assert image.imread(tmp_path / "run.png").shape[0] > 2000
 
 
 def test_findings_stand_above_the_panels_in_their_colours(tmp_path):
     run = runs.healthy() | {"activation/blocks.1.mlp/dead_fraction": runs.series([0.97] * 40, 5)}
-    draw(picture(tidy(run)), tmp_path / "run.png", title="run.h5")
+    draw(picture(make_run(run)), tmp_path / "run.png", title="run.h5")
     head = image.imread(tmp_path / "run.png")[:60, :, :3]
     assert ((head[..., 0] > 0.7) & (head[..., 1:] < 0.4).all(-1)).sum() > 100
 
 
 def test_the_ground_is_white_on_dark_pages_too(tmp_path):
-    draw(picture(tidy(runs.healthy())), tmp_path / "run.png")
+    draw(picture(make_run(runs.healthy())), tmp_path / "run.png")
     pixels = image.imread(tmp_path / "run.png")
     assert (pixels[..., 3] == 1).all()
     assert (pixels[0, 0] == 1).all()
@@ -77,13 +94,13 @@ def test_the_ground_is_white_on_dark_pages_too(tmp_path):
 
 def test_hundreds_of_series(tmp_path):
     run = {f"activation/h.{i}.mlp/std": runs.series(runs.noise(300, i)) for i in range(500)}
-    draw(picture(tidy(run)), tmp_path / "run.png")
+    draw(picture(make_run(run)), tmp_path / "run.png")
     assert image.imread(tmp_path / "run.png").shape[0] < 600
 
 
 @pytest.mark.parametrize("ending", ["pdf", "svg", "PNG"])
 def test_other_formats(tmp_path, ending):
-    draw(picture(tidy(runs.grad(runs.calm_norms()))), tmp_path / f"run.{ending}")
+    draw(picture(make_run(runs.grad(runs.calm_norms()))), tmp_path / f"run.{ending}")
     start = (tmp_path / f"run.{ending}").read_bytes()[:8]
     assert start.startswith({"pdf": b"%PDF", "svg": b"<?xml", "PNG": b"\x89PNG"}[ending])
 
@@ -98,12 +115,27 @@ def test_matplotlib_is_imported_only_to_draw():
 def test_without_matplotlib_the_error_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'ignite-monitor\[cli\]'"):
-        draw(picture(tidy(runs.grad(runs.calm_norms()))), tmp_path / "run.png")
+        draw(picture(make_run(runs.grad(runs.calm_norms()))), tmp_path / "run.png")
 
 
 def test_a_dark_ground(tmp_path):
-    draw(picture(tidy(runs.healthy())), tmp_path / "run.png", title="run.h5", dark=True)
+    draw(picture(make_run(runs.healthy())), tmp_path / "run.png", title="run.h5", dark=True)
     pixels = image.imread(tmp_path / "run.png")
     assert (pixels[..., 3] == 1).all()
     assert (pixels[0, 0, :3] < 0.2).all()
     assert np.median(pixels[..., :3]) < 0.2
+
+
+@pytest.mark.parametrize(
+    ("labels", "shortened"),
+    [
+        (["h.0.mlp", "h.1.mlp"], ["h.0.mlp", "h.1.mlp"]),
+        (["t.h.0.mlp", "t.h.1.mlp"], ["…h.0.mlp", "…h.1.mlp"]),
+        (["model.encoder.attn", "model.encoder.mlp"], ["…attn", "…mlp"]),
+        (["alone.here"], ["alone.here"]),
+        (["a" * 50 + "_the_end"], ["aaaaaaaaaaaa…aaaaaaaaaaaaaaa_the_end"]),
+        ([], []),
+    ],
+)
+def test_short_labels(labels, shortened):
+    assert _short(labels) == shortened

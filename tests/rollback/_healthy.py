@@ -1,4 +1,4 @@
-"""Healthy trainings of seven kinds."""
+"""Healthy training runs of four kinds."""
 
 from __future__ import annotations
 
@@ -7,37 +7,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from ignite.engine import Engine, Events
+from ignite.engine import Engine
 from torch import Tensor, nn
 
 from ignite_monitor import GradMonitor, RollbackHandler
 from tests.rollback._faults import digits
 
 Parts = tuple[Callable[[Engine, Any], Any], dict[str, Any], list[GradMonitor]]
-
-
-class LSTM(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.head = nn.LSTM(8, 24, batch_first=True), nn.Linear(24, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.inner(x.view(-1, 8, 8))[0][:, -1])
-
-
-class GPT(nn.Module):
-    """Predicts the next of the rows' brightest columns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.places = nn.Embedding(17, 24), nn.Parameter(torch.randn(63, 24) * 0.02)
-        layer = nn.TransformerEncoderLayer(24, 2, 48, dropout=0.0, batch_first=True, norm_first=True)
-        self.blocks = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
-        self.head = nn.Linear(24, 17)
-
-    def forward(self, x: Tensor) -> Tensor:
-        mask = torch.full((x.shape[1],) * 2, float("-inf")).triu(1)
-        return self.head(self.blocks(self.tokens(x) + self.places, mask=mask))
 
 
 def _supervised(model: nn.Module, optimizer: Any, loss_of: Callable[[Any], Tensor], scheduler: Any = None) -> Parts:
@@ -70,30 +46,6 @@ def cnn_one_cycle(count: int) -> Parts:
     return _classifier(model, optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.3, total_steps=count))
 
 
-def gpt_cosine(count: int) -> Parts:
-    model = GPT()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-
-    def loss_of(batch: Any) -> Tensor:
-        tokens = (batch[0] * 16).long()
-        return F.cross_entropy(model(tokens[:, :-1]).transpose(1, 2), tokens[:, 1:])
-
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, count)
-    return _supervised(model, optimizer, loss_of, scheduler)
-
-
-def autoencoder(count: int) -> Parts:
-    model = nn.Sequential(nn.Linear(64, 32), nn.GELU(), nn.Linear(32, 6), nn.GELU(), nn.Linear(6, 32), nn.GELU())
-    model.append(nn.Linear(32, 64))
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    return _supervised(model, optimizer, lambda batch: F.mse_loss(model(batch[0]), batch[0]))
-
-
-def lstm(count: int) -> Parts:
-    model = LSTM()
-    return _classifier(model, torch.optim.Adam(model.parameters(), lr=3e-3))
-
-
 def batches_of_two(count: int) -> Parts:
     model = nn.Sequential(nn.Linear(64, 48), nn.BatchNorm1d(48), nn.ReLU(), nn.Linear(48, 10))
     return _classifier(model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9))
@@ -124,7 +76,7 @@ def gan(count: int) -> Parts:
     return train_step, dict(zip(names, (generator, critic, *optimizers), strict=True)), monitors
 
 
-KINDS = {each.__name__: each for each in (mlp, cnn_one_cycle, gpt_cosine, autoencoder, lstm, batches_of_two, gan)}
+KINDS = {kind.__name__: kind for kind in (mlp, cnn_one_cycle, batches_of_two, gan)}
 
 
 def data(kind: str, seed: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -148,22 +100,3 @@ def run(kind: str, seed: int, count: int, handler: bool = True) -> tuple[dict[st
     trainer.run(data(kind, seed, count), max_epochs=1, epoch_length=count)
     state = {name: thing.state_dict() for name, thing in to_save.items()}
     return state | {"random": torch.get_rng_state()}, rollback
-
-
-def rollbacks(kind: str, seed: int, count: int) -> list[int]:
-    """The iterations at which it went back, in a healthy training."""
-    seen: list[int] = []
-    torch.manual_seed(seed)
-    train_step, to_save, monitors = KINDS[kind](count)
-    trainer = Engine(train_step)
-    for monitor in monitors:
-        monitor.attach(trainer)
-    RollbackHandler(to_save).attach(trainer)
-
-    @trainer.on(Events.ITERATION_COMPLETED)
-    def note(engine: Engine) -> None:
-        if "rollback/restored_iteration" in engine.state.metrics:
-            seen.append(engine.state.iteration)
-
-    trainer.run(data(kind, seed, count), max_epochs=1, epoch_length=count)
-    return seen

@@ -95,65 +95,6 @@ def test_a_buffer_of_another_shape_and_a_replaced_one_go_back():
     assert sizes == [(1, 0.0)]
 
 
-class PerGroup(torch.optim.Optimizer):
-    """Keeps its averages in the state and its counts in the groups, as schedule-free optimizers do."""
-
-    def __init__(self, params, lr):
-        super().__init__(params, {"lr": lr, "weight_decay": 0.0, "k": 0, "weight_sum": 0.0, "train_mode": True})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            group["k"] += 1
-            group["weight_sum"] += group["lr"] ** 2
-            for p in group["params"]:
-                z = self.state[p].setdefault("z", p.clone())
-                z.sub_(p.grad, alpha=group["lr"])
-                p.lerp_(z, group["lr"] ** 2 / group["weight_sum"])
-
-
-def free_optimizers():
-    yield lambda p: PerGroup(p, lr=1e-3)
-    try:
-        import schedulefree
-    except ImportError:
-        return
-    yield lambda p: schedulefree.AdamWScheduleFree(p, lr=1e-3)
-    yield lambda p: schedulefree.SGDScheduleFree(p, lr=1e-3)
-
-
-@pytest.mark.parametrize("optimizer", list(free_optimizers()))
-def test_schedule_free_optimizers(optimizer):
-    training = Training(optimizer, every=10)
-    if hasattr(training.optimizer, "train"):
-        training.optimizer.train()
-    groups, states = {}, []
-
-    def note(engine):
-        group = training.optimizer.param_groups[0]
-        groups[engine.state.iteration - 1] = {k: v for k, v in group.items() if k != "params"}
-
-    training.trainer.add_event_handler(Events.ITERATION_STARTED, note)
-    training.trainer.add_event_handler(
-        MonitorEvents.ROLLED_BACK,
-        lambda engine: states.append(
-            (training.state(), {k: v for k, v in training.optimizer.param_groups[0].items() if k != "params"})
-        ),
-    )
-    training.optimizer.param_groups[0]["weight_decay"] = 0.5
-
-    @training.trainer.on(Events.ITERATION_STARTED(once=28))
-    def change(engine):
-        training.optimizer.param_groups[0].update(lr=7e-4, weight_decay=0.25)
-
-    training.run(make_batches(40), request=[34])
-    [(state, group)] = states
-    assert training.of("restored_iteration") == {34: 30}
-    assert group == groups[30]
-    assert_same(state["model"], training.before[30]["model"])
-    assert_same(state["optimizer"]["state"], training.before[30]["optimizer"]["state"])
-
-
 def test_random_numbers_and_iterations_go_on_and_gradients_are_dropped():
     training = Training(accumulate=3, every=6)
     states, left = [], []

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ignite_monitor.rollback.triggers import Findings, Signal, Triggers, second_moments
+from ignite_monitor.rollback.triggers import Findings, Triggers, second_moments
 
 
 def expected_losses(losses, patience):
@@ -23,9 +23,8 @@ def expected_losses(losses, patience):
             spread = math.fsum(w * (v - mean) ** 2 for w, v in zip(weights, history, strict=True))
             std = math.sqrt(spread / (total - math.fsum(w * w for w in weights) / total))
             limit = mean + max(2 * std, mean / 2)
-            if not math.isnan(lowest):
-                limit = min(limit, lowest + max(4 * std, first / 4, lowest / 2))
             first, lowest = (mean, mean) if math.isnan(lowest) else (first, min(lowest, mean))
+            limit = min(limit, lowest + max(4 * std, first / 4, lowest / 2))
         row = row + 1 if loss > limit else 0
         answers.append((row > 0, row == patience))
         if row < 2:
@@ -87,28 +86,27 @@ def test_a_nonfinite_loss_updates_nothing(loss):
     state = copy.deepcopy(watch.triggers.state_dict())
     findings = watch.triggers.collect(loss, [])
     assert (findings.check_state, findings.is_nonfinite, findings.is_unhealthy) == (True, True, False)
-    torch.testing.assert_close(watch.triggers.state_dict()["loss"], state["loss"], rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(
+        watch.triggers.state_dict()["detectors"], state["detectors"], rtol=0, atol=0, equal_nan=True
+    )
 
 
 def test_accepted_values_are_healthy_and_larger_ones_are_not():
-    signal = Signal()
-    assert signal.note(5.0, 1.0, is_spike=True)
-    signal.accepted = signal.peak
-    assert [signal.note(value, 1.0, is_spike=True) for value in (5.0, 4.0, 5.1, math.inf)] == [False, False, True, True]
+    watch = Watch()
+    for i in range(30):
+        watch(1.0 + 0.01 * (i % 3))
+    assert [watch(loss)[0] for loss in (4.9, 5.0)] == [True, True]
+    watch.triggers.accept()
+    assert [watch(loss)[0] for loss in (5.0, 4.0, 5.1)] == [False, False, True]
 
 
 def test_a_level_that_the_data_caused_for_long_is_known_when_it_returns():
     watch = Watch(patience=3)
-    for _ in range(30):
-        watch(1.0)
-    for _ in range(20):
-        watch(3.0)
-        watch.triggers.note_discarded()
-    watch.triggers.recovered()
+    for loss in [1.0] * 30 + [3.0] * 20:
+        watch(loss)
+    watch.triggers.recovered(discarded=20)
     watch.triggers.reset_threshold()
-    for _ in range(30):
-        watch(1.0)
-    assert [watch(3.0)[1] for _ in range(3)] == [False, False, True]
+    assert [watch(loss)[1] for loss in [1.0] * 30 + [3.0] * 3] == [False] * 32 + [True]
     assert watch.triggers.is_known_level()
     watch(3.5)
     assert not watch.triggers.is_known_level()

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from ignite_monitor.scaling import PRESETS, CoordinateCheck, Record, coordinate_check, parametrize
+from ignite_monitor.scaling.coordinate_result import log_log_slope
 from ignite_monitor.scaling.parametrization import Multiplier
-from ignite_monitor.scaling.slopes import log_log_slope
 from tests.scaling._models import SwiGLU
 
 WIDTHS = [32, 64, 128, 256]
@@ -99,13 +99,14 @@ def test_standard_parametrization_has_the_predicted_slopes():
     with them, more or less: from n to the power of 1 (not at all) to 3/2 (fully).
     """
     make_model = standard(mlp, X[:1], 1e-4)
-    result = coordinate_check(make_model, lambda width: (X, Y), WIDTHS, steps=2, seeds=2)
+    # Below a width of 64 the slopes are about 0.1 flatter.
+    result = coordinate_check(make_model, lambda width: (X, Y), [64, 128, 256, 512], steps=1, seeds=2)
     update, drift = slopes_of(result, "weight_update", 1), slopes_of(result, "input_drift", 1)
     for layer, expected in {"0": 0.0, "2": 1.0, "4": 1.0, "6": 1.0}.items():
-        assert update[layer].slope == pytest.approx(expected, abs=0.2), layer
+        assert update[layer].slope == pytest.approx(expected, abs=0.1), layer
     assert drift.keys() == {"2", "4", "6"}  # data do not drift
     assert drift["2"].slope == pytest.approx(0.0, abs=0.1)
-    assert drift["4"].slope == pytest.approx(1.0, abs=0.2)
+    assert drift["4"].slope == pytest.approx(1.0, abs=0.1)
     assert 0.9 < drift["6"].slope < 1.6
     for slope in slopes_of(result, "activation", 0).values():
         assert slope.slope == pytest.approx(0.0, abs=0.1 + 2 * slope.standard_error)
@@ -318,20 +319,17 @@ def test_models_of_one_size_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("batch", "output", "match"),
+    ("batch", "reduce", "match"),
     [
-        ({"x": X, "y": Y}, None, "make_batch should return x and y, but returns <class 'dict'>"),
-        (X, None, "make_batch should return x and y, but returns <class 'torch.Tensor'>"),
-        ((X, Y, Y), None, "make_batch should return x and y, but returns 3"),
-        ((X, Y), lambda x: {"logits": x}, "output for x should be a tensor of two or more dimensions.*'dict'"),
-        ((X, Y), lambda x: x.sum(), "output for x should be a tensor of two or more dimensions.*'torch.Tensor'"),
+        ({"x": X, "y": Y}, False, "return <class 'dict'> and <class 'NoneType'>"),
+        ((X, Y, Y), False, "return <class 'tuple'> and <class 'NoneType'>"),
+        ((X, Y), True, "return <class 'tuple'> and <class 'torch.Tensor'>"),
     ],
-    ids=["dict", "tensor", "three", "output", "number"],
 )
-def test_what_the_default_train_step_can_not_take(batch, output, match):
+def test_what_the_default_train_step_can_not_take(batch, reduce, match):
     class Model(nn.Linear):
         def forward(self, x):
-            return super().forward(x) if output is None else output(super().forward(x))
+            return super().forward(x).sum() if reduce else super().forward(x)
 
     def make_model(width):
         model = Model(32, width)
@@ -339,23 +337,3 @@ def test_what_the_default_train_step_can_not_take(batch, output, match):
 
     with pytest.raises(TypeError, match=match):
         coordinate_check(make_model, lambda width: batch, [16, 32], steps=1, seeds=1)
-    with pytest.raises(TypeError, match="train_step"):
-        coordinate_check(make_model, lambda width: batch, [16, 32], steps=1, seeds=1, train_step="cross-entropy")
-
-
-@pytest.mark.parametrize("count", [1, 4])
-def test_figure_has_room_for_its_title_and_numbers_on_its_axis(monkeypatch, tmp_path, count):
-    from matplotlib.figure import Figure
-
-    drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
-    quantities = ["activation", "change", "weight_update", "input_drift"][:count]
-    records = [Record(width, 0, 1, "x", each, 2.0 + width / 8) for width in (8, 16) for each in quantities]
-    CoordinateCheck(records).plot(tmp_path / "check.png")
-    (figure,) = drawn
-    figure.canvas.draw()
-    title = figure._suptitle.get_window_extent()
-    assert 0 <= title.x0 < title.x1 <= figure.bbox.x1
-    values = figure.axes[0].yaxis
-    labels = [tick.get_text() for tick in [*values.get_ticklabels(), *values.get_ticklabels(minor=True)]]
-    assert sum(map(bool, labels)) >= 2

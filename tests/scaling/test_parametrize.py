@@ -55,18 +55,6 @@ def test_mlp_has_what_mup_says():
     assert torch.equal(model[4].weight, torch.ones(64))
 
 
-def test_transformer_and_its_groups():
-    parametrization = made(_models.Transformer, sample_input=_models.TOKENS)
-    held = [id(parameter) for group in parametrization.param_groups for parameter in group["params"]]
-    assert sorted(held) == sorted(map(id, parametrization.model.parameters()))
-    kinds = {name: (layer.layer_type, layer.fan_in) for name, layer in parametrization.layers.items()}
-    assert kinds["tokens"] == ("embedding", 64)
-    assert kinds["blocks.1.attention.qkv"] == ("hidden", 64)
-    assert kinds["blocks.1.mlp.down"] == ("hidden", 128)
-    assert kinds["head"] == ("readout", 64)
-    assert len(kinds) == 2 + 2 * 5
-
-
 def test_groups_hold_the_parameters_that_the_model_has_now():
     """Sharding, and materializing a model of the meta device, replace them."""
     parametrization = made()
@@ -219,10 +207,6 @@ def test_weight_decay_does_not_depend_on_layer_and_width():
         assert share_left(width, weight_decay=0.1) == pytest.approx([0.97**20] * 3, rel=1e-4)
 
 
-def test_without_weight_decay_the_optimizers_is_used():
-    assert all("weight_decay" not in group for group in made().param_groups)
-
-
 # Muon
 
 
@@ -316,9 +300,7 @@ def test_frozen_and_zero_weights_keep_their_values(caplog):
     assert (parametrization.model[0].weight == 0.5).all()
     assert not parametrization.model[6].weight.any()
     assert list(parametrization.layers) == ["3", "6"]
-    assert messages(caplog) == [
-        "parametrize: weights that are not drawn at random: 1 frozen (0.weight); 1 zero (6.weight)"
-    ]
+    assert not messages(caplog)
 
 
 # Given roles
@@ -378,7 +360,7 @@ def test_raw_weights_of_a_model_that_can_not_be_exported_need_roles():
             super().__init__(n, "branch")
             self.raw = nn.Parameter(torch.randn(2, n, n))
 
-    with pytest.raises(TracingError, match="give the roles of raw, too"):
+    with pytest.raises(TracingError, match="give the role of raw, too"):
         made(Raw, kinds={"mid": "hidden"})
     layer = made(Raw, kinds={"raw": "hidden"}).layers["raw"]
     assert (layer.fan_in, layer.multiplier, layer.c) == (64, 1.0, 1.0)
@@ -403,8 +385,13 @@ def odd_weight(n):
         (_models.mlp, (8.0, 16.0), TypeError, "widths should be an integer"),
         (lambda n: n, (8, 16), TypeError, "make_model should be of type a function that returns"),
         (lambda n: nn.Linear(6, 3), (8, 16), ValueError, "whose weights grow with width, but none does"),
-        (lambda n: nn.Sequential(*(nn.Linear(n, n) for _ in range(n // 8))), (8, 16), ValueError, "other modules"),
-        (lambda n: nn.Sequential(nn.Linear(6, n, bias=n > 8)), (8, 16), ValueError, r"but 0\.bias differs"),
+        (
+            lambda n: nn.Sequential(*(nn.Linear(n, n) for _ in range(n // 8))),
+            (8, 16),
+            ValueError,
+            r"first nothing more .* and 1 \(Lin",
+        ),
+        (lambda n: nn.Sequential(nn.Linear(6, n, bias=n > 8)), (8, 16), ValueError, "more in the smaller and 0.bias"),
         (odd_weight, (8, 16), TracingError, r"does not use mixing \(Sequential\)"),
         (lambda n: nn.LazyLinear(n), (8, 16), ValueError, "is lazy: run it once"),
         (
@@ -433,10 +420,10 @@ def test_models_it_can_not_compare(make, widths, error, match):
         ({"ab_overrides": {"3": 0.5}}, TypeError, r"ab_overrides\['3'\] should be two numbers"),
         ({"ab_overrides": {"3": (0.5, 0.5)}}, ValueError, r"Layer 3 should have a \+ b equal to 0\.5"),
         ({"ab_overrides": [1]}, TypeError, "ab_overrides should be of type Mapping or None"),
-        ({"c_overrides": {"4": 0.5}}, ValueError, r"name layers of the model or layer types, but given \['4'\]"),
+        ({"c_overrides": {"4": 0.5}}, ValueError, r"name layers or weights that grow with width, but given \['4'\]"),
         ({"alignment_overrides": {"3": (1, 2)}}, TypeError, r"alignment_overrides\['3'\] should be one of"),
         ({"kinds": {"3": "attention"}}, ValueError, r"kinds\['3'\] should be 'embedding' or"),
-        ({"kinds": {"4": "hidden"}}, ValueError, r"weights or modules that grow with width, but given \['4'\]"),
+        ({"kinds": {"4": "hidden"}}, ValueError, r"kinds should name layers .* but given \['4'\]"),
         ({"kinds": ["3"]}, TypeError, "kinds should be of type Mapping or None"),
     ],
 )

@@ -31,32 +31,16 @@ def linear_batches(count=3):
     return [(torch.randn(16, 5), torch.randn(16, 7)) for _ in range(count)]
 
 
-@pytest.mark.parametrize("items", [None, lambda batch: 10])
-def test_throughput_and_mfu_are_those_of_the_published_time(items):
+@pytest.mark.parametrize(
+    ("items", "count"),
+    [(None, 16), (lambda batch: batch[0].numel(), 80), (lambda batch: torch.tensor(batch[0].numel()), 80)],
+)
+def test_throughput_and_mfu_are_those_of_the_published_time(items, count):
     _, seen = run(nn.Linear(5, 7), linear_batches(), items=items, peak_flops=1e9, flops_per_item=6 * 5 * 7)
     for values in seen:
-        rate = (16 if items is None else 10) / (values["step/time_ms"] / 1e3)
+        rate = count / (values["step/time_ms"] / 1e3)
         assert values["step/items_per_s"] == pytest.approx(rate)
         assert values["step/mfu"] == pytest.approx(rate * 6 * 5 * 7 / 1e9)
-
-
-def test_no_train_step_is_run_in_another_way():
-    """No dispatch mode is on, and compiled functions stay compiled: nothing is counted behind the user's back."""
-    model = nn.Linear(5, 7)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    compiled = torch.compile(model, backend=lambda module, _: calls.append("compiled") or module.forward)
-    calls = []
-
-    def train_step(_, batch):
-        calls.append(len(torch.utils._python_dispatch._get_current_dispatch_mode_stack()))
-        calls.append(torch.compiler.is_compiling())
-        compiled(batch[0])
-
-    torch._dynamo.reset()
-    trainer = Engine(train_step)
-    StepStatsHandler(compiled, optimizer, peak_flops=1e9, flops_per_item=1.0).attach(trainer)
-    trainer.run(linear_batches(2))
-    assert calls == [0, False, "compiled", 0, False]
 
 
 def test_time_is_that_of_the_train_step():
@@ -109,13 +93,6 @@ def test_items_of_a_batch(batch, count):
     assert count_items(batch) == count
 
 
-@pytest.mark.parametrize("items", [lambda batch: batch[0].numel(), lambda batch: torch.tensor(batch[0].numel())])
-def test_items_by_a_function(items):
-    _, seen = run(nn.Linear(5, 7), linear_batches(), items=items)
-    for values in seen:
-        assert values["step/items_per_s"] == pytest.approx(16 * 5 / values["step/time_ms"] * 1e3)
-
-
 @pytest.mark.parametrize("items", [None, lambda batch: batch["x"].numel(), lambda batch: batch["count"]])
 def test_items_are_those_that_the_train_step_was_given(items):
     """A train step may take its batch apart, and change what is in it."""
@@ -145,7 +122,7 @@ def rates_of(handler):
 
 
 def published_rates(trainer, handler, batches):
-    handler.attach(trainer)
+    handler._attached_to() or handler.attach(trainer)
     rates = []
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda _: rates.append(rates_of(handler)))
     trainer.run(batches)
@@ -158,19 +135,14 @@ def test_learning_rates_are_those_that_the_step_used():
     groups = [{"params": [model.weight], "lr": 0.5}, {"params": [model.bias], "lr": torch.tensor(0.25)}]
     optimizer = torch.optim.SGD(groups)
 
-    def train_step(*_):
+    def train_step(engine, _):
+        optimizer.param_groups[0]["lr"] = 1.0 / engine.state.iteration
+        optimizer.param_groups[1]["lr"] = torch.tensor(0.25)
         optimizer.step()
         optimizer.param_groups[0]["lr"] = 0.0
         optimizer.param_groups[1]["lr"].zero_()
 
-    trainer = Engine(train_step)
-
-    @trainer.on(Events.ITERATION_STARTED)
-    def schedule(engine):
-        optimizer.param_groups[0]["lr"] = 1.0 / engine.state.iteration
-        optimizer.param_groups[1]["lr"] = torch.tensor(0.25)
-
-    assert published_rates(trainer, StepStatsHandler(model, optimizer), [0, 1]) == [[1.0, 0.25], [0.5, 0.25]]
+    assert published_rates(Engine(train_step), StepStatsHandler(model, optimizer), [0, 1]) == [[1.0, 0.25], [0.5, 0.25]]
 
 
 def moved_by_a_gradient_of_ones(train):
@@ -187,18 +159,7 @@ def moved_by_a_gradient_of_ones(train):
         train(engine, optimizer)
         moves.append([pytest.approx(before - model.weight.item(), rel=1e-4)])
 
-    trainer = Engine(train_step)
-    return trainer, model, optimizer, handler, moves
-
-
-def test_a_learning_rate_that_the_train_step_sets_is_the_one_that_moved_the_weights():
-    def train(engine, optimizer):
-        optimizer.param_groups[0]["lr"] = 0.1 * engine.state.iteration
-        optimizer.step()
-
-    trainer, _, _, handler, moves = moved_by_a_gradient_of_ones(train)
-    assert published_rates(trainer, handler, [0] * 3) == moves
-    assert moves == [[0.1], [0.2], [0.3]]
+    return Engine(train_step), model, optimizer, handler, moves
 
 
 @pytest.mark.parametrize("event", [MonitorEvents.SPIKE_DETECTED, MonitorEvents.OPTIMIZER_STEP_STARTED])
@@ -207,21 +168,15 @@ def test_a_learning_rate_that_a_handler_lowers_is_the_one_that_moved_the_weights
     """Whichever monitor is attached first."""
     trainer, model, optimizer, handler, moves = moved_by_a_gradient_of_ones(lambda _, optimizer: optimizer.step())
     monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(1e-6))
-    if first:
-        monitor.attach(trainer)
-    handler.attach(trainer)
-    if not first:
-        monitor.attach(trainer)
+    for each in (monitor, handler) if first else (handler, monitor):
+        each.attach(trainer)
 
     @trainer.on(event)
     def lower(_):
         optimizer.param_groups[0]["lr"] *= 0.1
 
-    rates = []
-    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda _: rates.append(rates_of(handler)))
-    trainer.run([0] * 3)
-    assert rates == moves
-    assert rates == [[pytest.approx(each)] for each in (0.1, 0.01, 0.001)]
+    assert published_rates(trainer, handler, [0] * 3) == moves
+    assert moves == [[0.1], [0.01], [0.001]]
 
 
 @pytest.mark.parametrize("event", [None, MonitorEvents.OPTIMIZER_STEP_COMPLETED])
@@ -233,53 +188,30 @@ def test_a_scheduler_that_steps_right_after_the_optimizer_comes_too_late(event):
     handler.attach(trainer)
     if event:
         trainer.add_event_handler(event, lambda _: scheduler.step())
-    rates = []
-    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda _: rates.append(rates_of(handler)))
-    trainer.run([0] * 3)
-    assert rates == moves
-    assert rates == [[1.0], [0.5], [0.25]]
+    assert published_rates(trainer, handler, [0] * 3) == moves
+    assert moves == [[1.0], [0.5], [0.25]]
 
 
-def test_of_several_steps_the_first_ones_learning_rate_counts():
-    def train(_, optimizer):
-        for lr in (0.5, 0.25):
-            optimizer.param_groups[0]["lr"] = lr
-            optimizer.step()
+def first_of_two_steps(_, optimizer):
+    for lr in (0.5, 0.25):
+        optimizer.param_groups[0]["lr"] = lr
+        optimizer.step()
 
+
+def none_in_the_second_iteration(engine, optimizer):
+    optimizer.param_groups[0]["lr"] = 0.5**engine.state.iteration
+    if engine.state.iteration != 2:
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = 7.0
+
+
+@pytest.mark.parametrize(
+    ("train", "expected"),
+    [(first_of_two_steps, [[0.5]] * 3), (none_in_the_second_iteration, [[0.5], [0.25], [0.125]])],
+)
+def test_the_first_step_s_learning_rate_or_what_the_train_step_leaves(train, expected):
     trainer, _, _, handler, _ = moved_by_a_gradient_of_ones(train)
-    assert published_rates(trainer, handler, [0, 1]) == [[0.5], [0.5]]
-
-
-def test_without_a_step_the_learning_rate_is_what_the_train_step_leaves():
-    """In the second of three iterations, which only accumulates; no other's rate is taken for it."""
-
-    def train(engine, optimizer):
-        optimizer.param_groups[0]["lr"] = 0.5**engine.state.iteration
-        if engine.state.iteration != 2:
-            optimizer.step()
-            optimizer.param_groups[0]["lr"] = 7.0
-
-    trainer, _, _, handler, _ = moved_by_a_gradient_of_ones(train)
-    assert published_rates(trainer, handler, [0] * 3) == [[0.5], [0.25], [0.125]]
-
-
-def test_each_optimizers_learning_rate_is_that_of_its_own_step():
-    """Two optimizers of one model, each given its learning rate right before its step, and none afterwards."""
-    model = nn.Linear(2, 2)
-    optimizers = [torch.optim.SGD([parameter], lr=9.0) for parameter in model.parameters()]
-
-    def train_step(*_):
-        for lr, optimizer in zip((0.5, 0.25), optimizers, strict=True):
-            optimizer.param_groups[0]["lr"] = lr
-            optimizer.step()
-            optimizer.param_groups[0]["lr"] = 9.0
-
-    trainer = Engine(train_step)
-    handlers = [StepStatsHandler(model, each, prefix=prefix) for each, prefix in zip(optimizers, "ab", strict=True)]
-    for handler in handlers:
-        handler.attach(trainer)
-    trainer.run([0, 1])
-    assert [float(handler.metrics[f"{handler.prefix}/lr/group_0"]) for handler in handlers] == [0.5, 0.25]
+    assert published_rates(trainer, handler, [0] * 3) == expected
 
 
 class Wrapping(torch.optim.Optimizer):
@@ -307,21 +239,8 @@ def test_the_learning_rate_of_a_wrapped_optimizer_is_that_of_the_step(of_inner):
     assert published_rates(trainer, StepStatsHandler(model, inner if of_inner else wrapping), [0, 1]) == [[0.5]] * 2
 
 
-def test_parameter_norm_and_memory():
+def test_parameter_norm_and_the_memory_that_a_step_takes():
     model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 7).double())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    trainer = Engine(lambda *_: nn.init.normal_(model[0].weight))
-    handler = StepStatsHandler(model, optimizer)
-    handler.attach(trainer)
-    trainer.run([0])
-    expected = torch.cat([p.detach().double().flatten() for p in model.parameters()]).norm()
-    assert handler.metrics["step/parameter_norm"] == pytest.approx(float(expected), rel=1e-6)
-    peak, resident = (float(handler.metrics[f"step/{name}_memory_mb"]) for name in ("peak", "resident"))
-    assert 50 < resident <= peak < 1e6
-
-
-def test_memory_that_a_step_takes_is_seen():
-    model = nn.Linear(2, 2)
     kept = []
     trainer = Engine(lambda engine, _: kept.append(torch.ones(2**24)) if engine.state.iteration == 2 else None)
     handler = StepStatsHandler(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -332,6 +251,9 @@ def test_memory_that_a_step_takes_is_seen():
     )
     trainer.run([0, 1])
     assert 60 < sizes[1] - sizes[0] < 70
+    assert 50 < sizes[1] <= float(handler.metrics["step/peak_memory_mb"]) < 1e6
+    expected = torch.cat([p.detach().double().flatten() for p in model.parameters()]).norm()
+    assert handler.metrics["step/parameter_norm"] == pytest.approx(float(expected), rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -381,34 +303,11 @@ def test_a_planted_wait_for_data_is_what_is_published():
     for each in seen[1::2]:
         wait, taken = each["step/data_wait_ms"], each["step/time_ms"]
         assert each["step/data_wait_share"] == pytest.approx(wait / (wait + taken))
-
-
-def test_starting_a_loader_anew_is_waiting_too():
-    _, _, seen = planted([5, 50], restarts=True)
-    assert [each.get("step/data_wait_ms") for each in seen] == pytest.approx([None, 50.0, None, 50.0])
-    _, _, seen = planted([50], restarts=True)
+    _, _, seen = planted([50], restarts=True)  # starting a loader anew is waiting too
     assert seen[1]["step/data_wait_ms"] == pytest.approx(50.0)
 
 
-def test_a_loader_that_sleeps_is_waited_for():
-    """By the real clock: at least so long, and no handler or train step is in it."""
-    model = nn.Linear(5, 7)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = create_supervised_trainer(model, optimizer, F.mse_loss)._process_function
-    trainer = Engine(lambda engine, batch: (time.sleep(0.2), step(engine, batch)))
-    handler = StepStatsHandler(model, optimizer)
-
-    def batches():
-        time.sleep(0.05)
-        yield from linear_batches(1)
-
-    handler.attach(trainer)
-    trainer.run(batches(), epoch_length=1, max_epochs=1)
-    assert handler.metrics["step/data_wait_ms"] >= 50
-    assert handler.metrics["step/data_wait_share"] < 1
-
-
-def test_detaching_takes_the_clock_of_the_data_along():
+def test_detaching_removes_the_handlers_of_the_data_clock():
     trainer, handler, _ = planted([1, 2])
     handler.detach()
     assert not trainer._event_handlers[Events.GET_BATCH_STARTED]

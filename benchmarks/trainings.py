@@ -1,0 +1,166 @@
+"""Small training runs that several benchmarks share: models, data, schedules and faulty batches."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+CONTEXT, VOCABULARY = 32, 128
+Batches = Callable[[], tuple[Tensor, Tensor]]
+
+
+class Training(NamedTuple):
+    """One recipe. The name's prefix selects the model: "gpt", "cnn", else an MLP. ``warmup`` is in iterations."""
+
+    name: str
+    width: int
+    depth: int
+    batch_size: int
+    optimizer: str
+    lr: float
+    warmup: int = 0
+    decay: str = "constant"
+    options: dict[str, Any] = {}
+
+    @property
+    def is_gpt(self) -> bool:
+        return self.name.startswith("gpt")
+
+    @property
+    def classes(self) -> int:
+        return VOCABULARY if self.is_gpt else 10
+
+    def lr_factor(self, iteration: int, iterations: int) -> float:
+        """Factor of the learning rate."""
+        if iteration < self.warmup:
+            return (iteration + 1) / self.warmup
+        done = (iteration - self.warmup) / max(1, iterations - self.warmup)
+        factors: dict[str, float] = {
+            "constant": 1.0,
+            "cosine": 0.02 + 0.49 * (1.0 + math.cos(math.pi * done)),
+            "linear": 1.0 - 0.98 * done,
+            "rsqrt": (max(100, self.warmup) / max(100, iteration)) ** 0.5,
+        }
+        return factors[self.decay]
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block."""
+
+    def __init__(self, width: int, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        out: Tensor = x + self.mlp(self.norm2(x))
+        return out
+
+
+class GPT(nn.Module):
+    """A character model with one logit per next character."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.token, self.position = nn.Embedding(VOCABULARY, width), nn.Embedding(CONTEXT, width)
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(depth)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
+        logits: Tensor = self.head(self.norm(self.blocks(x)))
+        return logits
+
+
+def make_model(training: Training) -> nn.Module:
+    width = training.width
+    if training.is_gpt:
+        return GPT(width, training.depth)
+    if training.name.startswith("cnn"):
+        return nn.Sequential(
+            nn.Unflatten(1, (1, 8, 8)),
+            nn.Conv2d(1, width, 3, padding=1),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+            nn.Conv2d(width, 2 * width, 3, padding=1, stride=2),
+            nn.BatchNorm2d(2 * width),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(32 * width, 10),
+        )
+    sizes = [64, *[width] * training.depth]
+    hidden = [layer for a, b in itertools.pairwise(sizes) for layer in (nn.Linear(a, b), nn.ReLU())]
+    return nn.Sequential(*hidden, nn.Linear(sizes[-1], 10))
+
+
+def make_optimizer(training: Training, model: nn.Module) -> torch.optim.Optimizer:
+    kind: Callable[..., torch.optim.Optimizer] = getattr(torch.optim, training.optimizer)
+    return kind(model.parameters(), lr=training.lr, **training.options)
+
+
+def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten())
+
+
+def digits(divisor: float = 16.0) -> tuple[Tensor, Tensor]:
+    """Images and labels of the handwritten digits of scikit-learn."""
+    data = load_digits()
+    return torch.tensor(data.data / divisor, dtype=torch.float32), torch.tensor(data.target)
+
+
+def batches(training: Training, generator: torch.Generator, start: float = 0.0, end: float = 1.0) -> Batches:
+    """A function that draws inputs and labels from the data between the fractions ``start`` and ``end``."""
+
+    def part(values: Tensor) -> Tensor:
+        return values[int(start * len(values)) : int(end * len(values))]
+
+    if training.is_gpt:
+        files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:60]
+        text = b"".join(file.read_bytes() for file in files)
+        tokens = part(torch.tensor([byte for byte in text if byte < VOCABULARY]))
+
+        def draw() -> tuple[Tensor, Tensor]:
+            starts = torch.randint(len(tokens) - CONTEXT, (training.batch_size, 1), generator=generator)
+            pieces = tokens[starts + torch.arange(CONTEXT + 1)]
+            return pieces[:, :-1], pieces[:, 1:]
+
+    else:
+        images, labels = map(part, digits())
+
+        def draw() -> tuple[Tensor, Tensor]:
+            rows = torch.randint(len(images), (training.batch_size,), generator=generator)
+            return images[rows], labels[rows]
+
+    return draw
+
+
+def spoil(kind: str, inputs: Tensor, labels: Tensor, classes: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """A faulty copy of a batch."""
+    inputs, labels = inputs.clone(), labels.clone()
+    if kind in ("random_labels", "half_random_labels"):
+        rows = len(labels) // (2 if kind.startswith("half") else 1)
+        labels[:rows] = torch.randint(classes, labels[:rows].shape, generator=generator)
+    elif kind == "shifted_labels":
+        labels = labels.roll(1, 0)
+    elif kind == "constant_input":
+        inputs = torch.ones_like(inputs)
+    elif kind == "one_bad_input":
+        noise = torch.randint(classes, inputs[0].shape, generator=generator)
+        normal = 10.0 * torch.randn(inputs[0].shape, generator=generator) if inputs.is_floating_point() else noise
+        inputs[0] = normal
+    return inputs, labels

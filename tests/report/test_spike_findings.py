@@ -1,0 +1,237 @@
+"""Findings about gradients, on either side of every limit."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from ignite_monitor.report.summary import find, healthy, measured
+from tests.report._runs import calm_norms, found, grad, make_run, only, rollback, series, weights, with_spike
+
+ALL = range(1, 201)
+
+
+def jump(after, at=100):
+    """Norms of 1, a spike of 60, and what follows it."""
+    norms = np.ones(200)
+    norms[at:], norms[at - 1] = after, 60
+    return norms
+
+
+def returning():
+    norms = np.ones(300)
+    norms[200:210], norms[210:225] = 200.0, 10.0  # ten spikes, and a few calm norms that are still large
+    return norms
+
+
+# name: run, severities of "spikes", what the text says (or not, with a minus)
+SPIKES = {
+    "one": (
+        grad(with_spike([120]), [120]),
+        ["warning"],
+        "1 gradient spike (grad/norm): iteration 120. The largest, in iteration 120, was 60, "
+        "10 times its threshold of 6.|Of these steps 1 skipped.|Inspect these batches.|-share of the excess|-damage",
+    ),
+    "two": (grad(with_spike([50, 90]), [50, 90]), ["warning"], "2 gradient spikes (grad/norm): iterations 50 and 90."),
+    "twice the threshold": (grad(with_spike([120], 11.9), [120]), ["note"], "noise.|No action"),
+    "above it": (grad(with_spike([120], 12.1), [120]), ["warning"], "-noise"),
+    "1 in 100": (grad(with_spike([40, 70], 10.0), [40, 70]), ["note"], "noise"),
+    "more": (grad(with_spike([40, 70, 95], 10.0), [40, 70, 95]), ["warning"], "-noise"),
+    "many small": (
+        grad(with_spike(range(40, 180, 7), 8.9), range(40, 180, 7)),
+        ["note"],
+        "hardly spikes|RobustThreshold()",
+    ),
+    "more than 1 in 10": (grad(with_spike(range(40, 187, 7), 8.9), range(40, 187, 7)), ["warning"], "-hardly"),
+    "many larger": (grad(with_spike(range(40, 180, 7), 9.1), range(40, 180, 7)), ["warning"], "-hardly"),
+    "just above": (grad(with_spike([120], 6.01), [120]), ["note"], "6.01, just above its threshold of 6"),
+    "no threshold": (grad(with_spike([120]), [120], thresholds=math.nan), ["warning"], "iteration 120.|-largest"),
+    "skipped, clipped, made, omitted": (
+        grad(with_spike([50, 60, 80, 110, 120]), [50, 60, 80, 110, 120], made={*ALL} - {80, 120})
+        | {"grad/skipped_count": series(np.isin(ALL, range(80, 201)))}
+        | {"grad/clipped_count": series(np.isin(ALL, range(50, 201)))},
+        ["warning"],
+        "Of these steps 1 skipped, 1 clipped, 1 not made by the train step and 2 made.|on_spike=",
+    ),
+    "not handled": (grad(with_spike([50]), [50], skipped=False), ["warning"], "No step was skipped or clipped"),
+    "culprit": (
+        grad(with_spike([50]), [50]) | {"grad/culprit/head.weight": (np.array([50]), np.array([0.7]))},
+        ["warning"],
+        "its threshold of 6 (share of the excess: head.weight 70 %)",
+    ),
+    "periodic": (grad(with_spike(range(25, 200, 25)), range(25, 200, 25)), ["warning"], "every 25 iterations"),
+    "not periodic": (grad(with_spike([50, 90, 97, 160]), [50, 90, 97, 160]), ["warning"], "-every"),
+    "no damage": (grad(jump(2.5), [100], skipped=False), ["warning"], "-damage"),
+    "damage": (grad(jump(3.5), [100], skipped=False), ["problem"], "stayed 3.5 times as large|Restore a checkpoint"),
+    "skipped is no damage": (grad(jump(5.0), [100]), ["warning"], "-damage"),
+    "omitted is no damage": (grad(jump(5.0), [100], skipped=False, made={*ALL} - {100}), ["warning"], "-damage"),
+    "returned": (grad(returning(), range(201, 211), skipped=False), ["warning"], "-damage"),
+    "spikes to the end": (grad(jump(200.0), range(100, 201), skipped=False), ["problem"], "damage"),
+    "prefix": (grad(with_spike([120]), [120], root="a/b/generator"), ["warning"], "(a/b/generator/norm)"),
+    "loss alone": (grad(calm_norms(), [50]) | {"grad/loss_spike": series(np.isin(ALL, [50]))}, [], ""),
+    "reset counter": (
+        grad(with_spike([50, 150]), [50, 150], skipped=False)
+        | {"grad/spike_count": series([0] * 49 + [1] * 50 + [0] * 50 + [1] * 51)},
+        ["warning"],
+        "iterations 50 and 150",
+    ),
+    "retracted": (
+        grad(with_spike([50, 90]), [50, 90], skipped=False)
+        | {"grad/spike_count": series([0] * 49 + [1] + [0] * 39 + [1] * 111)},
+        ["warning"],
+        "1 gradient spike (grad/norm): iteration 90.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPIKES)
+def test_spikes(name):
+    run, severities, words = SPIKES[name]
+    findings = found(run, "spikes")
+    assert [finding.severity for finding in findings] == severities
+    for word in words.split("|") if findings else ():
+        assert (word.removeprefix("-") in findings[0].text) is not word.startswith("-"), findings[0].text
+
+
+def test_only_spikes_whose_step_was_made_do_damage():
+    norms = np.ones(200)
+    norms[[59, 119]], norms[120:] = 60, 5.0
+    for made, severity in ((60, "warning"), (120, "problem")):
+        run = grad(norms, [60, 120])
+        run["grad/skipped_count"] = series(run["grad/skipped_count"][1] - (np.array(ALL) >= made))
+        assert only(run, "spikes").severity == severity
+
+
+def test_spikes_in_iterations_that_are_not_in_the_file_are_counted():
+    run = {
+        name: (at[99::100], values[99::100]) for name, (at, values) in grad(with_spike([50, 120]), [50, 120]).items()
+    }
+    assert "2 gradient spikes (grad/norm): all in iterations that are not in the file." in only(run, "spikes").text
+    run["grad/spike"][1][0] = 1
+    finding = only(run, "spikes")
+    assert finding.values["count"] == 2
+    assert "1 of them in iterations that are not in the file" in finding.text
+
+
+@pytest.mark.parametrize(("length", "resets"), [(9, []), (10, [(110,)]), (25, [(110,)])])
+def test_consecutive_spikes_are_a_regime_change(length, resets):
+    norms = np.ones(200)
+    norms[100 : 100 + length] = 60
+    findings = found(grad(norms, range(101, 101 + length)), "regime_change")
+    assert [finding.iterations for finding in findings] == resets
+    rolled_back = grad(norms, range(101, 101 + length)) | rollback([(110, 90, 0)])
+    assert found(rolled_back, "regime_change") == []
+
+
+def test_two_monitors_each_have_their_own_findings():
+    run = grad(with_spike([50]), [50], root="g") | grad(with_spike([90]), [90], root="d")
+    assert sorted(finding.iterations for finding in found(run, "spikes")) == [(50,), (90,)]
+
+
+def test_spikes_of_partial_gradients_count_once_per_step():
+    """Four micro-batches a step: 27 gradients are flagged, in 11 steps."""
+    flags, counts, total = np.zeros(400), np.zeros(400), 0
+    for place in range(400):
+        step, part = divmod(place, 4)
+        if 40 <= step < 51 and (part == 3 or (part >= 1 and step < 48)):
+            flags[place] = 1
+            total += 0 if part == 2 or (part == 3 and step < 48) else 1  # that of the partial gradient is retracted
+        counts[place] = total
+    run = grad(np.tile([1.0, 2.0, 3.0, 4.0], 100), thresholds=100.0, made=range(4, 401, 4), skipped=False)
+    run |= {"grad/spike": series(flags), "grad/spike_count": series(counts)}
+    assert (flags.sum(), counts[-1]) == (27, 11)
+    assert only(run, "spikes").values["count"] == 11
+    assert "100 gradient norms" in " ".join(measured(make_run(run)))
+
+
+# Other findings
+
+
+def test_finite_and_nonfinite_spikes_are_counted_apart():
+    norms = with_spike([50, 80, 110])
+    norms[99] = np.nan
+    run = grad(norms, [50, 80, 100, 110])
+    assert "Of these steps 3 skipped." in only(run, "spikes").text
+    finding = only(run, "nonfinite_gradients")
+    assert (finding.severity, finding.iterations) == ("warning", (100,))
+    assert "1 gradient with inf or NaN (grad/norm): iteration 100. Of these steps 1 skipped." in finding.text
+    assert "on_spike" not in finding.text
+
+
+def test_gradients_that_stay_nonfinite_are_a_problem():
+    norms = calm_norms()
+    norms[150:] = math.nan
+    assert only(grad(norms, range(151, 201)), "nonfinite_gradients").severity == "problem"
+    all_nan = grad(np.full(50, math.nan), range(1, 51), thresholds=math.nan)
+    assert healthy(find(make_run(all_nan))) is False
+
+
+@pytest.mark.parametrize(("count", "severity"), [(1, "note"), (20, "note"), (21, "warning")])
+def test_overflows_of_a_scaler(count, severity):
+    norms = calm_norms()
+    norms[:count] = math.inf
+    finding = only(grad(norms), "overflows")
+    assert (finding.severity, finding.values["count"]) == (severity, count)
+    assert only(grad(np.tile(norms, 10)), "overflows").severity == ("note" if count == 1 else "warning")
+
+
+def test_spikes_of_the_loss_are_none_of_the_norm():
+    run = grad(calm_norms(), [50, 90]) | {"grad/loss_spike": series(np.isin(ALL, [50, 90]))}
+    assert [(finding.kind, finding.iterations) for finding in found(run)] == [("loss_spikes", (50, 90))]
+
+
+@pytest.mark.parametrize(("count", "severity"), [(2, "note"), (3, "warning")])
+def test_spikes_of_a_spike_monitor(count, severity):
+    flags = np.isin(ALL, range(50, 50 + 20 * count, 20)) * 1.0
+    run = {"l/value": series(np.ones(200)), "l/spike": series(flags), "l/spike_count": series(flags.cumsum())}
+    assert only(run, "loss_spikes").severity == severity
+
+
+@pytest.mark.parametrize(
+    ("made", "kind", "severity", "words"),
+    [
+        (range(1, 101), "no_step", "problem", "no step in 400 monitored iterations|zero_grad"),
+        ((), "no_step", "warning", "no step in 500 monitored iterations|Give GradMonitor the optimizer"),
+        (range(1, 450), None, None, ""),
+        (range(4, 501, 4), None, None, ""),
+    ],
+)
+def test_an_optimizer_that_makes_no_step(made, kind, severity, words):
+    findings = found(grad(calm_norms(500), made=made))
+    assert [(finding.kind, finding.severity) for finding in findings] == [(kind, severity)] * bool(kind)
+    assert all(word in findings[0].text for word in words.split("|") if findings)
+
+
+def test_without_norms_it_is_known_too():
+    assert only({"grad/stepped": series(np.zeros(300))}, "no_step").values["count"] == 300
+    short = {"grad/stepped": series(np.zeros(3))}  # of an accumulation over 4
+    assert healthy(find(make_run(short))) is None
+    assert found(grad(np.full(300, 60.0), range(1, 301), made=()), "no_step") == []  # all skipped
+
+
+@pytest.mark.parametrize(("factor", "iterations"), [(40, []), (60, [(7,)])])
+def test_norms_of_the_warm_up_are_compared_with_the_run(factor, iterations):
+    norms = np.ones(200)
+    norms[6] = factor
+    run = grad(norms)
+    run["grad/threshold"] = tuple(part[20:] for part in run["grad/threshold"])
+    findings = found(run)
+    assert [finding.kind for finding in findings] == ["early_norms"] * len(iterations)
+    assert [finding.iterations for finding in findings] == iterations
+
+
+# Without a threshold
+
+
+def test_a_run_without_a_threshold_is_not_called_healthy():
+    warming_up = {name: its for name, its in grad(calm_norms(15)).items() if name != "grad/threshold"}
+    for run, words in (
+        (warming_up, "None of 15 gradient norms (grad/norm) was compared with a threshold"),
+        (weights(), "the file has no metrics of a GradMonitor"),
+    ):
+        (finding,) = find(make_run(run))
+        assert (finding.kind, finding.severity) == ("not_monitored", "note")
+        assert words in finding.text
+        assert healthy([finding]) is None

@@ -1,0 +1,214 @@
+"""Tiny models of families that people train, at any width, with batches for them."""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ignite_monitor.scaling import parametrize
+
+VOCABULARY, LENGTH, BATCH, CLASSES = 64, 8, 2, 10
+HEAD = 8  # the dimension of a head, the same at all widths
+
+
+class Case:
+    """A model at any width, and batches for it; ``loss`` is of the output and the batch, None for ``output.loss``."""
+
+    def __init__(self, make, inputs, loss=None):
+        self.make, self.inputs, self.loss = make, inputs, loss
+
+    def step(self, model, optimizer, batch):
+        optimizer.zero_grad()
+        output = model(**{key: value for key, value in batch.items() if key != "target"})
+        (output.loss if self.loss is None else self.loss(output, batch)).backward()
+        optimizer.step()
+
+    def probe(self):
+        """An input to export with."""
+        return {key: value for key, value in self.inputs().items() if key != "target"}
+
+
+def tokens():
+    ids = (torch.rand(BATCH, LENGTH).square() * VOCABULARY).long()
+    return {"input_ids": ids, "labels": ids}
+
+
+def ids_and_target():
+    ids = tokens()["input_ids"]
+    return {"ids": ids, "target": ids.roll(-1, 1)}
+
+
+def pictures(size, key="x"):
+    def inputs():
+        target = torch.randint(CLASSES, (BATCH,))
+        return {key: torch.randn(BATCH, 3, size, size), "target": target}
+
+    return inputs
+
+
+def cross_entropy(output, batch):
+    logits = getattr(output, "logits", output)
+    return F.cross_entropy(logits.flatten(0, -2), batch["target"].flatten())
+
+
+def of_transformers(name, options, inputs=tokens, loss=None):
+    """A model of transformers, of the options that its configuration has for a width."""
+    kind, _, purpose = name.partition(" ")
+
+    def make(n):
+        transformers = importlib.import_module("transformers")
+        return getattr(transformers, kind + purpose)(getattr(transformers, f"{kind}Config")(**options(n)))
+
+    importlib.import_module("transformers")
+    return Case(make, inputs, loss)
+
+
+def language(name, **more):
+    return of_transformers(
+        f"{name} ForCausalLM",
+        lambda n: (
+            {
+                "vocab_size": VOCABULARY,
+                "hidden_size": n,
+                "intermediate_size": 2 * n,
+                "num_hidden_layers": 1,
+                "num_attention_heads": n // HEAD,
+                "num_key_value_heads": max(n // HEAD // 2, 1),
+                "head_dim": HEAD,
+                "pad_token_id": None,
+            }
+            | more
+        ),
+    )
+
+
+def gpt2():
+    options = {"vocab_size": VOCABULARY, "n_positions": LENGTH, "n_layer": 1}
+    return of_transformers("GPT2 LMHeadModel", lambda n: options | {"n_embd": n, "n_head": n // HEAD})
+
+
+def t5():
+    options = {"vocab_size": VOCABULARY, "d_kv": HEAD, "num_layers": 1, "decoder_start_token_id": 0}
+    sizes = {"d_model": 1, "d_ff": 2, "num_heads": 1 / HEAD}
+    return of_transformers(
+        "T5 ForConditionalGeneration", lambda n: options | {key: int(n * times) for key, times in sizes.items()}
+    )
+
+
+def encoder(name, options, *rest):
+    def sized(n):
+        sizes = {"hidden_size": n, "num_attention_heads": n // HEAD, "intermediate_size": 2 * n}
+        return options | sizes | {"num_hidden_layers": 1}
+
+    return of_transformers(name, sized, *rest)
+
+
+def bert():
+    return encoder("Bert ForMaskedLM", {"vocab_size": VOCABULARY, "max_position_embeddings": LENGTH})
+
+
+def vit():
+    options = {"image_size": 16, "patch_size": 4, "num_labels": CLASSES}
+    return encoder("ViT ForImageClassification", options, pictures(16, "pixel_values"), cross_entropy)
+
+
+def vit_torchvision():
+    models = importlib.import_module("torchvision.models")
+    return Case(
+        lambda n: models.VisionTransformer(16, 4, 2, n // HEAD, n, 2 * n, num_classes=CLASSES),
+        pictures(16),
+        cross_entropy,
+    )
+
+
+def resnet_torchvision():
+    """Bottlenecks, whose inner width grows; the stream between them is as torchvision makes it."""
+    resnet = importlib.import_module("torchvision.models.resnet")
+
+    def make(n):
+        return resnet.ResNet(resnet.Bottleneck, [1, 1, 1, 1], num_classes=CLASSES, width_per_group=n)
+
+    return Case(make, pictures(16), cross_entropy)
+
+
+def of_timm(kind, options, size=16):
+    models = importlib.import_module("timm.models")
+    return Case(
+        lambda n: getattr(models, kind)(num_classes=CLASSES, **options(n, models)), pictures(size), cross_entropy
+    )
+
+
+class LSTMLanguageModel(nn.Module):
+    """An embedding, two LSTM layers and a readout."""
+
+    def __init__(self, n):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, n)
+        self.lstm = nn.LSTM(n, n, num_layers=2, batch_first=True)
+        self.head = nn.Linear(n, VOCABULARY)
+
+    def forward(self, ids):
+        return self.head(self.lstm(self.embedding(ids))[0])
+
+
+class Seq2Seq(nn.Module):
+    """``nn.Transformer`` between embeddings and a readout."""
+
+    def __init__(self, n):
+        super().__init__()
+        self.source, self.target = nn.Embedding(VOCABULARY, n), nn.Embedding(VOCABULARY, n)
+        self.transformer = nn.Transformer(n, n // HEAD, 1, 1, 2 * n, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(n, VOCABULARY)
+
+    def forward(self, ids):
+        return self.head(self.transformer(self.source(ids), self.target(ids)))
+
+
+def lora():
+    """On a frozen Llama that is parametrized itself, as if it had been trained at this width."""
+    peft = importlib.import_module("peft")
+    base = language("Llama")
+
+    def make(n):
+        torch.manual_seed(n)
+        model = parametrize(base.make, (8, n), sample_input=base.probe()).model
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
+        return peft.get_peft_model(model, config)
+
+    return Case(make, tokens)
+
+
+CASES = {
+    "Llama, GQA (transformers)": lambda: language("Llama"),
+    "Llama, MQA (transformers)": lambda: language("Llama", num_key_value_heads=1),
+    "GPT-2 (transformers)": gpt2,
+    "T5 (transformers)": t5,
+    "Gemma (transformers)": lambda: language("Gemma"),
+    "BERT (transformers)": bert,
+    "Mixtral (transformers)": lambda: language("Mixtral", num_local_experts=4, num_experts_per_tok=2),
+    "ViT (transformers)": vit,
+    "ViT (torchvision)": vit_torchvision,
+    "ResNet (timm)": lambda: of_timm(
+        "ResNet",
+        lambda n, models: {
+            "block": models.resnet.BasicBlock,
+            "layers": [1, 1, 1, 1],
+            "channels": [n, n, 2 * n, 2 * n],
+            "stem_width": n // 2,
+            "stem_type": "deep",
+        },
+    ),
+    "ResNet, Bottleneck (torchvision)": resnet_torchvision,
+    "MLP-Mixer (timm)": lambda: of_timm(
+        "MlpMixer", lambda n, _: {"img_size": 16, "patch_size": 4, "num_blocks": 2, "embed_dim": n}
+    ),
+    "ConvNeXt (timm)": lambda: of_timm(
+        "ConvNeXt", lambda n, _: {"depths": (1, 1, 1, 1), "dims": (n, n, 2 * n, 2 * n)}, 32
+    ),
+    "LSTM language model": lambda: Case(LSTMLanguageModel, ids_and_target, cross_entropy),
+    "nn.Transformer": lambda: Case(Seq2Seq, ids_and_target, cross_entropy),
+    "LoRA on a frozen Llama (PEFT)": lora,
+}
