@@ -17,11 +17,9 @@ class DetectionMonitor(Monitor):
     """Reports spikes and resets of a threshold.
 
     Attributes:
-        flag: attribute of ``engine.state`` that holds whether the value is a spike.
         max_consecutive_spikes: number of consecutive spikes that reset the threshold.
     """
 
-    flag: str
     max_consecutive_spikes: int
     _iteration = -1  # the last monitored one
     _known_spike: tuple[Tensor, bool] | None = None  # a flag read on the host
@@ -43,20 +41,20 @@ class DetectionMonitor(Monitor):
     def _is_awaited(self, event: MonitorEvents) -> bool:
         return self._source is not None and self._source.is_awaited(event)
 
-    def _fire(
-        self, engine: Any, event: MonitorEvents, spike: Callable[[], Spike], first: Callable[[], Any] | None = None
-    ) -> None:
+    def _fire(self, engine: Any, event: MonitorEvents, spike: Spike, first: Callable[[], Any] = lambda: None) -> None:
         """Call a function and fire an event while ``engine.state.spike`` describes a spike."""
         if self._source is not None:
-            with exposed_spike(engine, spike()):
-                if first is not None:
-                    first()
+            with exposed_spike(engine, spike):
+                first()
                 self._source.fire(event)
 
-    def _fire_reset(self, engine: Any, spike: Callable[[], Spike]) -> None:
+    def _fire_reset(self, engine: Any, detection: Any) -> None:
         awaited = self._is_awaited(MonitorEvents.THRESHOLD_RESET)
-        if self._report_reset(synchronize=awaited) and awaited:
-            self._fire(engine, MonitorEvents.THRESHOLD_RESET, spike)
+        if self._resets and self._report_reset(synchronize=awaited) and awaited:
+            self._fire(engine, MonitorEvents.THRESHOLD_RESET, self._spike(detection))
+
+    def _spike(self, detection: Any) -> Spike:
+        raise NotImplementedError
 
     def _report_reset(self, synchronize: bool) -> bool:
         is_reset = self._resets.take(synchronize)

@@ -40,8 +40,6 @@ class RobustThreshold(ThresholdRule):
         ValueError: if an argument is out of range.
     """
 
-    _gives_infinity = False
-
     def __init__(self, k: float = 5.25, warmup: int = 20, decay: float | None = 0.99, least: float = 2.0) -> None:
         self.k = check_real("k", k, above=0.0)
         self.least = check_real("least", least, above=0.0)
@@ -50,7 +48,7 @@ class RobustThreshold(ThresholdRule):
     def __call__(self, mean: Tensor, std: Tensor, count: Tensor) -> Tensor:
         spread = (self.state["upper"] / self.state["weight"]) ** (1 / 3)
         limit = torch.maximum(torch.add(mean, spread, alpha=self.k), max(self.least, 1.0) * mean)
-        return limit.masked_fill(limit - mean <= NEGLIGIBLE * mean.abs(), math.nan)
+        return limit.masked_fill(limit <= torch.add(mean, mean.abs(), alpha=NEGLIGIBLE), math.nan)
 
     def empty(self) -> State:
         return super().empty() | {"upper": torch.zeros((), dtype=torch.float64, device="cpu")}

@@ -18,6 +18,8 @@ from ignite_monitor.model.devices import move_like
 
 State = dict[str, Tensor]
 
+_MOMENTS = ("count", "weight", "mean", "spread")
+
 NEGLIGIBLE = 1e-6
 """A standard deviation below this times the mean is rounding: in float32 norms have a relative error of about 1e-7."""
 
@@ -27,23 +29,20 @@ class ThresholdRule:
 
     A subclass overrides :meth:`__call__`; one that needs more than the moments also extends :meth:`empty` and
     :meth:`include`. The state is a dictionary of tensors on the device of the values, and nothing reads it on the host.
-    If all of them are 0-dim, the rule can also follow many values side by side, each with its own statistics; tensors
-    that are 0-dim below then have their shape.
+    If all of them are 0-dim, the rule can also follow many values side by side: tensors that are 0-dim below then have
+    the shape of the values.
 
     The moments weigh the i-th of n values by :math:`w_i = d^{\,n-i}` with the decay d (Welford 1962, in the weighted
-    form of D. H. D. West, "Updating mean and variance estimates: an improved method", CACM 22(9), 1979).
+    form of D. H. D. West, "Updating mean and variance estimates: an improved method", CACM 22(9), 1979). The divisor
+    of the sample variance, :math:`\sum w_i - \sum w_i^2 / \sum w_i`, equals :math:`2 (\sum w_i - 1) / (1 + d)`.
 
     Args:
         warmup: number of values before the first threshold.
         decay: factor of all earlier weights at every new value, in (0, 1); None gives all values the same weight.
 
     Attributes:
-        state: ``count`` n, ``weight`` :math:`\sum w_i`, ``weight_squared`` :math:`\sum w_i^2`, ``mean`` :math:`\mu`,
-            ``spread`` :math:`\sum w_i (x_i - \mu)^2`, and what a subclass adds.
-
-    Raises:
-        TypeError: if an argument is not a number of the required kind.
-        ValueError: if an argument is out of range.
+        state: ``count`` n, ``weight`` :math:`\sum w_i`, ``mean`` :math:`\mu`, ``spread``
+            :math:`\frac{1 + d}{2} \sum w_i (x_i - \mu)^2`, and what a subclass adds.
 
     Examples:
         .. code-block:: python
@@ -54,9 +53,6 @@ class ThresholdRule:
 
             GradMonitor(model, optimizer, threshold=TwiceTheMean(warmup=50))
     """
-
-    _MOMENTS = ("count", "weight", "weight_squared", "mean", "spread")
-    _gives_infinity = True
 
     def __init__(self, *, warmup: int = 20, decay: float | None = None) -> None:
         self.warmup = check_count("warmup", warmup)
@@ -78,69 +74,51 @@ class ThresholdRule:
 
     def empty(self) -> State:
         """Create the state before the first value: name -> float64 tensor of any shape on the CPU."""
-        return dict(zip(self._MOMENTS, torch.zeros(len(self._MOMENTS), dtype=torch.float64).unbind(), strict=True))
+        return {name: torch.zeros((), dtype=torch.float64, device="cpu") for name in _MOMENTS}
 
     def include(self, state: State, value: Tensor) -> State:
-        """Return the state after one more value, as new tensors of the same shapes.
-
-        Args:
-            state: the state before the value.
-            value: the value, 0-dim.
-        """
-        weight, squared, spread = state["weight"], state["weight_squared"], state["spread"]
+        """Return the state after one more value, 0-dim, as new tensors of the same shapes."""
+        weight, spread = state["weight"], state["spread"]
         if self.decay != 1.0:
-            weight, squared, spread = foreach_mul((weight, squared, spread), (self.decay, self.decay**2, self.decay))
-        count, weight, squared = foreach_add((state["count"], weight, squared), 1.0)
+            weight, spread = foreach_mul((weight, spread), self.decay)
+        count, weight = foreach_add((state["count"], weight), 1.0)
         delta = value - state["mean"]
         mean = torch.addcdiv(state["mean"], delta, weight)
-        spread = torch.addcmul(spread, delta, value - mean)
-        return dict(zip(self._MOMENTS, (count, weight, squared, mean, spread), strict=True))
+        spread = torch.addcmul(spread, delta, value - mean, value=(1.0 + self.decay) / 2.0)
+        return dict(zip(_MOMENTS, (count, weight, mean, spread), strict=True))
 
     def entry(self, limit: Tensor) -> Tensor:
-        """Return the value that updates the statistics in place of a spike: the limit.
-
-        Args:
-            limit: the threshold that the spike exceeded, 0-dim.
-        """
+        """Return the value that updates the statistics in place of a spike: the threshold it exceeded, 0-dim."""
         return limit
 
     def statistics(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return threshold, mean and sample standard deviation, 0-dim.
 
-        The threshold is NaN if there is none, the mean before the first value, the deviation before the second.
+        The threshold is NaN during the warm-up, the mean before the first value, the deviation before the second.
         """
-        state = self.state
-        # 0 / 0 before the first value; the divisor is n - 1 for equal weights.
-        freedom, mean = foreach_addcdiv(
-            (state["weight"], state["mean"]),
-            (state["weight_squared"], state["mean"]),
-            (state["weight"], state["weight"]),
-            (-1.0, 0.0),
-        )
-        std = (state["spread"] / freedom).sqrt()
-        limit = self(state["mean"], std, state["count"])
+        weight, mean = self.state["weight"], self.state["mean"]
+        # NaN before the first value, by 0 / 0.
+        freedom, known_mean = foreach_addcdiv((weight, mean), (weight, mean), (weight, weight), (-1.0, 0.0))
+        std = (self.state["spread"] / freedom).sqrt()
+        limit = self(mean, std, self.state["count"])
         limit = limit.to(mean) if isinstance(limit, Tensor) else torch.full_like(mean, float(limit))
-        if self._gives_infinity:
-            limit = limit.masked_fill(limit == math.inf, math.nan)
-        return limit.masked_fill(state["count"] < self.warmup, math.nan), mean, std
+        return limit.masked_fill(self.state["count"] < self.warmup, math.nan), known_mean, std
 
     def threshold(self) -> Tensor:
         """Return the largest value that is no spike, 0-dim; inf if there is no threshold."""
         return self.statistics()[0].nan_to_num(math.inf, math.inf, -math.inf)
 
     def observe(self, value: Tensor, when: Tensor | None = None, reset: Tensor | None = None) -> None:
-        """Update the statistics with one value, unless it is so large that its powers are not finite.
+        """Update the statistics with one value.
 
         Args:
-            value: the value, 0-dim.
+            value: the value, 0-dim; if it is used, its powers are finite.
             when: 0-dim bool: do so only if it is True; None for True.
             reset: 0-dim bool: discard all earlier values first; None for False.
         """
         before = self.state if reset is None else _where(reset, self._initial, self.state)
-        usable = value <= largest_usable(value)
-        when = usable if when is None else when & usable
         after = self.include(before, value)
-        self.state = after if is_true(when) else _where(when, after, before)
+        self.state = after if when is None else _where(when, after, before)
 
     def reset(self) -> None:
         """Discard all values."""
@@ -158,28 +136,21 @@ class ThresholdRule:
             values = {name: move_like(value, reference) for name, value in state.items()}
             return {name: value.expand(reference.shape) for name, value in values.items()} if scalar else values
 
-        self.state, self._initial = moved(self.state), _joined(moved(self._initial))
+        self.state, self._initial = moved(self.state), _Packed(moved(self._initial), reference)
 
     def state_dict(self) -> State:
         """Return the state, name -> tensor."""
         return {name: value.clone() for name, value in self.state.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Continue from a saved state.
-
-        Args:
-            state_dict: the :meth:`state_dict` of a rule of the same kind.
-
-        Raises:
-            ValueError: if names or shapes differ from those of this rule.
-        """
+        """Continue from a saved state; a ValueError if its names or shapes are not those of this rule."""
         if not isinstance(state_dict, Mapping):
             raise ValueError(f"Argument state_dict should be a dictionary of tensors, but given {type(state_dict)}")
         given = {name: torch.as_tensor(value) for name, value in state_dict.items()}
-        shapes = [{name: tuple(value.shape) for name, value in state.items()} for state in (self.state, given)]
-        if shapes[0] != shapes[1]:
+        own_shapes, shapes = ({name: tuple(v.shape) for name, v in state.items()} for state in (self.state, given))
+        if shapes != own_shapes:
             raise ValueError(
-                f"Argument state_dict should hold {shapes[0]} for {type(self).__name__}, but given {shapes[1]}: "
+                f"Argument state_dict should hold {own_shapes} for {type(self).__name__}, but given {shapes}: "
                 "was it saved with another threshold rule?"
             )
         self.state = {name: move_like(given[name], value).clone() for name, value in self.state.items()}
@@ -190,50 +161,30 @@ class ThresholdRule:
         return f"{type(self).__name__}({', '.join(f'{name}={given[name]!r}' for name in names)})"
 
 
-def largest_usable(value: Tensor) -> float:
-    """The largest value whose powers are finite in its dtype."""
-    return float(torch.finfo(value.dtype).max ** 0.3)
+class _Packed(State):
+    """A state whose tensors are views of one, so that one operation selects all of them."""
 
-
-def is_true(flag: Tensor) -> bool:
-    """Return True if a bool tensor is known to be True without synchronization."""
-    return flag.is_cpu and not flag.ndim and torch.is_nonzero(flag)
-
-
-class _Joined(State):
-    """A state whose tensors are the rows of one."""
-
-    rows: Tensor
-
-
-def _joined(state: State) -> State:
-    """Join the tensors of a state if they have one shape."""
-    if isinstance(state, _Joined) or len({value.shape for value in state.values()}) > 1:
-        return state
-    return _split([*state], torch.stack([*state.values()]))
-
-
-def _split(names: list[str], rows: Tensor) -> _Joined:
-    state = _Joined(zip(names, rows.unbind(), strict=True))
-    state.rows = rows
-    return state
+    def __init__(self, state: State, flag: Tensor, rows: Tensor | None = None) -> None:
+        parts = [value.reshape(-1, *flag.shape) for value in state.values()]
+        self.rows = torch.cat(parts) if rows is None else rows
+        views = self.rows.split([len(part) for part in parts])
+        super().__init__({name: view.view_as(state[name]) for name, view in zip(state, views, strict=True)})
 
 
 def _where(flag: Tensor, some: State, others: State) -> State:
     """Select each tensor of two states by a flag."""
-    names = [*others]
-    some, others = _joined({name: some[name] for name in names} if [*some] != names else some), _joined(others)
-    if isinstance(some, _Joined) and isinstance(others, _Joined):
-        return _split(names, torch.where(flag, some.rows, others.rows))
-    return {name: torch.where(flag, some[name], value) for name, value in others.items()}
+    if [*some] != [*others]:
+        some = {name: some[name] for name in others}
+    packed, rows = (s.rows if isinstance(s, _Packed) else _Packed(s, flag).rows for s in (some, others))
+    return _Packed(others, flag, torch.where(flag, packed, rows))
 
 
 class MeanStdThreshold(ThresholdRule):
     r"""A value above :math:`\mu + k \sigma` is a spike.
 
     :math:`\mu` and :math:`\sigma` are mean and sample standard deviation of the earlier values, exponentially weighted
-    with ``decay``. There is no threshold while :math:`\sigma \le 10^{-6} |\mu|`: nothing is known of the spread yet.
-    ``docs/detection.md`` reports false alarms and recall.
+    with ``decay``. There is no threshold while :math:`\sigma \le 10^{-6} |\mu|`. ``docs/detection.md`` reports false
+    alarms and recall.
 
     Args:
         k: number of standard deviations above the mean.
@@ -245,8 +196,6 @@ class MeanStdThreshold(ThresholdRule):
         ValueError: if an argument is out of range.
     """
 
-    _gives_infinity = False
-
     def __init__(self, k: float = 6.0, warmup: int = 20, decay: float | None = 0.99) -> None:
         self.k = check_real("k", k, above=0.0)
         super().__init__(warmup=check_count("warmup", warmup, least=2), decay=decay)
@@ -256,15 +205,7 @@ class MeanStdThreshold(ThresholdRule):
 
 
 class StaticThreshold(ThresholdRule):
-    """A value above a fixed number is a spike, from the first one on.
-
-    Args:
-        value: the number, greater than 0.
-
-    Raises:
-        TypeError: if ``value`` is not a number.
-        ValueError: if ``value`` is not greater than 0.
-    """
+    """A value above a fixed number, greater than 0, is a spike, from the first one on."""
 
     def __init__(self, value: float) -> None:
         self.value = check_real("value", value, above=0.0)
@@ -316,12 +257,7 @@ Threshold = ThresholdRule | Callable[[Tensor, Tensor, Tensor], Tensor | float] |
 
 
 def as_rule(threshold: Threshold) -> ThresholdRule:
-    """Make a rule of a ``threshold`` argument: a copy of a rule, one for a function or a number, the default for None.
-
-    Raises:
-        TypeError: if it is no rule, no number, and no function of three tensors that returns a number.
-        ValueError: if the function raises an error, or the number is not greater than 0.
-    """
+    """Make a rule of a ``threshold`` argument; rules are copied."""
     if threshold is None:
         return MeanStdThreshold()
     if isinstance(threshold, Real) and not isinstance(threshold, bool):

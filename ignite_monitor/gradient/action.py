@@ -19,14 +19,15 @@ from ignite_monitor.model.devices import move, move_like
 from ignite_monitor.model.norms import is_sharded
 
 _CHOICES = "None, 'skip', 'clip' or a function of the engine and the norm"
+_DONE = {"skipped_count": "optimizer step skipped", "clipped_count": "gradient scaled to its threshold"}
 
 
 class SpikeAction:
     """Skips steps or clips gradients, and counts that.
 
     Clipping multiplies the gradients of a step by threshold / norm on the device, or by the smallest of these ratios
-    where single parameters are compared too. A non-finite gradient cannot be clipped: its step is skipped where that
-    takes no synchronization, on the CPU and in fused optimizers of ``torch.optim``, and made elsewhere.
+    if single parameters are compared too. A non-finite gradient cannot be clipped: its step is skipped if that takes
+    no synchronization, on the CPU and in fused optimizers of ``torch.optim``.
 
     Args:
         on_spike: "skip", "clip", a function, or None.
@@ -35,7 +36,6 @@ class SpikeAction:
     Attributes:
         kind: "skip", "clip" or None.
         counts: steps skipped, and with "clip" gradients clipped, so far: name -> 0-dim tensor.
-        known: whether a skip or clip is known on the host to have happened in this iteration.
 
     Raises:
         TypeError: if ``on_spike`` is of another type.
@@ -46,27 +46,27 @@ class SpikeAction:
         self.kind = on_spike if isinstance(on_spike, str) else None
         if self.kind is None:
             check_function("on_spike", on_spike, "the engine", "the norm", described=_CHOICES)
-        elif self.kind not in ("skip", "clip"):
-            raise ValueError(f"Argument on_spike should be {_CHOICES}, but given {on_spike!r}")
-        if self.kind == "skip":
+        elif self.kind == "skip":
             check_skippable(optimizer)
-        elif self.kind == "clip":
-            if optimizer is None:
-                raise ValueError("on_spike='clip' needs the argument optimizer, in whose step the gradient is clipped")
+        elif self.kind != "clip":
+            raise ValueError(f"Argument on_spike should be {_CHOICES}, but given {on_spike!r}")
+        elif optimizer is None:
+            raise ValueError("on_spike='clip' needs the argument optimizer, in whose step the gradient is clipped")
+        else:
             check_hooks("clip", optimizer)
-        zero = torch.zeros((), dtype=torch.float64, device="cpu")
-        self.counts = {"skipped_count": zero} | ({"clipped_count": zero} if self.kind == "clip" else {})
+        names = ["skipped_count", "clipped_count"] if self.kind == "clip" else ["skipped_count"]
+        self.counts = {name: torch.zeros((), dtype=torch.float64, device="cpu") for name in names}
         self._optimizer = optimizer
         self._skipper = StepSkipper()
         self._skipped: Tensor | None = None  # whether the step in progress is skipped
-        self._logged: dict[str, float] = dict.fromkeys(self.counts, 0.0)  # counts at the last log line
-        self._in_run = dict.fromkeys(self.counts, 0.0)
+        self._logged = dict.fromkeys(names, 0.0)  # counts at the last log line
+        self._in_run = dict.fromkeys(names, 0.0)
 
-    def contexts(self, completed: Callable[[Optimizer], None]) -> list[AbstractContextManager[None]]:
+    def contexts(self, completed: Callable[[Optimizer], None]) -> list[AbstractContextManager[Any]]:
         """Contexts of a train step with skipped steps; ``completed`` is called after a step that is not run."""
         if self.kind != "skip" or self._optimizer is None:
             return []
-        return [self._skipper.around(self._optimizer, completed)]
+        return [self._skipper.context(self._optimizer, completed)]
 
     def start(
         self,
@@ -76,11 +76,9 @@ class SpikeAction:
         is_first: bool,
         read: Callable[[], bool],
     ) -> None:
-        """The optimizer starts its step.
+        """Act on the gradients of a step that starts.
 
         Args:
-            gradients: the gradients of the step.
-            detection: of them.
             is_first: whether it is the first step that uses them.
             read: reads on the host whether they are a spike.
         """
@@ -97,14 +95,6 @@ class SpikeAction:
             if may_be_true(lost) and (on_device or (lost.is_cpu and hides_gradients(optimizer))):
                 self._skip(optimizer, lost, lambda: True)
 
-    def _skip(self, optimizer: Optimizer, flag: Tensor, read: Callable[[], bool]) -> None:
-        self._skipped = self._skipper.skip(optimizer, flag, read)
-        if may_be_true(flag):
-            self._count("skipped_count", flag)
-
-    def _count(self, name: str, flag: Tensor) -> None:
-        self.counts[name] = move_like(self.counts[name], flag.to(self.counts[name].dtype)) + flag
-
     def made(self, optimizer: Optimizer, spike: Tensor) -> bool | Tensor:
         """Return whether the completed step was made, a 0-dim bool tensor if only the device may know."""
         skipped, self._skipped = self._skipped, None
@@ -116,40 +106,43 @@ class SpikeAction:
         """Undo what skipping a step has changed."""
         self._skipper.restore()
 
-    def new_run(self) -> None:
-        """Count the log lines of a run anew."""
+    def start_run(self) -> None:
+        """Count the log lines of a run from zero."""
         self._in_run = dict.fromkeys(self.counts, 0.0)
 
     def message(self, counts: Sequence[float]) -> str | None:
-        """Describe the skips and clips since the last call: the first ten of a run, then every hundredth.
-
-        Args:
-            counts: :attr:`counts`, read on the host.
-        """
+        """Describe the skips and clips since the last call, from :attr:`counts` on the host: ten, then each 100th."""
         parts = []
         for name, count in zip(self.counts, counts, strict=True):
             before = self._in_run[name]
             self._in_run[name] = now = before + count - self._logged[name]
             self._logged[name] = count
             if now > before and (before < 10 or now // 100 > before // 100):
-                action = "optimizer step skipped" if name == "skipped_count" else "gradient scaled to its threshold"
-                parts.append(f"{action} ({now:.0f} in this run).")
+                parts.append(f"{_DONE[name]} ({now:.0f} in this run).")
         return " ".join(parts) or None
 
-    def counts_of(self, state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
+    def saved_counts(self, state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
         """Read the counts of a saved state, 0 for missing ones; a ValueError if one is no number."""
-        counts = {
-            name: torch.as_tensor(state_dict.get(name, 0.0), dtype=torch.float64, device="cpu") for name in self.counts
-        }
-        for name, count in counts.items():
-            if count.ndim:
-                raise ValueError(f"Argument state_dict should hold a number as {name}, but given {count}")
+        counts = {}
+        for name in self.counts:
+            counts[name] = torch.as_tensor(state_dict.get(name, 0.0), dtype=torch.float64, device="cpu")
+            if counts[name].ndim:
+                raise ValueError(f"Argument state_dict should hold a number as {name}, but given {counts[name]}")
         return counts
 
     def load(self, counts: dict[str, Tensor]) -> None:
-        """Continue from counts that :meth:`counts_of` returned."""
+        """Continue from counts that :meth:`saved_counts` returned."""
         self.counts = counts
         self._logged = {name: float(count) for name, count in counts.items()}
+
+    def _skip(self, optimizer: Optimizer, flag: Tensor, read: Callable[[], bool]) -> None:
+        self._skipper.skip(optimizer, flag, read)
+        self._skipped = flag
+        if may_be_true(flag):
+            self._count("skipped_count", flag)
+
+    def _count(self, name: str, flag: Tensor) -> None:
+        self.counts[name] = move_like(self.counts[name], flag.to(self.counts[name].dtype)) + flag
 
 
 def clip_factor(detection: GradientDetection) -> Tensor:
@@ -161,7 +154,7 @@ def clip_factor(detection: GradientDetection) -> Tensor:
 
 
 def _ratio(detection: Detection) -> Tensor:
-    return torch.where(detection.value > detection.threshold, detection.threshold / detection.value, 1.0)
+    return torch.where(detection.above, detection.threshold / detection.compared, 1.0)
 
 
 def scale(gradients: Sequence[Tensor], factor: Tensor) -> None:

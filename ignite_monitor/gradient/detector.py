@@ -14,8 +14,10 @@ from ignite_monitor.checks import check_type
 from ignite_monitor.detection.spikes import Detection, SpikeDetector
 from ignite_monitor.detection.thresholds import ThresholdRule
 from ignite_monitor.gradient.loss import LossCollector, LossDetector, LossSource
-from ignite_monitor.gradient.per_parameter import PerParameterDetector
+from ignite_monitor.gradient.per_parameter import PerParameterDetector, culprits, described
+from ignite_monitor.model._torch import foreach_add
 from ignite_monitor.model.devices import move_like
+from ignite_monitor.model.names import named_parameters
 from ignite_monitor.model.norms import norms
 from ignite_monitor.monitor.ranks import (
     all_take_part,
@@ -44,19 +46,22 @@ class GradientDetection(NamedTuple):
     spike: Tensor
     threshold_reset: Tensor
 
-    def where(self, flag: Tensor, other: GradientDetection) -> GradientDetection:
-        """Select this detection where a 0-dim bool tensor is True, else another one."""
-        fields: Any = (_selected(flag, own, its) for own, its in zip(self, other, strict=True))
-        return GradientDetection._make(fields)
-
 
 class SpikeNumbers(NamedTuple):
-    """Numbers of a spike on the host: by what it was detected, value, threshold, and culprits."""
+    """Numbers of a spike on the host: by what it was detected, value, threshold, and shares of the excess.
+
+    ``culprits`` has the shares by the name of the parameter, ``keys`` by the published key.
+    """
 
     name: str
     value: float
     threshold: float
-    culprits: list[float]
+    culprits: dict[str, float]
+    keys: dict[str, float]
+
+    def __str__(self) -> str:
+        what = "loss" if self.name == "loss" else "gradient norm"
+        return described(what, self.value, self.threshold, self.culprits)
 
 
 class GradientDetector:
@@ -73,9 +78,6 @@ class GradientDetector:
         options: those of :class:`SpikeDetector`.
 
     Attributes:
-        norm: detector of the norm.
-        loss: detector of the loss, or None.
-        parameters: detector of the parameters, or None.
         losses: the collected losses.
         pending: the postponed detection, and whether it counts, a 0-dim bool tensor; None for none.
 
@@ -98,57 +100,63 @@ class GradientDetector:
         check_type("per_parameter", per_parameter, bool, "bool")
         self._model, self._norm_type, self._reduction = model, norm_type, reduction_of(model, reduction)
         self.losses = LossCollector(loss, model)
-        self.norm = SpikeDetector(rule, **options)
-        self.loss = None if loss is None else LossDetector(**options)
-        self.parameters = PerParameterDetector(**options) if per_parameter else None
+        self._detectors: dict[str, Any] = {"detector": SpikeDetector(rule, **options)}
+        if loss is not None:
+            self._detectors["loss"] = LossDetector(**options)
+        if per_parameter:
+            self._detectors["per_parameter"] = PerParameterDetector(**options)
+        self._named: tuple[Sequence[nn.Parameter], tuple[str, ...]] = ((), ())  # the last parameters and their names
         self.pending: tuple[GradientDetection, Tensor] | None = None
-        self._counts = torch.zeros(3, dtype=torch.float64, device="cpu")
+        self._counts = torch.zeros(3, dtype=torch.float64, device="cpu").unbind()
 
     def detect(
         self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], scale: Tensor | None
     ) -> GradientDetection:
-        """Compare gradients with their thresholds; updates nothing.
+        """Compare gradients, at least one, with their thresholds; updates nothing.
 
         Args:
             parameters: the parameters, the same list as long as they are the same.
-            gradients: of those that have one, at least one.
             scale: factor of all gradients, 0-dim; None for 1.
         """
-        of_parameters = of_loss = None
-        if self.parameters is None:
+        of_parameters, of_loss = self._detectors.get("per_parameter"), self._detectors.get("loss")
+        loss = parameter = None
+        if of_parameters is None:
             norm = _divided(gradient_norm(gradients, self._norm_type, self._reduction), scale)
         else:
-            tensor_norms = _divided(norms(gradients, self._norm_type), scale)
-            of_parameters = self.parameters.detect_gradients(self._model, parameters, tensor_norms)
-            norm, any_spike = norm_of_parts(
-                gradients, tensor_norms, self._norm_type, self._reduction, of_parameters.spike.any()
-            )
-        of_norm = self.norm.detect(norm)
-        spike, reset = of_norm.spike, of_norm.threshold_reset
-        if of_parameters is not None:
-            spike, reset = spike | any_spike, reset | of_parameters.threshold_reset.any()
-        if self.loss is not None:
-            of_loss = self.loss.detect(self.losses.mean(norm.device))
-            spike, reset = spike | of_loss.spike, reset | of_loss.threshold_reset
-        return GradientDetection(of_norm, of_loss, of_parameters, spike, reset)
+            parts = _divided(norms(gradients, self._norm_type), scale)
+            parameter = of_parameters.detect(self._names(parameters), _with_zeros(parts, parameters))
+            any_spike = parameter.spike.any()
+            norm, any_spike = norm_of_parts(gradients, parts, self._norm_type, self._reduction, any_spike)
+        detection = self._detectors["detector"].detect(norm)
+        spike, reset = detection.spike, detection.threshold_reset
+        if parameter is not None:
+            spike, reset = spike | any_spike, reset | parameter.threshold_reset.any()
+        if of_loss is not None:
+            loss = of_loss.detect(self.losses.mean(norm.device))
+            spike, reset = spike | loss.spike, reset | loss.threshold_reset
+        return GradientDetection(detection, loss, parameter, spike, reset)
+
+    def _names(self, parameters: Sequence[nn.Parameter]) -> tuple[str, ...]:
+        if self._named[0] is not parameters:
+            name_of = {id(parameter): name for name, parameter, _ in named_parameters(self._model)}
+            self._named = parameters, tuple(name_of[id(parameter)] for parameter in parameters)
+        return self._named[1]
 
     def observe(self, detection: GradientDetection, when: Tensor | None = None) -> None:
         """Update statistics and counts with a detection, where a 0-dim bool tensor is True; None for True."""
-        self.norm.observe(detection.norm, when)
-        if self.loss is not None and detection.loss is not None:
-            self.loss.observe(detection.loss, when)
-        if self.parameters is not None and detection.parameters is not None:
-            self.parameters.observe(detection.parameters, when)
+        parts = {"detector": detection.norm, "loss": detection.loss, "per_parameter": detection.parameters}
+        for name, detector in self._detectors.items():
+            detector.observe(parts[name], when)
         self._counts = self._counts_with(detection, when)
 
     def resolve(self, accumulated: Tensor | None, device: torch.device) -> Tensor:
-        """A backward has ended: let the pending detection update the statistics, unless it was accumulated into.
+        """Let the pending detection update the statistics, unless a backward has accumulated into its gradient.
 
         Args:
-            accumulated: whether a gradient on this rank was accumulated into, a 0-dim bool tensor; None if unknown.
+            accumulated: whether it has on this rank, a 0-dim bool tensor; None if unknown.
 
         Returns:
-            Whether any was on any rank.
+            Whether it has on any rank.
         """
         if accumulated is None:
             accumulated = torch.zeros((), dtype=torch.bool, device=device)
@@ -164,13 +172,17 @@ class GradientDetector:
             (detection, counts), self.pending = self.pending, None
             self.observe(detection, counts if when is None else counts & move_like(when, counts))
 
-    def counts(self) -> Tensor:
+    def counts(self) -> Sequence[Tensor]:
         """Number of spikes, of non-finite norms, and of resets so far, the pending detection included."""
         return self._counts if self.pending is None else self._counts_with(*self.pending)
 
-    def _counts_with(self, detection: GradientDetection, when: Tensor | None) -> Tensor:
-        flags = torch.stack((detection.spike, detection.norm.nonfinite, detection.threshold_reset))
-        return move_like(self._counts, detection.norm.value) + (flags if when is None else flags & when)
+    def _counts_with(self, detection: GradientDetection, when: Tensor | None) -> Any:
+        flags = [detection.spike, detection.norm.nonfinite, detection.threshold_reset]
+        if when is not None:
+            flags = [flag & when for flag in flags]
+        if self._counts[0].device != flags[0].device:
+            self._counts = tuple(move_like(count, detection.norm.value) for count in self._counts)
+        return foreach_add(self._counts, flags)
 
     def spike_numbers(self, detection: GradientDetection) -> Tensor:
         """Collect what is reported of a spike in a vector for :meth:`read`, without synchronization."""
@@ -181,71 +193,61 @@ class GradientDetector:
             by_loss, by_gradient = loss.spike & ~by_gradient, loss.spike | by_gradient
             numbers = torch.where(by_loss, torch.stack((loss.value, loss.threshold)).exp(), numbers)
         parts = [by_loss.view(1).to(numbers.dtype), numbers]
-        if self.parameters is not None and parameters is not None:
-            # None if only parameters of another rank are above their thresholds.
-            parts.append(self.parameters.culprits(parameters, by_gradient))
+        if parameters is not None:  # none is named if only those of another rank are above their thresholds
+            parts.append(culprits(parameters, by_gradient))
         return torch.cat(parts)
 
     def read(self, numbers: Sequence[float]) -> SpikeNumbers:
         """Convert :meth:`spike_numbers`, read on the host; without a threshold it is inf."""
-        by_loss, value, threshold, *culprits = numbers
-        return SpikeNumbers(
-            "loss" if by_loss else "norm", value, math.inf if math.isnan(threshold) else threshold, culprits
-        )
+        by_loss, value, threshold, *shares = numbers
+        threshold = math.inf if math.isnan(threshold) else threshold
+        of_parameters = self._detectors.get("per_parameter")
+        named = of_parameters.named(shares) if of_parameters is not None else {}
+        keys = of_parameters.keys(shares) if of_parameters is not None else {}
+        return SpikeNumbers("loss" if by_loss else "norm", value, threshold, named, keys)
 
-    def named(self, culprits: Sequence[float]) -> dict[str, float]:
-        """Parameter -> share of the excess."""
-        return {} if self.parameters is None else self.parameters.named(culprits)
-
-    def forget(self) -> None:
+    def release(self) -> None:
         """Drop everything that belongs to a run; statistics stay."""
-        self.losses.forget()
-        if self.parameters is not None:
-            self.parameters.forget()
+        self.losses.clear()
+        self._named = (), ()
 
     def reset_threshold(self) -> None:
         """Discard all earlier values; counts stay."""
         self.settle()
-        for detector in self._detectors().values():
+        for detector in self._detectors.values():
             detector.reset_threshold()
-
-    def _detectors(self) -> dict[str, Any]:
-        every = {"detector": self.norm, "loss": self.loss, "per_parameter": self.parameters}
-        return {name: detector for name, detector in every.items() if detector is not None}
 
     def _copy(self) -> GradientDetector:
         twin = copy.copy(self)
-        twin.norm, twin.loss, twin.parameters = copy.copy(self.norm), copy.copy(self.loss), copy.copy(self.parameters)
+        twin._detectors = copy.deepcopy(self._detectors)
         return twin
 
     def state_dict(self) -> dict[str, Any]:
         """Return statistics and counts, as if the gradient of the pending detection had been discarded."""
         twin = self._copy()
         twin.settle()
-        return {name: detector.state_dict() for name, detector in twin._detectors().items()} | {"counts": twin._counts}
+        state = {name: detector.state_dict() for name, detector in twin._detectors.items()}
+        return state | {"counts": torch.stack([*twin._counts])}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a saved state.
-
-        Raises:
-            ValueError: if it is not of this kind; nothing has changed then.
-        """
+        """Continue from a saved state; a ValueError if it is not of this kind, and nothing has changed then."""
         counts = torch.as_tensor(state_dict["counts"], dtype=torch.float64, device="cpu")
         if counts.shape != (3,):
             raise ValueError(f"Argument state_dict should hold three numbers as counts, but given {counts}")
         twin = self._copy()
-        for name, detector in twin._detectors().items():
-            if name in state_dict:
-                detector.load_state_dict(state_dict[name])
-        self.norm, self.loss, self.parameters = twin.norm, twin.loss, twin.parameters
-        self._counts, self.pending = counts.clone(), None
-
-
-def _selected(flag: Tensor, own: Any, its: Any) -> Any:
-    if own is None:
-        return None
-    return torch.where(flag, own, its) if isinstance(own, Tensor) else own.where(flag, its)
+        for name in twin._detectors.keys() & state_dict.keys():
+            twin._detectors[name].load_state_dict(state_dict[name])
+        self._detectors = twin._detectors
+        self._counts, self.pending = counts.clone().unbind(), None
 
 
 def _divided(values: Tensor, scale: Tensor | None) -> Tensor:
     return values if scale is None else values / scale.to(values.device)
+
+
+def _with_zeros(norms_given: Tensor, parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Norms of all parameters from the norms of those that have a gradient."""
+    if len(norms_given) == len(parameters):
+        return norms_given
+    given, none = iter(norms_given.unbind()), torch.zeros_like(norms_given[0])
+    return torch.stack([none if parameter.grad is None else next(given) for parameter in parameters])

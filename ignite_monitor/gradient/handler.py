@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import re
 from collections import OrderedDict
@@ -10,27 +11,31 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from ignite.engine import Engine
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from ignite_monitor.checks import check_choice, check_count, check_real, check_type
+from ignite_monitor.detection.monitor import DetectionMonitor
 from ignite_monitor.detection.spikes import may_be_true
 from ignite_monitor.detection.thresholds import Threshold, as_rule
 from ignite_monitor.events.gradient_tracker import AccumulationProbe, GradientsReady, OptimizerStep
-from ignite_monitor.events.monitor_events import MonitorEvents
+from ignite_monitor.events.monitor_events import MonitorEvents, Spike
 from ignite_monitor.events.run_summary import RunSummary
 from ignite_monitor.gradient.action import SpikeAction
 from ignite_monitor.gradient.detector import GradientDetection, GradientDetector
-from ignite_monitor.gradient.loss import LossSource
+from ignite_monitor.gradient.loss import NO_LOSS, LossSource
 from ignite_monitor.gradient.missing_step import MissingStep
-from ignite_monitor.gradient.reports import GradientReports
 from ignite_monitor.gradient.window import GradientWindow
 from ignite_monitor.keys import GRADIENT
-from ignite_monitor.model.modes import in_backward
+from ignite_monitor.model.devices import move_like
+from ignite_monitor.model.modes import in_backward, users_grad_mode
 from ignite_monitor.model.optimizers import check_holds, check_optimizer
 from ignite_monitor.monitor.base import Handlers, check_flag
+from ignite_monitor.monitor.ranks import world_size
+from ignite_monitor.monitor.transfer import as_published
 from ignite_monitor.nonfinite.locator import NonFiniteLocator
 
 _NO_GRADIENT = (
@@ -40,7 +45,7 @@ _NO_GRADIENT = (
 )
 
 
-class GradMonitor(GradientReports, schema=GRADIENT):
+class GradMonitor(DetectionMonitor, schema=GRADIENT):
     r"""Detect gradient spikes before the optimizer step.
 
     After each ``backward()``, the norm of the unscaled, unclipped gradient, reduced over ranks, is compared with a
@@ -48,9 +53,9 @@ class GradMonitor(GradientReports, schema=GRADIENT):
     is in ``engine.state.unhealthy_spike`` and ``engine.state.grad_norm`` when ``backward()`` returns; ``on_spike`` acts
     on it. With gradient accumulation they describe what has been accumulated.
 
-    One norm per optimizer step updates the statistics, and one per spike whose step the train step skips. A spike
-    updates them clipped to its threshold, a non-finite norm or one of 0 not at all. Changes of the gradient after
-    backward, as by clipping, make no difference. The source of the first non-finite gradient is logged.
+    One norm per optimizer step updates the statistics, and one per spike whose step the train step skips. Changes of
+    the gradient after backward, as by clipping, make no difference. The source of the first non-finite gradient is
+    logged.
 
     {keys}
 
@@ -76,8 +81,7 @@ class GradMonitor(GradientReports, schema=GRADIENT):
 
     Raises:
         TypeError: if an argument is of another type.
-        ValueError: if an argument has a value that is not allowed, the optimizer holds no parameter of the model, its
-            step cannot be skipped or clipped, or ``reduction`` is not that of the model's wrapper.
+        ValueError: if an argument has a value that is not allowed, or the optimizer cannot be skipped or clipped.
 
     Examples:
         .. code-block:: python
@@ -92,9 +96,7 @@ class GradMonitor(GradientReports, schema=GRADIENT):
                 return loss.item()
 
             trainer = Engine(train_step)
-            monitor = GradMonitor(model, optimizer)
-            monitor.attach(trainer)
-            monitor.log_to(tensorboard_logger, trainer)
+            GradMonitor(model, optimizer).attach(trainer)
     """
 
     _state_dict_all_req_keys = ("detector", "counts", "skipped_count")
@@ -152,13 +154,16 @@ class GradMonitor(GradientReports, schema=GRADIENT):
         self._window: GradientWindow[GradientDetection] = GradientWindow()
         self._probe: AccumulationProbe | None = None  # decides on the pending detection
         self._locator = NonFiniteLocator(model)
-        self._missing_step = MissingStep(type(optimizer).__name__ if optimizer is not None else "an optimizer")
+        self._missing_step = MissingStep("an optimizer" if optimizer is None else type(optimizer).__name__)
         self._scale: Tensor | None = None  # of this iteration's last backward
         self._seen = False  # whether this iteration had a gradient
         self._stepped: bool | Tensor = False  # whether a step was made
+        self._shown: GradientDetection | None = None  # in the engine's state
+        self._published: list[GradientDetection] = []  # on a device: of the first spike, culprits are read later
+        self._where: Tensor | None = None  # whether anything is published, if only the device knows
 
     def counts(self) -> Tensor:
-        return self._detector.counts()
+        return torch.stack([*self._detector.counts()])
 
     def run_totals(self) -> dict[str, float | Tensor]:
         counts = {name.removesuffix("_count"): count for name, count in self._action.counts.items()}
@@ -168,21 +173,11 @@ class GradMonitor(GradientReports, schema=GRADIENT):
         self._detector.reset_threshold()
 
     def state_dict(self) -> OrderedDict[str, Any]:
-        """Return statistics and counts: tensors, and dicts of tensors."""
         return OrderedDict(**self._detector.state_dict(), **self._action.counts)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a saved state.
-
-        Args:
-            state_dict: the :meth:`state_dict` of a monitor with the same kind of threshold rule.
-
-        Raises:
-            TypeError: if it is no mapping.
-            ValueError: if it is of something else; nothing has changed then.
-        """
         super().load_state_dict(state_dict)
-        counts = self._action.counts_of(state_dict)
+        counts = self._action.saved_counts(state_dict)
         self._detector.load_state_dict(state_dict)
         self._action.load(counts)
 
@@ -203,7 +198,7 @@ class GradMonitor(GradientReports, schema=GRADIENT):
         unseen = iteration != self._iteration + 1
         self._window.iteration_started(unseen)
         if unseen:
-            self._detector.losses.forget()
+            self._detector.losses.clear()
         self._iteration = iteration
         self._seen = self._stepped = False
         self._scale = self._shown = None
@@ -211,10 +206,8 @@ class GradMonitor(GradientReports, schema=GRADIENT):
     def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
         if self._source is None:
             return []
-        contexts: list[AbstractContextManager[Any]] = [self._locator.calls]
+        contexts: list[AbstractContextManager[Any]] = [self._locator.calls, *self._detector.losses.contexts()]
         contexts += self._action.contexts(self._source.step_completed)
-        if self._detector.losses.source is not None:
-            contexts.append(self._detector.losses.listening())
         # It may have measured already, in a backward under no_sync().
         if self._detector.pending is not None and (self._probe is None or self._probe.accumulates is None):
             self._probe = self._source.tracker(self.model).accumulation_probe(self.optimizer)
@@ -222,27 +215,25 @@ class GradMonitor(GradientReports, schema=GRADIENT):
         return contexts
 
     def detach(self) -> None:
-        """Undo ``attach`` and ``log_to``; statistics and counts stay."""
         super().detach()
         self._detector.settle()
         self._window, self._probe = GradientWindow(), None
 
     def reset_run_state(self) -> None:
         self._locator.calls.release()
-        self._action.new_run()
+        self._action.start_run()
         # The gradients may still hold what has been accumulated.
         self._iteration = -1
-        self._stepped, self._shown, self._where, self._suspect = False, None, None, None
+        self._stepped, self._shown, self._published, self._where = False, None, [], None
         self._window.close()
         self._action.restore()
-        self._detector.forget()
+        self._detector.release()
         super().reset_run_state()
 
     def _on_gradients_ready(self, engine: Engine, backward: GradientsReady) -> None:
         parameters = backward.tracker.parameters_of(self.optimizer)
         gradients = _gradients(parameters)
-        is_all = parameters is backward.tracker.parameters
-        if not gradients or not (is_all or backward.reaches(self.optimizer)):  # it reached others of the model
+        if not gradients or not backward.reaches(self.optimizer):  # it reached others of the model
             return
         if self._detector.pending is not None:
             probe, self._probe = self._probe, None
@@ -250,8 +241,7 @@ class GradMonitor(GradientReports, schema=GRADIENT):
             # Read it only if the announcement of the spike has synchronized already.
             if (accumulated.is_cpu or self._window.announced) and not bool(accumulated):
                 self._window.announced = False
-        if self._detector.losses.source is not None:
-            self._detector.losses.backward_ended(engine)
+        self._detector.losses.backward_ended(engine)
         self._scale = None if self.scaler is None else backward.scale(self.scaler)
         self._seen = True
         detection = self._detector.detect(parameters, gradients, self._scale)
@@ -261,13 +251,13 @@ class GradMonitor(GradientReports, schema=GRADIENT):
 
     def _on_step_started(self, engine: Engine, step: OptimizerStep) -> Callable[[], None] | None:
         self._action.restore()  # from a step that raised an error
+        tracker = step.tracker
         if not step.is_of(self.optimizer):
-            if step.tracker.shares(step.optimizer):
+            if tracker.shares(step.optimizer):
                 self._missing_step.other = type(step.optimizer).__name__
             if self._window.other_step_started():
                 self._show_last(engine)
             return None
-        tracker = step.tracker
         # Optimizers that step inside of backward never have a whole gradient.
         is_whole = tracker.reduced and not (self.optimizer is None and in_backward())
         parameters = tracker.parameters_of(self.optimizer) if is_whole else []
@@ -276,26 +266,23 @@ class GradMonitor(GradientReports, schema=GRADIENT):
             self._window.close()
             self._show_last(engine)
             return None
-        taken = self._window.step_started(lambda: self._detect_by_hand(parameters, gradients, step.scale))
-        detection = taken.detection
-        self._show(engine, detection, announce=taken.updates)
+
+        def detect() -> GradientDetection:
+            self._detector.pending, self._seen = None, True  # the pending gradient is the same, or a part of it
+            return self._detector.detect(parameters, gradients, step.scale)
+
+        taken = self._window.step_started(detect)
+        self._show(engine, taken.detection, announce=taken.updates)
         if self._action.kind is None:
             return None
-        read = functools.partial(self._is_known_spike, detection.spike)
-        return lambda: self._action.start(step.optimizer, gradients, detection, taken.updates, read)
-
-    def _detect_by_hand(
-        self, parameters: list[nn.Parameter], gradients: list[Tensor], scale: Tensor | None
-    ) -> GradientDetection:
-        self._detector.pending = None  # the same gradient, or a part of it
-        self._seen = True
-        return self._detector.detect(parameters, gradients, scale)
+        read = functools.partial(self._is_known_spike, taken.detection.spike)
+        return lambda: self._action.start(step.optimizer, gradients, taken.detection, taken.updates, read)
 
     def _on_step_completed(self, engine: Engine, step: OptimizerStep) -> Callable[[], None] | None:
         if not step.is_of(self.optimizer):
             return None
         taken = self._window.step_completed()
-        self._detector.losses.forget()
+        self._detector.losses.clear()
         if taken is not None:
             made = self._action.made(step.optimizer, taken.detection.spike)
             self._stepped = made if self._stepped is False else self._stepped | made
@@ -313,32 +300,171 @@ class GradMonitor(GradientReports, schema=GRADIENT):
             if self._source.tracker(self.model).reduced:
                 self._warn_once(_NO_GRADIENT, engine.state.iteration)
             return
-        self._report_missing_step(engine)
+        self._report_missing(engine)
         newest, last = self._window.returned(), self._window.last
-        detection = newest if last is None else last.detection
-        where: Tensor | None = None  # whether there is anything to publish
+        of_step, flag = None if last is None else last.detection, None
         if newest is not None:
-            flagged = newest.spike
-            if last is None:
-                where = flagged = flagged | newest.norm.nonfinite
-            else:
-                detection = newest.where(flagged, last.detection)
-            if may_be_true(flagged):
-                self._detector.pending = newest, flagged
-                self._detector.losses.set_aside()
-                self._resets.set(newest.threshold_reset & flagged)
+            # The gradient of a step is published, unless a later one is a spike.
+            flag = newest.spike if of_step is not None else newest.spike | newest.norm.nonfinite
+            if may_be_true(flag):
+                self._detector.pending = newest, flag
+                self._detector.losses.postpone()
+                self._resets.set(newest.threshold_reset & flag)
             self._announce(engine, newest)
-        if detection is None:
-            self._publish_stepped_only()
-            return
-        self._show(engine, detection)
-        if where is None or may_be_true(where):
-            self._publish_detection(detection, where, log=True)
+        published = newest if flag else of_step
+        if newest is not None and flag is not None and not flag.is_cpu:
+            self._publish_either(engine, flag, newest, of_step)
+        elif published is not None:
+            self._show(engine, published)
+            self._publish_detection(published, log=True)
         else:
             self._publish_stepped_only()
-        self._report_action(detection)
-        if self._resets:
-            self._fire_reset(engine, functools.partial(self._spike, detection))
+        detection = published or newest
+        if detection is not None:
+            if self._action.kind is not None and detection.spike.is_cpu:
+                self._log_action([float(count) for count in self._action.counts.values()], detection)
+            self._fire_reset(engine, detection)
+
+    # The state of the engine, and published values
+
+    def _show(self, engine: Engine, detection: GradientDetection, announce: bool = False) -> None:
+        """Set flag and norm in the engine's state."""
+        if detection is not self._shown:
+            setattr(engine.state, self.flag, as_published(detection.spike))
+            setattr(engine.state, self._norm_attribute, as_published(detection.norm.value))
+            self._shown = detection
+        if self._source is not None and self._source.listened:  # by handlers that may log values
+            self._publish_detection(detection)
+        if announce and may_be_true(detection.spike):
+            self._announce(engine, detection)
+
+    def _show_last(self, engine: Engine) -> None:
+        self.clear(engine)
+        self._shown = None
+        if self._window.last is not None:
+            self._show(engine, self._window.last.detection)
+
+    def _values(self, detection: GradientDetection) -> dict[str, Any]:
+        norm, (spikes, nonfinite, _) = detection.norm, self._detector.counts()
+        values = {"norm": norm.value, "threshold": norm.threshold, "mean": norm.mean, "std": norm.std}
+        values |= {"spike": detection.spike, "spike_count": spikes, "nonfinite_count": nonfinite}
+        values |= self._action.counts
+        if detection.loss is not None:  # a loss without a logarithm is not compared
+            of_loss = detection.loss.spike.to(norm.value.dtype)
+            values["loss_spike"] = of_loss.masked_fill(detection.loss.value.isneginf(), math.nan)
+        if self._scale is not None:
+            values["scale"] = self._scale
+        return values
+
+    def _publish_detection(self, detection: GradientDetection, log: bool = False) -> None:
+        self._publish_stepped_only()
+        self.publish(**self._values(detection), stepped=self._stepped)
+        if self.per_parameter and may_be_true(detection.spike):
+            if detection.spike.is_cpu:
+                numbers = self._detector.spike_numbers(detection).tolist()
+                self.publish(**self._shares(numbers, log))
+            else:
+                self._published = [detection]
+
+    def _publish_either(self, engine: Engine, flag: Tensor, newest: GradientDetection, last: Any) -> None:
+        """Publish ``newest`` where a device has True as the flag, else the gradient of the last step, if any."""
+        detections = [newest] if last is None else [newest, last]
+        tables = []
+        for detection in detections:
+            values = self._values(detection)
+            tables.append(torch.stack([move_like(value, newest.norm.value) for value in values.values()]))
+        self._publish_stepped_only()
+        if last is None:
+            self._where = flag
+        else:
+            setattr(engine.state, self.flag, newest.spike | last.spike)
+            setattr(engine.state, self._norm_attribute, torch.where(flag, newest.norm.value, last.norm.value))
+        self.publish_table([*values], torch.where(flag, tables[0], math.nan if last is None else tables[1]))
+        self.publish(stepped=self._stepped)
+        self._published = detections if self.per_parameter else []
+
+    def _publish_stepped_only(self) -> None:
+        """Publish nothing of this iteration's gradient but that no step was made with it."""
+        self.clear_metrics()
+        self._published, self._where = [], None
+        if self._stepped is False:
+            self.publish(stepped=0.0)
+
+    def deferred_tensors(self) -> list[Tensor]:
+        tensors = [] if self._action.kind is None else [*self._action.counts.values()]
+        tensors += [] if self._where is None else [self._where]
+        for detection in self._published:
+            tensors += [detection.spike, self._detector.spike_numbers(detection)]
+        return tensors
+
+    def resolve_deferred(self, extra: list[list[float]]) -> dict[str, float]:
+        numbers = iter(extra)
+        if self._action.kind is not None:
+            self._log_action([next(numbers)[0] for _ in self._action.counts])
+        if self._where is not None and not next(numbers)[0]:
+            self._publish_stepped_only()
+            return {}
+        spikes = [values for spike, values in zip(numbers, numbers, strict=True) if spike[0]]
+        return self._shares(spikes[0], log=True) if spikes else {}
+
+    def _shares(self, numbers: list[float], log: bool) -> dict[str, float]:
+        spike = self._detector.read(numbers)
+        if log:
+            self._log(logging.WARNING, f"iteration {self._iteration}: {spike}.")
+        return spike.keys
+
+    # Events and log messages
+
+    def _spike(self, detection: GradientDetection) -> Spike:
+        spike = self._detector.read(self._detector.spike_numbers(detection).tolist())
+        named = f"{self.prefix}/{spike.name}"
+        return Spike(self, named, spike.value, spike.threshold, spike.culprits, self._locator.found)
+
+    def _announce(self, engine: Engine, detection: GradientDetection) -> None:
+        def first() -> None:
+            self._window.announced = True
+            if callable(self.on_spike):
+                with users_grad_mode():
+                    self.on_spike(engine, as_published(detection.norm.value))
+
+        if self._is_spike_awaited() and not self._window.announced and self._is_known_spike(detection.spike):
+            self._fire(engine, MonitorEvents.SPIKE_DETECTED, self._spike(detection), first)
+
+    def _is_spike_awaited(self) -> bool:
+        return callable(self.on_spike) or self._is_awaited(MonitorEvents.SPIKE_DETECTED)
+
+    def _locate_nonfinite(self, engine: Engine, detection: GradientDetection) -> None:
+        nonfinite = detection.norm.nonfinite
+        if self._source is None:
+            return
+        if not (nonfinite.is_cpu or self._is_spike_awaited()):
+            self._locator.calls.backward_ended()
+            return
+        # Without a scaler what is no spike is finite, and needs no further synchronization.
+        known = self.scaler is not None or self._is_known_spike(detection.spike)
+        is_nonfinite = known and bool(nonfinite)
+        alone = is_nonfinite and world_size() == 1
+        text = self._locator.look(not is_nonfinite, self.scaler is not None, alone=alone)
+        self._source.nonfinite_source = self._locator.found or self._source.nonfinite_source
+        if text is not None:
+            self._log(logging.WARNING, f"iteration {engine.state.iteration}: {text}")
+
+    def _log_action(self, counts: list[float], detection: GradientDetection | None = None) -> None:
+        action = self._action.message(counts)
+        if action is not None:
+            cause = ""
+            if detection is not None and detection.spike:
+                cause = f"{self._detector.read(self._detector.spike_numbers(detection).tolist())}; "
+            self._log(logging.INFO, f"iteration {self._iteration}: {cause}{action}")
+
+    def _report_missing(self, engine: Engine) -> None:
+        is_spike = getattr(engine.state, self.flag) is True
+        iteration, losses = engine.state.iteration, self._detector.losses
+        text = self._missing_step.note(iteration, self._stepped is False, is_spike, self.scaler is not None)
+        if text is not None:
+            self._log(logging.WARNING, f"iteration {iteration}: {text}")
+        if losses.is_missing():
+            self._warn_once(NO_LOSS, iteration)
 
 
 def _gradients(parameters: list[nn.Parameter]) -> list[Tensor]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -19,6 +19,13 @@ from ignite_monitor.monitor.ranks import all_take_part, sum_over_ranks, world_si
 
 _SOURCE = "the module that computes the loss (nn.MSELoss() in place of F.mse_loss), or a function of the engine"
 
+_PATIENCE = 20
+NO_LOSS = (
+    f"iteration %d: {_PATIENCE} gradients, but no loss was seen, so losses are not compared and loss_spike is not "
+    "reported. Likely cause: the train step computes its loss by another module, by a function, or inside a compiled "
+    "one: give a function of the engine that returns the loss."
+)
+
 LossSource = nn.Module | Callable[[Any], Any]
 
 
@@ -27,9 +34,8 @@ class TrendThreshold(MeanStdThreshold):
 
     :math:`\ell_i` is the exponentially weighted mean of the earlier values. :math:`\mu` and :math:`\sigma` are mean and
     sample standard deviation, with the same weights, of the steps :math:`u_i = x_i - \ell_{i-1}` away from it
-    (:math:`u_1 = 0`). The deviation around the mean of falling values is mostly that of the fall; under a steady trend
-    the steps vary by the noise alone. :math:`\ell + \mu` is the forecast of double exponential smoothing (R. G. Brown,
-    "Smoothing, Forecasting and Prediction of Discrete Time Series", 1963).
+    (:math:`u_1 = 0`). :math:`\ell + \mu` is the forecast of double exponential smoothing (R. G. Brown, "Smoothing,
+    Forecasting and Prediction of Discrete Time Series", 1963).
     """
 
     def __call__(self, mean: Tensor, std: Tensor, count: Tensor) -> Tensor:
@@ -48,8 +54,7 @@ class TrendThreshold(MeanStdThreshold):
 class LossDetector(SpikeDetector):
     """Detects spikes of the logarithm of a loss, by a :class:`TrendThreshold`.
 
-    A loss of zero or less has no logarithm: it is not compared and updates nothing. Losses that are rounding errors of
-    their dtype (1e-7 in float32) vary so much that none is a spike.
+    A loss of zero or less has no logarithm: it is not compared and updates nothing.
 
     Args:
         k: number of standard deviations above the forecast.
@@ -61,21 +66,18 @@ class LossDetector(SpikeDetector):
     def __init__(self, k: float = 4.5, warmup: int = 20, decay: float = 0.99, **options: Any) -> None:
         super().__init__(TrendThreshold(k, warmup, decay), ignored=-math.inf, **options)
 
-    def detect(self, loss: Tensor) -> Detection:
+    def detect(self, value: Tensor, normalized: Tensor | None = None) -> Detection:
         """Compare the logarithm of a loss, 0-dim of any floating-point dtype; -inf if there is none."""
-        wide = loss.detach().to(wide_dtype(loss.device))
-        return super().detect(wide.log().masked_fill(wide <= 0.0, -math.inf))
+        wide = value.detach().to(wide_dtype(value.device))
+        return super().detect(wide.log().masked_fill(wide <= 0.0, -math.inf), normalized)
 
 
 class LossCollector:
     """Collects the losses of an optimizer step.
 
-    Attributes:
+    Args:
         source: a module whose output is the loss, or a function of the engine that is called after each backward; None
             to collect none.
-        seen: whether there ever was a loss on this rank.
-
-    Args:
         model: the model.
 
     Raises:
@@ -87,21 +89,18 @@ class LossCollector:
             raise TypeError(f"Argument loss should be {_SOURCE}, but given {source}")
         if not isinstance(source, nn.Module):
             check_function("loss", source, "the engine", described=_SOURCE)
-        self.source, self._model, self.seen = source, model, False
+        self.source, self._model = source, model
+        self._missing = 0  # iterations with a gradient, as long as there was no loss
         self._sum_and_count: Tensor | None = None
-        self._earlier: Tensor | None = None  # of a gradient that may have been discarded, or may be accumulated into
+        self._postponed: Tensor | None = None  # of a gradient that may have been discarded, or may be accumulated into
 
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Context of a train step: hook the module."""
+    def contexts(self) -> list[AbstractContextManager[Any]]:
+        """Contexts of a train step: a hook on the module."""
         if not isinstance(self.source, nn.Module):
-            yield
-            return
-        handle = self.source.register_forward_hook(lambda module, arguments, output: self._add_output(output))
-        try:
-            yield
-        finally:
-            handle.remove()
+            return []
+        hooks = ExitStack()
+        hooks.callback(self.source.register_forward_hook(self._on_output).remove)
+        return [hooks]
 
     def backward_ended(self, engine: Any) -> None:
         """Call the function."""
@@ -123,21 +122,26 @@ class LossCollector:
         total, count = both.unbind()
         return torch.where(count > 0, total / count, 0.0)
 
-    def forget(self) -> None:
-        """The gradient has been used."""
-        self._sum_and_count = self._earlier = None
+    def clear(self) -> None:
+        """Drop the losses: the gradient has been used."""
+        self._sum_and_count = self._postponed = None
 
-    def set_aside(self) -> None:
-        """The gradient may have been discarded, or may be accumulated into."""
-        self._earlier, self._sum_and_count = self._sum_and_count, None
+    def postpone(self) -> None:
+        """Set the losses aside: the gradient may have been discarded, or may be accumulated into."""
+        self._postponed, self._sum_and_count = self._sum_and_count, None
 
     def resolve(self, accumulated: Tensor) -> None:
         """Count the losses set aside if the gradient was accumulated into, a 0-dim bool tensor."""
-        earlier, self._earlier = self._earlier, None
+        earlier, self._postponed = self._postponed, None
         if earlier is not None:
             self._include(torch.where(move(accumulated, earlier.device), earlier, 0.0))
 
-    def _add_output(self, output: Any) -> None:
+    def is_missing(self) -> bool:
+        """An iteration with a gradient has ended: return whether it is the 20th, and there was no loss so far."""
+        self._missing += self.source is not None and self._missing <= _PATIENCE
+        return self._missing == _PATIENCE
+
+    def _on_output(self, module: nn.Module, args: Any, output: Any) -> None:
         # What is evaluated without gradients belongs to no backward.
         if isinstance(output, Tensor) and output.requires_grad:
             self._add(output)
@@ -145,7 +149,7 @@ class LossCollector:
     def _add(self, loss: Any) -> None:
         if loss is None:
             return
-        self.seen = True
+        self._missing = _PATIENCE + 1
         value = loss.detach() if isinstance(loss, Tensor) else torch.tensor(float(loss), device="cpu")
         with torch.no_grad():
             value = value.to(wide_dtype(value.device)).mean()

@@ -21,14 +21,7 @@ class MissingStep:
         self._count = self._first = 0
 
     def note(self, iteration: int, is_missing: bool, is_spike: bool, has_scaler: bool) -> str | None:
-        """An iteration with a gradient has ended: return a warning at the 50th in a row without a step.
-
-        Args:
-            iteration: its number.
-            is_missing: whether no step was made or skipped.
-            is_spike: whether the gradient is known to be a spike.
-            has_scaler: whether a GradScaler skips the steps of non-finite gradients.
-        """
+        """An iteration with a gradient has ended: return a warning at the 50th in a row without a step."""
         if not is_missing:
             self._count, self.other = 0, None
             return None

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 
 from ignite_monitor.detection.robust import RobustThreshold
 from ignite_monitor.detection.spikes import Detection, SpikeDetector
 from ignite_monitor.model.devices import move_like, upload
-from ignite_monitor.model.names import named_parameters, tags
+from ignite_monitor.model.names import tags
 
 _SHARED = 0.7
 _MOST, _LEAST = 3, 0.05  # number of culprits, and the smallest share of one
@@ -23,10 +23,9 @@ _MOST, _LEAST = 3, 0.05  # number of culprits, and the smallest share of one
 class PerParameterDetector:
     r"""Compares one gradient norm per parameter with its own :class:`RobustThreshold`, all in one vector.
 
-    A change that all parameters share is no fault of one of them, and is left to the norm of all. So if most norms are
-    above their means, each is divided by :math:`\max(1, m)^{0.7}` first, with the median m of norm / mean
-    (``docs/detection.md``). Parameters are identified by name. A norm of zero, as of a parameter without a gradient,
-    updates nothing. The number of operations does not depend on the number of parameters.
+    A change that all parameters share is no fault of one of them. So if most norms are above their means, each is
+    divided by :math:`\max(1, m)^{0.7}` first, with the median m of norm / mean (``docs/detection.md``). Parameters are
+    identified by name. A norm of zero, as of a parameter without a gradient, updates nothing.
 
     Args:
         k: number of upper spreads above the mean.
@@ -35,10 +34,8 @@ class PerParameterDetector:
 
     def __init__(self, k: float = 8.0, **options: Any) -> None:
         self.names: tuple[str, ...] = ()
-        self._given: tuple[str, ...] = ()  # the last names
-        self._named: tuple[Sequence[nn.Parameter], tuple[str, ...]] = ((), ())  # the last parameters and their names
         self._options = {"rule": RobustThreshold(k=k), **options}
-        self.detector = self._make(torch.zeros(0, dtype=torch.float64, device="cpu"))
+        self.detector = SpikeDetector(**self._options)
 
     def detect(self, names: tuple[str, ...], norms: Tensor) -> Detection:
         """Compare norms.
@@ -48,79 +45,39 @@ class PerParameterDetector:
             norms: of their gradients, one-dimensional; 0 for none.
 
         Returns:
-            A detection of all parameters in :attr:`names`, which start with the given ones; ``given`` has the norms
-            before they were divided.
+            A detection of all parameters in :attr:`names`, which start with the given ones.
         """
-        if names is not self._given:
-            if names != self.names[: len(names)]:
-                known = set(names)
-                self._arrange((*names, *(name for name in self.names if name not in known)), norms)
-            self._given = names
-        missing = len(self.names) - len(names)
-        norms = pad(norms, (0, missing)) if missing else norms
+        if names != self.names[: len(names)]:
+            known = set(names)
+            self._arrange((*names, *(name for name in self.names if name not in known)), norms)
+        if len(self.names) > len(names):
+            norms = pad(norms, (0, len(self.names) - len(names)))
         if self.detector.rule.state["mean"].device != norms.device:
             self.detector.to(norms)
         means = self.detector.rule.state["mean"]  # 0 before the first
         ratios = (norms / means).masked_fill(torch.minimum(norms, means) <= 0.0, math.nan)
         common = ratios.nanmedian().nan_to_num(1.0).clamp(min=1.0)
-        return self.detector.detect(norms / common**_SHARED)._replace(given=norms)
-
-    def detect_gradients(self, model: nn.Module, parameters: Sequence[nn.Parameter], norms: Tensor) -> Detection:
-        """Compare the norms of the gradients of a model's parameters.
-
-        Args:
-            parameters: the parameters, the same list as long as they are the same.
-            norms: of those that have a gradient.
-        """
-        if self._named[0] is not parameters:
-            name_of = {id(parameter): name for name, parameter, _ in named_parameters(model)}
-            self._named = parameters, tuple(name_of[id(parameter)] for parameter in parameters)
-        if len(norms) < len(parameters):
-            given, none = iter(norms.unbind()), torch.zeros_like(norms[0])
-            norms = torch.stack([none if parameter.grad is None else next(given) for parameter in parameters])
-        return self.detect(self._named[1], norms)
-
-    def forget(self) -> None:
-        """Drop the references to parameters."""
-        self._named, self._given = ((), ()), ()
+        return self.detector.detect(norms, norms / common**_SHARED)
 
     def observe(self, detection: Detection, when: Tensor | None = None) -> None:
         """Update the statistics, where a 0-dim bool tensor is True; None for True."""
         if len(detection.value) == len(self.names):  # else another state has been loaded since
             self.detector.observe(detection, when)
 
-    def culprits(self, detection: Detection, spike: Tensor | bool = True) -> Tensor:
-        """Find the parameters with the largest excess over their thresholds.
-
-        Args:
-            detection: of a spike.
-            spike: 0-dim bool: whether to report any.
-
-        Returns:
-            A vector for :meth:`named`: the largest shares of the excess, then the parameters' indices.
-        """
-        shares, indices = excess_shares(detection).topk(min(_MOST, len(detection.value)))
-        return torch.cat((shares * spike, indices))
+    def reset_threshold(self) -> None:
+        """Discard all earlier norms."""
+        self.detector.reset_threshold()
 
     def named(self, culprits: Sequence[float]) -> dict[str, float]:
-        """Convert :meth:`culprits`, read on the host, to name -> share; small shares are omitted."""
+        """Convert :func:`culprits`, read on the host, to name -> share; small shares are omitted."""
         half = len(culprits) // 2
         shares = zip(culprits[half:], culprits[:half], strict=True)
         return {self.names[int(index)]: share for index, share in shares if share >= _LEAST}
 
     def keys(self, culprits: Sequence[float]) -> dict[str, float]:
-        """Convert :meth:`culprits`, read on the host, to published key -> share."""
+        """Convert :func:`culprits`, read on the host, to published key -> share."""
         tag_of = dict(zip(self.names, tags(self.names), strict=True))
         return {f"culprit/{tag_of[name]}": share for name, share in self.named(culprits).items()}
-
-    def reset_threshold(self) -> None:
-        """Discard all earlier norms."""
-        self.detector.reset_threshold()
-
-    def __copy__(self) -> PerParameterDetector:
-        twin = object.__new__(type(self))
-        vars(twin).update(vars(self), detector=copy.copy(self.detector))
-        return twin
 
     def state_dict(self) -> dict[str, Any]:
         """Return names and the state of all parameters: vectors."""
@@ -133,7 +90,7 @@ class PerParameterDetector:
         names = tuple(state_dict["names"])
         detector = self._make(torch.zeros(len(names), dtype=torch.float64, device="cpu"))
         detector.load_state_dict(state_dict["detector"])
-        self.detector, self.names, self._given = detector, names, ()
+        self.detector, self.names = detector, names
 
     def _make(self, reference: Tensor) -> SpikeDetector:
         detector = SpikeDetector(**copy.deepcopy(self._options))
@@ -143,12 +100,11 @@ class PerParameterDetector:
     def _arrange(self, names: tuple[str, ...], reference: Tensor) -> None:
         """Arrange the state for these names; new ones have an empty state."""
         index_of = {name: i for i, name in enumerate(self.names)}
-        index = upload(
-            torch.tensor([index_of.get(name, len(index_of)) for name in names], device="cpu"), reference.device
-        )
+        size = len(index_of)
+        index = upload(torch.tensor([index_of.get(name, size) for name in names], device="cpu"), reference.device)
 
         def arranged(values: Tensor) -> Tensor:
-            return pad(move_like(values, reference), (0, 1))[index]
+            return pad(move_like(values.expand(size), reference), (0, 1))[index]
 
         state = self.detector.state_dict()
         rule = {name: arranged(value) for name, value in state.pop("rule").items()}
@@ -157,34 +113,35 @@ class PerParameterDetector:
 
 
 def excess_shares(detection: Detection) -> Tensor:
-    """Share of each parameter in the excess of all norms, before they were divided, over their thresholds.
+    """Share of each parameter in the excess of all norms over their thresholds; NaN if there is none.
 
     Norms that are not finite share it equally. If all norms are within their thresholds, it is the share in the excess
-    over the means. NaN if there is no excess.
-
-    Args:
-        detection: of a vector of norms.
+    over the means.
     """
     huge = torch.finfo(detection.value.dtype).max ** 0.5
     bounds = torch.stack((detection.threshold, detection.mean)).nan_to_num(math.inf)
-    excess, beyond = (detection.given - bounds).nan_to_num(nan=huge, posinf=huge).clamp(min=0.0).unbind()
+    excess, beyond = (detection.value - bounds).nan_to_num(nan=huge, posinf=huge).clamp(min=0.0).unbind()
     excess = torch.where(excess.any(), excess, beyond)
     return excess / excess.sum()
 
 
-def described(what: str, value: float, threshold: float, culprits: Mapping[str, float]) -> str:
-    """Describe a spike in words.
+def culprits(detection: Detection, spike: Tensor | bool = True) -> Tensor:
+    """Return the largest shares of the excess, then the parameters' indices, in one vector.
 
     Args:
-        what: name of the value.
-        value: the value, as the norm of the whole gradient.
-        threshold: its threshold.
-        culprits: name of a parameter -> its share of the excess.
+        detection: of a vector of norms.
+        spike: 0-dim bool: whether to report any.
     """
+    shares, indices = excess_shares(detection).topk(min(_MOST, len(detection.value)))
+    return torch.cat((shares * spike, indices))
+
+
+def described(what: str, value: float, threshold: float, shares: Mapping[str, float]) -> str:
+    """Describe a spike in words; ``shares`` are those of parameters in the excess, by name."""
     text = f"{what} {value:.3g}"
     if value <= threshold < math.inf:
         text += f", within its threshold {threshold:.3g}"
     elif 0 < threshold < math.inf > value:
         text += f", {value / threshold:.3g} x its threshold"
-    shares = ", ".join(f"{100 * share:.0f} % of the excess in {name}" for name, share in culprits.items())
-    return f"{text}; {shares}" if shares else text
+    listed = ", ".join(f"{100 * share:.0f} % of the excess in {name}" for name, share in shares.items())
+    return f"{text}; {listed}" if listed else text

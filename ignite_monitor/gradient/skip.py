@@ -1,14 +1,13 @@
-"""Making one step of an optimizer do nothing: no update, no weight decay, no momentum, no step count.
+"""Skipping a step of an optimizer: no update, no weight decay, no momentum, no step count.
 
-=====================================  ===============================================================================
-optimizer                              how its step is left out
-=====================================  ===============================================================================
-fused ones of ``torch.optim``          by their ``found_inf``, as GradScaler does it: on the device, nobody waits
-others of ``torch.optim``              its gradients are hidden while it runs, which makes it do nothing
-any other                              it is not run: gradients set to zero, flattened or counted would move weights
-LBFGS, SAM and others that need a      refused: what a closure is evaluated at has been changed by then
-closure
-=====================================  ===============================================================================
+=========================================  ==========================================================================
+optimizer                                  how its step is skipped
+=========================================  ==========================================================================
+fused ones of ``torch.optim``              by their ``found_inf``, as GradScaler does: on the device
+others of ``torch.optim``                  gradients are hidden during the step, which then does nothing
+any other                                  not run: it may update weights without gradients too
+LBFGS, SAM, others that need a closure     refused: the closure is evaluated after parameters have changed
+=========================================  ==========================================================================
 """
 
 from __future__ import annotations
@@ -30,37 +29,23 @@ _FIX = "skip the step in the train step, if engine.state.unhealthy_spike is True
 
 
 def check_skippable(optimizer: Optimizer | None) -> None:
-    """Refuse an optimizer of which it is known that its step can't be left out.
-
-    Raises:
-        ValueError: if there is none, its step evaluates a closure when and as often as it likes, or it has no hooks.
-    """
+    """Refuse an optimizer whose step cannot be skipped, with a ValueError."""
     if optimizer is None:
         raise ValueError("on_spike='skip' needs the argument optimizer, whose step is to be skipped")
     optimizer = _innermost(optimizer)
-    name = type(optimizer).__name__
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     needs_closure = closure is not None and closure.default is inspect.Parameter.empty
-    if (
-        isinstance(optimizer, LBFGS)
-        or needs_closure
-        or (hasattr(optimizer, "first_step") and not _is_torchs(optimizer))
-    ):
+    is_sam = hasattr(optimizer, "first_step") and not _is_from_torch(optimizer)
+    if isinstance(optimizer, LBFGS) or needs_closure or is_sam:
         raise ValueError(
-            f"on_spike='skip' does not work with {name}, whose step evaluates a closure more than once: {_FIX}"
+            f"on_spike='skip' does not work with {type(optimizer).__name__}, whose step evaluates a closure more than "
+            f"once: {_FIX}"
         )
     check_hooks("skip", optimizer)
 
 
 def check_hooks(action: str, optimizer: Optimizer) -> None:
-    """Refuse an optimizer without step hooks.
-
-    Args:
-        action: the value of ``on_spike`` that needs them.
-
-    Raises:
-        ValueError: if it has no hooks.
-    """
+    """Refuse an optimizer without step hooks, which an action needs, with a ValueError."""
     optimizer = _innermost(optimizer)
     if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         raise ValueError(
@@ -69,41 +54,37 @@ def check_hooks(action: str, optimizer: Optimizer) -> None:
         )
 
 
-class _LeftOut(Exception):  # noqa: N818
+class _SkippedError(Exception):
     """Ends a step before it begins."""
 
 
 class StepSkipper:
-    """Makes an optimizer's step do nothing, from within the step, and puts everything back after it."""
+    """Skips an optimizer's step from within, and restores everything after it."""
 
     def __init__(self) -> None:
         self._hidden: list[tuple[nn.Parameter, Tensor]] = []
-        self._told: tuple[Optimizer, Any] | None = None
-        self._is_inside = self._is_left_out = False
+        self._found_inf: tuple[Any, Tensor | None] | None = None  # of which optimizer; before
+        self._is_inside = self._is_skipped = False
 
     @contextmanager
-    def around(self, optimizer: Optimizer, completed: Callable[[Optimizer], None]) -> Iterator[None]:
-        """What has to be around a train step so that steps can be left out.
-
-        Args:
-            completed: is told of a step that is not run, once it would have returned.
-        """
+    def context(self, optimizer: Optimizer, completed: Callable[[Optimizer], None]) -> Iterator[None]:
+        """Context of a train step; ``completed`` is called after a step that is not run."""
         optimizer = _innermost(optimizer)
-        if _is_torchs(optimizer):
+        if _is_from_torch(optimizer):
             yield
             return
-        before, original = vars(optimizer).get("step"), optimizer.step
+        own, original = vars(optimizer).get("step"), optimizer.step
 
         @functools.wraps(original)
         def step(*args: Any, **kwargs: Any) -> Any:
             self._is_inside = True
             try:
                 return original(*args, **kwargs)
-            except _LeftOut:
+            except _SkippedError:
                 completed(optimizer)
                 return None
             finally:
-                self._is_inside = self._is_left_out = False
+                self._is_inside = self._is_skipped = False
 
         handle = optimizer.register_step_pre_hook(torch.compiler.disable(self._before_step))
         optimizer.step = step  # type: ignore[method-assign]
@@ -112,48 +93,37 @@ class StepSkipper:
         finally:
             handle.remove()
             if vars(optimizer).get("step") is step:
-                if before is None:
+                if own is None:
                     del optimizer.step
                 else:
-                    optimizer.step = before  # type: ignore[method-assign]
+                    optimizer.step = own  # type: ignore[method-assign]
 
-    def skip(self, optimizer: Optimizer, spike: Tensor, read: Callable[[], bool]) -> Tensor:
-        """Skip the step if the gradient is a spike.
-
-        Args:
-            spike: 0-dim bool tensor.
-            read: reads ``spike`` on the host; called where it has to be known there.
-
-        Returns:
-            How many steps are skipped, 0 or 1, as a 0-dim bool tensor.
-        """
+    def skip(self, optimizer: Optimizer, spike: Tensor, read: Callable[[], bool]) -> None:
+        """Skip the step that starts if a 0-dim bool tensor is True; ``read`` reads it on the host, if need be."""
         if skips_on_device(optimizer):
             found_inf = getattr(optimizer, "found_inf", None)
-            self._told = (optimizer, found_inf)
-            told = spike.to(torch.float32)
+            self._found_inf = optimizer, found_inf
+            skipped = spike.to(torch.float32)
             if found_inf is not None:
-                told = torch.maximum(found_inf, told.to(found_inf.device))
-            optimizer.found_inf = told  # type: ignore[attr-defined]
-            return spike
-        if read():
-            self._is_left_out = not _is_torchs(optimizer)
+                skipped = torch.maximum(found_inf, skipped.to(found_inf.device))
+            optimizer.found_inf = skipped  # type: ignore[attr-defined]
+        elif read():
+            self._is_skipped = not _is_from_torch(optimizer)
             for parameter in parameters_of(optimizer):
                 if parameter.grad is not None:
                     self._hidden.append((parameter, parameter.grad))
                     parameter.grad = None
-        return spike
 
     def restore(self) -> None:
-        """Put back what :meth:`skip` changed."""
+        """Restore what :meth:`skip` has changed."""
         while self._hidden:
             parameter, gradient = self._hidden.pop()
             if parameter.grad is None:
                 parameter.grad = gradient
-        if self._told is not None:
-            optimizer, found_inf = self._told
-            self._told = None
-            if found_inf is not None:
-                optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+        if self._found_inf is not None:
+            (optimizer, before), self._found_inf = self._found_inf, None
+            if before is not None:
+                optimizer.found_inf = before
             elif hasattr(optimizer, "found_inf"):
                 del optimizer.found_inf
 
@@ -169,33 +139,33 @@ class StepSkipper:
                 f"on_spike='skip' can skip a step of {name} only if it is called as optimizer.step(), but a method "
                 f"kept from before was called: call optimizer.step(), or {_FIX}"
             )
-        if self._is_left_out:
-            raise _LeftOut
-
-
-def _is_torchs(optimizer: Optimizer) -> bool:
-    """Whether its step does nothing where there are no gradients; a subclass may do more."""
-    return type(optimizer).__module__.startswith("torch.optim.")
+        if self._is_skipped:
+            raise _SkippedError
 
 
 def hides_gradients(optimizer: Optimizer) -> bool:
-    """Whether its step is left out by hiding its gradients."""
-    return _is_torchs(optimizer) and not isinstance(optimizer, LBFGS)
+    """Return True if its step is skipped by hiding its gradients."""
+    return _is_from_torch(optimizer) and not isinstance(optimizer, LBFGS)
+
+
+def skips_on_device(optimizer: Optimizer) -> bool:
+    """Return True if its next step can be skipped by its ``found_inf``."""
+    if type(optimizer) not in (Adam, AdamW, SGD, Adagrad):  # a subclass may do more in its step
+        return False
+    if not all(group.get("fused") for group in optimizer.param_groups):
+        return False
+    stepping = [parameter for parameter in parameters_of(optimizer) if parameter.grad is not None]
+    # At its first step fused SGD takes momentum buffers into use even if it skips, and never fills them.
+    # Fused kernels do not mix sharded parameters with a plain found_inf.
+    return all(parameter in optimizer.state for parameter in stepping) and not any_sharded(stepping)
+
+
+def _is_from_torch(optimizer: Optimizer) -> bool:
+    # Their steps do nothing without gradients; a subclass may do more.
+    return type(optimizer).__module__.startswith("torch.optim.")
 
 
 def _innermost(optimizer: Optimizer) -> Optimizer:
     """The optimizer that another one passes its steps to, as that of accelerate does."""
     inner = getattr(optimizer, "optimizer", None)
     return _innermost(inner) if isinstance(inner, Optimizer) else optimizer
-
-
-def skips_on_device(optimizer: Optimizer) -> bool:
-    """Whether its next step can be left out by its ``found_inf``."""
-    if type(optimizer) not in (Adam, AdamW, SGD, Adagrad):  # a subclass may do more in its step
-        return False
-    if not all(group.get("fused") for group in optimizer.param_groups):
-        return False
-    stepping = [parameter for parameter in parameters_of(optimizer) if parameter.grad is not None]
-    # At its first step fused SGD takes momentum buffers into use even where it skips, and never fills them.
-    # Fused kernels do not mix sharded parameters with a plain found_inf.
-    return all(parameter in optimizer.state for parameter in stepping) and not any_sharded(stepping)

@@ -1,31 +1,9 @@
-"""Which detection describes the gradient that an optimizer step uses.
+"""Detection that describes the gradient of an optimizer step.
 
 A train step may do anything between backward and step: clip, add noise, replace gradients. So the detection of a
 gradient is that of its newest backward. A window opens with the first backward that reaches the monitor's parameters
-after its optimizer's last step, and closes when the next step has completed. Its state is in the fields of
-:class:`GradientWindow`:
-
-=========================  ==========================  ===================================  ==========================
-event                      newest is None              newest of an earlier iteration       newest of this iteration
-=========================  ==========================  ===================================  ==========================
-iteration started (1)      -                           keep                                 drop if used_by_other
-backward (2)               detect; newest              detect; newest                       detect; newest
-another optimizer's step   -                           -                                    used_by_other if shared
-own step                   detect, or last (3)         detect, or last (3)                  take newest
-... without a gradient     -                           drop newest                          drop newest
-... completed (4)          -                           drop newest                          drop newest
-train step returned (5)    publish last                publish last                         publish newest, or last
-=========================  ==========================  ===================================  ==========================
-
-1. After iterations that were not monitored, newest is dropped.
-2. Inside the own step, after it took its detection, a closure is evaluated again: detect only.
-3. ``last`` if an own step of this iteration took the detection of a backward; it does not update the statistics again.
-   Else the gradients were set by hand, or are of an earlier iteration: they are detected at each step.
-4. The detection that the step took updates the statistics.
-5. ``newest`` is published if it is not ``used_by_other``, and there was no own step or it is a spike that is not
-   shared. If it is a spike or not finite, it is postponed: the next backward decides whether the gradient was discarded
-   (then it updates the statistics) or accumulated into. If it is not, and there was no own step, it is not published:
-   its gradient is incomplete.
+after its optimizer's last step, and closes when the next step has completed. ``docs/architecture.md`` has the table of
+events and states.
 
 A backward is shared if it reached other monitored models too, as in a GAN. Another optimizer that steps then may have
 been the one that the backward was for.

@@ -59,7 +59,14 @@ def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     local: list[Any] = list(tensors)
     if any_sharded(local):
         local = [tensor.to_local() if is_sharded(tensor) else tensor for tensor in local]
-    return combine(_local_norms(local, norm_type), norm_type) if local else torch.zeros((), dtype=torch.float64)
+    if not local:
+        return torch.zeros((), dtype=torch.float64)
+    values = _local_norms(local, norm_type)
+    if values.dtype == torch.float64 and {torch.float64, torch.complex128}.isdisjoint(
+        {tensor.dtype for tensor in local}
+    ):
+        return torch.linalg.vector_norm(values, norm_type)  # type: ignore[no-any-return]  # their squares fit
+    return combine(values, norm_type)
 
 
 def combine(norms: Iterable[Tensor] | Tensor, norm_type: float = 2.0) -> Tensor:

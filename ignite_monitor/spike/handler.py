@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ignite_monitor.checks import check_count, check_function
 from ignite_monitor.detection.monitor import DetectionMonitor
-from ignite_monitor.detection.spikes import Detection, SpikeDetector
-from ignite_monitor.detection.thresholds import Threshold, as_rule, largest_usable
+from ignite_monitor.detection.spikes import Detection, SpikeDetector, largest_usable
+from ignite_monitor.detection.thresholds import Threshold, as_rule
 from ignite_monitor.events.monitor_events import MonitorEvents, Spike
 from ignite_monitor.keys import SPIKE
 from ignite_monitor.model.devices import move_like, wide_dtype
@@ -27,14 +27,12 @@ from ignite_monitor.monitor.transfer import as_published
 class SpikeMonitor(DetectionMonitor, schema=SPIKE):
     """Detect spikes of any scalar, as ``GradMonitor`` detects those of the gradient norm.
 
-    The value is read after the train step, when the other monitors have published and before ITERATION_COMPLETED. It is
-    a spike if it exceeds the threshold that the rule estimates from earlier values (default: exponentially weighted
-    mean + 6 standard deviations), or if it is not finite. SPIKE_DETECTED and THRESHOLD_RESET are fired, with
-    ``engine.state.spike`` describing the value.
+    The value is read after the train step, when the other monitors have published. It is a spike if it is not finite,
+    or exceeds the threshold that the rule estimates from earlier values (default: exponentially weighted mean + 6
+    standard deviations). SPIKE_DETECTED and THRESHOLD_RESET are fired, and ``engine.state.spike`` describes the value.
 
-    A value updates the statistics clipped to the threshold, and to as far below the mean. After
-    ``max_consecutive_spikes`` the rule is reset. Every rank uses the value of its own function. A tensor stays on its
-    device, without synchronization.
+    A value far below the mean updates the statistics clipped to as far below it as the threshold is above. Every rank
+    uses the value of its own function. A tensor stays on its device, without synchronization.
 
     {keys}
 
@@ -56,14 +54,6 @@ class SpikeMonitor(DetectionMonitor, schema=SPIKE):
 
             loss = SpikeMonitor(lambda engine: engine.state.output, prefix="loss", flag="loss_is_spike")
             loss.attach(trainer)
-
-            update = SpikeMonitor(
-                lambda engine: engine.state.metrics.get("monitor/update_ratio_max"),
-                threshold=RobustThreshold(),
-                prefix="update",
-                flag="update_is_spike",
-            )
-            update.attach(trainer)
     """
 
     _state_dict_all_req_keys = ("detector", "counts")
@@ -99,19 +89,9 @@ class SpikeMonitor(DetectionMonitor, schema=SPIKE):
         self._detector.reset_threshold()
 
     def state_dict(self) -> OrderedDict[str, Any]:
-        """Return statistics and counts: tensors, and dicts of tensors."""
         return OrderedDict(detector=self._detector.state_dict(), counts=self._counts)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a saved state.
-
-        Args:
-            state_dict: the :meth:`state_dict` of a monitor with the same kind of threshold rule.
-
-        Raises:
-            TypeError: if it is no mapping.
-            ValueError: if it is of something else; nothing has changed then.
-        """
         super().load_state_dict(state_dict)
         counts = torch.as_tensor(state_dict["counts"], dtype=torch.float64, device="cpu").reshape(3).clone()
         self._detector.load_state_dict(state_dict["detector"])
@@ -131,13 +111,12 @@ class SpikeMonitor(DetectionMonitor, schema=SPIKE):
             return
         self._missing, self._iteration = self._PATIENCE, engine.state.iteration
         number = _as_number(value)
-        # What is too far below all others to update the statistics counts as not finite.
         too_low = number < -largest_usable(number)
-        detection = self._detector.detect(number.masked_fill(too_low, torch.inf))._replace(given=number)
+        detection = self._detector.detect(number, number.masked_fill(too_low, math.inf))
         # As far below the mean as the threshold is above it. Without a threshold NaN, which fmax ignores.
         lowest = detection.mean - (detection.limit - detection.mean).abs()
-        raised = torch.fmax(detection.value, lowest).masked_fill(detection.nonfinite, math.nan)
-        self._detector.observe(detection._replace(value=raised))
+        raised = torch.fmax(detection.compared, lowest).masked_fill(detection.nonfinite, self._detector.ignored)
+        self._detector.observe(detection._replace(compared=raised))
         flags = torch.stack((detection.spike, detection.nonfinite, detection.threshold_reset))
         self._counts = move_like(self._counts, number) + flags
         self._resets.set(detection.threshold_reset)
@@ -145,9 +124,8 @@ class SpikeMonitor(DetectionMonitor, schema=SPIKE):
         spike = detection.spike.to(number.dtype)
         self.publish(value=number, threshold=detection.threshold, spike=spike, spike_count=self._counts[0])
         if self._is_awaited(MonitorEvents.SPIKE_DETECTED) and self._is_known_spike(detection.spike):
-            self._fire(engine, MonitorEvents.SPIKE_DETECTED, functools.partial(self._spike, detection))
-        if self._resets:
-            self._fire_reset(engine, functools.partial(self._spike, detection))
+            self._fire(engine, MonitorEvents.SPIKE_DETECTED, self._spike(detection))
+        self._fire_reset(engine, detection)
 
     def _report_missing(self) -> None:
         self._missing += 1
@@ -159,17 +137,13 @@ class SpikeMonitor(DetectionMonitor, schema=SPIKE):
             )
 
     def _spike(self, detection: Detection) -> Spike:
-        value, threshold = torch.stack((detection.given, detection.threshold)).tolist()
+        value, threshold = torch.stack((detection.value, detection.threshold)).tolist()
         source = None if self._source is None or math.isfinite(value) else self._source.nonfinite_source
         return Spike(self, f"{self.prefix}/value", value, math.inf if math.isnan(threshold) else threshold, {}, source)
 
 
 def _as_number(value: Any) -> Tensor:
-    """Convert a number to a 0-dim tensor of the widest dtype of its device.
-
-    Raises:
-        TypeError: if it is not one real number.
-    """
+    """Convert a number to a 0-dim tensor of the widest dtype of its device; a TypeError if it is not one number."""
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
         return value.detach().reshape(()).to(wide_dtype(value.device))
     try:

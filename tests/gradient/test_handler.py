@@ -16,7 +16,7 @@ from ignite.handlers import Checkpoint
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ignite_monitor import GradMonitor, MeanStdThreshold, MonitorEvents, StaticThreshold, ThresholdRule
+from ignite_monitor import GradMonitor, MeanStdThreshold, StaticThreshold, ThresholdRule
 from tests._trainers import (
     Judge,
     Recorder,
@@ -178,40 +178,6 @@ def test_norm_types(norm_type):
 # When a norm enters the statistics
 
 
-@pytest.mark.parametrize("zero_at", ["start", "end"])
-def test_accumulation_makes_one_observation_per_optimizer_step_of_the_accumulated_gradient(zero_at):
-    model = make_model()
-    optimizer = sgd(model)
-    batches = make_batches(60, spikes=[47])
-    truth, partial = [], []
-
-    def step(engine, batch):
-        i = engine.state.iteration - 1
-        if zero_at == "start" and i % 3 == 0:
-            optimizer.zero_grad()
-        if i % 3 == 0:
-            truth.append(true_norm(model, batches[i : i + 3]))
-        partial.append(true_norm(model, batches[i - i % 3 : i + 1]))
-        loss_of(model, batch).backward()
-        if i % 3 == 2:
-            optimizer.step()
-            if zero_at == "end":
-                optimizer.zero_grad()
-
-    monitor = GradMonitor(model, optimizer, threshold=MeanStdThreshold(warmup=5))
-    recorder = train(step, batches, monitor)
-
-    assert recorder.norms == pytest.approx(partial, **CLOSE)
-    assert recorder.norms[2::3] == pytest.approx(truth, **CLOSE)
-    judge = Judge(warmup=5)
-    expected = [judge.expect(norm) for norm in truth]
-    for name in ("mean", "std", "threshold", "spike"):
-        found = recorder.of(f"grad/{name}")[2::3]
-        assert found == [pytest.approx(values[name], **CLOSE) if name in values else None for values in expected], name
-    assert recorder.of("grad/spike_count")[-1] == sum(values["spike"] for values in expected) >= 1
-    assert float(monitor.state_dict()["detector"]["rule"]["count"]) == len(judge.norms)
-
-
 def test_accumulation_in_create_supervised_trainer():
     model = make_model()
     optimizer = sgd(model)
@@ -227,49 +193,6 @@ def test_accumulation_in_create_supervised_trainer():
         truth.append(true_norm(weights, batches[4 * i : 4 * i + 4]) / 4)
     assert recorder.norms[3::4] == pytest.approx(truth, **CLOSE)
     assert float(monitor.state_dict()["detector"]["rule"]["count"]) == 4
-
-
-def test_a_flagged_iteration_that_the_train_step_leaves_out_is_counted():
-    model, seen = make_model(), []
-    optimizer = sgd(model)
-    monitor = GradMonitor(model, optimizer, threshold=MeanStdThreshold(warmup=5))
-    step = plain_step(model, optimizer, seen=seen, leave_out=True)
-    recorder = train(step, make_batches(30, spikes=[10, 20]), monitor)
-
-    judge = Judge(warmup=5)
-    expected = [judge.expect(norm) for norm, _, _ in seen]
-    assert recorder.of("grad/spike") == [values["spike"] for values in expected]
-    assert recorder.of("grad/spike_count")[-1] == sum(values["spike"] for values in expected) >= 2
-    assert recorder.of("grad/mean")[-1] == pytest.approx(expected[-1]["mean"], **CLOSE)
-
-
-def test_a_spike_found_while_accumulating_counts_once_and_is_announced_once():
-    model, announced, events = make_model(), [], []
-    optimizer = sgd(model, lr=1e-6)
-
-    def step(engine, batch):
-        if engine.state.iteration % 3 == 1:
-            optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        if engine.state.iteration % 3 == 0:
-            optimizer.step()
-
-    engine = Engine(step)
-    monitor = GradMonitor(
-        model,
-        optimizer,
-        threshold=StaticThreshold(100.0),
-        on_spike=lambda engine, norm: announced.append((engine.state.iteration, float(norm))),
-    )
-    monitor.attach(engine)
-    engine.add_event_handler(MonitorEvents.SPIKE_DETECTED, lambda engine: events.append(engine.state.iteration))
-    recorder = Recorder(engine)
-    engine.run(make_batches(9, spikes=[4]), max_epochs=1)
-
-    assert events == [4]
-    assert announced == [(4, pytest.approx(recorder.norms[3]))]
-    assert recorder.flags == [False] * 3 + [True] * 3 + [False] * 3
-    assert recorder.of("grad/spike_count")[-1] == 1
 
 
 def test_several_backwards_and_steps_in_one_iteration_are_each_judged():
@@ -314,27 +237,6 @@ def test_a_second_step_that_is_flagged_and_left_out_is_counted_and_announced():
     recorder = train(step, make_batches(6), monitor)
     assert recorder.of("grad/spike_count") == [0, 0, 0, 1, 1, 1]
     assert announced == [4]
-
-
-def test_two_backwards_before_one_step_are_one_gradient():
-    model, truth = make_model(), []
-    optimizer = sgd(model)
-
-    def step(engine, batch):
-        optimizer.zero_grad()
-        loss = loss_of(model, batch)
-        penalty = sum(parameter.pow(2).sum() for parameter in model.parameters())
-        loss.backward(retain_graph=True)
-        first = float(engine.state.grad_norm)
-        penalty.backward()
-        truth.append((first, grad_norm(model)))
-        optimizer.step()
-
-    monitor = GradMonitor(model, optimizer)
-    recorder = train(step, make_batches(6), monitor)
-    assert recorder.norms == pytest.approx([whole for _, whole in truth], **CLOSE)
-    assert all(first != pytest.approx(whole, **CLOSE) for first, whole in truth)
-    assert float(monitor.state_dict()["detector"]["rule"]["count"]) == 6
 
 
 @pytest.mark.parametrize("optimizer_type", [torch.optim.SGD, torch.optim.LBFGS])
@@ -409,38 +311,6 @@ def test_a_gradient_that_grows_to_parameters_without_one_is_one_observation():
     assert float(monitor.state_dict()["detector"]["rule"]["count"]) == 2
 
 
-def test_a_gan_trained_in_alternating_iterations_counts_no_leftovers():
-    generator, discriminator = nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False)
-    optimizers = {each: torch.optim.SGD(each.parameters(), lr=1e-9) for each in (generator, discriminator)}
-
-    def step(engine, batch):
-        trained = discriminator if engine.state.iteration % 2 else generator
-        optimizers[trained].zero_grad()
-        fake = generator(batch)
-        loss = discriminator(fake.detach() if trained is discriminator else 1000 * fake).sum()
-        loss.backward()
-        optimizers[trained].step()
-
-    engine = Engine(step)
-    monitors = [
-        GradMonitor(each, optimizers[each], threshold=StaticThreshold(50.0), prefix=name, flag=f"{name}_spike")
-        for each, name in ((generator, "g"), (discriminator, "d"))
-    ]
-    told = []
-    monitors[1].on_spike = lambda engine, norm: told.append(engine.state.iteration)
-    for monitor in monitors:
-        monitor.attach(engine)
-    seen = []
-    engine.add_event_handler(
-        Events.ITERATION_COMPLETED,
-        lambda e: seen.append(([name[0] for name in e.state.metrics if "norm" in name], bool(e.state.d_spike))),
-    )
-    engine.run([torch.ones(3, 2)] * 6)
-    assert seen == [(["d"], False), (["g"], False)] * 3
-    assert told == []
-    assert float(monitors[1].state_dict()["detector"]["rule"]["count"]) == 3
-
-
 def test_loading_a_state_while_a_gradient_may_still_grow_loses_nothing_of_it():
     model = make_model()
     optimizer = sgd(model, lr=1e-6)
@@ -452,25 +322,6 @@ def test_loading_a_state_while_a_gradient_may_still_grow_loses_nothing_of_it():
     engine.add_event_handler(Events.ITERATION_COMPLETED(once=1), lambda: monitor.load_state_dict(saved))
     engine.run(make_batches(2))
     assert float(monitor.metrics["grad/spike_count"]) == 1001
-
-
-def test_an_event_and_callback_tell_of_every_judged_spike_before_the_optimizer_steps():
-    model, told = make_model(), []
-    optimizer = sgd(model, lr=1e-6)
-    monitor = GradMonitor(
-        model,
-        optimizer,
-        threshold=StaticThreshold(50.0),
-        on_spike=lambda engine, norm: told.append(("callback", engine.state.iteration, type(norm))),
-    )
-    engine = Engine(plain_step(model, optimizer))
-    monitor.attach(engine)
-    for event in (MonitorEvents.GRADIENTS_READY, MonitorEvents.OPTIMIZER_STEP_STARTED, MonitorEvents.SPIKE_DETECTED):
-        engine.add_event_handler(event, lambda engine, name: told.append((name, engine.state.iteration)), event.name)
-    engine.run(make_batches(3, spikes=[2]), max_epochs=1)
-    assert [entry for entry in told if entry[1] == 2][-1][0] == "OPTIMIZER_STEP_STARTED"
-    assert [entry for entry in told if "SPIKE" in entry[0]] == [("SPIKE_DETECTED", 2)]
-    assert [entry for entry in told if entry[0] == "callback"] == [("callback", 2, float)]
 
 
 def test_an_error_in_on_spike_reaches_the_user_as_it_is():
@@ -526,55 +377,6 @@ def test_non_finite_gradients_are_flagged_counted_and_kept_out_of_the_statistics
     assert recorder.of("grad/mean")[1:] == pytest.approx([values["mean"] for values in expected[1:]], **CLOSE)
 
 
-@pytest.mark.parametrize("bad", [[1], [1, 2], [2], [1, 2, 3, 4, 5]])
-@pytest.mark.parametrize("skip_step", [True, False])
-def test_non_finite_gradients_during_warm_up_publish_nothing_that_is_not_known(bad, skip_step):
-    model = make_model()
-    optimizer = sgd(model)
-    batches = make_batches(10, spikes=bad, factor=math.nan)
-    monitor = GradMonitor(
-        model, optimizer, threshold=MeanStdThreshold(warmup=3), on_spike="skip" if skip_step else None
-    )
-    recorder = train(plain_step(model, optimizer, leave_out=not skip_step), batches, monitor)
-
-    judge = Judge(warmup=3)
-    for i, values in enumerate(recorder.metrics):
-        expected = judge.expect(values["grad/norm"])
-        found = {name.removeprefix("grad/"): value for name, value in values.items()}
-        shown = {name: found[name] for name in ("mean", "std", "threshold", "spike") if name in found}
-        assert shown == pytest.approx(expected, **CLOSE), f"iteration {i + 1}"
-
-
-def test_a_level_that_rises_for_good_costs_at_most_max_consecutive_spikes_steps_in_a_row(caplog):
-    model = make_model()
-    optimizer = sgd(model, lr=1e-5)
-    monitor = GradMonitor(
-        model, optimizer, threshold=MeanStdThreshold(k=6.0, warmup=5), on_spike="skip", max_consecutive_spikes=4
-    )
-    with caplog.at_level(logging.WARNING):
-        recorder = train(plain_step(model, optimizer), make_batches(60, spikes=range(21, 61), factor=100), monitor)
-    assert recorder.flags == [False] * 20 + [True] * 4 + [False] * 36
-    assert recorder.of("grad/skipped_count")[-1] == 4
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    # The rule has learned the new level, and judges again.
-    assert recorder.of("grad/mean")[-1] == pytest.approx(mean_of(recorder.norms[23:59]), **CLOSE)
-    thresholds = [value for value in recorder.of("grad/threshold") if value is not None]
-    assert all(math.isfinite(value) for value in thresholds)
-    new_level = recorder.norms[23:59]
-    judge = Judge(k=6.0)
-    judge.norms = new_level
-    assert recorder.of("grad/threshold")[-1] == pytest.approx(judge.expect(0.0)["threshold"], **CLOSE)
-
-
-def test_a_level_above_a_static_threshold_publishes_no_infinite_threshold():
-    model = make_model()
-    optimizer = sgd(model, lr=1e-6)
-    monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(50.0), max_consecutive_spikes=3)
-    recorder = train(plain_step(model, optimizer), make_batches(20, spikes=range(6, 21)), monitor)
-    assert recorder.flags == [False] * 5 + [True] * 3 + [False] * 12
-    assert all(value is None or value == 50.0 for value in recorder.of("grad/threshold"))
-
-
 def test_statistics_appear_as_soon_as_they_exist_when_every_step_is_left_out():
     model, seen = make_model(), []
     optimizer = sgd(model)
@@ -611,23 +413,6 @@ def test_gradients_set_by_hand_count_at_the_step(with_optimizer, in_place):
     assert recorder.of("grad/mean")[1:] == pytest.approx([values["mean"] for values in expected[1:]], **CLOSE)
 
 
-def test_the_norm_of_a_backward_is_that_of_what_it_left_though_other_gradients_are_put_in_its_place():
-    model, truth = make_model(), []
-    optimizer = sgd(model)
-
-    def step(engine, batch):
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        truth.append(grad_norm(model))
-        for parameter in model.parameters():
-            parameter.grad = parameter.grad.sign()
-        optimizer.step()
-
-    recorder = train(step, make_batches(5), GradMonitor(model, optimizer))
-    assert recorder.norms == pytest.approx(truth, **CLOSE)
-    assert recorder.of("grad/mean")[-1] == pytest.approx(mean_of(truth[:-1]), **CLOSE)
-
-
 def test_gradients_written_into_the_tensors_of_a_backward_that_was_left_out_are_judged_anew():
     model, truth = make_model(), []
     optimizer = sgd(model, lr=1e-6)
@@ -645,46 +430,6 @@ def test_gradients_written_into_the_tensors_of_a_backward_that_was_left_out_are_
 
     recorder = train(step, make_batches(6), GradMonitor(model, optimizer))
     assert recorder.norms == pytest.approx(truth, **CLOSE)
-
-
-def test_gradients_set_by_hand_in_a_closure_are_measured_or_reported(caplog):
-    model, truth = make_model(), []
-    optimizer = sgd(model)
-
-    def step(engine, batch):
-        def closure():
-            loss = loss_of(model, batch)
-            for parameter, gradient in zip(
-                model.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True
-            ):
-                parameter.grad = gradient
-            truth.append(grad_norm(model))
-            return loss
-
-        optimizer.step(closure)
-
-    with caplog.at_level(logging.WARNING):
-        recorder = train(step, make_batches(3), GradMonitor(model, optimizer))
-    assert recorder.norms == pytest.approx(truth, **CLOSE) or (
-        recorder.metrics == [{}] * 3 and len(caplog.records) == 1
-    )
-
-
-def test_an_update_without_backward_or_optimizer_is_measured_or_reported(caplog):
-    model, truth = make_model(), []
-
-    def step(engine, batch):
-        parameters = list(model.parameters())
-        for parameter, gradient in zip(parameters, torch.autograd.grad(loss_of(model, batch), parameters), strict=True):
-            parameter.grad = gradient
-            parameter.data -= 0.01 * gradient
-        truth.append(grad_norm(model))
-
-    with caplog.at_level(logging.WARNING):
-        recorder = train(step, make_batches(3), GradMonitor(model))
-    assert recorder.norms == pytest.approx(truth, **CLOSE) or (
-        recorder.metrics == [{}] * 3 and len(caplog.records) == 1
-    )
 
 
 @pytest.mark.parametrize("with_optimizer", [True, False])
@@ -716,23 +461,6 @@ def test_a_step_without_gradients_does_not_count_the_gradient_of_an_earlier_iter
     recorder = train(step, make_batches(6), monitor)
     assert recorder.metrics[1::2] == [{}] * 3
     assert float(monitor.state_dict()["detector"]["rule"]["count"]) == 0
-
-
-def test_a_train_step_that_returns_early_publishes_nothing():
-    model, truth = make_model(), []
-    optimizer = sgd(model)
-
-    def step(engine, batch):
-        if engine.state.iteration % 2:
-            return
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        truth.append(grad_norm(model))
-        optimizer.step()
-
-    recorder = train(step, make_batches(6), GradMonitor(model, optimizer))
-    assert recorder.metrics[::2] == [{}] * 3
-    assert recorder.norms[1::2] == pytest.approx(truth, **CLOSE)
 
 
 def test_a_backward_in_a_handler_after_the_train_step_changes_nothing():
@@ -918,69 +646,7 @@ def test_parameters_unfrozen_while_training(when):
     assert recorder.norms == pytest.approx(truth, **CLOSE)
 
 
-def test_unfreezing_between_two_backwards_of_one_iteration():
-    model, truth = make_model(), []
-    model[0].requires_grad_(False)
-    optimizer = sgd(model)
-
-    def step(engine, batch):
-        optimizer.zero_grad()
-        model[0].requires_grad_(False)
-        loss_of(model, batch).backward()
-        model[0].requires_grad_(True)
-        loss_of(model, batch).backward()
-        truth.append(grad_norm(model))
-        optimizer.step()
-
-    assert train(step, make_batches(3), GradMonitor(model, optimizer)).norms == pytest.approx(truth, **CLOSE)
-
-
 # Two models, two monitors
-
-
-class Gan:
-    """A generator, a discriminator and their optimizers; ``first`` makes its step first."""
-
-    def __init__(self, first):
-        self.g, self.d, self.first = make_model(0), nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)), first
-        self.g_optimizer, self.d_optimizer = sgd(self.g), sgd(self.d, momentum=0.9)
-        self.truth = {"g": [], "d": []}
-
-    def __call__(self, engine, batch):
-        for name in ("d", "g") if self.first == "d" else ("g", "d"):
-            getattr(self, f"train_{name}")(*batch)
-            self.truth[name].append(grad_norm(getattr(self, name)))
-            assert float(getattr(engine.state, f"{name}_norm")) == pytest.approx(self.truth[name][-1], **CLOSE)
-            getattr(self, f"{name}_optimizer").step()
-
-    def train_g(self, noise, _):
-        self.g_optimizer.zero_grad()
-        (-self.d(self.g(noise)).mean()).backward()
-
-    def train_d(self, noise, real):
-        self.d_optimizer.zero_grad()
-        (self.d(self.g(noise).detach()).mean() - self.d(real).mean()).backward()
-
-
-@pytest.mark.parametrize("first", ["d", "g"])
-@pytest.mark.parametrize("with_optimizer", [True, False])
-def test_a_gan_with_a_monitor_per_model(first, with_optimizer):
-    gan = Gan(first)
-    monitors = [
-        GradMonitor(getattr(gan, name), getattr(gan, f"{name}_optimizer"), prefix=name, flag=f"bad_{name}")
-        for name in "gd"
-    ]
-    if not with_optimizer:
-        monitors[0] = GradMonitor(gan.g, prefix="g", flag="bad_g")
-    recorder = train(gan, make_batches(30, spikes=[25]), *monitors)
-    for name in "gd":
-        judge = Judge()
-        expected = [judge.expect(norm) for norm in gan.truth[name]]
-        assert recorder.of(f"{name}/norm") == pytest.approx(gan.truth[name], **CLOSE)
-        for key in ("mean", "std", "threshold", "spike"):
-            found = recorder.of(f"{name}/{key}")
-            assert found == [pytest.approx(v[key], rel=1e-4) if key in v else None for v in expected], (name, key)
-        assert recorder.of(f"{name}/spike_count")[-1] == sum(values["spike"] for values in expected)
 
 
 def test_two_optimizers_on_the_parts_of_one_model_used_in_turn_publish_no_value_of_an_earlier_iteration():
@@ -1023,37 +689,6 @@ def test_a_backward_through_another_part_of_the_model_leaves_the_norm_of_one_tha
     assert moments == pytest.approx(truth, **CLOSE)
     assert recorder.of("grad/norm") == pytest.approx(truth, **CLOSE)
     assert recorder.of("grad/mean")[-1] == pytest.approx(mean_of(truth[:-1]), **CLOSE)
-
-
-def test_two_optimizers_on_one_model_stepped_together_each_have_their_norm_and_statistics():
-    model = make_model()
-    optimizers = [torch.optim.SGD(model[i].parameters(), lr=0.01) for i in (0, 2)]
-    truth = []
-
-    def step(engine, batch):
-        model.zero_grad()
-        loss_of(model, batch).backward()
-        truth.append([grad_norm(model[i]) for i in (0, 2)])
-        for optimizer in optimizers:
-            optimizer.step()
-
-    monitors = [GradMonitor(model, o, prefix=f"m{i}", flag=f"bad_{i}") for i, o in enumerate(optimizers)]
-    recorder = train(step, make_batches(6), *monitors)
-    for i in range(2):
-        assert recorder.of(f"m{i}/norm") == pytest.approx([norms[i] for norms in truth], **CLOSE)
-        assert recorder.of(f"m{i}/mean")[-1] == pytest.approx(mean_of([norms[i] for norms in truth[:-1]]), **CLOSE)
-
-
-def test_two_monitors_on_one_model_and_optimizer_agree_with_each_alone():
-    def run(*names):
-        model = make_model()
-        optimizer = sgd(model)
-        rules = {"a": MeanStdThreshold(warmup=5), "b": StaticThreshold(20.0)}
-        monitors = [GradMonitor(model, optimizer, threshold=rules[n], prefix=n, flag=f"bad_{n}") for n in names]
-        recorder = train(plain_step(model, optimizer), make_batches(20, spikes=[10]), *monitors)
-        return {key: recorder.of(key) for key in sorted({key for values in recorder.metrics for key in values})}
-
-    assert_same(run("a", "b"), run("a") | run("b"))
 
 
 # Graphs of every kind

@@ -84,24 +84,11 @@ def test_equals_formula(arguments):
     np.testing.assert_allclose(result.thresholds, reference.thresholds, rtol=RTOL)
 
 
-def test_without_decay_all_norms_weigh_the_same():
-    norms = noisy(300)
-    np.testing.assert_allclose(judge(norms, decay=None).thresholds, expected(norms, decay=1.0).thresholds, rtol=RTOL)
-
-
 def test_zeros_and_warm_up_equal_formula():
     norms = np.concatenate([np.zeros(30), [50.0, 20.0, 0.0, 10.0], noisy(100), [0.0, 0.0, 9.0]])
     result, reference = judge(norms), expected(norms)
     np.testing.assert_array_equal(result.spikes, reference.spikes)
     np.testing.assert_allclose(result.thresholds, reference.thresholds, rtol=RTOL)
-
-
-@pytest.mark.parametrize("scale", [1e-12, 1e12])
-def test_scale_invariant(scale):
-    norms, _ = with_faults(noisy(400, end=0.2))
-    one, other = judge(norms), judge(norms * scale)
-    np.testing.assert_array_equal(one.spikes, other.spikes)
-    np.testing.assert_allclose(one.thresholds * scale, other.thresholds, rtol=RTOL)
 
 
 def test_rounding_of_constant_norms_is_no_spike():
@@ -110,27 +97,9 @@ def test_rounding_of_constant_norms_is_no_spike():
     assert np.flatnonzero(judge(norms).spikes).tolist() == [400]
 
 
-def test_zero_norms_are_judged_by_no_scale():
-    result = judge([0.0] * 50)
-    assert not result.spikes.any()
-    assert np.isinf(result.thresholds).all()
-
-
-def test_first_norms_after_zeros_are_no_spikes():
-    assert not judge(np.concatenate([np.zeros(50), noisy(300)])).spikes.any()
-
-
 @pytest.mark.parametrize("end", [1e-2, 0.5, 2.0, 1e2])
 def test_drift_is_no_spike(end):
     assert judge(noisy(1500, sigma=0.2, end=end)).spikes.sum() <= 1
-
-
-@pytest.mark.parametrize("first", [0.01, 10.0])
-def test_recovers_from_a_transient_at_the_start(first):
-    norms = noisy(400, sigma=0.2)
-    norms[:5] *= first
-    norms[[200, 300]] = 6.0
-    assert np.flatnonzero(judge(norms).spikes).tolist() == [200, 300]
 
 
 def test_new_level_is_learned():
@@ -180,12 +149,6 @@ def test_nothing_is_read_on_the_host():
         detector.observe(detector.detect(torch.zeros((), dtype=torch.float64, device="meta")))
     assert detector.rule.threshold().is_meta
     assert all(value.is_meta for value in detector.rule.state_dict().values())
-
-
-def test_state_is_float64_tensors_of_one_number():
-    rule = RobustThreshold()
-    rule.observe(torch.tensor(1.0, dtype=torch.float64))
-    assert all(value.dtype == torch.float64 and value.ndim == 0 for value in rule.state_dict().values())
 
 
 @pytest.mark.parametrize(

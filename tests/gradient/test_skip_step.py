@@ -184,32 +184,6 @@ def test_a_spike_in_any_micro_batch_skips_the_accumulated_step(name, where):
 
 
 @pytest.mark.parametrize("name", FEW)
-def test_a_spike_in_the_first_of_two_backwards_inside_a_closure_skips_the_whole_step(name):
-    batches = make_batches(8)
-
-    def make_step(model, optimizer, spike=None):
-        def step(engine, batch):
-            def closure():
-                optimizer.zero_grad()
-                factor = 1e4 if engine.state.iteration == spike else 1.0
-                loss_of(model, (batch[0], factor * batch[1])).backward()
-                loss_of(model, batch).backward()
-
-            optimizer.step(closure)
-
-        return step
-
-    model, optimizer = build(name)
-    monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), on_spike="skip")
-    recorder = train(make_step(model, optimizer, spike=4), batches, monitor)
-    other, other_optimizer = build(name)
-    train(make_step(other, other_optimizer), batches[:3] + batches[4:])
-    assert_same(training_state(model, optimizer), training_state(other, other_optimizer))
-    assert recorder.flags == [i == 4 for i in range(1, 9)]
-    assert recorder.of("grad/skipped_count")[-1] == 1
-
-
-@pytest.mark.parametrize("name", FEW)
 def test_the_gradients_are_still_there_after_a_skipped_step(name):
     def run(factor):
         model, optimizer = build(name)
@@ -236,31 +210,6 @@ def test_gradients_set_by_hand_are_skipped():
 
     for name in FEW:
         compare(name, (1, 6), make_step)
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_two_groups_and_a_learning_rate_scheduler(fused):
-    def run(batches, monitored):
-        model = make_model()
-        groups = [{"params": model[0].parameters(), "lr": 0.01}, {"params": model[2].parameters(), "weight_decay": 0.0}]
-        optimizer = torch.optim.AdamW(groups, lr=0.02, weight_decay=0.1, fused=fused)
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        inner = hand_written(model, optimizer)
-
-        def step(engine, batch):
-            inner(engine, batch)
-            if batch[1].abs().max() < 100:
-                scheduler.step()
-
-        monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), on_spike="skip")
-        train(step, batches, *[monitor] * monitored)
-        return training_state(model, optimizer), scheduler.state_dict()
-
-    batches = make_batches(10, [1, 5, 6])
-    kept = [batch for i, batch in enumerate(batches, 1) if i not in (1, 5, 6)]
-    (skipped, one), (left_out, other) = run(batches, True), run(kept, False)
-    assert_same(skipped, left_out)
-    assert_same(one["_last_lr"], other["_last_lr"])
 
 
 @pytest.mark.parametrize("name", FEW)

@@ -55,6 +55,7 @@ class Oracle:
     def spike(self, norm):
         limit = self.limit()
         if not math.isfinite(norm):
+            self.row = 0
             return True
         if norm <= limit < math.inf:
             self.suspended = False
@@ -65,7 +66,7 @@ class Oracle:
         self.recent += 1.0
         self.row += 1
         if self.recent >= self.patience:
-            self.history, self.recent, self.row, self.suspended = [norm], 0.0, 0, True
+            self.history, self.recent, self.row, self.suspended = [norm], 0.0, 0, self.warmup < max(self.patience, 10)
             self.restarts += 1
         elif self.row == 1:
             self.history.append(limit)
@@ -212,8 +213,8 @@ def test_state_continues():
 
 def test_a_state_with_a_part_missing_is_refused():
     state = SpikeDetector(MeanStdThreshold()).state_dict()
-    del state["suspended"]
-    with pytest.raises(ValueError, match="suspended"):
+    del state["previous"]
+    with pytest.raises(ValueError, match="previous"):
         SpikeDetector(MeanStdThreshold()).load_state_dict(state)
 
 

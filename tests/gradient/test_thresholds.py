@@ -70,14 +70,6 @@ def test_a_rule_of_ones_own():
     np.testing.assert_allclose(thresholds, [math.inf] * 3 + [2 * NORMS[:i].mean() for i in range(3, 10)], rtol=1e-12)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e300])
-def test_norms_without_finite_squares_leave_no_trace(bad):
-    one, other = MeanStdThreshold(warmup=3), MeanStdThreshold(warmup=3)
-    feed(one, [1.0, 2.0, bad, 3.0, bad, 2.0])
-    feed(other, [1.0, 2.0, 3.0, 2.0])
-    assert one.state_dict() == other.state_dict()
-
-
 def test_a_restart_forgets_everything_before_it():
     one, other = MeanStdThreshold(warmup=2), MeanStdThreshold(warmup=2)
     feed(one, NORMS[:20])
@@ -158,10 +150,14 @@ def test_a_rule_is_told_with_its_arguments(rule, told):
     assert repr(rule) == told
 
 
-@pytest.mark.parametrize("rule", [MeanStdThreshold(4.5, decay=0.5), StaticThreshold(0.1), RobustThreshold(least=3)])
-def test_what_a_rule_is_told_as_makes_it_again(rule):
-    again = eval(repr(rule))
-    for norm in torch.linspace(1, 2, 30, dtype=torch.float64):
-        rule.observe(norm)
-        again.observe(norm)
-    assert torch.equal(again.threshold(), rule.threshold())
+def test_a_small_spread_on_a_large_mean_is_not_lost():
+    rule, numbers = MeanStdThreshold(decay=None), 1e9 + np.random.default_rng(1).normal(size=1000)
+    feed(rule, numbers)
+    np.testing.assert_allclose(rule.statistics()[2].item(), numbers.std(ddof=1), rtol=1e-6)
+
+
+def test_there_is_no_mean_before_the_first_number_and_no_deviation_before_the_second():
+    rule = MeanStdThreshold()
+    assert all(number.isnan() for number in rule.statistics())
+    feed(rule, [3.0])
+    assert [number.isnan().item() for number in rule.statistics()] == [True, False, True]

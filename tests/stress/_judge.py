@@ -12,7 +12,7 @@ from typing import Any
 from ignite_monitor import MeanStdThreshold, RobustThreshold, StaticThreshold
 
 # Squares and cubes of deviations this small, or of norms this large, leave float64's range.
-SMALLEST, LARGEST = 1e-100, 1e92
+SMALLEST, LARGEST = 1e-100, 5e101
 
 
 @dataclasses.dataclass
@@ -136,10 +136,9 @@ class Judge:
     def observe(self, detection: Detection) -> None:
         norm, limit, spike = detection.norm, detection.limit, detection.spike
         self.spike_count += spike
-        if not math.isfinite(norm):
-            self.nonfinite_count += 1
-            return
-        if norm == 0.0:
+        if not math.isfinite(norm) or norm == 0.0:
+            self.nonfinite_count += norm != 0.0
+            self.previous = False
             return
         self.unsure |= 0 < max(norm, limit) < SMALLEST
         if limit < math.inf and (norm <= limit or math.isclose(norm, limit)):
@@ -150,7 +149,8 @@ class Judge:
         if self.rule.halves and spike:
             entering = (detection.mean + entering) / 2
         if spike and self.recent >= self.max_consecutive:
-            self.history, self.recent, self.previous, self.suspended = [], 0.0, False, True
+            self.history, self.recent, self.previous = [], 0.0, False
+            self.suspended = self.rule.warmup < max(self.max_consecutive, 10)
             entering = norm
         elif spike and repeated:  # a row must not widen its own threshold
             return
