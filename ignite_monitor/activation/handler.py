@@ -161,6 +161,7 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
             self._set_reference(reference)
         self._pauses: list[None] = []
         self._reported: set[tuple[str, str]] = set()
+        self._not_compared: set[str] = set()  # modules warned of, in all runs
         self._forward: ForwardMetrics | None = None
         self._gradients: GradientMetrics | None = None
         self._of_parameters: list[NamedValues] = []
@@ -314,3 +315,5 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
             compared = {name: tag for name, tag in compared.items() if name in self._reference.modules}
             self._differences = OutputComparison(compared, self._metrics["activation_difference"])
             self._compare(compared, self._differences)
+            if self._passes is not None:
+                self._passes.warned = self._not_compared

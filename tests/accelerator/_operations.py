@@ -37,7 +37,7 @@ MONITORS: dict[str, tuple[int, Make]] = {
     "ActivationHandler": (90, lambda m, o: ActivationHandler(m, activations=True)),
     "ActivationHandler, attention": (110, lambda m, o: ActivationHandler(m, activations=True, attention=True)),
     "ActivationHandler, gradients and parameters": (
-        900,
+        1200,
         lambda m, o: ActivationHandler(m, activations=True, attention=True, gradients=True, parameters=True),
     ),
     "RCCHandler": (1100, lambda m, o: RCCHandler(m)),
