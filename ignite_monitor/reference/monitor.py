@@ -32,6 +32,7 @@ class ReferenceMonitor(Monitor):
         super().__init__(model, prefix, families)
         self._reference: Reference | None = None
         self._passes: ReferencePasses | None = None
+        self._warned_subjects: set[str] = set()  # of all runs
         self._step_count = 0  # monitored iterations of this run
 
     def _compared(self, incomplete: set[str]) -> None:
@@ -47,6 +48,7 @@ class ReferenceMonitor(Monitor):
         if self._reference is not None:
             warn = functools.partial(self.logger.warning, "%s: %s", self._title)
             self._passes = ReferencePasses(self._reference, names, comparison, warn)
+            self._passes.warned = self._warned_subjects
 
     def _warn(self, reason: str) -> None:
         self._warn_once(reason.replace("%", "%%"))
@@ -88,7 +90,7 @@ class ReferenceMonitor(Monitor):
 
     def on_run_end(self) -> None:
         if self._passes is not None:
-            if self._step_count and not self._passes.seen and not self._passes.warned:
+            if self._step_count and not self._passes.seen and not self._passes.incomplete:
                 self._warn_once(
                     f"none of {self._step_count} monitored iterations had a forward pass of the whole model in "
                     f"training mode, so {self._lacking}"

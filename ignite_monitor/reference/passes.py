@@ -36,7 +36,6 @@ class ReferencePasses:
 
     Attributes:
         incomplete: names of modules of which a call could not be compared since :meth:`watched` began.
-        warned: subjects of the warnings.
         seen: whether a pass was compared.
         outermost: for the newest pass, the module that was called first, a wrapper of the model.
     """
