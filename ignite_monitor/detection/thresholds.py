@@ -77,7 +77,12 @@ class ThresholdRule:
         return {name: torch.zeros((), dtype=torch.float64, device="cpu") for name in _MOMENTS}
 
     def include(self, state: State, value: Tensor) -> State:
-        """Return the state after one more value, 0-dim, as new tensors of the same shapes."""
+        """Return the state after one more value, as new tensors of the same shapes.
+
+        Args:
+            state: the state before the value.
+            value: the value, 0-dim.
+        """
         weight, spread = state["weight"], state["spread"]
         if self.decay != 1.0:
             weight, spread = foreach_mul((weight, spread), self.decay)
@@ -88,7 +93,11 @@ class ThresholdRule:
         return dict(zip(_MOMENTS, (count, weight, mean, spread), strict=True))
 
     def entry(self, limit: Tensor) -> Tensor:
-        """Return the value that updates the statistics in place of a spike: the threshold it exceeded, 0-dim."""
+        """Return the value that updates the statistics in place of a spike: the limit.
+
+        Args:
+            limit: the threshold that the spike exceeded, 0-dim.
+        """
         return limit
 
     def statistics(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -143,7 +152,14 @@ class ThresholdRule:
         return {name: value.clone() for name, value in self.state.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Continue from a saved state; a ValueError if its names or shapes are not those of this rule."""
+        """Continue from a saved state.
+
+        Args:
+            state_dict: the :meth:`state_dict` of a rule of the same kind.
+
+        Raises:
+            ValueError: if names or shapes differ from those of this rule.
+        """
         if not isinstance(state_dict, Mapping):
             raise ValueError(f"Argument state_dict should be a dictionary of tensors, but given {type(state_dict)}")
         given = {name: torch.as_tensor(value) for name, value in state_dict.items()}
@@ -205,7 +221,11 @@ class MeanStdThreshold(ThresholdRule):
 
 
 class StaticThreshold(ThresholdRule):
-    """A value above a fixed number, greater than 0, is a spike, from the first one on."""
+    """A value above a fixed number is a spike, from the first one on.
+
+    Args:
+        value: the number, greater than 0.
+    """
 
     def __init__(self, value: float) -> None:
         self.value = check_real("value", value, above=0.0)

@@ -59,20 +59,15 @@ def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     local: list[Any] = list(tensors)
     if any_sharded(local):
         local = [tensor.to_local() if is_sharded(tensor) else tensor for tensor in local]
-    if not local:
-        return torch.zeros((), dtype=torch.float64)
-    values = _local_norms(local, norm_type)
-    if values.dtype == torch.float64 and {torch.float64, torch.complex128}.isdisjoint(
-        {tensor.dtype for tensor in local}
-    ):
-        return torch.linalg.vector_norm(values, norm_type)  # type: ignore[no-any-return]  # their squares fit
-    return combine(values, norm_type)
+    return combine(_local_norms(local, norm_type), norm_type, local) if local else torch.zeros((), dtype=torch.float64)
 
 
-def combine(norms: Iterable[Tensor] | Tensor, norm_type: float = 2.0) -> Tensor:
+def combine(norms: Iterable[Tensor] | Tensor, norm_type: float = 2.0, tensors: Sequence[Tensor] = ()) -> Tensor:
     """The norm of a vector from the norms of its parts: 0-dim tensors on one device and of one dtype, or a vector."""
     values = norms if isinstance(norms, Tensor) else torch.stack(list(norms))
-    if norm_type != 2.0:
+    wide = {torch.float64, torch.complex128}  # squares of the norms of other tensors fit in float64
+    fits = values.dtype == torch.float64 and tensors and wide.isdisjoint({tensor.dtype for tensor in tensors})
+    if norm_type != 2.0 or fits:
         return torch.linalg.vector_norm(values, norm_type)  # type: ignore[no-any-return]
     unit = _unit(values.amax())
     return unit * torch.as_tensor(torch.linalg.vector_norm(values / unit))

@@ -42,7 +42,7 @@ def gradient_norm(gradients: Sequence[Tensor], norm_type: float, reduction: str 
             gradient, None if their gradients are bitwise the same.
     """
     parts = norms(gradients, norm_type)
-    return norm_of_parts(gradients, parts, norm_type, reduction, parts.new_zeros(()))[0]
+    return norm_of_parts(gradients, parts, norm_type, reduction, parts[0])[0]  # any flag: it is not used
 
 
 def norm_of_parts(
@@ -51,7 +51,7 @@ def norm_of_parts(
     """Return :func:`gradient_norm` from the norms of all gradients, and whether a 0-dim flag is set on any rank."""
     sharded = [is_sharded(gradient) for gradient in gradients] if any_sharded(gradients) else [False] * len(gradients)
     if reduction is None or world_size() == 1 or all(sharded):
-        return combine(parts, norm_type), flag
+        return combine(parts, norm_type, gradients), flag
     own = combine([norm for norm, is_whole in zip(parts, sharded, strict=True) if not is_whole], norm_type)
     pair = torch.stack((own, flag.to(own)))
     if reduction == "mean":
