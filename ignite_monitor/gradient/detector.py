@@ -219,7 +219,7 @@ class GradientDetector:
 
     def _copy(self) -> GradientDetector:
         twin = copy.copy(self)
-        twin._detectors = copy.deepcopy(self._detectors)
+        twin._detectors = {name: detector.copy() for name, detector in self._detectors.items()}
         return twin
 
     def state_dict(self) -> dict[str, Any]:

@@ -311,8 +311,9 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
                 self._detector.losses.postpone()
                 self._resets.set(newest.threshold_reset & flag)
             self._announce(engine, newest)
-        published = newest if flag else of_step
-        if newest is not None and flag is not None and not flag.is_cpu:
+        either = flag is not None and not flag.is_cpu  # only the device knows which is published
+        published = None if either else newest if flag else of_step
+        if newest is not None and flag is not None and either:
             self._publish_either(engine, flag, newest, of_step)
         elif published is not None:
             self._show(engine, published)

@@ -79,6 +79,12 @@ class PerParameterDetector:
         tag_of = dict(zip(self.names, tags(self.names), strict=True))
         return {f"culprit/{tag_of[name]}": share for name, share in self.named(culprits).items()}
 
+    def copy(self) -> PerParameterDetector:
+        """Return a detector of the same state, which changes independently."""
+        twin = copy.copy(self)
+        twin.detector = self.detector.copy()
+        return twin
+
     def state_dict(self) -> dict[str, Any]:
         """Return names and the state of all parameters: vectors."""
         return {"names": list(self.names), "detector": self.detector.state_dict()}
