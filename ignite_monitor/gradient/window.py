@@ -2,11 +2,33 @@
 
 A train step may do anything between backward and step: clip, add noise, replace gradients. So the detection of a
 gradient is that of its newest backward. A window opens with the first backward that reaches the monitor's parameters
-after its optimizer's last step, and closes when the next step has completed. ``docs/architecture.md`` has the table of
-events and states.
+after its optimizer's last step, and closes when the next step has completed. Its state is in the fields of
+:class:`GradientWindow`:
+
+========================  =====================  ==============================  ===========================
+event                     newest is None         newest of an earlier iteration  newest of this iteration
+========================  =====================  ==============================  ===========================
+iteration started (1)     -                      keep                            drop if used_by_other
+backward (2)              detect; newest         detect; newest                  detect; newest
+another optimizer's step  -                      -                               used_by_other if shared
+own step                  detect, or last (3)    detect, or last (3)             take newest
+... without a gradient    -                      drop newest                     drop newest
+... completed (4)         -                      drop newest                     drop newest
+train step returned (5)   publish last           publish last                    publish newest, or last
+========================  =====================  ==============================  ===========================
+
+1. After iterations that were not monitored, newest is dropped.
+2. If a closure is evaluated again inside the own step, its gradient is detected only.
+3. ``last``, if an own step of this iteration took the detection of a backward. Otherwise the gradients were set by
+   hand or are of an earlier iteration; they are detected at each step.
+4. The detection that the step took updates the statistics.
+5. ``newest`` is published if there was no own step, or it is a spike that is not shared. If it is ``used_by_other``,
+   the detection of the last backward that was not shared takes its place. A spike is postponed: the next backward shows
+   whether its gradient was discarded, and it updates the statistics, or was accumulated into. Otherwise, without an
+   own step, the gradient is incomplete and not published.
 
 A backward is shared if it reached other monitored models too, as in a GAN. Another optimizer that steps then may have
-been the one that the backward was for.
+been the one that the backward was for. ``tests/stress/_window_truth.py`` implements the same rule independently.
 """
 
 from __future__ import annotations
@@ -33,19 +55,21 @@ class GradientWindow(Generic[D]):
         is_current: whether that backward was in this iteration.
         shared: whether it reached other monitored models too.
         used_by_other: whether another optimizer has stepped since then, with a shared backward.
+        unshared: detection of this iteration's last backward that was not shared, since the last own step.
         last: what the last own step of this iteration took.
         announced: whether the gradient has been announced as a spike.
     """
 
     def __init__(self) -> None:
         self.newest: D | None = None
+        self.unshared: D | None = None
         self.is_current = self.shared = self.used_by_other = self.announced = False
         self.last: Taken[D] | None = None
         self._taken: Taken[D] | None = None  # by the own step in progress
 
     def iteration_started(self, unseen: bool) -> None:
         """A monitored iteration starts, after others that were not monitored or directly after the last one."""
-        self.last = self._taken = None
+        self.last = self._taken = self.unshared = None
         self.is_current = False
         if unseen or self.used_by_other:
             self.close()
@@ -55,6 +79,7 @@ class GradientWindow(Generic[D]):
         if self._taken is not None:
             return False
         self.newest, self.shared, self.is_current, self.used_by_other = detection, shared, True, False
+        self.unshared = self.unshared if shared else detection
         return not shared
 
     def other_step_started(self) -> bool:
@@ -83,12 +108,12 @@ class GradientWindow(Generic[D]):
         return taken
 
     def returned(self) -> D | None:
-        """The train step has returned: return the newest detection if it may be published."""
-        if self.is_current and not self.used_by_other and (self.last is None or not self.shared):
-            return self.newest
+        """The train step has returned: return the newest detection that may be published."""
+        if self.is_current and (self.last is None or not self.shared):
+            return self.unshared if self.used_by_other else self.newest
         return None
 
     def close(self) -> None:
         """Nothing is known of the gradients any more."""
-        self.newest, self._taken = None, None
+        self.newest = self.unshared = self._taken = None
         self.is_current = self.used_by_other = self.announced = False

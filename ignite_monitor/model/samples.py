@@ -13,70 +13,81 @@ from ignite_monitor.model._torch import foreach_norm
 from ignite_monitor.model.devices import device_of, move, upload, wide_dtype
 from ignite_monitor.model.names import named_parameters
 from ignite_monitor.model.norms import is_sharded
-from ignite_monitor.model.sampling import sample_indices
 from ignite_monitor.model.sharding import all_reduce
 
 NARROW = (torch.bfloat16, torch.float16)
 _MEASURABLE = (*NARROW, torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
+def fnv1a_64(text: str) -> int:
+    """The 64-bit FNV-1a hash of a text's UTF-8 bytes (Fowler, Noll and Vo)."""
+    value = 0xCBF29CE484222325
+    for byte in text.encode():
+        value = ((value ^ byte) * 0x100000001B3) % 2**64
+    return value
+
+
+def sample_indices(name: str, shape: Sequence[int], count: int | None) -> Tensor | None:
+    """Draw elements of a flattened tensor uniformly, with replacement, by a generator that the name seeds.
+
+    A two-dimensional tensor with more than ``count`` rows gives one element of each row: it may be an embedding, of
+    which a step moves few rows. None if the tensor has no more elements than would be drawn.
+    """
+    numel, rows = torch.Size(shape).numel(), shape[0] if len(shape) == 2 else 0
+    if count is None or numel <= max(count, rows):
+        return None
+    generator = torch.Generator("cpu").manual_seed(fnv1a_64(name))
+    if rows <= count:
+        return torch.randint(numel, (count,), generator=generator, device="cpu")
+    columns = numel // rows
+    within = torch.randint(columns, (rows,), generator=generator, device="cpu")
+    return torch.arange(rows, device="cpu") * columns + within
+
+
 class ParameterSamples:
-    """The sampled elements of all parameters of a model.
-
-    Which elements these are depends on a parameter's name and shape alone, see :func:`sample_indices`. Of a DTensor
-    each rank has those that it holds; :meth:`over_ranks` combines the norms of the ranks' parts.
-
-    Args:
-        sample_size: how many elements to draw of each parameter; None for all.
+    """The sampled elements of all parameters of a model; of a DTensor those that this rank holds.
 
     Attributes:
-        names: the parameters' names, without those of wrappers.
-        parameters: the parameters, each once.
         measurable: indices of the parameters with data of a dtype to compute with.
-        device: of all results.
-        dtype: of norms.
-        counts: how many elements the sample of each parameter has, on all ranks together: (parameters,).
-        factors: estimate the norm of a parameter from that of its sample: (parameters,).
+        counts: the sizes of the samples, on all ranks together: (parameters,).
+        factors: the norm of a parameter over the norm of its sample, as estimated: (parameters,).
     """
 
     def __init__(self, model: nn.Module, sample_size: int | None) -> None:
         self._model, self._kinds = model, _kinds(model)
         self.names = [name for name, _, _ in named_parameters(model)]
         self.parameters: list[Any] = [parameter for _, parameter, _ in named_parameters(model)]
-        self.measurable = [index for index, each in enumerate(self.parameters) if is_measurable(each)]
+        self.measurable = [index for index, parameter in enumerate(self.parameters) if is_measurable(parameter)]
         self.device = device_of(model)
         self.dtype = wide_dtype(self.device)
-        self._elements: list[Tensor | None] = [None] * len(self.parameters)
+        self._elements: dict[int, Tensor] = {}
         self._meshes: dict[tuple[Any, tuple[int, ...]], set[int]] = {}
-        counts = torch.tensor([each.numel() for each in self.parameters], dtype=self.dtype, device="cpu")
+        counts = torch.tensor([item.numel() for item in self.parameters], dtype=self.dtype, device="cpu")
         numels = counts.clone()
         for index in self.measurable:
             parameter = self.parameters[index]
             elements = sample_indices(self.names[index], parameter.shape, sample_size)
-            if elements is not None:
-                counts[index] = len(elements)
             if is_sharded(parameter):
                 dims = tuple(i for i, placement in enumerate(parameter.placements) if not placement.is_replicate())
                 self._meshes.setdefault((parameter.device_mesh, dims), set()).add(index)
-                elements = None if elements is None else _local_elements(parameter, elements)
-            self._elements[index] = None if elements is None else upload(elements, local(parameter).device)
+            if elements is not None:
+                counts[index] = len(elements)
+                held = _local_elements(parameter, elements) if is_sharded(parameter) else elements
+                self._elements[index] = upload(held, local(parameter).device)
         self.counts = upload(counts, self.device)
         self.factors = upload((numels / counts).sqrt(), self.device)
 
     def fits(self) -> bool:
-        """Whether the model's parameters are still those that are sampled."""
+        """Return True if the model's parameters are still those that are sampled."""
         return _kinds(self._model) == self._kinds
 
     def take(self, index: int, tensor: Any) -> Tensor:
-        """This rank's sampled elements of a tensor of a parameter's shape: 1-D, real, at least float32, maybe a view.
-
-        A complex element gives two.
-        """
+        """This rank's sampled elements of a tensor of a parameter's shape: 1-D, real, at least float32, or a view."""
         tensor = tensor.detach()
         if is_sharded(tensor):
             placements = self.parameters[index].placements
             tensor = local(tensor if tensor.placements == placements else tensor.redistribute(placements=placements))
-        elements = self._elements[index]
+        elements = self._elements.get(index)
         values: Tensor = tensor.reshape(-1) if elements is None else torch.take(tensor, elements)
         if values.is_complex():
             values = torch.view_as_real(values.resolve_conj()).flatten()
@@ -93,12 +104,7 @@ class ParameterSamples:
         return torch.stack(foreach_norm(list(samples), 2.0, dtype=self.dtype))
 
     def over_ranks(self, norms: Tensor, indices: Sequence[int]) -> Tensor:
-        """Norms of what the ranks hold together, where parameters are sharded: one collective per sharded dimension.
-
-        Args:
-            norms: of this rank's parts, of shape (…, indices).
-            indices: of the parameters, the same on every rank.
-        """
+        """Combine norms (…, indices) of the ranks' parts of parameters, the same on every rank."""
         for (mesh, dims), members in self._meshes.items():
             columns = [column for column, index in enumerate(indices) if index in members]
             at = upload(torch.tensor(columns, dtype=torch.int64, device="cpu"), self.device)
@@ -110,7 +116,7 @@ class ParameterSamples:
 
 
 def is_measurable(parameter: Tensor) -> bool:
-    """Whether a parameter has elements, with data, of a dtype to compute with."""
+    """Return True for a parameter that has elements, with data, of a dtype to compute with."""
     has_data = parameter.numel() > 0 and parameter.layout == torch.strided and not parameter.is_meta
     return has_data and parameter.dtype in _MEASURABLE
 
@@ -126,17 +132,17 @@ def reshard(model: nn.Module) -> None:
 
 
 def local(tensor: Any) -> Tensor:
-    """The part of a tensor that this rank holds."""
+    """This rank's part of a tensor."""
     own: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
     return own
 
 
 def _kinds(model: nn.Module) -> list[Any]:
-    return [(name, id(each), each.device, each.dtype, each.shape) for name, each, _ in named_parameters(model)]
+    return [(name, id(item), item.device, item.dtype, item.shape) for name, item, _ in named_parameters(model)]
 
 
 def _local_elements(parameter: Any, elements: Tensor) -> Tensor:
-    """Of elements of the whole parameter those that this rank holds, as elements of its part."""
+    """Indices within this rank's part of a DTensor, from indices within the whole; other elements are dropped."""
     chunk = parameter.__create_chunk_list__()[0]  # what torch.distributed.checkpoint asks for: offset and size
     at = torch.zeros_like(elements)
     held = torch.ones_like(elements, dtype=torch.bool)

@@ -30,22 +30,17 @@ class OptimizerStateHandler(Monitor, schema=OPTIMIZER_STATE):
     Any optimizer with ``exp_avg``, ``exp_avg_sq`` or ``momentum_buffer`` in its state is measured. For each tensor with
     gradient g as the step uses it (reduced, unscaled, clipped), and the moments as the step leaves them:
 
-    .. math::
-        \mathrm{RMS} = \sqrt{\frac{1}{n} \sum_i \frac{g_i^2}{\max(\hat v_i, \epsilon^2)}}, \qquad
-        \frac{\#\{i : \sqrt{\hat v_i} < \epsilon\}}{n}, \qquad
-        \frac{\langle g, m \rangle}{\lVert g \rVert \lVert m \rVert},
+    .. math:: \mathrm{RMS} = \sqrt{\frac{1}{n} \sum_i \frac{g_i^2}{\max(\hat v_i, \epsilon^2)}}
 
-    with m in ``exp_avg`` or ``momentum_buffer``, and :math:`\hat v = v / (1 - \beta_2^t)` with v in ``exp_avg_sq``
-    (``max_exp_avg_sq`` where there is one); without a step count t or two ``betas``, :math:`\hat v = v`. An RMS far
-    above 1 means that the second moment is stale (`arXiv:2304.13013 <https://arxiv.org/abs/2304.13013>`_).
+    with :math:`\hat v = v / (1 - \beta_2^t)` and v in ``exp_avg_sq`` (``max_exp_avg_sq`` where there is one); without a
+    step count t or two ``betas``, :math:`\hat v = v`.
 
     {keys}
 
-    Quantities that an optimizer does not keep are not reported. The last kind appears when a logger writes. If several
-    steps are made in an iteration, the last one counts, and ``update_norm`` is that of all.
+    Quantities that an optimizer does not keep are not reported. The last kind appears when a logger writes.
 
     Args:
-        model: the model, as the train step uses it (wrapped, where it is wrapped).
+        model: the model, as the train step uses it (wrapped, if it is wrapped).
         optimizer: the optimizer whose state is measured.
         sample_size: the number of elements to sample per parameter; None for all.
         top_k: the number of tensors to publish by name.
@@ -61,7 +56,6 @@ class OptimizerStateHandler(Monitor, schema=OPTIMIZER_STATE):
 
             handler = OptimizerStateHandler(model, optimizer)
             handler.attach(trainer, Events.ITERATION_STARTED(every=100))
-            handler.log_to(tensorboard_logger, trainer)
     """
 
     _state_dict_all_req_keys = ("sample_size",)
@@ -84,10 +78,10 @@ class OptimizerStateHandler(Monitor, schema=OPTIMIZER_STATE):
         self.top_k = check_count("top_k", top_k)
         self._step: MeasuredStep | None = None  # while a run lasts
         self._measured: StepResult | None = None  # of this iteration
-        self._monitored_count = self._stepped_count = self._published_count = 0
+        self._monitored_count, self._has_stepped, self._has_published = 0, False, False
 
     def state_dict(self) -> OrderedDict[str, Any]:
-        """The sample size; the optimizer saves everything else."""
+        """Return the sample size; the optimizer saves everything else."""
         return OrderedDict(sample_size=self.sample_size)
 
     def handlers(self) -> Handlers:
@@ -104,15 +98,13 @@ class OptimizerStateHandler(Monitor, schema=OPTIMIZER_STATE):
         self._step.start()
 
     def on_run_end(self) -> None:
-        if self._monitored_count and not self._published_count:
-            why = "its state holds no exp_avg, exp_avg_sq or momentum_buffer of a parameter's shape, element by element"
-            self._warn_once(
-                "nothing is reported of %s in %d monitored iterations, since %s",
-                type(self.optimizer).__name__,
-                self._monitored_count,
-                why if self._stepped_count else "it made no step in them with a gradient of the model",
-            )
-        self._monitored_count = self._stepped_count = self._published_count = 0
+        if self._monitored_count and not self._has_published:
+            why = "it made no step in them with a gradient of the model"
+            if self._has_stepped:
+                why = "its state holds no exp_avg, exp_avg_sq or momentum_buffer of a parameter's shape"
+            text = "nothing is reported of %s in %d monitored iterations, since %s"
+            self._warn_once(text, type(self.optimizer).__name__, self._monitored_count, why)
+        self._monitored_count, self._has_stepped, self._has_published = 0, False, False
 
     def reset_run_state(self) -> None:
         self._step = self._measured = None
@@ -133,24 +125,21 @@ class OptimizerStateHandler(Monitor, schema=OPTIMIZER_STATE):
         if not self._is_running or self._step is None:
             return
         self._monitored_count += 1
-        self._stepped_count += self._step.stepped.any
+        self._has_stepped |= self._step.stepped.any
         if self._measured is None:
             return
-        self._published_count += 1
-        rms, fraction, cosine = order_statistics(self._measured.statistics).unbind()
-        median, p95, least, most = range(4)
+        self._has_published = True
+        rms, fraction, cosine = (row.unbind() for row in order_statistics(self._measured.statistics))
         self.publish(
-            rms_median=rms[median],
-            rms_p95=rms[p95],
-            rms_max=rms[most],
-            epsilon_dominated_median=fraction[median],
-            epsilon_dominated_max=fraction[most],
-            momentum_cosine_median=cosine[median],
-            momentum_cosine_min=cosine[least],
+            rms_median=rms[0],
+            rms_p95=rms[1],
+            rms_max=rms[3],
+            epsilon_dominated_median=fraction[0],
+            epsilon_dominated_max=fraction[3],
+            momentum_cosine_median=cosine[0],
+            momentum_cosine_min=cosine[2],
             update_norm=self._measured.update_norm,
         )
-
-    # Values on the host
 
     def deferred_tensors(self) -> list[Tensor]:
         return [] if self._measured is None or not self.metrics else [self._measured.statistics[0]]

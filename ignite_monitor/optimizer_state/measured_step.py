@@ -4,30 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ignite_monitor.model.devices import upload
+from ignite_monitor.model.devices import move, upload
+from ignite_monitor.model.modes import is_plain
+from ignite_monitor.model.norms import is_sharded
+from ignite_monitor.model.samples import local
 from ignite_monitor.monitor.sampled_step import SampledStep
-from ignite_monitor.optimizer_state.moments import Moments
+
+_MOMENTUM = ("exp_avg", "momentum_buffer")
+_SQUARE = ("max_exp_avg_sq", "exp_avg_sq")  # AMSGrad divides by the largest so far
+_REAL = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+# With these an optimizer keeps the second moment in a basis of its own (SOAP, GaLore).
+_OTHER_BASIS = frozenset({"Q", "GG", "projector", "ortho_matrix"})
 
 
 class StepResult(NamedTuple):
-    """What is known of a step.
-
-    Attributes:
-        names: of the parameters.
-        statistics: RMS, epsilon-dominated fraction and momentum cosine of each parameter, NaN where it has none:
-            (3, parameters).
-        update_norm: the l2 norm of the change of all parameters, 0-dim.
-    """
+    """Statistics of a step."""
 
     names: list[str]
-    statistics: Tensor
-    update_norm: Tensor
+    statistics: Tensor  # (3, parameters): RMS, epsilon-dominated fraction, momentum cosine; NaN if not known
+    update_norm: Tensor  # the l2 norm of the change of all parameters
 
 
 class MeasuredStep(SampledStep):
@@ -42,17 +43,14 @@ class MeasuredStep(SampledStep):
     def keep_gradients(self, optimizer: Optimizer, scale: Tensor | None) -> None:
         """Keep samples of the gradients that an optimizer is about to use, divided by a 0-dim scale."""
         self.step_started(optimizer)
-        parameters = self.samples.parameters
-        # Parameters with sparse gradients, complex ones and those without a gradient are not measured.
+        gradients = {index: self.samples.parameters[index].grad for index in self.own}
         self._members = [
             index
-            for index in self.own
-            if (gradient := parameters[index].grad) is not None
-            and gradient.layout == torch.strided
-            and not gradient.is_complex()
+            for index, gradient in gradients.items()
+            if gradient is not None and gradient.layout == torch.strided and not gradient.is_complex()
         ]
         if self._members:
-            self._gradient = self.samples.flat(self._members, [parameters[index].grad for index in self._members])
+            self._gradient = self.samples.flat(self._members, [gradients[index] for index in self._members])
             if scale is not None:
                 self._gradient /= scale.to(self._gradient, non_blocking=True)
 
@@ -62,54 +60,91 @@ class MeasuredStep(SampledStep):
         samples, members = self.samples, self._members
         if not members or not self.stepped:
             return None
-        moments = Moments(optimizer, [samples.parameters[i] for i in members], samples.dtype, samples.device)
-        if not moments:
+        parameters = [samples.parameters[index] for index in members]
+        momenta = [_moment(optimizer, parameter, _MOMENTUM) for parameter in parameters]
+        squares = [_moment(optimizer, parameter, _SQUARE) for parameter in parameters]
+        if all(moment is None for moment in momenta + squares):
             return None
-        lengths = [len(each) for each in self.per_parameter(self._gradient, members)]
-        change = self.after(members).sub_(self.before(members))
-        zeros = torch.zeros(max(lengths), device=samples.device)
-        momentum, square = (
-            torch.cat([
-                zeros[:length] if moment is None else samples.take(index, moment)
-                for index, moment, length in zip(members, of_kind, lengths, strict=True)
-            ])
-            for of_kind in (moments.momentum, moments.square)
-        )  # fmt: skip
+        momentum, square = self._elements(momenta), self._elements(squares)
+        lengths = [len(part) for part in self.before(members)]
+        eps, correction = self._eps_and_correction(optimizer, squares)
         owner = upload(torch.repeat_interleave(torch.tensor(lengths, device="cpu")), samples.device)
-        least = moments.eps.nan_to_num(0.0) / moments.correction
-        elements = _elements(self._gradient, momentum, square, least.nan_to_num(0.0)[owner])
-        flats = [*elements, change]
-        norms = samples.norms([part for flat in flats for part in self.per_parameter(flat, members)])
+        least = (eps.nan_to_num(0.0) / correction).nan_to_num(0.0)[owner]
+        flats = [*_elements(self._gradient, momentum, square, least), self.changes(members)]
+        norms = samples.norms([part for flat in flats for part in self.split(flat, members)])
         at = upload(torch.tensor(members, device="cpu"), samples.device)
-        *rows, change_norm = samples.over_ranks(norms.view(len(flats), -1), members).unbind()
-        statistics = _statistics(torch.stack(rows), moments, samples.counts[at])
+        *rows, change_norms = samples.over_ranks(norms.view(len(flats), -1), members).unbind()
+        statistics = _statistics(torch.stack(rows), eps, correction, samples.counts[at])
         moved = self.stepped.mask(len(samples.parameters), samples.device)[at]
-        total = torch.where(moved, change_norm * samples.factors[at], 0.0).square().sum().sqrt()
-        # 0 / 0 without a step.
-        update_norm = total / moved.any()
+        total = torch.where(moved, change_norms * samples.factors[at], 0.0).square().sum().sqrt()
         names = [samples.names[index] for index in members]
-        return StepResult(names, torch.where(moved, statistics, math.nan), update_norm)
+        # Without a step the norm is 0 / 0.
+        return StepResult(names, torch.where(moved, statistics, math.nan), total / moved.any())
+
+    def _elements(self, moments: Sequence[Tensor | None]) -> Tensor:
+        """The sampled elements of moments, one parameter after the other; zeros without a moment."""
+        return torch.cat([
+            torch.zeros_like(before) if moment is None else self.samples.take(index, moment)
+            for index, before, moment in zip(self._members, self.before(self._members), moments, strict=True)
+        ])  # fmt: skip
+
+    def _eps_and_correction(self, optimizer: Optimizer, squares: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
+        """Epsilon, and the bias correction of the root of the second moment: NaN without one, 1 if it is not known."""
+        groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+        steps, decays, eps = [], [], []
+        for parameter in (self.samples.parameters[index] for index in self._members):
+            state, group = optimizer.state.get(parameter, {}), groups.get(id(parameter), {})
+            betas = group.get("betas")
+            steps.append(state.get("step", group.get("step", group.get("k"))))
+            decays.append(betas[1] if isinstance(betas, (tuple, list)) and len(betas) == 2 else None)
+            eps.append(group.get("eps"))
+        decay = self._vector(decays) ** self._vector(steps)
+        known = self._vector([math.nan if square is None else 0.0 for square in squares])
+        return self._vector(eps), (1 - decay).rsqrt().nan_to_num(1.0, 1.0) + known
+
+    def _vector(self, values: Sequence[Any]) -> Tensor:
+        """One tensor of numbers and tensors with one element, without synchronization; NaN for anything else."""
+        scalars = []
+        for value in values:
+            if isinstance(value, Tensor) and value.numel() == 1:
+                scalars.append(value.detach().reshape(()))
+            else:
+                number = value if isinstance(value, (float, int)) else math.nan
+                scalars.append(torch.tensor(number, dtype=self.samples.dtype, device="cpu"))
+        if len({scalar.device for scalar in scalars}) > 1:
+            scalars = [move(scalar, self.samples.device) for scalar in scalars]
+        return move(torch.stack([scalar.to(self.samples.dtype) for scalar in scalars]), self.samples.device)
+
+
+def _moment(optimizer: Optimizer, parameter: Tensor, names: Sequence[str]) -> Tensor | None:
+    """The first tensor by these names in an optimizer's state with a real number for each element of a parameter."""
+    state = optimizer.state.get(parameter, {})
+    if names is _SQUARE and not _OTHER_BASIS.isdisjoint(state):
+        return None
+    for name in names:
+        value = state.get(name)
+        if isinstance(value, Tensor) and value.shape == parameter.shape and value.dtype in _REAL:
+            own = local(value)
+            if is_sharded(value) == is_sharded(parameter) and is_plain(own) and own.device == local(parameter).device:
+                return value
+    return None
 
 
 def _elements(gradient: Tensor, momentum: Tensor, square: Tensor, least: Tensor) -> Sequence[Tensor]:
-    """Numbers for each element, whose norms over a parameter :func:`_statistics` needs.
-
-    Args:
-        least: the smallest root of the second moment, not bias-corrected, that a gradient is divided by.
-    """
+    """Numbers for each element, whose norms :func:`_statistics` needs; ``least`` is the smallest root to divide by."""
     root = square.sqrt()
-    # Where nothing is divided by anything the ratio is 0.
+    # 0 / 0 is 0.
     ratio = gradient / root.maximum(least.clamp(min=torch.finfo(root.dtype).tiny).to(root.dtype))
     dominated = (root < least).to(root.dtype)
     product = gradient.to(least.dtype) * momentum
     return gradient, momentum, ratio, dominated, product.clamp(min=0).sqrt(), (-product).clamp(min=0).sqrt()
 
 
-def _statistics(norms: Tensor, moments: Moments, counts: Tensor) -> Tensor:
+def _statistics(norms: Tensor, eps: Tensor, correction: Tensor, counts: Tensor) -> Tensor:
     gradient, momentum, ratio, dominated, above, below = norms.unbind()
-    rms = ratio / counts.sqrt() / moments.correction
+    rms = ratio / counts.sqrt() / correction
     # NaN where the second moment, or its eps, is missing or not finite.
-    fraction = dominated.square() / counts + 0 * rms + 0 * moments.eps
+    fraction = dominated.square() / counts + 0 * rms + 0 * eps
     lengths = gradient * momentum
     # The products of smaller numbers have lost digits.
     info = torch.finfo(norms.dtype)

@@ -1,4 +1,4 @@
-"""In-memory snapshots, confirmed or not, and the choice of the one to restore."""
+"""Snapshots in memory, confirmed or not, and the choice of the one to restore."""
 
 from __future__ import annotations
 

@@ -1,16 +1,13 @@
-"""The effective weights of a model: as matrices, stacks of matrices or embeddings, and the parameters they are made of.
+"""The effective weights of a model: as matrices, stacks of matrices or embeddings.
 
-The weight of a convolution is flattened. A parameter of three and more dimensions that belongs to no convolution holds
-one matrix after the other (the experts of a mixture); with leading dimensions of size 1 it is an embedding, as position
-embeddings of shape (1, L, d) are, or a vector, as class tokens of shape (1, 1, d). Where a module computes its weight
-(parametrizations, weight and spectral normalization, pruning), the result is measured.
+Embeddings are the parameters of ``nn.Embedding`` and ``nn.EmbeddingBag``, and parameters of shape (1, L, d). Other
+parameters of three and more dimensions that belong to no convolution hold one matrix after the other (experts).
 """
 
 from __future__ import annotations
 
 import copy
 import math
-import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -31,30 +28,19 @@ from ignite_monitor.model.samples import is_measurable
 
 MATRIX, STACK, EMBEDDING = "matrix", "stack", "embedding"
 
-_EMBEDDING_NAMES = re.compile("embed|position|pos_|table|tokens?$")
 _COMPUTING = (WeightNorm, SpectralNorm, BasePruningMethod)
 
 
 class EffectiveWeight(NamedTuple):
-    """A weight as its module uses it.
-
-    Attributes:
-        name: of the parameter, without wrappers, or of the computed weight, such as ``layer.weight``.
-        parameters: what it is made of.
-        shape: its shape.
-        value: gives the weight; to be called under ``no_grad``.
-        kind: ``MATRIX``, ``STACK`` of matrices along all dimensions but the last two, or ``EMBEDDING``.
-        by_input: whether the first dimension of a matrix is that of the input.
-        groups: their number, where the shape is (in, out / groups, k…).
-    """
+    """A weight as its module uses it, computed of some parameters."""
 
     name: str
     parameters: tuple[Tensor, ...]
     shape: torch.Size
-    value: Callable[[], Tensor]
-    kind: str = MATRIX
-    by_input: bool = False
-    groups: int = 0
+    value: Callable[[], Tensor]  # to be called under no_grad
+    kind: str = MATRIX  # or STACK along all dimensions but the last two, or EMBEDDING
+    by_input: bool = False  # True if matrices are of shape (in, out)
+    groups: int = 0  # their number if the shape is (in, out / groups, k…)
 
 
 class Weight(NamedTuple):
@@ -66,30 +52,27 @@ class Weight(NamedTuple):
 
 
 def effective_weights(model: nn.Module) -> Iterator[EffectiveWeight]:
-    """All weights that are matrices or hold some, each once; complex ones are not reported."""
+    """Yield all real weights that are matrices or hold some, once each."""
     modules = list(named_modules(model))
     computed = {path: list(_computed(module)) for path, module in modules}
-    known = {id(parameter) for each in computed.values() for weight in each for parameter in weight.parameters}
+    known = {id(parameter) for weights in computed.values() for weight in weights for parameter in weight.parameters}
     for path, module in modules:
-        for weight in computed[path]:
-            yield from _described(path, module, weight)
+        weights = computed[path]
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in known:
                 known.add(id(parameter))
-                itself = EffectiveWeight(name, (parameter,), parameter.shape, parameter.detach)
-                yield from _described(path, module, itself)
+                weights.append(EffectiveWeight(name, (parameter,), parameter.shape, parameter.detach))
+        for weight in weights:
+            yield from _described(path, module, weight)
 
 
 def as_weights(weight: EffectiveWeight, value: Tensor) -> list[Weight]:
-    """Matrices of the value of a weight, or of its change: one, or those of a stack, called ``{name}/{i}``.
-
-    A DTensor is gathered.
-    """
+    """Matrices of the value of a weight, or of its change: one, or a stack, called ``{name}/{i}``; DTensors whole."""
     value = whole_tensor(value)
     if weight.kind == STACK:
         stack = value.flatten(0, -3)
         scale = math.sqrt(stack.shape[2] / stack.shape[1] if weight.by_input else stack.shape[1] / stack.shape[2])
-        return [Weight(f"{weight.name}/{i}", each, scale) for i, each in enumerate(stack)]
+        return [Weight(f"{weight.name}/{i}", matrix, scale) for i, matrix in enumerate(stack)]
     if weight.groups:
         value = value.unflatten(0, (weight.groups, -1)).transpose(1, 2).flatten(0, 1)
     if weight.kind == EMBEDDING:
@@ -100,9 +83,9 @@ def as_weights(weight: EffectiveWeight, value: Tensor) -> list[Weight]:
 
 
 def _described(path: str, module: nn.Module, weight: EffectiveWeight) -> Iterator[EffectiveWeight]:
-    if not all(is_measurable(each) and not each.is_complex() for each in weight.parameters):
+    if not all(is_measurable(parameter) and not parameter.is_complex() for parameter in weight.parameters):
         return
-    if weight.name.endswith("bias"):  # stacked experts have one vector each
+    if weight.name.endswith("bias"):  # stacked experts have a vector each
         return
     shape, is_own = weight.shape, weight.name == "weight"
     kind, by_input, groups = MATRIX, False, 0
@@ -115,7 +98,7 @@ def _described(path: str, module: nn.Module, weight: EffectiveWeight) -> Iterato
     elif not (isinstance(module, CONVOLUTIONS) and is_own):
         leading = next((i for i, size in enumerate(shape) if size != 1), len(shape)) if len(shape) > 2 else 0
         shape = shape[leading:]
-        if leading or (len(shape) == 2 and not is_own and _EMBEDDING_NAMES.search(weight.name)):
+        if leading:
             kind = EMBEDDING
         elif len(shape) > 2:
             kind, by_input = STACK, _is_stacked_by_input(module, weight.name, shape)
@@ -125,7 +108,7 @@ def _described(path: str, module: nn.Module, weight: EffectiveWeight) -> Iterato
 
 
 def _is_stacked_by_input(module: nn.Module, name: str, shape: torch.Size) -> bool:
-    """Whether stacked matrices are of shape (in, out), by the size of their bias or an attribute of the module."""
+    """Return True for stacked matrices of shape (in, out), by their bias or an attribute of the module."""
     rows, columns = shape[-2:]
     for bias_name in {f"{name}_bias", name.replace("weight", "bias")} - {name}:
         bias = parameters_in(module).get(bias_name)
@@ -135,7 +118,7 @@ def _is_stacked_by_input(module: nn.Module, name: str, shape: torch.Size) -> boo
 
 
 def _computed(module: nn.Module) -> Iterator[EffectiveWeight]:
-    """The weights that a module computes of its parameters, by their names in it; not those of a scripted module."""
+    """Yield the weights that a module, unless it is scripted, computes of its parameters, by their names in it."""
     if isinstance(module, torch.jit.ScriptModule):
         return
     parametrizations = modules_in(module).get("parametrizations")
@@ -145,7 +128,7 @@ def _computed(module: nn.Module) -> Iterator[EffectiveWeight]:
             yield EffectiveWeight(name, tuple(recipe.parameters()), make().shape, make)
     if any(isinstance(hook, _COMPUTING) for hook in hooks_before_forward(module)):
         own: Any = parameters_in(module)
-        for name in [each.removesuffix(end) for each in own for end in ("_orig", "_v") if each.endswith(end)]:
+        for name in [key.removesuffix(end) for key in own for end in ("_orig", "_v") if key.endswith(end)]:
             parts = tuple(own[f"{name}{end}"] for end in ("_orig", "_g", "_v") if f"{name}{end}" in own)
             yield EffectiveWeight(name, parts, parts[-1].shape, partial(_hooked, module, name))
 
@@ -162,7 +145,7 @@ def _hooked(module: nn.Module, name: str) -> Tensor:
 
 
 def _parametrized(recipe: nn.Module) -> Tensor:
-    """The weight of a parametrization in eval mode, of copies of its buffers; it may draw random numbers."""
+    """The weight of a parametrization in eval mode, with its buffers and the RNG state preserved."""
     with preserved_buffers(recipe.modules()), preserved_rng_state({device_of(recipe)}):
         for module in recipe.modules():
             module.training = False

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ignite_monitor.model.devices import wide_dtype
 from ignite_monitor.model.modes import full_precision
-from ignite_monitor.spectral.dominant import dominant
 
 METHODS = ("power", "ns5-fast", "ns3-accurate")
 TOLERANCE = 1e-3
@@ -17,35 +16,23 @@ TOLERANCE = 1e-3
 _WIDTH = 8  # vectors that are multiplied at once
 _SMALL = 224  # up to this order WᵀW itself is small enough
 _MOST_STEPS = 64
-_DEVICE_STEPS = 24  # where looking at the bound would synchronize
+_DEVICE_STEPS = 24  # where reading the bound would synchronize
+_SQUARINGS = 15
 
 
 class SpectralNorms(NamedTuple):
-    """Spectral norms of a batch of matrices.
+    """Spectral norms of a batch of B matrices."""
 
-    Attributes:
-        norms: (B,); NaN for a matrix that is not finite.
-        errors: bounds of their relative errors: (B,); NaN where there is none, inf where the method has failed.
-        frobenius: Frobenius norms: (B,).
-        steps: the number of products of WᵀW with a block of vectors.
-    """
-
-    norms: Tensor
-    errors: Tensor
-    frobenius: Tensor
-    steps: int
+    norms: Tensor  # (B,); NaN for a matrix that is not finite
+    errors: Tensor  # (B,), bounds of relative errors; NaN where there is none, inf where the method has failed
+    frobenius: Tensor  # (B,), Frobenius norms
+    steps: int  # the number of products of WᵀW with a block of vectors
 
 
 def measure(matrices: Tensor, method: str, seed: int) -> SpectralNorms:
-    """Measure the spectral norms of matrices.
-
-    Args:
-        matrices: (B, rows, columns), of any real floating-point dtype.
-        method: one of ``METHODS``.
-        seed: for the random vectors that the methods start with.
-    """
+    """Measure the spectral norms of real matrices (B, rows, columns); ``seed`` is that of the methods' random start."""
     with full_precision(matrices.device):
-        low = matrices.dtype == torch.bfloat16
+        is_low = matrices.dtype == torch.bfloat16
         matrices = matrices if matrices.dtype == torch.float64 else matrices.float()
         generator = torch.Generator(matrices.device).manual_seed(seed % 2**63)
         # Scaled so that squares neither overflow nor vanish.
@@ -57,16 +44,18 @@ def measure(matrices: Tensor, method: str, seed: int) -> SpectralNorms:
         frobenius = torch.linalg.vector_norm(torch.linalg.vector_norm(scaled, dim=2).to(wide), dim=1)
         scaled /= torch.where(frobenius > 0, frobenius, 1.0).to(scaled.dtype)[:, None, None]
         scaled = scaled.mT if scaled.shape[1] > scaled.shape[2] else scaled
+        shape = (len(scaled), _WIDTH if method == "power" else 1, scaled.shape[1])
+        start = torch.randn(shape, generator=generator, dtype=scaled.dtype, device=scaled.device)
         if method == "power":
-            norms, errors, steps = _power(scaled, generator)
+            norms, errors, steps = _power(scaled, start)
         else:
-            norms, errors = _newton_schulz(scaled, method, generator, torch.bfloat16 if low else scaled.dtype)
+            norms, errors = _newton_schulz(scaled, method, start, torch.bfloat16 if is_low else scaled.dtype)
             steps = 0
         whole = torch.where(is_finite, unit.to(wide) * frobenius, torch.nan)
         return SpectralNorms(norms.to(wide) * whole, errors.to(wide) + 0 * whole, whole, steps)
 
 
-def _power(scaled: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, int]:
+def _power(scaled: Tensor, start: Tensor) -> tuple[Tensor, Tensor, int]:
     r"""Block Lanczos on A = WWᵀ: the norm of Wᵀv for the Ritz vector v with the largest Ritz value.
 
     An eigenvalue of A lies within :math:`r = \lVert Av - \theta v\rVert` of :math:`\theta = v^\top Av`. It is the
@@ -79,24 +68,21 @@ def _power(scaled: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, 
     on_host = scaled.device.type == "cpu"
     most = min(order // _WIDTH - 1, _MOST_STEPS if on_host else _DEVICE_STEPS)
     # Vectors are rows, which the CPU multiplies several times as fast as columns.
-    block = torch.randn(
-        len(scaled), _WIDTH, order, generator=generator, dtype=scaled.dtype, device=scaled.device
-    )  # fmt: skip
-    noise = block / order**0.5
-    basis = block = _orthonormal(block)
+    noise = start / order**0.5
+    basis = block = _orthonormal(start)
     products = scaled.new_empty(len(scaled), 0, order)
-    step, look = 0, 4
+    step, check = 0, 4
     while True:
         step += 1
         block = block @ scaled @ scaled.mT
         products = torch.cat([products, block], 1)
-        if step == most or (on_host and step == look):
+        if step == most or (on_host and step == check):
             projected = basis @ products.mT
             coordinates = dominant((projected + projected.mT) / 2)
             found = _with_bound(scaled, (coordinates[:, None] @ basis).squeeze(1))
             if step == most or not len((found[1] > TOLERANCE).nonzero()):
                 return *found, step
-            look += max(2, look // 3)
+            check += max(2, check // 3)
         # Where the space is exhausted only rounding is left: some noise keeps the directions apart.
         scale = torch.linalg.matrix_norm(block, keepdim=True)
         block = block - block @ basis.mT @ basis + 4 * torch.finfo(block.dtype).eps * scale * noise.roll(step, 2)
@@ -105,6 +91,26 @@ def _power(scaled: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, 
             block = block - block @ basis.mT @ basis
         block = _orthonormal(block)
         basis = torch.cat([basis, block], 1)
+
+
+def dominant(matrices: Tensor) -> Tensor:
+    r"""Unit vectors with nearly the largest Rayleigh quotient of positive semidefinite matrices A; zeros for A = 0.
+
+    The longest column of :math:`A^q`, :math:`q = 2^{15}`. Unlike an eigensolver this synchronizes with no device, and
+    repeated eigenvalues do no harm. A has to be finite, with a trace of the order of 1 or less.
+    """
+    smallest = torch.finfo(matrices.dtype).tiny
+    power = matrices
+    for i in range(_SQUARINGS + 1):
+        if i:
+            power = power @ power
+        if i % 3 == 0:  # three squarings take a trace of 1 to one of at least 1/n⁷
+            trace = power.diagonal(dim1=1, dim2=2).sum(1).clamp(min=smallest)
+            power = power / trace[:, None, None]
+    longest = power.diagonal(dim1=1, dim2=2).argmax(1)
+    column = power.gather(2, longest[:, None, None].expand(-1, power.shape[1], 1)).squeeze(2)
+    unit: Tensor = column / torch.linalg.vector_norm(column, dim=1, keepdim=True).clamp(min=smallest)
+    return unit
 
 
 def _orthonormal(rows: Tensor) -> Tensor:
@@ -128,23 +134,18 @@ def _with_bound(scaled: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
 _NEWTON_SCHULZ = {"ns5-fast": (3.4445, -4.7750, 2.0315, 5, 7), "ns3-accurate": (1.5, -0.5, 0.0, 8, 10)}
 
 
-def _newton_schulz(
-    scaled: Tensor, method: str, generator: torch.Generator, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    r"""Norms by way of the polar factor, which Newton-Schulz iterations approximate: quick, and biased.
+def _newton_schulz(scaled: Tensor, method: str, image: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    r"""Biased norms from the polar factor, which Newton-Schulz iterations approximate.
 
     With W = UΣVᵀ the polar factor is Q = UVᵀ, and WQᵀ = UΣUᵀ has the singular values of W for eigenvalues: power
     iteration gives the largest. The iterations
 
     .. math:: X \leftarrow aX + (bA + cA^2)X, \quad A = XX^\top,
 
-    start from W/‖W‖_F. They bring small singular values to 1 too slowly, so that the norm comes out too small.
-
-    The errors are inf where the method has failed: no matrix has such a Frobenius and such a spectral norm.
+    start from W/‖W‖_F. They bring small singular values to 1 too slowly, so that the norm is too small. The errors are
+    inf where the method has failed: no matrix has such a Frobenius and such a spectral norm.
     """
     a, b, c, steps, iterations = _NEWTON_SCHULZ[method]
-    order = scaled.shape[1]
-    image = torch.randn(len(scaled), 1, order, generator=generator, dtype=scaled.dtype, device=scaled.device)
     polar = scaled.to(dtype)
     for _ in range(steps):
         gram = polar @ polar.mT
@@ -157,5 +158,5 @@ def _newton_schulz(
     is_zero = ~scaled.flatten(1).any(1)
     norms = torch.where(is_zero, 0.0, (vector * image).sum((1, 2)))
     slack = 1 + 1e-2
-    possible = (norms * slack * order**0.5 >= 1) & (norms <= slack)
+    possible = (norms * slack * scaled.shape[1] ** 0.5 >= 1) & (norms <= slack)
     return norms, torch.where(possible | is_zero, torch.nan, torch.inf)

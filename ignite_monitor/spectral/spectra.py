@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ignite_monitor.model.devices import upload
-from ignite_monitor.model.sampling import fnv1a_64
+from ignite_monitor.model.samples import fnv1a_64
 from ignite_monitor.monitor.transfer import DeferredFlag
 from ignite_monitor.spectral.effective_weights import Weight
 from ignite_monitor.spectral.norm import SpectralNorms, measure
@@ -20,15 +20,7 @@ _SMALL, _LARGEST_STACK = 1 << 16, 1 << 24
 
 
 class Spectra(NamedTuple):
-    """Norms of some weights, in their order.
-
-    Attributes:
-        names: of the weights.
-        scales: of the weights, see :class:`Weight`.
-        norms: spectral norms; NaN for a weight that is not finite.
-        errors: bounds of their relative errors; NaN where there is none.
-        frobenius: Frobenius norms.
-    """
+    """Norms of some weights, in their order; errors and Frobenius norms as in :class:`SpectralNorms`."""
 
     names: list[str]
     scales: list[float]
@@ -38,43 +30,50 @@ class Spectra(NamedTuple):
 
 
 class SpectralMeter:
-    """Measures spectral norms by one of ``METHODS``, and replaces a method that fails.
-
-    Attributes:
-        method: the method in use.
-        steps: how many steps "power" made in the last measurement for the weight that needed most.
-    """
+    """Measures spectral norms by one of ``METHODS``, and replaces a method that fails."""
 
     def __init__(self, method: str, logger: logging.Logger, about: str) -> None:
         self.method = method
-        self.steps = 0
+        self.steps = 0  # of "power" in the last measurement, for the weight that needed most
         self._logger, self._about = logger, about
         self._failed, self._nonfinite = DeferredFlag(), DeferredFlag()
         self._warned = False
 
     def measure(self, weights: Iterable[Weight]) -> Spectra:
         """The norms of all weights, at least one; a large weight is not kept longer than needed."""
-        self.steps = 0
-        scales: dict[str, float] = {}
         names: list[str] = []
-        found: list[SpectralNorms] = []
-        for batch in _batches(_noted(weights, scales)):
-            found.append(
-                self._measure(torch.stack([each.matrix for each in batch]), "\n".join(each.name for each in batch))
-            )
-            names += [each.name for each in batch]
-            self.steps = max(self.steps, found[-1].steps)
-        device = found[0].norms.device
+        scales: list[float] = []
+        batches: dict[object, list[tuple[int, Weight]]] = {}
+        order: list[int] = []
+        results: list[SpectralNorms] = []
+
+        def finish(batch: list[tuple[int, Weight]]) -> None:
+            order.extend(place for place, _ in batch)
+            text = "\n".join(weight.name for _, weight in batch)
+            results.append(self._measure(torch.stack([weight.matrix for _, weight in batch]), text))
+
+        for place, weight in enumerate(weights):
+            names.append(weight.name)
+            scales.append(weight.scale)
+            matrix = weight.matrix
+            is_small = matrix.numel() <= _SMALL
+            key = (matrix.shape, matrix.dtype, matrix.device) if is_small else place
+            batch = batches.setdefault(key, [])
+            batch.append((place, weight))
+            if not is_small or len(batch) * matrix.numel() >= _LARGEST_STACK:
+                finish(batches.pop(key))
+        for batch in batches.values():
+            finish(batch)
+        self.steps = max(result.steps for result in results)
+        device = results[0].norms.device
+        at = upload(torch.tensor(order, device="cpu").argsort(), device)
         norms, errors, frobenius = (
-            torch.cat([column.to(device, non_blocking=device.type != "cpu") for column in columns])
-            for columns in zip(*(each[:3] for each in found), strict=True)
+            torch.cat([column.to(device, non_blocking=device.type != "cpu") for column in columns])[at]
+            for columns in list(zip(*results, strict=True))[:3]
         )
-        places = {name: place for place, name in enumerate(names)}
-        at = upload(torch.tensor([places[name] for name in scales], device="cpu"), device)
-        spectra = Spectra([*scales], [*scales.values()], norms[at], errors[at], frobenius[at])
-        self._nonfinite.set(spectra.norms.isnan().any())
+        self._nonfinite.set(norms.isnan().any())
         self.warn()
-        return spectra
+        return Spectra(names, scales, norms, errors, frobenius)
 
     def warn(self, wait: bool = False) -> None:
         """Warn once of weights that are not finite, when that is known on the host."""
@@ -84,38 +83,16 @@ class SpectralMeter:
 
     def _measure(self, matrices: Tensor, names: str) -> SpectralNorms:
         seed = fnv1a_64(names)
+        result = measure(matrices, self.method, seed)
         if self.method == "power":
-            return measure(matrices, "power", seed)
-        found = measure(matrices, self.method, seed)
-        failed = found.errors.isinf()
+            return result
+        failed = result.errors.isinf()
         self._failed.set(failed.any())
         if not self._failed.take():
-            norms = found.norms.masked_fill(failed, torch.nan)
-            return found._replace(norms=norms, errors=found.errors.masked_fill(failed, torch.nan))
+            norms = result.norms.masked_fill(failed, torch.nan)
+            return result._replace(norms=norms, errors=result.errors.masked_fill(failed, torch.nan))
         self._logger.warning(
             '%s: method "%s" gives an impossible norm; "power" replaces it from now on', self._about, self.method
         )
         self.method = "power"
         return measure(matrices, "power", seed)
-
-
-def _noted(weights: Iterable[Weight], scales: dict[str, float]) -> Iterator[Weight]:
-    for weight in weights:
-        scales[weight.name] = weight.scale
-        yield weight
-
-
-def _batches(weights: Iterable[Weight]) -> Iterator[list[Weight]]:
-    """Small weights of one shape, dtype and device together; each large one alone, as soon as it is there."""
-    alike: dict[object, list[Weight]] = {}
-    for weight in weights:
-        size = weight.matrix.numel()
-        if size > _SMALL:
-            yield [weight]
-            continue
-        members = alike.setdefault((weight.matrix.shape, weight.matrix.dtype, weight.matrix.device), [])
-        members.append(weight)
-        if len(members) * size >= _LARGEST_STACK:
-            yield members.copy()
-            members.clear()
-    yield from filter(None, alike.values())

@@ -25,9 +25,8 @@ from ignite_monitor.model.sharding import check_whole
 from ignite_monitor.model.updates import order_statistics
 from ignite_monitor.monitor import transfer
 from ignite_monitor.monitor.base import Handlers, Monitor
-from ignite_monitor.weight_update.frozen import FrozenParameters
+from ignite_monitor.weight_update.not_learning import FrozenParameters, UntrainedParameters
 from ignite_monitor.weight_update.train_step import MeasuredStep
-from ignite_monitor.weight_update.untrained import UntrainedParameters
 
 _ROUNDING = (
     ". Weights in bfloat16 or float16 lose small updates to rounding: keep float32 weights and use torch.autocast, or "
@@ -41,9 +40,9 @@ class ParameterDiagnostics(NamedTuple):
     Attributes:
         grad_norm: the norm of its gradient; NaN if it had no new one.
         update_ratio: the norm of its change over its own; NaN if no step was to move it.
-        is_vanishing: whether the norm is below ``vanishing_grad_threshold``.
-        is_exploding: whether the norm is above ``exploding_grad_threshold``, or not finite.
-        is_frozen: whether it had a step, and was not moved by the last ``frozen_patience_steps``.
+        is_vanishing: True if the norm is below ``vanishing_grad_threshold``.
+        is_exploding: True if the norm is above ``exploding_grad_threshold``, or not finite.
+        is_frozen: True if it had a step, and was not moved by the last ``frozen_patience_steps``.
     """
 
     grad_norm: float
@@ -65,22 +64,18 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
 
     {keys}
 
-    A parameter is frozen once ``frozen_patience_steps`` consecutive monitored steps that were to move it have had
-    update ratios of at most ``frozen_update_ratio_threshold``; a warning names it once. Parameters with more than
-    ``sample_size`` elements are estimated from a sample, with a relative standard error of about
-    :math:`\sqrt{(\kappa_w + \kappa_\Delta - 2) / 4k}` for the ratio and :math:`\sqrt{(\kappa_g - 1) / 4k}` for the
-    gradient norm, for k sampled elements and kurtosis :math:`\kappa`: 3 % and 2 % of normally distributed ones by
-    default. The ``topk`` keys appear when a logger writes.
+    Parameters with more than ``sample_size`` elements are estimated from a sample. The ``topk`` keys appear when a
+    logger writes.
 
     Args:
-        model: the model, as the train step uses it (wrapped, where it is wrapped).
+        model: the model, as the train step uses it (wrapped, if it is wrapped).
         optimizer: the optimizer whose parameters count; None for those of every optimizer.
         scaler: the GradScaler of the train step.
         sample_size: the number of elements to sample per parameter; None for all.
         vanishing_grad_threshold: the smallest gradient norm that is not vanishing.
         exploding_grad_threshold: the largest gradient norm that is not exploding.
         frozen_update_ratio_threshold: the largest update ratio of a step that does not move a parameter.
-        frozen_patience_steps: the number of such monitored steps after which a parameter is frozen.
+        frozen_patience_steps: the number of such consecutive steps after which a parameter is frozen, with a warning.
         top_k: the number of parameters to publish by name, of each kind.
         eps: :math:`\epsilon`, greater than 0.
         prefix: the first part of the keys.
@@ -95,7 +90,6 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
 
             handler = WeightUpdateHandler(model, optimizer)
             handler.attach(trainer, Events.ITERATION_STARTED(every=100))
-            handler.log_to(tensorboard_logger, trainer)
             trainer.run(loader, max_epochs=5)
             print([name for name, parameter in handler.diagnostics.items() if parameter.is_frozen])
     """
@@ -119,46 +113,42 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
     ) -> None:
         super().__init__(model, prefix)
         check_whole(model)
+        check_optimizer(optimizer, optional=True)
         if optimizer is not None:
-            check_optimizer(optimizer, optional=True)
             check_holds(optimizer, model)
         if scaler is not None:
             check_type("scaler", scaler, GradScaler, "torch.amp.GradScaler or None")
         self.optimizer = optimizer
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.sample_size = None if sample_size is None else check_count("sample_size", sample_size, least=1)
-        self.vanishing_grad_threshold = _check_threshold("vanishing_grad_threshold", vanishing_grad_threshold)
-        self.exploding_grad_threshold = _check_threshold("exploding_grad_threshold", exploding_grad_threshold)
-        self.frozen_update_ratio_threshold = _check_threshold(
-            "frozen_update_ratio_threshold", frozen_update_ratio_threshold
-        )
-        self.frozen_patience_steps = check_count("frozen_patience_steps", frozen_patience_steps, least=1)
+        self.vanishing_grad_threshold = check_real("vanishing_grad_threshold", vanishing_grad_threshold, least=0.0)
+        self.exploding_grad_threshold = check_real("exploding_grad_threshold", exploding_grad_threshold, least=0.0)
+        self.frozen_patience_steps = patience = check_count("frozen_patience_steps", frozen_patience_steps, least=1)
+        still_ratio = check_real("frozen_update_ratio_threshold", frozen_update_ratio_threshold, least=0.0)
+        self.frozen_update_ratio_threshold = still_ratio
         self.top_k = check_count("top_k", top_k)
         self.eps = check_real("eps", eps, above=0.0, below=math.inf)
-        if self.vanishing_grad_threshold > self.exploding_grad_threshold:
+        if vanishing_grad_threshold > exploding_grad_threshold:
             raise ValueError(
                 "Argument vanishing_grad_threshold should be at most exploding_grad_threshold, "
                 f"but given {vanishing_grad_threshold} and {exploding_grad_threshold}"
             )
 
         self._names = [name for name, _, _ in named_parameters(model)]
-        self._frozen = FrozenParameters(self._names, self.frozen_update_ratio_threshold, self.frozen_patience_steps)
-        self._untrained = UntrainedParameters(self.frozen_patience_steps)
+        # Of the last monitored iteration, by parameter: gradient norms, update ratios, counts of unmoved steps.
+        self._table: Tensor | list[list[float]] = [[math.nan] * len(self._names)] * 3
+        self._frozen = FrozenParameters(self._names, still_ratio, patience)
+        self._untrained = UntrainedParameters(patience)
         self._step: MeasuredStep | None = None  # while a run lasts
-        self._table: Tensor | None = None  # of the last monitored iteration: gradient norms, ratios, still
-        self._rows: list[list[float]] | None = None  # the same on the host
         self._reported: set[str] = set()  # names of parameters that were reported as frozen
         self._monitored_count = self._stepped_count = 0
 
     @property
     def diagnostics(self) -> dict[str, ParameterDiagnostics]:
-        """Every parameter in the last monitored iteration that had a gradient or a step, by name.
+        """Diagnostics of parameters by name, in the last monitored iteration with a gradient or a step.
 
         Synchronizes with the device.
         """
-        rows = self._on_host()
-        if rows is None:
-            rows = [[math.nan] * len(self._names)] * 3
         return {
             name: ParameterDiagnostics(
                 norm,
@@ -167,21 +157,21 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
                 norm > self.exploding_grad_threshold,
                 not math.isnan(ratio) and self._frozen.is_frozen(still),
             )
-            for name, norm, ratio, still in zip(self._names, *rows, strict=True)
+            for name, norm, ratio, still in zip(self._names, *self._rows(), strict=True)
         }
 
     def state_dict(self) -> OrderedDict[str, Any]:
-        """For each parameter, how many monitored steps in a row have not moved it: names and a tensor."""
+        """Return, by names and a tensor, how many monitored steps in a row have not moved each parameter."""
         return self._frozen.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a saved state; parameters that it does not know start anew.
+        """Continue from a saved state; parameters that it does not know start at 0.
 
         Args:
             state_dict: what :meth:`state_dict` returned.
 
         Raises:
-            TypeError: if it is no mapping, or holds something else than names and counts.
+            TypeError: if it holds something else than names and counts.
             ValueError: if it was saved by a monitor of another kind, or of another model, or is damaged.
         """
         super().load_state_dict(state_dict)
@@ -191,8 +181,7 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
     def detach(self) -> None:
         """Undo ``attach`` and ``log_to``; :attr:`diagnostics` keeps the last values."""
         super().detach()
-        self._on_host()
-        self._table = None
+        self._rows()
 
     def handlers(self) -> Handlers:
         return [
@@ -208,15 +197,14 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
             samples = self._step.samples
             self._frozen.rename(samples.names, like=samples.factors)
             if samples.names != self._names:
-                self._names, self._table, self._rows = samples.names, None, None
+                self._names, self._table = samples.names, [[math.nan] * len(samples.names)] * 3
         self._step.start()
 
     def on_run_end(self) -> None:
         if self._monitored_count and not self._stepped_count:
             self._warn_once(
-                "none of %d monitored iterations had an optimizer step with a gradient of the model, so no update "
-                "ratio is reported. Either model or optimizer is not the one that the train step uses, or only "
-                "iterations without a step are monitored: then attach with another filter.",
+                "no update ratio is reported: none of %d monitored iterations had an optimizer step with a gradient of "
+                "the model. Check that the train step uses this model and optimizer, or attach with another filter.",
                 self._monitored_count,
             )
         self._monitored_count = self._stepped_count = 0
@@ -227,7 +215,7 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
     def _on_gradients_ready(self, engine: Engine, backward: GradientsReady) -> None:
         if self._step is not None:
             self._step.gradients_ready(backward.reached, backward.scale(self.scaler))
-            self._untrained.gradients(self._step.samples.parameters)
+            self._untrained.observe(self._step.samples.parameters)
 
     def _on_step_started(self, engine: Engine, step: OptimizerStep) -> Callable[[], Callable[[], None]] | None:
         # After the other monitors, which may hide gradients.
@@ -236,8 +224,7 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
     def _start_step(self, step: OptimizerStep) -> None:
         if self._step is not None:
             self._step.measured_step_started(step)
-            self._untrained.gradients(self._step.samples.parameters)
-            self._untrained.step(step.optimizer)
+            self._untrained.observe(self._step.samples.parameters, step.optimizer)
 
     def _on_step_completed(self, engine: Engine, step: OptimizerStep) -> None:
         if self._step is not None:
@@ -247,10 +234,8 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
         if not self._is_running or self._step is None:
             return
         if not self._step.fits():
-            self._warn_once(
-                "parameters were replaced in the train step of iteration %d, so nothing is reported of it",
-                engine.state.iteration,
-            )
+            text = "parameters were replaced in the train step of iteration %d, so nothing is reported of it"
+            self._warn_once(text, engine.state.iteration)
             return
         self._monitored_count += 1
         self._stepped_count += self._step.stepped.any
@@ -269,72 +254,57 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
             values["frozen_count"] = torch.where(measured.moved.any(), frozen.sum(dtype=ratios.dtype), math.nan)
             if measured.lost is not None:
                 values["lost_update_fraction"] = measured.lost
-        of_norms, of_ratios = order_statistics(torch.stack([norms, ratios])).unbind()
+        statistics = order_statistics(torch.stack([norms, ratios])).unbind()
         if measured.has_gradients:
-            values |= _named("grad", of_norms)
+            values |= _named("grad", statistics[0])
             values["vanishing_count"] = (norms < self.vanishing_grad_threshold).sum(dtype=norms.dtype)
             values["exploding_count"] = (norms > self.exploding_grad_threshold).sum(dtype=norms.dtype)
         if measured.moved is not None:
-            values |= _named("update_ratio", of_ratios)
-        self._table, self._rows = torch.stack([norms, ratios, self._frozen.still]), None
-        self.publish(**values)
-        if transfer.is_on_host(self._table):
-            self._warn_of_frozen(self._table[2].tolist())
-        if measured.moved is not None:
+            values |= _named("update_ratio", statistics[1])
             samples = self._step.samples
             report = self._untrained.completed({samples.names[i]: samples.parameters[i] for i in samples.measurable})
             if report:
                 self._warn_once("parameters with requires_grad=True that do not learn: %s", report)
-
-    # Values on the host
+        self._table = torch.stack([norms, ratios, self._frozen.still])
+        self.publish(**values)
+        if transfer.is_on_host(self._table):
+            self._warn_of_frozen(self._frozen.still.tolist())
 
     def deferred_tensors(self) -> list[Tensor]:
-        return [] if self._table is None or not self.metrics else [self._table]
+        return [self._table] if self.metrics and isinstance(self._table, Tensor) else []
 
     def resolve_deferred(self, extra: list[list[float]]) -> dict[str, float]:
         if not extra:
             return {}
         count = len(self._names)
-        self._rows = norms, ratios, still = [extra[0][i * count : (i + 1) * count] for i in range(3)]
+        self._table = [extra[0][i * count : (i + 1) * count] for i in range(3)]
+        norms, ratios, still = self._table
         self._warn_of_frozen(still)
         names = tags(self._names)
-        with_norm = [index for index in range(count) if norms[index] >= 0]
-        largest = heapq.nlargest(self.top_k, with_norm, key=norms.__getitem__)
+        largest = heapq.nlargest(self.top_k, (i for i in range(count) if norms[i] >= 0), key=norms.__getitem__)
         frozen = [i for i in range(count) if not math.isnan(ratios[i]) and self._frozen.is_frozen(still[i])]
         longest = heapq.nlargest(self.top_k, frozen, key=still.__getitem__)
-        return {f"topk_grad/{names[index]}": norms[index] for index in largest} | {
-            f"topk_frozen/{names[index]}": still[index] for index in longest
-        }
+        values = {f"topk_grad/{names[i]}": norms[i] for i in largest}
+        return values | {f"topk_frozen/{names[i]}": still[i] for i in longest}
+
+    def _rows(self) -> list[list[float]]:
+        self.on_host()
+        # The table is still on the device if nothing is published, as after the run.
+        rows: list[list[float]] = self._table.tolist() if isinstance(self._table, Tensor) else self._table
+        self._table = rows
+        self._warn_of_frozen(rows[2])
+        return rows
 
     def _warn_of_frozen(self, still: list[float]) -> None:
         frozen = [name for name, count in zip(self._names, still, strict=True) if self._frozen.is_frozen(count)]
         new = [name for name in frozen if name not in self._reported]
         self._reported.update(new)
         if new:
-            self.logger.warning(
-                "%s (%s): not moved by the last %d monitored steps: %s%s",
-                type(self).__name__,
-                self.prefix,
-                self.frozen_patience_steps,
-                ", ".join(new),
-                _ROUNDING if self._step is not None and self._step.rounds(new) else "",
-            )
-
-    def _on_host(self) -> list[list[float]] | None:
-        if self._rows is None and self._table is not None:
-            self.on_host()
-            if self._rows is None:  # nothing is published, as after the run
-                self.resolve_deferred([self._table.flatten().tolist()])
-        return self._rows
+            advice = _ROUNDING if self._step is not None and self._step.rounds(new) else ""
+            text = "%s: not moved by the last %d monitored steps: %s%s"
+            self.logger.warning(text, self._title, self.frozen_patience_steps, ", ".join(new), advice)
 
 
 def _named(name: str, statistics: Tensor) -> dict[str, Tensor]:
     kinds = ("median", "p95", "min", "max")
-    return {f"{name}_{kind}": each for kind, each in zip(kinds, statistics.unbind(), strict=True)}
-
-
-def _check_threshold(name: str, value: object) -> float:
-    number = check_real(name, value)
-    if number < 0:
-        raise ValueError(f"Argument {name} should be at least 0, but given {value}")
-    return number
+    return {f"{name}_{kind}": value for kind, value in zip(kinds, statistics.unbind(), strict=True)}

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Set
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from ignite_monitor.events.gradient_tracker import OptimizerStep
 from ignite_monitor.model.devices import upload
@@ -19,23 +18,14 @@ _ROWS = 5  # gradient, weights, change, and the counts of lost updates and of gr
 
 
 class StepResult(NamedTuple):
-    """What a train step did to each parameter; NaN where it is not known.
+    """Norms over a train step by parameter, NaN where they are not known."""
 
-    Attributes:
-        gradients: gradient norms, inf for gradients that are not finite.
-        has_gradients: whether any parameter has one.
-        weights: norms of the weights before the step.
-        changes: norms of their changes.
-        moved: which parameters were to move; None if there was no step.
-        lost: fraction of the elements with a gradient that did not move for rounding; None if rounding takes none.
-    """
-
-    gradients: Tensor
+    gradients: Tensor  # inf for gradients that are not finite
     has_gradients: bool
-    weights: Tensor
+    weights: Tensor  # before the step
     changes: Tensor
-    moved: Tensor | None
-    lost: Tensor | None
+    moved: Tensor | None = None  # the parameters that were to move; None if there was no step
+    lost: Tensor | None = None  # fraction of the elements with a gradient whose update was lost to rounding
 
 
 class MeasuredStep(SampledStep):
@@ -45,22 +35,67 @@ class MeasuredStep(SampledStep):
     last backward. A gradient that no backward has left in this iteration is measured when a step starts.
     """
 
-    def __init__(self, model: nn.Module, sample_size: int | None, optimizer: Optimizer | None) -> None:
-        super().__init__(model, sample_size, optimizer)
-        self._latest: dict[int, Tensor] = {}
-        self._used: dict[int, Tensor | None] = {}
-        self._taken: dict[int, Tensor | None] = {}
-        # Of low-precision parameters, which elements had a gradient.
-        self._nonzero: dict[int, Tensor] = {}
-
     def start(self) -> None:
         """Prepare for a train step."""
         super().start()
-        self._latest, self._taken, self._used, self._nonzero = {}, {}, {}, {}
+        self._latest: dict[int, Tensor] = {}
+        self._taken: dict[int, Tensor | None] = {}
+        self._used: dict[int, Tensor | None] = {}
+        self._nonzero: dict[int, Tensor] = {}  # the elements of low-precision parameters that had a gradient
 
     def gradients_ready(self, reached: Set[int], scale: Tensor | None) -> None:
         """Measure the gradients that a backward may have changed, by ids of parameters; they are scaled."""
         self._measure((index for index in self.own if id(self.samples.parameters[index]) in reached), scale)
+
+    def measured_step_started(self, step: OptimizerStep) -> None:
+        """Note an optimizer's step that is about to be made, and the gradients that it is made with."""
+        parameters = self.samples.parameters
+        indices = [index for index in self.step_started(step.optimizer) if parameters[index].grad is not None]
+        if step.tracker.reduced:  # else it is another gradient on each rank
+            self._measure((index for index in indices if index not in self._latest), step.scale)
+        self._taken = {index: self._latest.get(index) for index in indices}
+
+    def step_completed(self) -> None:
+        """Keep the norms of the gradients that a step was made with: later ones are of other optimizers."""
+        self._used |= self._taken
+        self._taken = {}
+
+    def rounds(self, names: Iterable[str]) -> bool:
+        """Return True if rounding may keep a parameter, by name, from moving."""
+        return any(self.is_rounded(index) for index, name in enumerate(self.samples.names) if name in set(names))
+
+    @torch.no_grad()
+    def completed(self) -> StepResult | None:
+        """Measure the train step that has returned; None if there was neither a gradient nor a step."""
+        samples, own = self.samples, self.own
+        known = {index: norm for index, norm in (self._latest | self._used).items() if norm is not None}
+        if not known and not self.stepped:
+            return None
+        unknown = torch.full((), math.nan, dtype=samples.dtype, device=samples.device)
+        rows = [torch.stack([known.get(index, unknown) for index in own])]
+        rounded = {index for index in self._nonzero if self.is_rounded(index)}
+        if self.stepped:
+            changes = self.split(self.changes(own), own)
+            rows += [samples.norms(self.before(own)), samples.norms(changes)]
+            if rounded:
+                # Counts, as norms of zeros and ones, so that ranks are combined as they are for norms.
+                had = [
+                    self._nonzero[index].to(change.dtype) if index in rounded else torch.zeros_like(change)
+                    for index, change in zip(own, changes, strict=True)
+                ]
+                lost = [mask * (change == 0) for mask, change in zip(had, changes, strict=True)]
+                rows += [samples.norms(lost), samples.norms(had)]
+        at = upload(torch.tensor(own, device="cpu"), samples.device)
+        # A rank that made no step takes part with as many rows as one that did.
+        rows += [torch.zeros_like(rows[0])] * (_ROWS - len(rows))
+        measured = samples.over_ranks(torch.stack(rows), own) * samples.factors[at]
+        table = torch.full((3, len(samples.parameters)), math.nan, dtype=measured.dtype, device=measured.device)
+        gradients, weights, changed = table.index_copy_(1, at, measured[:3]).unbind()
+        if not self.stepped:
+            return StepResult(gradients, bool(known), weights, changed)
+        moved = self.stepped.mask(len(samples.parameters), samples.device)
+        lost_count, had_count = (measured[3:].square() * moved[at]).sum(1).unbind()
+        return StepResult(gradients, bool(known), weights, changed, moved, lost_count / had_count if rounded else None)
 
     @torch.no_grad()
     def _measure(self, indices: Iterable[int], scale: Tensor | None) -> None:
@@ -82,58 +117,3 @@ class MeasuredStep(SampledStep):
         norms = self.samples.norms(parts).nan_to_num(math.inf, math.inf)
         norms = norms if scale is None else norms / scale.to(norms)
         self._latest |= zip(gradients, norms.unbind(), strict=True)
-
-    def measured_step_started(self, step: OptimizerStep) -> None:
-        """Note an optimizer's step that is about to be made, and the gradients that it is made with."""
-        parameters = self.samples.parameters
-        indices = [index for index in self.step_started(step.optimizer) if parameters[index].grad is not None]
-        if step.tracker.reduced:  # else it is another gradient on each rank
-            self._measure((index for index in indices if index not in self._latest), step.scale)
-        self._taken = {index: self._latest.get(index) for index in indices}
-
-    def step_completed(self) -> None:
-        """Keep the norms of the gradients that a step was made with: later ones are of other optimizers."""
-        self._used |= self._taken
-        self._taken = {}
-
-    def rounds(self, names: Iterable[str]) -> bool:
-        """Whether rounding may keep a parameter, by name, from moving."""
-        names = set(names)
-        return any(name in names and self.is_rounded(index) for index, name in enumerate(self.samples.names))
-
-    @torch.no_grad()
-    def completed(self) -> StepResult | None:
-        """Measure the train step that has returned; None if there was neither a gradient nor a step."""
-        samples, own = self.samples, self.own
-        known = {index: norm for index, norm in (self._latest | self._used).items() if norm is not None}
-        if not known and not self.stepped:
-            return None
-        unknown = torch.full((), math.nan, dtype=samples.dtype, device=samples.device)
-        rows = [torch.stack([known.get(index, unknown) for index in own])]
-        if self.stepped:
-            before, after = self.before(own), self.after(own)
-            changes = self.per_parameter(after.sub_(before), own)
-            rows += [samples.norms(self.per_parameter(before, own)), samples.norms(changes)]
-            rounded = [index in self._nonzero and self.is_rounded(index) for index in own]
-            if any(rounded):
-                # Counts, as norms of zeros and ones, so that ranks are combined as they are for norms.
-                had = [
-                    self._nonzero[index] if of_rounded else torch.zeros_like(change, dtype=torch.bool)
-                    for index, change, of_rounded in zip(own, changes, rounded, strict=True)
-                ]
-                unmoved = [mask & (change == 0) for mask, change in zip(had, changes, strict=True)]
-                rows += [samples.norms([mask.to(before.dtype) for mask in masks]) for masks in (unmoved, had)]
-        at = upload(torch.tensor(own, device="cpu"), samples.device)
-        # A rank that made no step takes part with as many rows as one that did.
-        padding = [torch.zeros_like(rows[0])] * (_ROWS - len(rows))
-        found = samples.over_ranks(torch.stack(rows + padding), own)[: len(rows)] * samples.factors[at]
-        every = torch.full((3, len(samples.parameters)), math.nan, dtype=found.dtype, device=found.device)
-        gradients, weights, changed = every.index_copy_(1, at, found[:3].expand(3, -1)).unbind()
-        if not self.stepped:
-            return StepResult(gradients, bool(known), weights, changed, None, None)
-        moved = self.stepped.mask(len(samples.parameters), samples.device)
-        lost = None
-        if len(found) > 3:
-            unmoved_count, had_count = (found[3:].square() * moved[at]).sum(1).unbind()
-            lost = unmoved_count / had_count
-        return StepResult(gradients, bool(known), weights, changed, moved, lost)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ignite_monitor.model.names import tags
-from tests.compatibility._truth import Iteration, call, doubled
-from tests.stress._truth import Values
+from tests.compatibility._training import call, doubled
+from tests.stress._truth import Iteration, Values
 
 
 class Softmaxes(TorchDispatchMode):

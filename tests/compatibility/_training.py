@@ -1,4 +1,4 @@
-"""A training of a model of the zoo, with all monitors or with what records the truth."""
+"""A training of a model of the zoo, with all monitors or recorded without them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from ignite.engine import Engine, Events
+from torch import Tensor, nn
 
 from ignite_monitor import (
     ActivationHandler,
@@ -28,8 +29,7 @@ from ignite_monitor import (
 )
 from ignite_monitor.scaling import AlignmentHandler
 from tests.compatibility._cases import Case
-from tests.compatibility._truth import Calls, Iteration, call
-from tests.stress._truth import copies
+from tests.stress._truth import Iteration, copies
 
 ITERATIONS = 4
 CURVED = 3
@@ -56,12 +56,9 @@ class Training:
         for part in batch:
             loss = self.case.loss(call(self.model, part)) / len(batch)
             loss.backward()
-            self.after_backward()
             total += loss.item()
         self.optimizer.step()
         return total
-
-    def after_backward(self) -> None: ...
 
     def run(self) -> dict[str, Any]:
         """All that monitors must not touch."""
@@ -90,19 +87,11 @@ class Recorded(Training):
     def _step(self, engine: Engine, batch: list[dict[str, Any]]) -> float:
         iteration = Iteration(torch.get_rng_state(), batch, copies(self.model))
         self.iterations.append(iteration)
-        calls = Calls(self.model)
-        try:
-            iteration.loss = super()._step(engine, batch)
-        finally:
-            iteration.calls, iteration.attention = calls.close(), calls.attention
-        iteration.after = copies(self.model)
-        return iteration.loss
-
-    def after_backward(self) -> None:
-        iteration = self.iterations[-1]
+        loss = super()._step(engine, batch)
         named = self.model.named_parameters()
         iteration.gradients = {name: each.grad.clone() for name, each in named if each.grad is not None}
-        iteration.accumulated.append(iteration.gradients)
+        iteration.after = copies(self.model)
+        return loss
 
 
 class Monitored(Training):
@@ -145,3 +134,20 @@ class Monitored(Training):
 
 def count_items(batch: list[dict[str, Any]]) -> int:
     return sum(len(next(iter(part.values()))) for part in batch)
+
+
+def call(model: nn.Module, batch: dict[str, Any]) -> Any:
+    """A model's output: what is named by numbers is given by position."""
+    batch = copy.deepcopy(batch)
+    return model(
+        *(value for key, value in batch.items() if key.isdigit()),
+        **{key: value for key, value in batch.items() if not key.isdigit()},
+    )
+
+
+def doubled(batch: Any) -> Any:
+    if isinstance(batch, Tensor):
+        return batch.double() if batch.is_floating_point() else batch
+    if isinstance(batch, dict):
+        return {key: doubled(each) for key, each in batch.items()}
+    return [doubled(each) for each in batch] if isinstance(batch, list) else batch

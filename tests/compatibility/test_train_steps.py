@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ignite_monitor import attach_monitors
-from tests._helpers import same
+from tests._helpers import assert_same
 from tests.stress._truth import norm, wide
 
 pytestmark = [pytest.mark.compatibility, pytest.mark.filterwarnings("ignore")]
@@ -223,59 +223,6 @@ def dcgan(problem: Problem) -> None:
     problem.watched = {"generator": (generator, of_generator), "discriminator": (discriminator, of_discriminator)}
 
 
-def two_optimizers(problem: Problem) -> None:
-    """A body and a head, each with its own; gradients are clipped together."""
-    model = mlp()
-    optimizers = [torch.optim.SGD(model[:2].parameters(), lr=0.05, momentum=0.9), adam(model[4])]
-
-    def train_step(engine: Engine, batch: Any) -> float:
-        model.zero_grad()
-        loss = F.cross_entropy(model(batch[0]), batch[1])
-        loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-        return loss.item()
-
-    problem.trainer = Engine(train_step)
-    problem.watched = {"body": (model[:2], optimizers[0]), "head": (model[4], optimizers[1])}
-
-
-def accumulating_by_hand(problem: Problem) -> None:
-    model = mlp()
-    optimizer = adam(model)
-
-    def train_step(engine: Engine, batch: Any) -> float:
-        loss = F.cross_entropy(model(batch[0]), batch[1]) / 4
-        loss.backward()
-        if engine.state.iteration % 4 == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-        return loss.item()
-
-    problem.trainer = Engine(train_step)
-    problem.watched = {"": (model, optimizer)}
-
-
-def siamese(problem: Problem) -> None:
-    """One model called three times, with a scheduler of torch's in a handler."""
-    model = mlp()
-    optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.7)
-
-    def train_step(engine: Engine, batch: Any) -> float:
-        model.train()
-        optimizer.zero_grad()
-        anchor, positive, negative = (model(each) for each in (batch[0], batch[0] + 0.1, batch[0].flip(0)))
-        loss = F.triplet_margin_loss(anchor, positive, negative)
-        loss.backward()
-        optimizer.step()
-        return loss.item()
-
-    problem.trainer = Engine(train_step)
-    problem.trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: scheduler.step())
-    problem.watched = {"": (model, optimizer)}
-
-
 STEPS = {
     "MONAI's SupervisedTrainer": monai_supervised,
     "MONAI's GanTrainer": monai_gan,
@@ -283,9 +230,6 @@ STEPS = {
     "create_supervised_trainer with evaluators": supervised_with_evaluators,
     "create_supervised_trainer with accumulation": supervised_accumulating,
     "a GAN whose metrics are rounded and written as JSON": dcgan,
-    "two optimizers": two_optimizers,
-    "accumulation over iterations": accumulating_by_hand,
-    "a siamese network": siamese,
 }
 
 
@@ -316,7 +260,7 @@ def test_train_step(name, record_property):
         lambda engine: published.update({engine.state.iteration: dict(engine.state.metrics)}),
     )
     recorded.record()
-    assert same(trained(monitored), trained(recorded))
+    assert_same(trained(monitored), trained(recorded))
     checked = 0
     for prefix in recorded.watched:
         start = f"{prefix}/" if prefix else ""
@@ -368,7 +312,7 @@ def test_actor_critic(caplog, record_property):
     monitored, plain = made(build), made(build)
     attach_monitors(monitored.trainer, *monitored.watched[""], every=1)
     with caplog.at_level(logging.WARNING):
-        assert same(trained(monitored), trained(plain))
+        assert_same(trained(monitored), trained(plain))
     assert caplog.text.count("backward() is called in an event handler") == 1
     assert "grad/norm" not in monitored.trainer.state.metrics
     record_property("step", "an actor-critic whose step is in a handler, which a warning says")

@@ -2,35 +2,156 @@
 
 from __future__ import annotations
 
+import contextlib
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
-from tests.distributed._activations_worker import COUNT, SCENARIOS, dense, net, train
-from tests.distributed._launch import launched
+from ignite_monitor import ActivationHandler, HistogramHandler, Metric, record
+from tests._helpers import assert_same
+from tests.distributed import _models
+from tests.distributed._launch import run_scenarios
+from tests.distributed._models import ddp, fsdp, run, share, whole
 
-pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
+COUNT = 6
+SPLIT = 3  # of 8 rows the first rank has so many
 
-LATE = ("activation/experts.1/",)
+
+class Net(nn.Module):
+    """The second expert is for batches that hold a large number, as only the last rows of the later ones do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.relu = nn.Linear(4, 6), nn.ReLU()
+        self.experts = nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)])
+
+    def forward(self, x):
+        y = self.relu(self.layer(x))
+        record("rows", len(x))
+        out = self.experts[0](y)
+        return out + self.experts[1](y) if x.max() > 50 else out
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    return launched("_activations_worker", tmp_path_factory.mktemp("ranks"), SCENARIOS)
+def net() -> Net:
+    return _models.net(Net)
+
+
+def dense() -> nn.Module:
+    return _models.net(lambda: nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)))
+
+
+def batches() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    made = [torch.randn(8, 4, generator=generator) for _ in range(COUNT)]
+    for batch in made[3:]:
+        batch[7] = 100.0
+    return made
+
+
+METRICS = {
+    "mean": True,
+    "std": True,
+    "dead_fraction": True,
+    "max_abs": True,
+    "nonfinite_count": True,
+    "abs": torch.abs,
+    "total": Metric(torch.sum, aggregate="sum"),
+    "smallest": Metric(torch.min, aggregate="min"),
+    "count": Metric(len, aggregate="sum"),
+    "half/count": Metric(lambda x: len(x) / 2, aggregate="sum"),
+}
+
+
+def train(model: nn.Module, rank: int | None, learn: bool = False) -> dict[str, Any]:
+    """Train on one rank's share of the batches (None: the whole), and say what was published."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 if learn else 0.0)
+
+    def train_step(engine, x):
+        optimizer.zero_grad()
+        model(share(x, rank, SPLIT)).square().mean().backward()
+        optimizer.step()
+
+    of_parameters = {"max_abs": True, "norm": torch.norm}
+    handler = ActivationHandler(model, activations=METRICS, gradients={"norm": torch.norm}, parameters=of_parameters)
+    return {"published": run(train_step, batches(), handler)}
+
+
+def clipped(model: Any, rank: int) -> dict[str, Any]:
+    """Two micro-batches, the first one without reduction, and a step with what clipping leaves."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    truth: dict[str, float] = {}
+
+    def look(family: str) -> None:
+        for name, each in model.named_parameters():
+            truth[f"{family}/{name.removeprefix('module.')}/norm"] = float(whole(each.grad).double().norm())
+
+    def train_step(engine, x):
+        optimizer.zero_grad()
+        for part in range(2):
+            is_last = part == 1
+            if hasattr(model, "no_sync"):
+                context = contextlib.nullcontext() if is_last else model.no_sync()
+            else:
+                model.set_requires_gradient_sync(is_last)
+                context = contextlib.nullcontext()
+            with context:
+                model(x[rank + 2 * part :: 4]).square().mean().backward()
+        look("gradient")
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        look("gradient_after_clip")
+        optimizer.step()
+
+    (published,) = run(train_step, batches()[:1], ActivationHandler(model, gradients={"norm": torch.norm}))
+    return {"published": published, "truth": truth}
+
+
+def histograms(model: nn.Module, rank: int) -> dict[str, Any]:
+    """What is drawn in the last iteration, and of what: this rank's outputs, and whole weights and gradients."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tensors: dict[str, torch.Tensor] = {}
+
+    def train_step(engine, x):
+        optimizer.zero_grad()
+        output = model(share(x, rank, SPLIT))
+        tensors["activations/_root_"] = output.detach().clone()
+        output.square().mean().backward()
+        optimizer.step()
+        for name, each in model.named_parameters():
+            name = name.removeprefix("module.")
+            tensors.update({f"weights/{name}": whole(each), f"gradients/{name}": whole(each.grad)})
+
+    handler = HistogramHandler(model)
+    run(train_step, batches(), handler)
+    return {"tensors": tensors, "drawn": handler.histograms}
+
+
+SCENARIOS = {
+    "ddp": lambda rank: train(ddp(net(), find_unused_parameters=True), rank),
+    "ddp learning": lambda rank: train(ddp(net(), find_unused_parameters=True), rank, learn=True),
+    "fsdp": lambda rank: train(fsdp(dense(), inner=()), rank),
+    "ddp clipped": lambda rank: clipped(ddp(dense()), rank),
+    "fsdp clipped": lambda rank: clipped(fsdp(dense(), inner=()), rank),
+    "ddp histograms": lambda rank: histograms(ddp(dense()), rank),
+    "fsdp histograms": lambda rank: histograms(fsdp(dense(), inner=()), rank),
+}
 
 
 def of_forward(published):
     # Of a module that only one rank calls the loss of the whole is another one.
     start = ("activation/", "recorded/", "parameter/")
-    return {name: value for name, value in published.items() if name.startswith(start) and not name.startswith(LATE)}
+    late = ("activation/experts.1/",)
+    return {name: value for name, value in published.items() if name.startswith(start) and not name.startswith(late)}
 
 
 @pytest.mark.parametrize(("name", "model"), [("ddp", net), ("fsdp", dense)])
 def test_both_ranks_publish_what_one_process_does(results, name, model):
-    whole = train(model(), None)["published"]
+    alone = train(model(), None)["published"]
     for result in results(name):
         for i in range(COUNT):
-            found, wanted = of_forward(result["published"][i]), of_forward(whole[i])
+            found, wanted = of_forward(result["published"][i]), of_forward(alone[i])
             rows = found.pop("recorded/_root_/rows", None)
             wanted.pop("recorded/_root_/rows", None)
             assert rows in (None, 4.0)
@@ -61,27 +182,23 @@ def test_histograms_are_of_own_batches_and_of_whole_parameters(results, name):
 
 @pytest.mark.parametrize("name", [name for name in SCENARIOS if "histograms" not in name])
 def test_both_ranks_agree_to_the_last_bit(results, name):
-    first, second = results(name)
-    assert first == second
+    assert_same(*results(name))
 
 
 def test_sharded_gradients_are_whole(results):
-    (published, *_), _ = (result["published"] for result in results("fsdp"))
-    gradients = [parameter.grad for parameter in shares_mean().parameters()]
-    found = [value for name, value in published.items() if name.startswith("gradient/")]
-    assert found == pytest.approx([gradient.norm().item() for gradient in gradients], rel=1e-4)
-
-
-def shares_mean():
-    from tests.distributed._activations_worker import SPLIT, batches
-
     model, batch = dense().double(), batches()[0].double()
-    for share in (batch[:SPLIT], batch[SPLIT:]):
-        (model(share).square().mean() / 2).backward()
-    return model
+    for rank in (0, 1):
+        (model(share(batch, rank, SPLIT)).square().mean() / 2).backward()
+    published = results("fsdp")[0]["published"][0]
+    found = [value for name, value in published.items() if name.startswith("gradient/")]
+    assert found == pytest.approx([parameter.grad.norm().item() for parameter in model.parameters()], rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ["ddp clipped", "fsdp clipped"])
 def test_gradients_of_micro_batches_before_and_after_clipping(results, name):
     for result in results(name):
         assert result["published"] == pytest.approx(result["truth"], rel=1e-5)
+
+
+if __name__ == "__main__":
+    run_scenarios(SCENARIOS)

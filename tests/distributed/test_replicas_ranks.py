@@ -2,18 +2,173 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from tests.distributed._launch import launched
-from tests.distributed._replicas_worker import AT, CHANGES, COUNT, LOOKS, SCENARIOS
+from ignite_monitor import ReplicaCheckHandler, StepStatsHandler
+from tests.distributed import _models
+from tests.distributed._launch import WORLD, run_scenarios
+from tests.distributed._models import counted_collectives, run
 
-pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
+LOOKS = 10_000 if os.environ.get("FULL_MATRIX", "0") != "0" else 150
+AT = 4  # the iteration before which something is changed
+COUNT = 6
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    return launched("_replicas_worker", tmp_path_factory.mktemp("replicas"), SCENARIOS)
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 9), nn.Linear(9, 3)
+        self.norm, self.dropout = nn.BatchNorm1d(9), nn.Dropout(0.1)
+        self.register_buffer("table", torch.arange(5.0), persistent=False)
+
+    def forward(self, x):
+        return self.second(self.dropout(torch.tanh(self.norm(self.first(x)))))
+
+
+def ddp() -> nn.Module:
+    return _models.ddp(_models.net(Net))
+
+
+def fsdp(shape: tuple[int, ...] = (WORLD,)) -> nn.Module:
+    return _models.fsdp(_models.net(Net), shape)
+
+
+def train(
+    model: nn.Module,
+    rank: int,
+    change: Callable[..., None] | None = None,
+    count: int = COUNT,
+    seeds: bool = False,
+    **arguments: Any,
+) -> dict[str, Any]:
+    """Train on other batches on every rank; one of them changes something."""
+    torch.manual_seed(rank if seeds else 1)
+    random.seed(1)
+    np.random.seed(1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def train_step(engine, batch):
+        optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(WORLD * engine.state.iteration + rank)
+        F.mse_loss(model(torch.randn(4, 6, generator=generator)), torch.zeros(4, 3)).backward()
+        optimizer.step()
+        if change is not None and engine.state.iteration == AT and rank == 1:
+            with torch.no_grad():
+                change(model, optimizer, engine)
+
+    check = ReplicaCheckHandler(model, optimizer, **arguments)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda entry: said.append(entry.getMessage())  # type: ignore[method-assign]
+    check.logger.addHandler(handler)
+    with counted_collectives() as calls:
+        published = run(train_step, [None] * count, check)
+    check.logger.removeHandler(handler)
+    in_sync, differing = ([row.get(f"replicas/{name}") for row in published] for name in ("in_sync", "differing_count"))
+    return {"in_sync": in_sync, "differing": differing, "said": said, "all_reduces": len(calls)}
+
+
+def wait(rank: int) -> dict[str, Any]:
+    """Every rank waits for its data, the second one 50 ms, on a clock that moves for nothing else."""
+    model = ddp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    stats = StepStatsHandler(model, optimizer, slowest_rank=True)
+    now = [0.0]
+    stats._data.now = lambda: now[0]  # type: ignore[method-assign]
+
+    class Batches(list[None]):
+        def __iter__(self):
+            for each in range(len(self)):
+                now[0] += 0.05 if rank else 0.003
+                yield each
+
+    rows = run(lambda *_: None, Batches([None, None]), stats)
+    return {name: [each[f"step/data_wait_{name}"] for each in rows] for name in ("ms", "max_ms", "rank")}
+
+
+def flip(tensor: Any) -> None:
+    """The lowest bit of the last element."""
+    tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    tensor.view(-1)[-1:].view(torch.int32).bitwise_xor_(1)
+
+
+def parameter(model: nn.Module, end: str) -> Tensor:
+    return next(each for name, each in model.named_parameters() if name.endswith(end))
+
+
+def exchange(model, optimizer, engine):
+    weight = parameter(model, "first.weight")
+    weight[0, 0], weight[3, 2] = weight[3, 2].clone(), weight[0, 0].clone()
+
+
+class Broken(dict[str, Any]):
+    """Optimizer state that raises an error whenever it is read by a check."""
+
+    def items(self):
+        raise RuntimeError("out of memory (a stand-in)")
+
+
+def break_state(model, optimizer, engine):
+    weight = parameter(model, "first.weight")
+    optimizer.state[weight] = Broken(optimizer.state[weight])
+
+
+# what is changed on the second rank -> how, and what the log has to name
+CHANGES: dict[str, tuple[Callable[..., None], str]] = {
+    "weight": (lambda m, o, e: flip(parameter(m, "first.weight")), "first.weight (rank 1)"),
+    "bias": (lambda m, o, e: flip(parameter(m, "second.bias")), "second.bias (rank 1)"),
+    "exchange": (exchange, "first.weight (rank 1)"),
+    "buffer": (lambda m, o, e: flip(next(b for n, b in m.named_buffers() if n.endswith("table"))), "table (rank 1)"),
+    "moment": (
+        lambda m, o, e: flip(o.state[parameter(m, "second.weight")]["exp_avg_sq"]),
+        "exp_avg_sq of second.weight in the optimizer (rank 1)",
+    ),
+    "step": (
+        lambda m, o, e: o.state[parameter(m, "second.weight")]["step"].add_(1),
+        "step of second.weight in the optimizer (rank 1)",
+    ),
+    "rate": (lambda m, o, e: o.param_groups[0].update(lr=2e-3), "settings of group 0 of the optimizer (rank 1)"),
+    "random": (lambda m, o, e: torch.rand(1), "torch's RNG state (rank 1)"),
+    "lost": (
+        lambda m, o, e: o.state[parameter(m, "second.weight")].pop("exp_avg"),
+        "exp_avg of second.weight in the optimizer (rank 1)",
+    ),
+    "new": (
+        lambda m, o, e: m.register_buffer("new", torch.ones(2)),
+        "items that are new, or not on all ranks (rank 1)",
+    ),
+    "iteration": (lambda m, o, e: setattr(e.state, "epoch", 9), "the epoch (rank 1)"),
+}
+SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = {
+    **{
+        # Without its moment AdamW makes no further step.
+        f"ddp {name}": lambda rank, name=name, change=change: train(
+            ddp(), rank, change, AT if name == "lost" else COUNT, random_state=name == "random"
+        )
+        for name, (change, _) in CHANGES.items()
+    },
+    **{
+        f"hybrid {name}": lambda rank, change=CHANGES[name][0]: train(fsdp((WORLD, 1)), rank, change)
+        for name in ("weight", "moment", "buffer")
+    },
+    "ddp healthy": lambda rank: train(ddp(), rank, count=LOOKS),
+    "ddp seeds": lambda rank: train(ddp(), rank, seeds=True),
+    "ddp excluded": lambda rank: train(ddp(), rank, CHANGES["weight"][0], exclude=r"^(module\.)?first\.weight"),
+    "ddp error": lambda rank: train(ddp(), rank, break_state),
+    "hybrid healthy": lambda rank: train(fsdp((WORLD, 1)), rank, count=LOOKS // 25),
+    "waits": wait,
+    "fsdp healthy": lambda rank: train(fsdp(), rank),
+}
 
 
 CHANGED = [name for name in SCENARIOS if name.split()[-1] in CHANGES]
@@ -59,3 +214,7 @@ def test_the_rank_that_waits_longest_for_its_data(results):
         assert result["ms"] == pytest.approx([50.0 if rank else 3.0] * 2)
         assert result["max_ms"] == pytest.approx([50.0] * 2)
         assert result["rank"] == [1.0, 1.0]
+
+
+if __name__ == "__main__":
+    run_scenarios(SCENARIOS)

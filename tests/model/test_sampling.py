@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from ignite_monitor.model.sampling import fnv1a_64, sample_indices
+from ignite_monitor.model.samples import fnv1a_64, sample_indices
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_small_tensors_are_whole_and_large_ones_sampled(shape, count, taken):
 
 def test_same_in_every_process_whatever_the_hash_seed():
     code = (
-        "from ignite_monitor.model.sampling import sample_indices;"
+        "from ignite_monitor.model.samples import sample_indices;"
         "print(sample_indices('blocks.0.mlp.weight', (200, 200), 256).tolist())"
     )
     printed = {

@@ -107,44 +107,6 @@ def test_values_against_float64(batches):
     assert max(seen) > 0
 
 
-def test_within_a_thousandth_along_a_real_training_with_all_that_can_happen(batches):
-    """Learning rate spikes, new random weights, swapped rows, a transposed weight, other signs, another scale."""
-    model, optimizer, trainer, handler = make(batches, include="weight", per_parameter=True)
-    handler.attach(trainer)
-    worst, steps = [], []
-
-    @trainer.on(Events.ITERATION_STARTED)
-    @torch.no_grad()
-    def disturb(engine):
-        weight = model.hidden.weight
-        optimizer.param_groups[0]["lr"] = 3.0 if engine.state.iteration % 13 == 5 else 1e-3
-        change = {
-            8: lambda: model.hidden.reset_parameters(),
-            11: lambda: weight.copy_(weight[torch.randperm(300)]),
-            14: lambda: weight.copy_(weight.T.clone()),
-            16: lambda: weight.neg_(),
-            20: lambda: weight.mul_(1e-6),
-            23: lambda: weight.copy_(torch.eye(300)),
-            25: lambda: weight.add_(torch.outer(torch.randn(300), torch.randn(300)), alpha=0.01),
-            27: lambda: weight.zero_(),
-        }.get(engine.state.iteration)
-        if change is not None:
-            change()
-
-    @trainer.on(Events.ITERATION_COMPLETED)
-    def check(_):
-        got = numbers(handler)
-        for name, weight in matrices_of(model).items():
-            worst.append(abs(got[norm_key(name)] / sigma(weight) - 1))
-        assert max(worst[-5:]) <= got["error_max"]
-        steps.append(handler.iterations)
-
-    trainer.run(batches, max_epochs=3)
-    assert max(worst) < 1e-3
-    assert len(steps) == 42
-    assert min(steps) > 0
-
-
 def test_updates_against_float64(batches):
     model, _, trainer, handler = make(
         batches, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1), updates=True
@@ -192,35 +154,6 @@ def test_no_step_no_update(batches, how):
     handler.attach(trainer)
     trainer.run(batches[:2])
     assert set(numbers(handler)) == KEYS | {"weight_condition_max", "weight_condition_median"}
-
-
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch without Muon")
-def test_hidden_matrices_of_muon(batches):
-    model = nn.Sequential(
-        nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 32, bias=False), nn.ReLU(), nn.Linear(32, 10), nn.Linear(10, 10)
-    )
-    hidden = [model[2].weight]
-    muon = torch.optim.Muon(hidden, lr=0.02, weight_decay=0.0)
-    rest = torch.optim.AdamW([p for p in model.parameters() if p is not model[2].weight], lr=1e-3)
-
-    def train_step(_, batch):
-        model.zero_grad()
-        F.cross_entropy(model(batch[0]), batch[1]).backward()
-        muon.step()
-        rest.step()
-
-    trainer = Engine(train_step)
-    handler = SpectralNormHandler(model, include=r"^2\.weight$", updates=True, per_parameter=True)
-    handler.attach(trainer)
-
-    @trainer.on(Events.ITERATION_COMPLETED)
-    def check(_):
-        got = numbers(handler)
-        assert {name for name in got if name.startswith("norm/")} == {"norm/2.weight"}
-        # Muon's update is nearly orthogonal: all of its singular values lie between 0.7 and 1.2 times the step.
-        assert 0.5 * 0.02 < got["update_norm_max"] < 1.5 * 0.02
-
-    trainer.run(batches[:3])
 
 
 def test_which_parameters_are_measured(caplog):
@@ -320,47 +253,23 @@ def test_embeddings_have_no_part_in_the_conditions():
             super().__init__()
             self.positions = nn.Parameter(100 * torch.randn(1, 65, 16))
             self.class_token = nn.Parameter(100 * torch.randn(1, 1, 16))
-            self.relative_position_bias_table = nn.Parameter(100 * torch.randn(9, 4))
             self.embedding = nn.Embedding(30, 16)
             self.proj = nn.Linear(16, 4, bias=False)
-            self.token_mixing = nn.Parameter(torch.randn(4, 4) / 100)
+            self.embed_proj = nn.Parameter(3 * torch.randn(16, 16))  # a matrix, whatever its name
 
     model = Patches()
     got = measured(model)
     expected = {
         "embedding/positions": sigma(model.positions[0]),
-        "embedding/relative_position_bias_table": sigma(model.relative_position_bias_table),
         "embedding/embedding.weight": sigma(model.embedding.weight),
         "norm/proj.weight": sigma(model.proj.weight),
-        "norm/token_mixing": sigma(model.token_mixing),
+        "norm/embed_proj": sigma(model.embed_proj),
     }
     assert {name: value for name, value in got.items() if name.startswith(("norm/", "embedding/"))} == pytest.approx(
         expected, rel=1e-4
     )
-    assert got["weight_condition_max"] == pytest.approx(2 * sigma(model.proj.weight), rel=1e-4)
-
-
-@pytest.mark.parametrize("kind", ["vit", "mixtral"])
-def test_models_at_their_own_start_have_conditions_of_order_one(kind):
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    if kind == "vit":
-        sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
-        model = transformers.ViTModel(transformers.ViTConfig(**sizes, image_size=32, patch_size=4))
-    else:
-        model = transformers.MixtralForCausalLM(
-            transformers.MixtralConfig(
-                vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-                num_key_value_heads=2, num_local_experts=4,
-            )
-        )  # fmt: skip
-    got = measured(model)
-    assert 0.02 < got["weight_condition_median"] <= got["weight_condition_max"] < 3
-    experts = {name: each for name, each in model.named_parameters() if "experts" in name and each.ndim == 3}
-    assert bool(experts) == (kind == "mixtral")
-    for name, stack in experts.items():
-        norms = [got[f"norm/{name}/{i}"] for i in range(4)]
-        assert norms == pytest.approx([sigma(expert) for expert in stack], rel=1e-4)
+    largest = max(2 * sigma(model.proj.weight), sigma(model.embed_proj))
+    assert got["weight_condition_max"] == pytest.approx(largest, rel=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated", "ignore:.*spectral_norm.* is deprecated")
@@ -437,18 +346,6 @@ def test_looking_at_parametrized_weights_changes_nothing():
     assert got["norm/1.weight"] == pytest.approx(sigma(model.eval()[1].weight), rel=1e-4)
 
 
-def test_bfloat16_and_moved_models(batches):
-    """The vectors follow the model from float32 to bfloat16 and float64; the norm is that of the rounded weights."""
-    model, _, _, handler = make(batches, per_parameter=True, include="hidden.weight")
-    trainer = Engine(lambda *_: None)
-    handler.attach(trainer)
-    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.float32):
-        model.to(dtype)
-        trainer.run([0])
-        got = numbers(handler)
-        assert abs(got["norm/hidden.weight"] / sigma(model.hidden.weight) - 1) <= got["error_max"] < 1.01e-3
-
-
 @pytest.mark.parametrize("method", ["power", "ns5-fast", "ns3-accurate"])
 def test_weight_that_is_not_finite_is_left_out_with_one_warning(batches, method, caplog):
     model, _, trainer, handler = make(batches, method=method, per_parameter=True, top_k=1)
@@ -500,41 +397,6 @@ def test_quick_methods_publish_no_bound(batches, method):
     got = numbers(handler)
     assert set(got) == KEYS - {"error_max"}
     assert got["norm_max"] == pytest.approx(max(map(sigma, matrices_of(model).values())), rel=0.5)
-
-
-def test_random_numbers_of_the_training_are_not_used(batches):
-    _, _, trainer, handler = make(batches, updates=True)
-    handler.attach(trainer)
-    states = []
-    trainer.add_event_handler(Events.ITERATION_STARTED, lambda _: states.append(torch.get_rng_state()))
-    trainer.run(batches[:3])
-    states.append(torch.get_rng_state())
-    assert all(torch.equal(states[1], state) for state in states[2:])
-
-
-def test_resumed_run_publishes_what_the_uninterrupted_one_does(batches, tmp_path):
-    def start():
-        model, optimizer, trainer, handler = make(batches, updates=True, per_parameter=True)
-        handler.attach(trainer, Events.ITERATION_STARTED(every=2))
-        seen = {}
-        trainer.add_event_handler(
-            Events.ITERATION_COMPLETED, lambda e: seen.update({e.state.iteration: numbers(handler)})
-        )
-        return model, optimizer, trainer, handler, seen
-
-    *_, trainer, _, whole = start()
-    trainer.run(batches[:8])
-    model, optimizer, trainer, handler, first = start()
-    trainer.run(batches[:4])
-    torch.save([each.state_dict() for each in (model, optimizer, handler)], tmp_path / "state.pt")
-    model, optimizer, trainer, handler, second = start()
-    for each, state in zip(
-        (model, optimizer, handler), torch.load(tmp_path / "state.pt", weights_only=True), strict=True
-    ):
-        each.load_state_dict(state)
-    trainer.run(batches[4:8])
-    assert [whole[i] for i in range(1, 5)] == [first[i] for i in range(1, 5)]
-    assert [whole[i] for i in range(5, 9)] == [second[i] for i in range(1, 5)]
 
 
 def test_names_that_tags_cannot_hold_and_parameters_that_come_and_go(batches):

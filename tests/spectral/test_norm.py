@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ignite_monitor.spectral import norm
-from ignite_monitor.spectral.dominant import dominant
-from ignite_monitor.spectral.norm import METHODS, TOLERANCE, measure
+from ignite_monitor.spectral.norm import METHODS, TOLERANCE, dominant, measure
 
 # One shape where WᵀW is looked at itself, and three where it is not.
 SHAPES = [(40, 60), (300, 280), (270, 900), (900, 270)]

@@ -25,6 +25,7 @@ class Window:
     iteration: int
     shared: bool  # the backward reached other monitored models too
     laid_aside: bool = False
+    unshared: Window | None = None  # of a shared backward: that of the iteration's last one that was not
 
 
 @dataclasses.dataclass(eq=False)
@@ -119,7 +120,9 @@ class WindowTruth:
         if self.taken is not None and event.optimizer is not None:  # 2: inside of the own step
             return
         shared = bool(event.reached & self.others)
-        self.window = Window(detection, self.iteration, shared)
+        now = self.window if self.window is not None and self.window.iteration == self.iteration else None
+        unshared = now.unshared if now is not None and now.shared else now
+        self.window = Window(detection, self.iteration, shared, unshared=unshared if shared else None)
         if not shared:  # 3
             self._announce(detection)
 
@@ -156,10 +159,10 @@ class WindowTruth:
 
     def _returned(self, event: Event) -> None:
         now = self.window if self.window is not None and self.window.iteration == self.iteration else None
-        if now is not None and now.laid_aside:  # 3
-            self._close()
-            now = None
         final = None if self.made is None else self.made.detection
+        aside = now is not None and now.laid_aside
+        if aside:  # 3
+            now = now.unshared if final is None else None
         if now is not None and (final is None or (now.detection.spike and not now.shared)):  # 5
             if now.detection.spike or not math.isfinite(now.detection.norm):
                 final = now.detection
@@ -167,6 +170,8 @@ class WindowTruth:
                 self.judge.observe(final)
             if final is now.detection:
                 self._announce(final)
+        if aside:
+            self._close()
         if final is None:
             # That an iteration with a gradient had no step is told.
             self.published.append({"stepped": 0.0} if self.has_judged else {})

@@ -152,38 +152,6 @@ def test_clipping_is_in_the_ratio_and_not_in_the_gradient():
     Watched(model, train_step, WeightUpdateHandler(model, optimizer)).run(make_batches(3, 10.0)).check()
 
 
-def test_what_a_backward_does_not_reach_is_not_measured_for_having_been_clipped_or_set_to_zero():
-    model = make_model()
-    first, last = (torch.optim.SGD(model[i].parameters(), lr=0.1) for i in (0, 3))
-    truth, published = [], []
-
-    def train_step(engine, batch):
-        model.zero_grad(set_to_none=False)
-        parts = [0, 3] if engine.state.iteration == 1 else [3]
-        norms = {}
-        for part in parts:
-            model[part](torch.randn(8, model[part].in_features)).square().mean().backward()
-            norms |= {name: norm(each.grad) for name, each in model[part].named_parameters(f"{part}")}
-            nn.utils.clip_grad_norm_(model[part].parameters(), 1e-3)
-        truth.append(norms)
-        for part, optimizer in ((0, first), (3, last)):
-            if part in parts:
-                optimizer.step()
-
-    engine = Engine(train_step)
-    handler = WeightUpdateHandler(model)
-    handler.attach(engine)
-    engine.add_event_handler(
-        Events.ITERATION_COMPLETED,
-        lambda _: published.append(
-            {name: each.grad_norm for name, each in handler.diagnostics.items() if not math.isnan(each.grad_norm)}
-        ),
-    )
-    engine.run(make_batches(3), max_epochs=1)
-    assert published == [pytest.approx(norms, rel=1e-5) for norms in truth]
-    assert handler.on_host()["monitor/vanishing_count"] == 0
-
-
 def test_parameter_groups_and_two_optimizers():
     model = make_model()
     first = torch.optim.SGD([
@@ -297,33 +265,6 @@ def test_the_sample_is_that_of_an_independent_generator():
     sampled = float(model.weight.grad.flatten()[index].double().norm()) * math.sqrt(12)
     assert found["weight"].grad_norm == pytest.approx(sampled, rel=1e-6)
     assert found["bias"].grad_norm == pytest.approx(norm(model.bias.grad), rel=1e-6)
-
-
-def test_sample_of_a_parameter_is_the_same_under_every_wrapping():
-    def ratios(wrap):
-        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 5))
-        for seed, parameter in enumerate(model.parameters()):
-            nn.init.normal_(parameter, generator=torch.Generator().manual_seed(seed))
-        wrapped = wrap(model)
-        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
-
-        def train_step(_, batch):
-            sum((parameter**2).sum() for parameter in model.parameters()).backward()
-            optimizer.step()
-
-        handler = WeightUpdateHandler(wrapped, sample_size=100)
-        engine = Engine(train_step)
-        handler.attach(engine)
-        engine.run([0])
-        return handler.diagnostics
-
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
-    plain = ratios(lambda model: model)
-    assert list(plain) == ["0.weight", "0.bias", "1.weight", "1.bias"]
-    assert ratios(nn.DataParallel) == plain
-    assert ratios(lambda model: torch.compile(model, backend="eager")) == plain
-    assert ratios(lambda model: torch.compile(nn.DataParallel(checkpoint_wrapper(model)), backend="eager")) == plain
 
 
 # What is frozen
@@ -653,24 +594,6 @@ def test_missing_gradient_is_neither_vanishing_nor_exploding_and_zero_is_vanishi
     assert diagnostics["large"].grad_norm == pytest.approx(1e3 * math.sqrt(3))
 
 
-def test_of_two_backward_passes_the_one_that_the_step_used_counts():
-    """A GAN's generator sends gradients into its discriminator after the discriminator's step."""
-    model, other = make_model(), nn.Linear(5, 5)
-    optimizer, others = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(other.parameters(), lr=0.1)
-    norms = []
-
-    def train_step(_, batch):
-        model.zero_grad()
-        loss_of(model, batch).backward()
-        norms.append(max(norm(p.grad) for p in model.parameters()))
-        optimizer.step()
-        (1e3 * model(other(batch[0]))).square().mean().backward()
-        others.step()
-
-    run = Watched(model, train_step, WeightUpdateHandler(model, optimizer)).run(make_batches(3))
-    assert [values["grad_max"] for values in run.published] == pytest.approx(norms, rel=1e-5)
-
-
 def gradient_norms(handler):
     return {name: each.grad_norm for name, each in handler.diagnostics.items()}
 
@@ -709,24 +632,6 @@ def test_gradient_left_over_from_an_earlier_iteration_has_no_norm(given):
     assert len(seen) == 5
 
 
-@pytest.mark.parametrize("none", [True, False])
-def test_two_optimizers_with_a_backward_each_in_one_iteration(none):
-    model, true = two_parts(), {}
-    optimizers = {name: torch.optim.SGD(part.parameters(), lr=0.1) for name, part in model.items()}
-
-    def train_step(_, batch):
-        for name, optimizer in optimizers.items():
-            model[name](torch.ones(2, 4)).square().sum().backward()
-            true[f"{name}.weight"] = norm(model[name].weight.grad)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=none)
-
-    handler = WeightUpdateHandler(model)
-    run = Watched(model, train_step, handler).run(range(3))
-    assert gradient_norms(handler) == pytest.approx(true)
-    assert run.published[-1]["vanishing_count"] == 0
-
-
 @pytest.mark.parametrize("rate", [0.1, 0.0])
 def test_gan_with_one_handler_has_the_norms_of_each_models_own_step(rate):
     torch.manual_seed(0)
@@ -749,22 +654,6 @@ def test_gan_with_one_handler_has_the_norms_of_each_models_own_step(rate):
     handler = WeightUpdateHandler(model)
     Watched(model, train_step, handler).run(range(3))
     assert gradient_norms(handler) == pytest.approx(true)
-
-
-def test_what_is_put_in_a_gradients_place_after_its_backward_leaves_its_norm():
-    model, norms = make_model(), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def train_step(_, batch):
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        norms.append(max(norm(parameter.grad) for parameter in model.parameters()))
-        for parameter in model.parameters():
-            parameter.grad = 1e-3 * parameter.grad
-        optimizer.step()
-
-    run = Watched(model, train_step, WeightUpdateHandler(model, optimizer)).run(make_batches(3))
-    assert [values["grad_max"] for values in run.published] == pytest.approx(norms, rel=1e-5)
 
 
 # Low precision
@@ -890,33 +779,6 @@ def test_parameters_of_dtypes_that_torch_does_not_compute_with_are_left_alone(dt
     assert math.isnan(handler.diagnostics["scaled"].update_ratio)
 
 
-@pytest.mark.parametrize("how", ["weight_norm", "bare"])
-def test_table_that_is_no_embeddings_weight(how):
-    torch.manual_seed(0)
-    model = (
-        nn.utils.parametrizations.weight_norm(nn.Embedding(5000, 8), dim=None) if how == "weight_norm" else nn.Module()
-    )
-    if how == "bare":
-        model.table = nn.Parameter(torch.randn(5000, 8))
-        model.forward = lambda x: F.embedding(x, model.table)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.ndim == 2], lr=0.1)
-
-    def train_step(_, batch):
-        optimizer.zero_grad()
-        model(torch.tensor([11, 2500])).square().sum().backward()
-        with torch.no_grad():
-            for parameter in model.parameters():  # what the norm does to the other rows
-                mask = torch.zeros_like(parameter)
-                mask.view(len(mask) if mask.ndim else 1, -1)[[11, 2500] if mask.ndim else [0]] = 1
-                parameter.grad *= mask
-        optimizer.step()
-
-    handler = WeightUpdateHandler(model, sample_size=64, frozen_patience_steps=1)
-    run = Watched(model, train_step, handler).run(range(3))
-    assert frozen_counts(run) == [0] * 3
-    assert run.published[-1]["vanishing_count"] == 0
-
-
 @pytest.mark.parametrize("sample_size", [None, 16])
 @pytest.mark.parametrize("mode", ["sparse", "dense", "bag"])
 def test_embedding_of_which_a_step_touches_few_rows(mode, sample_size):
@@ -983,34 +845,6 @@ def test_parameters_that_are_added_or_replaced(when, change, caplog):
         assert len([each for each in caplog.messages if "replaced in the train step of iteration 3" in each]) == 1
     else:
         run.check(2)
-
-
-def test_patience_stays_with_its_parameter_when_one_is_added_before_it():
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    handler = WeightUpdateHandler(model, optimizer, frozen_patience_steps=4)
-    run = Watched(model, still_step(model, optimizer, still=range(2, 9)), handler)
-
-    @run.engine.on(Events.ITERATION_COMPLETED(once=3))
-    def grow(_):
-        model[0].extra = nn.Parameter(torch.ones(2))
-
-    run.run(make_batches(6))
-    assert frozen_counts(run) == [0, 0, 0, 0, 1, 1]
-    assert [name for name, each in handler.diagnostics.items() if each.is_frozen] == ["3.weight"]
-
-
-def test_names_that_a_tag_cannot_hold():
-    model = nn.ModuleDict({"a b": nn.Linear(5, 3), "a_b": nn.Linear(5, 3), "é": nn.Linear(5, 3)})
-    model.forward = lambda x: sum(each(x) for each in model.values())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    handler = WeightUpdateHandler(model, top_k=9)
-    Watched(model, plain_step(model, optimizer), handler).run(make_batches(1))
-    assert handler.diagnostics.keys() == {f"{name}.{kind}" for name in model for kind in ("weight", "bias")}
-    assert {name for name in handler.metrics if "topk" in name} == {
-        f"monitor/topk_grad/{name}" for name in
-        ("a_b.weight", "a_b.bias", "a_b.weight_2", "a_b.bias_2", "_.weight", "_.bias")
-    }  # fmt: skip
 
 
 # Names, loggers and synchronisations

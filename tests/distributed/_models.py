@@ -1,0 +1,120 @@
+"""Models, the ways to share them among ranks, and one training of any of them."""
+
+from __future__ import annotations
+
+import unittest.mock
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from ignite.engine import Engine, Events
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.distributed._launch import WORLD
+
+Rows = list[dict[str, float]]
+
+
+class Net(nn.Module):
+    """Sizes that two ranks can't share evenly, one of them so small that a rank holds nothing of it."""
+
+    def __init__(self, unused: bool = False) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 5), nn.Linear(5, 3)
+        self.scale = nn.Parameter(torch.ones(1))
+        if unused:
+            self.unused = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x))) * self.scale
+
+
+def net(make: Callable[..., Any] = Net, **kwargs: Any) -> Any:
+    torch.manual_seed(0)
+    return make(**kwargs)
+
+
+def mesh(shape: tuple[int, ...] = (WORLD,)) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+
+
+def fsdp(model: Any, shape: tuple[int, ...] = (WORLD,), inner: Iterable[str] = ("first",)) -> Any:
+    """Shared out by ``fully_shard``, those of its modules by themselves that ``inner`` names."""
+    from torch.distributed.fsdp import fully_shard
+
+    for name in inner:
+        fully_shard(model.get_submodule(name), mesh=mesh(shape))
+    return fully_shard(model, mesh=mesh(shape))
+
+
+def ddp(model: nn.Module, **kwargs: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(model, **kwargs)
+
+
+def whole(value: Any) -> Tensor:
+    """A copy of all ranks' parts."""
+    value = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return value.detach().clone()
+
+
+def share(batch: Any, rank: int | None, at: int = 4) -> Any:
+    """The rows of the first rank, or the others; without a rank all."""
+    if isinstance(batch, Tensor):
+        return batch if rank is None else batch[:at] if rank == 0 else batch[at:]
+    return tuple(share(part, rank, at) for part in batch)
+
+
+def words(count: int) -> list[tuple[Tensor, Tensor]]:
+    """Batches of two words each, and targets."""
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randint(0, 11, (8, 2), generator=generator), torch.randn(8, 3, generator=generator))
+        for _ in range(count)
+    ]
+
+
+def run(train_step: Callable[[Engine, Any], Any], batches: Any, *monitors: Any) -> Rows:
+    """Train with monitors; what is published in each iteration."""
+    engine = Engine(train_step)
+    for monitor in monitors:
+        monitor.attach(engine)
+    published: Rows = []
+
+    @engine.on(Events.ITERATION_COMPLETED)
+    def note(engine: Engine) -> None:
+        published.append({name: float(value) for name, value in engine.state.metrics.items()})
+
+    engine.run(batches, max_epochs=1)
+    return published
+
+
+def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int | None = None, at: int = 4) -> Any:
+    """The train step of most trainings, on a rank's rows of each batch."""
+
+    def train_step(engine: Engine, batch: Any) -> None:
+        optimizer.zero_grad()
+        x, y = share(batch, rank, at)
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+    return train_step
+
+
+@contextmanager
+def counted_collectives() -> Iterator[list[int]]:
+    """One entry for each all_reduce that is called meanwhile."""
+    calls: list[int] = []
+    original = dist.all_reduce
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return original(*args, **kwargs)
+
+    with unittest.mock.patch.object(dist, "all_reduce", counting):
+        yield calls
