@@ -156,7 +156,7 @@ class AttachedMonitors(MonitorHandle):
 
     Args:
         monitors: name -> monitor and event.
-        loggers: loggers, each with name of a monitor -> pattern of the names that it is given.
+        loggers: loggers, with name of a monitor -> pattern of the names that they are given.
 
     Raises:
         ValueError: if monitors of another model have the prefix.
@@ -205,14 +205,14 @@ def _shown_activations(model: nn.Module, start: str) -> str:
     def members(name: str) -> list[str]:
         return [other for other in modules if other and other.rpartition(".")[0] == name]
 
-    def is_in(name: str, other: str) -> bool:
-        return not other or f"{name}.".startswith(f"{other}.")
+    def is_in(name: str, others: list[str]) -> bool:
+        return any(not other or f"{name}.".startswith(f"{other}.") for other in others)
 
     def one_of(names: list[str]) -> str:
         return f"(?:{'|'.join(map(re.escape, tags(names)))})"
 
     lists = [name for name in modules if isinstance(modules[name], nn.ModuleList | nn.ModuleDict | nn.Sequential)]
-    outermost = [name for name in lists if not any(other != name and is_in(name, other) for other in lists)]
+    outermost = [name for name in lists if not is_in(name, [other for other in lists if other != name])]
     blocks = list[str]()
     for within in map(members, outermost):
         blocks += within if len(within) <= _FEW else [within[0], within[len(within) // 2], within[-1]]
@@ -220,7 +220,7 @@ def _shown_activations(model: nn.Module, start: str) -> str:
     units = [
         name
         for name, module in modules.items()
-        if type(module).__module__ == nn.ReLU.__module__ and (not blocks or any(is_in(name, block) for block in blocks))
+        if type(module).__module__ == nn.ReLU.__module__ and (not blocks or is_in(name, blocks))
     ]
     shown = [
         rf"activation/{one_of(outline)}/(?!head_\d+/).*(?:std|max_abs)",

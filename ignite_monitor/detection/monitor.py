@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ignite_monitor.events.monitor_events import MonitorEvents, Spike, exposed_spike
 from ignite_monitor.monitor.base import Monitor
-from ignite_monitor.monitor.deferred_flag import DeferredFlag
+from ignite_monitor.monitor.transfer import DeferredFlag
 
 
 class DetectionMonitor(Monitor):

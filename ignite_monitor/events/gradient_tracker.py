@@ -26,19 +26,12 @@ _logger = logging.getLogger(__name__)
 
 
 class GradientsReady(NamedTuple):
-    """A backward that reached a model has ended, and its gradients are reduced.
-
-    Attributes:
-        tracker: of the model.
-        reached: ids of the parameters whose gradients may have changed.
-        shared: whether the backward reached other monitored models too.
-        optimizer: the optimizer in whose step the backward ran; None outside of steps.
-    """
+    """A backward that reached a model has ended, and its gradients are reduced."""
 
     tracker: GradientTracker
-    reached: Set[int]
-    shared: bool
-    optimizer: Optimizer | None
+    reached: Set[int]  # ids of the parameters whose gradients may have changed
+    shared: bool  # whether the backward reached other monitored models too
+    optimizer: Optimizer | None  # in whose step the backward ran; None outside of steps
 
     def reaches(self, optimizer: Optimizer | None) -> bool:
         """Return True if gradients that an optimizer uses may have changed; None for all of the model's."""
@@ -55,14 +48,9 @@ class GradientsReady(NamedTuple):
 
 
 class OptimizerStep(NamedTuple):
-    """The step of an optimizer that holds parameters of a monitored model.
+    """The step of an optimizer that holds parameters of a monitored model."""
 
-    Attributes:
-        tracker: of the model of the monitor that is called.
-        optimizer: the optimizer.
-    """
-
-    tracker: GradientTracker
+    tracker: GradientTracker  # of the model of the monitor that is called
     optimizer: Optimizer
 
     @property
@@ -78,13 +66,10 @@ class OptimizerStep(NamedTuple):
 
 
 class AccumulationProbe(AbstractContextManager["AccumulationProbe"]):
-    """Detect whether the next backward accumulates into gradients, or finds all of them None or zero.
+    """Detect whether the next backward in a context accumulates into gradients, or finds all of them None or zero.
 
-    A context manager around a train step. Gradient hooks see ``parameter.grad`` before accumulation. They run in
-    ``autograd.grad`` too, so a measurement counts only after a backward that has reached one of the parameters.
-
-    Args:
-        observers: the model's observers of backward passes; the probe is one of them while it is entered.
+    Gradient hooks see ``parameter.grad`` before accumulation. They run in ``autograd.grad`` too: only a backward that
+    reaches one of the parameters counts.
 
     Attributes:
         accumulates: whether any gradient on this rank was not zero, a 0-dim bool tensor; None before a backward.
@@ -115,7 +100,7 @@ class AccumulationProbe(AbstractContextManager["AccumulationProbe"]):
         self._observers.remove(self)
 
     def backward_ended(self, number: int, reached: Set[int], running: Set[int]) -> None:
-        """Take the first measurement made in this backward, or in one around it, if it reached the parameters."""
+        """Take the first measurement of this backward, or of one around it, if it reached the parameters."""
         if self.accumulates is None and not reached.isdisjoint(map(id, self._parameters)):
             numbers = (backward for backward in self._measured if backward == number or backward in running)
             first = next(numbers, None)
@@ -196,11 +181,7 @@ class GradientTracker:
         self.reduced, self._is_deferred = True, False
 
     def backward_ended(self, number: int, reached: Set[int], running: Set[int]) -> Set[int] | None:
-        """Record a backward that has reached parameters of the model.
-
-        Args:
-            reached: ids of the parameters.
-            running: numbers of the backward passes around it.
+        """Record a backward that has reached parameters of the model, inside of ``running`` ones.
 
         Returns:
             The ids of the parameters whose gradients may have changed; None while they are not reduced, under

@@ -25,8 +25,7 @@ class Patch:
     """A replaced function of an engine.
 
     Args:
-        replacement: a method, referenced weakly: it is called with the original function and the arguments. Without
-            its object the original is called.
+        replacement: a method, referenced weakly; called with the original function and its arguments.
     """
 
     def __init__(self, engine: Engine, name: str, replacement: Callable[..., Any]) -> None:
@@ -72,12 +71,7 @@ def remove_all(handles: list[Any]) -> None:
 
 
 def gradient_hook(source: Any, model: int) -> Callable[[Tensor], None]:
-    """A post-accumulate-grad hook for all parameters of a model, which reports to an event source.
-
-    Args:
-        source: the :class:`EventSource`, referenced weakly.
-        model: id of the model.
-    """
+    """A post-accumulate-grad hook for all parameters of a model, by its id; references its event source weakly."""
     source_of = weakref.ref(source)
     start, last, add = out_of_compiler(_start), -1, set[int]().add
     untraced(_end_backward)  # the compiler would trace into what a compiled train step calls
@@ -114,22 +108,6 @@ def _end_backward(source_of: weakref.ref[Any], number: int, hops: int) -> None:
         queue_callback(functools.partial(_end_backward, source_of, number, hops - 1))
     elif source is not None:
         out_of_compiler(type(source).backward_ended)(source, number)
-
-
-def calling_after(closure: Callable[..., Any], report: Callable[[], None]) -> Callable[..., Any]:
-    """A closure that calls a function after its first evaluation."""
-    has_reported = False
-
-    @functools.wraps(closure)
-    def evaluate(*args: Any, **kwargs: Any) -> Any:
-        nonlocal has_reported
-        loss = closure(*args, **kwargs)
-        if not has_reported:
-            has_reported = True
-            report()
-        return loss
-
-    return evaluate
 
 
 def is_nested(optimizer: Optimizer) -> bool:

@@ -16,13 +16,11 @@ class MonitorEvents(EventEnum):
     Handlers and filters use them like Ignite's own events; filters count iterations. They fire in monitored iterations;
     with handlers of the user's, in every iteration.
 
-    - GRADIENTS_READY : a backward that reached parameters of a monitored model has ended, and its gradients are
-      reduced.
+    - GRADIENTS_READY : a backward that reached a monitored model has ended, and its gradients are reduced.
     - SPIKE_DETECTED : a value exceeded its threshold. ``engine.state.spike`` describes it.
     - THRESHOLD_RESET : several consecutive spikes reset a threshold; ``engine.state.spike`` is the last one.
     - ROLLED_BACK : an earlier state was restored; fires before other handlers of ITERATION_COMPLETED.
-    - OPTIMIZER_STEP_STARTED : an optimizer that holds parameters of a monitored model starts its step; after the
-      closure's first evaluation, if the step is given one.
+    - OPTIMIZER_STEP_STARTED : an optimizer of a monitored model starts its step; after the first call of a closure.
     - OPTIMIZER_STEP_COMPLETED : the step has returned.
     - TRAIN_STEP_COMPLETED : the train step has returned, and monitors publish; ITERATION_COMPLETED is next.
     """

@@ -13,11 +13,7 @@ _logger = logging.getLogger("ignite_monitor")
 
 
 class RunSummary:
-    """The optimizer steps that a monitor saw in a run, without synchronization.
-
-    Args:
-        totals: word -> count so far, over all runs: ``{"spikes": 3}``.
-    """
+    """The optimizer steps that a monitor saw in a run, without synchronization, from its totals before."""
 
     def __init__(self, totals: Mapping[str, float | Tensor]) -> None:
         self.totals = {word: _copied(total) for word, total in totals.items()}

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ignite_monitor.events.gradient_tracker import GradientsReady, GradientTracker, OptimizerStep
-from ignite_monitor.events.hooks import Patch, calling_after, gradient_hook, is_nested, remove_all, weakly
+from ignite_monitor.events.hooks import Patch, gradient_hook, is_nested, remove_all, weakly
 from ignite_monitor.events.monitor_events import MonitorEvents, NonFiniteSource, register_events
 from ignite_monitor.events.run_summary import log_run_summary
 from ignite_monitor.model._torch import EVENT_HANDLERS, HANDLE_EXCEPTION, TRAIN_STEP, check_engine
@@ -27,15 +27,16 @@ _NAMES = tuple(event.name for event in MonitorEvents)  # equal to the events, bu
 class EventSource:
     """Fires :class:`MonitorEvents` on one engine; shared by all monitors attached to it.
 
-    Hooks exist from the first iteration of a run to its end (completed, terminated, interrupted, or an error); those
-    on parameters exist in monitored iterations only. The engine owns the source. References from the source to engine
-    and monitors, and from hooks to the source, are weak, so that reference counting frees a run that is dropped.
+    Hooks exist from the first iteration of a run to its end; those on parameters exist in monitored iterations only.
+    The engine owns the source. References from the source to engine and monitors, and from hooks to the source, are
+    weak, so that reference counting frees a run that is dropped.
 
     Attributes:
         running: whether a train step is running that monitors or handlers of the user's follow.
         listened: whether the user's handlers listened to any event when the train step started.
         trackers: the trackers of the monitored models, by id of the model.
-        reached: the ids of parameters reached by the backward passes that are running: by number, then id of the model.
+        monitoring: ids of the monitors of this iteration.
+        reached: number of a running backward -> id of a model -> ids of the parameters that it has reached.
         nonfinite_source: source of this iteration's first non-finite value, as far as it has been located.
     """
 
@@ -50,8 +51,8 @@ class EventSource:
         weakref.finalize(self, remove_all, self._handles).atexit = False
         self._monitors: weakref.WeakSet[Any] = weakref.WeakSet()
         self._listeners: dict[str, list[weakref.WeakMethod[Any]]] = {name: [] for name in _NAMES}
-        self._monitoring: set[int] = set()  # ids of the monitors of this iteration
-        self.running = self.listened = self._awaits_step = False
+        self.monitoring: set[int] = set()
+        self.running = self.listened = self._awaits_step = self._is_step_reported = False
         self.nonfinite_source: NonFiniteSource | None = None
 
     # Participants
@@ -109,10 +110,6 @@ class EventSource:
                 engine.remove_event_handler(handler, event)
             delattr(engine, self._ATTRIBUTE)
 
-    def monitor_iteration(self, monitor: Any) -> None:
-        """Follow the train step of the iteration that starts, for a monitor."""
-        self._monitoring.add(id(monitor))
-
     def is_awaited(self, event: MonitorEvents) -> bool:
         """Return True if monitors or the user's handlers listen to an event."""
         return bool(self._listeners[event.name]) or self._has_handlers(event.name)
@@ -125,10 +122,6 @@ class EventSource:
     def tracker(self, model: nn.Module) -> GradientTracker:
         """The tracker of a model's gradients."""
         return self.trackers[id(model)]
-
-    def parameters(self, model: nn.Module) -> list[nn.Parameter]:
-        """The parameters that a model had when the train step started."""
-        return self.trackers[id(model)].parameters
 
     # Events
 
@@ -144,12 +137,10 @@ class EventSource:
         # All monitors read before one changes anything: the order of attaching must not matter.
         changes = []
         for handler in [method() for method in self._listeners[name]]:
-            if handler is None or id(handler.__self__) not in self._monitoring:
-                continue
-            if about is None:
-                changes.append(handler(engine))
-            elif id(handler.__self__.model) in about:
-                changes.append(handler(engine, about[id(handler.__self__.model)]))
+            if handler is not None and id(handler.__self__) in self.monitoring:
+                model = id(handler.__self__.model)
+                if about is None or model in about:
+                    changes.append(handler(engine) if about is None else handler(engine, about[model]))
         while changes:
             changes = [change() for change in changes if change is not None]
         if event is MonitorEvents.TRAIN_STEP_COMPLETED:
@@ -171,7 +162,7 @@ class EventSource:
             tracker = self.trackers[key]
             shared = len(ready) > 1 and not set().union(*ready.values()).issubset(map(id, tracker.parameters))
             about[key] = GradientsReady(tracker, changed, shared, self._stepping)
-        if about:
+        if ready:
             self.fire(MonitorEvents.GRADIENTS_READY, about)
 
     def step_completed(self, optimizer: Optimizer, *_: Any) -> None:
@@ -184,17 +175,26 @@ class EventSource:
         is_inner = self._stepping is not None and is_nested(optimizer)
         if not self.running or is_inner or not any(tracker.shares(optimizer) for tracker in self.trackers.values()):
             return None
-        self._stepping = optimizer
+        self._stepping, self._is_step_reported = optimizer, False
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
             self._report_step(optimizer)
             return None
-        # The step uses the gradients that its closure computes.
-        closure = calling_after(closure, functools.partial(weakly(self._report_step), optimizer))
-        return (args, kwargs | {"closure": closure}) if "closure" in kwargs else ((args[0], closure, *args[2:]), kwargs)
+        report = weakly(self._report_step)
+
+        @functools.wraps(closure)
+        def evaluate(*args: Any, **kwargs: Any) -> Any:
+            loss = closure(*args, **kwargs)
+            report(optimizer)  # the step uses the gradients that its closure computes
+            return loss
+
+        if "closure" in kwargs:
+            return args, kwargs | {"closure": evaluate}
+        return (args[0], evaluate, *args[2:]), kwargs
 
     def _report_step(self, optimizer: Optimizer) -> None:
-        if self._stepping is optimizer:
+        if self._stepping is optimizer and not self._is_step_reported:
+            self._is_step_reported = True
             for tracker in self.trackers.values():
                 tracker.step_started(optimizer)
             self._fire_step(MonitorEvents.OPTIMIZER_STEP_STARTED, optimizer)
@@ -231,7 +231,7 @@ class EventSource:
 
     def _reset(self) -> None:
         self.reached.clear()
-        self._monitoring.clear()
+        self.monitoring.clear()
         for tracker in self.trackers.values():
             tracker.iteration_started()
         self._stepping = self.nonfinite_source = None
@@ -239,7 +239,7 @@ class EventSource:
 
     def _train_step(self, original: Callable[..., Any], engine: Engine, batch: Any) -> Any:
         self.listened = self._has_handlers(*_NAMES)
-        self.running, self._awaits_step = bool(self._monitoring) or self.listened, False
+        self.running, self._awaits_step = bool(self.monitoring) or self.listened, False
         has_hooks = self.running and self.is_awaited(MonitorEvents.GRADIENTS_READY)
         for tracker in self.trackers.values():
             if (self.running and tracker.refresh()) or not has_hooks:
@@ -247,7 +247,7 @@ class EventSource:
             if has_hooks and not tracker.hook.places:
                 tracker.hook.register(tracker.parameters, gradient_hook(self, id(tracker.model)))
         with ExitStack() as contexts:
-            for monitor in [monitor for monitor in self._monitors if id(monitor) in self._monitoring]:
+            for monitor in [monitor for monitor in self._monitors if id(monitor) in self.monitoring]:
                 for context in monitor.train_step_contexts():
                     contexts.enter_context(context)
             output = original(engine, batch)

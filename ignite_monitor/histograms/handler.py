@@ -30,7 +30,7 @@ from ignite_monitor.model.norms import whole_tensor
 from ignite_monitor.model.optimizers import parameters_of
 from ignite_monitor.model.samples import is_measurable, reshard
 from ignite_monitor.model.sharding import check_whole
-from ignite_monitor.model.structure import hookable_modules
+from ignite_monitor.model.structure import hookable, modules_by_name
 from ignite_monitor.model.tensors import tagged_tensors
 from ignite_monitor.monitor.base import Handlers, Monitor
 
@@ -228,7 +228,7 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
 
     def _chosen_modules(self) -> dict[nn.Module, str]:
         """The outermost modules first, and their tags."""
-        modules = hookable_modules(self.model) if self.activations else {}
+        modules = hookable(modules_by_name(self.model)) if self.activations else {}
         found = {name or "_root_": item for name, item in modules.items() if type(item).forward != nn.Module.forward}
         return self._chosen(found, {name: 0 if name == "_root_" else 1 + name.count(".") for name in found})
 

@@ -18,17 +18,14 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 
 def untraced(function: Function) -> Function:
-    """The function, which the compiler does not trace where compiled code calls it, but maybe what it calls.
-
-    In a compiled function that makes a backward pass, hooks are such code.
-    """
+    """The function, which the compiler does not trace, but maybe what it calls: a hook in a compiled backward pass."""
     frame_skipper()(getattr(function, "__func__", function))
     return function
 
 
 @functools.cache
 def out_of_compiler(function: Function) -> Function:
-    """The function, which compiled code calls without tracing it or anything that it calls."""
+    """The function, which the compiler does not trace, nor what it calls."""
     return torch.compiler.disable(function)  # type: ignore[no-any-return]
 
 
@@ -36,10 +33,7 @@ class Eager(contextlib.ExitStack):
     """Run compiled functions that call some models eagerly; nothing is compiled again.
 
     Hooks registered after the first compiled call would not run otherwise. Eager are the models, their modules, and
-    functions that refer to one of them, see :func:`refers_to`; other compiled functions stay compiled.
-
-    Args:
-        models: the models; none for all compiled functions.
+    functions that refer to one of them, see :func:`refers_to`; without models all compiled functions.
     """
 
     def __init__(self, *models: nn.Module) -> None:

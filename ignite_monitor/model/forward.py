@@ -13,30 +13,27 @@ from torch import nn
 
 from ignite_monitor.model._torch import in_backward, module_call
 
+Modules = Iterable[nn.Module]
+
 is_recomputation = in_backward  # activation checkpointing repeats forward passes in a backward
 
 
-def before_forward(
-    modules: Iterable[nn.Module], hook: Callable[..., Any], *, first: bool = False
-) -> AbstractContextManager[None]:
-    """Call a hook before forward passes of modules, while the context is entered.
+def before_forward(modules: Modules, hook: Callable[..., Any], *, first: bool = False) -> AbstractContextManager[None]:
+    """Call a hook before forward passes of modules, with the module, its positional and its keyword arguments.
 
     Args:
-        hook: gets the module, its positional and its keyword arguments. A :class:`ModuleHook` is called for shallow
-            copies of the modules too.
+        hook: a :class:`ModuleHook` is called for shallow copies of the modules too.
         first: whether it runs before the user's hooks, not after them.
     """
     return _registered(nn.Module.register_forward_pre_hook, modules, hook, with_kwargs=True, prepend=first)
 
 
-def after_forward(
-    modules: Iterable[nn.Module], hook: Callable[..., Any], *, first: bool = False
-) -> AbstractContextManager[None]:
+def after_forward(modules: Modules, hook: Callable[..., Any], *, first: bool = False) -> AbstractContextManager[None]:
     """Call a hook after forward passes, as :func:`before_forward`; it gets the output too."""
     return _registered(nn.Module.register_forward_hook, modules, hook, with_kwargs=True, prepend=first)
 
 
-def outputs_to(modules: Iterable[nn.Module], hook: ModuleHook) -> AbstractContextManager[None]:
+def outputs_to(modules: Modules, hook: ModuleHook) -> AbstractContextManager[None]:
     """Call a hook after forward passes, without keyword arguments: half the cost of :func:`after_forward`."""
     return _registered(nn.Module.register_forward_hook, modules, hook)
 
@@ -50,10 +47,7 @@ def running_module() -> nn.Module | None:
 
 
 class ModuleHook:
-    """A hook that deep copies and saved files of its modules replace by a function that does nothing.
-
-    That function is Python's own, so that files can be loaded without this package.
-    """
+    """A hook that deep copies and saved files of its modules replace by a function of Python that does nothing."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         return contextlib.nullcontext().__exit__
@@ -63,7 +57,7 @@ class ModuleHook:
 
 
 class _Hook(ModuleHook):
-    def __init__(self, hook: Callable[..., Any], modules: Iterable[nn.Module]) -> None:
+    def __init__(self, hook: Callable[..., Any], modules: Modules) -> None:
         self._hook = hook
         self._modules = {id(module) for module in modules}
 
@@ -73,16 +67,10 @@ class _Hook(ModuleHook):
 
 
 @contextlib.contextmanager
-def _registered(
-    register: Callable[..., Any], modules: Iterable[nn.Module], hook: Any, **options: bool
-) -> Iterator[None]:
+def _registered(register: Callable[..., Any], modules: Modules, hook: Any, **options: bool) -> Iterator[None]:
     modules = list(modules)
     hook = hook if isinstance(hook, ModuleHook) else _Hook(hook, modules)
-    handles = []
-    try:
+    with contextlib.ExitStack() as exits:
         for module in modules:
-            handles.append(register(module, hook, **options))  # scripted modules refuse the bound method
+            exits.callback(register(module, hook, **options).remove)  # scripted modules refuse the bound method
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

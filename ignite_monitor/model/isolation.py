@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ignite_monitor.model._torch import MODULE_ATTRIBUTES, buffers_of_each
+from ignite_monitor.model._torch import MODULE_ATTRIBUTES, buffers_in
 
 _thread = threading.local()
 
@@ -56,7 +56,7 @@ def isolated_pass(model: nn.Module, devices: Iterable[torch.device] | None = Non
 def preserved_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Restore buffers and training flags of modules on exit; inside, the buffers are copies."""
     flags = [(module, module.training) for module in modules]
-    buffers = [(registry, dict(registry)) for registry in buffers_of_each(module for module, _ in flags) if registry]
+    buffers = [(registry, dict(registry)) for registry in map(buffers_in, (module for module, _ in flags)) if registry]
     try:
         for registry, saved in buffers:
             registry.update((name, None if item is None else item.clone()) for name, item in saved.items())

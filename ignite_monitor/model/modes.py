@@ -17,11 +17,7 @@ _strided = torch.strided
 
 @contextmanager
 def aside() -> Iterator[None]:
-    """Compute without a graph, hidden from modes and tensor subclasses.
-
-    The user's modes act on every operation: selective activation checkpointing returns saved outputs in their order,
-    and a counter of floating-point operations would count those of a monitor.
-    """
+    """Compute without a graph, hidden from the user's modes: selective checkpointing, counters of operations."""
     with unseen_by_functions(), unseen_by_dispatch(), torch.no_grad():  # in this order modes are not asked about it
         yield
 

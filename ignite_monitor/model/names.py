@@ -13,10 +13,9 @@ from ignite_monitor.model._torch import WRAPPED
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules with the names they have without wrappers; a wrapper itself has that of what it wraps.
+    """Modules with the names they have without wrappers of torch; a wrapper itself has that of what it wraps.
 
-    Wrappers are those of torch: DistributedDataParallel, DataParallel, FullyShardedDataParallel, ``torch.compile``
-    and activation checkpointing. A module that the user calls ``module`` keeps its name.
+    A module that the user calls ``module`` keeps its name.
     """
     names = {"": ""}
     modules: dict[str, nn.Module] = {}
@@ -59,23 +58,15 @@ Pattern = str | re.Pattern[str] | None
 
 
 class Selection:
-    """Names in which the regular expression ``include`` matches, and ``exclude`` does not.
-
-    None selects every name, and excludes none. A TypeError is raised for another type, a ValueError for a bad pattern.
-    """
+    """Names in which the regular expression ``include`` matches, and ``exclude`` does not; None for all, and none."""
 
     def __init__(self, include: Pattern = None, exclude: Pattern = None) -> None:
         self._include = _compiled("include", include)
         self._exclude = _compiled("exclude", exclude)
 
-    @property
-    def is_all(self) -> bool:
-        """True if it has every name."""
-        return self._include is None and self._exclude is None
-
-    def of(self, names: Iterable[str]) -> Iterable[str]:
+    def of(self, names: Iterable[str]) -> list[str]:
         """The selected names, in their order."""
-        return names if self.is_all else [name for name in names if name in self]
+        return [name for name in names if name in self]
 
     def __contains__(self, name: str) -> bool:
         included = self._include is None or self._include.search(name) is not None

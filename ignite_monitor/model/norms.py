@@ -25,16 +25,10 @@ _SAFE = (1e-9, 1e18)
 
 @torch.no_grad()
 def norms(tensors: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
-    """The 1-, 2- or maximum norm of every tensor, accumulated in float64, without synchronization.
+    """The 1-, 2- or maximum norm of every tensor, without synchronization, on the device of the first tensor.
 
-    Sparse tensors count coalesced, DTensors with all shards: one collective per device mesh and sharded mesh dimension.
-
-    Args:
-        tensors: dense or sparse, real or complex, of any floating-point dtypes and devices.
-        norm_type: 1, 2 or ``math.inf``.
-
-    Returns:
-        A float64 vector (float32 on devices without float64) on the device of the first tensor.
+    In float64, or float32 on devices without it. Sparse tensors count coalesced, DTensors with all shards: one
+    collective per device mesh and sharded mesh dimension.
     """
     if not any_sharded(tensors):
         return _local_norms(tensors, norm_type)
@@ -157,11 +151,9 @@ def _local_norms(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
 
 def _long_norm(vector: Tensor, norm_type: float) -> Tensor:
     whole = len(vector) // _ROW * _ROW
-    parts = torch.linalg.vector_norm(vector[:whole].view(-1, _ROW), norm_type, dim=1, dtype=torch.float32)
-    if whole < len(vector):
-        rest = torch.linalg.vector_norm(vector[whole:], norm_type, dtype=torch.float32)
-        parts = torch.cat((parts, rest.view(1)))
-    return torch.linalg.vector_norm(parts.double(), norm_type)  # type: ignore[no-any-return]
+    pieces = (vector[:whole].view(-1, _ROW), vector[whole:].view(1, -1))
+    parts = [torch.linalg.vector_norm(rows, norm_type, 1, dtype=torch.float32) for rows in pieces if rows.numel()]
+    return torch.linalg.vector_norm(torch.cat(parts).double(), norm_type)  # type: ignore[no-any-return]
 
 
 def _wide_norms(tensors: Sequence[Tensor], norm_type: float) -> Tensor:

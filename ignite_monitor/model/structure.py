@@ -75,18 +75,12 @@ def _kinds(modules: dict[str, nn.Module]) -> dict[str, str]:
     return {name: next(filter(is_own, type(module).__mro__)).__name__ for name, module in modules.items()}
 
 
-def hookable_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The :func:`modules_by_name` on which a forward hook does not change the model's result."""
-    return hookable(modules_by_name(model))
-
-
 def hookable(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     """Select those of a model's modules on which a forward hook does not change the model's result.
 
-    ``nn.TransformerEncoderLayer`` leaves its fast path, whose result differs in the last bits and at padded positions,
-    where it or a module inside has a forward hook. Layers in evaluation mode are excluded, with all inside: whether a
-    trainable one takes its fast path is up to ``no_grad``.
+    ``nn.TransformerEncoderLayer`` in evaluation mode leaves its fast path, whose result differs in the last bits and at
+    padded positions, where it or a module inside has a forward hook.
     """
-    layers = [module for module in modules.values() if isinstance(module, nn.TransformerEncoderLayer)]
+    layers = (module for module in modules.values() if isinstance(module, nn.TransformerEncoderLayer))
     inside = {id(module) for layer in layers if not layer.training for module in layer.modules()}
     return {name: module for name, module in modules.items() if id(module) not in inside}

@@ -11,10 +11,9 @@ _RANKS = torch.tensor([[1, 1, 95, 0, 1], [-1, 0, -1, 0, -1], [2, 2, 100, 1, 1]],
 
 
 def order_statistics(values: Tensor) -> Tensor:
-    """Median, 95th percentile, minimum and maximum of the values that are not NaN, along the last dimension.
+    """Median, 95th percentile (nearest rank), minimum and maximum of the values that are not NaN; NaN without any.
 
-    NaN where there are none. The median of an even number of values is the mean of the two in the middle; the
-    percentile is the nearest-rank one, the smallest value that at least 95 % of the values do not exceed.
+    They are taken along the last dimension.
     """
     if not values.shape[-1]:
         return values.new_full((*values.shape[:-1], 4), torch.nan)

@@ -34,10 +34,9 @@ Handlers = list[tuple[MonitorEvents, Callable[..., Any]]]
 class Monitor(Serializable):
     """Base class of all monitors, and of your own.
 
-    A subclass overrides :meth:`handlers` and calls :meth:`publish`. Its values are in :attr:`metrics` and
-    ``engine.state.metrics`` until the next iteration starts: floats on the CPU, 0-dim tensors on a device until a
-    logger or :meth:`on_host` reads them. A non-finite number is not reported, unless the schema allows it. ``{keys}``
-    in a docstring is replaced by the table of the schema.
+    A subclass overrides :meth:`handlers` and calls :meth:`publish`. Values on a device are 0-dim tensors until a logger
+    or :meth:`on_host` reads them. A non-finite number is not reported, unless the schema allows it. ``{keys}`` in a
+    docstring is replaced by the table of the schema.
 
     Args:
         model: the model, as the train step uses it (wrapped, if it is wrapped), or a :class:`NoModel`.
@@ -46,7 +45,7 @@ class Monitor(Serializable):
 
     Attributes:
         schema: the keys that the monitor publishes.
-        metrics: values of this iteration by name.
+        metrics: values of this iteration by name, until the next one starts; also in ``engine.state.metrics``.
         attributes: attributes of ``engine.state`` that the monitor sets -> their value before it is known.
 
     Raises:
@@ -151,8 +150,11 @@ class Monitor(Serializable):
         """
         events = arguments.events_of(event, only=Events.ITERATION_STARTED)
         arguments.check_attachable(self, engine)
+        handlers = self.handlers()
+        if getattr(self, "scaler", self) is None and MonitorEvents.GRADIENTS_READY in dict(handlers):
+            handlers = [*handlers, (MonitorEvents.OPTIMIZER_STEP_STARTED, self._check_scaler)]
         source = EventSource.of(engine)
-        source.add(self, self._all_handlers())
+        source.add(self, handlers)
         self._source, self._engine = source, weakref.ref(engine)
         self._filters = [getattr(single, "filter", None) for single in events]
         engine.add_event_handler(Events.ITERATION_STARTED, self._start)
@@ -207,22 +209,19 @@ class Monitor(Serializable):
     def publish(self, **values: Tensor | float) -> None:
         """Publish numbers or 0-dim tensors, by name without the prefix, until the next iteration starts."""
         self._is_complete = False
-        published: dict[str, float | Tensor] = {}
-        for name, value in values.items():
-            if isinstance(value, Tensor) and not transfer.is_on_host(value):
-                self._waiting.append(transfer.NamedValues([name], value.reshape(1)))
-                published[name] = value
-            else:
-                published[name] = float(value)
-        self._put(published)
+        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        on_device = {name: value for name, value in tensors.items() if not transfer.is_on_host(value)}
+        self._waiting += [transfer.NamedValues([name], value.reshape(1)) for name, value in on_device.items()]
+        self._put({name: value if name in on_device else float(value) for name, value in values.items()})
 
     def publish_table(self, names: Sequence[str], values: Tensor) -> None:
         """Publish the elements of a vector under names without the prefix."""
         self._is_complete = False
-        is_on_host = transfer.is_on_host(values)
-        if not is_on_host:
+        if not transfer.is_on_host(values):
             self._waiting.append(transfer.NamedValues(names, values))
-        self._put(dict(zip(names, values.tolist() if is_on_host else values.unbind(), strict=True)))
+            self._put(dict(zip(names, values.unbind(), strict=True)))
+        else:
+            self._put(dict(zip(names, values.tolist(), strict=True)))
 
     def on_host(self) -> Mapping[str, float | Tensor]:
         """Return this iteration's values as floats; all monitors on the engine share a transfer."""
@@ -254,12 +253,6 @@ class Monitor(Serializable):
             self._warned_texts.add(text)
             self.logger.warning(f"%s: {text}", self._title, *values)
 
-    def _all_handlers(self) -> Handlers:
-        handlers = self.handlers()
-        if getattr(self, "scaler", self) is None and MonitorEvents.GRADIENTS_READY in dict(handlers):
-            handlers = [*handlers, (MonitorEvents.OPTIMIZER_STEP_STARTED, self._check_scaler)]
-        return handlers
-
     def _check_scaler(self, engine: Engine, step: Any) -> None:
         if not self._has_seen_step and step.tracker.shares(step.optimizer):
             self._has_seen_step = True
@@ -278,7 +271,7 @@ class Monitor(Serializable):
         accepted = [accepts is None or accepts(engine, engine.state.iteration) for accepts in self._filters]
         self._monitored = any(accepted)
         if self._monitored and self._source is not None:
-            self._source.monitor_iteration(self)
+            self._source.monitoring.add(id(self))
             self.start_iteration(engine)
 
     def _put(self, values: Mapping[str, float | Tensor]) -> None:

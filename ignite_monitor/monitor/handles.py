@@ -17,12 +17,8 @@ class MonitorHandle:
 
     After a ``with`` block their last values stay in ``engine.state.metrics``, until a monitor is attached.
 
-    Args:
-        engine: the engine; kept by a weak reference.
-        monitors: name -> monitor.
-
     Attributes:
-        monitors: the same, read-only; for checkpoints: ``Checkpoint({**handle.monitors, ...}, ...)``.
+        monitors: name -> monitor, read-only; for checkpoints: ``Checkpoint({**handle.monitors, ...}, ...)``.
     """
 
     def __init__(self, engine: Engine, monitors: Mapping[str, Any]) -> None:

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from ignite_monitor.model.devices import upload, wide_dtype
-from ignite_monitor.monitor.deferred_flag import DeferredFlag
 from ignite_monitor.monitor.ranks import from_every_rank, max_over_ranks, sum_over_ranks
-from ignite_monitor.monitor.transfer import NamedValues
+from ignite_monitor.monitor.transfer import DeferredFlag, NamedValues
 
 Rows = dict[Any, NamedValues]  # kind -> names and their rows; the rows of a kind have one length
 
@@ -21,8 +20,8 @@ Table = tuple[str, Any, int]  # reduction, kind, length of the rows
 class RankReduction:
     """Sum or maximum over ranks of rows that not every rank has.
 
-    The ranks agree on the names in the first iteration. New names are skipped until the ranks agree again in the next
-    iteration, so every iteration has two collectives, whatever a rank has. Missing rows count as 0 and minus infinity.
+    The ranks agree on the names in the first iteration, and where a rank has new ones, in the next: every iteration has
+    two collectives, whatever a rank has. Missing rows count as 0 and minus infinity.
     """
 
     def __init__(self) -> None:

@@ -18,11 +18,7 @@ T = TypeVar("T")
 
 
 def reduction_of(model: nn.Module, reduction: str) -> str | None:
-    """Return the reduction that :func:`gradient_norm` needs; None if gradients are the same on all ranks.
-
-    Raises:
-        ValueError: if the user's choice, ``"mean"`` or ``"sum"``, does not fit the model's wrapper.
-    """
+    """Return the reduction that :func:`gradient_norm` needs; ValueError if the user's does not fit the wrapper."""
     if not any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         return reduction
     if reduction == "sum":
@@ -34,10 +30,9 @@ def reduction_of(model: nn.Module, reduction: str) -> str | None:
 
 
 def gradient_norm(gradients: Sequence[Tensor], norm_type: float, reduction: str | None) -> Tensor:
-    """Return the p-norm of a gradient over all ranks, the same on every rank.
+    """Return the p-norm of a gradient over all ranks, the same on every rank; exact for DTensors.
 
     Args:
-        gradients: this rank's gradients, at least one; for DTensors the norm is exact with any reduction.
         reduction: ``"mean"`` for the root mean square of the ranks' norms, ``"sum"`` if the ranks have parts of one
             gradient, None if their gradients are bitwise the same.
     """
@@ -64,16 +59,16 @@ def norm_of_parts(
 
 def world_size() -> int:
     """Return the number of ranks of torch's process group; 1 without one."""
-    return dist.get_world_size() if _has_group() else 1
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def own_rank() -> int:
     """Return the number of this rank."""
-    return dist.get_rank() if _has_group() else 0
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def all_take_part(model: nn.Module) -> bool:
-    """Return True if all ranks are known to be at this point; under ``join()`` some may be gone."""
+    """Return True if all ranks are at this point; under ``join()`` some may be gone."""
     if world_size() == 1:
         return True
     return not any(isinstance(module, DistributedDataParallel) and is_in_join(module) for module in model.modules())
@@ -96,7 +91,3 @@ def from_every_rank(value: T) -> list[T]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
-
-
-def _has_group() -> bool:
-    return dist.is_available() and dist.is_initialized()

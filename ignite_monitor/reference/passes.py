@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ignite_monitor.model._torch import in_backward, is_transformed, module_call, version
+from ignite_monitor.model._torch import in_backward, module_call, running_transform, version
 from ignite_monitor.model.forward import after_forward, before_forward
 from ignite_monitor.model.isolation import is_reference_run
 from ignite_monitor.model.norms import any_sharded
-from ignite_monitor.model.structure import hookable_modules, modules_by_name
+from ignite_monitor.model.structure import hookable, modules_by_name
 from ignite_monitor.model.tensors import tensors_in
 from ignite_monitor.reference.call import Call, Comparison, FailedFunctionError, NotComparableError
 from ignite_monitor.reference.reference import Reference, user_forward_hooks
@@ -61,9 +61,9 @@ class ReferencePasses:
     def watched(self) -> Iterator[None]:
         """Compare the model's forward passes inside of this context."""
         self.incomplete.clear()
-        hookable = hookable_modules(self._reference.root)
-        self._model_names = {self._modules[name]: name for name in self._names if name in hookable}
-        skipped = [name for name in self._names if name not in hookable]
+        hooked = hookable(modules_by_name(self._reference.root))
+        self._model_names = {self._modules[name]: name for name in self._names if name in hooked}
+        skipped = [name for name in self._names if name not in hooked]
         if skipped:
             text = f"{skipped[0]} and others are in a frozen nn.TransformerEncoderLayer, whose fast path has no hooks"
             self._warn_of("fast path", text)
@@ -104,7 +104,7 @@ class ReferencePasses:
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if is_reference_run() or in_backward():
             return
-        if module is self._reference.root and module.training and not self._pauses and not is_transformed(()):
+        if module is self._reference.root and module.training and not self._pauses and running_transform() is None:
             self._start(module, args, kwargs)
         name = self._model_names.get(module)
         if self._pass is not None and name is not None:

@@ -202,7 +202,7 @@ def user_forward_hooks(modules: Iterable[nn.Module]) -> dict[nn.Module, dict[tup
     """Modules with forward hooks that users registered, and these hooks; without those of libraries and monitors."""
     hooked = {}
     for module in modules:
-        hooks = known_forward_hooks([module])[0]
+        hooks = known_forward_hooks(module)
         if own := {key: hook for key, hook in hooks.items() if not _is_of_library(hook)}:
             hooked[module] = own
     return hooked

@@ -18,8 +18,8 @@ from ignite_monitor.model.names import Pattern, Selection
 from ignite_monitor.model.optimizers import check_optimizer
 from ignite_monitor.model.samples import reshard
 from ignite_monitor.monitor.base import Handlers, Monitor
-from ignite_monitor.monitor.deferred_flag import DeferredFlag
 from ignite_monitor.monitor.ranks import all_take_part, own_rank, sum_over_ranks, world_size
+from ignite_monitor.monitor.transfer import DeferredFlag
 from ignite_monitor.replicas.items import Items, first_holders, hash_of, hashes_of, is_dtensor, items_of, rng_items
 
 _OTHERS = "items that are new, or not on all ranks"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ignite_monitor.model.devices import upload
 from ignite_monitor.model.samples import fnv1a_64
-from ignite_monitor.monitor.deferred_flag import DeferredFlag
+from ignite_monitor.monitor.transfer import DeferredFlag
 from ignite_monitor.spectral.effective_weights import Weight
 from ignite_monitor.spectral.norm import SpectralNorms, measure
 

@@ -20,7 +20,7 @@ from ignite_monitor.model.isolation import (
     preserved_rng_state,
     restore_rng_state,
 )
-from ignite_monitor.model.structure import hookable_modules
+from ignite_monitor.model.structure import hookable, modules_by_name
 
 BIT_GENERATORS = [np.random.MT19937, np.random.PCG64, np.random.Philox, np.random.SFC64, np.random.PCG64DXSM]
 
@@ -114,6 +114,6 @@ def test_modules_of_a_fast_path_are_not_hookable(training, frozen, excluded):
     model = nn.Sequential(nn.TransformerEncoder(layer, 2), nn.Linear(4, 4))
     model[0].requires_grad_(not frozen).train(bool(training))
     inside = {f"0.layers.{i}{rest}" for i in range(2) for rest in ("", ".linear1", ".self_attn.out_proj", ".norm2")}
-    hookable = hookable_modules(model)
-    assert {"", "0", "1"} <= hookable.keys()
-    assert inside.isdisjoint(hookable) if excluded else inside <= hookable.keys()
+    hooked = hookable(modules_by_name(model))
+    assert {"", "0", "1"} <= hooked.keys()
+    assert inside.isdisjoint(hooked) if excluded else inside <= hooked.keys()

@@ -78,7 +78,14 @@ def test_the_installed_torch_and_ignite_have_all():
     assert missing == []
 
 
-SHARED = ["backward_number", "queue_callback", "foreach_norm", "dispatch_modes", "unseen_by_dispatch", "_transform"]
+SHARED = [
+    "backward_number",
+    "queue_callback",
+    "foreach_norm",
+    "dispatch_modes",
+    "unseen_by_dispatch",
+    "running_transform",
+]
 
 
 @pytest.mark.parametrize("name", SHARED)
