@@ -25,7 +25,7 @@ html_title = "ignite_monitor"
 
 # Titles of every page are targets, and so are those of the README's sections.
 myst_heading_anchors = 3
-myst_enable_extensions = ["dollarmath", "colon_fence", "deflist"]
+myst_enable_extensions = ["dollarmath", "colon_fence", "deflist", "attrs_inline"]
 suppress_warnings = ["myst.strikethrough"]
 
 nb_execution_mode = "force"

@@ -49,9 +49,8 @@ from ignite_monitor.hdf5.reader import read_hdf5
 from ignite_monitor.report.panels import picture
 from ignite_monitor.report.plot import draw
 from ignite_monitor.report.run import Run
-from ignite_monitor.report.spikes import spikes_text
 from ignite_monitor.report.summary import summarise
-from ignite_monitor.report.text import findings_text
+from ignite_monitor.report.text import findings_text, spikes_text
 from ignite_monitor.scaling import AlignmentHandler, coordinate_check, parametrize
 
 HERE = Path(__file__).resolve().parent
@@ -88,8 +87,9 @@ def make_pictures(directory, browser):
     keep(directory / "comes_back.png", "comes_back.png")
     subprocess.run([sys.executable, "-m", "ignite_monitor", "demo", "-o", directory / "runs" / "demo"], check=True)
     run = Run(read_hdf5(directory / "runs" / "demo" / "run.h5"))
-    draw(picture(run), directory / "plot.png", "run.h5")
-    keep(directory / "plot.png", "plot.png")
+    for name in ("plot.png", "plot_dark.png"):
+        draw(picture(run), directory / name, "run.h5", dark="dark" in name)
+        keep(directory / name, name)
     draw(picture(run, re.compile("^(grad/(norm|threshold|spike)|train/loss)$")), directory / "rollback.png")
     keep(directory / "rollback.png", "figures/rollback.png")
     findings = findings_text(summarise("runs/demo/run.h5", run))
@@ -149,7 +149,7 @@ def make_notebooks(directory):
 def watch_noise(file, iterations=400):
     """The same training in four micro-batches, of which the noise scale needs at least two."""
     torch.manual_seed(0)
-    model, batches = TinyGPT(), demo._batches(demo._text(), demo.Damaged())
+    model, batches = TinyGPT(), demo._batches(demo._text())
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 
     def train_step(engine, batch):
@@ -222,7 +222,7 @@ def watch_replicas(rank, file, iterations=200, flipped=120):
     monitor.attach(trainer, Events.ITERATION_STARTED(every=10))
     with HDF5Logger(file) as logger:
         monitor.log_to(logger, trainer)
-        trainer.run(demo._batches(demo._text(), demo.Damaged(), seed=rank), max_epochs=1, epoch_length=iterations)
+        trainer.run(demo._batches(demo._text(), seed=rank), max_epochs=1, epoch_length=iterations)
 
 
 def make_scaled(width):
@@ -237,7 +237,7 @@ def train(file, iterations=500, damaged=333):
     """The demo's training, watched by every monitor that has a page."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    model, batches = TinyGPT(), demo._batches(demo._text(), demo.Damaged(damaged))
+    model, batches = TinyGPT(), demo._batches(demo._text(), damaged)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 
     def train_step(engine, batch):

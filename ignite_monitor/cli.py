@@ -28,32 +28,15 @@ examples:
 
 A run's file is written by HDF5Logger, a spike's by SpikeRecorder. ignite-monitor COMMAND --help says more."""
 
-DEMO = """\
-examples:
-  ignite-monitor demo -o runs/mine --iterations 1000
-
-Needs no network, and takes less than half a minute."""
-
-SUMMARY = """\
-examples:
-  ignite-monitor summary runs/demo/run.h5 --all | less
-  ignite-monitor summary runs/demo/run.h5 --json | jq '.findings[].text'"""
-
-PLOT = """\
-examples:
-  ignite-monitor plot runs/demo/run.h5 -o norms.pdf --metrics '^grad/'
-  ignite-monitor plot runs/demo/run.h5 -o layers.png --metrics 'blocks\\.0.*(l2_norm|dead)' --log"""
-
+DEMO = "demo -o runs/mine --iterations 1000\n\nNeeds no network, and takes less than half a minute."
+SUMMARY = "summary runs/demo/run.h5 --json | jq '.findings[].text'"
+PLOT = "plot runs/demo/run.h5 -o norms.pdf --metrics '^grad/' --log"
 COMPARE = """\
-examples:
-  ignite-monitor compare runs/small_lr.h5 runs/large_lr.h5
-  ignite-monitor compare a.h5 b.h5 --json | jq '.metrics["train/loss"]'
+compare a.h5 b.h5 --json | jq '.metrics["train/loss"]'
 
 Each metric is compared up to the last step that both runs have."""
-
 SPIKE = """\
-examples:
-  ignite-monitor spike spikes/grad-00000340-rank0.spike.pt
+spike spikes/grad-00000340-rank0.spike.pt
 
 In Python, ignite_monitor.load_spike(FILE) returns the batch and the RNG state."""
 
@@ -121,22 +104,17 @@ def _parser() -> Parser:
     parser.set_defaults(command=None)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
 
-    def add(command: Callable[[argparse.Namespace], None], does: str, epilog: str, *runs: str) -> Any:
-        described = f"{does[0].upper()}{does[1:]}."
-        added = commands.add_parser(command.__name__[1:], help=does, description=described, epilog=epilog, **options)
+    def add(command: Callable[[argparse.Namespace], None], does: str, example: str, *runs: str) -> Any:
+        texts: Any = {"description": f"{does[0].upper()}{does[1:]}.", "epilog": f"examples:\n  {PROGRAM} {example}"}
+        added = commands.add_parser(command.__name__[1:], help=does, **texts, **options)
         added.set_defaults(command=command)
         for run in runs:
             added.add_argument(run, metavar=f"{run.upper()}.h5", help="a run's file, as HDF5Logger writes it")
         return added.add_argument
 
-    every = "every metric in the table"
     option = add(_demo, "train a small model on real data with damaged batches, monitored and with rollbacks", DEMO)
     option("-o", "--output", default="runs/demo", metavar="DIR", help="where to write (default: runs/demo)")
     option("--iterations", type=int, default=400, metavar="N", help="for how long to train (default: 400)")
-
-    option = add(_summary, "what happened in a run, causes before consequences", SUMMARY, "run")
-    option("--all", action="store_true", help=every)
-    option("--json", action="store_true", help="for machines")
 
     option = add(_plot, "draw a run, with spikes marked", PLOT, "run")
     to = "where to write: .png, .pdf or .svg (default: RUN.png beside RUN.h5)"
@@ -146,9 +124,11 @@ def _parser() -> Parser:
     option("--dark", action="store_true", help="a dark background")
     option("--all", action="store_true", help="every panel, and not only the eight that matter most")
 
-    option = add(_compare, "two runs side by side, what differs most first", COMPARE, "a", "b")
-    option("--all", action="store_true", help=every)
-    option("--json", action="store_true", help="for machines")
+    summary = add(_summary, "what happened in a run, causes before consequences", SUMMARY, "run")
+    compare = add(_compare, "two runs side by side, what differs most first", COMPARE, "a", "b")
+    for option in (summary, compare):
+        option("--all", action="store_true", help="every metric in the table")
+        option("--json", action="store_true", help="for machines")
 
     option = add(_spike, "show what SpikeRecorder saved at spikes", SPIKE)
     option("path", metavar="DIR", help="a SpikeRecorder's directory, or a file in it")
@@ -170,10 +150,10 @@ def _summary(chosen: argparse.Namespace) -> None:
     summary = summarise(chosen.run, _read(chosen.run))
     if chosen.json:
         print(json.dumps(as_json(summary), indent=2, allow_nan=False))
-        return
-    from ignite_monitor.report.text import show, summary_text
+    else:
+        from ignite_monitor.report.text import show, summary_text
 
-    show(summary_text(summary, chosen.all))
+        show(summary_text(summary, chosen.all))
 
 
 def _plot(chosen: argparse.Namespace) -> None:
@@ -203,16 +183,15 @@ def _compare(chosen: argparse.Namespace) -> None:
     comparison = compare((chosen.a, chosen.b), (_read(chosen.a), _read(chosen.b)))
     if chosen.json:
         print(json.dumps(as_json(comparison), indent=2, allow_nan=False))
-        return
-    from ignite_monitor.report.text import comparison_text, show
+    else:
+        from ignite_monitor.report.text import comparison_text, show
 
-    show(comparison_text(comparison, chosen.all))
+        show(comparison_text(comparison, chosen.all))
 
 
 def _spike(chosen: argparse.Namespace) -> None:
     with _one_line(chosen.path):
-        from ignite_monitor.report.spikes import spikes_text
-        from ignite_monitor.report.text import show
+        from ignite_monitor.report.text import show, spikes_text
 
         show(spikes_text(Path(chosen.path)))
 

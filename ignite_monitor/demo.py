@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import logging
 import shlex
-import sys
 import sysconfig
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from ignite.engine import Engine, Events
@@ -21,25 +19,14 @@ from torch import Tensor, nn
 from ignite_monitor.attaching import attach_monitors
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.hdf5.logger import HDF5Logger
-from ignite_monitor.report.series import number
-from ignite_monitor.rollback.handler import RollbackHandler
 from ignite_monitor.tensorboard import tensorboard_layout
 
 LEAST = 200  # with fewer iterations the damaged batches would be in the threshold's warm-up
 CHARACTERS, CONTEXT, BATCH, WIDTH, HEADS, BLOCKS = 128, 64, 16, 64, 4, 2
 MOST_BYTES = 2**20
-ROW = 30  # consecutive damaged batches, more than skipping them survives
+CONSECUTIVE = 30  # permuted batches, more than skipping them survives
 
 Batch = tuple[Tensor, Tensor]
-
-_print = functools.partial(print, flush=True)
-
-
-class Damaged(NamedTuple):
-    """Damaged batches: one of zeros, and a range with permuted characters."""
-
-    zeros: int = -1
-    permuted: range = range(0)
 
 
 class Block(nn.Module):
@@ -65,27 +52,21 @@ class TinyGPT(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.characters = nn.Embedding(CHARACTERS, WIDTH)
-        self.places = nn.Embedding(CONTEXT, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, CHARACTERS)
+        self.characters, self.places = nn.Embedding(CHARACTERS, WIDTH), nn.Embedding(CONTEXT, WIDTH)
+        self.blocks = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, CHARACTERS)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits of each next character, given numbers of characters: (batch, characters)."""
-        x = self.characters(x) + self.places.weight[: x.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        logits: Tensor = self.head(self.norm(x))
+        embedded = self.characters(x) + self.places.weight[: x.shape[1]]
+        logits: Tensor = self.head(self.norm(self.blocks(embedded)))
         return logits
 
 
 def run_demo(directory: Path, iterations: int) -> None:
     """Train, and print what happens and the commands that show the results.
 
-    Args:
-        directory: the output folder; existing files are kept.
-        iterations: the number of iterations, :data:`LEAST` at least.
+    Existing files in the directory are kept.
 
     Raises:
         ModuleNotFoundError: if h5py or rich is not installed.
@@ -101,40 +82,36 @@ def run_demo(directory: Path, iterations: int) -> None:
     file = next(directory / name for name in names if not (directory / name).exists())
     torch.manual_seed(0)
     torch.set_num_threads(1)  # synchronizing threads costs such a small model more than they add
-    text, model = _text(), TinyGPT()
-    size = sum(parameter.numel() for parameter in model.parameters())
-    damaged = Damaged(iterations // 2 + 1, range(2 * iterations // 3, 2 * iterations // 3 + ROW))
-    _print(
-        f"A GPT of {BLOCKS} blocks and {size:,} parameters learns {len(text) / 1e6:.1f} MB of Python's own\n"
-        f"sources, for {iterations} iterations. Batch {damaged.zeros} is nothing but zeros, and in the batches\n"
-        f"{damaged.permuted.start} to {damaged.permuted[-1]} every letter stands for another one.\n"
-    )
+    zeros, permuted = iterations // 2 + 1, range(2 * iterations // 3, 2 * iterations // 3 + CONSECUTIVE)
+    print(f"A GPT of {BLOCKS} blocks learns Python's own sources, for {iterations} iterations.")
+    print(f"Batch {zeros} is all zeros; in batches {permuted[0]} to {permuted[-1]} the letters are permuted.\n")
     loggers: list[BaseLogger] = [HDF5Logger(file, "x")]
     charts = importlib.util.find_spec("tensorboard") is not None
     if charts:
         from ignite.handlers.tensorboard_logger import TensorboardLogger
 
         loggers.append(TensorboardLogger(log_dir=str(directory / "tensorboard" / file.stem)))
+    package = logging.getLogger("ignite_monitor")
+    level = package.level
+    package.setLevel(logging.ERROR)  # the demo prints what the warnings say
     try:
-        _train(model, text, iterations, damaged, loggers)
+        _train(iterations, zeros, permuted, loggers)
     finally:
+        package.setLevel(level)
         for logger in loggers:
             logger.close()
-    _print("\nSummary of the file:")
+    print("\nSummary of the file:")
     show(findings_text(summarise(str(file), Run(read_hdf5(file)))), width=80)
-    program = "python -m ignite_monitor" if Path(sys.argv[0]).name == "__main__.py" else "ignite-monitor"
     run, picture, log = (shlex.quote(str(path)) for path in (file, file.with_suffix(".png"), directory / "tensorboard"))
-    _print(f"\nEverything is in {directory}. To inspect it:\n    {program} summary {run}")
-    _print(f"    {program} plot {run} -o {picture}")
-    _print(
-        f"    tensorboard --logdir {log}" if charts else "    (with charts: pip install 'ignite-monitor[tensorboard]')"
-    )
+    print(f"\nEverything is in {directory}. To inspect it:\n    python -m ignite_monitor summary {run}")
+    print(f"    python -m ignite_monitor plot {run} -o {picture}")
+    if charts:
+        print(f"    tensorboard --logdir {log}")
 
 
-def _train(model: nn.Module, text: Tensor, iterations: int, damaged: Damaged, loggers: list[BaseLogger]) -> None:
+def _train(iterations: int, zeros: int, permuted: range, loggers: list[BaseLogger]) -> None:
+    model = TinyGPT()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    train_text, test_text = text[: -len(text) // 10], text[-len(text) // 10 :]
-    test_batch = next(_batches(test_text, Damaged(), seed=1))
 
     def train_step(engine: Engine, batch: Batch) -> None:
         optimizer.zero_grad()
@@ -143,83 +120,58 @@ def _train(model: nn.Module, text: Tensor, iterations: int, damaged: Damaged, lo
         optimizer.step()  # skipped by GradMonitor at a spike
         engine.state.metrics["loss"] = loss.item()
 
-    def evaluate(engine: Engine, batch: Batch) -> None:
-        model.eval()
-        with torch.no_grad():
-            engine.state.metrics["loss"] = _loss(model, batch).item()
-        model.train()
-
-    trainer, evaluator = Engine(train_step), Engine(evaluate)
-    more = ("rcc", "spectral")
-    attached = attach_monitors(trainer, model, optimizer, loggers=loggers, every=10, extra=more, on_spike="skip")
-    rollback = RollbackHandler({"model": model, "optimizer": optimizer}, every=25)
-    rollback.attach(trainer)
-    options: Any = {"metric_names": ["loss"], "global_step_transform": lambda *_: trainer.state.iteration}
+    trainer, spikes = Engine(train_step), {0}
+    saved = {"model": model, "optimizer": optimizer}
+    options: Any = {"loggers": loggers, "extra": ("rcc", "spectral"), "on_spike": "skip", "rollback": saved}
+    attached = attach_monitors(trainer, model, optimizer, every=10, **options)
     for logger in loggers:
-        rollback.log_to(logger, trainer)
-        logger.attach_output_handler(trainer, Events.ITERATION_COMPLETED, tag="train", **options)
-        logger.attach_output_handler(evaluator, Events.COMPLETED, tag="test", **options)
+        logger.attach_output_handler(trainer, Events.ITERATION_COMPLETED, tag="train", metric_names=["loss"])
         if hasattr(logger, "add_custom_scalars"):
-            logger.add_custom_scalars(tensorboard_layout(*attached.monitors.values(), rollback))
-    spikes = {0}
+            logger.add_custom_scalars(tensorboard_layout(attached))
 
     @trainer.on(MonitorEvents.SPIKE_DETECTED)
     def report_spike(engine: Engine) -> None:
-        iteration = engine.state.iteration
-        if iteration - 1 not in spikes:  # the first of several consecutive spikes is enough
-            norm, threshold = (number(float(engine.state.metrics[f"grad/{it}"]), 3) for it in ("norm", "threshold"))
-            text = f"SPIKE, gradient norm {norm} exceeds {threshold}: the step is skipped"
-            _print(f"iteration {iteration:4d}: {text}")
-        spikes.add(iteration)
+        if engine.state.iteration - 1 not in spikes:  # the first of several consecutive spikes is enough
+            norm, threshold = (float(engine.state.metrics[f"grad/{key}"]) for key in ("norm", "threshold"))
+            text = f"SPIKE, gradient norm {norm:.3g} exceeds {threshold:.3g}: the step is skipped"
+            print(f"iteration {engine.state.iteration:4d}: {text}")
+        spikes.add(engine.state.iteration)
 
     @trainer.on(MonitorEvents.ROLLED_BACK)
     def report_rollback(engine: Engine) -> None:
         restored = int(engine.state.metrics["rollback/restored_iteration"])
-        _print(f"iteration {engine.state.iteration:4d}: rolled back to iteration {restored}")
+        print(f"iteration {engine.state.iteration:4d}: rolled back to iteration {restored}")
 
-    @trainer.on(Events.ITERATION_COMPLETED(every=max(1, iterations // 5)))
+    @trainer.on(Events.ITERATION_COMPLETED(every=iterations // 5))
     def report(engine: Engine) -> None:
-        evaluator.run([test_batch])
-        loss, unseen = engine.state.metrics["loss"], evaluator.state.metrics["loss"]
-        _print(f"iteration {engine.state.iteration:4d}: loss {loss:.3f}, on unseen code {unseen:.3f}")
+        print(f"iteration {engine.state.iteration:4d}: loss {engine.state.metrics['loss']:.3f}")
 
-    package = logging.getLogger("ignite_monitor")
-    level = package.level
-    package.setLevel(logging.ERROR)  # warnings are printed above
-    try:
-        trainer.run(_batches(train_text, damaged), max_epochs=1, epoch_length=iterations)
-    finally:
-        package.setLevel(level)
-    attached.remove()
-    rollback.detach()
+    with attached:
+        trainer.run(_batches(_text(), zeros, permuted), max_epochs=1, epoch_length=iterations)
 
 
 def _loss(model: nn.Module, batch: Batch) -> Tensor:
-    inputs, targets = batch
-    return nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+    return nn.functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
 
 
 def _text() -> Tensor:
     """Characters of the standard library's sources as integers; FileNotFoundError if there are none."""
     folder = Path(sysconfig.get_paths()["stdlib"])
-    content = b""
-    for path in sorted(folder.glob("*.py")):
-        content += path.read_bytes()
-        if len(content) > MOST_BYTES:
-            break
+    content = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))[:MOST_BYTES]
     if len(content) < 100 * CONTEXT:
         raise FileNotFoundError(f"The standard library's sources are not in {folder}")
     return torch.frombuffer(bytearray(content), dtype=torch.uint8).long().clamp(max=CHARACTERS - 1)
 
 
-def _batches(text: Tensor, damaged: Damaged, seed: int = 0) -> Iterator[Batch]:
+def _batches(text: Tensor, zeros: int = -1, permuted: range = range(0), seed: int = 0) -> Iterator[Batch]:
+    """Batches; one is all zeros, and in a range of them the characters are permuted."""
     generator = torch.Generator().manual_seed(seed)
     others = torch.randperm(CHARACTERS, generator=torch.Generator().manual_seed(seed))
     for iteration in count(1):
         starts = torch.randint(len(text) - CONTEXT - 1, (BATCH, 1), generator=generator)
         piece = text[starts + torch.arange(CONTEXT + 1)]
-        if iteration == damaged.zeros:
+        if iteration == zeros:
             piece = torch.zeros_like(piece)
-        if iteration in damaged.permuted:
+        if iteration in permuted:
             piece = others[piece]
         yield piece[:, :-1], piece[:, 1:]

@@ -90,14 +90,6 @@ def tags(server):
     return wait_for(read)
 
 
-def test_tags_are_grouped_by_monitor(server):
-    found = tags(server)
-    assert {tag.split("/")[0] for tag in found["plain"]} == {"grad", "monitor", "train"}
-    assert {tag.removeprefix("train/") for tag in found["tagged"]} == {
-        tag.removeprefix("train/") for tag in found["plain"]
-    }
-
-
 @pytest.mark.parametrize("run", ["plain", "tagged"])
 def test_a_chart_holds_norm_and_threshold(server, run):
     tags(server)
@@ -126,13 +118,6 @@ def test_every_chart_finds_something_but_those_of_what_did_not_happen(server):
         if not ask(server, "custom_scalars/scalars", run="plain", tag=chart["multiline"]["tag"][0])["tag_to_events"]
     ]
     assert set(empty) == {"monitored steps without a move", "updates lost to rounding"}
-
-
-def test_no_hyperparameters_are_written(server):
-    found = tags(server)
-    assert not [tag for tag in found["plain"] if "hparam" in tag]
-    plugins = json.load(urllib.request.urlopen(f"{server}/data/plugins_listing", timeout=PATIENCE))
-    assert plugins["hparams"]["enabled"] is False
 
 
 def test_layouts_are_by_prefix():

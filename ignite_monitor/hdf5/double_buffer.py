@@ -35,21 +35,33 @@ Patch = list[tuple[str, int, NDArray[Any]]]
 
 
 class DoubleBuffer:
-    """A file, locked against other writers until it is closed; BlockingIOError if another writer has it."""
+    """A file, locked against other writers until it is closed or the process ends.
+
+    On file systems without locks no writer is refused.
+
+    Raises:
+        BlockingIOError: if another writer has it.
+        FileExistsError: if it exists, in mode ``"x"``.
+    """
 
     def __init__(self, path: Path, mode: str) -> None:
         self.path = path
         self._standby, self._spare = (path.with_name(f".{path.name}.{end}") for end in ("standby", "spare"))
         self._behind: Patch | None = None  # what the standby copy lacks; None if there is no usable one
         if mode == "x" and path.exists():
-            raise FileExistsError(path)
-        self._lock = Lock(path.with_name(f".{path.name}.lock"))
+            raise FileExistsError(f"{path} exists already; mode 'a' continues it, mode 'w' replaces it")
+        self._lock_path = path.with_name(f".{path.name}.lock")
+        self._lock = self._lock_path.open("ab")
+        descriptor, lock = self._lock.fileno(), self._lock_path
+        # The last holder may have removed it between opening and locking.
+        if not (_lock(descriptor) and lock.exists() and os.path.samestat(lock.stat(), os.fstat(descriptor))):
+            self._lock.close()
+            raise BlockingIOError(f"{path} is open in another program, or in another logger of this one")
+        _HELD.add(self)
         try:
             self._discard()
             if mode == "w" or not path.exists():
                 create(self._standby)
-                if mode != "w" and path.exists():
-                    raise FileExistsError(path)
                 os.replace(self._standby, path)
             self._published = {_identity(path)}
         except BaseException:
@@ -75,7 +87,10 @@ class DoubleBuffer:
     def close(self) -> None:
         """Remove all files but the one with the name."""
         self._discard()
-        self._lock.release()
+        if not self._lock.closed:
+            with contextlib.suppress(OSError):
+                self._lock_path.unlink()
+        self._lock.close()
 
     def _is_free(self) -> bool:
         """Check that the standby copy is open nowhere else, by HDF5's locks, and has no other name."""
@@ -160,30 +175,6 @@ def _identity(path: Path) -> tuple[int, int, int]:
     return status.st_dev, status.st_ino, status.st_size
 
 
-class Lock:
-    """Lock on a file next to the one to be written, until it is released or the process ends, however it ends.
-
-    On file systems without locks no writer is refused.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._process = path, os.getpid()
-        self._file = path.open("ab")
-        # The last holder may have removed it between opening and locking.
-        descriptor = self._file.fileno()
-        if not (_lock(descriptor) and path.exists() and os.path.samestat(path.stat(), os.fstat(descriptor))):
-            self._file.close()
-            raise BlockingIOError(f"{path} is held by another writer")
-        _HELD.add(self)
-
-    def release(self) -> None:
-        """Release the lock."""
-        if os.getpid() == self._process and not self._file.closed:
-            with contextlib.suppress(OSError):
-                self._path.unlink()
-        self._file.close()
-
-
 def _lock(descriptor: int) -> bool:
     """Lock a file; False if another process has locked it."""
     try:
@@ -198,10 +189,10 @@ def _lock(descriptor: int) -> bool:
 
 def _close_in_child() -> None:
     """Close the lock in a forked process, which would otherwise hold it after its parent has been killed."""
-    for lock in _HELD:
-        lock._file.close()
+    for buffer in _HELD:
+        buffer._lock.close()
 
 
-_HELD: weakref.WeakSet[Lock] = weakref.WeakSet()
+_HELD: weakref.WeakSet[DoubleBuffer] = weakref.WeakSet()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_close_in_child)

@@ -12,7 +12,7 @@
 =========== ==================================================================================================
 
 All datasets are chunked, compressed with deflate and checksummed. No row is ever changed: rows that a resumed run
-replaces are dropped by the reader (:mod:`ignite_monitor.hdf5.superseded`).
+replaces are dropped by the reader (:mod:`ignite_monitor.hdf5.reader`).
 
 HDF5 files can refer to other files, compute data by filters from plugins, and claim any size. Links, layouts, filters
 and sizes are therefore checked before data is read, and the data before anything is computed from it.
@@ -38,11 +38,9 @@ from ignite_monitor.report.series import printable
 FORMAT, VERSION = "ignite_monitor", 2
 DEFLATE_RATIO = 1032  # the largest that deflate reaches
 RUNS = 2**62
-LONGEST_CHUNK = 2**16
 
 FIELDS = ("step", "iteration", "time", "session", "run", "start", "nested", "ids", "values", "count")
 ROW = np.dtype([(field, "<i8") for field in FIELDS])
-
 
 COLUMNS: dict[str, tuple[np.dtype[Any], int]] = {
     "names": (np.dtype("u1"), 4096),
@@ -105,15 +103,11 @@ class Contents(NamedTuple):
 
 
 @contextmanager
-def opened(path: Path, *, continued: bool = False) -> Iterator[Contents]:
+def opened(path: Path) -> Iterator[Contents]:
     """Open a file for reading.
 
-    Args:
-        continued: whether it will be written to, so that its datasets must be resizable.
-
     Raises:
-        ValueError: if it is damaged, or has another layout.
-        MemoryError: if it holds more than fits in memory.
+        ValueError: if it is damaged, has another layout, or holds more than fits in memory.
         BlockingIOError: if it is being written; only possible between a reader's opening and its lock.
     """
     h5py = import_h5py()
@@ -123,13 +117,15 @@ def opened(path: Path, *, continued: bool = False) -> Iterator[Contents]:
         with h5py.File(path, "r", locking="best-effort") as file:
             _check_attributes(h5py, file)
             file_size = file.id.get_filesize()
-            sizes = {name: _check_dataset(h5py, file, name, file_size, continued) for name in COLUMNS}
+            sizes = {name: _check_dataset(h5py, file, name, file_size) for name in COLUMNS}
             rows, ids, names = file["rows"][()], file["ids"][()], _names(file["names"][()].tobytes())
             _check_rows(rows, sizes)
             _check(_within(ids, len(names)), "ids refers to names that do not exist")
             yield Contents(sizes, names, ids, rows, file["values"])
-    except (BlockingIOError, MemoryError):
+    except BlockingIOError:
         raise
+    except MemoryError:
+        raise ValueError(f"{printable(str(path))} holds more than fits in memory") from None
     except Exception as error:  # the type that h5py raises depends on where a file is damaged
         shown = printable(str(path))
         raise ValueError(f"{shown} is damaged, or was not written by HDF5Logger: {one_line(error)}") from error
@@ -162,7 +158,7 @@ def _check_attributes(h5py: Any, file: Any) -> None:
     _check(len(file) == len(COLUMNS) and set(file) == set(COLUMNS), f"it should hold {', '.join(COLUMNS)} only")
 
 
-def _check_dataset(h5py: Any, file: Any, name: str, file_size: int, continued: bool) -> int:
+def _check_dataset(h5py: Any, file: Any, name: str, file_size: int) -> int:
     """Number of elements of a dataset, all of which are stored in the file itself."""
     dtype, chunk = COLUMNS[name]
     is_dataset = isinstance(file.get(name, getlink=True), h5py.HardLink) and isinstance(file[name], h5py.Dataset)
@@ -171,23 +167,17 @@ def _check_dataset(h5py: Any, file: Any, name: str, file_size: int, continued: b
     properties, h5z = dataset.id.get_create_plist(), h5py.h5z
     filters = {properties.get_filter(number)[0] for number in range(properties.get_nfilters())}
     _check(
-        dataset.ndim == 1
+        properties.get_layout() == h5py.h5d.CHUNKED
+        and (dataset.chunks, dataset.maxshape) == ((chunk,), (None,))
         and dataset.id.get_type() == h5py.h5t.py_create(dtype, logical=True)
-        and properties.get_layout() in (h5py.h5d.CHUNKED, h5py.h5d.CONTIGUOUS)
-        and not properties.get_external_count()
-        and filters <= {h5z.FILTER_SHUFFLE, h5z.FILTER_DEFLATE, h5z.FILTER_FLETCHER32}
-        and (not continued or (dataset.chunks, dataset.maxshape) == ((chunk,), (None,))),
+        and filters <= {h5z.FILTER_SHUFFLE, h5z.FILTER_DEFLATE, h5z.FILTER_FLETCHER32},
         f"{name} has another layout than HDF5Logger's",
     )
-    size, in_chunk = len(dataset), dataset.chunks[0] if dataset.chunks else 0
-    possible = size * dtype.itemsize <= DEFLATE_RATIO * file_size and in_chunk <= LONGEST_CHUNK
+    size = len(dataset)
+    possible = size * dtype.itemsize <= DEFLATE_RATIO * file_size
     _check(possible, f"{name} has {size} elements, which a file of {file_size} bytes can't hold")
-    # HDF5 would fill missing parts with zeros.
-    if dataset.chunks:
-        complete = dataset.id.get_num_chunks() == math.ceil(size / in_chunk)
-    else:
-        complete = dataset.id.get_storage_size() == size * dtype.itemsize
-    _check(complete, f"parts of {name} are missing")
+    # HDF5 would fill missing chunks with zeros.
+    _check(dataset.id.get_num_chunks() == math.ceil(size / chunk), f"parts of {name} are missing")
     return size
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import ignite.distributed as idist
-import torch
 from ignite.engine import Engine, Events
 from ignite.engine.events import RemovableEventHandle
 from ignite.handlers.base_logger import BaseLogger, BaseOptimizerParamsHandler, BaseOutputHandler
@@ -95,7 +94,7 @@ class HDF5Logger(BaseLogger):
 
     def flush(self) -> None:
         """Write the values that are in memory."""
-        if self._writer is None or not self._writer.is_own:
+        if self._writer is None or not self._writer.is_own:  # a forked process may hold a lock of another thread
             return
         with self._one_thread:
             if self._writer is not None and self._writer.has_rows:
@@ -105,7 +104,7 @@ class HDF5Logger(BaseLogger):
     def close(self) -> None:
         """Write the values that are in memory, and release the file. Later values are lost, with one warning."""
         self._is_closed = True
-        if self._writer is None or not self._writer.is_own:  # a forked process may hold a lock of another thread
+        if self._writer is None or not self._writer.is_own:
             return
         with self._one_thread:
             writer, self._writer = self._writer, None
@@ -212,10 +211,7 @@ class HDF5Logger(BaseLogger):
         self.flush()
 
     def _skip(self, name: str, value: Any) -> None:
-        if isinstance(value, torch.Tensor) and value.ndim == 0:
-            described = f"of {value.dtype}, {value.layout}, on {value.device}"
-        else:
-            described = f"of shape {tuple(value.shape)}" if hasattr(value, "shape") else f"value type {type(value)}"
+        described = f"of shape {tuple(value.shape)}" if hasattr(value, "shape") else f"value type {type(value)}"
         self.warn_once(f"value {name}", f"HDF5Logger can not log metrics {described}: {name}")
 
 
@@ -228,10 +224,8 @@ def _open(path: Path, mode: str, logger: logging.Logger) -> Writer:
         check_regular(path)  # a device must not be replaced
     try:
         return Writer(path, mode, logger)
-    except FileExistsError:
-        raise FileExistsError(f"{shown} exists already; mode 'a' continues it, mode 'w' replaces it") from None
-    except BlockingIOError:
-        raise BlockingIOError(f"{shown} is open in another program, or in another logger of this one") from None
+    except (FileExistsError, BlockingIOError) as error:
+        raise type(error)(one_line(error)) from None
     except OSError as error:
         raise type(error)(f"Can't write {shown}: {one_line(error)}") from error
 
@@ -239,15 +233,8 @@ def _open(path: Path, mode: str, logger: logging.Logger) -> Writer:
 class OutputHandler(BaseOutputHandler):
     """Write an engine's metrics, output and state attributes, with the arguments of Ignite's output handlers."""
 
-    def __init__(
-        self,
-        tag: str | None = None,
-        metric_names: str | list[str] | None = None,
-        output_transform: Callable[..., Any] | None = None,
-        global_step_transform: Callable[[Engine, Any], int] | None = None,
-        state_attributes: list[str] | None = None,
-    ) -> None:
-        super().__init__(tag or "", metric_names, output_transform, global_step_transform, state_attributes)
+    def __init__(self, tag: str | None = None, *args: Any, **kwargs: Any) -> None:
+        super().__init__(tag or "", *args, **kwargs)
 
     def __call__(self, engine: Engine, logger: HDF5Logger, event_name: Any) -> None:
         if not _writes(self, logger):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,8 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ignite_monitor.hdf5.layout import Contents, Name, opened
-from ignite_monitor.hdf5.superseded import current
-from ignite_monitor.report.series import printable
 
 RETRIES = 50
 BLOCK = 2**18  # values
@@ -30,7 +29,7 @@ class Series(NamedTuple):
     values: NDArray[np.float64]
 
 
-class Recording(Mapping[str, Series]):
+class Recording(dict[str, Series]):
     """Contents of a file: name -> (steps, values), in the order in which the names were first written.
 
     Args:
@@ -40,16 +39,8 @@ class Recording(Mapping[str, Series]):
     """
 
     def __init__(self, series: dict[str, Series], rows: dict[str, NDArray[Any]], monitors: dict[str, Name]) -> None:
-        self._series, self._rows, self._monitors = series, rows, monitors
-
-    def __getitem__(self, name: str) -> Series:
-        return self._series[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._series)
-
-    def __len__(self) -> int:
-        return len(self._series)
+        super().__init__(series)
+        self._rows, self._monitors = rows, monitors
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {len(self)} names: {', '.join(list(self)[:5])}{', …' * (len(self) > 5)}>"
@@ -76,9 +67,6 @@ class Recording(Mapping[str, Series]):
     def to_pandas(self) -> Any:
         """Return a ``pandas.DataFrame`` with the columns ``name`` (categorical), ``step``, ``value`` and ``time``.
 
-        ``frame.pivot_table("value", "step", "name", observed=True)`` makes one column per name of it, with NaN where
-        nothing was written.
-
         Raises:
             ModuleNotFoundError: if pandas is not installed.
         """
@@ -88,12 +76,11 @@ class Recording(Mapping[str, Series]):
             raise ModuleNotFoundError(
                 "to_pandas needs pandas. Install it with: pip install pandas", name="pandas"
             ) from error
-        series = self._series.values()
-        codes = np.repeat(np.arange(len(self)), [len(steps) for steps, _ in series])
+        codes = np.repeat(np.arange(len(self)), [len(steps) for steps, _ in self.values()])
         columns = {
             "name": pandas.Categorical.from_codes(codes, categories=list(self)),
-            "step": np.concatenate([np.empty(0, np.int64), *(steps for steps, _ in series)]),
-            "value": np.concatenate([np.empty(0), *(values for _, values in series)]),
+            "step": np.concatenate([np.empty(0, np.int64), *(steps for steps, _ in self.values())]),
+            "value": np.concatenate([np.empty(0), *(values for _, values in self.values())]),
             "time": np.concatenate([np.empty(0, "datetime64[ms]"), *map(self.times, self)]),
         }
         return pandas.DataFrame(columns)
@@ -132,21 +119,17 @@ def read_hdf5(path: str | os.PathLike[str], metrics: str | re.Pattern[str] | Non
     except re.error as error:
         raise ValueError(f"Argument metrics should be a regular expression, but given {metrics!r}: {error}") from None
     path = Path(path)
-    try:
-        for _ in range(RETRIES):
-            try:
-                return _read(path, pattern)
-            except BlockingIOError:  # opened just before it became the standby copy
-                time.sleep(0.01)
-        return _read(path, pattern)
-    except MemoryError:
-        raise ValueError(f"{printable(str(path))} holds more than fits in memory") from None
+    for _ in range(RETRIES):
+        with contextlib.suppress(BlockingIOError):  # opened just before it became the standby copy
+            return _read(path, pattern)
+        time.sleep(0.01)
+    return _read(path, pattern)
 
 
 def _read(path: Path, pattern: re.Pattern[str]) -> Recording:
     with opened(path) as contents:
         wanted = np.array([pattern.search(name) is not None for name, _, _ in contents.names], bool)
-        rows = contents.rows[current(contents.rows, contents.ids)]
+        rows = contents.rows[_current(contents.rows, contents.ids)]
         rows_of: dict[str, NDArray[Any]] = {}
         places: list[Indices] = []
         for number, its, offsets in _occurrences(rows, contents.ids, wanted):
@@ -195,3 +178,66 @@ def _values(contents: Contents, places: list[Indices], all_of_them: bool) -> lis
             where = order[first:end]
             out[where] = contents.values[block * BLOCK : (block + 1) * BLOCK][flat[where] - block * BLOCK]
     return np.split(out, np.cumsum([len(at) for at in places])[:-1]) if places else []
+
+
+class _Run(NamedTuple):
+    rows: NDArray[np.int64]
+    start: int
+    session: int
+    first_step: int
+    last_step: int
+    names: set[tuple[int, int]]  # (nested, index)
+
+
+def _current(rows: NDArray[Any], ids: NDArray[np.int32]) -> NDArray[np.bool_]:
+    """Mask of the rows that no later run replaces.
+
+    A run that resumes from iteration n replaces what earlier runs with one of its names recorded after n, back to the
+    one that started from the beginning. Values of engines that ran within a run (an evaluator's) are compared with such
+    values only, so that a later evaluation replaces nothing of a training run. A run from the beginning replaces the
+    runs of earlier sessions whose steps it repeats, and nothing of its own session (another loader: steps are added).
+    """
+    kept = np.ones(len(rows), bool)
+    numbers, which = np.unique(rows["run"], return_inverse=True)
+    if len(numbers) < 2:
+        return kept
+    runs: list[_Run] = []
+    for its in np.split(np.argsort(which, kind="stable"), np.cumsum(np.bincount(which))[:-1]):
+        (start, session), steps = (int(rows[field][its[0]]) for field in ("start", "session")), rows["step"][its]
+        run = _Run(its, start, session, int(steps.min()), int(steps.max()), _names(rows[its], ids))
+        for old in reversed(runs):
+            if run.start == 0:
+                repeats = old.session < run.session and old.last_step >= run.first_step
+                if repeats and not run.names.isdisjoint(old.names):
+                    kept[old.rows] = False
+            elif not run.names.isdisjoint(old.names):
+                iterations = rows["iteration"][old.rows]
+                kept[old.rows[iterations > run.start]] = False
+                _drop_repeated(rows, ids, kept, old.rows[iterations == run.start], run)
+                if old.start == 0:
+                    break
+        runs.append(run)
+    return kept
+
+
+def _names(rows: NDArray[Any], ids: NDArray[np.int32]) -> set[tuple[int, int]]:
+    _, first = np.unique(2 * rows["ids"] + rows["nested"], return_index=True)
+    return {(int(row["nested"]), name) for row in rows[first] for name in _names_of(row, ids).tolist()}
+
+
+def _names_of(row: Any, ids: NDArray[np.int32]) -> NDArray[np.int32]:
+    return ids[row["ids"] : row["ids"] + row["count"]]
+
+
+def _drop_repeated(
+    rows: NDArray[Any], ids: NDArray[np.int32], kept: NDArray[np.bool_], old: NDArray[np.int64], run: _Run
+) -> None:
+    """Drop rows that were written between two iterations, as at the start of an epoch, and are written again."""
+
+    def content(row: Any) -> tuple[int, int, bytes]:
+        return int(row["nested"]), int(row["step"]), _names_of(row, ids).tobytes()
+
+    again = {content(row) for row in rows[run.rows[rows["iteration"][run.rows] == run.start]]} if len(old) else set()
+    for index in old:
+        if content(rows[index]) in again:
+            kept[index] = False

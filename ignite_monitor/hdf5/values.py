@@ -59,11 +59,7 @@ def _add_leaves(leaves: dict[str, Any], name: str, value: Any) -> None:
         leaves[name] = value
         return
     for key, item in items:
-        full = f"{name}/{key}" if name else str(key)
-        if type(item) is float:
-            leaves[full] = item
-        else:
-            _add_leaves(leaves, full, item)
+        _add_leaves(leaves, f"{name}/{key}" if name else str(key), item)
 
 
 def _is_plain(value: Any, dimensions: int = 0) -> bool:

@@ -51,7 +51,7 @@ class Writer:
         self._process = os.getpid()
         self._file: DoubleBuffer | None = DoubleBuffer(path, mode)
         try:
-            with opened(path, continued=True) as contents:
+            with opened(path) as contents:
                 sizes, names, rows = contents.sizes, contents.names, contents.rows
         except BaseException:
             self._release()

@@ -10,7 +10,7 @@ import numpy as np
 
 from ignite_monitor.report.run import Run
 from ignite_monitor.report.series import Series, natural
-from ignite_monitor.report.summary import VERSION, Summary, findings_json, plain, summarise
+from ignite_monitor.report.summary import VERSION, Summary, finding_json, plain, summarise
 from ignite_monitor.report.training import direction
 
 MATTERS = 0.05  # relative difference of two values
@@ -55,15 +55,12 @@ def compare(files: tuple[str, str], runs: tuple[Run, Run]) -> Comparison:
 def as_json(comparison: Comparison) -> dict[str, Any]:
     """Convert a comparison to JSON's own types."""
     keys = ("a", "b", "best_a", "best_b", "relative", "matters")
-    return {
-        "version": VERSION,
-        "compared_until": comparison.until,
-        "runs": [
-            {"file": run.file, "last_iteration": run.last, "findings": findings_json(run.findings), "only_here": only}
-            for run, only in zip(comparison.runs, comparison.only, strict=True)
-        ],
-        "metrics": {it.name: plain({key: getattr(it, key) for key in keys}) for it in comparison.differences},
-    }
+    runs = []
+    for run, only in zip(comparison.runs, comparison.only, strict=True):
+        findings = [finding_json(finding) for finding in run.findings]
+        runs.append({"file": run.file, "last_iteration": run.last, "findings": findings, "only_here": only})
+    metrics = {it.name: plain(it, keys) for it in comparison.differences}
+    return {"version": VERSION, "compared_until": comparison.until, "runs": runs, "metrics": metrics}
 
 
 def _difference(name: str, a: Series, b: Series, own: bool) -> Difference:

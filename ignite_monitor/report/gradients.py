@@ -168,7 +168,7 @@ def _period(at: Array) -> str:
     if len(at) < limits.PERIODIC or counts.max() < limits.PERIODIC_SHARE * (len(at) - 1):
         return ""
     period = int(distances[counts.argmax()])
-    return f", every {period} iterations: look for a batch or event with this period" if period > 1 else ""
+    return f", every {period} iterations: check for a batch or event with this period" if period > 1 else ""
 
 
 def _excess(monitor: Recorded, step: int) -> str:

@@ -79,11 +79,16 @@ def update_ratios(monitor: Recorded, run: Run) -> Iterator[Finding]:
 
 
 def group_rates(monitor: Recorded, run: Run) -> Iterator[Finding]:
-    """A parameter group whose learning rate is far above the others'; a warning if the largest update is too."""
+    """A parameter group whose learning rate is far above the others'.
+
+    A warning if the largest update ratio is too, or if the parameters grow: then the ratios do not show it.
+    """
     groups = monitor.each("lr/{}")
     rates = {group: float(series.values.max()) for group, series in groups.items() if series.values.max() > 0}
     quarters = [part for weights in run.of("weights") for part in np.array_split(_spread(weights).values, 4)]
     factor = max((float(np.median(part)) for part in quarters if len(part)), default=0.0)
+    norm = monitor.get("parameter_norm").finite
+    growth = norm.end / norm.values[0] if norm and norm.values[0] > 0 else 0.0
     for group, rate in rates.items():
         usual = float(np.median([other for name, other in rates.items() if name != group] or [rate]))
         if rate < limits.GROUP_RATE * usual:
@@ -93,6 +98,8 @@ def group_rates(monitor: Recorded, run: Run) -> Iterator[Finding]:
         what += f"{times(rate / usual)} that of the other groups"
         if factor >= limits.GROUP_RATIO:
             severity, what = "warning", f"{what}, and the largest update ratio is up to {times(factor)} the median one"
+        elif growth >= limits.GROUP_GROWTH:
+            severity, what = "warning", f"{what}, and the norm of all parameters grew {times(growth)}"
         at, values = steps(groups[group].steps[:1]), {"rate": rate, "usual": usual}
         yield Finding("group_rate", severity, f"{what}.", (name,), at, values)
 
@@ -172,11 +179,9 @@ def dead(monitor: Recorded, run: Run) -> Iterator[Finding]:
 def outliers(monitor: Recorded, run: Run) -> Iterator[Finding]:
     """Modules whose outputs are far larger than the others', or all of them far too large."""
     pattern = "activation/{}/std"
-    deviations = monitor.each(pattern)
-    for when, stage in (
-        ("at the end", deviations),
-        ("in the first measurement", {module: series.part(slice(1)) for module, series in deviations.items()}),
-    ):
+    std = monitor.each(pattern)
+    first = {module: series.part(slice(1)) for module, series in std.items()}
+    for when, stage in (("at the end", std), ("in the first measurement", first)):
         usual = float(np.median([series.last_quarter.median for series in stage.values()] or [0.0]))
         limit = max(limits.USUAL_ACTIVATION, min(limits.ACTIVATION_SPREAD * usual, max(limits.LARGE_ACTIVATION, usual)))
         if far := _beyond(stage, limit):

@@ -28,6 +28,7 @@ LOST_FACTOR, LOST_NOISE = 3.0, 8.0  # times the best value, and times the step-t
 # Weights and their updates.
 GROUP_RATE = 30.0  # times the other groups' median learning rate; those of healthy runs differ by up to 20
 GROUP_RATIO = 4.0  # times the median update ratio that the largest must be, to be more than a note
+GROUP_GROWTH = 2.0  # of the parameters' norm from the first measurement on, to be more than a note: 1.5 in healthy runs
 UPDATE_SPREAD, NOTED_SPREAD = 15.0, 12.0  # largest update ratio to the median; 2 to 10 in healthy runs, 14 to 30 with
 # 100 times the learning rate
 LASTING_SHARE = 0.8  # of the second quarter's spread; that of biases and norms, which start at 0, falls by 0.7 or more

@@ -15,7 +15,6 @@ from ignite_monitor.report.series import Series, natural
 from ignite_monitor.report.summary import assessment, find
 from ignite_monitor.report.training import rollbacks
 
-OWN_PANELS = 12  # of the user's own metrics, at most
 ONE_SCREEN = 8  # panels, unless all are requested
 
 _SCHEMAS = {schema.kind: schema for schema in SCHEMAS}
@@ -124,9 +123,6 @@ def _own(run: Run) -> Iterator[Panel]:
     panels: dict[str, list[str]] = defaultdict(list)
     for name in run.own:
         panels[_last_word(name)].append(name)
-    if len(panels) > OWN_PANELS:
-        words = sorted(panels, key=lambda word: (-len(panels[word]), natural(word)))
-        panels["other metrics"] = [name for word in words[OWN_PANELS - 1 :] for name in panels.pop(word)]
     for word, names in sorted(panels.items(), key=lambda entry: ("loss" not in entry[0].lower(), natural(entry[0]))):
         lines = [Line(name, run.own[name], name) for name in sorted(names, key=natural)]
         yield Panel(names[0] if len(names) == 1 else word, lines)

@@ -6,7 +6,7 @@ import math
 import warnings
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -17,31 +17,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-class Style(NamedTuple):
-    """Colours of a figure."""
-
-    ground: str
-    text: str
-    grid: str
-    lines: tuple[str, ...]
-    severities: dict[str, str]
-    spike: str
-    rollback: str
-
-
-LIGHT = Style(
-    *("white", "#1f2328", "#e6e8eb"),
-    ("#0b5fa5", "#e07b00", "#2a8f4b", "#8b4fb3", "#8a5a44", "#c2468f"),
-    {"problem": "#d1242f", "warning": "#9a5b00", "note": "#4b5563"},
-    *("#d1242f", "#1a7f37"),
-)
-DARK = Style(
-    *("#131416", "#e6edf3", "#30343a"),
-    ("#58a6ff", "#f0a04b", "#56d364", "#bc8cff", "#d2a48c", "#ff7bbd"),
-    {"problem": "#ff7b72", "warning": "#e3b341", "note": "#9aa4af"},
-    *("#ff6a69", "#56d364"),
-)
-FEW = len(LIGHT.lines)
+# Legible on white and on black.
+LINES = ("#2f7fc1", "#e07b00", "#2a9d4a", "#9b6bd0", "#a0704f", "#d060a0")
+SPIKE, ROLLBACK, GRID = "#e5383b", "#2a9d4a", "#80808040"
+SEVERITIES = {"problem": SPIKE, "warning": "#c27c0e", "note": "#7d8590"}
+FEW = len(LINES)
 MOST_FINDINGS = 8
 LARGEST = 1e100  # of larger sizes, and of smaller ones than the inverse, matplotlib's ticks would exceed float64
 LOG_DECADES = 1.5  # of positive values, from which on their scale is logarithmic
@@ -69,46 +49,43 @@ def draw(picture: Picture, path: str | Path, title: str = "", log: bool = False,
         raise ModuleNotFoundError(
             "A figure needs matplotlib: pip install 'ignite-monitor[cli]'", name="matplotlib"
         ) from error
-    style, count = DARK if dark else LIGHT, len(picture.panels)
+    count = len(picture.panels)
     columns = min(count, 2 if count <= 8 else 3 if count <= 24 else 4)
     rows = math.ceil(count / columns)
     settings: Any = {"font.size": 9.5, "axes.titlesize": 10.5, "axes.spines.top": False, "axes.spines.right": False}
-    settings |= dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color"), style.text)
-    settings |= {"ytick.color": style.text, "axes.facecolor": style.ground, "savefig.facecolor": style.ground}
     settings |= {"path.simplify": True, "path.simplify_threshold": 0.5, "agg.path.chunksize": 20_000}
-    with context("default"), matplotlib.rc_context(settings), warnings.catch_warnings():
+    style = context(["default", "dark_background"] if dark else "default")
+    with style, matplotlib.rc_context(settings), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a font without a letter of a name
-        head = _head(picture, printable(title), 68 * columns, style)
+        head = _head(picture, printable(title), 68 * columns)
         width, heights = 0.4 + 4.6 * columns, (0.1 + 0.2 * len(head), 0.3 + 2.2 * rows)
-        figure = Figure(figsize=(width, sum(heights)), dpi=110, layout="constrained", facecolor=style.ground)
+        figure = Figure(figsize=(width, sum(heights)), dpi=110, layout="constrained")
         above, body = cast(Any, figure.subfigures(2, 1, height_ratios=heights))
-        for part in (above, body):
-            part.set_facecolor(style.ground)
         for row, (text, colour, weight) in enumerate(head):
             y = 1 - (row + 0.7) / (len(head) + 0.5)
             above.text(0.1 / width, y, text, color=colour, fontweight=weight, fontsize=9, parse_math=False, va="center")
         for index, panel in enumerate(picture.panels, 1):
             with np.errstate(all="ignore"):
-                _panel(body.add_subplot(rows, columns, index), panel, picture, log, style)
+                _panel(body.add_subplot(rows, columns, index), panel, picture, log)
         figure.savefig(path, format=Path(path).suffix[1:].lower() or "png")
 
 
-def _head(picture: Picture, title: str, length: int, style: Style) -> list[tuple[str, str, str]]:
+def _head(picture: Picture, title: str, length: int) -> list[tuple[str, str | None, str]]:
     """The lines above the panels: text, colour and weight."""
     omitted = f"   ({picture.omitted} more panels with --all)" if picture.omitted else ""
     first = f"{title}{': ' * bool(title and picture.assessment)}{picture.assessment}{omitted}"
-    lines = [(first, style.text, "bold")] if first else []
+    lines: list[tuple[str, str | None, str]] = [(first, None, "bold")] if first else []
     for finding in picture.findings[:MOST_FINDINGS]:
         text = f"{finding.severity}: {finding.text}"
         text = text if len(text) <= length else f"{text[: length - 1]}…"
-        lines.append((text, style.severities[finding.severity], "normal"))
+        lines.append((text, SEVERITIES[finding.severity], "normal"))
     if len(picture.findings) > MOST_FINDINGS:
         more = f"{len(picture.findings) - MOST_FINDINGS} more: ignite-monitor summary"
-        lines.append((more, style.severities["note"], "normal"))
+        lines.append((more, SEVERITIES["note"], "normal"))
     return lines
 
 
-def _panel(axes: Axes, panel: Panel, picture: Picture, log: bool, style: Style) -> None:
+def _panel(axes: Axes, panel: Panel, picture: Picture, log: bool) -> None:
     from matplotlib import colormaps
 
     axes.set_title(_shortened(printable(panel.title), 52), loc="left", parse_math=False)
@@ -120,7 +97,7 @@ def _panel(axes: Axes, panel: Panel, picture: Picture, log: bool, style: Style) 
         (handle,) = axes.plot(
             line.series.steps,
             _drawable(line.series.values),
-            color=style.lines[place] if count <= FEW else colormaps["viridis"](0.1 + 0.85 * place / (count - 1)),
+            color=LINES[place] if count <= FEW else colormaps["viridis"](0.1 + 0.85 * place / (count - 1)),
             linestyle={"points": "none", "dashed": "--"}.get(line.style, "-"),
             marker="o" if points else None,
             markersize=3.5,
@@ -130,12 +107,12 @@ def _panel(axes: Axes, panel: Panel, picture: Picture, log: bool, style: Style) 
     bad = np.unique(np.concatenate([line.series.where(~np.isfinite(line.series.values)) for line in lines]))
     if len(bad):
         top: Any = {"transform": axes.get_xaxis_transform(), "label": "inf or NaN"}
-        axes.plot(bad, np.full(len(bad), 0.985), "v", color=style.spike, markersize=4, **top)
-    _marks(axes, panel, picture, style)
+        axes.plot(bad, np.full(len(bad), 0.985), "v", color=SPIKE, markersize=4, **top)
+    _marks(axes, panel, picture)
     _legend(axes, panel, lines, handles)
     notes = [f"{count} in order, dark to light"] * (count > FEW) + ["no finite value"] * (not len(values))
     axes.set_xlabel(f"iteration{'   (' + '; '.join(notes) + ')' if notes else ''}", fontsize=8.5)
-    axes.grid(visible=True, color=style.grid, linewidth=0.6)
+    axes.grid(visible=True, color=GRID, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.margins(x=0.02)
 
@@ -164,18 +141,18 @@ def _scale(axes: Axes, values: Array, log: bool) -> None:
         axes.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
 
 
-def _marks(axes: Axes, panel: Panel, picture: Picture, style: Style) -> None:
+def _marks(axes: Axes, panel: Panel, picture: Picture) -> None:
     if panel.marked is not None and len(panel.marked.steps):
         steps, values = panel.marked.finite
-        axes.plot(steps, _drawable(values), "x", color=style.spike, markersize=6, markeredgewidth=1.6, label="spike")
+        axes.plot(steps, _drawable(values), "x", color=SPIKE, markersize=6, markeredgewidth=1.6, label="spike")
     low, high = axes.get_xlim()
     for at in picture.spikes if len(picture.spikes) <= 30 else ():
         if low <= at <= high:
-            axes.axvline(at, color=style.spike, linewidth=0.8, alpha=0.25, zorder=0.5)
+            axes.axvline(at, color=SPIKE, linewidth=0.8, alpha=0.25, zorder=0.5)
     for at in picture.rollbacks:
         if low <= at <= high:
             label = "_" if at > picture.rollbacks[0] else "rollback"
-            axes.axvline(at, color=style.rollback, linewidth=1.0, linestyle="--", zorder=0.6, label=label)
+            axes.axvline(at, color=ROLLBACK, linewidth=1.0, linestyle="--", zorder=0.6, label=label)
 
 
 def _legend(axes: Axes, panel: Panel, lines: list[Line], handles: list[Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,26 +126,18 @@ def as_json(summary: Summary) -> dict[str, Any]:
         "iterations": {"first": summary.first, "last": summary.last},
         "healthy": summary.healthy,
         "measured": summary.measured,
-        "findings": findings_json(summary.findings),
-        "metrics": {name: plain(numbers._asdict()) for name, numbers in summary.metrics.items()},
+        "findings": [finding_json(finding) for finding in summary.findings],
+        "metrics": {name: plain(numbers, numbers._fields) for name, numbers in summary.metrics.items()},
     }
 
 
-def findings_json(findings: list[Finding]) -> list[dict[str, Any]]:
-    """Convert findings to JSON's own types."""
-    return [
-        {
-            **{key: getattr(finding, key) for key in ("kind", "severity", "text")},
-            **{key: list(getattr(finding, key)) for key in ("metrics", "iterations")},
-            "values": plain(finding.values),
-        }
-        for finding in findings
-    ]
+def finding_json(finding: Finding) -> dict[str, Any]:
+    """Convert a finding to JSON's own types."""
+    values = {name: value if math.isfinite(value) else None for name, value in finding.values.items()}
+    return plain(finding, ("kind", "severity", "text", "metrics", "iterations")) | {"values": values}
 
 
-def plain(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace non-finite numbers by None."""
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in numbers.items()
-    }
+def plain(record: Any, fields: Iterable[str]) -> dict[str, Any]:
+    """Return fields of a record, with None for non-finite numbers."""
+    values = {field: getattr(record, field) for field in fields}
+    return {key: None if isinstance(it, float) and not math.isfinite(it) else it for key, it in values.items()}

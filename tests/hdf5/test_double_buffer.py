@@ -65,28 +65,6 @@ def test_a_published_file_does_not_change_while_it_is_open(path, monkeypatch):
     assert held(path) == list(range(30))
 
 
-def test_a_patch_twice_is_a_patch_once(path):
-    file = DoubleBuffer(path, "x")
-    file.write(values(0, 1, 2))
-    file.write(values(0, 1, 2, 3))
-    file.write(values(2, 3, 4))
-    file.close()
-    assert held(path) == [1, 2, 3, 4]
-
-
-def test_an_error_leaves_the_file_as_it_was(path, monkeypatch):
-    file = DoubleBuffer(path, "x")
-    file.write(values(0, 1))
-    file.write(values(1, 2))
-    before = path.read_bytes()
-    with pytest.raises(KeyError):
-        file.write([*values(2, 3), ("nothing", 0, np.zeros(1))])
-    assert path.read_bytes() == before
-    file.write(values(2, 4))
-    file.close()
-    assert held(path) == [1, 2, 4]
-
-
 def test_leftovers_of_a_killed_writer(path):
     DoubleBuffer(path, "x").close()
     for end in ("standby", "spare", "lock"):
@@ -138,16 +116,3 @@ def test_killed_at_every_step(path, where, after, number):
     file.close()
     assert held(path) == list(range(8))
     assert list(path.parent.iterdir()) == [path]
-
-
-def test_one_writer_at_a_time(path):
-    file = DoubleBuffer(path, "x")
-    for _ in range(3):
-        with pytest.raises(BlockingIOError):
-            DoubleBuffer(path, "w")
-    file.write(values(0, 1))
-    file.close()
-    DoubleBuffer(path, "w").close()
-    assert held(path) == []
-    with pytest.raises(FileExistsError):
-        DoubleBuffer(path, "x")

@@ -78,30 +78,6 @@ def test_only_the_run_that_is_continued_loses_what_lies_after_its_checkpoint(pat
     assert all(read[f"train/top/{step}"][0] == [step, step] for step in range(26, 31))
 
 
-def test_another_engine_that_goes_back_takes_nothing_from_this_one(path):
-    trainer, other = engine_of(), engine_of(lambda _: {"accuracy": 0.5})
-    with HDF5Logger(path) as logger:
-        log_output(logger, trainer)
-        log_output(logger, other, tag="other")
-        trainer.run(range(40), max_epochs=1)
-        run_from(other, 10, 20)
-        run_from(trainer, 30, 40)
-    read = as_lists(path)
-    assert read["train/loss"][0] == list(range(1, 41))
-    assert read["other/accuracy"][0] == list(range(11, 21))
-
-
-def test_a_run_from_the_beginning_takes_nothing_back_after_one_that_did(path):
-    engine = engine_of()
-    with HDF5Logger(path) as logger:
-        log_output(logger, engine)
-        engine.run(range(20), max_epochs=1)
-        run_from(engine, 10, 20)
-        engine.state.max_epochs = None
-        engine.run(range(5), max_epochs=1)
-    assert as_lists(path)["train/loss"][0] == [*range(1, 21), *range(1, 6)]
-
-
 @pytest.mark.parametrize("same_logger", [True, False])
 def test_what_is_written_at_the_start_of_an_epoch(path, same_logger):
     """A run that is resumed writes it with the iteration that the one before it has ended with."""

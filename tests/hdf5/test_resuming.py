@@ -78,12 +78,6 @@ def test_a_run_that_starts_over_takes_the_place_of_everything(path):
     assert as_lists(path) == {"train/loss": ([1, 2, 3, 4, 5], [0.0] * 5)}
 
 
-def test_resuming_without_writing_keeps_everything(path):
-    run(path, 10)
-    HDF5Logger(path, "a").close()
-    assert as_lists(path)["train/loss"][0] == list(range(1, 11))
-
-
 @pytest.mark.parametrize("baseline", [False, True])
 @pytest.mark.parametrize("own_steps", [False, True])
 def test_resuming_with_an_evaluator(path, baseline, own_steps):
@@ -138,13 +132,6 @@ def evaluate(path, value, tag="valid", **kwargs):
         evaluator.run(range(200))
 
 
-@pytest.mark.parametrize("event", [Events.EPOCH_STARTED, Events.EPOCH_COMPLETED])
-def test_steps_that_are_epochs(path, event):
-    train(path, "x", 20, 1.0, events=event)
-    train(path, "a", 30, 2.0, start=10, events=event)
-    assert as_lists(path) == {"train/loss": ([1, 2, 3, 4, 5, 6], [1.0] * 2 + [2.0] * 4)}
-
-
 def test_all_events_of_an_interrupted_and_an_uninterrupted_run_are_the_same(tmp_path):
     events = (
         Events.STARTED | Events.EPOCH_STARTED | Events.ITERATION_STARTED | Events.GET_BATCH_COMPLETED
@@ -166,45 +153,6 @@ def test_a_later_evaluation_takes_nothing_from_the_training(path):
     read = as_lists(path)
     assert read["train/loss"][0] == list(range(1, 101))
     assert read["valid/accuracy"][1] == [0.25] * 5 + [0.75]
-
-
-def test_evaluations_between_resumed_trainings(path):
-    train(path, "x", 100, 1.0)
-    evaluate(path, 0.25, tag="test", global_step_transform=lambda *_: 100)
-    train(path, "a", 200, 2.0, start=100)
-    evaluate(path, 0.75, tag="test", global_step_transform=lambda *_: 200)
-    read = as_lists(path)
-    assert read["train/loss"] == (list(range(1, 201)), [1.0] * 100 + [2.0] * 100)
-    assert read["test/accuracy"] == ([100, 200], [0.25, 0.75])
-
-
-def test_another_phase_under_another_name(path):
-    train(path, "x", 50, 1.0)
-    train(path, "a", 50, 2.0, tag="second")
-    read = as_lists(path)
-    assert read["train/loss"][0] == read["second/loss"][0] == list(range(1, 51))
-
-
-@pytest.mark.parametrize("start", [50, 0])
-def test_a_trainer_that_logs_nothing_itself(path, start):
-    """The evaluator's steps are all there is to tell one run from another."""
-
-    def validate(mode, start, count, value):
-        trainer, evaluator = engine_of(), engine_of(lambda _: {"accuracy": value})
-        trainer.add_event_handler(Events.ITERATION_COMPLETED(every=20), lambda: evaluator.run(range(3)))
-        with HDF5Logger(path, mode) as logger:
-            to_iteration = global_step_from_engine(trainer, Events.ITERATION_COMPLETED)
-            log_output(logger, evaluator, Events.EPOCH_COMPLETED, tag="valid", global_step_transform=to_iteration)
-            if start:
-                trainer.load_state_dict({"iteration": start, "epoch_length": count, "max_epochs": 1})
-                trainer.run(range(count))
-            else:
-                trainer.run(range(count), max_epochs=1)
-
-    validate("x", 0, 100, 0.25)
-    validate("a", start, 120, 0.5)
-    kept = start // 20
-    assert as_lists(path)["valid/accuracy"] == ([20, 40, 60, 80, 100, 120], [0.25] * kept + [0.5] * (6 - kept))
 
 
 def test_from_a_checkpoint_with_a_monitor(tmp_path):

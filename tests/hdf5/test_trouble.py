@@ -12,7 +12,6 @@ import resource
 import shutil
 import subprocess
 
-import h5py
 import numpy as np
 import pytest
 from ignite.engine import Events
@@ -45,30 +44,12 @@ def test_wrong_arguments(tmp_path, monkeypatch, args, kwargs, error, message):
     assert list(tmp_path.iterdir()) == []
 
 
-def damaged(path, kind):
+@pytest.mark.parametrize("kind", ["text", "empty", "cut", "head only"])
+def test_a_foreign_or_damaged_file(path, kind):
     run(path, 100)
     data = path.read_bytes()
-    if kind == "text":
-        data = b"no HDF5\n" * 1000
-    elif kind == "empty":
-        data = b""
-    elif kind == "cut":
-        data = data[: len(data) // 2]
-    elif kind == "head only":
-        data = data[:50]
-    path.write_bytes(data)
-    if kind == "foreign":
-        with h5py.File(path, "w") as file:
-            file["x"] = [1]
-    elif kind == "later version":
-        with h5py.File(path, "r+") as file:
-            file.attrs["version"] = 9
-
-
-@pytest.mark.parametrize("kind", ["text", "empty", "cut", "head only", "foreign", "later version"])
-def test_a_foreign_or_damaged_file(path, kind):
-    damaged(path, kind)
-    before = path.read_bytes()
+    before = {"text": b"no HDF5\n" * 1000, "empty": b"", "cut": data[: len(data) // 2], "head only": data[:50]}[kind]
+    path.write_bytes(before)
     for use in (read_hdf5, lambda path: HDF5Logger(path, "a")):
         with pytest.raises(ValueError, match=r"run\.h5 (is|was) ") as caught:
             use(path)
@@ -160,13 +141,6 @@ def test_the_file_is_removed(path, caplog):
     assert as_lists(path)["train/loss"][0] == list(range(1, 301))
 
 
-def test_the_file_is_moved_away(path):
-    moved = path.with_name("moved.h5")
-    train_with(path, lambda: path.rename(moved), 101)
-    assert as_lists(path)["train/loss"][0] == list(range(1, 301))
-    assert as_lists(moved)["train/loss"][0] == list(range(1, 100))
-
-
 def test_another_file_takes_its_place(path, caplog):
     def replace():
         path.unlink()
@@ -250,12 +224,6 @@ def fill(path):
     logger.close()
     steps = as_lists(path)["train/output/0"][0] if "train/output/0" in read_hdf5(path) else []
     return 0 if engine.state.iteration == 400 and steps == list(range(1, len(steps) + 1)) else 2
-
-
-def test_no_room_for_the_first_byte(path):
-    with file_size(1000), pytest.raises(OSError, match=r"Can't write .*run\.h5: .*File too large"):
-        HDF5Logger(path)
-    assert list(path.parent.iterdir()) == []
 
 
 # Interrupts

@@ -93,24 +93,6 @@ def test_a_long_failure_is_told_when_it_begins_and_ends(path, monkeypatch, caplo
     assert failing.count > 10
 
 
-def test_the_next_flush_writes_everything(path, monkeypatch, caplog):
-    failing, engine = Failing(os.replace), engine_of()
-    with HDF5Logger(path) as logger:
-        monkeypatch.setattr(double_buffer.os, "replace", failing)
-        failing.fails = True
-        for step in range(1, 4):
-            engine.state.iteration = step
-            logger.write(engine, step, {"a": float(step), f"b{step}": 1.0})
-            logger.flush()
-            assert as_lists(path) == {}
-        assert told(caplog) == [TROUBLE]
-        failing.fails = False
-        logger.flush()
-        assert as_lists(path)["a"] == ([1, 2, 3], [1.0, 2.0, 3.0])
-        assert told(caplog) == [TROUBLE, OVER]
-    assert list(as_lists(path)) == ["a", "b1", "b2", "b3"]
-
-
 @pytest.mark.parametrize("to_the_end", [False, True])
 def test_what_does_not_fit_in_memory_is_told(path, monkeypatch, caplog, to_the_end):
     """Rows of ever new names, which take memory as well."""
@@ -132,33 +114,3 @@ def test_what_does_not_fit_in_memory_is_told(path, monkeypatch, caplog, to_the_e
         assert steps == set(range(1, 301)) - lost
         assert failed_at + kept <= first_lost <= 31 + kept
         assert told(caplog)[1:] == [f"HDF5Logger (run.h5): writing works again: {3 * len(lost)} values are lost."]
-
-
-def test_what_waits_is_tried_again_only_when_more_has_come(path, monkeypatch):
-    monkeypatch.setattr(writer, "WAITING_BYTES", 100 * (writer.ROW_BYTES + 8))
-    failing = Failing(os.posix_fallocate)
-    monkeypatch.setattr(double_buffer.os, "posix_fallocate", failing)
-    train(path, failing, (1, 1000), count=1000, flush_every=10**6)
-    assert 8 <= failing.count <= 12
-
-
-@pytest.mark.parametrize("flush_every", [1, 3, 50])
-def test_going_back_while_writing_fails(path, monkeypatch, flush_every):
-    """Rows in memory are replaced like those in the file."""
-    value, failing = [1.0], Failing(os.replace)
-    engine = engine_of(lambda i: {"loss": value[0], **({"rare": value[0]} if i % 7 == 0 else {})})
-    with HDF5Logger(path, flush_every=flush_every) as logger:
-        log_output(logger, engine, tag=None)
-        monkeypatch.setattr(double_buffer.os, "replace", failing)
-
-        @engine.on(Events.ITERATION_STARTED)
-        def look():
-            failing.fails = value[0] == 2.0 or (value[0] == 1.0 and engine.state.iteration > 25)
-
-        engine.run(range(40), max_epochs=1)
-        for start, value[0] in ((20, 2.0), (30, 3.0)):
-            engine.load_state_dict({"iteration": start, "epoch_length": 40, "max_epochs": 1})
-            engine.run(range(40))
-    read = as_lists(path)
-    assert read["loss"] == (list(range(1, 41)), [1.0] * 20 + [2.0] * 10 + [3.0] * 10)
-    assert read["rare"] == ([7, 14, 21, 28, 35], [1.0] * 2 + [2.0] * 2 + [3.0])

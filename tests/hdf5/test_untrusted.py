@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-import subprocess
-import sys
 import tracemalloc
 
 import h5py
@@ -14,7 +12,7 @@ import numpy as np
 import pytest
 
 from ignite_monitor import HDF5Logger, read_hdf5
-from tests.hdf5._runs import ENVIRONMENT, as_lists, run
+from tests.hdf5._runs import as_lists, run
 
 MEMORY = 20_000_000
 
@@ -30,8 +28,8 @@ def whole(tmp_path_factory):
 
 @pytest.fixture
 def path(whole, tmp_path):
-    shutil.copy(whole, tmp_path / "run.h5")
-    shutil.copy(whole, tmp_path / "whole.h5")
+    for name in ("run.h5", "whole.h5"):
+        shutil.copy(whole, tmp_path / name)
     return tmp_path / "run.h5"
 
 
@@ -124,9 +122,7 @@ REFUSED = {
     "virtual": virtual,
     "soft link": moved,
     "soft link to itself": linked("ids", h5py.SoftLink("/ids")),
-    "soft link to nothing": linked("rows", h5py.SoftLink("/nothing")),
     "link to a file": linked("values", h5py.ExternalLink("whole.h5", "values")),
-    "link to no file": linked("names", h5py.ExternalLink("no.h5", "names")),
     "committed type": linked("values", np.dtype("<i8")),
     "second name": lambda file, folder: file.__setitem__("more", file["values"]),
     "another dataset": lambda file, folder: file.create_dataset("more", data=[1]),
@@ -136,17 +132,11 @@ REFUSED = {
     "version of an older release": attribute("version", 1),
     "no version": attribute("version"),
     "version as text": attribute("version", "2"),
-    "version in two dimensions": attribute("version", np.ones((1, 1))),
-    "no format": attribute("format"),
     "format as bytes": attribute("format", np.bytes_(b"ignite_monitor")),
     "1e12 elements": replaced("values", (10**12,), maxshape=(None,), chunks=(1 << 16,)),
-    "1e12 elements, contiguous": replaced("ids", (10**12,)),
     "1e8 elements, compressed": replaced("names", (10**8,), compression=1, **CHUNKS),
     "1e12 rows": replaced("rows", (10**12,), maxshape=(None,), chunks=(1 << 16,)),
     "long chunks": replaced("values", chunks=(1 << 18,), maxshape=(None,)),
-    "never written": replaced("values", (8,)),
-    "two dimensions": replaced("values", (2, 4)),
-    "scalar": replaced("values", ()),
     "another type": replaced("values", (8,), dtype="<f4"),
     "big-endian": replaced("ids", (8,), dtype=">i4"),
     "variable length": replaced("values", (8,), dtype=h5py.vlen_dtype("i4")),
@@ -155,8 +145,6 @@ REFUSED = {
     "another filter": replaced("values", compression="lzf", **CHUNKS),
     "fewer values": lambda file, folder: file["values"].resize((len(file["values"]) - 3,)),
     "more values": lambda file, folder: file["values"].resize((len(file["values"]) + 3,)),
-    "many more values": lambda file, folder: file["values"].resize((100_000,)),
-    "fewer names": lambda file, folder: file["names"].resize((len(file["names"]) - 3,)),
     "index below zero": element("ids", 0, -1),
     "index beyond the names": element("ids", -1, 99),
     **{
@@ -167,27 +155,22 @@ REFUSED = {
         ]
     },
     "names without brackets": lines(b'"a"\n"b"\n"c"\n"d"\n'),
-    "names of two parts": lines(b'["a", "user"]\n' * 4),
     "names of numbers": lines(b'["a", 1, 2]\n' * 4),
     "a name twice": lines(b'["a", "user", ""]\n' * 4),
     "names of deep nesting": lines(b"[" * 100_000 + b"\n"),
     "names without an end": lines(b'["a", "user", ""]'),
-}
-ACCEPTED = {
     "contiguous": replaced("values"),
     "other chunks": replaced("rows", compression=9, **CHUNKS),
-    "another creation time": attribute("created", "yesterday"),
 }
 
 
-@pytest.mark.parametrize("what", [*REFUSED, *ACCEPTED])
-def test_a_file_with_another_layout(path, whole, what):
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_file_with_another_layout(path, what):
     with h5py.File(path, "r+") as file:
-        (REFUSED | ACCEPTED)[what](file, path.parent)
-    assert read_or_refused(path) == (as_lists(whole) if what in ACCEPTED else None)
-    if what != "another creation time":  # what can't be extended is not continued either
-        with pytest.raises(ValueError, match="is damaged, or was not written by HDF5Logger"):
-            HDF5Logger(path, "a")
+        REFUSED[what](file, path.parent)
+    assert read_or_refused(path) is None
+    with pytest.raises(ValueError, match="is damaged, or was not written by HDF5Logger"):
+        HDF5Logger(path, "a")
 
 
 @pytest.mark.parametrize("field", ["step", "iteration", "time", "session", "run", "start"])
@@ -223,21 +206,3 @@ def test_no_regular_file(tmp_path, kind, mode):
         read_hdf5(path) if mode == "read" else HDF5Logger(path, mode)
     assert os.lstat(path) == before
     assert stat.S_ISCHR(os.stat(os.devnull).st_mode)
-
-
-def test_the_command_line_does_not_block_on_a_pipe(tmp_path):
-    os.mkfifo(tmp_path / "run.h5")
-    command = [sys.executable, "-m", "ignite_monitor", "summary", "run.h5"]
-    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=200)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        "ignite-monitor: error: run.h5 is a device, pipe or socket, not a file written by HDF5Logger\n"
-    )
-
-
-def test_a_path_is_printed_without_control_characters(tmp_path):
-    path = tmp_path / "a\x1b[31m\n\u202e.h5"
-    path.write_text("no HDF5")
-    with pytest.raises(ValueError, match=r"a\\x1b\[31m\\n\\u202e\.h5 is damaged") as caught:
-        read_hdf5(path)
-    assert str(caught.value).isprintable()

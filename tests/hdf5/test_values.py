@@ -18,7 +18,13 @@ from ignite_monitor.hdf5.values import flatten
 
 Pair = namedtuple("Pair", "left right")
 
+
+class Subclass(Tensor):
+    pass
+
+
 LOGGED = {
+    "subclass": torch.tensor(3.0).as_subclass(Subclass),
     "int": 3,
     "float": 0.1,
     "bool": True,
@@ -94,30 +100,6 @@ def test_what_is_no_number_is_skipped(value):
     assert names == ("a", "b")
     assert values.tolist() == [1.0, 2.0]
     assert told == ["x/y"]
-
-
-@pytest.mark.filterwarnings("ignore:(ComplexHalf|BComplex32):UserWarning")
-@pytest.mark.parametrize("dtype", [each for each in vars(torch).values() if isinstance(each, torch.dtype)], ids=str)
-def test_a_tensor_of_any_type_is_its_number_or_skipped(dtype):
-    """Among others, of which it takes none with it."""
-    try:
-        value = torch.tensor(1.0).to(dtype)
-    except (RuntimeError, TypeError):
-        pytest.skip("torch makes no such tensor")
-    names, numbers = flatten({"x": value, "b": torch.tensor(2.0), "y": [value]}, lambda name, _: None)
-    assert dict(zip(names, numbers.tolist(), strict=True)) in ({"b": 2.0}, {"x": 1.0, "b": 2.0, "y/0": 1.0})
-    usual = dtype.is_floating_point and "float4" not in str(dtype)
-    assert ("x" in names) or not usual
-
-
-class Subclass(Tensor):
-    pass
-
-
-def test_a_subclass_is_read_by_float():
-    named = {"a": torch.tensor(1.0), "x": torch.tensor(3.0).as_subclass(Subclass), "b": torch.tensor(2.0)}
-    names, numbers = flatten(named, unexpected)
-    assert (names, numbers.tolist()) == (("a", "x", "b"), [1.0, 3.0, 2.0])
 
 
 def test_arrays_and_keys_of_other_types():

@@ -118,6 +118,14 @@ CASES = {
         "Parameter group 1 has a learning rate of 0.1|100 times",
     ),
     "group of small updates": (groups(0.1, 2.0), "group_rate", "note", ""),
+    "group that grows": (
+        groups(0.1, 2.0) | {"step/parameter_norm": every(np.linspace(1, 4, 40))},
+        *("group_rate", "warning", "and the norm of all parameters grew 3.9 times"),
+    ),
+    "group that hardly grows": (
+        groups(0.1, 2.0) | {"step/parameter_norm": every(np.linspace(1, 1.9, 40))},
+        *("group_rate", "note", ""),
+    ),
     "groups of healthy runs": (groups(0.02, 12.0), "group_rate", None, ""),
     "exploding, at times": (weights() | {"monitor/exploding_count": late(0.4, 4)}, "exploding_gradients", None, ""),
     "exploding": (

@@ -125,11 +125,6 @@ def test_consecutive_spikes_are_a_regime_change(length, resets):
     assert found(rolled_back, "regime_change") == []
 
 
-def test_two_monitors_each_have_their_own_findings():
-    run = grad(with_spike([50]), [50], root="g") | grad(with_spike([90]), [90], root="d")
-    assert sorted(finding.iterations for finding in found(run, "spikes")) == [(50,), (90,)]
-
-
 def test_spikes_of_partial_gradients_count_once_per_step():
     """Four micro-batches a step: 27 gradients are flagged, in 11 steps."""
     flags, counts, total = np.zeros(400), np.zeros(400), 0

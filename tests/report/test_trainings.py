@@ -13,71 +13,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from ignite_monitor import ActivationHandler, GradMonitor, HDF5Logger, RCCHandler, WeightUpdateHandler, read_hdf5
+from ignite_monitor.demo import WIDTH, TinyGPT
 from ignite_monitor.report.run import Run
 from ignite_monitor.report.summary import summarise
 from ignite_monitor.report.text import show, summary_text
 
 ITERATIONS = 150
-
-
-class Attention(nn.Module):
-    def __init__(self, width, heads):
-        super().__init__()
-        self.heads = heads
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(width, width) for _ in range(4))
-
-    def forward(self, x):
-        parts = [
-            each(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in (self.q_proj, self.k_proj, self.v_proj)
-        ]
-        return self.o_proj(F.scaled_dot_product_attention(*parts, is_causal=True).transpose(1, 2).flatten(2))
-
-
-class Block(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attn = Attention(width, 4)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-    def forward(self, x):
-        x = x + self.attn(self.ln_1(x))
-        return x + self.mlp(self.ln_2(x))
-
-
-class GPT(nn.Module):
-    def __init__(self, width=32, blocks=3):
-        super().__init__()
-        self.tokens, self.places = nn.Embedding(32, width), nn.Embedding(32, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 32)
-
-    def forward(self, x):
-        x = self.tokens(x) + self.places.weight[: x.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x)).flatten(0, 1)
-
-
-class ResNet(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16)
-        self.conv2, self.bn2 = nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16)
-        self.fc = nn.Linear(16, 10)
-
-    def forward(self, x):
-        x = F.relu(self.bn1(self.conv1(x)))
-        return self.fc((x + F.relu(self.bn2(self.conv2(x)))).mean((2, 3)))
-
-
-class LSTM(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.rnn, self.out = nn.LSTM(4, 32, batch_first=True), nn.Linear(32, 5)
-
-    def forward(self, x):
-        return self.out(self.rnn(x.unflatten(1, (5, 4)))[0][:, -1])
 
 
 def mlp():
@@ -143,7 +84,7 @@ def trained(path, model, data, optimizer, **options):
             given.damage(iteration, model)
         if (iteration - 1) % given.accumulate == 0:
             steps.zero_grad()
-        loss = F.cross_entropy(model(batch[0]), batch[1])
+        loss = F.cross_entropy(model(batch[0]).flatten(0, -2), batch[1])
         (loss / given.accumulate).backward()
         if iteration % given.accumulate == 0:
             steps.step()
@@ -184,12 +125,10 @@ HEALTHY = {
     "mlp, SGD": (mlp, vectors, sgd(0.1), {}),
     "mlp, Adam": (mlp, vectors, adam(1e-3), {}),
     "mlp, accumulation": (mlp, vectors, sgd(0.1), {"accumulate": 4, "iterations": 300}),
-    "lstm": (LSTM, vectors, adam(1e-3), {}),
     "cnn, SGD with momentum": (cnn, images, sgd(0.02, 0.9), {}),
     "cnn, Adam": (cnn, images, adam(1e-3), {}),
-    "resnet": (ResNet, images, sgd(0.05, 0.9), {}),
-    "gpt, Adam": (GPT, text, adam(2e-3), {}),
-    "gpt, SGD": (GPT, text, sgd(0.3, 0.9), {}),
+    "gpt, Adam": (TinyGPT, text, adam(2e-3), {}),
+    "gpt, SGD": (TinyGPT, text, sgd(0.3, 0.9), {}),
 }
 
 
@@ -205,18 +144,18 @@ def test_healthy_trainings_are_healthy_and_say_what_was_judged(train, name):
 
 def test_a_language_model_that_was_wrecked_from_the_start(train):
     """Its first block's attention is saturated, and what it puts out is far too large."""
-    model = GPT()
+    model = TinyGPT()
     with torch.no_grad():
-        for layer, factor in zip(("q_proj", "k_proj", "o_proj"), (100, 100, 900), strict=True):
-            getattr(model.blocks[0].attn, layer).weight.mul_(factor)
+        model.blocks[0].qkv.weight[: 2 * WIDTH].mul_(100)
+        model.blocks[0].projection.weight.mul_(900)
     summary = train(model, text(), adam(2e-3), iterations=60)
     assert summary.healthy is False
-    assert "blocks.0.attn/head_0 (" in of(summary, "attention_collapse").text
-    assert "blocks.0.attn" in of(summary, "activation_outlier").text
+    assert "blocks.0/head_0 (" in of(summary, "attention_collapse").text
+    assert "blocks.0" in of(summary, "activation_outlier").text
 
 
 def test_a_learning_rate_that_wrecks_the_model_before_the_first_look(train):
-    summary = train(GPT(), text(), adam(1.0), every=20, iterations=60)
+    summary = train(TinyGPT(), text(), adam(1.0), every=20, iterations=60)
     assert summary.healthy is False
     finding = of(summary, "activation_outlier")
     assert finding.values["largest"] > 1000
@@ -235,16 +174,16 @@ def test_a_training_that_ends_in_the_warm_up(train):
     assert "Nothing unusual, but the gradients were not monitored." in words(summary)
 
 
-@pytest.mark.parametrize("name", ["attn.v_proj", "mlp.0", "ln_2", "attn.q_proj"])
+@pytest.mark.parametrize("name", ["qkv", "mlp.0", "norm_2"])
 def test_the_module_that_makes_nan_is_named(train, name):
-    """It is the first in the order of execution, in which ``ln_2`` comes after the attention."""
+    """It is the first in the order of execution, in which ``norm_2`` comes after the attention."""
 
     def damage(iteration, model):
         if iteration == 50:
             with torch.no_grad():
                 model.blocks[1].get_submodule(name).weight.view(-1)[0] = math.nan
 
-    summary = train(GPT(), text(), adam(2e-3), damage=damage, iterations=60)
+    summary = train(TinyGPT(), text(), adam(2e-3), damage=damage, iterations=60)
     assert f"first in blocks.1.{name}," in of(summary, "nonfinite_activations").text
     assert summary.findings[0].severity == "problem"
 
