@@ -88,9 +88,8 @@ def train(iterations, seed, disturbed=True, helped=True):
     model = GPT()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 
-    def factor(step):
-        warm_up_and_cosine = min(1.0, (step + 1) / 50) * (0.55 + 0.45 * math.cos(math.pi * step / iterations))
-        return 100 * warm_up_and_cosine if step + 1 in bad_rate else warm_up_and_cosine
+    def factor(step):  # warm-up and cosine
+        return min(1.0, (step + 1) / 50) * (0.55 + 0.45 * math.cos(math.pi * step / iterations))
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
@@ -98,6 +97,8 @@ def train(iterations, seed, disturbed=True, helped=True):
         optimizer.zero_grad()
         loss = loss_of(model, batch)
         loss.backward()
+        if engine.state.iteration in bad_rate:  # the scheduler, which a rollback restores, sets the next rate
+            optimizer.param_groups[0]["lr"] *= 100
         optimizer.step()
         scheduler.step()
         return loss.item()

@@ -98,9 +98,9 @@ def test_comes_back_example_in_small(tmp_path, monkeypatch):
     train, row, plot = (example[name] for name in ("train", "row", "plot"))
     train.__globals__.update(LENGTH=16, WIDTH=32)
     run = train(500, seed=0)
-    first, second = (iteration for iteration, _ in run.rollbacks[:2])
-    assert 150 < first < 190
-    assert 300 < second < 400
+    (first, back_to), (second, again_back_to) = run.rollbacks
+    assert back_to < 150 < first < 190
+    assert again_back_to < 300 < second < 320
     before, worst, last, spikes, rollbacks = told_by_comes_back(row(500, "with handlers", run))["with handlers"]
     assert last < before < worst
     assert (spikes, rollbacks) == (len(run.spikes), len(run.rollbacks))

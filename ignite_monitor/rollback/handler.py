@@ -181,7 +181,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
             self._parameters = parameters
         if self._snapshots.all:
             overdue = before - self._snapshots.taken - self._snapshots.every
-            if overdue < 0 or not self._policy.healthy or self._policy.recovering:
+            if overdue < 0 or not self._policy.healthy or self._policy.recovering or self._triggers.is_suspicious:
                 return
             if not stepped:
                 if overdue >= _UNSEEN * self._snapshots.every:
@@ -236,8 +236,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         self._snapshots.note(event == Event.HEALTHY)
         if action != Action.NONE and self._snapshots.all:
             self._discarded_count += was_recovering
-            is_decisive = findings.is_decisive or event in (Event.RUINED, Event.NONFINITE)
-            snapshot = self._restore(action, is_decisive)
+            snapshot = self._restore(action, findings.is_decisive or event in (Event.RUINED, Event.NONFINITE))
             self._report(engine, action, snapshot, reason)
             values["restored_iteration"] = snapshot.iteration
         elif was_recovering and not policy.recovering:

@@ -109,6 +109,5 @@ class RecoveryPolicy:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a saved state, with this policy's arguments."""
-        vars(self).update(
-            {**deepcopy(dict(state_dict)), "patience": self.patience, "max_rollbacks": self.max_rollbacks}
-        )
+        own = {"patience": self.patience, "max_rollbacks": self.max_rollbacks}
+        vars(self).update(deepcopy(dict(state_dict)) | own)

@@ -17,10 +17,10 @@ from ignite_monitor.model.devices import device_of, wide_dtype
 from ignite_monitor.monitor.base import Monitor
 from ignite_monitor.monitor.ranks import sum_over_ranks, world_size
 from ignite_monitor.monitor.transfer import transfer
+from ignite_monitor.rollback.policy import PROBATION
 
-_FAR = 10.0  # times the threshold: so far above it, _FAR_PATIENCE iterations in a row are decisive
-_FAR_PATIENCE = 3
-_STATISTICS_PATIENCE = 3
+_FAR = 10.0  # times the threshold: so far above it, _PATIENCE of PROBATION iterations are decisive
+_PATIENCE = 3  # also of running statistics
 _RECURRING = 20  # iterations discarded in a recovery, from which on its level is remembered
 
 
@@ -69,7 +69,7 @@ class StatisticsRule(ThresholdRule):
 class Signal:
     """Values of one number that turned out to be healthy, and those of the current instability."""
 
-    far: int = 0  # consecutive iterations far above the threshold
+    far: int = 0  # one bit for each of the last iterations, the newest lowest: was it far above the threshold?
     value: float = -math.inf  # of this iteration, if it is unhealthy
     peak: float = -math.inf  # largest value since the last healthy iteration, or with restored weights
     recurring: float = -math.inf  # the same in an earlier recovery, which ended
@@ -107,11 +107,12 @@ class Triggers:
         self._signals: dict[str, Signal] = {}
         self.request: str | None = None
         self.has_any = False  # whether there has ever been anything to judge by
+        self.is_suspicious = False  # whether a signal was far above its threshold lately: the state may be ruined
         self.reset_threshold()
 
     def reset_threshold(self) -> None:
         """Forget the baselines of loss and running statistics; what was accepted stays accepted."""
-        rules = {"loss": (LossRule(), self._patience), "statistics": (StatisticsRule(), _STATISTICS_PATIENCE)}
+        rules = {"loss": (LossRule(), self._patience), "statistics": (StatisticsRule(), _PATIENCE)}
         self._detectors = {
             name: SpikeDetector(rule, max_consecutive_spikes=patience, overflow_is_spike=False, ignored=math.nan)
             for name, (rule, patience) in rules.items()
@@ -140,6 +141,8 @@ class Triggers:
 
     def collect(self, loss: float | Tensor | None, monitors: Sequence[Monitor]) -> Findings:
         """Findings of the iteration that ends, the same on every rank but for the reasons."""
+        for signal in self._signals.values():
+            signal.far = (signal.far << 1) % 2**PROBATION
         tensors: list[list[Any]] = [
             [loss] if isinstance(loss, Tensor) else [],
             [monitor.counts() for monitor in monitors],
@@ -161,6 +164,7 @@ class Triggers:
             findings = findings.over_ranks(device_of(self._modules[0]))
         if findings.losses:
             self._judge(findings, "loss", findings.loss / findings.losses)
+        self.is_suspicious = any(signal.far for signal in self._signals.values())
         return findings
 
     def _judge_monitor(
@@ -197,12 +201,13 @@ class Triggers:
         findings.is_unhealthy |= is_unhealthy
         signal.value = value if is_unhealthy else -math.inf
         signal.peak = max(signal.peak, signal.value if math.isfinite(value) else -math.inf)
-        signal.far = signal.far + 1 if is_unhealthy and value > _FAR * threshold > 0.0 else 0
+        is_far = is_unhealthy and value > _FAR * threshold > 0.0
+        signal.far |= is_far
         if reason and value > signal.accepted:
             findings.reasons.append(reason)
             findings.is_decisive |= name == "statistics"
-        elif signal.far >= _FAR_PATIENCE and math.isfinite(value):
-            findings.reasons.append(f"{name} exceeded {_FAR:g} times its threshold {signal.far} times in a row")
+        elif is_far and signal.far.bit_count() >= _PATIENCE and math.isfinite(value):
+            findings.reasons.append(f"{name} exceeded {_FAR:g} times its threshold in {_PATIENCE} iterations")
             findings.is_decisive = True
 
     def state_dict(self) -> dict[str, Any]:

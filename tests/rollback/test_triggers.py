@@ -71,11 +71,15 @@ def test_signed_losses(shift):
     assert [watch(shift - 990.0) for _ in range(10)] == [(True, False)] * 9 + [(True, True)]
 
 
-def test_far_above_the_threshold_three_times_in_a_row_is_decisive():
+@pytest.mark.parametrize(
+    "losses", [(100.0,) * 3, (100.0, 2.0, 100.0, 2.0, 100.0), (100.0, 2.0, 2.0, 100.0, 2.0, 100.0)]
+)
+def test_far_above_the_threshold_in_three_of_five_iterations_is_decisive(losses):
     watch = Watch()
     for i in range(40):
         watch(1.0 + 0.01 * (i % 3))
-    assert [watch(loss)[1] for loss in (100.0, 2.0, 100.0, 100.0, 100.0)] == [False] * 4 + [True]
+    unstable = [watch(loss)[1] for loss in losses]
+    assert unstable == [False] * (len(losses) - 1) + [len(losses) <= 5]
 
 
 @pytest.mark.parametrize("loss", [math.inf, math.nan])
