@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from ignite.engine import Engine, Events
@@ -216,3 +217,16 @@ class Training:
 
 def without_machine(rows: Rows) -> Rows:
     return [{name: value for name, value in row.items() if not name.endswith(_OF_THE_MACHINE)} for row in rows]
+
+
+def all_monitors(training: Training) -> list[Any]:
+    names = ("WeightUpdateHandler", "ActivationHandler", "RCCHandler", "SpectralNormHandler", "StepStatsHandler")
+    reacting = GradMonitor(training.model, training.optimizer, scaler=training.scaler)
+    return [reacting, *(MONITORS[name](training.model, training.optimizer, training.scaler) for name in names)]
+
+
+def assert_alike(ours: Rows, theirs: Rows, tolerance: float, least: float = 1e-6) -> None:
+    assert [sorted(each) for each in ours] == [sorted(each) for each in theirs]
+    for iteration, (row, other) in enumerate(zip(ours, theirs, strict=True), 1):
+        for name, value in row.items():
+            assert value == pytest.approx(other[name], rel=tolerance, abs=least, nan_ok=True), (iteration, name)

@@ -13,9 +13,15 @@ from ignite.engine import Engine, Events
 from ignite_monitor import GradMonitor, WeightUpdateHandler
 from tests.accelerator._device import Device
 from tests.accelerator._ranks_worker import COUNT, SCENARIOS, monitored
-from tests.accelerator._trainings import MONITORS, Training, Transformer, batches, without_machine
-from tests.accelerator.test_monitors import assert_alike
-from tests.accelerator.test_training import all_monitors
+from tests.accelerator._trainings import (
+    MONITORS,
+    Training,
+    Transformer,
+    all_monitors,
+    assert_alike,
+    batches,
+    without_machine,
+)
 from tests.distributed._launch import launched
 
 pytestmark = pytest.mark.cuda

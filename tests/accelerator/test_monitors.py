@@ -7,18 +7,11 @@ from torch.nn import functional as F
 
 from ignite_monitor import CurvatureHandler, GradientNoiseScaleHandler
 from tests.accelerator._device import Device
-from tests.accelerator._trainings import MONITORS, Training, batches, without_machine
+from tests.accelerator._trainings import MONITORS, Training, assert_alike, batches, without_machine
 
 pytestmark = pytest.mark.cuda
 
 KINDS = ("plain", "accumulated", "scaled")
-
-
-def assert_alike(ours, theirs, tolerance, least=1e-6):
-    assert [sorted(each) for each in ours] == [sorted(each) for each in theirs]
-    for iteration, (row, other) in enumerate(zip(ours, theirs, strict=True), 1):
-        for name, value in row.items():
-            assert value == pytest.approx(other[name], rel=tolerance, abs=least, nan_ok=True), (iteration, name)
 
 
 def tolerance_of(name: str, device: Device) -> float:

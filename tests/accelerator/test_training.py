@@ -22,20 +22,13 @@ from ignite_monitor import (
     StaticThreshold,
     WeightUpdateHandler,
 )
-from tests._helpers import same
+from tests._helpers import assert_same, same
 from tests.accelerator._device import Device
-from tests.accelerator._trainings import MONITORS, Training, batches, without_machine
-from tests.accelerator.test_monitors import assert_alike
+from tests.accelerator._trainings import MONITORS, Training, all_monitors, assert_alike, batches, without_machine
 
 pytestmark = pytest.mark.cuda
 
 SPIKE = 4  # 0-based
-
-
-def all_monitors(training: Training) -> list[Any]:
-    names = ("WeightUpdateHandler", "ActivationHandler", "RCCHandler", "SpectralNormHandler", "StepStatsHandler")
-    reacting = GradMonitor(training.model, training.optimizer, scaler=training.scaler)
-    return [reacting, *(MONITORS[name](training.model, training.optimizer, training.scaler) for name in names)]
 
 
 class Values(BaseLogger):
@@ -62,11 +55,8 @@ def test_training_is_untouched(kind, device):
     for make in (lambda training: [], all_monitors):
         training = Training(device, kind)
         training.run(make(training), batches(3, device.name))
-        weights.append([training.model.state_dict(), training.optimizer.state_dict()])
-    ours, theirs = weights
-    assert all(torch.equal(value, theirs[0][name]) for name, value in ours[0].items())
-    for state, other in zip(ours[1]["state"].values(), theirs[1]["state"].values(), strict=True):
-        assert torch.equal(state["momentum_buffer"], other["momentum_buffer"])
+        weights.append([dict(training.model.state_dict()), training.optimizer.state_dict()])
+    assert_same(*weights)
 
 
 @pytest.mark.parametrize("kind", ["plain", "scaled"])
@@ -85,7 +75,7 @@ def test_a_fused_optimizer_skips_on_the_device(kind, device):
     rows = training.run([monitor], data)
     assert rows[SPIKE]["grad/spike"] == 1.0
     assert rows[-1]["grad/skipped_count"] == 1
-    moved = [not all(map(torch.equal, *pair)) for pair in itertools.pairwise(weights)]
+    moved = [not same(*pair) for pair in itertools.pairwise(weights)]
     overflow = [] if kind == "plain" else [2]  # the scaler's own, of the fourth iteration
     assert [place for place, each in enumerate(moved) if not each] == [*overflow, SPIKE - 1]
 

@@ -79,16 +79,17 @@ def words(count: int) -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-def run(train_step: Callable[[Engine, Any], Any], batches: Any, *monitors: Any) -> Rows:
-    """Train with monitors; what is published in each iteration."""
+def run(train_step: Callable[[Engine, Any], Any], batches: Any, *monitors: Any, at: Any = None) -> Rows:
+    """Train with monitors attached to an event; what is published in each iteration, and what a GradMonitor flags."""
     engine = Engine(train_step)
     for monitor in monitors:
-        monitor.attach(engine)
+        monitor.attach(engine, at or Events.ITERATION_STARTED)
     published: Rows = []
 
     @engine.on(Events.ITERATION_COMPLETED)
     def note(engine: Engine) -> None:
-        published.append({name: float(value) for name, value in engine.state.metrics.items()})
+        flag = {"flag": float(engine.state.unhealthy_spike)} if hasattr(engine.state, "unhealthy_spike") else {}
+        published.append({name: float(value) for name, value in engine.state.metrics.items()} | flag)
 
     engine.run(batches, max_epochs=1)
     return published

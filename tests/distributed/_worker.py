@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import ignite.distributed as idist
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -18,41 +19,23 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_monitor import (
-    ActivationHandler,
     CurvatureHandler,
     GradientNoiseScaleHandler,
     GradMonitor,
+    HistogramHandler,
     MeanStdThreshold,
     MonitorEvents,
     SpectralNormHandler,
-    StepStatsHandler,
     WeightUpdateHandler,
 )
 from ignite_monitor.curvature.hessian import Hessian
 from tests._helpers import make_batches
+from tests.distributed import _models
 from tests.distributed._launch import WORLD, run_scenarios
+from tests.distributed._models import Net, counted_collectives, net, run, share, step_of, whole
 
 COUNT = 26
 SPIKE = 24
-
-
-class Net(nn.Module):
-    """Sizes that two ranks can't share evenly, one of them so small that a rank holds nothing of it."""
-
-    def __init__(self, unused: bool = False) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 5), nn.Linear(5, 3)
-        self.scale = nn.Parameter(torch.ones(1))
-        if unused:
-            self.unused = nn.Linear(2, 2)
-
-    def forward(self, x):
-        return self.second(torch.tanh(self.first(x))) * self.scale
-
-
-def net(**kwargs) -> Net:
-    torch.manual_seed(0)
-    return Net(**kwargs)
 
 
 def batches(spike: int | None = None):
@@ -61,15 +44,6 @@ def batches(spike: int | None = None):
     if spike is not None:
         made[spike - 1][1][4:] *= 1000
     return made
-
-
-def local(batch, rank: int | None):
-    return batch if rank is None else tuple(part[rank * 4 : rank * 4 + 4] for part in batch)
-
-
-def plain(value: Any) -> Any:
-    value = value.full_tensor() if hasattr(value, "full_tensor") else value
-    return value.detach().clone()
 
 
 def train(
@@ -90,51 +64,35 @@ def train(
     With ``micro`` > 1 that many micro-batches are accumulated per iteration, all but the last under ``quiet()``.
     """
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, weight_decay=0.1)
-    seen: list[dict[str, float]] = []
+    norms: list[float | None] = []
     fired: list[int] = []
 
     def train_step(engine: Engine, batch: Any) -> None:
         if engine.state.iteration == leave_out:
             return
+        if monitored and engine.state.iteration == 1:
+            engine.add_event_handler(MonitorEvents.GRADIENTS_READY, lambda e: fired.append(e.state.iteration))
         optimizer.zero_grad()
-        x, y = local(batch, rank)
+        x, y = share(batch, rank)
         for part in range(micro):
             silent = quiet is not None and part < micro - 1
             with quiet() if silent else contextlib.nullcontext():
                 F.mse_loss(model(x[part::micro]), y[part::micro]).backward()
             if monitored:
-                seen_norms.append(None if engine.state.grad_norm is None else float(engine.state.grad_norm))
+                norms.append(None if engine.state.grad_norm is None else float(engine.state.grad_norm))
         optimizer.step()
 
-    seen_norms: list[float | None] = []
-    trainer = Engine(train_step)
-    if monitored:
-        monitor = GradMonitor(watch or model, optimizer, **kwargs)
-        monitor.attach(trainer)
-        trainer.add_event_handler(MonitorEvents.GRADIENTS_READY, lambda e: fired.append(e.state.iteration))
-        trainer.add_event_handler(
-            Events.ITERATION_COMPLETED,
-            lambda e: seen.append(
-                {**{k: float(v) for k, v in e.state.metrics.items()}, "flag": bool(e.state.unhealthy_spike)}
-            ),
-        )
-    trainer.run(batches(spike))
-    parameters = [plain(parameter) for parameter in model.parameters()]
-    return {"seen": seen, "fired": fired, "norms": seen_norms, "parameters": parameters}
+    monitors = [GradMonitor(watch or model, optimizer, **kwargs)] if monitored else []
+    seen = run(train_step, batches(spike), *monitors)
+    return {"seen": seen, "fired": fired, "norms": norms, "parameters": [*map(whole, model.parameters())]}
 
 
 def ddp(unused: bool = False, **kwargs: Any) -> DistributedDataParallel:
-    return DistributedDataParallel(net(unused=unused), **kwargs)
+    return _models.ddp(net(unused=unused), **kwargs)
 
 
-def fsdp() -> nn.Module:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    model = net()
-    mesh = init_device_mesh("cpu", (WORLD,))
-    fully_shard(model.first, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+def fsdp() -> Any:
+    return _models.fsdp(net())
 
 
 def loss_at(iteration: int, rank: int) -> float:
@@ -173,25 +131,18 @@ class OneTensor(nn.Module):
         return self.net.second(torch.tanh(first)) * self.net.scale
 
 
-def single_tensors(make, rank: int | None, **kwargs: Any) -> dict[str, Any]:
+def single_tensors(wrap, rank: int | None, **kwargs: Any) -> dict[str, Any]:
     """With a threshold per tensor, and how many collectives that takes; and without."""
-    results, all_reduce = {}, dist.all_reduce
+    counts = {}
     for per_parameter in (False, True):
-        calls = []
-        dist.all_reduce = lambda *args, _calls=calls, **options: _calls.append(1) or all_reduce(*args, **options)
-        try:
-            results[per_parameter] = train(make(OneTensor()), rank, per_parameter=per_parameter, **kwargs)
-        finally:
-            dist.all_reduce = all_reduce
-        results[per_parameter]["collectives"] = len(calls)
-    return {**results[True], "without": results[False]["collectives"]}
+        with counted_collectives() as calls:
+            result = train(wrap(OneTensor()), rank, per_parameter=per_parameter, **kwargs)
+        counts[per_parameter] = len(calls)
+    return {**result, "collectives": counts[True], "without": counts[False]}
 
 
 def sharded(model: nn.Module) -> nn.Module:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    return fully_shard(model, mesh=init_device_mesh("cpu", (WORLD,)))
+    return _models.fsdp(model, inner=())
 
 
 def no_sync(rank: int) -> dict[str, Any]:
@@ -202,11 +153,10 @@ def no_sync(rank: int) -> dict[str, Any]:
 def no_sync_over_iterations(rank: int) -> dict[str, Any]:
     """Two iterations to an optimizer step, the first of them under no_sync()."""
     model = ddp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    seen = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, weight_decay=0.1)
 
     def train_step(engine, batch):
-        x, y = local(batch, rank)
+        x, y = share(batch, rank)
         first = engine.state.iteration % 2 == 1
         if first:
             optimizer.zero_grad()
@@ -215,13 +165,7 @@ def no_sync_over_iterations(rank: int) -> dict[str, Any]:
         if not first:
             optimizer.step()
 
-    trainer = Engine(train_step)
-    GradMonitor(model, optimizer).attach(trainer)
-    trainer.add_event_handler(
-        Events.ITERATION_COMPLETED, lambda e: seen.append({k: float(v) for k, v in e.state.metrics.items()})
-    )
-    trainer.run(batches())
-    return {"seen": seen}
+    return {"seen": run(train_step, batches(), GradMonitor(model, optimizer))}
 
 
 def fsdp_without_sync(rank: int) -> dict[str, Any]:
@@ -242,19 +186,12 @@ def leaving_out(model: nn.Module, rank: int | None, set_to_none: bool = False) -
 
     def train_step(engine, batch):
         optimizer.zero_grad(set_to_none)
-        x, y = local(batch, rank)
+        x, y = share(batch, rank)
         F.mse_loss(model(x), y).backward()
         if not engine.state.unhealthy_spike:
             optimizer.step()
 
-    trainer = Engine(train_step)
-    GradMonitor(model, optimizer).attach(trainer)
-    seen = []
-    trainer.add_event_handler(
-        Events.ITERATION_COMPLETED, lambda e: seen.append({k: float(v) for k, v in e.state.metrics.items()})
-    )
-    trainer.run(batches(SPIKE))
-    return {"seen": seen}
+    return {"seen": run(train_step, batches(SPIKE), GradMonitor(model, optimizer))}
 
 
 def accumulating(model: nn.Module, rank: int | None, zero: bool = False) -> dict[str, Any]:
@@ -264,45 +201,25 @@ def accumulating(model: nn.Module, rank: int | None, zero: bool = False) -> dict
     def train_step(engine, batch):
         if engine.state.iteration % 4 == 1:
             optimizer.zero_grad(set_to_none=not zero)
-        x, y = local(batch, rank)
+        x, y = share(batch, rank)
         F.mse_loss(model(x), y).backward()
         if engine.state.iteration % 4 == 0:
             optimizer.step()
 
-    trainer = Engine(train_step)
-    GradMonitor(model, optimizer, threshold=MeanStdThreshold(k=10.0, warmup=3)).attach(trainer)
-    seen = []
-    trainer.add_event_handler(
-        Events.ITERATION_COMPLETED, lambda e: seen.append({k: float(v) for k, v in e.state.metrics.items()})
-    )
-    trainer.run(batches(17)[:24])
-    return {"seen": seen}
+    monitor = GradMonitor(model, optimizer, threshold=MeanStdThreshold(k=10.0, warmup=3))
+    return {"seen": run(train_step, batches(17)[:24], monitor)}
 
 
 def different_parameters(rank: int, **kwargs: Any) -> dict[str, Any]:
     """Each rank trains a model of its own on its own half."""
     torch.manual_seed(rank)
-    own: list[list[torch.Tensor]] = []
+    own: list[torch.Tensor] = []
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-
-    def train_step(_, batch):
-        optimizer.zero_grad()
-        x, y = local(batch, rank)
-        F.mse_loss(model(x), y).backward()
-        own.append(torch.cat([p.grad.flatten().double() for p in model.parameters()]))
-        optimizer.step()
-
-    trainer = Engine(train_step)
-    GradMonitor(model, optimizer, **kwargs).attach(trainer)
-    seen = []
-    trainer.add_event_handler(
-        Events.ITERATION_COMPLETED,
-        lambda e: seen.append(
-            {**{k: float(v) for k, v in e.state.metrics.items()}, "flag": bool(e.state.unhealthy_spike)}
-        ),
+    optimizer.register_step_pre_hook(
+        lambda *_: own.append(torch.cat([p.grad.flatten().double() for p in model.parameters()]))
     )
-    trainer.run(batches(SPIKE))
+    seen = run(step_of(model, optimizer, rank), batches(SPIKE), GradMonitor(model, optimizer, **kwargs))
     return {"seen": seen, "own": own}
 
 
@@ -319,30 +236,22 @@ def inner_model(rank: int) -> dict[str, Any]:
 
 
 def refused(rank: int) -> dict[str, Any]:
-    """What can't work with a wrapper, and what it is told."""
+    """What can't work with a wrapper."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    def flat() -> nn.Module:
-        return FullyShardedDataParallel(net(), device_id=torch.device("cpu"))
-
-    attempts = {
-        "sum of replicas": lambda: GradMonitor(ddp(), reduction="sum"),
-        "mean of parts": lambda: GradMonitor(flat()),
-        "sum of parts": lambda: GradMonitor(flat(), reduction="sum"),
-        "activations of parts": lambda: ActivationHandler(flat(), activations=True),
-        "updates of parts": lambda: WeightUpdateHandler(flat()),
-        "spectra of parts": lambda: SpectralNormHandler(flat()),
-        "norm of parts": lambda: StepStatsHandler(model := flat(), torch.optim.SGD(model.parameters())),
-        "gradients of parts": lambda: ActivationHandler(flat(), gradients=True),
-        "weights of parts": lambda: ActivationHandler(flat(), parameters=True),
-    }
-    told = {}
-    for name, attempt in attempts.items():
-        try:
-            attempt()
-        except ValueError as error:
-            told[name] = str(error)
-    return {"told": told, "names": [*attempts]}
+    with pytest.raises(ValueError, match=r"Argument reduction should.*DistributedDataParallel"):
+        GradMonitor(ddp(), reduction="sum")
+    for make in (GradMonitor, WeightUpdateHandler, SpectralNormHandler, HistogramHandler):
+        with pytest.raises(ValueError, match=r"Argument model should.*FullyShardedDataParallel"):
+            make(FullyShardedDataParallel(net(), device_id=torch.device("cpu")))
+    for kind, kwargs in (
+        (CurvatureHandler, {"loss": lambda model, batch: None}),
+        (GradientNoiseScaleHandler, {"micro_batches": 2}),
+    ):
+        model = fsdp()
+        with pytest.raises(ValueError, match="Argument model should not be sharded"):
+            kind(model, torch.optim.SGD(model.parameters(), 0.1), **kwargs)
+    return {}
 
 
 def dropped(rank: int) -> dict[str, Any]:
@@ -367,14 +276,7 @@ def ddp_trainer(rank: int, watched: bool) -> tuple[Engine, nn.Module, nn.Module]
     """A trainer that has run, its model, and that without its wrapper."""
     model = ddp()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-
-    def train_step(engine, batch):
-        optimizer.zero_grad()
-        x, y = local(batch, rank)
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
-
-    trainer = Engine(train_step)
+    trainer = Engine(step_of(model, optimizer, rank))
     if watched:
         GradMonitor(model, optimizer, on_spike="skip").attach(trainer)
     trainer.run(batches())
@@ -385,17 +287,9 @@ def uneven_inputs(rank: int) -> dict[str, Any]:
     """DistributedDataParallel.join(): a rank that has run out of data shadows the collectives of the others."""
     model = ddp()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-
-    def train_step(engine, batch):
-        optimizer.zero_grad()
-        F.mse_loss(model(batch[0]), batch[1]).backward()
-        optimizer.step()
-
-    trainer = Engine(train_step)
-    GradMonitor(model, optimizer).attach(trainer)
     with model.join():
-        trainer.run(batches()[: 3 + 2 * rank])
-    return {"iterations": trainer.state.iteration}
+        seen = run(step_of(model, optimizer), batches()[: 3 + 2 * rank], GradMonitor(model, optimizer))
+    return {"iterations": len(seen)}
 
 
 def after_the_process_group(rank: int) -> dict[str, Any]:
@@ -413,7 +307,7 @@ def noise_scale(model: nn.Module, rank: int | None, micro: int) -> dict[str, Any
 
     def train_step(engine, batch):
         optimizer.zero_grad()
-        own = [[part.split(2)[: micro // len(ranks)] for part in local(batch, each)] for each in ranks]
+        own = [[part.split(2)[: micro // len(ranks)] for part in share(batch, each)] for each in ranks]
         parts = [part for each in own for part in zip(*each, strict=True)]
         for index, (x, y) in enumerate(parts):
             syncs = rank is None or index == len(parts) - 1
@@ -421,10 +315,8 @@ def noise_scale(model: nn.Module, rank: int | None, micro: int) -> dict[str, Any
                 (F.mse_loss(model(x), y) / micro).backward()
         optimizer.step()
 
-    trainer = Engine(train_step)
     monitor = GradientNoiseScaleHandler(model, optimizer, micro_batches=micro, items=lambda batch: 2 * micro)
-    monitor.attach(trainer)
-    trainer.run(batches())
+    run(train_step, batches(), monitor)
     return {"moments": monitor.state_dict()["moments"], "weights": [each.detach() for each in model.parameters()]}
 
 
@@ -433,23 +325,12 @@ def curvature(model: nn.Module, rank: int | None, failing: str = "") -> dict[str
     failing = failing if rank == 1 else ""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
 
-    def train_step(engine, batch):
-        optimizer.zero_grad()
-        x, y = local(batch, rank)
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
-
     def loss(model, batch):
-        x, y = local(batch, rank)
+        x, y = share(batch, rank)
         if failing == "unreached":
             return torch.zeros((), requires_grad=True)
         return F.mse_loss(model(None if failing == "loss" else x), y)
 
-    trainer = Engine(train_step)
-    monitor = CurvatureHandler(model, optimizer, loss=loss)
-    monitor.attach(trainer, Events.ITERATION_STARTED(every=2))
-    seen: list[dict[str, Any]] = []
-    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda _: seen.append(dict(monitor.metrics)))
     times, products = Hessian.times, itertools.count()
 
     def fails_in_time(hessian: Hessian, vector: torch.Tensor) -> torch.Tensor:
@@ -458,20 +339,9 @@ def curvature(model: nn.Module, rank: int | None, failing: str = "") -> dict[str
         return times(hessian, vector)
 
     with mock.patch.object(Hessian, "times", fails_in_time if failing == "product" else times):
-        trainer.run(batches()[:2])
+        monitor, event = CurvatureHandler(model, optimizer, loss=loss), Events.ITERATION_STARTED(every=2)
+        seen = run(step_of(model, optimizer, rank), batches()[:2], monitor, at=event)
     return {"seen": seen, "weights": [each.detach() for each in model.parameters()]}
-
-
-def sharded_landscape(rank: int) -> dict[str, Any]:
-    told = []
-    arguments = {CurvatureHandler: {"loss": lambda model, batch: None}, GradientNoiseScaleHandler: {"micro_batches": 2}}
-    for kind, kwargs in arguments.items():
-        model = fsdp()
-        try:
-            kind(model, torch.optim.SGD(model.parameters(), 0.1), **kwargs)
-        except ValueError as error:
-            told.append(str(error))
-    return {"told": told}
 
 
 def fused(parameters):
@@ -528,7 +398,6 @@ SCENARIOS: dict[str, Any] = {
     "curvature, loss fails": lambda rank: curvature(ddp(), rank, "loss"),
     "curvature, product fails": lambda rank: curvature(ddp(), rank, "product"),
     "curvature, unreached loss": lambda rank: curvature(ddp(), rank, "unreached"),
-    "sharded landscape": sharded_landscape,
     "refused": refused,
     "freed": freed,
     "uneven inputs": uneven_inputs,

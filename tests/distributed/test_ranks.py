@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 import signal
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from tests._helpers import LONG, grad_norm
+from tests._helpers import LONG, assert_same, grad_norm
 from tests._trainers import Judge
 from tests.distributed._launch import WORLD, launch, launched
 from tests.distributed._worker import (
@@ -30,15 +29,9 @@ from tests.stress._judge import mean_of
 
 K, DECAY = 6.0, 0.99  # of the default rule
 
-NAMES = [*SCENARIOS][: [*SCENARIOS].index("uneven inputs")]  # the others each have processes of their own
+WORKER = "_worker"
+RUN = NAMES = [*SCENARIOS][: [*SCENARIOS].index("uneven inputs")]  # the others each have processes of their own
 WHOLE = [*(name for name in NAMES[: NAMES.index("ddp no_sync")])]
-
-pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    return launched("_worker", tmp_path_factory.mktemp("ranks"), NAMES)
 
 
 @pytest.fixture(scope="module")
@@ -47,16 +40,19 @@ def whole():
     return train(net(), None, spike=SPIKE)
 
 
-def independent_norms(spike: int | None = None) -> list[float]:
-    """The gradient norms of a plain loop over the whole batches."""
+def independent_norms(spike: int | None = None, micro: int = 1, every: int = 1) -> list[float]:
+    """The gradient norms of a plain loop after each backward: of micro-batches, several iterations to a step."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, weight_decay=0.1)
     norms = []
-    for x, y in batches(spike):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        norms.append(grad_norm(model.parameters()))
-        optimizer.step()
+    for place, (x, y) in enumerate(batches(spike)):
+        if place % every == 0:
+            optimizer.zero_grad()
+        for part in range(micro):
+            F.mse_loss(model(x[part::micro]), y[part::micro]).backward()
+            norms.append(grad_norm(model.parameters()))
+        if (place + 1) % every == 0:
+            optimizer.step()
     return norms
 
 
@@ -102,20 +98,6 @@ def test_no_sync_fires_once_with_the_accumulated_gradient(results):
         assert result["seen"][-1]["grad/spike_count"] <= 1
 
 
-def accumulated_norms() -> tuple[list[float], list[float]]:
-    """After the first of two micro-batches of both ranks, and after both."""
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, weight_decay=0.1)
-    halves: tuple[list[float], list[float]] = ([], [])
-    for x, y in batches():
-        optimizer.zero_grad()
-        for part in range(2):
-            F.mse_loss(model(x[part::2]), y[part::2]).backward()
-            halves[part].append(grad_norm(model.parameters()))
-        optimizer.step()
-    return halves
-
-
 @pytest.mark.parametrize(
     ("name", "synchronised"),
     [
@@ -127,7 +109,8 @@ def accumulated_norms() -> tuple[list[float], list[float]]:
     ],
 )
 def test_accumulation_within_an_iteration(results, name, synchronised):
-    halves = accumulated_norms()
+    norms = independent_norms(micro=2)
+    halves = norms[::2], norms[1::2]
     for result in results(name):
         assert [seen["grad/norm"] for seen in result["seen"]] == approx(halves[1])
         assert result["norms"][1::2] == approx(halves[1])
@@ -138,18 +121,9 @@ def test_accumulation_within_an_iteration(results, name, synchronised):
 
 
 def test_iterations_under_no_sync_publish_nothing(results):
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    norms = []
-    for place, (x, y) in enumerate(batches()):
-        if place % 2 == 0:
-            optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        if place % 2:
-            norms.append(grad_norm(model.parameters()))
-            optimizer.step()
+    norms = independent_norms(every=2)[1::2]
     for result in results("ddp no_sync over iterations"):
-        assert result["seen"][::2] == [{}] * (COUNT // 2)
+        assert result["seen"][::2] == [{"flag": 0.0}] * (COUNT // 2)
         assert [seen["grad/norm"] for seen in result["seen"][1::2]] == approx(norms)
         assert result["seen"][-1]["grad/mean"] == approx(mean_of(norms[:-1], DECAY))
 
@@ -190,9 +164,8 @@ def test_skipped_step_leaves_the_parameters_as_leaving_the_batch_out_does(result
     assert first["seen"][SPIKE - 1]["flag"]
     assert first["seen"][-1]["grad/skipped_count"] == 1.0
     for result in (first, second):
-        for ours, expected, other in zip(result["parameters"], result["left out"], first["parameters"], strict=True):
-            assert torch.equal(ours, expected)
-            assert torch.equal(ours, other)
+        assert_same(result["parameters"], result["left out"])
+        assert_same(result["parameters"], first["parameters"])
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("leaving out")])
@@ -248,12 +221,6 @@ def test_a_rank_whose_curvature_fails_stops_nobody(results, name):
             torch.testing.assert_close(ours, theirs)
 
 
-def test_noise_scale_and_curvature_refuse_sharded_parameters(results):
-    for result in results("sharded landscape"):
-        assert len(result["told"]) == 2
-        assert all(text.startswith("Argument model should not be sharded") for text in result["told"])
-
-
 @pytest.mark.parametrize("name", ["sum", "sum inf", "mean"])
 def test_ranks_with_gradients_of_their_own(results, name):
     both = results(name)
@@ -271,11 +238,7 @@ def test_ranks_with_gradients_of_their_own(results, name):
 
 
 def test_what_cannot_work_with_a_wrapper_is_refused_by_name(results):
-    for result in results("refused"):
-        assert [*result["told"]] == result["names"]
-        for name, reason in result["told"].items():
-            assert re.match("Argument (reduction|model) should", reason)
-            assert ("DistributedDataParallel" if "replicas" in name else "FullyShardedDataParallel") in reason
+    assert results("refused") == [{}, {}]
 
 
 def test_dropped_run_frees_its_reducer_by_reference_counting(results):

@@ -15,15 +15,12 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from ignite.engine import Engine, Events
-from ignite.handlers import TensorboardLogger
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from ignite_monitor import (
     ActivationHandler,
@@ -38,6 +35,7 @@ from ignite_monitor import (
 )
 from ignite_monitor.scaling import AlignmentHandler
 from tests._helpers import footprint, hooks_only, make_batches
+from tests.distributed import _models
 from tests.distributed._launch import WORLD
 
 COUNT, FAILS = 6, 3
@@ -45,22 +43,15 @@ TIMEOUT = 5.0  # of collectives, in seconds
 
 
 def dense() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    return _models.net(lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)))
 
 
 def ddp() -> nn.Module:
-    return DistributedDataParallel(dense())
+    return _models.ddp(dense())
 
 
 def fsdp() -> nn.Module:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    model: Any = dense()
-    mesh = init_device_mesh("cpu", (WORLD,))
-    fully_shard(model[0], mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    return _models.fsdp(dense(), inner=["0"])
 
 
 def all_monitors(model: nn.Module, optimizer: torch.optim.Optimizer, metric: Any = torch.abs) -> dict[str, Any]:
@@ -149,9 +140,15 @@ def collectives() -> int:
     return sum(group._get_sequence_number_for_group() for group in dist.distributed_c10d._world.pg_map)
 
 
-def counted(run: Callable[[bool], list[int]]) -> dict[str, Any]:
-    """How many collectives there are in each iteration, with monitors and without."""
-    return {"monitored": run(True), "plain": run(False)}
+def counted_in_each_iteration(train_step: Any, *monitors: Any, finish: Callable[[], Any] = lambda: None) -> list[int]:
+    """How many collectives there are from the end of one iteration to that of the next."""
+    counts: list[int] = []
+    engine = Engine(train_step)
+    for monitor in monitors:
+        monitor.attach(engine)
+    engine.add_event_handler(Events.ITERATION_COMPLETED, lambda _: (finish(), counts.append(collectives())))
+    engine.run(make_batches(COUNT))
+    return [now - before for before, now in itertools.pairwise(counts)]
 
 
 def conditional(make: Callable[[], nn.Module], what: str, rank: int) -> dict[str, Any]:
@@ -166,7 +163,6 @@ def conditional(make: Callable[[], nn.Module], what: str, rank: int) -> dict[str
     def run(monitored: bool) -> list[int]:
         model: Any = make()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        counts: list[int] = []
         inner = getattr(model, "module", model)
 
         def evaluate(x: torch.Tensor) -> None:
@@ -203,26 +199,20 @@ def conditional(make: Callable[[], nn.Module], what: str, rank: int) -> dict[str
                 if rank == 0 or engine.state.iteration < 4:  # DDP itself communicates in its first forward passes
                     F.mse_loss(model(x), y).backward()
 
-        engine = Engine(train_step_without_reduction if what == "iteration" else train_step)
         monitors = all_monitors(model, optimizer) if monitored else {}
-        for monitor in monitors.values():
-            monitor.attach(engine)
-            if what == "logs" and rank == 1:
-                monitor.log_to(MagicMock(spec=TensorboardLogger), engine)
+        logs = what == "logs" and rank == 1
 
-        @engine.on(Events.ITERATION_COMPLETED)
-        def count(engine: Engine) -> None:
-            if what == "logs" and rank == 1:
-                for monitor in monitors.values():
-                    monitor.on_host()
-                    monitor.state_dict()
-                getattr(monitors.get("update"), "diagnostics", None)
-            counts.append(collectives())
+        def finish() -> None:
+            for monitor in monitors.values() if logs else ():
+                monitor.on_host()
+                monitor.state_dict()
+            if logs and monitors:
+                _ = monitors["update"].diagnostics
 
-        engine.run(make_batches(COUNT))
-        return [now - before for before, now in itertools.pairwise(counts)]
+        step = train_step_without_reduction if what == "iteration" else train_step
+        return counted_in_each_iteration(step, *monitors.values(), finish=finish)
 
-    return counted(run)
+    return {"monitored": run(True), "plain": run(False)}
 
 
 def without_wrapper(rank: int) -> dict[str, Any]:
@@ -231,7 +221,6 @@ def without_wrapper(rank: int) -> dict[str, Any]:
     def run(monitored: bool) -> list[int]:
         model = dense()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        counts: list[int] = []
 
         def train_step(engine: Engine, batch: Any) -> None:
             optimizer.zero_grad()
@@ -239,36 +228,19 @@ def without_wrapper(rank: int) -> dict[str, Any]:
                 F.mse_loss(model(x), y).backward()
             optimizer.step()
 
-        engine = Engine(train_step)
-        if monitored:
-            GradMonitor(model, optimizer).attach(engine)
-        engine.add_event_handler(Events.ITERATION_COMPLETED, lambda _: counts.append(collectives()))
-        engine.run(make_batches(COUNT))
-        return [now - before for before, now in itertools.pairwise(counts)]
+        return counted_in_each_iteration(train_step, *([GradMonitor(model, optimizer)] if monitored else []))
 
-    return counted(run)
+    return {"monitored": run(True), "plain": run(False)}
 
 
 def uneven_inputs(rank: int) -> dict[str, Any]:
     """DistributedDataParallel.join(): a rank that has run out of data shadows the collectives of the others."""
-    model = ddp()
+    model: Any = ddp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-
-    def train_step(engine: Engine, batch: Any) -> None:
-        optimizer.zero_grad()
-        F.mse_loss(model(batch[0]), batch[1]).backward()
-        optimizer.step()
-
-    engine = Engine(train_step)
-    for monitor in all_monitors(model, optimizer).values():
-        monitor.attach(engine)
-    published: list[list[str]] = []
-    engine.add_event_handler(
-        Events.ITERATION_COMPLETED, lambda e: published.append(sorted({name.split("/")[0] for name in e.state.metrics}))
-    )
+    monitors, batches = all_monitors(model, optimizer).values(), make_batches(COUNT)[: 3 + 2 * rank]
     with model.join():
-        engine.run(make_batches(COUNT)[: 3 + 2 * rank])
-    return {"published": published}
+        rows = _models.run(_models.step_of(model, optimizer), batches, *monitors)
+    return {"published": [sorted({name.split("/")[0] for name in row if "/" in name}) for row in rows]}
 
 
 PLACES = {"ddp": ("before backward", "after backward", "handler of the gradients", "terminate"), "fsdp": ("handler",)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import os
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -13,7 +14,6 @@ import torch.nn.functional as F
 from ignite.engine import Engine, Events
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.nn.parallel import DistributedDataParallel
 
 from ignite_monitor import (
     ActivationHandler,
@@ -25,7 +25,9 @@ from ignite_monitor import (
     WeightUpdateHandler,
 )
 from tests._trainers import Judge, norm_of
+from tests.distributed import _models
 
+FULL = os.environ.get("FULL_MATRIX", "0") != "0"
 AXES = {
     "precision": ("float32", "bfloat16", "scaler"),
     "accumulation": ("none", "micro", "iterations"),
@@ -170,15 +172,8 @@ class Run:
         self.case, self.rank, self.monitored = case, rank, monitored
         torch.manual_seed(0)
         self.model = model = net()
-        if case.world == "ddp":
-            self.model = DistributedDataParallel(model)
-        elif case.world == "fsdp":
-            from torch.distributed.device_mesh import init_device_mesh
-            from torch.distributed.fsdp import fully_shard
-
-            mesh = init_device_mesh("cpu", (2,))
-            fully_shard(model.hidden, mesh=mesh)
-            fully_shard(model, mesh=mesh)
+        if case.world != "alone":
+            self.model = _models.ddp(model) if case.world == "ddp" else _models.fsdp(model, inner=["hidden"])
         self.parameters = dict(model.named_parameters())
         self.wrapped = self.model
         if case.mode == "compiled":
@@ -353,10 +348,7 @@ class Run:
 
     def _whole(self, tensors: dict[str, Any]) -> dict[str, Tensor]:
         """Copies, of all ranks' parts, of those that there are."""
-        found = {name: each.detach() for name, each in tensors.items() if each is not None}
-        return {
-            name: (each.full_tensor() if hasattr(each, "full_tensor") else each).clone() for name, each in found.items()
-        }
+        return {name: _models.whole(each) for name, each in tensors.items() if each is not None}
 
 
 def _local(state: Any) -> Any:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 import math
-import statistics
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests._helpers import assert_same
 from tests._trainers import Judge, norm_of
 from tests.rcc._truth import truth_of_calls
+from tests.stress import _truth
 from tests.stress._matrix import RULE, Case, net, optimizers_of
 
 SKIPPED = "skipped_count"
@@ -27,6 +28,13 @@ OF_THE_MACHINE = {
 }
 BOUNDS = {"spectral/error_max", "spectral/update_error_max", "spectral/iterations"}
 SPECTRAL = 2e-3  # what a norm may be off by, which its own error bound says too
+
+
+def compare(case: Case, results: list[dict[str, Any]]) -> None:
+    """Compare each rank's run with its twin without monitors, and its numbers with the truth."""
+    for result in results:
+        assert_same(result["state"], result["twin"])
+    check(case, results)
 
 
 def check(case: Case, results: list[dict[str, Any]]) -> None:
@@ -141,19 +149,19 @@ class Truth:
         return {f"{prefix}/{name}": value for name, value in values.items()}
 
     def _updates(self, fact: dict[str, Any], made: set[str]) -> dict[str, float]:
-        values: dict[str, float] = {}
         norms = {name: norm_of([each]) for name, each in fact["gradients"].items()}
         if self.case.precision == "scaler":  # which looks after overflows
             norms = {name: norm for name, norm in norms.items() if math.isfinite(norm)}
+        gradients = {name: fact["gradients"][name] for name in norms}
+        of_gradients = truth_of(fact, gradients, set(fact["before"])).update({})
+        values = {name: value for name, value in of_gradients.items() if "update" not in name and "frozen" not in name}
+        if made:
+            of_updates = truth_of(fact, fact["gradients"], made).update({})
+            values |= {name: value for name, value in of_updates.items() if "update" in name or "frozen" in name}
         if fact["gradients"]:
-            values |= _order("monitor/grad", [*norms.values()])
-            values["monitor/vanishing_count"] = float(sum(norm < 1e-7 for norm in norms.values()))
-            values["monitor/exploding_count"] = float(sum(norm > 1e2 for norm in norms.values()))
+            values |= {"monitor/vanishing_count": 0.0, "monitor/exploding_count": 0.0} | values
             largest = sorted(norms, key=lambda name: -norms[name])[:5]
             values |= {f"monitor/topk_grad/{name}": norms[name] for name in largest}
-        if made:
-            values |= _order("monitor/update_ratio", [_ratio(fact, name) for name in made])
-            values["monitor/frozen_count"] = 0.0
         return values
 
     def _gradients(self, fact: dict[str, Any], entered: set[str]) -> dict[str, float]:
@@ -172,35 +180,9 @@ class Truth:
         return values
 
     def _spectra(self, fact: dict[str, Any], made: set[str]) -> dict[str, float]:
-        weights = {name: each.double() for name, each in fact["after"].items() if each.ndim > 1}
-        singular = {name: torch.linalg.svdvals(each).tolist() for name, each in weights.items()}
-        norms = {name: max(each) for name, each in singular.items()}
-        ranks = [sum(x * x for x in each) / max(each) ** 2 for each in singular.values()]
-        scales = {name: math.sqrt(len(each) / each.shape[1]) for name, each in weights.items()}
-        conditions = [norms[name] / scales[name] for name in norms]
-        values = {
-            "norm_max": max(norms.values()),
-            "norm_mean": statistics.fmean(norms.values()),
-            "norm_std": statistics.pstdev(norms.values()),
-            "stable_rank_min": min(ranks),
-            "stable_rank_median": statistics.median(ranks),
-            "weight_condition_max": max(conditions),
-            "weight_condition_median": statistics.median(conditions),
-        }
-        for name, norm in norms.items():
-            values |= {f"norm/{name}": norm, f"topk/{name}": norm}
-        moved = [name for name in weights if name in made]
-        if moved:
-            changes = {
-                name: float(torch.linalg.matrix_norm(weights[name] - fact["before"][name].double(), ord=2))
-                for name in moved
-            }
-            values |= {
-                "update_norm_max": max(changes.values()),
-                "update_condition_max": max(changes[name] / scales[name] for name in moved),
-                "update_condition_median": statistics.median(changes[name] / scales[name] for name in moved),
-            }
-        return {f"spectral/{name}": value for name, value in values.items()}
+        values = truth_of(fact, fact["gradients"] if made else {}, made).spectral()
+        norms = {name: value for name, value in values.items() if name.startswith("spectral/norm/")}
+        return values | {name.replace("/norm/", "/topk/"): value for name, value in norms.items()}
 
     def _step(self, fact: dict[str, Any]) -> dict[str, float]:
         rates = [group["lr"] for group in self._optimizers["grad"][0].param_groups]
@@ -209,42 +191,15 @@ class Truth:
         }
 
 
-def _ratio(fact: dict[str, Any], name: str) -> float:
-    before, after = fact["before"][name].double(), fact["after"][name].double()
-    return float((after - before).norm()) / (float(before.norm()) + 1e-12)
-
-
-def _order(name: str, values: list[float]) -> dict[str, float]:
-    if not values:
-        return {}
-    ordered = sorted(values)
-    return {
-        f"{name}_median": statistics.median(ordered),
-        f"{name}_p95": ordered[math.ceil(0.95 * len(ordered)) - 1],
-        f"{name}_min": ordered[0],
-        f"{name}_max": ordered[-1],
-    }
-
-
-def _statistics(tensors: list[Tensor]) -> dict[str, float]:
-    """The built-in metrics of what makes one tensor together; where anything is not finite, the number of such."""
-    whole = torch.cat([each.double().flatten(0, -2) if each.ndim > 1 else each.double() for each in tensors])
-    nonfinite = int((~whole.isfinite()).sum())
-    values = {"nonfinite_count": float(nonfinite)}
-    if nonfinite:
-        return values
-    values |= {"mean": float(whole.mean()), "max_abs": float(whole.abs().max())}
-    values["l2_norm"] = float(whole.norm(dim=-1).mean())
-    if whole.numel() > 1:
-        values["std"] = float(whole.std())
-    if whole.ndim > 1:
-        values["dead_fraction"] = float((whole == 0).all(0).double().mean())
-    return values
+def truth_of(fact: dict[str, Any], gradients: dict[str, Tensor], held: set[str]) -> _truth.Truth:
+    """The truth of one iteration with these gradients and parameters of the optimizer."""
+    iteration = _truth.Iteration(torch.tensor(0), torch.tensor(0), fact["before"], {}, gradients, fact["after"])
+    return _truth.Truth(net(), iteration, held)
 
 
 def _of_gradient(gradient: Tensor) -> dict[str, float]:
     """All metrics of a gradient, those too that are not finite, and thus not published."""
-    values = _statistics([gradient]) | {"abs": float(gradient.double().abs().mean())}
+    values = _truth.statistics([gradient], True) | {"abs": float(gradient.double().abs().mean())}
     return {name: values[name] for name in ("mean", "std", "max_abs", "nonfinite_count", "abs") if name in values}
 
 
@@ -256,7 +211,7 @@ def _activations(ranks: list[dict[str, Any]]) -> dict[str, float]:
     values = {}
     for name in ranks[0]:
         outputs = [output for calls in ranks for _, output in calls[name]]
-        found = _statistics(outputs)
+        found = _truth.statistics(outputs, True)
         values |= {f"activation/{name or '_root_'}/{metric}": value for metric, value in found.items()}
     return values
 

@@ -23,7 +23,6 @@ from ignite_monitor import (
     SpectralNormHandler,
     StepStatsHandler,
     WeightUpdateHandler,
-    attach_monitors,
 )
 from ignite_monitor.scaling import AlignmentHandler
 from tests._helpers import footprint, hooks_only
@@ -235,28 +234,3 @@ def test_any_model(plan, order, count):
     truths = expected(kinds, recorded_like(training, plan))
     for place, (said, truth) in enumerate(zip(published, truths, strict=True)):
         assert_close(said, truth, f"iteration {place + 1}")
-
-
-@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors is a no-op:UserWarning")
-@given(plans())
-@examples(10)
-def test_the_handlers_most_trainings_want(plan):
-    training = Training(plan)
-    if is_refused("grad", plan, training.model):
-        with pytest.raises(ValueError, match="model"):
-            attach_monitors(training.engine, training.model, training.optimizer)
-        return
-    attach_monitors(training.engine, training.model, training.optimizer, every=1)
-    published = published_by(training)
-    truths = expected(["grad", "update", "activation"], recorded_like(training, plan))
-    wanted = ("std", "max_abs", "dead_fraction", "nonfinite_count")
-    for place, (said, truth) in enumerate(zip(published, truths, strict=True)):
-        chosen = {
-            name: value
-            for name, value in truth.items()
-            if name.startswith(("grad/", "monitor/", "attention_"))
-            or (name.startswith("activation/") and name.endswith(wanted))
-        }
-        of_others = ("step/", "optimizer/")  # which have tests of their own
-        said = {name: value for name, value in said.items() if not name.startswith(of_others)}
-        assert_close(said, chosen, f"iteration {place + 1}")

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-import gc
 import math
 import random
 import tempfile
-import weakref
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from ignite.handlers import ProgressBar
 from ignite.handlers.tensorboard_logger import TensorboardLogger
 
 from ignite_monitor import HDF5Logger, MonitorEvents, read_hdf5
-from tests._helpers import LONG, footprint, hooks_only, same, scalars
+from tests._helpers import LONG, assert_same, scalars
 from tests.stress._training import EPOCHS, LENGTH, MONITORS, PROBLEMS, SPIKE, UNSTEADY, Training
 
 # What each one watches, where it is not every iteration; the damaged batch is in one that all of them do.
@@ -132,9 +130,7 @@ def test_in_any_order(problem, spread, order):
     published = run.training.published
     assert [iteration for iteration, named in published.items() if named["grad/spike"]] == [SPIKE]
     assert published[EPOCHS * LENGTH]["grad/skipped_count"] == 1
-    outcome, expected = run.training.outcome(), unwatched(problem)
-    for part in expected:
-        assert same(outcome[part], expected[part]), part
+    assert_same(run.training.outcome(), unwatched(problem))
     for iteration in range(1, EPOCHS * LENGTH + 1):
         theirs: dict[str, float] = {}
         for name in ALL:
@@ -185,9 +181,7 @@ EVENTS = {
 )
 def test_one_leaves_in_the_middle(leaves, at):
     run = monitored("net", leaves=leaves, at=EVENTS[at], on_board=False)
-    outcome, expected = run.training.outcome(), unwatched("net")
-    for part in expected:
-        assert same(outcome[part], expected[part]), part
+    assert_same(run.training.outcome(), unwatched("net"))
     last = 7 if at.startswith("after") else 6
     for iteration, published in run.training.published.items():
         theirs: dict[str, float] = {}
@@ -221,9 +215,7 @@ def test_one_joins_in_the_middle(joins, at, tmp_path):
     trainer.add_event_handler(EVENTS[at], lambda: late.attach(trainer))
     training.note()
     training.run()
-    outcome, expected = training.outcome(), unwatched("net")
-    for part in expected:
-        assert same(outcome[part], expected[part]), part
+    assert_same(training.outcome(), unwatched("net"))
     keys = alone("net", joins)[LENGTH].keys()
     first = 7 if at.startswith("before") else 8
     for iteration, published in training.published.items():
@@ -232,44 +224,3 @@ def test_one_joins_in_the_middle(joins, at, tmp_path):
             theirs |= alone("net", name)[iteration]
         check_published({key: value for key, value in published.items() if key in theirs}, theirs, iteration)
         assert bool(published.keys() & keys) is (iteration >= first)
-
-
-@pytest.mark.parametrize("problem", PROBLEMS)
-def test_nothing_is_left(problem, tmp_path):
-    training = Training(problem)
-    trainer, model, optimizer = training.trainer, training.model, training.optimizer
-    for attach in training.surroundings(tmp_path / "checkpoints").values():
-        attach()
-    training.run(max_epochs=1)
-    before = footprint(trainer, model, optimizer)
-    monitors = {name: make(model, optimizer) for name, make in MONITORS.items()}
-    with TensorboardLogger(log_dir=tmp_path) as board, HDF5Logger(tmp_path / "run.h5") as file:
-        for monitor in monitors.values():
-            monitor.attach(trainer)
-            monitor.log_to(board, trainer)
-            monitor.log_to(file, trainer)
-        attached = hooks_only(footprint(trainer, model, optimizer))
-        training.run()
-        assert hooks_only(footprint(trainer, model, optimizer)) == attached
-        for monitor in monitors.values():
-            monitor.detach()
-    assert footprint(trainer, model, optimizer) == before
-    held = [*monitors.values(), *(monitors[name].reference for name in ("activation", "rcc", "alignment"))]
-    references = [weakref.ref(each) for each in held]
-    gc.collect()
-    gc.disable()
-    try:
-        del monitor, monitors, held
-        assert [type(each()) for each in references if each() is not None] == []
-    finally:
-        gc.enable()
-
-
-def test_a_dropped_training_is_freed(tmp_path):
-    run = Monitored("net", tmp_path)
-    model, trainer = run.training.model, run.training.trainer
-    held = [model, trainer, run.training.ema.ema_model, *run.monitors.values(), *model.parameters()]
-    references = [weakref.ref(each) for each in held]
-    del run, model, trainer, held
-    gc.collect()
-    assert [type(each()) for each in references if each() is not None] == []

@@ -21,7 +21,7 @@ import ignite_monitor
 from ignite_monitor import MonitorEvents
 from tests._helpers import LONG, footprint, hooks_only, same
 from tests.stress._resumed import END, SAVED, ResumedTraining, Series, train_until_killed, written
-from tests.stress._training import UNSTEADY, digits, seed_all
+from tests.stress._training import UNSTEADY
 
 EVENTS = {
     "every iteration": lambda: Events.ITERATION_STARTED,
@@ -280,18 +280,6 @@ def test_terminated_after_an_iteration_and_run_again(event, what, skip_completed
     check(training, event)
 
 
-@pytest.mark.parametrize(("event", "what"), [("every iteration", "terminate"), ("every third", "terminate_epoch")])
-def test_terminated_before_a_train_step_and_run_again(event, what, tmp_path):
-    training = ResumedTraining(tmp_path, EVENTS[event]())
-    trainer = training.trainer
-    trainer.add_event_handler(Events.ITERATION_STARTED(once=7), lambda: getattr(trainer, what)())
-    training.train()
-    published, *files = twin_of(event, "start")
-    assert published[7] == {}
-    assert same(steady(training.published) | {7: {}}, published)
-    check_files(tmp_path, *files)
-
-
 # Its processes have imported everything already.
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["tests.stress._resumed"])
@@ -308,52 +296,3 @@ def test_killed_and_resumed_from_the_last_checkpoint(tmp_path):
     assert training.load() == 12
     training.train()
     check(training, "every iteration")
-
-
-class Counted(ResumedTraining):
-    """A training whose random numbers depend on how many iterations there were, in all its runs."""
-
-    def __init__(self, folder, event):
-        super().__init__(folder, event)
-        self.count = self.damaged = 0
-
-    def train_step(self, engine, batch):
-        self.count += 1
-        seed_all(self.count)
-        return super().train_step(engine, batch)
-
-
-@EVERY
-def test_run_again_with_another_loader(event, tmp_path):
-    """Ignite counts from 1 again: two series, of which the second goes on with what the first has learnt."""
-    lengths = {"first": 8, "second": 7}
-    watches = EVENTS[event]().filter or (lambda engine, iteration: True)
-    batches = digits(sum(lengths.values()), first=7)
-    parts = {"first": batches[:8], "second": batches[8:]}
-
-    whole = Counted(
-        tmp_path / "whole", Events.ITERATION_STARTED(lambda _, count: watches(_, count - 8 if count > 8 else count))
-    )
-    whole.train(lambda: whole.trainer.run(batches))
-    training = Counted(tmp_path / "parts", EVENTS[event]())
-    published = {}
-
-    def steps():
-        training.trainer.run(parts["first"][:4], max_epochs=1)
-        training.trainer.run(parts["first"][4:], max_epochs=2)
-        published["first"] = steady(training.published)
-        training.published.clear()
-        training.trainer.state.max_epochs = None
-        training.trainer.run(parts["second"], max_epochs=1)
-        published["second"] = steady(training.published)
-
-    training.train(steps)
-    expected = steady(whole.published)
-    assert same(published["first"], {step: expected[step] for step in range(1, 9)})
-    assert same(published["second"], {step: expected[step + 8] for step in range(1, 8)})
-    for ours, theirs in zip(written(tmp_path / "parts"), written(tmp_path / "whole"), strict=True):
-        steps_and_values = {
-            name: ([step - 8 if step > 8 else step for step in steps], values)
-            for name, (steps, values) in theirs.items()
-        }
-        assert ours == steps_and_values

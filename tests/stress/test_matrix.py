@@ -17,26 +17,18 @@ told to run these iterations eagerly too, and the others compiled. Then the two 
 
 from __future__ import annotations
 
-import os
 import shutil
 
 import pytest
 import torch
 
 from ignite_monitor import GradMonitor
-from tests._trainers import assert_same, make_model
-from tests.stress._matrix import AXES, both, cases
-from tests.stress._matrix_truth import check
+from tests._trainers import make_model
+from tests.stress._matrix import AXES, FULL, both, cases
+from tests.stress._matrix_truth import compare
 
-FULL = bool(int(os.environ.get("FULL_MATRIX", "0")))
 CASES = {case.name: case for case in cases(["alone"], full=FULL)}
 COMPILED = next(case for case in cases(["alone"], full=True) if case.mode == "compiled" and case.skip)
-
-
-def compare(case, results):
-    for result in results:
-        assert_same(result["state"], result["twin"])
-    check(case, results)
 
 
 @pytest.mark.parametrize("name", CASES)
