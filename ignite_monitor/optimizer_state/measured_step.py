@@ -83,9 +83,10 @@ class MeasuredStep(SampledStep):
 
     def _elements(self, moments: Sequence[Tensor | None]) -> Tensor:
         """The sampled elements of moments, one parameter after the other; zeros without a moment."""
+        zeros = self.split(torch.zeros_like(self._gradient), self._members)
         return torch.cat([
-            torch.zeros_like(before) if moment is None else self.samples.take(index, moment)
-            for index, before, moment in zip(self._members, self.before(self._members), moments, strict=True)
+            zero if moment is None else self.samples.take(index, moment)
+            for index, zero, moment in zip(self._members, zeros, moments, strict=True)
         ])  # fmt: skip
 
     def _eps_and_correction(self, optimizer: Optimizer, squares: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:

@@ -339,15 +339,17 @@ def test_frozen_because_no_gradient_reaches_it(given):
     assert not diagnostics["0.weight"].is_vanishing
 
 
-@pytest.mark.parametrize("why", ["requires_grad", "no group", "lr 0", "tensor lr 0"])
+@pytest.mark.parametrize("why", ["requires_grad", "no group", "lr 0", "tensor lr 0", "lr 0, fused"])
 def test_not_frozen_because_it_was_not_to_move(why):
     model = make_model()
     head, rest = list(model[3].parameters()), list(model[:2].parameters())
     groups = [{"params": rest}]
     if why != "no group":
-        rate = {"lr 0": 0.0, "tensor lr 0": torch.tensor(0.0)}.get(why, 0.1)
+        rate = {"lr 0": 0.0, "lr 0, fused": 0.0, "tensor lr 0": torch.tensor(0.0)}.get(why, 0.1)
         groups.append({"params": head, "lr": rate})
-    optimizer = torch.optim.SGD(groups, lr=0.1)
+    optimizer = torch.optim.SGD(groups, lr=0.1, fused=why == "lr 0, fused")
+    if why == "lr 0, fused":
+        optimizer.found_inf = torch.zeros(())  # as a GradScaler does
     if why == "requires_grad":
         model[3].requires_grad_(False)
 
