@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ignite_monitor.events.monitor_events import MonitorEvents, Spike, exposed_spike
@@ -35,7 +36,7 @@ class DetectionMonitor(Monitor):
     def _is_known_spike(self, spike: Tensor) -> bool:
         """Read a flag on the host; the first call synchronizes."""
         if self._known_spike is None or self._known_spike[0] is not spike:
-            self._known_spike = spike, bool(spike)
+            self._known_spike = spike, torch.is_nonzero(spike)
         return self._known_spike[1]
 
     def _is_awaited(self, event: MonitorEvents) -> bool:

@@ -104,9 +104,9 @@ class SpikeDetector:
     def observe(self, detection: Detection, when: Tensor | None = None) -> None:
         """Update the statistics with a detection, where a bool tensor is True; None for True."""
         state, compared, above, reset = self._state, detection.compared, detection.above, detection.threshold_reset
-        on_host = when is None and compared.is_cpu and not compared.ndim
-        if on_host and not (above or detection.nonfinite or state["recent"] or state.get("suspended")):
-            if compared != self.ignored and compared <= largest_usable(compared):
+        flags = (above, detection.nonfinite, *state.values())
+        if when is None and compared.is_cpu and not compared.ndim and not any(map(torch.is_nonzero, flags)):
+            if torch.is_nonzero((compared != self.ignored) & (compared <= largest_usable(compared))):
                 self.rule.observe(compared)
             return
         counted = compared != self.ignored

@@ -312,7 +312,7 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
                 self._resets.set(newest.threshold_reset & flag)
             self._announce(engine, newest)
         either = flag is not None and not flag.is_cpu  # only the device knows which is published
-        published = None if either else newest if flag else of_step
+        published = None if either else newest if flag is not None and may_be_true(flag) else of_step
         if newest is not None and flag is not None and either:
             self._publish_either(engine, flag, newest, of_step)
         elif published is not None:
@@ -443,7 +443,7 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
             return
         # Without a scaler what is no spike is finite, and needs no further synchronization.
         known = self.scaler is not None or self._is_known_spike(detection.spike)
-        is_nonfinite = known and bool(nonfinite)
+        is_nonfinite = known and torch.is_nonzero(nonfinite)
         alone = is_nonfinite and world_size() == 1
         text = self._locator.look(not is_nonfinite, self.scaler is not None, alone=alone)
         self._source.nonfinite_source = self._locator.found or self._source.nonfinite_source
