@@ -322,7 +322,7 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
             self._publish_stepped_only()
         detection = published or newest
         if detection is not None:
-            if self._action.kind is not None and detection.spike.is_cpu:
+            if self._action.kind is not None and detection.spike.is_cpu and self._action.has_news():
                 self._log_action([float(count) for count in self._action.counts.values()], detection)
             self._fire_reset(engine, detection)
 
