@@ -110,10 +110,6 @@ class SpikeAction:
         """Count the log lines of a run from zero."""
         self._in_run = dict.fromkeys(self.counts, 0.0)
 
-    def has_news(self) -> bool:
-        """Return True if counts on the CPU have risen since the last log line."""
-        return any(torch.is_nonzero(count != self._logged[name]) for name, count in self.counts.items())
-
     def message(self, counts: Sequence[float]) -> str | None:
         """Describe the skips and clips since the last call, from :attr:`counts` on the host: ten, then each 100th."""
         parts = []

@@ -33,6 +33,7 @@ from ignite_monitor.keys import GRADIENT
 from ignite_monitor.model.devices import move_like
 from ignite_monitor.model.modes import in_backward, users_grad_mode
 from ignite_monitor.model.optimizers import check_holds, check_optimizer
+from ignite_monitor.monitor import transfer
 from ignite_monitor.monitor.base import Handlers, check_flag
 from ignite_monitor.monitor.ranks import world_size
 from ignite_monitor.monitor.transfer import as_published
@@ -322,7 +323,7 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
             self._publish_stepped_only()
         detection = published or newest
         if detection is not None:
-            if self._action.kind is not None and detection.spike.is_cpu and self._action.has_news():
+            if self._action.kind is not None and transfer.is_on_host(detection.spike):
                 self._log_action([float(count) for count in self._action.counts.values()], detection)
             self._fire_reset(engine, detection)
 
@@ -438,7 +439,7 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
         nonfinite = detection.norm.nonfinite
         if self._source is None:
             return
-        if not (nonfinite.is_cpu or self._is_spike_awaited()):
+        if not (transfer.is_on_host(nonfinite) or self._is_spike_awaited()):
             self._locator.calls.backward_ended()
             return
         # Without a scaler what is no spike is finite, and needs no further synchronization.
