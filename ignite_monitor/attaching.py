@@ -105,7 +105,8 @@ def attach_monitors(
     Examples:
         .. code-block:: python
 
-            with attach_monitors(trainer, model, optimizer, loggers=[TensorboardLogger(log_dir="runs/first")]):
+            logger = TensorboardLogger(log_dir="runs/first")
+            with logger, attach_monitors(trainer, model, optimizer, loggers=logger):
                 trainer.run(loader, max_epochs=5)
     """
     check_type("trainer", trainer, Engine, "ignite.engine.Engine")
